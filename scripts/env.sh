@@ -1,0 +1,164 @@
+# shellcheck shell=bash
+# Sourced, never run. After `set_up EXTRA`, $PYTHON is an interpreter that has what pyproject.toml asks for, with EXTRA.
+#
+# If PYTHON names an interpreter of a virtual or conda environment that imports torch, that one is used: what it has
+# stays as it is, its torch above all, and only what is missing is installed. Else it is .venv in the repository, made
+# with $PYTHON or python3 in the versions of requirements.txt. A set-up that is impossible ends with one sentence and 3.
+
+set -euo pipefail
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
+VENV="$ROOT/.venv"
+UNFINISHED="$VENV/.unfinished" # there while a set-up is under way; an interrupted one leaves it behind
+NEEDED="numpy tyro tensorboard pytest hypothesis" # pyproject.toml's, torch aside; tests/test_setup.py compares
+NEEDED_BY_DEV="ruff mypy pre-commit"
+
+set_up() {
+    local extra="$1" given="${PYTHON:-}"
+    if [[ -n $given ]] && PYTHON="$(environment_with_torch "$given")"; then
+        use_environment "$extra"
+    else
+        use_own_venv "$extra" "$given"
+    fi
+    export PYTHON
+}
+
+environment_with_torch() {
+    "$1" - 2>/dev/null <<'END'
+import os, sys
+if sys.prefix == sys.base_prefix and not os.path.isdir(os.path.join(sys.prefix, "conda-meta")):
+    sys.exit(1)
+import torch
+print(sys.executable)
+END
+}
+
+use_environment() {
+    local missing constraints
+    "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+        give_up "$PYTHON is older than Python 3.10; name a newer one in PYTHON, or unset PYTHON to get .venv."
+    "$PYTHON" -c 'import sys, torch; sys.exit([int(n) for n in torch.__version__.split(".")[:2]] < [2, 6])' ||
+        give_up "the torch of $PYTHON is older than 2.6; install a newer one there, or unset PYTHON to get .venv."
+    export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" # the package itself is not installed into a foreign environment
+    missing="$(missing_packages "$1")"
+    [[ -n $missing ]] || return 0
+    say "installing into the environment of $PYTHON: $missing."
+    constraints="$(mktemp)"
+    constraints_that_keep_what_is_there >"$constraints"
+    # shellcheck disable=SC2086 # a list of names
+    "$PYTHON" -m pip install --disable-pip-version-check -c "$constraints" $missing >&2 || {
+        rm -f "$constraints"
+        pip_failed
+    }
+    rm -f "$constraints"
+}
+
+missing_packages() {
+    local needed="$NEEDED"
+    [[ $1 != dev ]] || needed="$needed $NEEDED_BY_DEV"
+    # shellcheck disable=SC2086 # a list of names
+    "$PYTHON" - $needed <<'END'
+import sys
+from importlib import metadata
+def is_missing(name):
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return True
+print(*filter(is_missing, sys.argv[1:] + ["tomli"] * (sys.version_info < (3, 11))))
+END
+}
+
+constraints_that_keep_what_is_there() {
+    "$PYTHON" - "$ROOT/requirements.txt" <<'END'
+import re, sys
+from importlib import metadata
+for line in open(sys.argv[1]):
+    name = re.match(r"[\w-]+", line)
+    try:
+        print(name[0] + "==" + metadata.version(name[0]) if name else "")
+    except metadata.PackageNotFoundError:
+        print(line, end="")
+END
+}
+
+use_own_venv() {
+    local extra="$1" given="$2" stamp="$VENV/.set-up-$1" wanted
+    PYTHON="$VENV/bin/python"
+    wanted="$({ printf '%s\n' "$ROOT"; cat "$ROOT/pyproject.toml" "$ROOT/requirements.txt"; } | cksum)"
+    ! is_set_up || return 0
+    exec 9<"$ROOT"
+    wait_for_another_set_up
+    if ! is_set_up; then
+        trap 'exit 130' INT
+        if [[ -e $UNFINISHED ]] || ! "$PYTHON" -m pip --version >/dev/null 2>&1; then
+            make_venv "$given"
+        fi
+        install "$extra"
+        if ! imports; then
+            make_venv "$given"
+            install "$extra"
+        fi
+        printf '%s' "$wanted" >"$stamp"
+        rm -f "$UNFINISHED"
+        trap - INT
+    fi
+    exec 9<&-
+}
+
+is_set_up() {
+    [[ ! -e $UNFINISHED && -x $PYTHON && -f $stamp && "$(<"$stamp")" == "$wanted" ]]
+}
+
+wait_for_another_set_up() {
+    command -v flock >/dev/null || return 0
+    flock -n 9 || { say "another set-up is under way here; waiting for it."; flock 9; }
+}
+
+make_venv() {
+    local base
+    base="$(find_python "$1")" || give_up "no Python 3.10 or newer was found: install python3, or name one in PYTHON."
+    say "making .venv with $base (once; this downloads PyTorch)."
+    "$base" -c 'import ensurepip, venv' 2>/dev/null || no_venv_module "$base"
+    rm -rf "$VENV"
+    mkdir "$VENV"
+    : >"$UNFINISHED"
+    "$base" -m venv "$VENV" >&2 || no_venv_module "$base"
+}
+
+find_python() {
+    local candidate
+    for candidate in ${1:+"$1"} python3 python3.13 python3.12 python3.11 python3.10; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+            printf '%s' "$candidate"
+            return
+        fi
+    done
+    return 1
+}
+
+no_venv_module() {
+    give_up "$1 cannot make a virtual environment: install python3-venv (Debian, Ubuntu: sudo apt install python3-venv)."
+}
+
+install() {
+    : >"$UNFINISHED"
+    (cd "$ROOT" && "$PYTHON" -m pip install --disable-pip-version-check -c requirements.txt -e ".[$1]" >&2) || pip_failed
+}
+
+imports() {
+    "$PYTHON" -c 'import numpy, tensorboard, torch, tyro' 2>/dev/null
+}
+
+pip_failed() {
+    give_up "pip could not install what pyproject.toml asks for; its message is above. Check network and free disk space."
+}
+
+give_up() {
+    say "$@"
+    exit 3
+}
+
+say() {
+    printf 'set-up: %s\n' "$*" >&2
+}

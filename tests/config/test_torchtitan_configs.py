@@ -1,0 +1,113 @@
+"""A torchtitan TOML loads: other names are understood, features that are not here may stay off."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from torchtitan_lite.config.aliases import ALIASES, FORMER_SECTIONS_OF_PARALLELISM, VALUE_ALIASES
+from torchtitan_lite.config.foreign import FOREIGN
+from torchtitan_lite.config.keys import KEYS
+from torchtitan_lite.config.manager import parse_config
+from torchtitan_lite.errors import ConfigError
+
+NOVEMBER_2024 = str(Path(__file__).with_name("torchtitan_debug_2024_11.toml"))
+FEBRUARY_2026 = str(Path(__file__).with_name("torchtitan_debug_2026_02.toml"))
+HERE = ["--training.dataset=stdlib", "--model.tokenizer_path=bytes"]
+
+
+@pytest.mark.parametrize("file", [NOVEMBER_2024, FEBRUARY_2026])
+def test_a_torchtitan_toml_loads_with_a_dataset_and_a_tokenizer_that_are_here(file):
+    config = parse_config(["--job.config_file", file, *HERE])
+    assert (config.training.batch_size, config.training.seq_len, config.training.steps) == (8, 2048, 10)
+    assert config.lr_scheduler.warmup_steps == 2
+    assert config.checkpoint.enable_checkpoint is False
+    assert (config.training.dataset, config.model.tokenizer_path) == ("stdlib", "bytes")
+
+
+@pytest.mark.parametrize("file", [NOVEMBER_2024, FEBRUARY_2026])
+def test_a_dataset_or_tokenizer_that_is_not_here_is_an_error_that_names_what_is(file):
+    with pytest.raises(ConfigError, match=r"training\.dataset: expected one of stdlib, text, jsonl, found 'c4_test'"):
+        parse_config(["--job.config_file", file])
+    with pytest.raises(ConfigError, match=r"model\.tokenizer_path: expected 'bytes'"):
+        parse_config(["--job.config_file", file, "--training.dataset=stdlib"])
+
+
+def test_keys_of_features_that_are_not_here_are_accepted_with_one_line_while_off(caplog):
+    caplog.set_level(logging.INFO, logger="torchtitan_lite")
+    parse_config(["--job.config_file", FEBRUARY_2026, *HERE])
+    (record,) = caplog.records
+    for key in ("metrics.enable_wandb", "quantize.linear.float8.filter_fqns", "validation.steps", "compile.components"):
+        assert key in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("words", "feature"),
+    [
+        ("--float8.enable_float8_linear", "float8"),
+        ("--model.converters float8", "float8"),
+        ("--model.norm_type layernorm", "RMSNorm"),
+        ("--metrics.enable_wandb", "Weights & Biases"),
+        ("--validation.enable", "validation"),
+        ("--memory_estimation.enabled", "memory estimation"),
+        ("--optimizer.early_step_in_backward true", "inside backward"),
+        ("--checkpoint.last_save_in_hf", "Hugging Face"),
+        ("--experimental.context_parallel_degree 2", "context parallelism"),
+        ("--parallelism.expert_parallel_degree=2", "expert parallelism"),
+    ],
+)
+def test_a_feature_that_is_not_here_is_an_error_when_switched_on(words, feature):
+    with pytest.raises(ConfigError) as caught:
+        parse_config(words.split())
+    assert feature in str(caught.value)
+    assert "is not here. Leave it out, or off with --" in str(caught.value)
+
+
+def test_a_feature_that_the_toml_switches_on_may_be_switched_off_on_the_command_line(tmp_path):
+    (tmp_path / "wandb.toml").write_text("[metrics]\nenable_wandb = true\n")
+    argv = ["--job.config_file", str(tmp_path / "wandb.toml")]
+    with pytest.raises(ConfigError, match=r"wandb\.toml: metrics\.enable_wandb = true"):
+        parse_config(argv)
+    assert parse_config([*argv, "--metrics.no_enable_wandb"]).metrics.log_freq == 10
+
+
+def test_a_value_of_the_wrong_kind_is_refused_for_a_feature_that_is_not_here_too(tmp_path):
+    (tmp_path / "wandb.toml").write_text('[metrics]\nenable_wandb = "false"\n')
+    with pytest.raises(ConfigError, match="expected true or false, found the string 'false'"):
+        parse_config(["--job.config_file", str(tmp_path / "wandb.toml")])
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "expected"),
+    [
+        ("--optimizer.fused", "optimizer.implementation", "fused"),
+        ("--optimizer.no_fused", "optimizer.implementation", "foreach"),
+        ("--optimizer.fused=False", "optimizer.implementation", "foreach"),
+        ("--metrics.save_for_all_ranks", "metrics.rank_0_only", False),
+        ("--model.name llama", "model.name", "llama3"),
+        ("--training.warmup_steps 3", "lr_scheduler.warmup_steps", 3),
+        ("--training.data_parallel_shard_degree 2", "parallelism.data_parallel_shard_degree", 2),
+        ("--experimental.data_parallel_shard_degree 2", "parallelism.data_parallel_shard_degree", 2),
+        ("--lr_scheduler.lr_min .1", "lr_scheduler.min_lr_factor", 0.1),
+        ("--compile.enable", "training.compile", True),
+        ("--debug.seed 3 --debug.deterministic", "training.seed", 3),
+        ("--checkpoint.last_save_model_only", "checkpoint.model_weights_only", True),
+        ("--training.batch_size 4 --training.local-batch-size 2", "training.batch_size", 2),
+        ("--training.local_batch_size 2 --training.batch_size 4", "training.batch_size", 4),
+    ],
+)
+def test_another_name_sets_the_key_that_it_stands_for_and_the_last_one_given_wins(words, key, expected):
+    section, _, name = key.partition(".")
+    assert parse_config(words.split()).to_dict()[section][name] == expected
+
+
+def test_every_alias_stands_for_a_key_and_hides_none():
+    assert {alias.key for alias in ALIASES.values()} <= set(KEYS)
+    assert set(VALUE_ALIASES) <= set(KEYS)
+    assert not set(ALIASES) & set(KEYS)
+    assert not set(FOREIGN) & (set(KEYS) | set(ALIASES))
+    for section in FORMER_SECTIONS_OF_PARALLELISM:
+        moved = {f"{section}.{key.partition('.')[2]}" for key in KEYS if key.startswith("parallelism.")}
+        assert not moved & (set(KEYS) | set(ALIASES))

@@ -1,0 +1,181 @@
+"""Which windows each rank trains on, before and after a resume."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtitan_lite.config.job_config import JobConfig, Training
+from torchtitan_lite.data.dataset import WindowDataset
+from torchtitan_lite.data.documents import Fingerprint
+from torchtitan_lite.data.loader import TokenLoader, build_dataloader, global_batch_size
+from torchtitan_lite.errors import ConfigError, CorpusChanged
+
+
+class Numbered:
+    """Documents whose window i of length 4 is [BOS, i // 256, i % 256, EOS]."""
+
+    def __init__(self, count: int, digest: str = "same") -> None:
+        self.lengths = np.full(count, 2, dtype=np.int64)
+        self.fingerprint = Fingerprint("numbered", count, 2 * count, digest)
+
+    def read(self, document: int, start: int, stop: int) -> bytes:
+        return bytes(divmod(document, 256))[start:stop]
+
+
+def loader(
+    windows: int = 40, *, rank: int = 0, num_ranks: int = 1, batch: int = 8, local: int = 1, **others: Any
+) -> TokenLoader:
+    return TokenLoader(
+        WindowDataset(others.pop("documents", None) or Numbered(windows), seq_len=3),
+        seed=others.pop("seed", 0),
+        rank=rank,
+        num_ranks=num_ranks,
+        local_batch_size=local,
+        global_batch_size=batch,
+        **others,
+    )
+
+
+def ids(batch: torch.Tensor) -> list[int]:
+    return (batch[..., 1] * 256 + batch[..., 2]).flatten().tolist()
+
+
+def steps_of_all_ranks(loaders: list[TokenLoader], count: int) -> list[int]:
+    return [i for _ in range(count) for one in loaders for i in ids(next(one))]
+
+
+def test_a_step_is_int64_micro_batches_of_sequences() -> None:
+    batch = next(loader(num_ranks=2, batch=16, local=4))
+    assert batch.shape == (2, 4, 4)
+    assert batch.dtype == torch.int64
+    assert batch.device.type == "cpu"
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2]), st.integers(0, 100))
+def test_an_epoch_holds_every_window_once_whatever_the_ranks(num_ranks: int, local: int, seed: int) -> None:
+    batch = num_ranks * local
+    loaders = [loader(48, rank=r, num_ranks=num_ranks, batch=batch, local=local, seed=seed) for r in range(num_ranks)]
+    first = steps_of_all_ranks(loaders, 48 // batch)
+    second = steps_of_all_ranks(loaders, 48 // batch)
+    assert sorted(first) == sorted(second) == list(range(48))
+    assert first != second
+
+
+def test_the_global_order_does_not_depend_on_ranks_or_micro_batches() -> None:
+    alone = steps_of_all_ranks([loader(batch=8)], 7)
+    assert alone == steps_of_all_ranks([loader(rank=r, num_ranks=4, batch=8, local=2) for r in range(4)], 7)
+    assert alone == steps_of_all_ranks([loader(batch=8, local=8)], 7)
+
+
+def test_a_step_may_cross_from_one_epoch_into_the_next() -> None:
+    taken = steps_of_all_ranks([loader(10, batch=8)], 5)
+    assert [sorted(taken[start : start + 10]) for start in range(0, 40, 10)] == [list(range(10))] * 4
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.integers(0, 12))
+def test_a_resume_at_another_number_of_ranks_goes_on_exactly(before: int, after: int, steps: int) -> None:
+    straight = steps_of_all_ranks([loader()], steps + 4)
+    first = [loader(rank=r, num_ranks=before) for r in range(before)]
+    taken = steps_of_all_ranks(first, steps)
+    states = [one.state_dict() for one in first]
+    assert all(state == states[0] for state in states)
+    second = [loader(rank=r, num_ranks=after, seed=99) for r in range(after)]
+    for one in second:
+        one.load_state_dict(states[0])
+    assert taken + steps_of_all_ranks(second, 4) == straight
+
+
+def test_a_resume_with_another_batch_size_goes_on_at_the_next_position() -> None:
+    straight = ids(torch.cat(list(islice(loader(batch=8), 3))))
+    first, second = loader(batch=8), loader(batch=4)
+    next(first)
+    second.load_state_dict(first.state_dict())
+    assert ids(torch.cat(list(islice(second, 4)))) == straight[8:]
+
+
+def test_the_state_is_a_copy_of_plain_values() -> None:
+    one = loader()
+    state = one.state_dict()
+    assert all(type(value) in (int, str) for value in state.values())
+    next(one)
+    assert state["next_position"] == 0
+    assert one.state_dict()["next_position"] == 8
+
+
+def test_the_state_says_the_epoch_of_the_next_position() -> None:
+    one = loader(10, batch=8)
+    list(islice(one, 3))
+    assert one.state_dict()["epoch"] == 2
+
+
+def test_data_ends_when_a_whole_step_no_longer_fits() -> None:
+    assert len(list(loader(20, batch=8, max_epochs=2))) == 5
+    assert len(list(loader(20, batch=6, max_epochs=1))) == 3
+
+
+def test_an_end_reached_before_a_resume_is_the_end_after_it() -> None:
+    one, two = loader(20, max_epochs=1), loader(20, max_epochs=1)
+    list(one)
+    two.load_state_dict(one.state_dict())
+    assert list(two) == []
+
+
+def test_fewer_sequences_than_one_step_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"training\.max_epochs: 1 x 5 sequences are less than one step of 8"):
+        loader(5, max_epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("documents", "change"),
+    [(Numbered(41), "files: 40 -> 41; bytes: 80 -> 82"), (Numbered(40, "other"), "digest: same -> other")],
+)
+def test_a_changed_corpus_is_refused_with_what_changed(documents: Numbered, change: str) -> None:
+    state, other = loader(40).state_dict(), loader(documents=documents)
+    with pytest.raises(CorpusChanged, match=change):
+        other.check_state(state)
+    with pytest.raises(CorpusChanged, match=change):
+        other.load_state_dict(state)
+    assert other.state_dict()["next_position"] == 0
+
+
+def test_another_sequence_length_is_refused() -> None:
+    state = loader().state_dict() | {"seq_len": 7}
+    with pytest.raises(CorpusChanged, match="seq_len: 7 -> 3"):
+        loader().check_state(state)
+
+
+def test_checking_a_state_changes_nothing() -> None:
+    one, two = loader(seed=1), loader(seed=2)
+    next(one)
+    before = two.state_dict()
+    two.check_state(one.state_dict())
+    assert two.state_dict() == before
+
+
+@pytest.mark.parametrize(("asked", "found"), [(-1, 16), (16, 16), (48, 48)])
+def test_the_global_batch_is_a_multiple_of_what_the_ranks_take_at_once(asked: int, found: int) -> None:
+    assert global_batch_size(Training(batch_size=8, global_batch_size=asked), num_ranks=2) == found
+
+
+@pytest.mark.parametrize(("asked", "fitting"), [(20, "16 and 32 would do"), (3, "; 16 would do")])
+def test_a_global_batch_that_does_not_divide_is_told_what_does(asked: int, fitting: str) -> None:
+    with pytest.raises(ConfigError, match=rf"training\.global_batch_size: {asked} .* 8 x 2 = 16.*{fitting}"):
+        global_batch_size(Training(batch_size=8, global_batch_size=asked), num_ranks=2)
+
+
+def test_a_loader_is_built_from_the_config(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"abcdefgh" * 64)
+    training = Training(dataset="text", dataset_path=f"{tmp_path}/*.txt", seq_len=15, batch_size=2, global_batch_size=8)
+    batch = next(build_dataloader(JobConfig(training=training), seed=1, rank=1, num_ranks=2))
+    assert batch.shape == (2, 2, 16)
+    assert set(batch.unique().tolist()) <= {*b"abcdefgh", 256, 257}

@@ -1,0 +1,66 @@
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from torchtitan_lite.metrics.json_lines import JsonLines, whole_lines
+from torchtitan_lite.metrics.logger import EventLog
+
+FULL_DEVICE = Path("/dev/full")
+
+
+def test_an_event_is_one_line_with_its_time_and_figures(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl", clock=lambda: 1700000000.25)
+    log("committed", 500, seconds=2.1, path=tmp_path / "step-500")
+    log("purged", 300)
+    first, second = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    assert first == {
+        "event": "committed",
+        "step": 500,
+        "time": 1700000000.25,
+        "seconds": 2.1,
+        "path": str(tmp_path / "step-500"),
+    }
+    assert second == {"event": "purged", "step": 300, "time": 1700000000.25}
+
+
+def test_events_of_a_restart_follow_those_before(tmp_path: Path) -> None:
+    for step in (1, 2):
+        log = EventLog(tmp_path / "events.jsonl")
+        log("committed", step)
+        log.close()
+        log.close()
+    lines = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+
+
+def test_an_event_after_a_torn_line_stands_on_its_own_line(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"event": "save_started", "st')
+    EventLog(path)("resumed", 7)
+    torn, whole = path.read_text().splitlines()
+    assert torn == '{"event": "save_started", "st'
+    assert json.loads(whole)["event"] == "resumed"
+
+
+def test_an_event_log_without_a_file_says_nothing(tmp_path: Path) -> None:
+    log = EventLog(None)
+    log("committed", 1)
+    log.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not FULL_DEVICE.exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_a_warning_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("torchtitan_lite").addHandler(caplog.handler)
+    lines = JsonLines(FULL_DEVICE)
+    lines.append({"step": 1})
+    lines.close()
+    logging.getLogger("torchtitan_lite").removeHandler(caplog.handler)
+    assert "a line for /dev/full was not written" in caplog.text
+
+
+def test_only_whole_objects_are_whole_lines() -> None:
+    data = b'{"step": 1}\n[2]\nnonsense\n{"step": 3}\n{"step": 4}'
+    assert [record for _, record in whole_lines(data)] == [{"step": 1}, {"step": 3}]

@@ -1,0 +1,115 @@
+import math
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+
+from torchtitan_lite.metrics.goodput import Goodput
+from torchtitan_lite.metrics.memory import build_memory_monitor
+from torchtitan_lite.metrics.report import peak_flops, step_line, throughput_tags, time_tags
+from torchtitan_lite.metrics.step_timer import StepTimer
+
+
+def clock_that_shows(*times: float) -> Callable[[], float]:
+    return iter(times).__next__
+
+
+def run_parts(timer: StepTimer, parts: Iterable[str]) -> None:
+    for part in parts:
+        with timer(part):
+            pass
+
+
+def test_the_step_line_has_the_shape_that_scripts_read() -> None:
+    line = step_line(1, 5.59034, 1.25, 3.5, 12345.6, 7.891, 1.234)
+    assert line == (
+        "step:  1  loss:  5.5903  grad_norm:  1.2500  memory:  3.50GiB  tps: 12,346  tflops: 7.89  mfu: 1.23%"
+    )
+
+
+def test_the_step_line_has_no_mfu_where_the_peak_is_not_known() -> None:
+    assert step_line(1000, 2.5, 0.5, 0.75, 99, 0.001, None).endswith("tps: 99  tflops: 0.00")
+
+
+@pytest.mark.parametrize(
+    ("name", "flops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H20", 148e12),
+        ("NVIDIA B200", 2250e12),
+        ("AMD Instinct MI300X", 1307e12),
+        ("x86_64", None),
+    ],
+)
+def test_a_device_is_found_by_the_longest_name_that_fits(name: str, flops: float | None) -> None:
+    assert peak_flops(name) == flops
+
+
+def test_throughput_is_told_as_a_share_of_the_peak_only_where_there_is_one() -> None:
+    assert throughput_tags(1000.0, 6e9, 312e12) == {
+        "throughput(tps)": 1000.0,
+        "tflops": 6.0,
+        "mfu(%)": pytest.approx(100 * 6 / 312),
+    }
+    assert throughput_tags(1000.0, 6e9, None) == {"throughput(tps)": 1000.0, "tflops": 6.0}
+
+
+def test_loading_data_has_the_tags_that_torchtitan_gives_it() -> None:
+    assert time_tags(2.0, {"data": 0.5, "forward": 1.0}) == {
+        "time_metrics/end_to_end(s)": 2.0,
+        "time_metrics/data_loading(s)": 0.5,
+        "time_metrics/data_loading(%)": 25.0,
+        "time_metrics/forward(s)": 1.0,
+    }
+
+
+def test_the_timer_gives_means_over_steps_and_starts_anew() -> None:
+    times = [
+        0,
+        1,
+        1,
+        3,
+        3,
+        7,
+        7,
+        8,
+        8,
+        9,
+        9,
+        10,
+        20,
+        21,
+    ]  # data 1, forward 2, forward 4, optimizer 1; data 1, optimizer 1
+    timer = StepTimer(clock_that_shows(*times))
+    run_parts(timer, ["data", "forward", "forward", "optimizer", "data", "optimizer"])
+    assert timer.pop() == {"data": 1.0, "forward": 3.0, "optimizer": 1.0}
+    run_parts(timer, ["data"])
+    assert timer.pop() == {"data": 1.0}
+    assert timer.pop() == {}
+
+
+def test_goodput_is_the_share_of_productive_seconds() -> None:
+    goodput = Goodput(clock_that_shows(100.0, 100.0, 110.0))
+    goodput.add_productive(2.0)
+    goodput.add_productive(2.5)
+    assert goodput.percent() == 0.0
+    assert goodput.percent() == 45.0
+
+
+def test_memory_of_the_process_is_what_is_told_without_an_accelerator() -> None:
+    tags = build_memory_monitor(torch.device("cpu")).tags()
+    assert set(tags) == {"memory/max_active(GiB)", "memory/max_reserved(GiB)"}
+    assert 0.01 < tags["memory/max_reserved(GiB)"] < math.inf
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_memory_of_the_allocator_is_its_peak_since_the_last_look() -> None:
+    monitor = build_memory_monitor(torch.device("cuda", 0))
+    block = torch.empty(2**28, dtype=torch.uint8, device="cuda")
+    del block
+    peak, later = monitor.tags(), monitor.tags()
+    assert peak["memory/max_active(GiB)"] >= 0.25 > later["memory/max_active(GiB)"]
+    assert 0 < peak["memory/max_reserved(%)"] < 100

@@ -1,0 +1,368 @@
+"""Every place where a save, a replacement, a removal or a recovery can be cut.
+
+`Cut` does real operations on real files and stops at the n-th one. With `power=True` it also takes
+back the renames that were not synced, as a power cut may; a rename that was not synced while
+something else relies on it then shows as a lost checkpoint.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from torchtitan_lite.store.durable import Durable
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, FileRecord, Manifest
+from torchtitan_lite.store.store import CheckpointStore
+
+NEVER = 10**9
+
+
+class Crash(BaseException):
+    """The process is gone."""
+
+
+class Cut(Durable):
+    """Stops at operation `at`; syncs are believed, not done, as nothing pulls the plug of this machine."""
+
+    def __init__(self, at: int = NEVER, exchanges: bool = True, power: bool = False, stop: BaseException | None = None):
+        self.at, self.exchanges, self.power, self.stop = at, exchanges, power, stop or Crash()
+        self.done = 0
+        self.unsynced: list[tuple[Path, Path]] = []
+
+    def _operation(self) -> None:
+        self.done += 1
+        if self.done == self.at:
+            for src, dst in reversed(self.unsynced if self.power else []):
+                swap(src, dst) if src.exists() else dst.rename(src)
+            raise self.stop
+
+    def rename(self, src: Path, dst: Path) -> None:
+        self._operation()
+        super().rename(src, dst)
+        self.unsynced.append((src, dst))
+
+    def exchange(self, a: Path, b: Path) -> bool:
+        self._operation()
+        if self.exchanges:
+            swap(a, b)
+            self.unsynced.append((a, b))
+        return self.exchanges
+
+    def fsync_file(self, fd: int) -> None:
+        self._operation()
+
+    def fsync_dir(self, path: Path) -> None:
+        self._operation()
+        self.unsynced = [(src, dst) for src, dst in self.unsynced if dst.parent != path]
+
+    def write_file(self, path: Path, data: bytes) -> None:
+        self._operation()
+        path.write_bytes(data[: len(data) // 2])
+        self._operation()
+        path.write_bytes(data)
+
+    def remove_file(self, path: Path) -> None:
+        self._operation()
+        super().remove_file(path)
+
+    def remove_tree(self, path: Path) -> None:
+        for child in sorted(path.iterdir()):
+            self.remove_tree(child) if child.is_dir() else self.remove_file(child)
+        self._operation()
+        path.rmdir()
+
+
+def swap(a: Path, b: Path) -> None:
+    spare = a.with_name("spare")
+    for src, dst in ((a, spare), (b, a), (spare, b)):
+        src.rename(dst)
+
+
+Contents = dict[str, "bytes | Path | None"]
+
+
+def contents(folder: Path) -> Contents:
+    """All that is in `folder`: a file's bytes, a link's target, None for a folder."""
+    found: Contents = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        found[name] = path.readlink() if path.is_symlink() else path.read_bytes() if path.is_file() else None
+    return found
+
+
+def steps_of(root: Path) -> dict[int, Contents]:
+    """What a reader finds, by step."""
+    return {info.step: contents(info.path) for info in CheckpointStore(root).committed()}
+
+
+def save(store: CheckpointStore, step: int, data: bytes) -> CheckpointInfo:
+    store.clear_staging(step)
+    staging = store.stage(step)
+    (staging / ".metadata").write_bytes(b"metadata of " + data)
+    files = {}
+    for rank in range(2):
+        (staging / f"__{rank}_0.distcp").write_bytes(data * (rank + 1))
+        files[f"__{rank}_0.distcp"] = FileRecord(len(data) * (rank + 1))
+    manifest = Manifest(
+        step=step, kind=CheckpointKind.FULL, created_at=1.0, world_size=2, versions={}, files=files, extra={}
+    )
+    return store.commit(step, manifest)
+
+
+FOREIGN = ("foo", "step-abc", "step-99.tmp", "step-50", "step-007", "step-10.bak", "step-2.corrupt", "step-60")
+
+
+def put_foreign_names(root: Path) -> None:
+    for name in FOREIGN[:-1]:
+        (root / name).mkdir(parents=True)
+    for name in ("foo", "step-007", "step-2.corrupt"):
+        (root / name / "notes").write_bytes(b"theirs")
+    (root / FOREIGN[-1]).symlink_to("gone")
+
+
+def foreign(root: Path) -> Contents:
+    return {name: found for name, found in contents(root).items() if name.split("/")[0] in FOREIGN}
+
+
+def leavings(root: Path) -> list[str]:
+    return [path.name for path in root.iterdir() if path.name[0] == "." or path.name.endswith(".staging")]
+
+
+@dataclass
+class Scenario:
+    """A folder as it was before, and what is then cut; it is about `step`."""
+
+    before: Callable[[Path], object]
+    step: int
+    act: Callable[[CheckpointStore], object]
+
+
+def two_checkpoints(root: Path) -> None:
+    put_foreign_names(root)
+    store = CheckpointStore(root, durable=Cut())
+    save(store, 1, b"one")
+    save(store, 2, b"two")
+
+
+def one_in_the_way(root: Path) -> None:
+    two_checkpoints(root)
+    (root / "step-3").mkdir()
+    (root / "step-3" / ".metadata").write_bytes(b"theirs")
+
+
+def an_attempt_before(root: Path) -> None:
+    two_checkpoints(root)
+    (root / "step-2.staging" / "folder").mkdir(parents=True)
+    (root / "step-2.staging" / "__5_0.distcp").write_bytes(b"of an earlier attempt")
+
+
+def all_leavings(root: Path) -> None:
+    two_checkpoints(root)
+    (root / "step-2").rename(root / ".replaced-step-2-1")
+    shutil.copytree(root / "step-1", root / ".replaced-step-1-1")
+    shutil.copytree(root / "step-1", root / ".trash-step-3-1")
+    shutil.copytree(root / ".replaced-step-2-1", root / "step-2.staging")
+
+
+def saving(step: int) -> Callable[[CheckpointStore], object]:
+    return lambda store: save(store, step, b"new")
+
+
+SAVES = {
+    "commit into nothing": Scenario(put_foreign_names, 1, saving(1)),
+    "commit": Scenario(two_checkpoints, 3, saving(3)),
+    "replace": Scenario(two_checkpoints, 2, saving(2)),
+    "replace after an attempt": Scenario(an_attempt_before, 2, saving(2)),
+    "replace after a crash": Scenario(all_leavings, 2, saving(2)),
+    "commit over what is not ours": Scenario(one_in_the_way, 3, saving(3)),
+}
+SCENARIOS = SAVES | {
+    "delete": Scenario(two_checkpoints, 1, lambda store: store.delete(store.get(1))),
+    "delete after a crash": Scenario(all_leavings, 1, lambda store: store.delete(store.get(1))),
+    "recover": Scenario(all_leavings, 1, lambda store: store.recover()),
+}
+
+
+class Cuts:
+    """Cuts what is done to copies of a folder, and counts."""
+
+    def __init__(self, base: Path, exchanges: bool) -> None:
+        self.base, self.exchanges = base, exchanges
+        self.num_copies = self.num_cuts = 0
+
+    def copy(self, source: Path) -> Path:
+        self.num_copies += 1
+        return Path(shutil.copytree(source, self.base / str(self.num_copies), symlinks=True))
+
+    def of(self, source: Path, act: Callable[[CheckpointStore], object]) -> Iterator[Path]:
+        """`source` after `act` was cut at operation 1, 2, 3 ..., each state once; last, after it was not cut."""
+        states: list[Contents] = []
+        for at in itertools.count(1):
+            for power in (False, True):
+                root = self.copy(source)
+                finished = self._run(root, act, at, power)
+                state = contents(root)
+                # What a reader and a recovery do depends on nothing but this.
+                if finished or state not in states:
+                    states.append(state)
+                    yield root
+                shutil.rmtree(root)
+                if finished:
+                    return
+
+    def _run(self, root: Path, act: Callable[[CheckpointStore], object], at: int, power: bool) -> bool:
+        try:
+            act(CheckpointStore(root, durable=Cut(at, self.exchanges, power)))
+        except Crash:
+            self.num_cuts += 1
+            return False
+        return True
+
+
+@pytest.mark.parametrize("exchanges", [True, False], ids=["exchange", "no exchange"])
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_cut_anywhere_there_is_the_old_or_the_new_one_bit_for_bit(name: str, exchanges: bool, tmp_path: Path) -> None:
+    scenario, source = SCENARIOS[name], tmp_path / "source"
+    scenario.before(source)
+    first, second = Cuts(tmp_path / "first", exchanges), Cuts(tmp_path / "second", exchanges)
+    complete = first.copy(source)
+    scenario.act(CheckpointStore(complete, durable=Cut(exchanges=exchanges)))
+    old, new, theirs = steps_of(source), steps_of(complete), foreign(source)
+    answers = []
+    for root in first.of(source, scenario.act):
+        answer = steps_of(root)
+        answers.append(answer)
+        assert answer in (old, new)
+        for recovered in second.of(root, CheckpointStore.recover):
+            assert steps_of(recovered) == answer
+            CheckpointStore(recovered, durable=Cut()).recover()
+            assert steps_of(recovered) == answer
+            assert (foreign(recovered), leavings(recovered)) == (theirs, [])
+            if scenario.before is one_in_the_way:
+                assert b"theirs" in [
+                    contents(recovered).get(f"{way}/.metadata") for way in ("step-3", "step-3.foreign")
+                ]
+    assert (answers[0], answers[-1]) == (old, new)
+    assert first.num_cuts > 10
+    print(f"{name}: {first.num_cuts} cuts, {second.num_cuts} cuts of the recovery from them")
+
+
+@pytest.mark.parametrize("exchanges", [True, False], ids=["exchange", "no exchange"])
+@pytest.mark.parametrize("name", SAVES)
+def test_a_disk_that_fails_once_anywhere_leaves_the_old_or_the_new_one(
+    name: str, exchanges: bool, tmp_path: Path
+) -> None:
+    scenario, source, copies = SCENARIOS[name], tmp_path / "source", Cuts(tmp_path / "copies", exchanges)
+    scenario.before(source)
+    complete = copies.copy(source)
+    scenario.act(CheckpointStore(complete, durable=Cut(exchanges=exchanges)))
+    old, new = steps_of(source), steps_of(complete)
+    for at in itertools.count(1):
+        root = copies.copy(source)
+        disk = Cut(at, exchanges, stop=OSError(errno.ENOSPC, "No space left on device"))
+        store = CheckpointStore(root, durable=disk)
+        try:
+            scenario.act(store)
+        except OSError:
+            store.abandon(scenario.step)
+            assert steps_of(root) in (old, new)
+            scenario.act(store)
+        assert steps_of(root) == new
+        CheckpointStore(root, durable=Cut()).recover()
+        assert (steps_of(root), leavings(root)) == (new, [])
+        shutil.rmtree(root)
+        if disk.done < at:
+            break
+
+
+FAULT = {"at": st.integers(1, 30) | st.just(NEVER), "power": st.booleans(), "fails": st.booleans()}
+
+
+class AnySequence(RuleBasedStateMachine):
+    """Saves, removals, crashes and recoveries in any order: what is listed is what was committed, byte for byte."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        self.root = Path(self.folder.name) / "checkpoint"
+        self.expected: dict[int, Contents] = {}
+        self.theirs: Contents = {}
+        self.exchanges = True
+        self.saves = 0
+
+    @initialize(exchanges=st.booleans(), crowded=st.booleans())
+    def start(self, exchanges: bool, crowded: bool) -> None:
+        self.exchanges = exchanges
+        if crowded:
+            put_foreign_names(self.root)
+        self.theirs = foreign(self.root)
+
+    def _try(self, disk: Cut, act: Callable[[CheckpointStore], object], outcome: dict[int, Contents]) -> None:
+        try:
+            act(CheckpointStore(self.root, durable=disk))
+        except (Crash, OSError):
+            now = steps_of(self.root)
+            assert now in (self.expected, outcome)
+            self.expected = now
+        else:
+            self.expected = outcome
+
+    def _disk(self, at: int, power: bool, fails: bool) -> Cut:
+        return Cut(
+            at, self.exchanges, power and not fails, OSError(errno.EIO, "Input/output error") if fails else Crash()
+        )
+
+    @rule(step=st.integers(1, 3), **FAULT)
+    def save(self, step: int, at: int, power: bool, fails: bool) -> None:
+        self.saves += 1
+        data = b"save %d;" % self.saves
+        with tempfile.TemporaryDirectory() as elsewhere:
+            committed = contents(save(CheckpointStore(Path(elsewhere), durable=Cut()), step, data).path)
+        outcome = {**self.expected, step: committed}
+        self._try(self._disk(at, power, fails), lambda store: save(store, step, data), outcome)
+
+    @rule(which=st.integers(0, 2), **FAULT)
+    def delete(self, which: int, at: int, power: bool, fails: bool) -> None:
+        committed = CheckpointStore(self.root).committed()
+        if committed:
+            info = committed[which % len(committed)]
+            outcome = {step: found for step, found in self.expected.items() if step != info.step}
+            self._try(self._disk(at, power, fails), lambda store: store.delete(info), outcome)
+
+    @rule(step=st.integers(1, 3))
+    def abandon(self, step: int) -> None:
+        CheckpointStore(self.root, durable=Cut()).abandon(step)
+
+    @rule(**FAULT)
+    def recover(self, at: int, power: bool, fails: bool) -> None:
+        self._try(self._disk(at, power, fails), lambda store: store.recover(), self.expected)
+
+    @invariant()
+    def what_is_listed_is_what_was_committed(self) -> None:
+        assert steps_of(self.root) == self.expected
+
+    @invariant()
+    def foreign_names_are_untouched(self) -> None:
+        assert foreign(self.root) == self.theirs
+
+    def teardown(self) -> None:
+        if self.root.exists():
+            CheckpointStore(self.root, durable=Cut()).recover()
+            assert leavings(self.root) == []
+            self.what_is_listed_is_what_was_committed()
+            self.foreign_names_are_untouched()
+        self.folder.cleanup()
+
+
+class TestAnySequence(AnySequence.TestCase):  # type: ignore[misc]  # hypothesis makes this class at run time
+    settings = settings(max_examples=60, stateful_step_count=20, deadline=None)

@@ -1,0 +1,54 @@
+import pytest
+
+from torchtitan_lite.store import layout
+
+FOREIGN = (
+    "foo",
+    "step-",
+    "step-abc",
+    "step-99.tmp",
+    "step-10.bak",
+    "my-step-3",
+    "step-007",
+    "step--1",
+    "step-+1",
+    "step-1 ",
+    "step-1\n",
+    "step-\u0661",
+    "Step-1",
+    "step_1",
+    "step-1.staging",
+    ".trash-step-1-1",
+)
+
+
+@pytest.mark.parametrize("step", [0, 1, 10, 123456789])
+def test_every_name_is_read_back_as_what_it_was_made_from(step: int) -> None:
+    assert layout.parse_step(layout.step_dir(step)) == step
+    assert layout.parse_staging(layout.staging_dir(step)) == step
+    assert layout.parse_trash(layout.trash_dir(step, 12)) == (step, 12)
+    assert layout.parse_replaced(layout.replaced_dir(step, 3)) == (step, 3)
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_name_that_is_not_exactly_a_step_is_foreign(name: str) -> None:
+    assert layout.parse_step(name) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["step-5.staging2", "step-05.staging", ".trash-step-5", ".replaced-step-5-x", ".trash-5-1"]
+)
+def test_a_name_that_is_nearly_the_protocols_own_is_foreign(name: str) -> None:
+    assert not any(parse(name) for parse in (layout.parse_staging, layout.parse_trash, layout.parse_replaced))
+
+
+def test_what_is_moved_aside_gets_a_foreign_name() -> None:
+    names = [layout.moved_aside(5, number) for number in (1, 2)]
+    assert names == ["step-5.foreign", "step-5.foreign-2"]
+    assert not any(parse(name) for parse in (layout.parse_step, layout.parse_staging) for name in names)
+
+
+def test_data_files_are_told_from_the_rest() -> None:
+    assert layout.data_file(3, 0) == "__3_0.distcp"
+    assert layout.is_data_file("__3_0.distcp")
+    assert not any(map(layout.is_data_file, (layout.METADATA, layout.MANIFEST, "__3.distcp", "__3_0.distcp.bak")))

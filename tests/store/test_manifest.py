@@ -1,0 +1,120 @@
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtitan_lite.errors import CheckpointDamaged, FormatTooNew
+from torchtitan_lite.store.manifest import FORMAT_VERSION, CheckpointKind, FileRecord, Manifest
+
+MANIFEST = Manifest(
+    step=500,
+    kind=CheckpointKind.FULL,
+    created_at=1700000000.25,
+    world_size=2,
+    versions={"torch": "2.13.0"},
+    files={"__0_0.distcp": FileRecord(10), "__1_0.distcp": FileRecord(20)},
+    extra={"run_id": "r1", "mesh": [2, 1]},
+)
+
+
+def edited(**fields: Any) -> bytes:
+    return json.dumps(json.loads(MANIFEST.to_json()) | fields).encode()
+
+
+def test_a_manifest_is_read_back_as_it_was_written() -> None:
+    assert Manifest.parse(MANIFEST.to_json()) == MANIFEST
+    assert Manifest.parse(MANIFEST.to_json()).to_json() == MANIFEST.to_json()
+    assert MANIFEST.nbytes == 30
+
+
+def test_whole_seconds_are_seconds() -> None:
+    manifest = dataclasses.replace(MANIFEST, created_at=1700000000)
+    assert Manifest.parse(manifest.to_json()) == manifest
+
+
+@given(
+    st.builds(
+        Manifest,
+        step=st.integers(0),
+        kind=st.sampled_from(CheckpointKind),
+        created_at=st.floats(allow_nan=False, allow_infinity=False),
+        world_size=st.integers(1),
+        versions=st.dictionaries(st.text(), st.text()),
+        files=st.dictionaries(st.from_regex(r"\A[\w.]{3,9}\Z"), st.builds(FileRecord, st.integers(0))),
+        extra=st.dictionaries(st.text(), st.integers() | st.text() | st.none()),
+    )
+)
+def test_any_manifest_is_read_back_as_it_was_written(manifest: Manifest) -> None:
+    assert Manifest.parse(manifest.to_json()) == manifest
+
+
+def test_fields_of_a_later_writer_are_passed_over() -> None:
+    files = {"__0_0.distcp": {"size": 10, "digest": "d"}, "__1_0.distcp": {"size": 20}}
+    assert Manifest.parse(edited(files=files, digest="of the whole")) == MANIFEST
+
+
+def test_a_newer_format_is_named_and_is_not_called_damage() -> None:
+    with pytest.raises(FormatTooNew, match=f"format version {FORMAT_VERSION + 1}.* up to {FORMAT_VERSION}") as caught:
+        Manifest.parse(edited(format_version=FORMAT_VERSION + 1, files="of another shape"), "step-5/manifest.json")
+    assert caught.value.path == "step-5/manifest.json"
+    assert not isinstance(caught.value, CheckpointDamaged)
+
+
+@pytest.mark.parametrize(
+    ("fields", "finding"),
+    [
+        ({"format_version": 0}, "format_version: expected at least 1, found 0"),
+        ({"step": "500"}, "step: expected int, found str"),
+        ({"step": True}, "step: expected int, found bool"),
+        ({"step": -1}, "step: expected at least 0, found -1"),
+        ({"step": None}, "step: expected int, found NoneType"),
+        ({"kind": "half"}, "'half' is not a valid CheckpointKind"),
+        ({"created_at": "today"}, "created_at: expected float, found str"),
+        ({"world_size": 0}, "world_size: expected at least 1, found 0"),
+        ({"versions": {"torch": 2}}, "torch: expected str, found int"),
+        ({"files": []}, "files: expected dict, found list"),
+        ({"files": {"__0_0.distcp": 10}}, "__0_0.distcp: expected dict, found int"),
+        ({"files": {"__0_0.distcp": {}}}, "size: expected int, found nothing"),
+        ({"files": {"__0_0.distcp": {"size": -1}}}, "size: expected at least 0"),
+        ({"files": {"../secret": {"size": 1}}}, "'../secret' is not the name of a file"),
+        ({"files": {"..": {"size": 1}}}, "'..' is not the name of a file"),
+    ],
+)
+def test_a_wrong_field_is_damage_and_is_named(fields: dict[str, Any], finding: str) -> None:
+    with pytest.raises(CheckpointDamaged) as caught:
+        Manifest.parse(edited(**fields))
+    assert finding in caught.value.finding
+
+
+@pytest.mark.parametrize("field", list(json.loads(MANIFEST.to_json())))
+def test_a_missing_field_is_damage_and_is_named(field: str) -> None:
+    document = json.loads(MANIFEST.to_json())
+    del document[field]
+    with pytest.raises(CheckpointDamaged, match=rf"{field}: expected \w+, found nothing"):
+        Manifest.parse(json.dumps(document).encode())
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"{", b"\xff", b"null", b'{"step": NaN}', b"[" * 100_000, b"1" * 5000])
+def test_bytes_that_are_no_manifest_are_damage(data: bytes) -> None:
+    with pytest.raises(CheckpointDamaged):
+        Manifest.parse(data)
+
+
+def test_a_torn_manifest_is_damage_wherever_it_is_torn() -> None:
+    data = MANIFEST.to_json().rstrip()
+    for length in range(len(data)):
+        with pytest.raises(CheckpointDamaged):
+            Manifest.parse(data[:length])
+
+
+@given(st.integers(0, len(MANIFEST.to_json()) - 1), st.integers(0, 255))
+def test_a_changed_byte_gives_a_manifest_or_a_typed_error(position: int, byte: int) -> None:
+    data = bytearray(MANIFEST.to_json())
+    data[position] = byte
+    try:
+        Manifest.parse(bytes(data))
+    except (CheckpointDamaged, FormatTooNew) as error:
+        assert "manifest.json" in str(error)

@@ -1,0 +1,414 @@
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, FormatTooNew, SaveFailed
+from torchtitan_lite.store.durable import Durable
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, FileRecord, Manifest
+from torchtitan_lite.store.store import CheckpointStore
+
+
+class Transcript(Durable):
+    """Does what it is told and writes it down; syncing is only written down."""
+
+    def __init__(self, exchanges: bool = True) -> None:
+        self.exchanges = exchanges
+        self.lines: list[str] = []
+
+    def rename(self, src: Path, dst: Path) -> None:
+        self.lines.append(f"rename {src.name} {dst.name}")
+        super().rename(src, dst)
+
+    def exchange(self, a: Path, b: Path) -> bool:
+        # Three renames stand for the call, so that these tests do not depend on the filesystem.
+        if self.exchanges:
+            self.lines.append(f"exchange {a.name} {b.name}")
+            spare = a.with_name("spare")
+            for src, dst in ((a, spare), (b, a), (spare, b)):
+                src.rename(dst)
+        return self.exchanges
+
+    def fsync_file(self, fd: int) -> None:
+        self.lines.append("fsync file")
+
+    def fsync_dir(self, path: Path) -> None:
+        self.lines.append(f"fsync {path.name}/")
+
+    def write_file(self, path: Path, data: bytes) -> None:
+        self.lines.append(f"write {path.parent.name}/{path.name}")
+        path.write_bytes(data)
+
+    def remove_file(self, path: Path) -> None:
+        self.lines.append(f"remove {path.parent.name}/{path.name}")
+        super().remove_file(path)
+
+    def remove_tree(self, path: Path) -> None:
+        self.lines.append(f"remove {path.name}/")
+        super().remove_tree(path)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoint"
+
+
+@pytest.fixture
+def store(root: Path) -> CheckpointStore:
+    return CheckpointStore(root)
+
+
+def manifest(step: int, kind: CheckpointKind = CheckpointKind.FULL, **sizes: int) -> Manifest:
+    files = {name: FileRecord(size) for name, size in (sizes or {"__0_0.distcp": 4}).items()}
+    return Manifest(step=step, kind=kind, created_at=1.0, world_size=1, versions={}, files=files)
+
+
+def write(store: CheckpointStore, step: int, data: bytes = b"data") -> None:
+    staging = store.stage(step)
+    (staging / "__0_0.distcp").write_bytes(data)
+    (staging / ".metadata").write_bytes(b"of dcp")
+
+
+def save(
+    store: CheckpointStore, step: int, data: bytes = b"data", kind: CheckpointKind = CheckpointKind.FULL
+) -> CheckpointInfo:
+    write(store, step, data)
+    return store.commit(step, manifest(step, kind, **{"__0_0.distcp": len(data)}))
+
+
+def data_of(info: CheckpointInfo) -> bytes:
+    return (info.path / "__0_0.distcp").read_bytes()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def steps(store: CheckpointStore) -> list[int]:
+    return [info.step for info in store.committed()]
+
+
+def test_making_a_store_touches_nothing(store: CheckpointStore, root: Path) -> None:
+    assert not root.exists()
+    assert (store.committed(), store.unmanaged(), store.latest(), store.recover()) == ([], [], None, [])
+    assert not root.exists()
+
+
+def test_a_committed_checkpoint_is_whole_and_listed(store: CheckpointStore, root: Path) -> None:
+    info = save(store, 5)
+    assert info == CheckpointInfo(5, root / "step-5", CheckpointKind.FULL, 1.0, nbytes=len(b"data") + len(b"of dcp"))
+    assert store.committed() == [info]
+    assert store.get(5) == store.latest() == info
+    assert names(info.path) == [".metadata", "__0_0.distcp", "manifest.json"]
+    written = Manifest.parse((info.path / "manifest.json").read_bytes())
+    assert written.files == {".metadata": FileRecord(6), "__0_0.distcp": FileRecord(4)}
+    assert names(root) == ["step-5"]
+
+
+def test_steps_are_listed_by_number(store: CheckpointStore) -> None:
+    for step in (10, 9, 100):
+        save(store, step)
+    assert steps(store) == [9, 10, 100]
+    assert store.latest() == store.get(100)
+
+
+def test_the_latest_full_one_is_not_a_weights_only_one(store: CheckpointStore) -> None:
+    full, weights = save(store, 1), save(store, 2, kind=CheckpointKind.WEIGHTS_ONLY)
+    assert store.latest() == full
+    assert store.latest(CheckpointKind.WEIGHTS_ONLY) == weights
+
+
+def test_a_step_that_is_not_there_is_refused_and_the_others_are_named(store: CheckpointStore, root: Path) -> None:
+    save(store, 200)
+    save(store, 400)
+    with pytest.raises(CheckpointNotFound, match=r"step 7 .* 200, 400") as caught:
+        store.get(7)
+    assert (caught.value.folder, caught.value.available) == (str(root), (200, 400))
+
+
+def test_staging_is_made_by_any_rank_any_number_of_times(store: CheckpointStore, root: Path) -> None:
+    assert store.stage(5) == CheckpointStore(root).stage(5) == root / "step-5.staging"
+    assert store.committed() == []
+
+
+def test_clearing_drops_what_an_earlier_attempt_left_and_nothing_else(store: CheckpointStore, root: Path) -> None:
+    save(store, 5)
+    write(store, 6)
+    (store.stage(6) / "folder").mkdir()
+    store.clear_staging(6)
+    store.clear_staging(7)
+    assert names(root / "step-6.staging") == []
+    assert steps(store) == [5]
+
+
+def test_clearing_a_link_does_not_follow_it(store: CheckpointStore, root: Path) -> None:
+    info = save(store, 5)
+    (root / "step-6.staging").symlink_to(info.path)
+    store.clear_staging(6)
+    assert names(root) == ["step-5"]
+    assert store.committed() == [info]
+
+
+def test_an_abandoned_save_leaves_nothing(store: CheckpointStore, root: Path) -> None:
+    save(store, 5)
+    write(store, 6)
+    for _ in range(2):
+        store.abandon(6)
+    assert names(root) == ["step-5"]
+
+
+def test_files_that_no_rank_wrote_for_this_save_are_not_committed(store: CheckpointStore) -> None:
+    (store.stage(5) / "__7_0.distcp").write_bytes(b"of an earlier attempt")
+    (store.stage(5) / "manifest.json").mkdir()
+    assert names(save(store, 5).path) == [".metadata", "__0_0.distcp", "manifest.json"]
+
+
+@pytest.mark.parametrize("missing", [".metadata", "__0_0.distcp"])
+def test_a_save_without_one_of_its_files_is_refused(store: CheckpointStore, missing: str) -> None:
+    write(store, 5)
+    (store.stage(5) / missing).unlink()
+    with pytest.raises(SaveFailed, match=f"save of step 5 failed.*{missing} is missing"):
+        store.commit(5, manifest(5))
+    assert store.committed() == []
+
+
+def test_a_save_that_nobody_staged_is_refused(store: CheckpointStore) -> None:
+    with pytest.raises(SaveFailed, match="missing"):
+        store.commit(5, manifest(5))
+
+
+def test_a_file_of_another_size_than_was_written_is_refused(store: CheckpointStore) -> None:
+    save(store, 5, b"old")
+    write(store, 5, b"short")
+    with pytest.raises(SaveFailed, match=r"__0_0.distcp has 5 bytes, 6 were written"):
+        store.commit(5, manifest(5, **{"__0_0.distcp": 6}))
+    assert data_of(store.get(5)) == b"old"
+
+
+def test_the_manifest_of_another_step_is_refused(store: CheckpointStore) -> None:
+    write(store, 5)
+    with pytest.raises(SaveFailed, match="its manifest is of step 6"):
+        store.commit(5, manifest(6))
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_step_saved_again_is_the_new_one_alone(root: Path, exchanges: bool) -> None:
+    store = CheckpointStore(root, durable=Transcript(exchanges))
+    save(store, 5, b"old")
+    new = save(store, 5, b"newer", CheckpointKind.WEIGHTS_ONLY)
+    assert store.committed() == [new]
+    assert data_of(new) == b"newer"
+    assert names(root) == ["step-5"]
+
+
+SEALED = ["fsync file", "write step-5.staging/manifest.json", "fsync step-5.staging/", "fsync checkpoint/"]
+
+
+def test_a_commit_does_these_things_in_this_order(root: Path) -> None:
+    disk = Transcript()
+    save(CheckpointStore(root, durable=disk), 5)
+    made = disk.lines.index("fsync file")
+    assert disk.lines[made:] == [*SEALED, "rename step-5.staging step-5", "fsync checkpoint/"]
+
+
+def test_a_replacement_does_these_things_in_this_order(root: Path) -> None:
+    disk = Transcript()
+    save(CheckpointStore(root), 5)
+    save(CheckpointStore(root, durable=disk), 5)
+    made = disk.lines.index("fsync file")
+    assert disk.lines[made:] == [
+        *SEALED,
+        "exchange step-5.staging step-5",
+        "fsync checkpoint/",
+        "rename step-5.staging .trash-step-5-1",
+        "fsync checkpoint/",
+        "remove .trash-step-5-1/",
+    ]
+
+
+def test_a_replacement_without_exchange_does_these_things_in_this_order(root: Path) -> None:
+    disk = Transcript(exchanges=False)
+    save(CheckpointStore(root), 5)
+    save(CheckpointStore(root, durable=disk), 5)
+    made = disk.lines.index("fsync file")
+    assert disk.lines[made:] == [
+        *SEALED,
+        "rename step-5 .replaced-step-5-1",
+        "fsync checkpoint/",
+        "rename step-5.staging step-5",
+        "fsync checkpoint/",
+        "rename .replaced-step-5-1 .trash-step-5-1",
+        "fsync checkpoint/",
+        "remove .trash-step-5-1/",
+    ]
+
+
+def test_a_replaced_one_that_cannot_be_removed_is_a_warning(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class NothingIsRemoved(Transcript):
+        def remove_tree(self, path: Path) -> None:
+            raise PermissionError(f"{path.name} is busy")
+
+    store = CheckpointStore(root, durable=NothingIsRemoved())
+    with caplog.at_level(logging.WARNING, "torchtitan_lite"):
+        save(store, 5, b"old")
+        new = save(store, 5, b"new")
+    assert "step 5 is saved; what it replaced could not be removed: .trash-step-5-1 is busy" in caplog.text
+    assert store.committed() == [new]
+    assert CheckpointStore(root).recover() == [root / ".trash-step-5-1"]
+    assert data_of(store.get(5)) == b"new"
+
+
+def test_a_failing_delete_raises_and_the_next_one_works(root: Path) -> None:
+    class NothingIsRemoved(Transcript):
+        def remove_tree(self, path: Path) -> None:
+            raise PermissionError(f"{path.name} is busy")
+
+    store = CheckpointStore(root)
+    first, second = save(store, 1), save(store, 2)
+    with pytest.raises(PermissionError, match="busy"):
+        CheckpointStore(root, durable=NothingIsRemoved()).delete(first)
+    assert store.committed() == [second]
+    store.delete(second)
+    assert names(root) == [".trash-step-1-1"]
+
+
+def test_deleting_what_is_gone_raises(store: CheckpointStore) -> None:
+    info = save(store, 1)
+    store.delete(info)
+    with pytest.raises(FileNotFoundError):
+        store.delete(info)
+
+
+def put_foreign_names(root: Path) -> None:
+    for name in ("foo", "step-abc", "step-99.tmp", "step-50", "step-007", "step-10.bak", "my-step-3", "step-6.corrupt"):
+        (root / name).mkdir(parents=True)
+    for name in ("foo", "step-007", "step-10.bak"):
+        (root / name / ".metadata").write_bytes(b"theirs")
+        (root / name / "manifest.json").write_bytes(manifest(7).to_json())
+    (root / "step-60").symlink_to("gone")
+    (root / "step-70").write_bytes(b"a file")
+    (root / "step-80").symlink_to("foo")
+    (root / "step-90" / "manifest.json").mkdir(parents=True)
+
+
+def test_foreign_names_are_never_chosen_and_never_touched(store: CheckpointStore, root: Path) -> None:
+    put_foreign_names(root)
+    foreign = names(root)
+    info = save(store, 5)
+    assert (store.committed(), store.latest(), store.unmanaged()) == ([info], info, [])
+    assert store.recover() == []
+    store.delete(info)
+    assert names(root) == foreign
+    assert (root / "foo" / ".metadata").read_bytes() == b"theirs"
+
+
+def test_a_damaged_newest_is_passed_over_with_a_warning(
+    store: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    old, newest = save(store, 5), save(store, 6)
+    (newest.path / "manifest.json").write_bytes(b"{")
+    with caplog.at_level(logging.WARNING, "torchtitan_lite"):
+        assert store.latest() == old
+    assert "passing over step 6" in caplog.text
+    assert store.committed() == [old]
+    with pytest.raises(CheckpointDamaged, match="step-6"):
+        store.get(6)
+
+
+def test_a_copy_under_another_steps_name_is_not_that_step(store: CheckpointStore, root: Path) -> None:
+    info = save(store, 5)
+    shutil.copytree(info.path, root / "step-9")
+    assert store.committed() == [info]
+    with pytest.raises(CheckpointDamaged, match="it is the manifest of step 5"):
+        store.get(9)
+
+
+def test_a_checkpoint_of_a_newer_version_stops_the_search_instead_of_being_passed_over(
+    store: CheckpointStore,
+) -> None:
+    save(store, 5)
+    path = save(store, 6).path / "manifest.json"
+    path.write_bytes(path.read_bytes().replace(b'"format_version": 1', b'"format_version": 2'))
+    for ask in (store.committed, store.latest, lambda: store.get(6)):
+        with pytest.raises(FormatTooNew, match="step-6"):
+            ask()
+
+
+def test_torchtitans_own_checkpoints_are_reported_and_read_only_when_asked_for(
+    store: CheckpointStore, root: Path
+) -> None:
+    info = save(store, 5)
+    for step, name in ((7, ".metadata"), (8, "__0_0.distcp")):
+        (root / f"step-{step}").mkdir()
+        (root / f"step-{step}" / name).write_bytes(b"theirs")
+    assert store.unmanaged() == [root / "step-7", root / "step-8"]
+    assert (store.committed(), store.latest(), store.recover()) == ([info], info, [])
+    assert (store.path_of(5), store.path_of(7)) == (root / "step-5", root / "step-7")
+    with pytest.raises(CheckpointNotFound, match="5, 7, 8"):
+        store.path_of(9)
+    with pytest.raises(CheckpointNotFound, match="it has 5"):
+        store.get(7)
+
+
+def test_what_is_not_ours_and_in_the_way_of_a_commit_is_moved_aside(
+    store: CheckpointStore, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root.mkdir()
+    (root / "step-1").symlink_to("gone")
+    (root / "step-2").write_bytes(b"theirs")
+    (root / "step-3").mkdir()
+    (root / "step-3.foreign").mkdir()
+    (root / "step-4").mkdir()
+    (root / "step-4" / ".metadata").write_bytes(b"theirs")
+    with caplog.at_level(logging.WARNING, "torchtitan_lite"):
+        committed = [save(store, step) for step in (1, 2, 3, 4)]
+    assert store.committed() == committed
+    assert len(caplog.records) == 4
+    assert "step-4 is no checkpoint of ours and in the way of one: it is now" in caplog.text
+    assert (root / "step-1.foreign").readlink() == Path("gone")
+    assert (root / "step-2.foreign").read_bytes() == b"theirs"
+    assert (root / "step-3.foreign-2").is_dir()
+    assert (root / "step-4.foreign" / ".metadata").read_bytes() == b"theirs"
+    assert store.recover() == []
+
+
+def test_a_damaged_checkpoint_is_kept_when_its_step_is_saved_again(store: CheckpointStore, root: Path) -> None:
+    (save(store, 5, b"old").path / "manifest.json").write_bytes(b"{")
+    assert data_of(save(store, 5, b"new")) == b"new"
+    assert (root / "step-5.foreign" / "__0_0.distcp").read_bytes() == b"old"
+
+
+def test_a_reader_sees_the_replaced_one_until_recovery_puts_it_back(store: CheckpointStore, root: Path) -> None:
+    save(store, 5, b"old").path.rename(root / ".replaced-step-5-1")
+    write(store, 5, b"new")
+    assert store.latest() == store.get(5)
+    assert data_of(store.get(5)) == b"old"
+    assert store.get(5).path == root / ".replaced-step-5-1"
+    assert store.recover() == [root / "step-5", root / "step-5.staging"]
+    assert data_of(store.get(5)) == b"old"
+    assert names(root) == ["step-5"]
+
+
+def test_the_last_one_replaced_is_the_one_put_back(store: CheckpointStore, root: Path) -> None:
+    for number in (2, 10):
+        save(store, 5, str(number).encode()).path.rename(root / f".replaced-step-5-{number}")
+    assert data_of(store.get(5)) == b"10"
+    store.recover()
+    assert data_of(store.get(5)) == b"10"
+    assert names(root) == ["step-5"]
+
+
+def test_a_replaced_one_is_kept_while_something_else_has_its_name(store: CheckpointStore, root: Path) -> None:
+    save(store, 5).path.rename(root / ".replaced-step-5-1")
+    (root / "step-5").mkdir()
+    assert store.recover() == []
+    assert names(root) == [".replaced-step-5-1", "step-5"]
+    assert steps(store) == [5]
+
+
+def test_deleting_does_not_bring_an_older_one_back(store: CheckpointStore, root: Path) -> None:
+    save(store, 5, b"old").path.rename(root / ".replaced-step-5-1")
+    store.delete(save(store, 5, b"new"))
+    assert store.committed() == store.recover() == []
+    assert names(root) == []

@@ -1,0 +1,347 @@
+"""The layers of the package, as far as its syntax shows them. docs/design.md says why they are so."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "torchtitan_lite"
+
+LAYERS = {
+    "__init__": 0,
+    "errors": 0,
+    "log": 0,
+    "store": 1,
+    "config": 1,
+    "checkpoint.interval": 1,
+    "checkpoint": 2,
+    "distributed": 2,
+    "checkpoint.manager": 3,
+    "models": 3,
+    "data": 3,
+    "optim": 3,
+    "metrics": 3,
+    "parallelisms": 3,
+    "trainer": 4,
+    "cli": 5,
+}
+SIBLINGS = 3
+"""The layer whose parts do not know one another."""
+
+WITHOUT_TORCH = ("__init__", "errors", "log", "store", "config")
+UNKNOWN_TO_CHECKPOINT = ("models", "data", "trainer", "metrics", "optim", "parallelisms")
+TENSORBOARD = ("tensorboard", "torch.utils.tensorboard", "tensorboardX")
+COLLECTIVES = (
+    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single"),
+    *(
+        "barrier",
+        "batch_isend_irecv",
+        "broadcast",
+        "broadcast_object_list",
+        "gather",
+        "gather_object",
+        "irecv",
+        "isend",
+    ),
+    *(
+        "monitored_barrier",
+        "new_group",
+        "recv",
+        "recv_object_list",
+        "reduce",
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+    ),
+    *("scatter", "scatter_object_list", "send", "send_object_list", "destroy_process_group", "init_process_group"),
+)
+NAMES_ON_DISK = (
+    *("step-", ".metadata", ".distcp", "manifest.json", ".staging", ".corrupt", ".abandoned", ".trash", ".replaced"),
+    "writer.lock",
+)
+DANGEROUS_ON_DISK = (
+    "os.fsync",
+    "os.fdatasync",
+    "os.replace",
+    "os.rename",
+    "os.renames",
+    "shutil.rmtree",
+    "shutil.move",
+)
+CHOICES = ("async_mode", "interval_type", "export_dtype", "keep_latest_k")
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file; `name` is without the package's, as "store.layout"."""
+
+    path: Path
+
+    @cached_property
+    def name(self) -> str:
+        parts = self.path.relative_to(ROOT / PACKAGE).with_suffix("").parts
+        return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.path.read_text(encoding="utf-8"))
+
+    @cached_property
+    def bindings(self) -> dict[str, str]:
+        """What each imported name stands for: {"dist": "torch.distributed", "Path": "pathlib.Path"}."""
+        found: dict[str, str] = {}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                found |= {
+                    a.asname or a.name.split(".")[0]: a.name if a.asname else a.name.split(".")[0] for a in node.names
+                }
+            elif isinstance(node, ast.ImportFrom):
+                found |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+        return found
+
+    def at(self, node: ast.AST, finding: str) -> str:
+        return f"{self.path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}: {finding}"
+
+    def imports(self) -> Iterator[tuple[ast.AST, str]]:
+        """Every module imported anywhere in the file, in functions too."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                yield from ((node, alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, self.at(node, "relative import")
+                yield from ((node, f"{node.module}.{alias.name}") for alias in node.names)
+
+    def uses(self) -> Iterator[tuple[ast.expr, str]]:
+        """Every use of an imported name, spelt out: `dist.barrier` is "torch.distributed.barrier"."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Attribute | ast.Name):
+                base, *attributes = _dotted(node).split(".")
+                if base in self.bindings:
+                    yield node, ".".join((self.bindings[base], *attributes))
+
+
+def _dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else "?"
+
+
+MODULES = [Module(path) for path in sorted((ROOT / PACKAGE).rglob("*.py"))]
+
+
+def is_in(name: str, packages: Iterable[str]) -> bool:
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+def part_of(module_name: str) -> str:
+    """The longest entry of the table that `module_name` belongs to."""
+    parts = [part for part in LAYERS if is_in(module_name, [part])]
+    assert parts, f"{module_name} is in no layer: give it one in LAYERS"
+    return max(parts, key=len)
+
+
+def imports_of_ours(module: Module) -> Iterator[tuple[ast.AST, str]]:
+    for node, imported in module.imports():
+        if is_in(imported, [PACKAGE]):
+            yield node, imported.removeprefix(PACKAGE).lstrip(".") or "__init__"
+
+
+def modules_outside(*packages: str) -> list[Module]:
+    return [module for module in MODULES if not is_in(module.name, packages)]
+
+
+def modules_in(*packages: str) -> list[Module]:
+    return [module for module in MODULES if is_in(module.name, packages)]
+
+
+def test_a_module_imports_only_from_layers_below_and_from_its_own_part() -> None:
+    findings = []
+    for module in MODULES:
+        part = part_of(module.name)
+        for node, imported in imports_of_ours(module):
+            other = part_of(imported if is_in(imported, LAYERS) else "__init__")
+            is_beside = LAYERS[other] == LAYERS[part] and (LAYERS[part] != SIBLINGS or other == part)
+            if not (LAYERS[other] < LAYERS[part] or is_beside):
+                findings.append(module.at(node, f"{part} imports {imported}"))
+    assert findings == []
+
+
+def test_what_runs_on_a_login_node_names_no_torch() -> None:
+    findings = [
+        module.at(node, f"imports {imported}")
+        for module in modules_in(*WITHOUT_TORCH)
+        for node, imported in module.imports()
+        if is_in(imported, ["torch", "numpy"])
+    ]
+    assert findings == []
+
+
+def test_what_runs_on_a_login_node_loads_no_torch() -> None:
+    names = [f"{PACKAGE}.{module.name}" for module in modules_in(*WITHOUT_TORCH) if module.name != "__init__"]
+    script = f"import sys, {', '.join(names)}\nsys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False).returncode == 0
+
+
+def test_checkpoint_knows_no_model_no_data_and_no_trainer() -> None:
+    findings = [
+        module.at(node, f"imports {imported}")
+        for module in modules_in("checkpoint")
+        for node, imported in imports_of_ours(module)
+        if is_in(imported, UNKNOWN_TO_CHECKPOINT)
+    ]
+    assert findings == []
+
+
+def test_only_layout_spells_a_name_on_disk() -> None:
+    findings = [
+        module.at(node, f"spells {node.value!r}")
+        for module in modules_outside("store.layout")
+        for node in _texts(module.tree)
+        # A text with blanks is a sentence for a person.
+        if not any(map(str.isspace, node.value)) and any(name in node.value for name in NAMES_ON_DISK)
+    ]
+    assert findings == []
+
+
+def _texts(tree: ast.AST) -> Iterator[ast.Constant]:
+    """String constants, docstrings aside. The parts of an f-string are one sentence or none: it counts as a whole."""
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    in_sentences = {
+        id(part)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.JoinedStr)
+        and any(isinstance(part, ast.Constant) and any(map(str.isspace, str(part.value))) for part in node.values)
+        for part in node.values
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings | in_sentences:
+            yield node
+
+
+def test_only_durable_syncs_renames_and_removes_trees() -> None:
+    findings = []
+    for module in modules_outside("store.durable"):
+        findings += [module.at(node, f"uses {used}") for node, used in module.uses() if used in DANGEROUS_ON_DISK]
+        findings += [
+            module.at(node, "renames a path") for node in ast.walk(module.tree) if _renames_a_path(module, node)
+        ]
+    assert findings == []
+
+
+def _renames_a_path(module: Module, node: ast.AST) -> bool:
+    """`somewhere.rename(x)`; two arguments are `durable.rename(src, dst)`, and `replace` with one is no string's."""
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("rename", "replace")
+        and len(node.args) == 1
+        and not node.keywords
+        and not is_in(module.bindings.get(_dotted(node.func).split(".")[0], ""), ["dataclasses", "copy"])
+    )
+
+
+def test_only_distributed_calls_a_collective() -> None:
+    collectives = {f"torch.distributed.{name}" for name in COLLECTIVES}
+    findings = [
+        module.at(node, f"uses {used}")
+        for module in modules_outside("distributed")
+        for node, used in module.uses()
+        if used.replace(".distributed_c10d.", ".") in collectives or "_functional_collectives" in used
+    ]
+    assert findings == []
+
+
+@pytest.mark.parametrize("policies", ["checkpoint.interval", "store.retention"])
+def test_policies_read_no_clock(policies: str) -> None:
+    findings = [
+        module.at(node, f"imports {imported}")
+        for module in modules_in(policies)
+        for node, imported in module.imports()
+        if is_in(imported, ["time", "datetime"])
+    ]
+    assert findings == []
+
+
+def test_a_choice_in_the_config_is_looked_at_once_where_its_object_is_built() -> None:
+    findings = []
+    for module in modules_outside("config"):
+        builders = [node for node in ast.walk(module.tree) if _is_builder(node)]
+        in_builders = {id(node) for builder in builders for node in ast.walk(builder)}
+        findings += [
+            module.at(node, f"decides by {choice}")
+            for node in ast.walk(module.tree)
+            if id(node) not in in_builders
+            for choice in _choices_decided_by(node)
+        ]
+    assert findings == []
+
+
+def _is_builder(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef) and node.name.lstrip("_").startswith("build_")
+
+
+def _choices_decided_by(node: ast.AST) -> list[str]:
+    compared: list[ast.expr] = []
+    if isinstance(node, ast.Compare):
+        compared = [node.left, *node.comparators]
+    elif isinstance(node, ast.Match):
+        compared = [node.subject]
+    return [side.attr for side in compared if isinstance(side, ast.Attribute) and side.attr in CHOICES]
+
+
+def test_only_metrics_knows_tensorboard() -> None:
+    findings = [
+        module.at(node, f"imports {imported}")
+        for module in modules_outside("metrics")
+        for node, imported in module.imports()
+        if is_in(imported, TENSORBOARD)
+    ]
+    assert findings == []
+
+
+def test_the_manager_touches_no_path_no_clock_and_no_collective_itself() -> None:
+    findings = [
+        module.at(node, f"calls {used}")
+        for module in modules_in("checkpoint.manager")
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Call)
+        for called, used in module.uses()
+        if called is node.func and is_in(used, ["os", "re", "time", "torch.distributed"])
+    ]
+    assert findings == []
+
+
+def test_only_process_group_reads_the_environment() -> None:
+    findings = [
+        module.at(node, f"uses {used}")
+        for module in modules_outside("distributed.process_group")
+        for node, used in module.uses()
+        if used in ("os.environ", "os.environb", "os.getenv")
+    ]
+    assert findings == []
+
+
+def test_no_class_has_a_del() -> None:
+    findings = [
+        module.at(node, "defines __del__")
+        for module in MODULES
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.FunctionDef) and node.name == "__del__"
+    ]
+    assert findings == []
+
+
+def test_every_module_says_what_holds_in_it() -> None:
+    findings = [
+        module.at(module.tree, "no docstring") for module in MODULES if module.tree.body and not _has_docstring(module)
+    ]
+    assert findings == []
+
+
+def _has_docstring(module: Module) -> bool:
+    return bool((ast.get_docstring(module.tree) or "").strip())

@@ -1,0 +1,78 @@
+"""What a checkpoint has and what the run wants, key by key.
+
+One readable report for every refusal: keys missing, unexpected, of another shape or dtype. It is
+made from names, shapes and dtypes alone, before a byte is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+SHOWN = 8
+"""Keys listed of each kind; the rest is a count."""
+
+
+@dataclass(frozen=True)
+class KeyReport:
+    """What differs; false if nothing does."""
+
+    missing: Sequence[str] = ()
+    unexpected: Sequence[str] = ()
+    mismatched: Mapping[str, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.mismatched)
+
+    def __str__(self) -> str:
+        mismatched = [f"{key}: {what}" for key, what in self.mismatched.items()]
+        return "\n".join(
+            [
+                *_listed("missing in the checkpoint", self.missing),
+                *_listed("unexpected in the checkpoint", self.unexpected),
+                *_listed("different", mismatched),
+            ]
+        )
+
+
+@dataclass(frozen=True)
+class TensorLike:
+    """Shape and dtype of a tensor that is elsewhere."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def compare_tensors(
+    expected: Mapping[str, torch.Tensor | TensorLike],
+    found: Mapping[str, torch.Tensor | TensorLike],
+    *,
+    cast: bool = False,
+) -> KeyReport:
+    """How `found` differs from `expected`; with `cast` a different floating dtype is no difference."""
+    common = [key for key in expected if key in found]
+    mismatched = {key: _difference(expected[key], found[key], cast) for key in common}
+    return KeyReport(
+        missing=[key for key in expected if key not in found],
+        unexpected=[key for key in found if key not in expected],
+        mismatched={key: what for key, what in mismatched.items() if what},
+    )
+
+
+def _difference(expected: torch.Tensor | TensorLike, found: torch.Tensor | TensorLike, cast: bool) -> str:
+    differences = []
+    if tuple(expected.shape) != tuple(found.shape):
+        differences.append(f"shape {list(found.shape)} in the checkpoint, {list(expected.shape)} expected")
+    may_cast = cast and expected.dtype.is_floating_point and found.dtype.is_floating_point
+    if expected.dtype != found.dtype and not may_cast:
+        differences.append(f"dtype {found.dtype} in the checkpoint, {expected.dtype} expected")
+    return "; ".join(differences)
+
+
+def _listed(title: str, keys: Sequence[str]) -> list[str]:
+    if not keys:
+        return []
+    rest = [f"    ... and {len(keys) - SHOWN} more"] if len(keys) > SHOWN else []
+    return [f"  {title} ({len(keys)}):", *(f"    {key}" for key in keys[:SHOWN]), *rest]

@@ -1,0 +1,315 @@
+"""When to save, what, how, where, which to keep: asked in this order, answered elsewhere.
+
+The manager composes a save policy, a saver, a store, a retention policy and the ranks' consensus;
+it knows no file name, no clock and no mode. One save is in flight at most. A save that fails is
+reported, counted and tried again at the next interval; `max_failed_saves` in a row end the run.
+Every public method is **collective** unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+import gc
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from torchtitan_lite.checkpoint.export import DTYPES, weights_only
+from torchtitan_lite.checkpoint.in_flight import InFlight, OnEvent
+from torchtitan_lite.checkpoint.interval import SavePolicy, Tick, build_save_policy, split
+from torchtitan_lite.checkpoint.load_source import LoadSource, choose_source
+from torchtitan_lite.checkpoint.preemption import PreemptionWatch
+from torchtitan_lite.checkpoint.reader import StoredCheckpoint
+from torchtitan_lite.checkpoint.savers import Saver, State, SyncSaver, build_saver
+from torchtitan_lite.checkpoint.stateful import LRSchedulerWrapper, ModelWrapper, OptimizerWrapper, Stateful
+from torchtitan_lite.config.job_config import EXCLUDABLE_STATES, JobConfig
+from torchtitan_lite.distributed.consensus import Facts, Peers, StepConsensus
+from torchtitan_lite.errors import ConfigError, SaveFailed
+from torchtitan_lite.log import logger
+from torchtitan_lite.store.manifest import CheckpointKind
+from torchtitan_lite.store.retention import RetentionPolicy, build_retention
+from torchtitan_lite.store.store import CheckpointStore
+
+
+class CheckpointManager:
+    """Saves and loads a run: model, optimizers, LR schedulers, dataloader and any further `Stateful`s in `states`.
+
+    Nothing is touched by the constructor; `load`, `save` or `reset` open what is needed. Use it as a context
+    manager, or call `close`.
+    """
+
+    def __init__(
+        self,
+        dataloader: Stateful | None,
+        model_parts: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        lr_schedulers: Sequence[LRScheduler],
+        states: Mapping[str, Stateful],
+        job_config: JobConfig,
+        *,
+        store: CheckpointStore | None = None,
+        saver: Saver | None = None,
+        save_policy: SavePolicy | None = None,
+        retention: RetentionPolicy | None = None,
+        consensus: StepConsensus | None = None,
+        peers: Peers | None = None,
+        preemption: PreemptionWatch | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        on_event: OnEvent | None = None,
+    ) -> None:
+        config = job_config.checkpoint
+        timeout = timedelta(seconds=config.timeout_seconds)
+        dump_folder = Path(job_config.job.dump_folder)
+        self._config = config
+        self._model = ModelWrapper(model_parts)
+        self._optimizer = OptimizerWrapper(model_parts, optimizers)
+        self._small_states = _small_states(dataloader, lr_schedulers, states)
+        _check_exclusions(config.exclude_from_loading, states)
+        self._store = store or CheckpointStore(dump_folder / config.folder)
+        self._export_store = CheckpointStore(dump_folder / config.export_folder) if config.export_folder else None
+        self._peers = peers or Peers(timeout)
+        self._saver = saver or build_saver(config, self._peers)
+        self._sync_saver = SyncSaver(self._peers)
+        self._step_policy, self._clock_policy = split(save_policy or build_save_policy(config))
+        self._consensus = consensus or StepConsensus(timeout)
+        self._preemption = preemption or PreemptionWatch(config.preemption_signals, config.preemption_grace_seconds)
+        self._clock = clock
+        self._on_event = on_event or _nobody_listens
+        self._in_flight = InFlight(
+            self._peers,
+            retention or build_retention(config),
+            timeout_seconds=config.timeout_seconds,
+            max_failed_saves=config.max_failed_saves,
+            clock=clock,
+            on_event=self._on_event,
+        )
+        self._last_save = Tick(0, clock())
+        self._is_open = False
+        self.loaded_step: int | None = None
+        """Step that `load` went on from; None for a fresh start."""
+        self.preempted_by = 0
+        """The signal that the ranks agreed to leave for, after `save` saved; 0 for none."""
+        if config.enable_checkpoint:
+            logger.info("Checkpointing active. Checkpoints will be loaded from and saved to %s", self._store.root)
+
+    def load(self, step: int = -1) -> bool:
+        """Loads `step`, by default what the config says: `load_step`, or the newest, or `initial_load_path`.
+
+        False means a fresh start: nothing was there, nothing was changed. Raises `CheckpointNotFound`,
+        `CheckpointMismatch` and what a state refuses with, on every rank, before the model is touched.
+        """
+        if not self._config.enable_checkpoint:
+            return False
+        self._open()
+        wanted = step if step != -1 else self._config.load_step
+        source = self._peers.decide(lambda: choose_source(self._store, wanted, self._config))
+        if source is None:
+            logger.info("No checkpoint in %s: a fresh start.", self._store.root)
+            return False
+        self._load(source)
+        return True
+
+    def save(self, curr_step: int, force: bool = False) -> bool:
+        """Call at the end of every step. Saves if a save is due, if `force` (the last step), or if the ranks leave.
+
+        True if this step was saved or is being saved. A forced save and one before leaving are durable on return;
+        they raise `SaveFailed` if a second try fails too.
+        """
+        if not self._config.enable_checkpoint:
+            return False
+        self._open()
+        agreed = self._consensus.receive()
+        self._take_note(agreed)
+        self.preempted_by = 0 if force else agreed.signal
+        saved = not self._config.load_only and self._save_if_due(curr_step, force, agreed)
+        self._consensus.send(self._facts(curr_step))
+        return saved
+
+    def maybe_wait_for_staging(self) -> None:
+        """Returns when the state may change: call right before the optimizer's step. Not collective."""
+        self._in_flight.wait_for_staging()
+
+    def reset(self) -> None:
+        """Starts the clock of seconds intervals: call right before the loop."""
+        if self._config.enable_checkpoint:
+            self._open()
+        self._last_save = Tick(self.loaded_step or 0, self._clock())
+
+    def newest_step(self) -> int:
+        """The newest committed step, full or weights only; -1 if there is none."""
+        if not self._config.enable_checkpoint:
+            return -1
+        self._open()
+        return self._peers.decide(lambda: max((info.step for info in self._store.committed()), default=-1))
+
+    def close(self) -> None:
+        """Waits for the save in flight, reports how it ended, and ends threads and processes. Idempotent."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        with ExitStack() as in_reverse:
+            in_reverse.callback(self._preemption.close)
+            in_reverse.callback(self._saver.close)
+            in_reverse.callback(self._in_flight.settle)
+            in_reverse.callback(self._consensus.drain)
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as closing:
+            if error is None:
+                raise
+            logger.warning("While leaving after an error, the checkpoint manager could not close: %s", closing)
+
+    def _open(self) -> None:
+        if self._is_open:
+            return
+        self._is_open = True
+        self._preemption.start()
+        self._saver.start()
+        if not self._config.load_only:
+            self._peers.decide(self._recover)
+
+    def _recover(self) -> None:
+        for store in filter(None, (self._store, self._export_store)):
+            for path in store.recover():
+                logger.info("Recovered from an earlier end in the middle of a save: %s", path)
+
+    def _load(self, source: LoadSource) -> None:
+        began = self._clock()
+        logger.info("Loading the checkpoint at step %d.", source.step)
+        self._on_event("load_started", source.step, path=str(source.path))
+        gc.collect()
+        stored = StoredCheckpoint(source.path, self._peers)
+        if source.model_only:
+            stored.read_model(self._model.state_dict(), cast=source.initial)
+        else:
+            self._load_everything(stored, source)
+        gc.collect()
+        self.loaded_step = None if source.initial else source.step
+        seconds = self._clock() - began
+        logger.info("Finished loading the checkpoint in %.2f seconds.", seconds)
+        self._on_event("loaded", source.step, path=str(source.path), seconds=seconds, bytes=source.nbytes)
+
+    def _load_everything(self, stored: StoredCheckpoint, source: LoadSource) -> None:
+        model = self._model.state_dict()
+        stored.check_model(model)
+        # First what may refuse to be loaded (another corpus, say): after this only the machine can fail.
+        for name, state in self._small_states.items():
+            if name not in self._config.exclude_from_loading:
+                self._load_small(name, state, stored)
+        if "optimizer" not in self._config.exclude_from_loading:
+            self._optimizer.load_state_dict(stored.read_optimizer(self._optimizer.state_dict()))
+        stored.read_model(model, cast=False)
+
+    def _load_small(self, name: str, state: Stateful, stored: StoredCheckpoint) -> None:
+        read = stored.read_state(name, state.state_dict())
+        refused: Exception | None = None
+        try:
+            state.load_state_dict(read)
+        except Exception as error:
+            refused = error
+        self._peers.raise_together(refused)
+
+    def _take_note(self, agreed: Facts) -> None:
+        if agreed.signal:
+            self._preemption.leave()
+        if agreed.save_failed:
+            self._in_flight.settle()
+        else:
+            self._in_flight.poll()
+
+    def _save_if_due(self, step: int, force: bool, agreed: Facts) -> bool:
+        due = self._step_policy.due(Tick(step, self._clock()), self._last_save) or agreed.save_due
+        if force:
+            self._save_last(step)
+        elif self.preempted_by:
+            self._save_and_wait(step, self._full_state(), CheckpointKind.FULL, self._store)
+            logger.info("Saved step %d; leaving for %s.", step, signal.Signals(self.preempted_by).name)
+            self._on_event("preempted", step, signal=self.preempted_by)
+        elif due:
+            self._in_flight.settle()
+            self._begin(step, self._full_state(), CheckpointKind.FULL, self._store, self._saver)
+            self._in_flight.poll()
+        return force or bool(self.preempted_by) or due
+
+    def _save_last(self, step: int) -> None:
+        if self._config.create_seed_checkpoint:
+            self._save_and_wait(step, {"model": self._model.state_dict()}, CheckpointKind.FULL, self._store)
+            logger.info("Created seed checkpoint")
+            return
+        if not self._config.model_weights_only or self._export_store is not None:
+            logger.info("Saving a full checkpoint at last step, step %d.", step)
+            self._save_and_wait(step, self._full_state(), CheckpointKind.FULL, self._store)
+        if self._config.model_weights_only:
+            dtype = DTYPES[self._config.export_dtype]
+            logger.info("Saving a model weights only checkpoint in %s at last step, step %d.", dtype, step)
+            state = weights_only(self._model.state_dict(), dtype)
+            self._save_and_wait(step, state, CheckpointKind.WEIGHTS_ONLY, self._export_store or self._store)
+
+    def _save_and_wait(self, step: int, state: State, kind: CheckpointKind, store: CheckpointStore) -> None:
+        """A save that must not fail: it is tried twice, and durable on return."""
+        self._in_flight.settle()
+        failure: SaveFailed | None = None
+        for _ in range(2):
+            self._begin(step, state, kind, store, self._sync_saver)
+            failure = self._in_flight.settle()
+            if failure is None:
+                return
+        assert failure is not None
+        raise failure
+
+    def _begin(self, step: int, state: State, kind: CheckpointKind, store: CheckpointStore, saver: Saver) -> None:
+        self._in_flight.begin(step, state, kind, store, saver)
+        self._last_save = Tick(step, self._clock())
+
+    def _facts(self, step: int) -> Facts:
+        return Facts(
+            save_due=self._clock_policy.due(Tick(step, self._clock()), self._last_save),
+            save_failed=self._in_flight.failed,
+            signal=self._preemption.received,
+        )
+
+    def _full_state(self) -> State:
+        small = {name: state.state_dict() for name, state in self._small_states.items()}
+        return {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict(), **small}
+
+
+def _small_states(
+    dataloader: Stateful | None, lr_schedulers: Sequence[LRScheduler], states: Mapping[str, Stateful]
+) -> dict[str, Stateful]:
+    taken = sorted({"model", "optimizer", "lr_scheduler", "dataloader"} & states.keys())
+    if taken:
+        raise ConfigError(f"states: the name {taken[0]!r} is the manager's own. Give your state another name.")
+    small: dict[str, Stateful] = {}
+    if dataloader is not None:
+        small["dataloader"] = dataloader
+    if lr_schedulers:
+        small["lr_scheduler"] = LRSchedulerWrapper(lr_schedulers)
+    return small | dict(states)
+
+
+def _check_exclusions(excluded: Sequence[str], states: Mapping[str, Stateful]) -> None:
+    known = sorted({*EXCLUDABLE_STATES, *states})
+    for name in excluded:
+        if name not in known:
+            raise ConfigError(
+                f"checkpoint.exclude_from_loading: there is no state {name!r}. Expected some of {', '.join(known)}."
+            )
+
+
+def _nobody_listens(event: str, step: int, /, **figures: Any) -> None:
+    """The default `on_event`."""

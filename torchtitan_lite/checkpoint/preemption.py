@@ -1,0 +1,122 @@
+"""A scheduler's signal as a fact of this rank, and the deadline that follows from it.
+
+A signal only sets a flag: a rank that began a save by itself would wait for peers that train on.
+The flag is set by a thread that reads Python's wakeup pipe, because a Python handler does not run
+while its thread waits inside a collective, and the same thread keeps the deadline: a rank whose
+peers are gone never reaches the end of its step, and is ended. A second SIGTERM changes nothing (a
+launcher sends one to all others as soon as the first worker has left); a second SIGINT ends the
+process in the kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.log import logger
+
+CLOSE = 0
+"""Written to the pipe instead of a signal's number."""
+
+
+class PreemptionWatch:
+    """Remembers the first of `signals` that arrives; ends the process `grace_seconds` after it, with exit code 1."""
+
+    def __init__(self, signals: Sequence[str], grace_seconds: float) -> None:
+        self._signals = [_number(name) for name in signals]
+        self._grace_seconds = grace_seconds
+        self._received = 0
+        self._leaving = False
+        self._thread: threading.Thread | None = None
+        self._before: dict[int, signal._HANDLER] = {}
+        self._wakeup_before = -1
+        self._pipe: tuple[socket.socket, socket.socket] | None = None
+
+    @property
+    def received(self) -> int:
+        """The number of the first signal that arrived; 0 for none."""
+        return self._received
+
+    def start(self) -> None:
+        """Watches from now on. Main thread (elsewhere Python has no signals: a warning, and no watch). Idempotent."""
+        if self._thread is not None or not self._signals:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            logger.warning("Signals can only be watched from the main thread: a preemption will not be saved.")
+            return
+        self._pipe = socket.socketpair()
+        for end in self._pipe:
+            end.setblocking(False)
+        self._wakeup_before = signal.set_wakeup_fd(self._pipe[1].fileno(), warn_on_full_buffer=False)
+        self._before = {number: signal.signal(number, _leave_it_to_the_watch) for number in self._signals}
+        self._thread = threading.Thread(target=self._watch, args=(self._pipe[0],), name="preemption", daemon=True)
+        self._thread.start()
+
+    def leave(self) -> None:
+        """The ranks agreed to leave: from `close` on the signals are ignored, for as soon as the first rank has left,
+        a launcher sends one to all others, and it must not change how they end."""
+        self._leaving = True
+
+    def close(self) -> None:
+        """Ends the watch and the deadline; restores what was before, unless the ranks are leaving. Idempotent."""
+        if self._thread is None or self._pipe is None:
+            return
+        for number, before in self._before.items():
+            signal.signal(number, signal.SIG_IGN if self._leaving else before)
+        signal.set_wakeup_fd(self._wakeup_before)
+        self._pipe[1].send(bytes([CLOSE]))
+        self._thread.join()
+        for end in self._pipe:
+            end.close()
+        self._thread = self._pipe = None
+
+    def _watch(self, pipe: socket.socket) -> None:
+        deadline: float | None = None
+        while True:
+            seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([pipe], [], [], seconds)[0]:
+                self._end_now()
+            for number in pipe.recv(64):
+                if number == CLOSE:
+                    return
+                if number in self._signals and deadline is None:
+                    deadline = time.monotonic() + self._grace_seconds
+                    self._note(number)
+
+    def _note(self, number: int) -> None:
+        if number == signal.SIGINT:
+            # Not signal.signal: that is the main thread's, which may be inside a collective.
+            ctypes.CDLL(None).signal(number, 0)
+        self._received = number
+        again = " Press Ctrl-C again to end at once." if number == signal.SIGINT else ""
+        logger.info("Received %s: all ranks save and leave after this step.%s", signal.Signals(number).name, again)
+
+    def _end_now(self) -> None:
+        logger.error(
+            "%s came %.0f s ago and this rank could not leave: its peers are gone, or saving takes longer. Ending. "
+            "If the scheduler waits longer, raise --checkpoint.preemption_grace_seconds.",
+            signal.Signals(self._received).name,
+            self._grace_seconds,
+        )
+        os._exit(1)
+
+
+def _leave_it_to_the_watch(number: int, frame: FrameType | None) -> None:
+    """A handler has to be there for Python to write to the wakeup pipe."""
+
+
+def _number(name: str) -> int:
+    try:
+        return int(signal.Signals[name])
+    except KeyError:
+        raise ConfigError(
+            f"checkpoint.preemption_signals: {name!r} is not a signal of this system. Use names such as SIGTERM."
+        ) from None

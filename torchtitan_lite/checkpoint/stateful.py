@@ -1,0 +1,107 @@
+"""A run's objects as one state dict with names that do not depend on how the run is set up.
+
+Names are those of the plain model: no prefix of activation checkpointing, compilation or FSDP, and
+no index of an optimizer's parameter. A rank may hold several model parts (pipeline stages); their
+names are disjoint, and a name that two parts share is refused, because one of them would be lost.
+Tensors are the live ones, so loading into them is loading the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from torchtitan_lite.checkpoint.key_report import compare_tensors
+from torchtitan_lite.errors import CheckpointMismatch
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+STRICT = StateDictOptions(strict=True)
+
+
+class Stateful(Protocol):
+    """Anything that can be in a checkpoint: what `state_dict` returns, `load_state_dict` takes back.
+
+    `state_dict` returns a copy or live tensors that change only in the optimizer's step.
+    """
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+class ModelWrapper:
+    """All model parts of this rank as one `Stateful`: FQN to live tensor."""
+
+    def __init__(self, model_parts: nn.Module | Sequence[nn.Module]) -> None:
+        self._parts = [model_parts] if isinstance(model_parts, nn.Module) else list(model_parts)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return _merge_disjoint([get_model_state_dict(part) for part in self._parts])
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Takes exactly the keys that `state_dict` has; raises `CheckpointMismatch` before anything is changed."""
+        report = compare_tensors(expected=self.state_dict(), found=state_dict)
+        if report:
+            raise CheckpointMismatch("the model's state dict", str(report))
+        for part in self._parts:
+            own = get_model_state_dict(part)
+            set_model_state_dict(part, {fqn: state_dict[fqn] for fqn in own}, options=STRICT)
+
+
+class OptimizerWrapper:
+    """The optimizers of all model parts as one `Stateful`, its keys flat.
+
+    They are `state.<fqn>.<name>` and `param_groups.<fqn>.<key>`: by FQN and not by index, so that a parameter
+    finds its state whatever part, rank or group it belongs to. `state_dict` of an optimizer that never stepped
+    makes its state first.
+    """
+
+    def __init__(self, model_parts: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        self._pairs = list(zip(model_parts, optimizers, strict=True))
+
+    def state_dict(self) -> dict[str, Any]:
+        return _merge_disjoint([get_optimizer_state_dict(part, opt, options=FLAT) for part, opt in self._pairs])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for part, optimizer in self._pairs:
+            set_optimizer_state_dict(part, optimizer, state_dict, options=FLAT)
+
+
+class LRSchedulerWrapper:
+    """The schedulers of all model parts as one `Stateful`: they step together, so one state is all of them."""
+
+    def __init__(self, lr_schedulers: Sequence[LRScheduler]) -> None:
+        self._schedulers = list(lr_schedulers)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._schedulers[0].state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for scheduler in self._schedulers:
+            scheduler.load_state_dict(dict(state_dict))
+
+
+def _merge_disjoint(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for part in parts:
+        shared = sorted(merged.keys() & part.keys())
+        if shared:
+            raise ValueError(
+                f"two model parts of this rank share the name {shared[0]!r}"
+                + (f" and {len(shared) - 1} more" if len(shared) > 1 else "")
+                + "; one of them would be lost in a checkpoint. Give each part its own layers."
+            )
+        merged.update(part)
+    return merged

@@ -1,0 +1,182 @@
+"""Keys of torchtitan whose feature is not here.
+
+A plain table, so that a torchtitan TOML loads: a key is accepted at the value that leaves its feature
+off, and refused at any other. `ANY` marks an option that means nothing while its feature is off. When
+a feature arrives, its keys become fields in `job_config` (which win over this table) and leave here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torchtitan_lite.config.kinds import Kind, to_text
+from torchtitan_lite.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Any of these values leaves the feature off."""
+
+    values: tuple[object, ...]
+
+
+ANY = OneOf(())
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A key of `feature`, which is not here; `accepted` texts leave it off, none given: every one does."""
+
+    feature: str
+    accepted: tuple[str, ...]
+    kind: Kind
+
+    def check(self, name: str, text: str, where: str) -> None:
+        """Returns where `text` leaves the feature off; else raises ConfigError."""
+        if self.accepted and text.lower() not in map(str.lower, self.accepted):
+            off = self.accepted[0]
+            mend = "Leave it out" if off == "None" else f"Leave it out, or off with --{name}={off}"
+            raise ConfigError(f"{where} = {text}: {self.feature} is not here. {mend}.")
+
+
+def _options(section: str, names: str) -> dict[str, object]:
+    return {f"{section}.{name}": ANY for name in names.split()}
+
+
+_DATALOADER_OPTIONS = "persistent_workers pin_memory prefetch_factor"
+_FLOAT8_OPTIONS = (
+    "enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp recipe_name filter_fqns emulate"
+)
+_MX_OPTIONS = "mxfp8_dim1_cast_kernel_choice recipe_name filter_fqns"
+
+_FEATURES: Mapping[str, Mapping[str, object]] = {
+    "HSDP or DDP": {
+        "parallelism.data_parallel_replicate_degree": 1,
+    },
+    "tensor parallelism": {
+        "parallelism.tensor_parallel_degree": 1,
+        "parallelism.enable_async_tensor_parallel": False,
+        **_options("parallelism", "enable_loss_parallel disable_loss_parallel"),
+    },
+    "pipeline parallelism": {
+        "parallelism.pipeline_parallel_degree": 1,
+        **_options(
+            "parallelism",
+            "pipeline_parallel_split_points pipeline_parallel_schedule pipeline_parallel_schedule_csv "
+            "pipeline_parallel_microbatches pipeline_parallel_microbatch_size pipeline_parallel_layers_per_stage "
+            "pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers "
+            "pipeline_parallel_expert_parallel_overlap module_fqns_per_model_part",
+        ),
+    },
+    "context parallelism": {
+        "parallelism.context_parallel_degree": 1,
+        **_options("parallelism", "context_parallel_rotate_method context_parallel_load_balancer"),
+    },
+    "expert parallelism": {
+        "parallelism.expert_parallel_degree": 1,
+        "parallelism.expert_tensor_parallel_degree": 1,
+        **_options("parallelism", "expert_parallel_comm_backend"),
+        "debug.moe_force_load_balance": False,
+        "training.debug_moe_force_load_balance": False,
+    },
+    "a choice of when FSDP frees parameters": {"parallelism.fsdp_reshard_after_forward": "default"},
+    "compiled autograd": {"parallelism.enable_compiled_autograd": False},
+    "a choice of what is compiled, and how": {
+        "compile.components": OneOf((["model", "loss"], ["model"])),
+        "compile.backend": "inductor",
+    },
+    "conversion of the model (float8, MX)": {
+        "float8.enable_float8_linear": False,
+        "model.converters": [],
+        "model.print_after_conversion": ANY,
+        **_options("float8", f"{_FLOAT8_OPTIONS} force_recompute_fp8_weight_in_bwd moe_fqns_prototype"),
+        **_options("float8", "scaling_type_input scaling_type_weight scaling_type_grad_output"),
+        **_options("mx", f"{_MX_OPTIONS} moe_fqns_prototype use_fp8_dim1_cast_triton_kernel"),
+        **_options("quantize.linear.float8", _FLOAT8_OPTIONS),
+        **_options("quantize.linear.mx", _MX_OPTIONS),
+        **_options("quantize.dense.float8", _FLOAT8_OPTIONS),
+        **_options("quantize.dense.mx", _MX_OPTIONS),
+        **_options("quantize.grouped_mm.float8", "fqns"),
+        **_options("quantize.grouped_mm.mx", "fqns recipe_name"),
+        **_options("quantize.moe.float8", "fqns"),
+        **_options("quantize.moe.mx", "fqns"),
+    },
+    "a norm other than RMSNorm": {"model.norm_type": "rmsnorm"},
+    "attention other than causal": {"model.attn_mask_type": "causal", "model.use_flex_attn": False},
+    "a parameter dtype other than float32": {"training.dtype": "float32"},
+    "the optimizer step inside backward": {"optimizer.early_step_in_backward": False},
+    "a length of the learning rate's curve other than training.steps": {"lr_scheduler.total_steps": None},
+    "validation": {
+        "validation.enable": False,
+        "validation.enabled": False,
+        **_options("validation", "dataset dataset_path local_batch_size seq_len freq steps"),
+        **_options("validation.dataloader", f"num_workers {_DATALOADER_OPTIONS}"),
+    },
+    "a data loader with workers": {
+        "training.dataloader.num_workers": 0,
+        **_options("training.dataloader", _DATALOADER_OPTIONS),
+    },
+    "memory estimation": {
+        "memory_estimation.enable": False,
+        "memory_estimation.enabled": False,
+        "memory_estimation.disable_fake_mode": ANY,
+    },
+    "TorchFT": {
+        "fault_tolerance.enable": False,
+        **_options("fault_tolerance", "process_group process_group_timeout_ms replica_id group_size"),
+        **_options("fault_tolerance", "min_replica_size semi_sync_method sync_steps should_quantize num_fragments"),
+        **_options("fault_tolerance", "fragment_sync_delay fragment_update_alpha module_fqns_per_model_fragment"),
+        "checkpoint.enable_ft_dataloader_checkpoints": ANY,
+    },
+    "Hugging Face's format": {
+        "checkpoint.initial_load_in_hf": False,
+        "checkpoint.initial_load_in_hf_quantized": False,
+        "checkpoint.last_save_in_hf": False,
+        "checkpoint.last_save_in_safetensors_format": False,
+    },
+    "finer control of activation checkpointing": {
+        "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": OneOf((["moe.router.gate"], [])),
+        "activation_checkpoint.early_stop": False,
+        "activation_checkpoint.memory_budget": ANY,
+        "activation_checkpoint.visualize_memory_budget_pareto": False,
+        "activation_checkpoint.preserve_rng_state": ANY,
+        "activation_checkpoint.determinism_check": "default",
+        "activation_checkpoint.debug": False,
+    },
+    "Weights & Biases": {"metrics.enable_wandb": False},
+    "coloured output": _options("metrics", "enable_color_printing disable_color_printing"),
+    "a choice of whether checkpoints restore the logs": {"metrics.disable_logging_from_checkpoint": False},
+    "a choice of the profiler's schedule": {"profiling.profiler_active": 1, "profiling.profiler_warmup": 3},
+    "a choice of communication mode and traces": {
+        "comm.mode": "default",
+        "comm.save_traces_folder": "comm_traces",
+        "comm.save_traces_file_prefix": "rank_",
+    },
+    "debugging of the garbage collector": {"training.gc_debug": False},
+    "warning only about what is not deterministic": {"debug.deterministic_warn_only": False},
+    "code from a config": {
+        "job.custom_config_module": "",
+        "experimental.custom_import": "",
+        "experimental.custom_args_module": "",
+        "experimental.custom_model_path": "",
+    },
+    "a place of your own for the resolved config (it is dump_folder/config.json)": {
+        "job.save_config_file": None,
+        "job.save_config_folder": None,
+    },
+    "torchtitan's test suite": {"job.use_for_integration_test": ANY},
+}
+
+
+def _foreign(feature: str, off: object) -> Foreign:
+    values = off.values if isinstance(off, OneOf) else (off,)
+    if not values or values == (None,):
+        return Foreign(feature, tuple(map(to_text, values)), Kind(object))
+    kind = tuple if isinstance(values[0], list) else type(values[0])
+    return Foreign(feature, tuple(map(to_text, values)), Kind(kind))
+
+
+FOREIGN: Mapping[str, Foreign] = {
+    name: _foreign(feature, off) for feature, keys in _FEATURES.items() for name, off in keys.items()
+}

@@ -1,0 +1,118 @@
+"""The config reference, made from what the program itself reads.
+
+Sections, keys, kinds and defaults come from the dataclasses, the words from the doc strings under the
+fields, the other names from the tables of aliases and of keys whose feature is not here. So the page
+cannot say what is not so; a test compares it with docs/config.md.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+from collections.abc import Iterator
+
+from torchtitan_lite.config.aliases import ALIASES
+from torchtitan_lite.config.foreign import FOREIGN, Foreign
+from torchtitan_lite.config.keys import KEYS, SECTIONS
+from torchtitan_lite.config.kinds import Kind
+
+_INTRODUCTION = """\
+# Config reference
+
+Look up what a run can be told, in a TOML file or on the command line.
+This page is written by `scripts/generate_config_reference.py` from `torchtitan_lite/config/job_config.py`.
+
+## How a value is found
+
+The command line wins over the TOML file, and the file over the default.
+Of several spellings of one key, the last one given wins.
+`--job.config_file` names the file: as given, or in `train_configs/`.
+On the command line a key is `--section.key value` or `--section.key=value`, with underscores or hyphens.
+A switch is `--section.key` or `--section.no_key`.
+A list is separated by commas or spaces; in TOML it is a list of strings.
+A TOML value must be of the key's own kind: `"5"` is not a whole number.
+An unknown key or a value that does not fit ends with one message and exit code 2.
+`train_configs/llama_debug.toml` has every key.
+"""
+_FOREIGN_INTRODUCTION = """\
+## Keys of torchtitan whose feature is not here
+
+So that a torchtitan TOML loads, these are accepted, with one line of log, while their feature is off.
+Switched on they are an error.
+Keys of `[parallelism]` are accepted in `[training]` and `[experimental]` as well.
+"""
+_KINDS = {bool: "switch", int: "whole number", float: "number", str: "string", tuple: "list"}
+
+
+def doc_strings(cls: type) -> dict[str, str]:
+    """The doc string under each field of a dataclass, on one line; fields without one are left out."""
+    (definition,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(definition, ast.ClassDef)
+    docs = {}
+    for statement, following in zip(definition.body, definition.body[1:], strict=False):
+        if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
+            text = ast.literal_eval(following.value)
+            docs[ast.unparse(statement.target)] = " ".join(text.split())
+    return docs
+
+
+def render() -> str:
+    """The whole page, as Markdown."""
+    pages = [_INTRODUCTION, *(_section(name, cls) for name, cls in SECTIONS.items()), _foreign()]
+    return "\n".join(pages)
+
+
+def _section(section: str, cls: type) -> str:
+    docs = doc_strings(cls)
+    rows = [_row(f"{section}.{field.name}", field.default, docs[field.name]) for field in dataclasses.fields(cls)]
+    return f"## [{section}]\n\n{inspect.getdoc(cls)}\n\n{_table('key', 'kind', 'default', 'meaning')}" + "".join(rows)
+
+
+def _row(key: str, default: object, doc: str) -> str:
+    others = ", ".join(f"`{other}`" for other in _other_names(key))
+    meaning = doc + (f" Also: {others}." if others else "")
+    return _cells(f"`{key.partition('.')[2]}`", _kind(KEYS[key]), _default(default), meaning)
+
+
+def _other_names(key: str) -> Iterator[str]:
+    for name, alias in ALIASES.items():
+        if alias.key == key:
+            values = "; ".join(f"{given} = {becomes}" for given, becomes in alias.values.items())
+            yield f"{name} ({values})" if values else name
+
+
+def _kind(kind: Kind) -> str:
+    words = ", ".join(f"`{choice}`" for choice in kind.choices) or _KINDS[kind.base]
+    return f"{words}, or unset" if kind.optional else words
+
+
+def _default(value: object) -> str:
+    if value is None:
+        return "unset"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, tuple):
+        return "`[" + ", ".join(f'"{name}"' for name in value) + "]`"
+    return f'`"{value}"`' if isinstance(value, str) else f"`{value}`"
+
+
+def _foreign() -> str:
+    features: dict[str, list[str]] = {}
+    for name, foreign in FOREIGN.items():
+        features.setdefault(foreign.feature, []).append(_accepted(name, foreign))
+    rows = [_cells(feature, ", ".join(names)) for feature, names in features.items()]
+    return f"{_FOREIGN_INTRODUCTION}\n{_table('feature', 'keys, with the value that leaves it off')}" + "".join(rows)
+
+
+def _accepted(name: str, foreign: Foreign) -> str:
+    values = " or ".join(text or "empty" for text in foreign.accepted if text != "None")
+    return f"`{name}` ({values})" if values else f"`{name}`"
+
+
+def _table(*heads: str) -> str:
+    return _cells(*heads) + _cells(*("---" for _ in heads))
+
+
+def _cells(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"

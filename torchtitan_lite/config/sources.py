@@ -1,0 +1,118 @@
+"""Where settings come from: a TOML file and the command line.
+
+Both are read into the same `Setting`s, in the order in which they were written, under the names of
+`JobConfig` whatever the spelling. So the last one given wins by being last, and nothing later needs to
+know who said it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lite.config.aliases import VALUE_ALIASES
+from torchtitan_lite.config.keys import KNOWN_SECTIONS, Meaning, meaning_of, unknown_key, unknown_section
+from torchtitan_lite.errors import ConfigError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+CONFIG_FOLDERS = (Path("train_configs"), Path(__file__).resolve().parents[2] / "train_configs")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """`key` is `text`, as `where` (a place that the person knows) says."""
+
+    key: str
+    text: str
+    where: str
+
+
+def find_config_file(name: str) -> Path:
+    """The file that `name` means: as given, then in train_configs/ here, then beside the package."""
+    for path in (Path(name), *(folder / name for folder in CONFIG_FOLDERS)):
+        if path.is_file():
+            return path
+    there = sorted({path.name for folder in CONFIG_FOLDERS for path in folder.glob("*.toml")})
+    raise ConfigError(
+        f"--job.config_file: {name} is not there, nor is train_configs/{name}. "
+        f"Name a file, or one of these: {', '.join(there) or '(train_configs/ is empty)'}."
+    )
+
+
+def read_toml(path: Path) -> list[Setting]:
+    """The settings of a TOML file; kinds are checked here, before they become text."""
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as a text file: {error}.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}.") from None
+    for section, content in document.items():
+        if not isinstance(content, dict):
+            raise ConfigError(f"{path}: {section} stands outside a section. Put it under a [section] line.")
+        if section.replace("-", "_") not in KNOWN_SECTIONS:
+            raise unknown_section(section, str(path))
+    return [_toml_setting(name.replace("-", "_"), value, f"{path}: {name}") for name, value in _flat(document)]
+
+
+def read_command_line(argv: Sequence[str]) -> list[Setting]:
+    """The settings of a command line: --name value, --name=value, and --name / --no_name for switches."""
+    settings = []
+    for flag, words in _options(argv):
+        name = flag[2:].replace("-", "_")
+        settings.append(_command_line_setting(name, words, f"--{name}"))
+    return settings
+
+
+def _toml_setting(name: str, value: object, where: str) -> Setting:
+    meaning = meaning_of(name)
+    if meaning is None:
+        raise unknown_key(name, where)
+    return _setting(meaning, meaning.kind.text_of(value, where), where)
+
+
+def _command_line_setting(name: str, words: list[str], where: str) -> Setting:
+    meaning = meaning_of(name)
+    if meaning is not None:
+        return _setting(meaning, meaning.kind.text_of_words(words, where), where)
+    switch = meaning_of(name.replace(".no_", ".", 1))
+    if ".no_" not in name or switch is None or switch.kind.base is not bool:
+        raise unknown_key(name, where)
+    if words:
+        raise ConfigError(f"{where}: takes no value, found {' '.join(words)!r}.")
+    return _setting(switch, "false", where)
+
+
+def _setting(meaning: Meaning, text: str, where: str) -> Setting:
+    text = meaning.kind.checked(text, meaning.key, where) if meaning.values else text
+    text = meaning.values.get(text, text)
+    return Setting(meaning.key, VALUE_ALIASES.get(meaning.key, {}).get(text.lower(), text), where)
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _options(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Each --name with the words up to the next one; `=` ends a name."""
+    options: list[tuple[str, list[str]]] = []
+    for word in argv:
+        if word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            options.append((flag, [value] if equals else []))
+        elif options:
+            options[-1][1].append(word)
+        else:
+            raise ConfigError(f"{word!r} stands before any key. Write --section.key value.")
+    return options

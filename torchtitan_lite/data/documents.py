@@ -1,0 +1,172 @@
+"""Documents as bytes: the sources of the running Python, text files, lines of JSON.
+
+Documents have a fixed order (files by name, lines as they stand) and are read from disk a piece at
+a time, so memory is proportional to their number, not to their size. A `Fingerprint` is what makes
+a corpus the same corpus: it does not hold where the files lie, and every corpus has the same
+fields, so that a resume can say which of them changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import sysconfig
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtitan_lite.config.job_config import Training
+from torchtitan_lite.errors import ConfigError, CorpusChanged
+
+NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+SAMPLED_BYTES = 1 << 16
+"""Hashed at the head and at the tail of a text file; a corpus of many GB would take minutes to hash whole."""
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Two corpora with equal fingerprints are taken for the same."""
+
+    kind: str
+    files: int
+    bytes: int
+    digest: str
+    """Of names and sizes, and of the contents (of text files: as much as `SAMPLED_BYTES` says)."""
+
+
+class Documents(Protocol):
+    """An ordered collection of byte strings."""
+
+    lengths: npt.NDArray[np.int64]
+    """Bytes of each document."""
+
+    fingerprint: Fingerprint
+
+    def read(self, document: int, start: int, stop: int) -> bytes:
+        """Bytes start ... stop of one document."""
+
+
+def build_documents(config: Training) -> Documents:
+    """The corpus that `config` names. Raises ConfigError when there is none."""
+    if config.dataset == "stdlib":
+        return TextFiles(stdlib_sources(), kind=f"stdlib of Python {platform.python_version()}")
+    paths = matching_files(config.dataset_path or "")
+    return TextFiles(paths) if config.dataset == "text" else JsonLines(paths, config.dataset_text_key)
+
+
+def stdlib_sources(folder: Path | None = None) -> list[Path]:
+    """The .py files of the running Python's standard library, sorted; tests and what the build generated left out."""
+    folder = folder or Path(sysconfig.get_path("stdlib"))
+    paths = (path for path in folder.rglob("*.py") if not NOT_STDLIB.intersection(path.relative_to(folder).parts))
+    sources = sorted(path for path in paths if not path.name.startswith("_sysconfigdata") and path.is_file())
+    if not sources:
+        raise ConfigError(
+            f"training.dataset: the standard library's sources are not in {folder} (this Python may be a bundle). "
+            "Set --training.dataset=text and --training.dataset_path to files of your own."
+        )
+    return sources
+
+
+def matching_files(pattern: str) -> list[Path]:
+    """The files that match a glob, sorted."""
+    path = Path(pattern).expanduser()
+    root = Path(path.anchor) if path.is_absolute() else Path.cwd()
+    files = sorted(file for file in root.glob(str(path.relative_to(path.anchor))) if file.is_file())
+    if not files:
+        raise ConfigError(
+            f"training.dataset_path: no file matches {pattern!r} (looked from {Path.cwd()}). "
+            "Quote the glob against the shell; ** matches folders at any depth."
+        )
+    return files
+
+
+class TextFiles:
+    """One document a file."""
+
+    def __init__(self, paths: Sequence[Path], kind: str = "text") -> None:
+        self._paths = list(paths)
+        sizes = [path.stat().st_size for path in self._paths]
+        self.lengths = np.array(sizes, dtype=np.int64)
+        contents = (_head_and_tail(path, size) for path, size in zip(self._paths, sizes, strict=True))
+        self.fingerprint = _fingerprint(kind, self._paths, sizes, contents)
+
+    def read(self, document: int, start: int, stop: int) -> bytes:
+        """Bytes start ... stop of one file. Raises CorpusChanged when the file has shrunk since."""
+        path = self._paths[document]
+        with path.open("rb") as file:
+            file.seek(start)
+            data = file.read(stop - start)
+        if len(data) < stop - start:
+            raise CorpusChanged([f"{path}: shorter than it was at the start of this run"])
+        return data
+
+
+class JsonLines:
+    """One document a line: the text under `key`, as UTF-8. Every line is parsed once at the start."""
+
+    def __init__(self, paths: Sequence[Path], key: str) -> None:
+        self._paths, self._key = list(paths), key
+        self._file, self._offset, lengths = array("i"), array("q"), array("q")
+        digests = []
+        for number, path in enumerate(self._paths):
+            digest, offset = hashlib.blake2b(digest_size=16), 0
+            with path.open("rb") as file:
+                for line_number, line in enumerate(file, start=1):
+                    if line.strip():
+                        self._file.append(number)
+                        self._offset.append(offset)
+                        lengths.append(len(_text(line, key, f"{path}:{line_number}")))
+                    digest.update(line)
+                    offset += len(line)
+            digests.append(digest.digest())
+        self.lengths = np.array(lengths, dtype=np.int64)
+        sizes = [path.stat().st_size for path in self._paths]
+        self.fingerprint = _fingerprint(f"jsonl, key {key}", self._paths, sizes, digests)
+
+    def read(self, document: int, start: int, stop: int) -> bytes:
+        """Bytes start ... stop of one line's text."""
+        path = self._paths[self._file[document]]
+        with path.open("rb") as file:
+            file.seek(self._offset[document])
+            return _text(file.readline(), self._key, str(path))[start:stop]
+
+
+def _text(line: bytes, key: str, where: str) -> bytes:
+    try:
+        value: Any = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: expected one JSON object a line, found {line[:40]!r} ({error}).") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: expected a JSON object, found {line[:40]!r}.")
+    if not isinstance(value.get(key), str):
+        found = ", ".join(name for name in value if isinstance(value[name], str)) or "none"
+        raise ConfigError(
+            f"{where}: expected text under {key!r}, found text under: {found}. Set --training.dataset_text_key."
+        )
+    return str(value[key]).encode("utf-8", "surrogatepass")
+
+
+def _head_and_tail(path: Path, size: int) -> bytes:
+    with path.open("rb") as file:
+        if size <= 2 * SAMPLED_BYTES:
+            return file.read()
+        head = file.read(SAMPLED_BYTES)
+        file.seek(-SAMPLED_BYTES, os.SEEK_END)
+        return head + file.read()
+
+
+def _fingerprint(kind: str, paths: Sequence[Path], sizes: Sequence[int], contents: Iterable[bytes]) -> Fingerprint:
+    # Names relative to the files' common folder: a corpus that was moved as a whole is the same corpus.
+    root = os.path.commonpath([path.parent for path in paths])
+    digest = hashlib.blake2b(digest_size=16)
+    for path, size, content in zip(paths, sizes, contents, strict=True):
+        digest.update(f"{path.relative_to(root).as_posix()}\0{size}\0".encode("utf-8", "surrogateescape"))
+        digest.update(content)
+    return Fingerprint(kind=kind, files=len(paths), bytes=sum(sizes), digest=digest.hexdigest())

@@ -1,0 +1,140 @@
+"""The errors that this package raises.
+
+    TorchtitanLiteError
+    |- ConfigError (ValueError)                  wrong usage; the command line ends with 2
+    |- CheckpointError
+    |  |- CheckpointNotFound (FileNotFoundError) a step or path that is not there
+    |  |- CheckpointMismatch (ValueError)        the checkpoint does not fit what it is loaded into
+    |  |- CheckpointDamaged (ValueError)         a checkpoint that is not what was committed
+    |  |- FormatTooNew (RuntimeError)            a checkpoint that a newer version of this package wrote
+    |  |- CheckpointUnreadable (RuntimeError)    a checkpoint whose files could not be read
+    |  |- SaveFailed (RuntimeError)              a save that did not become durable
+    |  `- WriterProcessDied (RuntimeError)       the writer process ended or was silent too long
+    |- CorpusChanged (ValueError)                the data at resume is not the data of the run
+    `- TrainingDiverged (ArithmeticError)        a loss or gradient norm that is not finite
+
+Every message names the thing, what was expected, what was found and the mend. Every error is
+rebuilt whole, fields included, by pickle: DCP and the ranks' agreements send errors from rank to
+rank, and one that does not unpickle would leave the others waiting. So the fields are exactly the
+constructor's arguments, and the message is made from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class TorchtitanLiteError(Exception):
+    """Root of the tree."""
+
+    told_elsewhere: bool = False
+    """Whether another rank reports this very error, so that a person reads it once."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.__dict__ | {"args": self.args})
+
+
+def _rebuild(kind: type[TorchtitanLiteError], fields: dict[str, Any]) -> TorchtitanLiteError:
+    error = kind.__new__(kind)
+    error.args = fields.pop("args")
+    error.__dict__.update(fields)
+    return error
+
+
+class ConfigError(TorchtitanLiteError, ValueError):
+    """Wrong usage: a config file, a key, a value or a combination of them."""
+
+
+class CheckpointError(TorchtitanLiteError):
+    """Anything about a checkpoint."""
+
+
+class CheckpointNotFound(CheckpointError, FileNotFoundError):
+    """`step` is not in `folder`, which has `available`."""
+
+    def __init__(self, folder: str, step: int | None, available: Sequence[int] = ()) -> None:
+        self.folder, self.step, self.available = folder, step, tuple(available)
+        there = ", ".join(map(str, available)) if available else "no checkpoint"
+        super().__init__(
+            f"step {step} is not in {folder} (it has {there}). "
+            "Set --checkpoint.load_step to one of these, or -1 for the newest."
+            if step is not None
+            else f"{folder} holds no checkpoint (no .metadata file). "
+            "Name the folder of one step, such as outputs/checkpoint/step-500."
+        )
+
+
+class CheckpointMismatch(CheckpointError, ValueError):
+    """The checkpoint at `path` does not fit; `report` says key by key how."""
+
+    def __init__(self, path: str, report: str) -> None:
+        self.path, self.report = path, report
+        super().__init__(f"{path} does not fit what it is loaded into:\n{report}")
+
+
+class CheckpointDamaged(CheckpointError, ValueError):
+    """The checkpoint at `path` is not what was committed: `finding`."""
+
+    def __init__(self, path: str, finding: str) -> None:
+        self.path, self.finding = path, finding
+        super().__init__(f"{path} is damaged: {finding}. Resume from another step with --checkpoint.load_step.")
+
+
+class CheckpointUnreadable(CheckpointError, RuntimeError):
+    """The files of the checkpoint at `path` could not be read: `cause`. Nothing was changed on disk."""
+
+    def __init__(self, path: str, cause: str) -> None:
+        self.path, self.cause = path, cause
+        super().__init__(f"{path} could not be read: {cause}. Choose another step with --checkpoint.load_step.")
+
+
+class FormatTooNew(CheckpointError, RuntimeError):
+    """The manifest at `path` has format version `found`; this version reads up to `known`. It is not damage."""
+
+    def __init__(self, path: str, found: int, known: int) -> None:
+        self.path, self.found, self.known = path, found, known
+        super().__init__(
+            f"{path} has format version {found}, this version of torchtitan_lite reads up to {known}. "
+            "Upgrade torchtitan_lite, or point dump_folder elsewhere."
+        )
+
+
+class SaveFailed(CheckpointError, RuntimeError):
+    """The save of `step` did not become durable: `cause`. Earlier checkpoints are untouched."""
+
+    def __init__(self, step: int, cause: str) -> None:
+        self.step, self.cause = step, cause
+        super().__init__(f"the save of step {step} failed: {cause}. Earlier checkpoints are untouched.")
+
+
+class WriterProcessDied(CheckpointError, RuntimeError):
+    """The writer process `pid` ended, or was silent for too long, while `doing`."""
+
+    def __init__(self, pid: int, doing: str, finding: str) -> None:
+        self.pid, self.doing, self.finding = pid, doing, finding
+        super().__init__(f"writer process {pid} {finding} while {doing}. The next save starts a new one.")
+
+
+class CorpusChanged(TorchtitanLiteError, ValueError):
+    """The data at resume is not the data of the run; `changes` says what differs."""
+
+    def __init__(self, changes: Sequence[str]) -> None:
+        self.changes = tuple(changes)
+        super().__init__(
+            "the corpus is not the one that this run was trained on: "
+            + "; ".join(self.changes)
+            + ". Put the old data back, "
+            "or start its order anew with --checkpoint.exclude_from_loading=dataloader."
+        )
+
+
+class TrainingDiverged(TorchtitanLiteError, ArithmeticError):
+    """`name` was not finite at `step`; nothing was updated with it."""
+
+    def __init__(self, step: int, name: str, value: float) -> None:
+        self.step, self.name, self.value = step, name, value
+        super().__init__(
+            f"step {step}: {name} is {value}; stopped before it was applied. "
+            "Go back with --checkpoint.load_step, and lower optimizer.lr or training.max_norm."
+        )

@@ -1,0 +1,34 @@
+"""One logger for the package.
+
+Library code logs facts with units and never configures handlers; `setup` is for entry points. On
+ranks other than the coordinator only warnings pass, so that a fact is logged once.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+logger = logging.getLogger("torchtitan_lite")
+
+
+def setup(rank: int = 0) -> None:
+    """Log to stderr as torchtitan does; any rank. Idempotent: calling again sets the level for another rank."""
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logger.propagate = False
+    if not logger.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(
+            logging.Formatter("[titan] %(asctime)s - %(levelname)s - %(message)s", "%Y-%m-%d %H:%M:%S")
+        )
+        logger.addHandler(handler)
+
+
+def readable_bytes(num_bytes: int) -> str:
+    """`num_bytes` with a binary unit, as in "1.9 GiB"."""
+    value, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"

@@ -1,0 +1,72 @@
+"""A file of JSON objects, one a line, that outlives being killed.
+
+A line is one write, so that a reader sees whole lines; a process killed in the middle leaves at most
+one torn line at the end. Whoever appends next starts on a new line. A write that fails (a full disk)
+is a warning: what is told about a run must not end it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lite.log import logger
+
+
+class JsonLines:
+    """Appends to `path`, which is made, with its folder, at the first line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd: int | None = None
+        self._is_torn = False
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """`record` is the last line of the file. Any thread."""
+        line = json.dumps(dict(record), default=str).encode() + b"\n"
+        try:
+            if self._fd is None:
+                self._open()
+            self._write(line)
+        except OSError as error:
+            logger.warning("a line for %s was not written: %s", self.path, error)
+
+    def close(self) -> None:
+        """The file is closed; idempotent, and a later line opens it again."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _open(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        size = os.fstat(self._fd).st_size
+        self._is_torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
+
+    def _write(self, line: bytes) -> None:
+        assert self._fd is not None, "append opens the file first"
+        whole = b"\n" + line if self._is_torn else line
+        written = os.write(self._fd, whole)
+        self._is_torn = written > 0 and not whole[:written].endswith(b"\n")
+        if written < len(whole):
+            raise OSError(f"only {written} of {len(whole)} bytes fitted")
+
+
+def whole_lines(data: bytes) -> list[tuple[bytes, dict[str, Any]]]:
+    """The lines of `data` that are whole JSON objects, each with its newline, beside what they say."""
+    return [
+        (line, record)
+        for line in data.splitlines(keepends=True)
+        if line.endswith(b"\n") and (record := _object(line)) is not None
+    ]
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None

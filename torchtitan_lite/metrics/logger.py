@@ -1,0 +1,115 @@
+"""What a run tells about itself, in files: metrics.jsonl, TensorBoard, events.jsonl.
+
+A run and its restarts are one history: every logged step stands in it once. So a resumed run drops
+what was logged after the step that it goes on from, and a fresh one moves an older history aside.
+The log lines for a person are made in `report`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+from torchtitan_lite.config.job_config import Metrics
+from torchtitan_lite.log import logger
+from torchtitan_lite.metrics.json_lines import JsonLines, whole_lines
+from torchtitan_lite.store import durable
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class MetricsLogger:
+    """Figures by step, in {dump_folder}/metrics.jsonl (rank 0) and in TensorBoard files (as the config says)."""
+
+    def __init__(self, dump_folder: Path, config: Metrics, *, rank: int) -> None:
+        self._lines = JsonLines(dump_folder / METRICS_FILE) if rank == 0 else None
+        self._tensorboard_folder = _tensorboard_folder(dump_folder, config, rank)
+        self._tensorboard: SummaryWriter | None = None
+
+    def start(self, loaded_step: int) -> None:
+        """The history ends at `loaded_step`; at 0, a fresh start, it is empty. Call before the first `log`."""
+        if self._lines is not None:
+            if loaded_step:
+                _drop_after(self._lines.path, loaded_step)
+            else:
+                _move_aside(self._lines.path)
+        if self._tensorboard_folder is not None:
+            self._tensorboard = SummaryWriter(self._tensorboard_folder, purge_step=loaded_step + 1)
+
+    def log(self, step: int, tags: Mapping[str, float]) -> None:
+        """`tags` of `step` are on file, for whoever reads it now."""
+        if self._lines is not None:
+            self._lines.append({"step": step} | {tag: _as_json(value) for tag, value in tags.items()})
+        if self._tensorboard is not None:
+            for tag, value in tags.items():
+                self._tensorboard.add_scalar(tag, value, step)
+            self._tensorboard.flush()  # else a killed run loses up to two minutes that its restart does not repeat
+
+    def close(self) -> None:
+        """All files are closed; idempotent."""
+        if self._lines is not None:
+            self._lines.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._tensorboard = None
+
+    def __enter__(self) -> MetricsLogger:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class EventLog:
+    """What happened to checkpoints and when, in `path`; with None (any rank but the first) it says nothing."""
+
+    def __init__(self, path: Path | None, *, clock: Callable[[], float] = time.time) -> None:
+        self._lines = JsonLines(path) if path is not None else None
+        self._clock = clock
+
+    def __call__(self, event: str, step: int, /, **figures: Any) -> None:
+        """`event` is on file with the time in unix seconds. Any thread."""
+        if self._lines is not None:
+            self._lines.append({"event": event, "step": step, "time": self._clock()} | figures)
+
+    def close(self) -> None:
+        """The file is closed; idempotent."""
+        if self._lines is not None:
+            self._lines.close()
+
+
+def _tensorboard_folder(dump_folder: Path, config: Metrics, rank: int) -> Path | None:
+    if not config.enable_tensorboard or (config.rank_0_only and rank != 0):
+        return None
+    folder = dump_folder / config.save_tb_folder
+    return folder if config.rank_0_only else folder / f"rank_{rank}"
+
+
+def _drop_after(path: Path, step: int) -> None:
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    kept = b"".join(line for line, record in whole_lines(data) if record.get("step", step + 1) <= step)
+    if kept != data:
+        durable.write_atomically(path, kept)
+
+
+def _move_aside(path: Path) -> None:
+    if not path.exists() or not path.stat().st_size:
+        return
+    free = next(name for number in itertools.count(1) if not (name := path.with_name(f"{path.name}.{number}")).exists())
+    durable.rename(path, free)
+    logger.info("%s of an earlier run is now %s", path, free.name)
+
+
+def _as_json(value: float) -> float | None:
+    return value if math.isfinite(value) else None  # JSON has no NaN and no infinity

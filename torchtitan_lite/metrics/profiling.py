@@ -1,0 +1,119 @@
+"""Traces of where the time and the memory of a step go.
+
+Every `profile_freq` steps, counted by the run's step number, a trace of the step just done stands in
+{dump_folder}/profile_traces/iteration_N/rankR_trace.json; snapshots of the CUDA allocator likewise.
+With both off, nothing is touched and `step` costs nothing.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch.profiler import ProfilerAction, ProfilerActivity, profile
+
+from torchtitan_lite.config.job_config import Profiling
+from torchtitan_lite.log import logger
+
+WARMUP_STEPS = 3
+"""Steps that the profiler runs unrecorded before the one it records: its own start-up must not be in the trace."""
+
+MAX_MEMORY_EVENTS = 100_000
+"""Allocations and releases kept for a memory snapshot."""
+
+
+class Profiler:
+    """Call `step` after each training step. Any rank; nothing is collective."""
+
+    def __init__(self, dump_folder: Path, config: Profiling, *, rank: int, loaded_step: int = 0) -> None:
+        self._config = config
+        self._traces = dump_folder / config.save_traces_folder
+        self._snapshots = dump_folder / config.save_memory_snapshot_folder
+        self._rank = rank
+        self._step = loaded_step
+        self._trace: profile | None = None
+        self._records_memory = False
+
+    def __enter__(self) -> Profiler:
+        if self._config.enable_profiling:
+            self._start_cycle()
+            logger.info("Profiling active. Traces will be saved at %s", self._traces)
+        if self._config.enable_memory_snapshot:
+            self._start_memory_history()
+        return self
+
+    def step(self) -> None:
+        """What the config asks for at the step just done is on file."""
+        self._step += 1
+        is_due = self._step % self._config.profile_freq == 0
+        if self._trace is not None:
+            self._trace.step()
+            if is_due:
+                self._end_cycle()
+                self._start_cycle()
+        if self._records_memory and is_due:
+            self._write_snapshot(f"iteration_{self._step}")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._trace is not None:
+            self._end_cycle()
+        if self._records_memory:
+            if isinstance(error, torch.OutOfMemoryError):
+                self._write_snapshot(f"iteration_{self._step}_exit")
+            torch.cuda.memory._record_memory_history(enabled=None)
+            self._records_memory = False
+
+    def _start_cycle(self) -> None:
+        # One torch profiler a trace: over several it would keep, or warn that it drops, the events of earlier ones.
+        num_left = self._config.profile_freq - self._step % self._config.profile_freq
+        cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        self._trace = profile(
+            activities=[ProfilerActivity.CPU, *cuda],
+            schedule=lambda num_done: _action(num_left - num_done),
+            on_trace_ready=self._write_trace,
+            record_shapes=True,
+        )
+        self._trace.start()
+
+    def _end_cycle(self) -> None:
+        assert self._trace is not None, "a cycle is under way"
+        trace, self._trace = self._trace, None
+        trace.stop()
+
+    def _write_trace(self, trace: profile) -> None:
+        if self._trace is None:
+            return  # leaving: torch hands over the step that was not done
+        path = self._traces / f"iteration_{self._step}" / f"rank{self._rank}_trace.json"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            trace.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as error:
+            # torch's profiler, left in the middle of this call by an exception, crashes the process when it is stopped.
+            logger.warning("no trace of step %d in %s: %s", self._step, path, error)
+        else:
+            logger.info("wrote a trace of step %d to %s", self._step, path)
+
+    def _start_memory_history(self) -> None:
+        if not torch.cuda.is_available():
+            logger.warning("profiling.enable_memory_snapshot has no effect: there is no CUDA device")
+            return
+        torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS)
+        self._records_memory = True
+
+    def _write_snapshot(self, name: str) -> None:
+        path = self._snapshots / name / f"rank{self._rank}_memory_snapshot.pickle"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            pickle.dump(torch.cuda.memory._snapshot(), file)
+        logger.info("wrote a memory snapshot of step %d to %s", self._step, path)
+
+
+def _action(num_left: int) -> ProfilerAction:
+    """Of the step that is the first of `num_left` up to and with the one to trace."""
+    if num_left == 1:
+        return ProfilerAction.RECORD_AND_SAVE
+    return ProfilerAction.WARMUP if 1 < num_left <= 1 + WARMUP_STEPS else ProfilerAction.NONE

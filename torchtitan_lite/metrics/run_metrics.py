@@ -1,0 +1,133 @@
+"""All figures of a run, from what the loop and the checkpoint manager tell.
+
+The loop times its parts and hands over what it measured at logged steps; the manager's events go to
+events.jsonl as they come, and their figures into the next logged step. What is said at a logged
+step covers the steps since the last one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from torchtitan_lite.config.job_config import JobConfig
+from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.log import logger
+from torchtitan_lite.metrics.goodput import Goodput
+from torchtitan_lite.metrics.logger import EventLog, MetricsLogger
+from torchtitan_lite.metrics.memory import build_memory_monitor
+from torchtitan_lite.metrics.report import peak_flops, step_line, throughput_tags, time_tags
+from torchtitan_lite.metrics.step_timer import StepTimer
+
+EVENTS_FILE = "events.jsonl"
+
+
+class RunMetrics:
+    """Figures of this rank; the first rank writes them. A context manager."""
+
+    def __init__(self, config: JobConfig, world: World, *, flops_per_token: float) -> None:
+        dump_folder = Path(config.job.dump_folder)
+        self.timer = StepTimer()
+        """Times the parts of a step: data, forward, backward, optimizer."""
+        self._flops_per_token = flops_per_token
+        self._peak = peak_flops(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
+        self._files = MetricsLogger(dump_folder, config.metrics, rank=world.rank)
+        self._events = EventLog(dump_folder / EVENTS_FILE if world.rank == 0 else None)
+        self._memory = build_memory_monitor(world.device)
+        self._goodput = Goodput()
+        self._lock = threading.Lock()
+        self._event_tags: dict[str, float] = {}
+        self._tokens = self._steps = 0
+        self._since = time.perf_counter()
+
+    def start(self, loaded_step: int) -> None:
+        """The history on file ends at `loaded_step`. Call right before the loop."""
+        self._files.start(loaded_step)
+        self._since = time.perf_counter()
+
+    def on_event(self, event: str, step: int, /, **figures: Any) -> None:
+        """What happened is on file, and its figures are in the next logged step. Any thread."""
+        self._events(event, step, **figures)
+        with self._lock:
+            self._event_tags |= checkpoint_tags(event, figures)
+
+    def step_done(self, num_tokens: int) -> None:
+        """One more step, of `num_tokens` on this rank, is done."""
+        self._tokens += num_tokens
+        self._steps += 1
+
+    def log(
+        self,
+        step: int,
+        *,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float,
+        lr: float,
+        n_tokens_seen: int,
+    ) -> None:
+        """The step's line is printed and its figures are on file."""
+        seconds = time.perf_counter() - self._since
+        parts = self.timer.pop()
+        self._goodput.add_productive(sum(parts.values()) * self._steps)
+        speed = throughput_tags(self._tokens / seconds, self._flops_per_token, self._peak)
+        memory = self._memory.tags()
+        with self._lock:
+            event_tags, self._event_tags = self._event_tags, {}
+        tags = {
+            "loss_metrics/global_avg_loss": global_avg_loss,
+            "loss_metrics/global_max_loss": global_max_loss,
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "n_tokens_seen": n_tokens_seen,
+            "goodput(%)": self._goodput.percent(),
+        }
+        self._files.log(step, tags | speed | time_tags(seconds / max(1, self._steps), parts) | memory | event_tags)
+        logger.info(
+            step_line(
+                step,
+                global_avg_loss,
+                grad_norm,
+                memory["memory/max_reserved(GiB)"],
+                speed["throughput(tps)"],
+                speed["tflops"],
+                speed.get("mfu(%)"),
+            )
+        )
+        self._tokens = self._steps = 0
+        self._since = time.perf_counter()
+
+    def close(self) -> None:
+        """All files are closed. Idempotent."""
+        self._files.close()
+        self._events.close()
+
+    def __enter__(self) -> RunMetrics:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def checkpoint_tags(event: str, figures: dict[str, Any]) -> dict[str, float]:
+    """The TensorBoard tags in a checkpoint event's figures."""
+    if event == "staged":
+        return {"checkpoint/stage(s)": figures["stall_seconds"]}
+    if event == "loaded":
+        return {"checkpoint/load(s)": figures["seconds"]}
+    if event == "committed":
+        num_bytes, seconds = figures["bytes"], figures["seconds"]
+        return {
+            "checkpoint/stall(s)": figures["stall_seconds"],
+            "checkpoint/save(s)": seconds,
+            "checkpoint/bytes": num_bytes,
+            "checkpoint/GBps": num_bytes / seconds / 1e9 if seconds > 0 else 0.0,
+        }
+    return {}

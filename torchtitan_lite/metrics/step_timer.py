@@ -1,0 +1,38 @@
+"""Where the time of a step goes.
+
+Seconds of the host: on an accelerator a part ends when its kernels are launched, not when they are
+done, and the waiting shows in the part that needs a result.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+LAST_PART = "optimizer"
+
+
+class StepTimer:
+    """Seconds by part: data, forward, backward, optimizer. A step is over with its `optimizer` part."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._num_steps = 0
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        """The seconds of the block count for `part`; a part may come several times in one step."""
+        start = self._clock()
+        yield
+        self._seconds[part] += self._clock() - start
+        self._num_steps += part == LAST_PART
+
+    def pop(self) -> dict[str, float]:
+        """Mean seconds a step, by part, since the last call; the count starts anew."""
+        means = {part: seconds / max(1, self._num_steps) for part, seconds in self._seconds.items()}
+        self._seconds.clear()
+        self._num_steps = 0
+        return means

@@ -1,0 +1,106 @@
+"""Initial parameters that do not know how they are sharded.
+
+The value of an element is a function of the seed, the parameter's FQN and the element's index in
+the whole parameter, and of nothing else: no generator state, no rank, no device. So one process,
+any FSDP or tensor-parallel mesh and any uneven shard hold bitwise the same model, and each rank
+computes its own shard only, without communication.
+
+An element's hash is splitmix64 (Steele, Lea, Flood 2014) in wrapping 64-bit integers. The sum of
+the twelve 16-bit fields of three hashes is normal to the eye (Irwin-Hall: mean and variance exact,
+support +-6 std) and exact in integers; one float32 multiplication follows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+_CHUNK = 1 << 20  # elements a pass; about 40 MiB of int64 temporaries
+_FIELD_MEAN = 12 * 65535 // 2
+_FIELD_STD = 65536.0  # of the sum: sqrt(65536**2 - 1)
+_GOLDEN = 0x9E3779B97F4A7C15
+_LOW_FIELDS = 0x0000FFFF0000FFFF
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Mean, standard deviation, and how many of the latter a value may be away from the mean."""
+
+    std: float
+    mean: float = 0.0
+    cutoff: float | None = None
+
+
+@torch.no_grad()
+def init_parameters(model: nn.Module, seed: int, distribution: Callable[[str], Normal]) -> None:
+    """Every parameter holds the values of `seed` drawn from `distribution(fqn)`; any rank, no communication."""
+    for name, parameter in model.named_parameters():
+        fqn = name.replace(_CHECKPOINT_PREFIX, "")
+        _fill(parameter, _key(seed, fqn), distribution(fqn))
+
+
+def _key(seed: int, fqn: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{fqn}".encode(), digest_size=8).digest(), "little")
+
+
+def _fill(parameter: Tensor, key: int, normal: Normal) -> None:
+    local, offset = _local_shard(parameter)
+    flat = local.view(-1)
+    for start in range(0, flat.numel(), _CHUNK):
+        chunk = flat[start : start + _CHUNK]
+        index = torch.arange(start, start + chunk.numel(), device=flat.device)
+        values = _standard_normal(_global_index(index, local.shape, offset, parameter.shape), key) * normal.std
+        if normal.cutoff is not None:
+            values.clamp_(-normal.cutoff * normal.std, normal.cutoff * normal.std)
+        chunk.copy_(values + normal.mean)
+
+
+def _local_shard(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
+    """This rank's piece of `parameter`, and where it begins in the whole."""
+    if not isinstance(parameter, DTensor):
+        return parameter.detach(), (0,) * parameter.dim()
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return parameter.to_local(), offset
+
+
+def _global_index(index: Tensor, local: Sequence[int], offset: Sequence[int], whole: Sequence[int]) -> Tensor:
+    """Linear indices in a shard become linear indices in the whole."""
+    result = torch.zeros_like(index)
+    for dim in reversed(range(len(whole))):
+        result += (index % local[dim] + offset[dim]) * math.prod(whole[dim + 1 :])
+        index = index // local[dim]
+    return result
+
+
+def _standard_normal(index: Tensor, key: int) -> Tensor:
+    # Two 16-bit fields are summed in each 32-bit half, so that six additions become three.
+    fields = torch.zeros_like(index)
+    for draw in range(3):
+        bits = _splitmix64(index * _signed(3 * _GOLDEN) + _signed(key + (draw + 1) * _GOLDEN))
+        fields += (bits & _LOW_FIELDS) + ((bits >> 16) & _LOW_FIELDS)
+    total = (fields & 0xFFFFFFFF) + (fields >> 32)
+    return (total - _FIELD_MEAN).float() / _FIELD_STD
+
+
+def _splitmix64(bits: Tensor) -> Tensor:
+    bits = (bits ^ _shift_right(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
+    bits = (bits ^ _shift_right(bits, 27)) * _signed(0x94D049BB133111EB)
+    return bits ^ _shift_right(bits, 31)
+
+
+def _shift_right(bits: Tensor, by: int) -> Tensor:
+    # int64 has only the arithmetic shift; the mask clears the copies of the sign.
+    return (bits >> by) & ((1 << (64 - by)) - 1)
+
+
+def _signed(value: int) -> int:
+    """The int64 with the low 64 bits of `value`."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -1,0 +1,69 @@
+"""The sizes of Llama 3.
+
+A `ModelArgs` fixes every parameter's name and shape. `FLAVORS` holds the published sizes, and
+`debugmodel`, which two CPU cores can train; vocabulary and sequence length belong to the data, so
+`build_model_args` adds them. Input and output embeddings are separate parameters in every flavour,
+in the 1B too, whose published form ties them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from torchtitan_lite.config.job_config import Model
+from torchtitan_lite.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelArgs:
+    """What a `Transformer` is built from."""
+
+    dim: int = 4096
+    n_layers: int = 32
+    n_heads: int = 32
+    n_kv_heads: int = 8
+    """Heads of keys and values, each shared by n_heads / n_kv_heads query heads."""
+
+    vocab_size: int = 128256
+    multiple_of: int = 256
+    """The feed-forward width is rounded up to a multiple of it."""
+
+    ffn_dim_multiplier: float = 1.0
+    norm_eps: float = 1e-5
+    rope_theta: float = 500000.0
+    max_seq_len: int = 2048
+    """Rows of the rotary table, the longest sequence that forward takes."""
+
+    dropout: float = 0.0
+    depth_init: bool = True
+    """Scale the initial output projections of a block by its own depth; False: by the number of blocks."""
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.dim // self.n_heads
+
+    @property
+    def ffn_dim(self) -> int:
+        """Width of the feed-forward: 8/3 of dim, times the multiplier, rounded up."""
+        width = int(self.ffn_dim_multiplier * int(2 * 4 * self.dim / 3))
+        return -(-width // self.multiple_of) * self.multiple_of
+
+
+FLAVORS: dict[str, ModelArgs] = {
+    "debugmodel": ModelArgs(dim=128, n_layers=4, n_heads=4, n_kv_heads=2, multiple_of=32),
+    "1B": ModelArgs(dim=2048, n_layers=16, n_heads=32, ffn_dim_multiplier=1.5),
+    "8B": ModelArgs(dim=4096, n_layers=32, n_heads=32, ffn_dim_multiplier=1.3, multiple_of=1024),
+    "70B": ModelArgs(dim=8192, n_layers=80, n_heads=64, ffn_dim_multiplier=1.3, multiple_of=4096),
+    "405B": ModelArgs(dim=16384, n_layers=126, n_heads=128, ffn_dim_multiplier=1.2, multiple_of=4096),
+}
+
+
+def build_model_args(config: Model, *, vocab_size: int, seq_len: int) -> ModelArgs:
+    """The flavour that `config` names, for this vocabulary and sequence length."""
+    if config.flavor not in FLAVORS:
+        raise ConfigError(f"model.flavor: expected one of {', '.join(FLAVORS)}, found {config.flavor!r}.")
+    return dataclasses.replace(
+        FLAVORS[config.flavor], vocab_size=vocab_size, max_seq_len=seq_len, dropout=config.dropout
+    )

@@ -1,0 +1,158 @@
+"""Llama 3: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+Parameters have torchtitan's FQNs, whatever wraps the blocks. The rotary table is a buffer that no
+state dict holds. A model is built on the meta device, materialised with `to_empty`, and filled by
+`init_weights`, which is the only place where parameters or buffers get values besides a checkpoint.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan_lite.models.init import Normal, init_parameters
+from torchtitan_lite.models.llama.args import ModelArgs
+
+
+class Transformer(nn.Module):
+    """Tokens [batch, seq] to logits [batch, seq, vocab]."""
+
+    freqs_cis: Tensor
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.args = args
+        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        self.layers = nn.ModuleDict({str(i): TransformerBlock(args) for i in range(args.n_layers)})
+        self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
+        table = torch.empty(args.max_seq_len, args.head_dim // 2, dtype=torch.complex64)
+        self.register_buffer("freqs_cis", table, persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits for the token after each of `tokens`, in the compute dtype."""
+        h = self.tok_embeddings(tokens)
+        for block in self.layers.values():
+            h = block(h, self.freqs_cis)
+        logits: Tensor = self.output(self.norm(h))
+        return logits
+
+    def init_weights(self, seed: int, buffer_device: torch.device | None = None) -> None:
+        """Parameters hold the values of `seed`, the same on every topology; the rotary table holds its angles.
+
+        Any rank, no communication. `buffer_device` is for parameters that are offloaded: the table stays with
+        the computation.
+        """
+        init_parameters(self, seed, self._initial)
+        args = self.args
+        table = rotary_table(args.head_dim, args.max_seq_len, args.rope_theta)
+        self.freqs_cis = table.to(buffer_device or self.freqs_cis.device)
+
+    def _initial(self, fqn: str) -> Normal:
+        """torchtitan's distributions for Llama 3."""
+        path = fqn.split(".")
+        name = path[-2]
+        if name.endswith("norm"):
+            return Normal(std=0.0, mean=1.0)
+        if name == "tok_embeddings":
+            return Normal(std=1.0)
+        if name == "output":
+            return Normal(std=self.args.dim**-0.5, cutoff=3.0)
+        if name in ("wo", "w2", "w3"):
+            depth = int(path[1]) + 1 if self.args.depth_init else self.args.n_layers
+            return Normal(std=0.02 / (2 * depth) ** 0.5)
+        return Normal(std=0.02)
+
+
+class TransformerBlock(nn.Module):
+    """Attention and feed-forward, each normed before, dropped out after, and added to its input."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.attention = Attention(args)
+        self.feed_forward = FeedForward(args)
+        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.dropout = nn.Dropout(args.dropout)
+
+    def forward(self, x: Tensor, freqs_cis: Tensor) -> Tensor:
+        """[batch, seq, dim] to the same shape."""
+        h = x + self.dropout(self.attention(self.attention_norm(x), freqs_cis))
+        out: Tensor = h + self.dropout(self.feed_forward(self.ffn_norm(h)))
+        return out
+
+
+class Attention(nn.Module):
+    """Causal attention in which groups of query heads share a head of keys and values."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.head_dim = args.head_dim
+        self.group_size = args.n_heads // args.n_kv_heads
+        self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=False)
+        self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
+        self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
+        self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
+
+    def forward(self, x: Tensor, freqs_cis: Tensor) -> Tensor:
+        """[batch, seq, dim] to the same shape."""
+        q, k, v = (self._heads(project(x)) for project in (self.wq, self.wk, self.wv))
+        q, k = rotate(q, freqs_cis), rotate(k, freqs_cis)
+        # Heads are repeated here, not by enable_gqa, whose fast kernels differ between devices and versions.
+        k, v = (h.repeat_interleave(self.group_size, dim=1) for h in (k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.wo(mixed.transpose(1, 2).flatten(2))
+        return out
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """[batch, seq, heads * head_dim] to [batch, heads, seq, head_dim]; tensor parallelism leaves fewer heads."""
+        return x.view(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(args.dim, args.ffn_dim, bias=False)
+        self.w2 = nn.Linear(args.ffn_dim, args.dim, bias=False)
+        self.w3 = nn.Linear(args.dim, args.ffn_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, seq, dim] to the same shape."""
+        out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return out
+
+
+def rotary_table(head_dim: int, length: int, theta: float) -> Tensor:
+    """Unit complex numbers [length, head_dim / 2], on the CPU so that every device gets the same bits.
+
+    Complex also because FSDP's mixed precision casts real inputs of a block, and positions do not survive bfloat16.
+    """
+    with torch.device("cpu"):
+        frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+        angles = torch.outer(torch.arange(length).float(), frequencies)
+        return torch.polar(torch.ones_like(angles), angles)
+
+
+def rotate(x: Tensor, freqs_cis: Tensor) -> Tensor:
+    """`x` [batch, heads, seq, head_dim] with each pair of neighbours turned by its position's angle, in float32."""
+    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    turned = torch.view_as_real(pairs * freqs_cis[: x.shape[2]])
+    return turned.flatten(-2).type_as(x)
+
+
+def num_params(model: nn.Module) -> int:
+    """Elements of all parameters, over all ranks."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def flops_per_token(args: ModelArgs, num_params: int, seq_len: int) -> int:
+    """Floating-point operations of forward and backward for one token; recomputation is not counted.
+
+    6 for each parameter that multiplies (all but the embedding), and 12 for each element of attention's two
+    products, causal or not (PaLM, appendix B).
+    """
+    embedding = args.vocab_size * args.dim
+    return 6 * (num_params - embedding) + 12 * args.n_layers * args.dim * seq_len

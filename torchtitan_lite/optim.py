@@ -1,0 +1,115 @@
+"""Optimizers, their learning-rate schedule, gradient clipping.
+
+The learning rate at optimizer step s, counted from 1, is lr * lr_factor(s): a function of the step
+and the config alone, so a resume meets the same values on every topology. One schedule serves all
+model parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from torchtitan_lite.config.job_config import DecayType, LRScheduler, Optimizer
+from torchtitan_lite.log import logger
+
+
+def build_optimizers(model_parts: Sequence[nn.Module], config: Optimizer) -> list[torch.optim.Optimizer]:
+    """One optimizer a model part, over all of its parameters, which must be off the meta device."""
+    return [_build_optimizer(part, config) for part in model_parts]
+
+
+def _build_optimizer(part: nn.Module, config: Optimizer) -> torch.optim.Optimizer:
+    kind: type[torch.optim.Adam] = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}[config.name]
+    settings: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+    }
+    if config.implementation == "fused":
+        try:
+            return kind(part.parameters(), fused=True, **settings)
+        except RuntimeError as error:
+            logger.info("optimizer.implementation: fused is not there, foreach is used instead (%s)", error)
+    return kind(part.parameters(), foreach=config.implementation != "for-loop", **settings)
+
+
+def lr_factor(
+    step: int,
+    *,
+    total_steps: int,
+    warmup_steps: int,
+    decay_ratio: float | None,
+    decay_type: DecayType,
+    min_lr_factor: float,
+) -> float:
+    """What the peak learning rate is multiplied by at `step` = 1, 2, 3 ...
+
+    A line that reaches 1 at step `warmup_steps`; then 1; then a decay over the last `decay_ratio` of the steps
+    (None, or more than warm-up has left: all that is left). The decay would reach `min_lr_factor` one step after
+    the last, so that no step is spent at it.
+    """
+    warmup_steps = min(warmup_steps, total_steps)
+    rest = total_steps - warmup_steps
+    decay_steps = rest if decay_ratio is None else min(rest, round(total_steps * decay_ratio))
+    if step < warmup_steps:
+        return step / warmup_steps
+    into_decay = step - (total_steps + 1 - decay_steps)
+    if into_decay <= 0 or decay_steps == 0:
+        return 1.0
+    progress = min(1.0, into_decay / decay_steps)
+    return min_lr_factor + (1 - min_lr_factor) * _decayed(progress, decay_type)
+
+
+def _decayed(progress: float, decay_type: DecayType) -> float:
+    if decay_type == "linear":
+        return 1 - progress
+    if decay_type == "sqrt":
+        return 1 - math.sqrt(progress)
+    return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def build_lr_schedulers(
+    optimizers: Iterable[torch.optim.Optimizer], config: LRScheduler, total_steps: int
+) -> list[LambdaLR]:
+    """One scheduler an optimizer; its `step()` follows each `optimizer.step()`."""
+    if config.warmup_steps > total_steps:
+        logger.warning(
+            "lr_scheduler.warmup_steps: %d is more than the %d steps of the run; the learning rate rises to its end.",
+            config.warmup_steps,
+            total_steps,
+        )
+
+    # A plain function, for LambdaLR's state dict leaves functions out: the config at hand decides.
+    def factor(steps_done: int) -> float:
+        return lr_factor(
+            steps_done + 1,
+            total_steps=total_steps,
+            warmup_steps=config.warmup_steps,
+            decay_ratio=config.decay_ratio,
+            decay_type=config.decay_type,
+            min_lr_factor=config.min_lr_factor,
+        )
+
+    return [LambdaLR(optimizer, factor) for optimizer in optimizers]
+
+
+def clip_grad_norm_(model_parts: Iterable[nn.Module], max_norm: float) -> Tensor:
+    """Gradients are scaled down to a total norm of at most `max_norm`; returns the norm before, over all ranks.
+
+    **Collective** where parameters are sharded. A norm that is not finite is returned as it is, and has spoilt the
+    gradients: look at it before the optimizer steps.
+    """
+    parameters = [parameter for part in model_parts for parameter in part.parameters() if parameter.grad is not None]
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm

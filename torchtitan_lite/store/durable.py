@@ -1,0 +1,113 @@
+"""Operations on disk.
+
+The only module that syncs, renames and removes trees. Each method of `Durable` is one operation,
+after which a crash leaves either its state before or its state after (`remove_tree` any part of the
+tree, `write_file` any part of the file), so that a stand-in which stops at the n-th operation
+visits every state that a killed process can leave. Nothing here knows what a checkpoint is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lite.store import layout
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+# EPERM is what sandboxes answer to a call that they do not know; where it is meant, the plain rename says it again.
+_NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
+
+
+class Durable:
+    """The real filesystem. Every method raises the OSError that the system gives."""
+
+    def rename(self, src: Path, dst: Path) -> None:
+        """`src` is called `dst`, atomically; durable once the folder is synced."""
+        src.rename(dst)
+
+    def replace(self, src: Path, dst: Path) -> None:
+        """The file `src` stands in the place of `dst`, atomically; durable once the folder is synced."""
+        src.replace(dst)
+
+    def exchange(self, a: Path, b: Path) -> bool:
+        """`a` and `b` have swapped names in one atomic step; False, and nothing done, where there is no such call."""
+        renameat2 = _renameat2()
+        if renameat2 is None:
+            return False
+        if renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
+            return True
+        code = ctypes.get_errno()
+        if code in _NO_EXCHANGE:
+            return False
+        raise OSError(code, os.strerror(code), str(a), None, str(b))
+
+    def fsync_file(self, fd: int) -> None:
+        """The bytes of the open file `fd` are on the disk."""
+        os.fsync(fd)
+
+    def fsync_dir(self, path: Path) -> None:
+        """The names in the folder `path` are on the disk."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def write_file(self, path: Path, data: bytes) -> None:
+        """`path` holds `data`, on the disk; its name is durable once the folder is synced."""
+        with path.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def write_atomically(self, path: Path, data: bytes) -> None:
+        """`path` holds what it held before or `data`, whole, whenever it is read; on return `data`, durably."""
+        temporary = path.with_name(layout.temporary(path.name))
+        self.write_file(temporary, data)
+        self.replace(temporary, path)
+        self.fsync_dir(path.parent)
+
+    def remove_file(self, path: Path) -> None:
+        """`path`, a file or a link, is gone; what a link points to is untouched."""
+        path.unlink()
+
+    def remove_tree(self, path: Path) -> None:
+        """The folder `path` is gone with all that was in it; links in it are not followed."""
+        shutil.rmtree(path)
+
+    def make_dir(self, path: Path) -> None:
+        """`path` is a folder, and the names of it and of the parents that were missing are durable."""
+        if path.is_dir():
+            return
+        self.make_dir(path.parent)
+        path.mkdir(exist_ok=True)
+        self.fsync_dir(path.parent)
+
+
+@functools.cache
+def _renameat2() -> Any:
+    """The C library's renameat2, or None where it has none (glibc before 2.28, other systems)."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if function is not None:
+        function.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
+        function.restype = ctypes.c_int
+    return function
+
+
+DISK = Durable()
+rename = DISK.rename
+replace = DISK.replace
+exchange = DISK.exchange
+fsync_file = DISK.fsync_file
+fsync_dir = DISK.fsync_dir
+write_file = DISK.write_file
+write_atomically = DISK.write_atomically
+remove_file = DISK.remove_file
+remove_tree = DISK.remove_tree
+make_dir = DISK.make_dir

@@ -1,0 +1,62 @@
+"""Which checkpoints stay.
+
+Pure: committed checkpoints come in, steps go out; no clock, no disk. Only full checkpoints are
+counted and only full ones are purged. Whatever a policy says, the newest full one stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Protocol
+
+from torchtitan_lite.config.job_config import Checkpoint
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
+
+
+class RetentionPolicy(Protocol):
+    """Says which checkpoints stay."""
+
+    def keep(self, committed: Sequence[CheckpointInfo]) -> set[int]:
+        """The steps of `committed` that stay."""
+
+
+@dataclass(frozen=True)
+class KeepAll:
+    """Every checkpoint stays."""
+
+    def keep(self, committed: Sequence[CheckpointInfo]) -> set[int]:
+        return {info.step for info in committed}
+
+
+@dataclass(frozen=True)
+class KeepLatest:
+    """The `count` full checkpoints of the highest steps stay, and every weights-only one."""
+
+    count: int
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ValueError(f"KeepLatest: expected at least 1 checkpoint to keep, found {self.count}.")
+
+    def keep(self, committed: Sequence[CheckpointInfo]) -> set[int]:
+        full = _full_steps(committed)
+        return {info.step for info in committed} - set(full[: -self.count])
+
+
+def build_retention(config: Checkpoint) -> RetentionPolicy:
+    """The policy that `keep_latest_k` asks for; 0 keeps all."""
+    return KeepLatest(config.keep_latest_k) if config.keep_latest_k else KeepAll()
+
+
+def to_purge(
+    policy: RetentionPolicy, committed: Sequence[CheckpointInfo], protected: AbstractSet[int] = frozenset()
+) -> list[CheckpointInfo]:
+    """What `policy` lets go, oldest first; never a step in `protected`, a weights-only one or the newest full one."""
+    purged = set(_full_steps(committed)[:-1]) - policy.keep(committed) - protected
+    return sorted((info for info in committed if info.step in purged), key=lambda info: info.step)
+
+
+def _full_steps(committed: Sequence[CheckpointInfo]) -> list[int]:
+    return sorted(info.step for info in committed if info.kind is CheckpointKind.FULL)

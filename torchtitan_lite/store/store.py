@@ -1,0 +1,219 @@
+"""One folder of checkpoints.
+
+`step-N` is a complete checkpoint or absent, for every reader, after any crash: `commit` is the only
+door to that name, and the rename in it is the commit. Every method may be cut anywhere; `recover`
+finishes or drops what was left. Only names that `layout` spells are ever removed. One writer at a
+time is assumed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, SaveFailed
+from torchtitan_lite.log import logger
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.durable import DISK, Durable
+from torchtitan_lite.store.listing import Listing, describe, find, find_intact, is_folder, is_unmanaged
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, FileRecord, Manifest
+
+
+class CheckpointStore:
+    """The checkpoints in the folder `root`, which need not exist yet. What the disk refuses is raised as OSError."""
+
+    def __init__(self, root: Path, *, durable: Durable = DISK) -> None:
+        self.root = Path(root)
+        self._durable = durable
+
+    def committed(self) -> list[CheckpointInfo]:
+        """Every committed checkpoint, by ascending step. Raises FormatTooNew for one of a newer version."""
+        found = (find_intact(step, places) for step, places in Listing(self.root).places().items())
+        return [info for info in found if info is not None]
+
+    def unmanaged(self) -> list[Path]:
+        """Folders named step-N with a checkpoint's files and no manifest, such as torchtitan's, by ascending step."""
+        return [folder for step in Listing(self.root).places() if is_unmanaged(folder := self._final(step))]
+
+    def latest(self, kind: CheckpointKind = CheckpointKind.FULL) -> CheckpointInfo | None:
+        """The committed checkpoint of `kind` with the highest step; warns of each damaged one that it passes over."""
+        for step, places in reversed(Listing(self.root).places().items()):
+            try:
+                info = find(step, places)
+            except CheckpointDamaged as error:
+                logger.warning("passing over step %d: %s", step, error)
+                continue
+            if info is not None and info.kind is kind:
+                return info
+        return None
+
+    def get(self, step: int) -> CheckpointInfo:
+        """The committed checkpoint of `step`. Raises CheckpointNotFound, CheckpointDamaged or FormatTooNew."""
+        info = find(step, Listing(self.root).places().get(step, []))
+        if info is None:
+            raise CheckpointNotFound(str(self.root), step, [info.step for info in self.committed()])
+        return info
+
+    def path_of(self, step: int) -> Path:
+        """Where `step` can be read from, a checkpoint without our manifest included. Raises as `get` does."""
+        try:
+            return self.get(step).path
+        except CheckpointNotFound as error:
+            if (self._final(step) / layout.METADATA).is_file():
+                return self._final(step)
+            unmanaged = [number for path in self.unmanaged() if (number := layout.parse_step(path.name)) is not None]
+            raise CheckpointNotFound(str(self.root), step, sorted({*error.available, *unmanaged})) from None
+
+    def stage(self, step: int) -> Path:
+        """The folder that a save of `step` writes into; it exists, durably. Any rank; idempotent."""
+        staging = self._staging(step)
+        self._durable.make_dir(staging)
+        return staging
+
+    def clear_staging(self, step: int) -> None:
+        """The staging folder of `step` holds nothing of an earlier attempt. Coordinator, before any rank writes."""
+        staging = self._staging(step)
+        if is_folder(staging):
+            self._durable.fsync_dir(self.root)
+            for path in sorted(staging.iterdir()):
+                self._remove(path)
+        elif os.path.lexists(staging):
+            self._remove(staging)
+
+    def abandon(self, step: int) -> None:
+        """The staging folder of `step` is gone. Coordinator, once no rank writes into it."""
+        staging = self._staging(step)
+        if os.path.lexists(staging):
+            # A commit that failed after its exchange left the old checkpoint here: the new one must be durable first.
+            self._durable.fsync_dir(self.root)
+            self._remove(staging)
+
+    def commit(self, step: int, manifest: Manifest) -> CheckpointInfo:
+        """`step-N` is what was staged, durably. Coordinator only, after every rank has synced its files.
+
+        Raises SaveFailed where the staged files are not the manifest's, OSError where the disk fails; the checkpoint
+        of `step` is then the old one or the new one, whole, and `abandon` may follow. A replaced checkpoint that
+        cannot be removed after the commit is a warning.
+        """
+        sealed = self._seal(step, manifest)
+        self._durable.fsync_dir(self.root)
+        self._put_in_place(step)
+        self._durable.fsync_dir(self.root)
+        self._drop_superseded(step)
+        return describe(self._final(step), sealed)
+
+    def delete(self, info: CheckpointInfo) -> None:
+        """The checkpoint of `info` is absent for every reader, durably, then its bytes are gone. Coordinator only."""
+        for path in Listing(self.root).replaced(info.step):
+            # First, or an older checkpoint of the step would be seen once this one is gone.
+            if path != info.path:
+                self._discard(path, info.step)
+        self._discard(info.path, info.step)
+
+    def recover(self) -> list[Path]:
+        """Nothing of a cut save or removal is left. Coordinator, before the first load.
+
+        Returns what was put back, by its new name, and what was removed. Foreign names are untouched.
+        """
+        put_back = self._put_back()
+        listing = Listing(self.root)
+        superseded = [(path, step) for step in listing.places() for path in self._superseded(step, listing)]
+        leavings = listing.leavings()
+        if put_back or superseded or leavings:
+            # The rename that made them superfluous may not be durable yet.
+            self._durable.fsync_dir(self.root)
+        for path, step in superseded:
+            self._discard(path, step)
+        for path in leavings:
+            self._remove(path)
+        if leavings:
+            self._durable.fsync_dir(self.root)
+        return [*put_back, *(path for path, _ in superseded), *leavings]
+
+    def _seal(self, step: int, manifest: Manifest) -> Manifest:
+        """The staging folder holds the files of the returned manifest, and it, and nothing else, durably."""
+        staging = self._staging(step)
+        if manifest.step != step:
+            raise SaveFailed(step, f"its manifest is of step {manifest.step}")
+        described = FileRecord(size=_size(staging / layout.METADATA, step))
+        sealed = dataclasses.replace(manifest, files={layout.METADATA: described, **manifest.files})
+        for name, record in sealed.files.items():
+            if (size := _size(staging / name, step)) != record.size:
+                raise SaveFailed(step, f"{staging / name} has {size} bytes, {record.size} were written")
+        for path in sorted(staging.iterdir()):
+            if path.name not in sealed.files:
+                self._remove(path)
+        with (staging / layout.METADATA).open("rb") as file:
+            self._durable.fsync_file(file.fileno())
+        self._durable.write_file(staging / layout.MANIFEST, sealed.to_json())
+        self._durable.fsync_dir(staging)
+        return sealed
+
+    def _put_in_place(self, step: int) -> None:
+        """What was staged is called step-N; what was called so is called something else."""
+        staging, final = self._staging(step), self._final(step)
+        if os.path.lexists(final):
+            if find_intact(step, [final]) is None:
+                self._move_aside(step)
+            elif self._durable.exchange(staging, final):
+                return
+            else:
+                self._durable.rename(final, Listing(self.root).free_replaced(step))
+            # Without this the disk may come to know the second rename and not the first.
+            self._durable.fsync_dir(self.root)
+        self._durable.rename(staging, final)
+
+    def _move_aside(self, step: int) -> None:
+        number = 1
+        while os.path.lexists(aside := self.root / layout.moved_aside(step, number)):
+            number += 1
+        logger.warning("%s is no checkpoint of ours and in the way of one: it is now %s", self._final(step), aside)
+        self._durable.rename(self._final(step), aside)
+
+    def _drop_superseded(self, step: int) -> None:
+        for path in [self._staging(step), *Listing(self.root).replaced(step)]:
+            try:
+                if os.path.lexists(path):
+                    self._discard(path, step)
+            except OSError as error:
+                logger.warning("step %d is saved; what it replaced could not be removed: %s", step, error)
+
+    def _put_back(self) -> list[Path]:
+        """Every step that was replaced, and its successor not yet in place, has its name again."""
+        put_back = []
+        for step, places in Listing(self.root).places().items():
+            if places[0] != self._final(step):
+                self._durable.rename(places[0], self._final(step))
+                put_back.append(self._final(step))
+        return put_back
+
+    def _superseded(self, step: int, listing: Listing) -> list[Path]:
+        replaced = listing.replaced(step)
+        return replaced if replaced and find_intact(step, [self._final(step)]) else []
+
+    def _discard(self, path: Path, step: int) -> None:
+        """`path` is no checkpoint any more, durably, then its bytes are gone: never half of it under its own name."""
+        trash = Listing(self.root).free_trash(step)
+        self._durable.rename(path, trash)
+        self._durable.fsync_dir(self.root)
+        self._remove(trash)
+
+    def _remove(self, path: Path) -> None:
+        if is_folder(path):
+            self._durable.remove_tree(path)
+        else:
+            self._durable.remove_file(path)
+
+    def _final(self, step: int) -> Path:
+        return self.root / layout.step_dir(step)
+
+    def _staging(self, step: int) -> Path:
+        return self.root / layout.staging_dir(step)
+
+
+def _size(path: Path, step: int) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        raise SaveFailed(step, f"{path} is missing") from None

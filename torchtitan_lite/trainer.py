@@ -1,0 +1,275 @@
+"""The training loop, and the objects it goes round with.
+
+A step: the next share of the global batch, forward and backward over its micro-batches, one check
+that loss and gradient norm are finite (the same answer on every rank), then the update. After it
+the checkpoint manager is asked, once a step, on every rank.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.checkpoint.stateful import Stateful
+from torchtitan_lite.checkpoint.train_state import TrainState
+from torchtitan_lite.config.job_config import JobConfig
+from torchtitan_lite.config.manager import config_json
+from torchtitan_lite.data.dataset import VOCAB_SIZE
+from torchtitan_lite.data.loader import TokenLoader, build_dataloader, global_batch_size
+from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.process_group import World, build_mesh, shorten_timeouts
+from torchtitan_lite.distributed.reduce import broadcast_from_first, max_over_ranks, mean_over_ranks
+from torchtitan_lite.errors import TrainingDiverged
+from torchtitan_lite.log import logger
+from torchtitan_lite.metrics.profiling import Profiler
+from torchtitan_lite.metrics.run_metrics import RunMetrics
+from torchtitan_lite.models.llama.args import build_model_args
+from torchtitan_lite.models.llama.model import Transformer, flops_per_token, num_params
+from torchtitan_lite.optim import build_lr_schedulers, build_optimizers, clip_grad_norm_
+from torchtitan_lite.parallelisms.parallelize_llama import parallelize_llama
+from torchtitan_lite.store import durable
+
+CONFIG_JSON = "config.json"
+
+
+class Trainer:
+    """One run, or the part of it between two restarts, on this rank."""
+
+    def __init__(self, config: JobConfig, world: World) -> None:
+        self.config, self.world = config, world
+        self.dump_folder = Path(config.job.dump_folder)
+        seed = config.training.seed if config.training.seed is not None else random.SystemRandom().randrange(2**31)
+        self.seed = broadcast_from_first(seed, world.device)
+        self.peers = Peers(timedelta(seconds=config.checkpoint.timeout_seconds))
+        self.loader = self._build_loader()
+        self.global_batch_size = global_batch_size(config.training, world.world_size)
+        self.mesh = build_mesh(world)
+        self.model = self._build_model()
+        self.optimizers = build_optimizers([self.model], config.optimizer)
+        self.lr_schedulers = build_lr_schedulers(self.optimizers, config.lr_scheduler, config.training.steps)
+        self.scaler = torch.amp.GradScaler(
+            world.device.type, enabled=config.training.mixed_precision_param == "float16"
+        )
+        self.train_state = TrainState()
+        self.skipped_in_a_row = 0
+        flops = flops_per_token(self.model.args, num_params(self.model), config.training.seq_len)
+        self.metrics = RunMetrics(config, world, flops_per_token=flops)
+        states: dict[str, Stateful] = {"train_state": self.train_state}
+        if self.scaler.is_enabled():
+            states["grad_scaler"] = self.scaler
+        self.checkpointer = CheckpointManager(
+            self.loader,
+            [self.model],
+            self.optimizers,
+            self.lr_schedulers,
+            states,
+            config,
+            peers=self.peers,
+            on_event=self.metrics.on_event,
+        )
+
+    def run(self) -> int:
+        """Trains to the last step, or until the ranks are asked to leave; returns the exit code. **Collective**."""
+        self._announce()
+        with self.metrics, self.checkpointer:
+            if self.config.checkpoint.create_seed_checkpoint:
+                self.checkpointer.save(0, force=True)
+                return 0
+            if self._is_finished():
+                return 0
+            if self.checkpointer.load():
+                self.metrics.on_event("resumed", self.train_state.step)
+            return self._train()
+
+    def _train(self) -> int:
+        config, state = self.config, self.train_state
+        torch.manual_seed(self.seed + self.world.rank)  # Other dropout on each data-parallel rank.
+        self.model.train()
+        self.metrics.start(state.step)
+        logger.info(
+            "Training starts at step %d, with local batch size %d, global batch size %d, sequence length %d, total "
+            "steps %d (warmup %d)",
+            state.step + 1,
+            config.training.batch_size,
+            self.global_batch_size,
+            config.training.seq_len,
+            config.training.steps,
+            config.lr_scheduler.warmup_steps,
+        )
+        first = state.step + 1
+        self.checkpointer.reset()
+        with (
+            Profiler(self.dump_folder, config.profiling, rank=self.world.rank, loaded_step=state.step) as profiler,
+            _own_gc(),
+        ):
+            while state.step < config.training.steps:
+                batch = self._next_batch()
+                if batch is None:
+                    return self._end_of_data()
+                state.step += 1
+                if state.step % config.training.gc_freq == 0:
+                    gc.collect(1)
+                self._train_step(batch)
+                profiler.step()
+                self.checkpointer.save(state.step, force=state.step == config.training.steps)
+                if self.checkpointer.preempted_by:
+                    return 128 + self.checkpointer.preempted_by
+                if state.step == first:
+                    shorten_timeouts(self.mesh, config.comm)
+        logger.info("Training completed")
+        self.metrics.on_event("finished", state.step)
+        return 0
+
+    def _train_step(self, batch: Tensor) -> None:
+        """`batch` is this rank's share of the step: int64 [accumulation, local_batch, seq_len + 1]."""
+        loss = torch.zeros((), device=self.world.device)
+        for micro_batch in batch.to(self.world.device):
+            with self.metrics.timer("forward"):
+                micro_loss = self._loss(micro_batch) / len(batch)
+            with self.metrics.timer("backward"):
+                self.scaler.scale(micro_loss).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            loss += micro_loss.detach()
+        with self.metrics.timer("optimizer"):
+            average = mean_over_ranks(loss)
+            self._stop_unless_finite("loss", average)
+            lr = float(self.lr_schedulers[0].get_last_lr()[0])
+            grad_norm = self._update()
+        self.train_state.n_tokens_seen += self.global_batch_size * self.config.training.seq_len
+        self._log(loss, average, grad_norm, lr)
+
+    def _loss(self, tokens: Tensor) -> Tensor:
+        logits = self.model(tokens[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten(0, 1))
+
+    def _update(self) -> Tensor:
+        """Applies the gradients, unless the gradient scaler finds that they overflowed; returns their norm."""
+        for optimizer in self.optimizers:
+            self.scaler.unscale_(optimizer)
+        grad_norm = clip_grad_norm_([self.model], self.config.training.max_norm)
+        self._count_skipped(grad_norm)
+        self.checkpointer.maybe_wait_for_staging()
+        for optimizer, scheduler in zip(self.optimizers, self.lr_schedulers, strict=True):
+            self.scaler.step(optimizer)
+            optimizer.zero_grad()
+            scheduler.step()
+        self.scaler.update()
+        return grad_norm
+
+    def _count_skipped(self, grad_norm: Tensor) -> None:
+        if not self.scaler.is_enabled():
+            self._stop_unless_finite("grad_norm", grad_norm)
+        elif math.isfinite(grad_norm.item()):
+            self.skipped_in_a_row = 0
+        else:
+            self.skipped_in_a_row += 1
+            self.train_state.skipped_steps += 1
+            if self.skipped_in_a_row >= self.config.training.max_skipped_steps:
+                self._stop_unless_finite("grad_norm", grad_norm)
+
+    def _stop_unless_finite(self, name: str, value: Tensor) -> None:
+        # The value is the same on every rank, so they all stop.
+        if not math.isfinite(value.item()):
+            raise TrainingDiverged(self.train_state.step, name, value.item())
+
+    def _log(self, loss: Tensor, average: Tensor, grad_norm: Tensor, lr: float) -> None:
+        step = self.train_state.step
+        self.metrics.step_done(self.global_batch_size // self.world.world_size * self.config.training.seq_len)
+        if step == 1 or step % self.config.metrics.log_freq == 0:
+            global_avg, global_max = average.item(), max_over_ranks(loss).item()
+            self.train_state.record_loss(global_avg, global_max)
+            self.metrics.log(
+                step,
+                global_avg_loss=global_avg,
+                global_max_loss=global_max,
+                grad_norm=grad_norm.item(),
+                lr=lr,
+                n_tokens_seen=self.train_state.n_tokens_seen,
+            )
+
+    def _next_batch(self) -> Tensor | None:
+        with self.metrics.timer("data"):
+            return next(self.loader, None)
+
+    def _end_of_data(self) -> int:
+        step = self.train_state.step
+        logger.info("The data ends after step %d (training.max_epochs).", step)
+        if step != self.checkpointer.loaded_step:
+            self.checkpointer.save(step, force=True)
+        self.metrics.on_event("finished", step)
+        return 0
+
+    def _is_finished(self) -> bool:
+        checkpoint, steps = self.config.checkpoint, self.config.training.steps
+        if checkpoint.load_step != -1:
+            return False
+        newest = self.checkpointer.newest_step()
+        if newest < steps:
+            return False
+        logger.info(
+            "Training completed: step %d of %d is in %s. To go on, raise --training.steps.",
+            newest,
+            steps,
+            self.dump_folder / checkpoint.folder,
+        )
+        return True
+
+    def _announce(self) -> None:
+        config = self.config
+        logger.info("Starting job: %s", config.job.description)
+        logger.info(
+            "%s %s with %s parameters on %d x %s, seed %d",
+            config.model.name,
+            config.model.flavor,
+            f"{num_params(self.model):,}",
+            self.world.world_size,
+            self.world.device.type,
+            self.seed,
+        )
+        if config.job.print_args:
+            logger.info("Configuration: %s", config_json(config))
+        if self.world.rank == 0:
+            durable.make_dir(self.dump_folder)
+            durable.write_atomically(self.dump_folder / CONFIG_JSON, config_json(config).encode())
+
+    def _build_loader(self) -> TokenLoader:
+        error: Exception | None = None
+        loader: TokenLoader | None = None
+        try:
+            loader = build_dataloader(
+                self.config, seed=self.seed, rank=self.world.rank, num_ranks=self.world.world_size
+            )
+        except Exception as raised:
+            error = raised
+        self.peers.raise_together(error)
+        assert loader is not None
+        return loader
+
+    def _build_model(self) -> Transformer:
+        config = self.config
+        args = build_model_args(config.model, vocab_size=VOCAB_SIZE, seq_len=config.training.seq_len)
+        with torch.device("meta"):
+            model = Transformer(args)
+        parallelize_llama(model, self.mesh, config)
+        model.to_empty(device="cpu" if config.training.enable_cpu_offload else self.world.device)
+        model.init_weights(self.seed, buffer_device=self.world.device)
+        return model
+
+
+@contextmanager
+def _own_gc() -> Iterator[None]:
+    """Garbage is collected when the loop says so: ranks that each pause at their own moment add up."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

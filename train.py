@@ -1,0 +1,26 @@
+"""Trains a model from a TOML config. See README.md; `python train.py --help` lists every key."""
+
+import sys
+
+from torchtitan_lite import log
+from torchtitan_lite.config.manager import parse_config_or_exit
+from torchtitan_lite.distributed.process_group import launched_rank, process_group
+from torchtitan_lite.errors import ConfigError, TorchtitanLiteError
+from torchtitan_lite.trainer import Trainer
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the job; returns the exit code that docs/quickstart.md lists."""
+    log.setup(launched_rank())
+    config = parse_config_or_exit(arguments)
+    try:
+        with process_group(config.comm, deterministic=config.training.deterministic) as world:
+            return Trainer(config, world).run()
+    except TorchtitanLiteError as error:
+        if not error.told_elsewhere:
+            log.logger.error("%s: %s", type(error).__name__, error)
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
