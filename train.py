@@ -4,15 +4,19 @@ import sys
 
 from torchtitan_lite import log
 from torchtitan_lite.config.manager import parse_config_or_exit
-from torchtitan_lite.distributed.process_group import launched_rank, process_group
+from torchtitan_lite.distributed.environment import launched
 from torchtitan_lite.errors import ConfigError, TorchtitanLiteError
-from torchtitan_lite.trainer import Trainer
 
 
 def main(arguments: list[str]) -> int:
     """Runs the job; returns the exit code that docs/quickstart.md lists."""
-    log.setup(launched_rank())
+    log.setup(launched().rank)
     config = parse_config_or_exit(arguments)
+
+    # Only now: torch takes seconds to import, and a wrong key or --help must not.
+    from torchtitan_lite.distributed.process_group import process_group
+    from torchtitan_lite.trainer import Trainer
+
     try:
         with process_group(config.comm, deterministic=config.training.deterministic) as world:
             return Trainer(config, world).run()

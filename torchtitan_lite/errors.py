@@ -55,10 +55,10 @@ class CheckpointNotFound(CheckpointError, FileNotFoundError):
 
     def __init__(self, folder: str, step: int | None, available: Sequence[int] = ()) -> None:
         self.folder, self.step, self.available = folder, step, tuple(available)
-        there = ", ".join(map(str, available)) if available else "no checkpoint"
+        there = f"it has {', '.join(map(str, available))}" if available else "it has no checkpoint"
+        mend = "one of these, or -1 for the newest" if available else "-1 to start afresh"
         super().__init__(
-            f"step {step} is not in {folder} (it has {there}). "
-            "Set --checkpoint.load_step to one of these, or -1 for the newest."
+            f"step {step} is not in {folder} ({there}). Set --checkpoint.load_step to {mend}."
             if step is not None
             else f"{folder} holds no checkpoint (no .metadata file). "
             "Name the folder of one step, such as outputs/checkpoint/step-500."

@@ -19,6 +19,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchtitan_lite.config.job_config import DecayType, LRScheduler, Optimizer
 from torchtitan_lite.log import logger
 
+FUSED_DEVICES = {"cpu", "cuda", "mps", "xpu"}
+"""Where torch 2.6 has fused Adam kernels."""
+
 
 def build_optimizers(model_parts: Sequence[nn.Module], config: Optimizer) -> list[torch.optim.Optimizer]:
     """One optimizer a model part, over all of its parameters, which must be off the meta device."""
@@ -33,12 +36,16 @@ def _build_optimizer(part: nn.Module, config: Optimizer) -> torch.optim.Optimize
         "eps": config.eps,
         "weight_decay": config.weight_decay,
     }
-    if config.implementation == "fused":
-        try:
-            return kind(part.parameters(), fused=True, **settings)
-        except RuntimeError as error:
-            logger.info("optimizer.implementation: fused is not there, foreach is used instead (%s)", error)
-    return kind(part.parameters(), foreach=config.implementation != "for-loop", **settings)
+    wanted = config.implementation
+    if wanted == "fused" and not _has_fused_kernel(part):
+        logger.info("optimizer.implementation: no fused kernel for these parameters; foreach is used instead.")
+        wanted = "foreach"
+    return kind(part.parameters(), fused=wanted == "fused", foreach=wanted == "foreach", **settings)
+
+
+def _has_fused_kernel(part: nn.Module) -> bool:
+    # torch looks at the first step only, too late to choose another implementation.
+    return all(p.device.type in FUSED_DEVICES and p.is_floating_point() for p in part.parameters())
 
 
 def lr_factor(

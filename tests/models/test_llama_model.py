@@ -117,9 +117,7 @@ def test_a_block_is_the_published_formula() -> None:
     def weight(name: str) -> Tensor:
         return model.get_parameter(f"layers.0.{name}.weight")
 
-    q, k, v = (
-        (norm(x) @ weight(f"attention.{n}").T).view(1, 16, -1, 8).transpose(1, 2) for n in ("wq", "wk", "wv")
-    )
+    q, k, v = ((norm(x) @ weight(f"attention.{n}").T).view(1, 16, -1, 8).transpose(1, 2) for n in ("wq", "wk", "wv"))
     k, v = (h.repeat_interleave(2, dim=1) for h in (k, v))
     scores = rotate(q, model.freqs_cis) @ rotate(k, model.freqs_cis).transpose(-1, -2) / 8**0.5
     causal = scores.masked_fill(torch.ones(16, 16).triu(1).bool(), float("-inf")).softmax(-1)

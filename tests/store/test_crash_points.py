@@ -109,24 +109,19 @@ def save(store: CheckpointStore, step: int, data: bytes) -> CheckpointInfo:
     store.clear_staging(step)
     staging = store.stage(step)
     (staging / ".metadata").write_bytes(b"metadata of " + data)
-    files = {}
-    for rank in range(2):
-        (staging / f"__{rank}_0.distcp").write_bytes(data * (rank + 1))
-        files[f"__{rank}_0.distcp"] = FileRecord(len(data) * (rank + 1))
-    manifest = Manifest(
-        step=step, kind=CheckpointKind.FULL, created_at=1.0, world_size=2, versions={}, files=files, extra={}
-    )
+    (staging / "__0_0.distcp").write_bytes(data)
+    files = {"__0_0.distcp": FileRecord(len(data))}
+    manifest = Manifest(step=step, kind=CheckpointKind.FULL, created_at=1.0, world_size=1, versions={}, files=files)
     return store.commit(step, manifest)
 
 
-FOREIGN = ("foo", "step-abc", "step-99.tmp", "step-50", "step-007", "step-10.bak", "step-2.corrupt", "step-60")
+FOREIGN = ("step-2.corrupt", "step-10.bak", "step-abc", "step-50", "step-60")
 
 
 def put_foreign_names(root: Path) -> None:
     for name in FOREIGN[:-1]:
         (root / name).mkdir(parents=True)
-    for name in ("foo", "step-007", "step-2.corrupt"):
-        (root / name / "notes").write_bytes(b"theirs")
+    (root / FOREIGN[0] / "notes").write_bytes(b"theirs")
     (root / FOREIGN[-1]).symlink_to("gone")
 
 
@@ -191,6 +186,7 @@ SCENARIOS = SAVES | {
     "delete after a crash": Scenario(all_leavings, 1, lambda store: store.delete(store.get(1))),
     "recover": Scenario(all_leavings, 1, lambda store: store.recover()),
 }
+NO_EXCHANGE = [("replace", False), ("replace after an attempt", False)]
 
 
 class Cuts:
@@ -209,28 +205,29 @@ class Cuts:
         states: list[Contents] = []
         for at in itertools.count(1):
             for power in (False, True):
-                root = self.copy(source)
-                finished = self._run(root, act, at, power)
-                state = contents(root)
-                # What a reader and a recovery do depends on nothing but this.
-                if finished or state not in states:
-                    states.append(state)
+                root, disk = self.copy(source), Cut(at, self.exchanges, power)
+                finished = self._finishes(act, root, disk)
+                # What a reader and a recovery do depends on nothing but the files.
+                if finished or contents(root) not in states:
+                    states.append(contents(root))
                     yield root
                 shutil.rmtree(root)
                 if finished:
+                    assert not disk.unsynced
                     return
+                if not disk.unsynced:
+                    break
 
-    def _run(self, root: Path, act: Callable[[CheckpointStore], object], at: int, power: bool) -> bool:
+    def _finishes(self, act: Callable[[CheckpointStore], object], root: Path, disk: Cut) -> bool:
         try:
-            act(CheckpointStore(root, durable=Cut(at, self.exchanges, power)))
+            act(CheckpointStore(root, durable=disk))
         except Crash:
             self.num_cuts += 1
             return False
         return True
 
 
-@pytest.mark.parametrize("exchanges", [True, False], ids=["exchange", "no exchange"])
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(("name", "exchanges"), [*((name, True) for name in SCENARIOS), *NO_EXCHANGE])
 def test_cut_anywhere_there_is_the_old_or_the_new_one_bit_for_bit(name: str, exchanges: bool, tmp_path: Path) -> None:
     scenario, source = SCENARIOS[name], tmp_path / "source"
     scenario.before(source)
@@ -253,12 +250,11 @@ def test_cut_anywhere_there_is_the_old_or_the_new_one_bit_for_bit(name: str, exc
                     contents(recovered).get(f"{way}/.metadata") for way in ("step-3", "step-3.foreign")
                 ]
     assert (answers[0], answers[-1]) == (old, new)
-    assert first.num_cuts > 10
+    assert first.num_cuts > 5
     print(f"{name}: {first.num_cuts} cuts, {second.num_cuts} cuts of the recovery from them")
 
 
-@pytest.mark.parametrize("exchanges", [True, False], ids=["exchange", "no exchange"])
-@pytest.mark.parametrize("name", SAVES)
+@pytest.mark.parametrize(("name", "exchanges"), [*((name, True) for name in SAVES), *NO_EXCHANGE])
 def test_a_disk_that_fails_once_anywhere_leaves_the_old_or_the_new_one(
     name: str, exchanges: bool, tmp_path: Path
 ) -> None:
@@ -365,4 +361,4 @@ class AnySequence(RuleBasedStateMachine):
 
 
 class TestAnySequence(AnySequence.TestCase):  # type: ignore[misc]  # hypothesis makes this class at run time
-    settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
+    settings = settings(max_examples=40, stateful_step_count=20, deadline=None)

@@ -3,7 +3,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan_lite.errors import CheckpointDamaged, FormatTooNew
@@ -35,6 +35,7 @@ def test_whole_seconds_are_seconds() -> None:
     assert Manifest.parse(manifest.to_json()) == manifest
 
 
+@settings(max_examples=40)
 @given(
     st.builds(
         Manifest,

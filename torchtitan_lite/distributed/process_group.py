@@ -1,17 +1,16 @@
 """The process group: which ranks there are, on which devices, until when.
 
-The only module that reads the environment. Under torchrun its variables say the rank; without them
-there is one process and one rank, with a process group of its own, so that everything after this
-works the same for one rank as for many. Leaving is orderly: all ranks meet before the groups are
-destroyed (a rank that leaves early aborts the others), except after an error, when the others may
-be gone.
+Under torchrun the environment says the rank; without it there is one process and one rank, with a
+process group of its own, so that everything after this works the same for one rank as for many.
+Leaving is orderly: all ranks meet before the groups are destroyed (a rank that leaves early aborts
+the others), except after an error, when the others may be gone.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,12 +21,11 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan_lite.config.job_config import Comm
+from torchtitan_lite.distributed.environment import launched, logged_environment, set_default
 from torchtitan_lite.log import logger
 
 DESTROY_SECONDS = 20.0
 """After an error: the longest that destroying the groups may take before the process ends regardless."""
-
-LOGGED_PREFIXES = ("TORCH", "NCCL", "GLOO", "SLURM", "CUDA", "OMP", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER")
 
 
 @dataclass(frozen=True)
@@ -38,17 +36,6 @@ class World:
     world_size: int
     local_rank: int
     device: torch.device
-
-
-def launched_rank() -> int:
-    """The rank that the launcher gave this process, before any process group exists."""
-    return int(os.environ.get("RANK", "0"))
-
-
-def logged_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables of torch, NCCL and the scheduler: what helps to understand a run, and no secrets."""
-    variables = os.environ if environment is None else environment
-    return {name: value for name, value in sorted(variables.items()) if name.startswith(LOGGED_PREFIXES)}
 
 
 @contextmanager
@@ -84,26 +71,25 @@ def shorten_timeouts(mesh: DeviceMesh, config: Comm) -> None:
 
 
 def _open(config: Comm) -> World:
-    rank, local_rank = launched_rank(), int(os.environ.get("LOCAL_RANK", "0"))
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    place = launched()
+    device = torch.device("cuda", place.local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(config.trace_buf_size))
-        os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", str(config.trace_buf_size))
+        for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):  # The name changed in torch 2.9.
+            set_default(name, str(config.trace_buf_size))
     dist.init_process_group(
         backend="nccl" if device.type == "cuda" else "gloo",
         timeout=timedelta(seconds=config.init_timeout_seconds),
-        rank=rank,
-        world_size=world_size,
-        store=None if "RANK" in os.environ else HashStore(),
+        rank=place.rank,
+        world_size=place.world_size,
+        store=None if place.by_launcher else HashStore(),
     )
-    return World(rank=rank, world_size=world_size, local_rank=local_rank, device=device)
+    return World(place.rank, place.world_size, place.local_rank, device)
 
 
 def _require_determinism() -> None:
     # cuBLAS reads this when its first handle is made: it must be set before any work on the device.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    set_default("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 

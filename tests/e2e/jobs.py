@@ -1,0 +1,170 @@
+"""Real jobs for end-to-end tests: `train.py`, as processes of their own.
+
+A job's workers can be started directly (each gets the variables that torchrun would set, without
+the seconds that torchrun itself takes) or under torchrun. A job is watched through the files that it
+writes, with a deadline on every wait, and whatever still runs when a test ends is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[2]
+DEADLINE_SECONDS = 120.0
+
+TINY = [
+    "--job.config_file=llama_debug.toml",
+    "--metrics.log_freq=1",
+    "--metrics.no_enable_tensorboard",
+    "--training.batch_size=2",
+    "--training.seq_len=64",
+]
+
+
+class Job:
+    """Started processes of one job, and the files in its dump folder."""
+
+    def __init__(self, processes: Sequence[subprocess.Popen[str]], dump_folder: Path, log: Path) -> None:
+        self.processes = list(processes)
+        self.dump_folder = dump_folder
+        self._log = log
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    @property
+    def checkpoints(self) -> list[str]:
+        return sorted(path.name for path in (self.dump_folder / "checkpoint").glob("*"))
+
+    def events(self, event: str | None = None) -> list[dict[str, Any]]:
+        return [line for line in read_lines(self.dump_folder / "events.jsonl") if event in (None, line["event"])]
+
+    def losses(self) -> dict[int, float]:
+        lines = read_lines(self.dump_folder / "metrics.jsonl")
+        return {line["step"]: line["loss_metrics/global_avg_loss"] for line in lines}
+
+    def workers(self) -> list[int]:
+        """Process ids of the workers: those under torchrun, or the processes themselves."""
+        ids = [process.pid for process in self.processes]
+        return [child for pid in ids for child in children(pid) if "train.py" in command_line(child)] or ids
+
+    def wait_until(self, condition: Callable[[Job], Any]) -> None:
+        """Returns as soon as `condition` holds; fails when the job ends before or a deadline passes."""
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not condition(self):
+            assert time.monotonic() < deadline, f"nothing happened for {DEADLINE_SECONDS:.0f} s:\n{self.log}"
+            assert any(process.poll() is None for process in self.processes), f"the job ended before:\n{self.log}"
+            time.sleep(0.002)
+
+    def wait(self) -> list[int]:
+        """Exit codes, once all have ended."""
+        return [process.wait(DEADLINE_SECONDS) for process in self.processes]
+
+    def kill(self) -> None:
+        """SIGKILL to everything at once, as a power cut would."""
+        for pid in [*(child for process in self.processes for child in children(process.pid)), *self.pids()]:
+            send(pid, signal.SIGKILL)
+        self.wait()
+
+    def pids(self) -> list[int]:
+        return [process.pid for process in self.processes if process.poll() is None]
+
+
+@contextmanager
+def start(
+    dump_folder: Path,
+    *arguments: str,
+    ranks: int = 1,
+    torchrun: Sequence[str] | None = None,
+    environment: dict[str, str] | None = None,
+) -> Iterator[Job]:
+    """A job of `ranks` workers, under torchrun with the options `torchrun` if given; killed at the end of the block."""
+    dump_folder.mkdir(parents=True, exist_ok=True)
+    training = [str(REPO / "train.py"), *TINY, f"--job.dump_folder={dump_folder}", *arguments]
+    log = dump_folder.with_suffix(".log")
+    base = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+    if torchrun is not None:
+        launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
+        rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+        commands = [([*launcher, *rendezvous, *torchrun, *training], base)]
+    else:
+        port = str(free_port())
+        commands = [
+            ([sys.executable, *training], base | (_rank_variables(rank, ranks, port) if ranks > 1 else {}))
+            for rank in range(ranks)
+        ]
+    with log.open("w") as output:
+        processes = [
+            subprocess.Popen(command, env=env, cwd=REPO, stdout=output, stderr=subprocess.STDOUT, text=True)
+            for command, env in commands
+        ]
+    job = Job(processes, dump_folder, log)
+    try:
+        yield job
+    finally:
+        job.kill()
+
+
+def run(dump_folder: Path, *arguments: str, ranks: int = 1, **options: Any) -> Job:
+    """A job that has ended, all its workers with 0."""
+    with start(dump_folder, *arguments, ranks=ranks, **options) as job:
+        codes = job.wait()
+    assert codes == [0] * len(codes), job.log
+    return job
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a JSON-lines file that somebody may be writing."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def children(pid: int) -> list[int]:
+    """Process ids of all descendants."""
+    own = [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in _read(task).split()]
+    return [*own, *(grandchild for child in own for grandchild in children(child))]
+
+
+def command_line(pid: int) -> str:
+    return _read(Path(f"/proc/{pid}/cmdline")).replace("\0", " ")
+
+
+def send(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return int(listener.getsockname()[1])
+
+
+def _rank_variables(rank: int, ranks: int, port: str) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": port,
+    }
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

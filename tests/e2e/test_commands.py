@@ -1,0 +1,109 @@
+"""What a person gets from one command: the files of a run, its export, and one sentence for each mistake."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e.jobs import REPO, run, start
+from torchtitan_lite.config.job_config import Model
+from torchtitan_lite.data.dataset import VOCAB_SIZE
+from torchtitan_lite.models.llama.args import build_model_args
+from torchtitan_lite.models.llama.model import Transformer
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The dump folder of a run of 6 steps on two ranks with a bfloat16 export at its end."""
+    folder = tmp_path_factory.mktemp("exported") / "run"
+    arguments = ("--training.steps=6", "--checkpoint.interval=3", "--metrics.enable_tensorboard")
+    export = ("--checkpoint.model_weights_only", "--checkpoint.export_dtype=bfloat16")
+    job = run(folder, *arguments, *export, ranks=2)
+    for line in (
+        "Starting job: ",
+        f"Checkpointing active. Checkpoints will be loaded from and saved to {folder}/checkpoint",
+        "Training starts at step 1, ",
+        "step:  1  loss: ",
+        "Saving a model weights only checkpoint in torch.bfloat16 at last step, step 6.",
+        "Training completed",
+    ):
+        assert job.log.count(line) == 1, f"{line!r} stands once in\n{job.log}"
+    return folder
+
+
+def test_a_run_leaves_checkpoints_tensorboard_metrics_events_and_its_config(exported: Path) -> None:
+    assert sorted(path.name for path in (exported / "checkpoint").iterdir()) == ["step-3", "step-6"]
+    assert sorted(path.name for path in (exported / "checkpoint" / "step-3").iterdir()) == [
+        ".metadata",
+        "__0_0.distcp",
+        "__1_0.distcp",
+        "manifest.json",
+    ]
+    assert list((exported / "tb").glob("events.out.tfevents.*"))
+    assert [json.loads(line)["step"] for line in (exported / "metrics.jsonl").read_text().splitlines()] == [
+        *range(1, 7)
+    ]
+    events = [json.loads(line)["event"] for line in (exported / "events.jsonl").read_text().splitlines()]
+    assert events == [*(["save_started", "staged", "committed"] * 2), "finished"]
+    assert json.loads((exported / "config.json").read_text())["training"]["steps"] == 6
+
+
+def test_dcp_to_torch_reads_a_full_and_a_weights_only_checkpoint(exported: Path, tmp_path: Path) -> None:
+    full = _dcp_to_torch(exported / "checkpoint" / "step-3", tmp_path / "full.pt")
+    assert {"model", "optimizer", "lr_scheduler", "dataloader", "train_state"} == set(full)
+    weights = _dcp_to_torch(exported / "checkpoint" / "step-6", tmp_path / "weights.pt")
+    model = Transformer(build_model_args(Model(), vocab_size=VOCAB_SIZE, seq_len=64))
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    model.load_state_dict(weights, strict=True)
+
+
+@pytest.mark.slow
+def test_a_finished_run_says_so_and_asked_for_more_goes_on_from_the_last_full_one(exported: Path) -> None:
+    again = run(exported, "--training.steps=6")
+    assert "Training completed: step 6 of 6 is in" in again.log
+    longer = run(exported, "--training.steps=8", "--checkpoint.interval=3")
+    assert "Training starts at step 4," in longer.log
+    assert longer.checkpoints == ["step-3", "step-6", "step-8"]
+    manifest = json.loads((exported / "checkpoint" / "step-6" / "manifest.json").read_text())
+    assert manifest["kind"] == "full", "training on through its step replaced the weights-only checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--checkpoint.intervall", "5"], 2, ["checkpoint.intervall", "checkpoint.interval"]),
+        (["--job.config_file", "nowhere.toml"], 2, ["nowhere.toml", "llama_debug.toml"]),
+        (["--toml", '[checkpoint]\ninterval = "five"'], 2, ["checkpoint.interval", "five"]),
+        (["--toml", '[checkpoint]\ninterval = "5"'], 2, ["checkpoint.interval", "5"]),
+        (["--toml", "[chekpoint]\ninterval = 5"], 2, ["chekpoint", "checkpoint"]),
+        (["--checkpoint.load_step", "7"], 1, ["step 7", "--checkpoint.load_step"]),
+        (["--checkpoint.initial_load_path", "nowhere"], 1, ["nowhere", "no .metadata"]),
+        (["--training.global_batch_size", "3"], 2, ["training.global_batch_size", "2 and 4 would do"]),
+    ],
+)
+def test_a_mistake_is_one_message_that_names_the_thing_and_the_mend(
+    arguments: list[str], code: int, said: list[str], tmp_path: Path
+) -> None:
+    if arguments[0] == "--toml":
+        (tmp_path / "job.toml").write_text(arguments[1] + "\n")
+        arguments = ["--job.config_file", str(tmp_path / "job.toml")]
+    with start(tmp_path / "run", *arguments) as job:
+        assert job.wait() == [code], job.log
+    (message,) = [line for line in job.log.splitlines() if "Error: " in line or "NotFound: " in line]
+    assert all(part in message for part in said), message
+    assert "Traceback" not in job.log
+
+
+def _dcp_to_torch(checkpoint: Path, file: Path) -> dict[str, torch.Tensor]:
+    module = "torch.distributed.checkpoint.format_utils"
+    subprocess.run(
+        [sys.executable, "-m", module, "dcp_to_torch", str(checkpoint), str(file)],
+        check=True,
+        cwd=REPO,
+        capture_output=True,
+    )
+    loaded: dict[str, torch.Tensor] = torch.load(file, weights_only=True)
+    return loaded

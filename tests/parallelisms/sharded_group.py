@@ -1,0 +1,114 @@
+"""One rank of a group of two that trains a tiny Llama in several ways and writes what it saw.
+
+Run by test_sharding.py as `python sharded_group.py rank folder`; not a test itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from torchtitan_lite.config.job_config import ActivationCheckpoint, JobConfig, Optimizer, Training
+from torchtitan_lite.models.init import Normal, init_parameters
+from torchtitan_lite.models.llama.args import ModelArgs
+from torchtitan_lite.models.llama.model import Transformer, num_params
+from torchtitan_lite.optim import build_optimizers, clip_grad_norm_
+from torchtitan_lite.parallelisms.parallelize_llama import parallelize_llama
+
+# 51 tokens and 5 heads of 6: no first dimension but the feed-forward's is even.
+ARGS = ModelArgs(dim=30, n_layers=2, n_heads=5, n_kv_heads=1, vocab_size=51, multiple_of=8, max_seq_len=16)
+SEED = 3
+SPLITS = [(5, 7, 1), (1, 7, 0), (3, 1, 1)]  # rows, columns, dim; some leave a rank with nothing
+
+
+def job(dtype: str = "float32", ac: str = "none") -> JobConfig:
+    training: Any = Training(mixed_precision_param=dtype)  # type: ignore[arg-type]  # a parameter of the tests
+    return JobConfig(training=training, activation_checkpoint=ActivationCheckpoint(mode=ac))  # type: ignore[arg-type]
+
+
+def build(mesh: DeviceMesh | None, config: JobConfig) -> Transformer:
+    with torch.device("meta"):
+        model = Transformer(ARGS)
+    parallelize_llama(model, mesh, config)
+    model.to_empty(device="cpu")
+    model.init_weights(SEED)
+    return model
+
+
+def batch() -> Tensor:
+    return torch.randint(0, 51, (4, 17), generator=torch.Generator().manual_seed(0))
+
+
+def loss_of(model: nn.Module, windows: Tensor) -> Tensor:
+    return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1).float(), windows[:, 1:].flatten())
+
+
+def trained(model: Transformer, windows: Tensor) -> dict[str, Any]:
+    """One step of training, as plain tensors and numbers."""
+    seen: dict[str, Any] = {"params": num_params(model), "initial": whole(model, lambda p: p)}
+    optimizers = build_optimizers([model], Optimizer())
+    loss = loss_of(model, windows)
+    loss.backward()  # type: ignore[no-untyped-call]  # torch's gap
+    seen |= {"loss": loss.item(), "gradients": whole(model, lambda p: p.grad)}
+    seen["norm"] = clip_grad_norm_([model], 0.01)
+    seen["clipped"] = clip_grad_norm_([model], 0.01)
+    for optimizer in optimizers:
+        optimizer.step()
+    return seen | {"updated": whole(model, lambda p: p), "loss after": loss_of(model, windows).item()}
+
+
+def whole(model: nn.Module, of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
+    """Something of each parameter, gathered from all ranks."""
+    result = {}
+    for fqn, parameter in model.named_parameters():
+        value = of(parameter)
+        assert value is not None, fqn
+        result[fqn.replace("_checkpoint_wrapped_module.", "")] = full(value).detach().clone()
+    return result
+
+
+def full(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def split(mesh: DeviceMesh, rows: int, columns: int, dim: int) -> Tensor:
+    """The initial values of a parameter that is split along `dim`."""
+    model = nn.Linear(columns, rows, bias=False)
+    model.weight = nn.Parameter(distribute_tensor(torch.empty(rows, columns), mesh, [Shard(dim)]))
+    init_parameters(model, SEED, lambda fqn: Normal(std=1.0))
+    return full(model.weight).detach()
+
+
+def main(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    mine = batch().chunk(2)[rank]
+    seen: dict[str, Any] = {
+        "split": {f"{rows} {columns} {dim}": split(mesh, rows, columns, dim) for rows, columns, dim in SPLITS}
+    }
+    for name, config in {
+        "float32": job(),
+        "float32, full": job(ac="full"),
+        "bfloat16": job("bfloat16"),
+        "bfloat16, selective": job("bfloat16", "selective"),
+    }.items():
+        model = build(mesh, config)
+        seen[name] = trained(model, mine) | {"fqns": list(get_model_state_dict(model))}
+    torch.save(seen, folder / f"rank{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,52 @@
+"""The process's environment: what the launcher said, and what libraries are told.
+
+The only module that touches environment variables. It does not import torch, so that an entry point
+can know its rank before anything slow is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+LOGGED_PREFIXES = ("TORCH", "NCCL", "GLOO", "SLURM", "CUDA", "OMP", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER")
+
+
+@dataclass(frozen=True)
+class Launched:
+    """This process's place as torchrun gave it; without a launcher, the only one there is."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    by_launcher: bool
+
+
+def launched() -> Launched:
+    """Read from RANK, LOCAL_RANK and WORLD_SIZE."""
+    return Launched(
+        rank=int(os.environ.get("RANK", "0")),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        by_launcher="RANK" in os.environ,
+    )
+
+
+def set_default(name: str, value: str) -> None:
+    """`name` is `value`, unless the user set it."""
+    os.environ.setdefault(name, value)
+
+
+def logged_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables of torch, NCCL and the scheduler: what helps to understand a run, and no secrets."""
+    variables = os.environ if environment is None else environment
+    return {
+        name: value
+        for name, value in sorted(variables.items())
+        if name.startswith(LOGGED_PREFIXES) and not _is_secret(name)
+    }
+
+
+def _is_secret(name: str) -> bool:
+    return any(word in name for word in ("TOKEN", "SECRET", "PASSWORD", "KEY"))
