@@ -35,7 +35,7 @@ facts="$("$PYTHON" -c "$LAUNCHER_FACTS")"
 launch=(--standalone --local-addr=localhost --nproc-per-node="${NGPU:-${facts%%$'\n'*}}")
 launch+=(--local-ranks-filter="${LOG_RANK:-0}")
 if [[ $facts == *--signals-to-handle* ]]; then
-    launch+=(--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1)
+    launch+=("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
 fi
 if [[ $facts == *--shutdown-timeout* ]]; then
     launch+=(--shutdown-timeout="${SHUTDOWN_TIMEOUT:-600}")

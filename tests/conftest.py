@@ -4,6 +4,9 @@ import os
 
 from hypothesis import settings
 
+from tests.ranks import four_ranks as four_ranks  # fixtures of every test
+from tests.ranks import two_ranks as two_ranks
+
 # A deadline would be an assertion about time; a shared machine breaks it. CI repeats what it saw, a person explores.
 settings.register_profile("ours", deadline=None, print_blob=True, derandomize="CI" in os.environ)
 settings.load_profile("ours")

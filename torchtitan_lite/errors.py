@@ -11,6 +11,7 @@
     |  |- SaveFailed (RuntimeError)              a save that did not become durable
     |  `- WriterProcessDied (RuntimeError)       the writer process ended or was silent too long
     |- CorpusChanged (ValueError)                the data at resume is not the data of the run
+    |- ExtraMissing (ImportError)                a package that only some need is not installed
     `- TrainingDiverged (ArithmeticError)        a loss or gradient norm that is not finite
 
 Every message names the thing, what was expected, what was found and the mend. Every error is
@@ -127,6 +128,14 @@ class CorpusChanged(TorchtitanLiteError, ValueError):
             + ". Put the old data back, "
             "or start its order anew with --checkpoint.exclude_from_loading=dataloader."
         )
+
+
+class ExtraMissing(TorchtitanLiteError, ImportError):
+    """The package of the optional dependency `extra` is not installed."""
+
+    def __init__(self, extra: str) -> None:
+        self.extra = extra
+        super().__init__(f"{extra} is not installed. Install it with: pip install 'torchtitan-lite[{extra}]'")
 
 
 class TrainingDiverged(TorchtitanLiteError, ArithmeticError):

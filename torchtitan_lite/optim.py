@@ -12,11 +12,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from torchtitan_lite.config.job_config import DecayType, LRScheduler, Optimizer
+from torchtitan_lite.distributed.reduce import norm_over_group
 from torchtitan_lite.log import logger
 
 FUSED_DEVICES = {"cpu", "cuda", "mps", "xpu"}
@@ -108,15 +110,34 @@ def build_lr_schedulers(
     return [LambdaLR(optimizer, factor) for optimizer in optimizers]
 
 
-def clip_grad_norm_(model_parts: Iterable[nn.Module], max_norm: float) -> Tensor:
+def apply_hyperparameters(
+    optimizers: Iterable[torch.optim.Optimizer], lr_schedulers: Iterable[LambdaLR], config: Optimizer
+) -> None:
+    """After a load the config's settings count, not those of the checkpoint; unchanged ones stay bit for bit."""
+    for optimizer, scheduler in zip(optimizers, lr_schedulers, strict=True):
+        settings = {"betas": (config.beta1, config.beta2), "eps": config.eps, "weight_decay": config.weight_decay}
+        for index in range(len(optimizer.param_groups)):
+            scheduler.base_lrs[index] = config.lr
+        # The same product as the scheduler's own step makes.
+        rates: list[float | Tensor] = [config.lr * factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group.update(settings, initial_lr=config.lr, lr=rate)
+        scheduler._last_lr = rates  # What get_last_lr returns; there is no other way to set it.
+
+
+def clip_grad_norm_(
+    model_parts: Iterable[nn.Module], max_norm: float, *, pipeline: dist.ProcessGroup | None = None
+) -> Tensor:
     """Gradients are scaled down to a total norm of at most `max_norm`; returns the norm before, over all ranks.
 
-    **Collective** where parameters are sharded. A norm that is not finite is returned as it is, and has spoilt the
-    gradients: look at it before the optimizer steps.
+    `pipeline` are the ranks that hold the other stages. **Collective** where parameters are on several ranks. A norm
+    that is not finite is returned as it is, and has spoilt the gradients: look at it before the optimizer steps.
     """
     parameters = [parameter for part in model_parts for parameter in part.parameters() if parameter.grad is not None]
     norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
+    if pipeline is not None:
+        norm = norm_over_group(norm, pipeline)
     nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm

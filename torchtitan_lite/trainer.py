@@ -11,15 +11,15 @@ import gc
 import math
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.checkpoint.restore import refuse_early
 from torchtitan_lite.checkpoint.stateful import Stateful
 from torchtitan_lite.checkpoint.train_state import TrainState
 from torchtitan_lite.config.job_config import JobConfig
@@ -27,16 +27,20 @@ from torchtitan_lite.config.manager import config_json
 from torchtitan_lite.data.dataset import VOCAB_SIZE
 from torchtitan_lite.data.loader import TokenLoader, build_dataloader, global_batch_size
 from torchtitan_lite.distributed.consensus import Peers
-from torchtitan_lite.distributed.process_group import World, build_mesh, shorten_timeouts
+from torchtitan_lite.distributed.process_group import World, shorten_timeouts
 from torchtitan_lite.distributed.reduce import broadcast_from_first, max_over_ranks, mean_over_ranks
 from torchtitan_lite.errors import TrainingDiverged
 from torchtitan_lite.log import logger
 from torchtitan_lite.metrics.profiling import Profiler
 from torchtitan_lite.metrics.run_metrics import RunMetrics
+from torchtitan_lite.metrics.sample_trace import SampleTrace
 from torchtitan_lite.models.llama.args import build_model_args
 from torchtitan_lite.models.llama.model import Transformer, flops_per_token, num_params
-from torchtitan_lite.optim import build_lr_schedulers, build_optimizers, clip_grad_norm_
+from torchtitan_lite.optim import apply_hyperparameters, build_lr_schedulers, build_optimizers, clip_grad_norm_
+from torchtitan_lite.parallelisms.forward_backward import build_forward_backward
 from torchtitan_lite.parallelisms.parallelize_llama import parallelize_llama
+from torchtitan_lite.parallelisms.pipeline_llama import Stage, cut_to_stage
+from torchtitan_lite.parallelisms.plan import build_plan
 from torchtitan_lite.store import durable
 
 CONFIG_JSON = "config.json"
@@ -51,51 +55,85 @@ class Trainer:
         seed = config.training.seed if config.training.seed is not None else random.SystemRandom().randrange(2**31)
         self.seed = broadcast_from_first(seed, world.device)
         self.peers = Peers(timedelta(seconds=config.checkpoint.timeout_seconds))
+        self.args = build_model_args(config.model, vocab_size=VOCAB_SIZE, seq_len=config.training.seq_len)
+        self.plan = self.peers.decide(lambda: build_plan(config, self.args, world.world_size))
+        refuse_early(config, self.peers)
         self.loader = self._build_loader()
-        self.global_batch_size = global_batch_size(config.training, world.world_size)
-        self.mesh = build_mesh(world)
-        self.model = self._build_model()
-        self.optimizers = build_optimizers([self.model], config.optimizer)
+        self.global_batch_size = global_batch_size(config.training, self.plan.dims.dp_degree)
+        self.mesh = self.plan.dims.build_mesh(world.device.type)
+        self.num_params = num_params(self._on_meta())
+        self.model_parts = [self._build_part(stage) for stage in self.plan.stages_of(world.rank)]
+        self.optimizers = build_optimizers(self.model_parts, config.optimizer)
         self.lr_schedulers = build_lr_schedulers(self.optimizers, config.lr_scheduler, config.training.steps)
         self.scaler = torch.amp.GradScaler(
             world.device.type, enabled=config.training.mixed_precision_param == "float16"
         )
         self.train_state = TrainState()
         self.skipped_in_a_row = 0
-        flops = flops_per_token(self.model.args, num_params(self.model), config.training.seq_len)
+        flops = flops_per_token(self.args, self.num_params, config.training.seq_len)
         self.metrics = RunMetrics(config, world, flops_per_token=flops)
+        self.forward_backward = build_forward_backward(
+            config,
+            self.plan,
+            self.args,
+            self.model_parts,
+            self.mesh,
+            rank=world.rank,
+            accumulation=self.global_batch_size // (config.training.batch_size * self.plan.dims.dp_degree),
+            scaler=self.scaler,
+            timer=self.metrics.timer,
+            device=world.device,
+        )
         states: dict[str, Stateful] = {"train_state": self.train_state}
         if self.scaler.is_enabled():
             states["grad_scaler"] = self.scaler
         self.checkpointer = CheckpointManager(
             self.loader,
-            [self.model],
+            self.model_parts,
             self.optimizers,
             self.lr_schedulers,
             states,
             config,
             peers=self.peers,
+            topology=str(self.plan.dims),
             on_event=self.metrics.on_event,
         )
+        self.samples = SampleTrace(self.dump_folder, rank=world.rank, writes=self._traces_samples())
+        # Other dropout on each rank. Before the load, which brings back the generators of the run.
+        torch.manual_seed(self.seed + world.rank)
 
     def run(self) -> int:
         """Trains to the last step, or until the ranks are asked to leave; returns the exit code. **Collective**."""
         self._announce()
-        with self.metrics, self.checkpointer:
+        if self.config.checkpoint.dry_run:
+            return self._dry_run()
+        with self.metrics, self.checkpointer, closing(self.samples):
             if self.config.checkpoint.create_seed_checkpoint:
                 self.checkpointer.save(0, force=True)
                 return 0
             if self._is_finished():
                 return 0
             if self.checkpointer.load():
-                self.metrics.on_event("resumed", self.train_state.step)
+                self._resume()
             return self._train()
+
+    def _resume(self) -> None:
+        state = self.train_state
+        apply_hyperparameters(self.optimizers, self.lr_schedulers, self.config.optimizer)
+        self.metrics.goodput.resume(state.run_seconds, state.productive_seconds)
+        self.metrics.on_event("resumed", state.step)
+
+    def _dry_run(self) -> int:
+        report = self.checkpointer.dry_run()
+        logger.info("%s", report or f"No checkpoint in {self.dump_folder}: it would be a fresh start.")
+        return 1 if report is not None and report.refusals else 0
 
     def _train(self) -> int:
         config, state = self.config, self.train_state
-        torch.manual_seed(self.seed + self.world.rank)  # Other dropout on each data-parallel rank.
-        self.model.train()
+        for part in self.model_parts:
+            part.train()
         self.metrics.start(state.step)
+        self.peers.decide(lambda: self.samples.start(state.step))  # No rank logs before the first has cut the files.
         logger.info(
             "Training starts at step %d, with local batch size %d, global batch size %d, sequence length %d, total "
             "steps %d (warmup %d)",
@@ -121,6 +159,7 @@ class Trainer:
                     gc.collect(1)
                 self._train_step(batch)
                 profiler.step()
+                self._note_progress()
                 self.checkpointer.save(state.step, force=state.step == config.training.steps)
                 if self.checkpointer.preempted_by:
                     return 128 + self.checkpointer.preempted_by
@@ -130,32 +169,28 @@ class Trainer:
         self.metrics.on_event("finished", state.step)
         return 0
 
+    def _note_progress(self) -> None:
+        goodput, state = self.metrics.goodput, self.train_state
+        state.run_seconds, state.productive_seconds = goodput.run_seconds, goodput.productive_seconds
+        self.samples.log(state.step, self.loader.last_positions)
+
     def _train_step(self, batch: Tensor) -> None:
         """`batch` is this rank's share of the step: int64 [accumulation, local_batch, seq_len + 1]."""
-        loss = torch.zeros((), device=self.world.device)
-        for micro_batch in batch.to(self.world.device):
-            with self.metrics.timer("forward"):
-                micro_loss = self._loss(micro_batch) / len(batch)
-            with self.metrics.timer("backward"):
-                self.scaler.scale(micro_loss).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            loss += micro_loss.detach()
+        loss = self.forward_backward(batch.to(self.world.device))
         with self.metrics.timer("optimizer"):
-            average = mean_over_ranks(loss)
+            average = mean_over_ranks(loss, self.world.device)
             self._stop_unless_finite("loss", average)
             lr = float(self.lr_schedulers[0].get_last_lr()[0])
             grad_norm = self._update()
         self.train_state.n_tokens_seen += self.global_batch_size * self.config.training.seq_len
         self._log(loss, average, grad_norm, lr)
 
-    def _loss(self, tokens: Tensor) -> Tensor:
-        logits = self.model(tokens[:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten(0, 1))
-
     def _update(self) -> Tensor:
         """Applies the gradients, unless the gradient scaler finds that they overflowed; returns their norm."""
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
-        grad_norm = clip_grad_norm_([self.model], self.config.training.max_norm)
+        pipeline = self.mesh.get_group("pp") if self.plan.dims.pp > 1 else None
+        grad_norm = clip_grad_norm_(self.model_parts, self.config.training.max_norm, pipeline=pipeline)
         self._count_skipped(grad_norm)
         self.checkpointer.maybe_wait_for_staging()
         for optimizer, scheduler in zip(self.optimizers, self.lr_schedulers, strict=True):
@@ -181,11 +216,11 @@ class Trainer:
         if not math.isfinite(value.item()):
             raise TrainingDiverged(self.train_state.step, name, value.item())
 
-    def _log(self, loss: Tensor, average: Tensor, grad_norm: Tensor, lr: float) -> None:
+    def _log(self, loss: Tensor | None, average: Tensor, grad_norm: Tensor, lr: float) -> None:
         step = self.train_state.step
         self.metrics.step_done(self.global_batch_size // self.world.world_size * self.config.training.seq_len)
         if step == 1 or step % self.config.metrics.log_freq == 0:
-            global_avg, global_max = average.item(), max_over_ranks(loss).item()
+            global_avg, global_max = average.item(), max_over_ranks(loss, self.world.device).item()
             self.train_state.record_loss(global_avg, global_max)
             self.metrics.log(
                 step,
@@ -223,16 +258,23 @@ class Trainer:
         )
         return True
 
+    def _traces_samples(self) -> bool:
+        """Whether this rank is the first of those that take the same data."""
+        dims, rank = self.plan.dims, self.world.rank
+        return self.config.training.trace_samples and rank % dims.tp == 0 and dims.pp_rank(rank) == 0
+
     def _announce(self) -> None:
         config = self.config
         logger.info("Starting job: %s", config.job.description)
         logger.info(
-            "%s %s with %s parameters on %d x %s, seed %d",
+            "%s %s with %s parameters on %d x %s (%s), computing in %s, seed %d",
             config.model.name,
             config.model.flavor,
-            f"{num_params(self.model):,}",
+            f"{self.num_params:,}",
             self.world.world_size,
             self.world.device.type,
+            self.plan.dims,
+            config.training.mixed_precision_param,
             self.seed,
         )
         if config.job.print_args:
@@ -245,8 +287,9 @@ class Trainer:
         error: Exception | None = None
         loader: TokenLoader | None = None
         try:
+            dims = self.plan.dims
             loader = build_dataloader(
-                self.config, seed=self.seed, rank=self.world.rank, num_ranks=self.world.world_size
+                self.config, seed=self.seed, rank=dims.dp_rank(self.world.rank), num_ranks=dims.dp_degree
             )
         except Exception as raised:
             error = raised
@@ -254,15 +297,18 @@ class Trainer:
         assert loader is not None
         return loader
 
-    def _build_model(self) -> Transformer:
+    def _build_part(self, stage: Stage) -> Transformer:
         config = self.config
-        args = build_model_args(config.model, vocab_size=VOCAB_SIZE, seq_len=config.training.seq_len)
-        with torch.device("meta"):
-            model = Transformer(args)
-        parallelize_llama(model, self.mesh, config)
+        model = self._on_meta()
+        cut_to_stage(model, stage)
+        parallelize_llama(model, self.mesh, self.plan.dims, config)
         model.to_empty(device="cpu" if config.training.enable_cpu_offload else self.world.device)
         model.init_weights(self.seed, buffer_device=self.world.device)
         return model
+
+    def _on_meta(self) -> Transformer:
+        with torch.device("meta"):
+            return Transformer(self.args)
 
 
 @contextmanager

@@ -2,50 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.data.numbered import Numbered, ids, loader
 from torchtitan_lite.config.job_config import JobConfig, Training
-from torchtitan_lite.data.dataset import WindowDataset
-from torchtitan_lite.data.documents import Fingerprint
 from torchtitan_lite.data.loader import TokenLoader, build_dataloader, global_batch_size
 from torchtitan_lite.errors import ConfigError, CorpusChanged
-
-
-class Numbered:
-    """Documents whose window i of length 4 is [BOS, i // 256, i % 256, EOS]."""
-
-    def __init__(self, count: int, digest: str = "same") -> None:
-        self.lengths = np.full(count, 2, dtype=np.int64)
-        self.fingerprint = Fingerprint("numbered", count, 2 * count, digest)
-
-    def read(self, document: int, start: int, stop: int) -> bytes:
-        return bytes(divmod(document, 256))[start:stop]
-
-
-def loader(
-    windows: int = 40, *, rank: int = 0, num_ranks: int = 1, batch: int = 8, local: int = 1, **others: Any
-) -> TokenLoader:
-    return TokenLoader(
-        WindowDataset(others.pop("documents", None) or Numbered(windows), seq_len=3),
-        seed=others.pop("seed", 0),
-        rank=rank,
-        num_ranks=num_ranks,
-        local_batch_size=local,
-        global_batch_size=batch,
-        **others,
-    )
-
-
-def ids(batch: torch.Tensor) -> list[int]:
-    return (batch[..., 1] * 256 + batch[..., 2]).flatten().tolist()
 
 
 def steps_of_all_ranks(loaders: list[TokenLoader], count: int) -> list[int]:
@@ -167,10 +136,45 @@ def test_the_global_batch_is_a_multiple_of_what_the_ranks_take_at_once(asked: in
     assert global_batch_size(Training(batch_size=8, global_batch_size=asked), num_ranks=2) == found
 
 
-@pytest.mark.parametrize(("asked", "fitting"), [(20, "16 and 32 would do"), (3, "; 16 would do")])
-def test_a_global_batch_that_does_not_divide_is_told_what_does(asked: int, fitting: str) -> None:
-    with pytest.raises(ConfigError, match=rf"training\.global_batch_size: {asked} .* 8 x 2 = 16.*{fitting}"):
-        global_batch_size(Training(batch_size=8, global_batch_size=asked), num_ranks=2)
+@pytest.mark.parametrize(
+    ("asked", "batch_size", "num_ranks", "would_do"),
+    [
+        (20, 8, 2, "16 and 32 would do, as would batch_size 5 or 10"),
+        (3, 8, 2, "16 would do"),
+        (32, 8, 3, "24 and 48 would do, as would 2 or 4 ranks"),
+        (48, 8, 4, "32 and 64 would do, as would batch_size 6 or 12, or 3 or 6 ranks"),
+    ],
+)
+def test_a_global_batch_that_does_not_divide_is_told_what_does(
+    asked: int, batch_size: int, num_ranks: int, would_do: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        global_batch_size(Training(batch_size=batch_size, global_batch_size=asked), num_ranks)
+    assert str(refused.value) == (
+        f"training.global_batch_size: {asked} is not a multiple of batch_size x ranks = {batch_size} x {num_ranks} = "
+        f"{batch_size * num_ranks}; {would_do}."
+    )
+
+
+@given(st.integers(1, 60), st.integers(1, 12), st.integers(1, 12))
+def test_whatever_is_said_to_do_does(total: int, batch_size: int, num_ranks: int) -> None:
+    try:
+        global_batch_size(Training(batch_size=batch_size, global_batch_size=total), num_ranks)
+    except ConfigError as refused:
+        said = str(refused)
+    else:
+        return
+    for good in numbers(r"; ([\d and]+) would do", said):
+        assert global_batch_size(Training(batch_size=batch_size, global_batch_size=good), num_ranks) == good
+    for good in numbers(r"batch_size ([\d or]*\d)(?:\.|,)", said):
+        assert global_batch_size(Training(batch_size=good, global_batch_size=total), num_ranks) == total
+    for good in numbers(r"([\d or]*\d) ranks\.$", said):
+        assert global_batch_size(Training(batch_size=batch_size, global_batch_size=total), good) == total
+
+
+def numbers(pattern: str, text: str) -> list[int]:
+    found = re.search(pattern, text)
+    return [int(number) for number in re.findall(r"\d+", found[1])] if found else []
 
 
 def test_a_loader_is_built_from_the_config(tmp_path: Path) -> None:
@@ -179,3 +183,18 @@ def test_a_loader_is_built_from_the_config(tmp_path: Path) -> None:
     batch = next(build_dataloader(JobConfig(training=training), seed=1, rank=1, num_ranks=2))
     assert batch.shape == (2, 2, 16)
     assert set(batch.unique().tolist()) <= {*b"abcdefgh", 256, 257}
+
+
+def test_a_loader_tells_the_positions_of_its_last_step() -> None:
+    one = loader(rank=1, num_ranks=2, batch=8)
+    assert list(one.last_positions) == []
+    list(islice(one, 2))
+    assert list(one.last_positions) == [12, 13, 14, 15]
+    one.load_state_dict(one.state_dict())
+    assert list(one.last_positions) == []
+
+
+def test_the_positions_of_a_loader_at_its_end_are_those_of_its_last_step() -> None:
+    one = loader(20, batch=8, max_epochs=1)
+    list(one)
+    assert list(one.last_positions) == list(range(8, 16))

@@ -1,21 +1,15 @@
-"""One rank of a group of two that trains a tiny Llama in several ways and writes what it saw.
-
-Run by test_sharding.py as `python sharded_group.py rank folder`; not a test itself.
-"""
+"""What each rank of two does for test_sharding.py: trains a tiny Llama in several ways and says what it saw."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from torchtitan_lite.config.job_config import ActivationCheckpoint, JobConfig, Optimizer, Training
@@ -23,6 +17,7 @@ from torchtitan_lite.models.init import Normal, init_parameters
 from torchtitan_lite.models.llama.args import ModelArgs
 from torchtitan_lite.models.llama.model import Transformer, num_params
 from torchtitan_lite.optim import build_optimizers, clip_grad_norm_
+from torchtitan_lite.parallelisms.parallel_dims import ParallelDims
 from torchtitan_lite.parallelisms.parallelize_llama import parallelize_llama
 
 # 51 tokens and 5 heads of 6: no first dimension but the feed-forward's is even.
@@ -39,7 +34,8 @@ def job(dtype: str = "float32", ac: str = "none") -> JobConfig:
 def build(mesh: DeviceMesh | None, config: JobConfig) -> Transformer:
     with torch.device("meta"):
         model = Transformer(ARGS)
-    parallelize_llama(model, mesh, config)
+    if mesh is not None:
+        parallelize_llama(model, mesh, ParallelDims(dp_shard=mesh.size()), config)
     model.to_empty(device="cpu")
     model.init_weights(SEED)
     return model
@@ -89,10 +85,9 @@ def split(mesh: DeviceMesh, rows: int, columns: int, dim: int) -> Tensor:
     return full(model.weight).detach()
 
 
-def main(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
+def train_in_several_ways(rank: int) -> dict[str, Any]:
+    """By the name of the way; "split" holds initial values of parameters that are split in odd ways."""
+    mesh = ParallelDims(dp_shard=2).build_mesh("cpu")
     mine = batch().chunk(2)[rank]
     seen: dict[str, Any] = {
         "split": {f"{rows} {columns} {dim}": split(mesh, rows, columns, dim) for rows, columns, dim in SPLITS}
@@ -105,10 +100,4 @@ def main(rank: int, folder: Path) -> None:
     }.items():
         model = build(mesh, config)
         seen[name] = trained(model, mine) | {"fqns": list(get_model_state_dict(model))}
-    torch.save(seen, folder / f"rank{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    return seen

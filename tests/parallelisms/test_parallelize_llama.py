@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -18,6 +18,7 @@ from torchtitan_lite.config.job_config import ActivationCheckpoint, JobConfig, M
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models.llama.args import ModelArgs
 from torchtitan_lite.models.llama.model import Transformer
+from torchtitan_lite.parallelisms.parallel_dims import ParallelDims
 from torchtitan_lite.parallelisms.parallelize_llama import parallelize_llama
 
 AC_MODES = [("none", "2"), ("selective", "1"), ("selective", "2"), ("selective", "op"), ("full", "2")]
@@ -27,7 +28,7 @@ AC_MODES = [("none", "2"), ("selective", "1"), ("selective", "2"), ("selective",
 def mesh() -> Iterator[DeviceMesh]:
     """A mesh of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
+    yield ParallelDims().build_mesh("cpu")
     dist.destroy_process_group()
 
 
@@ -45,7 +46,7 @@ def build(config: JobConfig, mesh: DeviceMesh | None = None) -> Transformer:
     )
     with torch.device("meta"):
         model = Transformer(args)
-    parallelize_llama(model, mesh, config)
+    parallelize_llama(model, mesh, ParallelDims(), config)  # type: ignore[arg-type]  # a plain module needs no mesh
     model.to_empty(device="cpu")
     model.init_weights(0)
     return model
@@ -100,7 +101,6 @@ def operations(model: Transformer) -> int:
 
 def test_one_rank_in_float32_is_a_plain_module(mesh: DeviceMesh) -> None:
     assert not isinstance(build(job(), mesh), FSDPModule)
-    assert not isinstance(build(job(), None), FSDPModule)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -109,11 +109,6 @@ def test_one_rank_in_mixed_precision_computes_as_many_ranks_do(dtype: str, mesh:
     assert isinstance(model, FSDPModule)
     assert model(torch.zeros(1, 4, dtype=torch.int64)).dtype == getattr(torch, dtype)
     assert all(gradient.dtype == torch.float32 for gradient in gradients(model))
-
-
-def test_mixed_precision_without_a_mesh_is_refused() -> None:
-    with pytest.raises(ConfigError, match="bfloat16 needs a device mesh"):
-        build(job(mixed_precision_param="bfloat16"))
 
 
 def test_offload_without_an_accelerator_is_refused(mesh: DeviceMesh) -> None:

@@ -3,37 +3,20 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-# The group's script stands beside this file, which no import mode of pytest puts on the path.
-sys.path.insert(0, str(Path(__file__).parent))
-import sharded_group as group
-
-ROOT = Path(__file__).parents[2]
+from tests.parallelisms import sharded_group as group
+from tests.ranks import Ranks
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(two_ranks: Ranks) -> list[dict[str, Any]]:
     """What each of two ranks saw."""
-    folder = tmp_path_factory.mktemp("group")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(Path(group.__file__))]
-    started = [
-        subprocess.Popen([*command, str(rank), str(folder)], env=environment, stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    for process in started:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+    return two_ranks.run(group.train_in_several_ways)
 
 
 @pytest.fixture(scope="module")

@@ -1,18 +1,20 @@
 """Every place where a save, a replacement, a removal or a recovery can be cut.
 
 `Cut` does real operations on real files and stops at the n-th one. With `power=True` it also takes
-back the renames that were not synced, as a power cut may; a rename that was not synced while
-something else relies on it then shows as a lost checkpoint.
+back the renames that were not synced, as a power cut may; where something relied on one of them
+before it was durable, a checkpoint is lost and a test fails.
 """
 
 from __future__ import annotations
 
 import errno
 import itertools
+import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,8 @@ from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, FileR
 from torchtitan_lite.store.store import CheckpointStore
 
 NEVER = 10**9
+Act = Callable[[CheckpointStore], object]
+Renames = Sequence[tuple[str, str]]
 
 
 class Crash(BaseException):
@@ -32,12 +36,19 @@ class Crash(BaseException):
 
 
 class Cut(Durable):
-    """Stops at operation `at`; syncs are believed, not done, as nothing pulls the plug of this machine."""
+    """Stops at operation `at`; syncs are written down, not done."""
 
-    def __init__(self, at: int = NEVER, exchanges: bool = True, power: bool = False, stop: BaseException | None = None):
+    def __init__(
+        self,
+        at: int = NEVER,
+        exchanges: bool = True,
+        power: bool = False,
+        stop: BaseException | None = None,
+        unsynced: Sequence[tuple[Path, Path]] = (),
+    ) -> None:
         self.at, self.exchanges, self.power, self.stop = at, exchanges, power, stop or Crash()
         self.done = 0
-        self.unsynced: list[tuple[Path, Path]] = []
+        self.unsynced = list(unsynced)
 
     def _operation(self) -> None:
         self.done += 1
@@ -139,7 +150,7 @@ class Scenario:
 
     before: Callable[[Path], object]
     step: int
-    act: Callable[[CheckpointStore], object]
+    act: Act
 
 
 def two_checkpoints(root: Path) -> None:
@@ -169,8 +180,16 @@ def all_leavings(root: Path) -> None:
     shutil.copytree(root / ".replaced-step-2-1", root / "step-2.staging")
 
 
-def saving(step: int) -> Callable[[CheckpointStore], object]:
+def saving(step: int) -> Act:
     return lambda store: save(store, step, b"new")
+
+
+def clear(step: int, store: CheckpointStore) -> None:
+    store.clear_staging(step)
+
+
+def abandon(step: int, store: CheckpointStore) -> None:
+    store.abandon(step)
 
 
 SAVES = {
@@ -198,27 +217,32 @@ class Cuts:
 
     def copy(self, source: Path) -> Path:
         self.num_copies += 1
-        return Path(shutil.copytree(source, self.base / str(self.num_copies), symlinks=True))
+        # Links are quicker, and as good: no operation changes a file that is already there.
+        return Path(shutil.copytree(source, self.base / str(self.num_copies), symlinks=True, copy_function=os.link))
 
-    def of(self, source: Path, act: Callable[[CheckpointStore], object]) -> Iterator[Path]:
-        """`source` after `act` was cut at operation 1, 2, 3 ..., each state once; last, after it was not cut."""
-        states: list[Contents] = []
+    def of(self, source: Path, act: Act, unsynced: Renames = ()) -> Iterator[tuple[Path, Renames]]:
+        """`source` after `act` was cut at operation 1, 2, 3 ..., each state once; last, after it was not cut.
+
+        With the renames, made here or before (`unsynced`), that a later power cut may still take back.
+        """
+        states: list[tuple[Contents, Renames]] = []
         for at in itertools.count(1):
             for power in (False, True):
-                root, disk = self.copy(source), Cut(at, self.exchanges, power)
+                root = self.copy(source)
+                disk = Cut(at, self.exchanges, power, unsynced=[(root / src, root / dst) for src, dst in unsynced])
                 finished = self._finishes(act, root, disk)
-                # What a reader and a recovery do depends on nothing but the files.
-                if finished or contents(root) not in states:
-                    states.append(contents(root))
-                    yield root
+                revocable = [] if power else [(src.name, dst.name) for src, dst in disk.unsynced]
+                # What comes next depends on nothing but this.
+                if (state := (contents(root), revocable)) not in states or finished:
+                    states.append(state)
+                    yield root, revocable
                 shutil.rmtree(root)
                 if finished:
-                    assert not disk.unsynced
                     return
                 if not disk.unsynced:
                     break
 
-    def _finishes(self, act: Callable[[CheckpointStore], object], root: Path, disk: Cut) -> bool:
+    def _finishes(self, act: Act, root: Path, disk: Cut) -> bool:
         try:
             act(CheckpointStore(root, durable=disk))
         except Crash:
@@ -236,22 +260,25 @@ def test_cut_anywhere_there_is_the_old_or_the_new_one_bit_for_bit(name: str, exc
     scenario.act(CheckpointStore(complete, durable=Cut(exchanges=exchanges)))
     old, new, theirs = steps_of(source), steps_of(complete), foreign(source)
     answers = []
-    for root in first.of(source, scenario.act):
-        answer = steps_of(root)
-        answers.append(answer)
-        assert answer in (old, new)
-        for recovered in second.of(root, CheckpointStore.recover):
-            assert steps_of(recovered) == answer
-            CheckpointStore(recovered, durable=Cut()).recover()
-            assert steps_of(recovered) == answer
-            assert (foreign(recovered), leavings(recovered)) == (theirs, [])
-            if scenario.before is one_in_the_way:
-                assert b"theirs" in [
-                    contents(recovered).get(f"{way}/.metadata") for way in ("step-3", "step-3.foreign")
-                ]
+    for root, revocable in first.of(source, scenario.act):
+        answers.append(steps_of(root))
+        assert answers[-1] in (old, new)
+        next_acts: list[Act] = [CheckpointStore.recover]
+        if revocable:
+            next_acts += [partial(clear, scenario.step), partial(abandon, scenario.step)]
+        for then in next_acts:
+            for again, _ in second.of(root, then, revocable):
+                answer = steps_of(again)
+                assert answer in ([old, new] if revocable else answers[-1:])
+                CheckpointStore(again, durable=Cut()).recover()
+                assert steps_of(again) == answer
+                assert (foreign(again), leavings(again)) == (theirs, [])
+                if scenario.before is one_in_the_way:
+                    assert b"theirs" in [path.read_bytes() for path in again.glob("step-3*/.metadata")]
+    assert not revocable
     assert (answers[0], answers[-1]) == (old, new)
     assert first.num_cuts > 5
-    print(f"{name}: {first.num_cuts} cuts, {second.num_cuts} cuts of the recovery from them")
+    print(f"{name}: {first.num_cuts} cuts, {second.num_cuts} cuts of what is done next")
 
 
 @pytest.mark.parametrize(("name", "exchanges"), [*((name, True) for name in SAVES), *NO_EXCHANGE])
@@ -281,7 +308,15 @@ def test_a_disk_that_fails_once_anywhere_leaves_the_old_or_the_new_one(
             break
 
 
-FAULT = {"at": st.integers(1, 30) | st.just(NEVER), "power": st.booleans(), "fails": st.booleans()}
+@dataclass(frozen=True)
+class Fault:
+    """What happens at operation `at`: the process is killed, the power is cut, or the disk fails once."""
+
+    at: int
+    kind: str
+
+
+FAULTS = st.builds(Fault, st.integers(1, 30) | st.just(NEVER), st.sampled_from(["kill", "power cut", "error"]))
 
 
 class AnySequence(RuleBasedStateMachine):
@@ -303,7 +338,7 @@ class AnySequence(RuleBasedStateMachine):
             put_foreign_names(self.root)
         self.theirs = foreign(self.root)
 
-    def _try(self, disk: Cut, act: Callable[[CheckpointStore], object], outcome: dict[int, Contents]) -> None:
+    def _try(self, disk: Cut, act: Act, outcome: dict[int, Contents]) -> None:
         try:
             act(CheckpointStore(self.root, durable=disk))
         except (Crash, OSError):
@@ -313,35 +348,34 @@ class AnySequence(RuleBasedStateMachine):
         else:
             self.expected = outcome
 
-    def _disk(self, at: int, power: bool, fails: bool) -> Cut:
-        return Cut(
-            at, self.exchanges, power and not fails, OSError(errno.EIO, "Input/output error") if fails else Crash()
-        )
+    def _disk(self, fault: Fault) -> Cut:
+        stop = OSError(errno.EIO, "Input/output error") if fault.kind == "error" else Crash()
+        return Cut(fault.at, self.exchanges, fault.kind == "power cut", stop)
 
-    @rule(step=st.integers(1, 3), **FAULT)
-    def save(self, step: int, at: int, power: bool, fails: bool) -> None:
+    @rule(step=st.integers(1, 3), fault=FAULTS)
+    def save(self, step: int, fault: Fault) -> None:
         self.saves += 1
         data = b"save %d;" % self.saves
         with tempfile.TemporaryDirectory() as elsewhere:
             committed = contents(save(CheckpointStore(Path(elsewhere), durable=Cut()), step, data).path)
         outcome = {**self.expected, step: committed}
-        self._try(self._disk(at, power, fails), lambda store: save(store, step, data), outcome)
+        self._try(self._disk(fault), lambda store: save(store, step, data), outcome)
 
-    @rule(which=st.integers(0, 2), **FAULT)
-    def delete(self, which: int, at: int, power: bool, fails: bool) -> None:
+    @rule(which=st.integers(0, 2), fault=FAULTS)
+    def delete(self, which: int, fault: Fault) -> None:
         committed = CheckpointStore(self.root).committed()
         if committed:
             info = committed[which % len(committed)]
             outcome = {step: found for step, found in self.expected.items() if step != info.step}
-            self._try(self._disk(at, power, fails), lambda store: store.delete(info), outcome)
+            self._try(self._disk(fault), lambda store: store.delete(info), outcome)
 
     @rule(step=st.integers(1, 3))
     def abandon(self, step: int) -> None:
         CheckpointStore(self.root, durable=Cut()).abandon(step)
 
-    @rule(**FAULT)
-    def recover(self, at: int, power: bool, fails: bool) -> None:
-        self._try(self._disk(at, power, fails), lambda store: store.recover(), self.expected)
+    @rule(fault=FAULTS)
+    def recover(self, fault: Fault) -> None:
+        self._try(self._disk(fault), lambda store: store.recover(), self.expected)
 
     @invariant()
     def what_is_listed_is_what_was_committed(self) -> None:
@@ -360,5 +394,5 @@ class AnySequence(RuleBasedStateMachine):
         self.folder.cleanup()
 
 
-class TestAnySequence(AnySequence.TestCase):  # type: ignore[misc]  # hypothesis makes this class at run time
-    settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+TestAnySequence = AnySequence.TestCase
+TestAnySequence.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)

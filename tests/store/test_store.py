@@ -59,8 +59,8 @@ def store(root: Path) -> CheckpointStore:
     return CheckpointStore(root)
 
 
-def manifest(step: int, kind: CheckpointKind = CheckpointKind.FULL, **sizes: int) -> Manifest:
-    files = {name: FileRecord(size) for name, size in (sizes or {"__0_0.distcp": 4}).items()}
+def manifest(step: int, kind: CheckpointKind = CheckpointKind.FULL, size: int = 4) -> Manifest:
+    files = {"__0_0.distcp": FileRecord(size)}
     return Manifest(step=step, kind=kind, created_at=1.0, world_size=1, versions={}, files=files)
 
 
@@ -74,7 +74,7 @@ def save(
     store: CheckpointStore, step: int, data: bytes = b"data", kind: CheckpointKind = CheckpointKind.FULL
 ) -> CheckpointInfo:
     write(store, step, data)
-    return store.commit(step, manifest(step, kind, **{"__0_0.distcp": len(data)}))
+    return store.commit(step, manifest(step, kind, len(data)))
 
 
 def data_of(info: CheckpointInfo) -> bytes:
@@ -182,7 +182,7 @@ def test_a_file_of_another_size_than_was_written_is_refused(store: CheckpointSto
     save(store, 5, b"old")
     write(store, 5, b"short")
     with pytest.raises(SaveFailed, match=r"__0_0.distcp has 5 bytes, 6 were written"):
-        store.commit(5, manifest(5, **{"__0_0.distcp": 6}))
+        store.commit(5, manifest(5, size=6))
     assert data_of(store.get(5)) == b"old"
 
 
@@ -241,6 +241,26 @@ def test_a_replacement_without_exchange_does_these_things_in_this_order(root: Pa
         "rename .replaced-step-5-1 .trash-step-5-1",
         "fsync checkpoint/",
         "remove .trash-step-5-1/",
+    ]
+
+
+def test_a_recovery_does_these_things_in_this_order(store: CheckpointStore, root: Path) -> None:
+    for step in (1, 2):
+        save(store, step, b"old").path.rename(root / f".replaced-step-{step}-1")
+    save(store, 3).path.rename(root / ".trash-step-3-1")
+    write(store, 4)
+    shutil.copytree(root / ".replaced-step-2-1", root / "step-2")
+    disk = Transcript()
+    CheckpointStore(root, durable=disk).recover()
+    assert disk.lines == [
+        "rename .replaced-step-1-1 step-1",
+        "fsync checkpoint/",
+        "rename .replaced-step-2-1 .trash-step-2-1",
+        "fsync checkpoint/",
+        "remove .trash-step-2-1/",
+        "remove .trash-step-3-1/",
+        "remove step-4.staging/",
+        "fsync checkpoint/",
     ]
 
 
@@ -408,7 +428,10 @@ def test_a_replaced_one_is_kept_while_something_else_has_its_name(store: Checkpo
 
 
 def test_deleting_does_not_bring_an_older_one_back(store: CheckpointStore, root: Path) -> None:
-    save(store, 5, b"old").path.rename(root / ".replaced-step-5-1")
-    store.delete(save(store, 5, b"new"))
-    assert store.committed() == store.recover() == []
+    save(store, 5, b"old").path.rename(root / "kept")
+    new = save(store, 5, b"new")
+    (root / "kept").rename(root / ".replaced-step-5-1")
+    store.delete(new)
+    assert store.committed() == []
+    assert store.recover() == []
     assert names(root) == []

@@ -17,15 +17,12 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from torchtitan_lite.errors import CheckpointError, CheckpointUnreadable, SaveFailed
 
-# One process without a process group is a supported way to run, nothing to warn of. A filter for the whole process,
-# because warnings.catch_warnings is not thread-safe and saves run in threads.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-
 
 def save(
     state: dict[str, Any], writer: StorageWriter, planner: SavePlanner, group: dist.ProcessGroup | None, step: int
 ) -> None:
     """Saves `state` through `writer`; raises `SaveFailed`, on every rank if on one. **Collective**."""
+    _do_not_warn_of_one_process()
     try:
         dcp_save(state, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
     except CheckpointException as error:
@@ -38,6 +35,7 @@ def load(
     state: dict[str, Any], reader: StorageReader, planner: LoadPlanner, group: dist.ProcessGroup | None, path: str
 ) -> None:
     """Reads into the tensors of `state`; raises `CheckpointUnreadable`, on every rank if on one. **Collective**."""
+    _do_not_warn_of_one_process()
     try:
         dcp_load(state, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
     except CheckpointException as error:
@@ -46,6 +44,13 @@ def load(
         raise
     except Exception as error:
         raise CheckpointUnreadable(path, f"{type(error).__name__}: {error}") from error
+
+
+def _do_not_warn_of_one_process() -> None:
+    # One process without a process group is a supported way to run. A filter for the whole process, because
+    # warnings.catch_warnings is not thread-safe and saves run in threads; at each call, because whoever resets the
+    # filters and makes warnings errors, as test runners do, would see every save fail.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 def _summary(error: CheckpointException) -> str:

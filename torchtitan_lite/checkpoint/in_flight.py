@@ -12,11 +12,12 @@ import gc
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torchtitan_lite.checkpoint.savers import PendingSave, Saver, State
-from torchtitan_lite.checkpoint.writer import CommittingWriter
+from torchtitan_lite.checkpoint.writer import CommittingWriter, Origin
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import SaveFailed
 from torchtitan_lite.log import logger, readable_bytes
@@ -41,6 +42,9 @@ class _Save:
     began_seconds: float
     stall_seconds: float = 0.0
     durable_seconds: float = 0.0
+    over: Future[None] = field(default_factory=Future)
+    """Done when retention, or the removal of what a failed save left, is over too; a thread that waits for `durable`
+    may go on before."""
 
 
 class InFlight:
@@ -64,19 +68,23 @@ class InFlight:
         self._on_event = on_event
         self._save: _Save | None = None
         self._failed_in_a_row = 0
+        self.last_durable: int | None = None
+        """The step that was saved last, durably."""
 
     @property
     def failed(self) -> bool:
         """Whether this rank knows that the save in flight failed. Not collective."""
         return self._save is not None and _failed(self._save.pending.durable)
 
-    def begin(self, step: int, state: State, kind: CheckpointKind, store: CheckpointStore, saver: Saver) -> None:
+    def begin(
+        self, step: int, state: State, kind: CheckpointKind, store: CheckpointStore, saver: Saver, origin: Origin
+    ) -> None:
         """Sets off a save of `state`; nothing may be in flight. **Collective**."""
         assert self._save is None, "settle() comes first"
         began = self._clock()
         self._on_event("save_started", step, kind=kind.value)
         gc.collect(1)
-        writer = CommittingWriter(store, step, kind, write_items=saver.write_items)
+        writer = CommittingWriter(store, step, kind, origin, write_items=saver.write_items)
         save = _Save(saver.save(state, writer, step), kind, store, began_seconds=began)
         save.pending.durable.add_done_callback(lambda _: self._when_over(save))
         save.stall_seconds = self._clock() - began
@@ -92,7 +100,7 @@ class InFlight:
 
     def poll(self) -> None:
         """Takes note of a save that became durable; returns at once. Not collective."""
-        if self._save is not None and self._save.pending.durable.done() and not self.failed:
+        if self._save is not None and self._save.over.done() and not self.failed:
             self.settle()
 
     def settle(self) -> SaveFailed | None:
@@ -100,14 +108,24 @@ class InFlight:
 
         Raises that failure when it is one too many in a row.
         """
+        failure = self.outcome()
+        if failure is not None and self._failed_in_a_row >= self._max_failed_saves:
+            raise failure
+        return failure
+
+    def outcome(self) -> SaveFailed | None:
+        """As `settle`, and leaves it to the caller what a failure means."""
         if self._save is None:
             return None
         save, began = self._save, self._clock()
         failure = _outcome(save.pending, self._timeout_seconds)
+        if save.pending.durable.done():
+            wait_for([save.over], self._timeout_seconds)
         save.stall_seconds += self._clock() - began
         self._save = None
         if failure is None:
             self._failed_in_a_row = 0
+            self.last_durable = save.pending.step
             self._report_saved(save)
         else:
             self._failed_in_a_row += 1
@@ -117,12 +135,15 @@ class InFlight:
     def _when_over(self, save: _Save) -> None:
         """Runs in the thread that saved, as soon as the save is over."""
         save.durable_seconds = self._clock() - save.began_seconds
-        if not self._peers.is_coordinator:
-            return
-        if _failed(save.pending.durable):
-            self._abandon(save)
-        else:
-            self._purge(save.store, newest=save.pending.step)
+        try:
+            if not self._peers.is_coordinator:
+                return
+            if _failed(save.pending.durable):
+                self._abandon(save)
+            else:
+                self._purge(save.store, newest=save.pending.step)
+        finally:
+            save.over.set_result(None)
 
     def _abandon(self, save: _Save) -> None:
         try:
@@ -164,8 +185,6 @@ class InFlight:
         limit = self._max_failed_saves
         logger.error("%s (failed save %d of at most %d in a row)", failure, self._failed_in_a_row, limit)
         self._on_event("save_failed", save.pending.step, reason=failure.cause, in_a_row=self._failed_in_a_row)
-        if self._failed_in_a_row >= limit:
-            raise failure
 
 
 def _failed(durable: Future[None]) -> bool:

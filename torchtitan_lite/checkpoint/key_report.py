@@ -26,6 +26,10 @@ class KeyReport:
     def __bool__(self) -> bool:
         return bool(self.missing or self.unexpected or self.mismatched)
 
+    def lost_states(self, states: Sequence[str]) -> bool:
+        """Whether one of `states` is not there at all, which no strictness makes up for."""
+        return any(name in self.missing for name in states)
+
     def __str__(self) -> str:
         mismatched = [f"{key}: {what}" for key, what in self.mismatched.items()]
         return "\n".join(
@@ -58,6 +62,15 @@ def compare_tensors(
         missing=[key for key in expected if key not in found],
         unexpected=[key for key in found if key not in expected],
         mismatched={key: what for key, what in mismatched.items() if what},
+    )
+
+
+def merged(*reports: KeyReport) -> KeyReport:
+    """All of `reports` as one."""
+    return KeyReport(
+        missing=[key for report in reports for key in report.missing],
+        unexpected=[key for report in reports for key in report.unexpected],
+        mismatched={key: what for report in reports for key, what in report.mismatched.items()},
     )
 
 

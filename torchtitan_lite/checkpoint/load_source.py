@@ -1,52 +1,75 @@
-"""Which checkpoint a run starts from.
+"""Which checkpoint a run starts from, and of which run it then is.
 
 Decided on the coordinator alone, from what is in the folder and what was asked for. Automatic
-resume takes the newest committed full checkpoint and nothing else; an explicit step is taken or
-refused, never replaced by another; `initial_load_path` counts only while the run has no checkpoint
-of its own, so that one command serves the first start and every restart.
+resume takes the newest committed full checkpoint and nothing else. An explicit step begins a branch
+there; asked for again, once the branch has checkpoints of its own, it is the newest of those that is
+taken, so that a restart of the same command throws nothing away. `initial_load_path` counts only
+while the run has no checkpoint of its own, so that one command serves first start and restart.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+import uuid
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import CheckpointMismatch, CheckpointNotFound
-from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
+from torchtitan_lite.store.lineage import Lineage
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.store import CheckpointStore
 
 
 @dataclass(frozen=True)
 class LoadSource:
-    """A checkpoint to load; `step` is where the run goes on from, 0 if it starts anew with these weights."""
+    """A checkpoint to load."""
 
     path: Path
     step: int
+    """Where the run goes on from; 0 if it starts anew with these weights."""
     model_only: bool
+    lineage: Lineage
+    """Of the run that goes on from it."""
     nbytes: int = 0
     initial: bool = False
+    """Whether it is another run's, taken as a beginning."""
+    topology: str = ""
+    """Of the run that saved it; empty if unknown."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Of the run that saved it; empty if unknown."""
+    tensor_digests: dict[str, str] = field(default_factory=dict)
+    """By key; empty if it has none."""
+
+
+def new_run() -> Lineage:
+    """The lineage of a run that begins."""
+    return Lineage(run_id=uuid.uuid4().hex[:8])
 
 
 def choose_source(store: CheckpointStore, step: int, config: Checkpoint) -> LoadSource | None:
     """What to load when asked for `step` (-1: the newest); None: a fresh start. Raises `CheckpointNotFound`."""
-    if step != -1:
-        return _explicit(store, step)
-    for path in store.unmanaged():
-        logger.warning("%s has no manifest and is passed over; to load it, ask for its step or path.", path)
     latest = store.latest()
+    if step != -1 and not is_branch_of(latest, step, config):
+        return _explicit(store, step)
     if latest is not None:
         return _committed(latest)
     return _initial(config) if config.initial_load_path else None
 
 
+def is_branch_of(info: CheckpointInfo | None, step: int, config: Checkpoint) -> bool:
+    """Whether `info` is on a branch begun at `step`, and no other one is asked for."""
+    return info is not None and info.lineage.branch_point == step and not config.new_branch
+
+
 def _explicit(store: CheckpointStore, step: int) -> LoadSource:
     unmanaged = {layout.parse_step(path.name): path for path in store.unmanaged()}
+    branch = dataclasses.replace(new_run(), parent_step=step, branch_point=step)
     if step in unmanaged:
-        return LoadSource(unmanaged[step], step, model_only=step == 0)
-    return _committed(store.get(step))
+        return LoadSource(unmanaged[step], step, model_only=step == 0, lineage=branch)
+    return dataclasses.replace(_committed(store.get(step)), lineage=branch)
 
 
 def _committed(info: CheckpointInfo) -> LoadSource:
@@ -56,12 +79,32 @@ def _committed(info: CheckpointInfo) -> LoadSource:
             "  it holds weights only: no optimizer, no position to go on from. To start a new run from these weights, "
             "set --checkpoint.initial_load_path to this folder and dump_folder to a new one.",
         )
-    # Step 0 is a seed checkpoint: weights that a run begins with.
-    return LoadSource(info.path, info.step, model_only=info.step == 0, nbytes=info.nbytes)
+    source = LoadSource(
+        info.path,
+        info.step,
+        model_only=info.step == 0,  # A seed checkpoint: weights that a run begins with.
+        lineage=dataclasses.replace(info.lineage, parent_step=info.step, abandons=()),
+        nbytes=info.nbytes,
+    )
+    return _with_origin(source)
 
 
 def _initial(config: Checkpoint) -> LoadSource:
     path = Path(config.initial_load_path)
     if not (path / layout.METADATA).is_file():
         raise CheckpointNotFound(str(path), None)
-    return LoadSource(path, 0, model_only=config.initial_load_model_only, initial=True)
+    return _with_origin(LoadSource(path, 0, model_only=config.initial_load_model_only, lineage=new_run(), initial=True))
+
+
+def _with_origin(source: LoadSource) -> LoadSource:
+    """`source` with what its manifest, if it has one, says of the run that saved it."""
+    manifest = Manifest.of_folder(source.path)
+    if manifest is None:
+        return source
+    extra = manifest.extra
+    return dataclasses.replace(
+        source,
+        topology=str(extra.get("topology", "")),
+        config=dict(extra.get("config", {})),
+        tensor_digests=dict(extra.get("tensor_digests", {})),
+    )

@@ -8,6 +8,7 @@ Every public method is **collective** unless it says otherwise.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import signal
 import time
@@ -25,11 +26,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchtitan_lite.checkpoint.export import DTYPES, weights_only
 from torchtitan_lite.checkpoint.in_flight import InFlight, OnEvent
 from torchtitan_lite.checkpoint.interval import SavePolicy, Tick, build_save_policy, split
-from torchtitan_lite.checkpoint.load_source import LoadSource, choose_source
+from torchtitan_lite.checkpoint.load_source import LoadSource, choose_source, is_branch_of, new_run
 from torchtitan_lite.checkpoint.preemption import PreemptionWatch
-from torchtitan_lite.checkpoint.reader import StoredCheckpoint
+from torchtitan_lite.checkpoint.restore import RNG, Restore
+from torchtitan_lite.checkpoint.resume_report import ResumeReport
+from torchtitan_lite.checkpoint.rng import RngState
 from torchtitan_lite.checkpoint.savers import Saver, State, SyncSaver, build_saver
 from torchtitan_lite.checkpoint.stateful import LRSchedulerWrapper, ModelWrapper, OptimizerWrapper, Stateful
+from torchtitan_lite.checkpoint.writer import Origin
 from torchtitan_lite.config.job_config import EXCLUDABLE_STATES, JobConfig
 from torchtitan_lite.distributed.consensus import Facts, Peers, StepConsensus
 from torchtitan_lite.errors import ConfigError, SaveFailed
@@ -62,12 +66,14 @@ class CheckpointManager:
         consensus: StepConsensus | None = None,
         peers: Peers | None = None,
         preemption: PreemptionWatch | None = None,
+        topology: str | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_event: OnEvent | None = None,
     ) -> None:
         config = job_config.checkpoint
         timeout = timedelta(seconds=config.timeout_seconds)
         dump_folder = Path(job_config.job.dump_folder)
+        self._job_config = job_config
         self._config = config
         self._model = ModelWrapper(model_parts)
         self._optimizer = OptimizerWrapper(model_parts, optimizers)
@@ -91,6 +97,8 @@ class CheckpointManager:
             clock=clock,
             on_event=self._on_event,
         )
+        self._topology = topology or f"{self._peers.world_size} ranks"
+        self._lineage = new_run()
         self._last_save = Tick(0, clock())
         self._is_open = False
         self.loaded_step: int | None = None
@@ -110,12 +118,18 @@ class CheckpointManager:
             return False
         self._open()
         wanted = step if step != -1 else self._config.load_step
-        source = self._peers.decide(lambda: choose_source(self._store, wanted, self._config))
+        source = self._choose(wanted)
+        self._tell_what_was_chosen(wanted, source)
         if source is None:
             logger.info("No checkpoint in %s: a fresh start.", self._store.root)
             return False
         self._load(source)
         return True
+
+    def dry_run(self) -> ResumeReport | None:
+        """What `load` would do, and refuse; None for a fresh start. Nothing of the run is changed, nothing on disk."""
+        source = self._choose(self._config.load_step)
+        return None if source is None else self._restore(source).report()
 
     def save(self, curr_step: int, force: bool = False) -> bool:
         """Call at the end of every step. Saves if a save is due, if `force` (the last step), or if the ranks leave.
@@ -144,11 +158,11 @@ class CheckpointManager:
         self._last_save = Tick(self.loaded_step or 0, self._clock())
 
     def newest_step(self) -> int:
-        """The newest committed step, full or weights only; -1 if there is none."""
+        """The newest committed step, full or weights only, of what `load` would go on with; -1 if there is none."""
         if not self._config.enable_checkpoint:
             return -1
         self._open()
-        return self._peers.decide(lambda: max((info.step for info in self._store.committed()), default=-1))
+        return self._peers.decide(self._newest_step)
 
     def close(self) -> None:
         """Waits for the save in flight, reports how it ended, and ends threads and processes. Idempotent."""
@@ -193,36 +207,42 @@ class CheckpointManager:
         logger.info("Loading the checkpoint at step %d.", source.step)
         self._on_event("load_started", source.step, path=str(source.path))
         gc.collect()
-        stored = StoredCheckpoint(source.path, self._peers)
-        if source.model_only:
-            stored.read_model(self._model.state_dict(), cast=source.initial)
-        else:
-            self._load_everything(stored, source)
+        self._restore(source).run()
         gc.collect()
+        self._lineage = source.lineage
         self.loaded_step = None if source.initial else source.step
         seconds = self._clock() - began
         logger.info("Finished loading the checkpoint in %.2f seconds.", seconds)
         self._on_event("loaded", source.step, path=str(source.path), seconds=seconds, bytes=source.nbytes)
 
-    def _load_everything(self, stored: StoredCheckpoint, source: LoadSource) -> None:
-        model = self._model.state_dict()
-        stored.check_model(model)
-        # First what may refuse to be loaded (another corpus, say): after this only the machine can fail.
-        for name, state in self._small_states.items():
-            if name not in self._config.exclude_from_loading:
-                self._load_small(name, state, stored)
-        if "optimizer" not in self._config.exclude_from_loading:
-            self._optimizer.load_state_dict(stored.read_optimizer(self._optimizer.state_dict()))
-        stored.read_model(model, cast=False)
+    def _choose(self, step: int) -> LoadSource | None:
+        return self._peers.decide(lambda: choose_source(self._store, step, self._config))
 
-    def _load_small(self, name: str, state: Stateful, stored: StoredCheckpoint) -> None:
-        read = stored.read_state(name, state.state_dict())
-        refused: Exception | None = None
-        try:
-            state.load_state_dict(read)
-        except Exception as error:
-            refused = error
-        self._peers.raise_together(refused)
+    def _tell_what_was_chosen(self, wanted: int, source: LoadSource | None) -> None:
+        passed_over = self._store.unmanaged() if self._peers.is_coordinator and wanted == -1 else []
+        for path in passed_over:
+            logger.warning("%s has no manifest and is passed over; to load it, ask for its step or path.", path)
+        if source is not None and source.initial:
+            logger.info("Beginning from %s.", source.path)
+        elif source is not None and wanted not in (-1, source.step):
+            logger.info("Step %d was gone back to already; going on from step %d of that branch.", wanted, source.step)
+
+    def _newest_step(self) -> int:
+        committed = self._store.committed()
+        if self._config.load_step != -1:
+            committed = [info for info in committed if is_branch_of(info, self._config.load_step, self._config)]
+        return max((info.step for info in committed), default=-1)
+
+    def _restore(self, source: LoadSource) -> Restore:
+        return Restore(
+            source,
+            self._job_config,
+            self._peers,
+            model=self._model,
+            optimizer=self._optimizer,
+            small_states=self._small_states,
+            topology=self._topology,
+        )
 
     def _take_note(self, agreed: Facts) -> None:
         if agreed.signal:
@@ -255,10 +275,24 @@ class CheckpointManager:
             logger.info("Saving a full checkpoint at last step, step %d.", step)
             self._save_and_wait(step, self._full_state(), CheckpointKind.FULL, self._store)
         if self._config.model_weights_only:
-            dtype = DTYPES[self._config.export_dtype]
-            logger.info("Saving a model weights only checkpoint in %s at last step, step %d.", dtype, step)
-            state = weights_only(self._model.state_dict(), dtype)
-            self._save_and_wait(step, state, CheckpointKind.WEIGHTS_ONLY, self._export_store or self._store)
+            self._export(step)
+
+    def _export(self, step: int) -> None:
+        self._in_flight.settle()
+        if self._export_store is None and self._peers.decide(lambda: self._is_saved_in_full(step)):
+            logger.warning(
+                "Step %d is saved in full, and stays so: its weights alone would take its place. "
+                "Set --checkpoint.export_folder to have both.",
+                step,
+            )
+            return
+        dtype = DTYPES[self._config.export_dtype]
+        logger.info("Saving a model weights only checkpoint in %s at last step, step %d.", dtype, step)
+        state = weights_only(self._model.state_dict(), dtype)
+        self._save_and_wait(step, state, CheckpointKind.WEIGHTS_ONLY, self._export_store or self._store)
+
+    def _is_saved_in_full(self, step: int) -> bool:
+        return any(info.step == step and info.kind is CheckpointKind.FULL for info in self._store.committed())
 
     def _save_and_wait(self, step: int, state: State, kind: CheckpointKind, store: CheckpointStore) -> None:
         """A save that must not fail: it is tried twice, and durable on return."""
@@ -266,15 +300,20 @@ class CheckpointManager:
         failure: SaveFailed | None = None
         for _ in range(2):
             self._begin(step, state, kind, store, self._sync_saver)
-            failure = self._in_flight.settle()
+            failure = self._in_flight.outcome()
             if failure is None:
                 return
         assert failure is not None
         raise failure
 
     def _begin(self, step: int, state: State, kind: CheckpointKind, store: CheckpointStore, saver: Saver) -> None:
-        self._in_flight.begin(step, state, kind, store, saver)
+        self._in_flight.begin(step, state, kind, store, saver, self._origin())
         self._last_save = Tick(step, self._clock())
+
+    def _origin(self) -> Origin:
+        last = self._in_flight.last_durable
+        lineage = self._lineage if last is None else dataclasses.replace(self._lineage, parent_step=last)
+        return Origin(lineage, self._topology, self._job_config.to_dict(), self._config.tensor_digests)
 
     def _facts(self, step: int) -> Facts:
         return Facts(
@@ -285,13 +324,15 @@ class CheckpointManager:
 
     def _full_state(self) -> State:
         small = {name: state.state_dict() for name, state in self._small_states.items()}
-        return {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict(), **small}
+        # A key of its own for each rank: the generators are the one thing that ranks do not share.
+        rng = {f"rank{self._peers.rank}": RngState().state_dict()}
+        return {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict(), **small, RNG: rng}
 
 
 def _small_states(
     dataloader: Stateful | None, lr_schedulers: Sequence[LRScheduler], states: Mapping[str, Stateful]
 ) -> dict[str, Stateful]:
-    taken = sorted({"model", "optimizer", "lr_scheduler", "dataloader"} & states.keys())
+    taken = sorted({"model", "optimizer", "lr_scheduler", "dataloader", RNG} & states.keys())
     if taken:
         raise ConfigError(f"states: the name {taken[0]!r} is the manager's own. Give your state another name.")
     small: dict[str, Stateful] = {}

@@ -7,8 +7,9 @@ States that grow (a loss history) are read at the size they were saved with.
 
 from __future__ import annotations
 
+import dataclasses
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,19 +24,22 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint import dcp
-from torchtitan_lite.checkpoint.key_report import KeyReport, TensorLike, compare_tensors
+from torchtitan_lite.checkpoint.key_report import KeyReport, TensorLike, compare_tensors, merged
+from torchtitan_lite.checkpoint.load_rules import EVERYTHING, LoadRules
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import CheckpointMismatch, CheckpointUnreadable
+from torchtitan_lite.log import logger
 
 State = dict[str, Any]
 
 
 class StoredCheckpoint:
-    """The checkpoint folder at `path`, ours or plain DCP's."""
+    """The checkpoint folder at `path`, ours or plain DCP's, as `rules` let it be loaded."""
 
-    def __init__(self, path: Path, peers: Peers) -> None:
+    def __init__(self, path: Path, peers: Peers, rules: LoadRules = EVERYTHING) -> None:
         self.path = path
         self._peers = peers
+        self._rules = rules
 
     @cached_property
     def metadata(self) -> Metadata:
@@ -49,33 +53,53 @@ class StoredCheckpoint:
         """The flat keys under `prefix`."""
         return [key for key in self.metadata.state_dict_metadata if key.startswith(prefix)]
 
-    def read_model(self, model: Mapping[str, torch.Tensor], *, cast: bool) -> None:
+    def report(
+        self, model: Mapping[str, torch.Tensor], optimizer: State, states: Sequence[str] = (), *, cast: bool = False
+    ) -> KeyReport:
+        """How the checkpoint differs from all of these, as all ranks see it. Reads nothing. **Collective**.
+
+        What is not to be loaded is left out: an optimizer without keys, a state not named.
+        """
+        reports = [self._model_report(model, cast), KeyReport(missing=[n for n in states if not self.keys(f"{n}.")])]
+        if optimizer:
+            reports.append(self._optimizer_report(optimizer))
+        return self._of_all_ranks(merged(*reports))
+
+    def check(
+        self, model: Mapping[str, torch.Tensor], optimizer: State, states: Sequence[str] = (), *, cast: bool = False
+    ) -> None:
+        """Raises `CheckpointMismatch` on every rank unless all of these are there and fit, if the rules are strict."""
+        report = self.report(model, optimizer, states, cast=cast)
+        if report and (self._rules.strictness == "error" or report.lost_states(states)):
+            raise CheckpointMismatch(str(self.path), str(report))
+        if report and self._rules.strictness == "warn":
+            logger.warning("%s does not fit everywhere; the rest of it is loaded:\n%s", self.path, report)
+
+    def read_model(self, model: Mapping[str, torch.Tensor], *, cast: bool = False) -> None:
         """Reads into the live tensors of `model`, from `model.<fqn>` or, in a weights-only checkpoint, bare FQNs.
 
-        Exactly the model's keys must be there, with its shapes and, unless `cast`, its dtypes; else
-        `CheckpointMismatch` on every rank before a byte is read. **Collective**.
+        Exactly the keys that the rules ask for must be there, with the model's shapes and, unless `cast`, its
+        dtypes; else `CheckpointMismatch` on every rank before a byte is read. **Collective**.
         """
-        prefix = "model." if self.keys("model.") else ""
-        report = self._report(model, prefix, cast)
-        self._refuse_together(report if prefix else KeyReport(report.missing, (), report.mismatched))
-        self._read({prefix + fqn: tensor for fqn, tensor in model.items()})
-
-    def check_model(self, model: Mapping[str, torch.Tensor]) -> None:
-        """What `read_model` would refuse is refused, and nothing is read. **Collective**."""
-        self._refuse_together(self._report(model, "model.", cast=False))
+        self.check(model, {}, cast=cast)
+        names = self._names(self._prefix(model))
+        skipped = self._model_report(model, cast).mismatched
+        wanted = {fqn: tensor for fqn, tensor in model.items() if self._rules.wants(fqn) and fqn not in skipped}
+        self._read({names[fqn]: tensor for fqn, tensor in wanted.items() if fqn in names})
 
     def read_optimizer(self, optimizer: State) -> State:
         """Reads the optimizer's flat state: tensors in place, the rest returned with them. **Collective**.
 
         Settings that this version of torch has and the checkpoint has not (`param_groups.*`) stay as they are.
         """
-        stored = self.metadata.state_dict_metadata
-        wanted = {f"optimizer.{key}": value for key, value in optimizer.items()}
-        tensors = {key: value for key, value in wanted.items() if isinstance(value, torch.Tensor)}
-        self._refuse_together(compare_tensors(tensors, self._stored_tensors("optimizer.state.")))
-        read = {key: value for key, value in wanted.items() if key in stored}
+        self.check({}, optimizer)
+        skipped = self._optimizer_report(optimizer).mismatched
+        stored_names = {key: self._optimizer_name(key) for key in optimizer}
+        known = self.metadata.state_dict_metadata
+        names = {key: name for key, name in stored_names.items() if name in known and key not in skipped}
+        read = {name: optimizer[key] for key, name in names.items()}
         self._read(read)
-        return optimizer | {key.removeprefix("optimizer."): value for key, value in read.items()}
+        return optimizer | {key: read[name] for key, name in names.items()}
 
     def read_state(self, name: str, own: State) -> State:
         """The nested state `name` as it was saved; sharded tensors are read into those of `own`. **Collective**.
@@ -91,16 +115,67 @@ class StoredCheckpoint:
         paths = self.metadata.planner_data or {}
         nested: State = {}
         for key, value in target.items():
-            set_element(nested, paths.get(key, (name, key.removeprefix(prefix))), value)
-        return dict(nested.get(name, {}))
+            set_element(nested, _below(name, paths.get(key, (name, key.removeprefix(prefix)))), value)
+        # DCP keeps leaves only: of a mapping that was empty there is no trace.
+        return {key: {} for key, value in own.items() if isinstance(value, Mapping)} | nested
 
     def _read(self, flat: State) -> None:
         dcp.load(flat, FileSystemReader(self.path), SafeLoadPlanner(), self._peers.group, str(self.path))
 
-    def _report(self, expected: Mapping[str, torch.Tensor], prefix: str, cast: bool) -> KeyReport:
-        # A rank of a pipeline has part of the model: keys that no part of this rank has are not unexpected.
-        stored = {key.removeprefix(prefix): value for key, value in self._stored_tensors(prefix).items()}
-        return compare_tensors(expected, stored, cast=cast)
+    def _prefix(self, model: Mapping[str, torch.Tensor]) -> str:
+        # A model whose own names begin with "model." is in a weights-only checkpoint under just these.
+        keys = self.metadata.state_dict_metadata
+        bare = any(fqn in keys for fqn in model) and not any(f"model.{fqn}" in keys for fqn in model)
+        return "" if bare or not self.keys("model.") else "model."
+
+    def _model_report(self, model: Mapping[str, torch.Tensor], cast: bool) -> KeyReport:
+        if not model:
+            return KeyReport()
+        prefix = self._prefix(model)
+        stored = self._stored_tensors(prefix)
+        found = {fqn: stored[name] for fqn, name in self._names(prefix).items() if self._rules.wants(fqn)}
+        expected = {fqn: tensor for fqn, tensor in model.items() if self._rules.wants(fqn)}
+        report = compare_tensors(expected, found, cast=cast or self._rules.cast)
+        # Under bare names a checkpoint may hold anything else besides the model.
+        return report if prefix else dataclasses.replace(report, unexpected=())
+
+    def _optimizer_report(self, optimizer: State) -> KeyReport:
+        tensors = {key: value for key, value in optimizer.items() if isinstance(value, torch.Tensor)}
+        expected = {self._optimizer_name(key): value for key, value in tensors.items() if self._optimizer_name(key)}
+        unwanted = {key for key in self.keys("optimizer.state.") if not self._is_wanted(key)}
+        found = {k: v for k, v in self._stored_tensors("optimizer.state.").items() if k not in unwanted}
+        return compare_tensors(expected, found, cast=self._rules.cast)
+
+    def _names(self, prefix: str) -> dict[str, str]:
+        """The model's FQN to the checkpoint's key."""
+        stored = [key.removeprefix(prefix) for key in self._stored_tensors(prefix)]
+        return {fqn: prefix + name for fqn, name in self._rules.renamed(stored).items()}
+
+    def _optimizer_name(self, key: str) -> str:
+        """The checkpoint's key for the optimizer's own `key`; empty if the rules leave its parameter out."""
+        kind, _, rest = key.partition(".")
+        fqn, _, name = rest.rpartition(".")
+        if not self._rules.wants(fqn):
+            return ""
+        return f"optimizer.{kind}.{self._parameter_names.get(fqn, fqn)}.{name}"
+
+    @cached_property
+    def _parameter_names(self) -> dict[str, str]:
+        """The model's FQN to the checkpoint's."""
+        return {fqn: key.removeprefix("model.") for fqn, key in self._names("model.").items()}
+
+    def _is_wanted(self, key: str) -> bool:
+        stored = key.removeprefix("optimizer.state.").rpartition(".")[0]
+        return any(self._rules.wants(fqn) for fqn in self._rules.renamed([stored]))
+
+    def _of_all_ranks(self, report: KeyReport) -> KeyReport:
+        """One report of all ranks: unexpected is only what none of them has, for each may have a part of the model."""
+        reports = self._peers.gather(report)
+        unexpected = [key for key in report.unexpected if all(key in other.unexpected for other in reports)]
+        together = merged(*reports)
+        return KeyReport(
+            missing=list(dict.fromkeys(together.missing)), unexpected=unexpected, mismatched=together.mismatched
+        )
 
     def _stored_tensors(self, prefix: str) -> dict[str, TensorLike]:
         return {
@@ -117,6 +192,12 @@ class StoredCheckpoint:
 
     def _refuse_together(self, report: KeyReport) -> None:
         self._peers.raise_together(CheckpointMismatch(str(self.path), str(report)) if report else None)
+
+
+def _below(name: str, path: Sequence[Any]) -> tuple[Any, ...]:
+    """What of `path` comes after the part that is spelt `name`."""
+    depth = next(n for n in range(1, len(path) + 1) if ".".join(map(str, path[:n])) == name)
+    return tuple(path[depth:])
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):

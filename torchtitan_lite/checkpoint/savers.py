@@ -71,14 +71,11 @@ class SyncSaver:
         """Nothing to make."""
 
     def save(self, state: State, writer: StorageWriter, step: int) -> PendingSave:
-        durable: Future[None] = Future()
         try:
             dcp.save(state, writer, DefaultSavePlanner(), self._peers.group, step)
         except SaveFailed as error:
-            durable.set_exception(error)
-        else:
-            durable.set_result(None)
-        return PendingSave(step, _done(), durable)
+            return PendingSave(step, _done(), _failed(error))
+        return PendingSave(step, _done(), _done())
 
     def close(self) -> None:
         """Nothing to end."""
@@ -91,6 +88,7 @@ class ThreadSaver:
         self._peers = peers
         self._stager = Stager(pin=torch.cuda.is_available())
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._under_way = _done()
         self.write_items: WriteItems = write_items
 
     @property
@@ -105,8 +103,14 @@ class ThreadSaver:
         # The group is made here: making it is collective, and in the thread it could meet the caller's collectives.
         group = self._peers.group
         planner = SnapshotPlanner()
-        planner.take(state, self._stager)
-        return PendingSave(step, _done(), self._executor.submit(dcp.save, {}, writer, planner, group, step))
+        if self._under_way.done():
+            planner.take(state, self._stager)
+        else:
+            # The caller stopped waiting for it, and its copy must not change while it is being written. Refused in the
+            # thread like any failure, for this rank may be the only one that still writes.
+            planner.refuse("the save before it is still being written")
+        self._under_way = self._executor.submit(dcp.save, {}, writer, planner, group, step)
+        return PendingSave(step, _done(), self._under_way)
 
     def close(self) -> None:
         self._executor.shutdown(wait=True)
@@ -157,4 +161,10 @@ def build_saver(config: Checkpoint, peers: Peers) -> Saver:
 def _done() -> Future[None]:
     future: Future[None] = Future()
     future.set_result(None)
+    return future
+
+
+def _failed(error: SaveFailed) -> Future[None]:
+    future: Future[None] = Future()
+    future.set_exception(error)
     return future

@@ -121,12 +121,24 @@ class Snapshot:
 class SnapshotPlanner(DefaultSavePlanner):
     """A save plan whose data is a snapshot: what DCP does with it later sees no live tensor."""
 
+    _failure: Exception | None = None
+
     def take(self, state: dict[str, Any], stager: Stager) -> None:
-        """Plans and stages `state`; when it returns, `state` may change. Not collective."""
-        super().set_up_planner(state)
-        super().create_local_plan()
-        self._snapshot = stager.take(self.plan, super().resolve_data)
+        """Plans and stages `state`; when it returns, `state` may change. Not collective.
+
+        What fails is raised by `create_local_plan`: there every rank learns of it, where here the others would wait.
+        """
+        try:
+            super().set_up_planner(state)
+            super().create_local_plan()
+            self._snapshot = stager.take(self.plan, super().resolve_data)
+        except Exception as error:
+            self._failure = error
         self.state_dict = {}
+
+    def refuse(self, reason: str) -> None:
+        """In place of `take`: the save fails for `reason`, on every rank."""
+        self._failure = RuntimeError(reason)
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -134,6 +146,8 @@ class SnapshotPlanner(DefaultSavePlanner):
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
+        if self._failure is not None:
+            raise self._failure
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:

@@ -64,19 +64,25 @@ class OptimizerWrapper:
     """The optimizers of all model parts as one `Stateful`, its keys flat.
 
     They are `state.<fqn>.<name>` and `param_groups.<fqn>.<key>`: by FQN and not by index, so that a parameter
-    finds its state whatever part, rank or group it belongs to. `state_dict` of an optimizer that never stepped
-    makes its state first.
+    finds its state whatever part, rank or group it belongs to. A parameter that never stepped has the state that
+    its first step would begin with.
     """
 
     def __init__(self, model_parts: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         self._pairs = list(zip(model_parts, optimizers, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
+        self._make_states()
         return _merge_disjoint([get_optimizer_state_dict(part, opt, options=FLAT) for part, opt in self._pairs])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._make_states()
         for part, optimizer in self._pairs:
             set_optimizer_state_dict(part, optimizer, state_dict, options=FLAT)
+
+    def _make_states(self) -> None:
+        for _, optimizer in self._pairs:
+            _make_state(optimizer)
 
 
 class LRSchedulerWrapper:
@@ -91,6 +97,35 @@ class LRSchedulerWrapper:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for scheduler in self._schedulers:
             scheduler.load_state_dict(dict(state_dict))
+
+
+def _make_state(optimizer: Optimizer) -> None:
+    """Every trained parameter has state; values, gradients and step counts are as they were.
+
+    An optimizer makes state in a step, so one is taken, of length 0, over the parameters that have none. torch's own
+    way counts that step, and leaves out parameters that had no gradient yet, and all of them where one has.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    stateless = [parameter for parameter in trained if not optimizer.state.get(parameter)]
+    if not stateless:
+        return
+    gradients = [parameter.grad for parameter in parameters]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for parameter in parameters:
+        parameter.grad = None
+    for parameter in stateless:
+        parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    for parameter in stateless:
+        if isinstance(step := optimizer.state[parameter].get("step"), torch.Tensor):
+            step.zero_()
 
 
 def _merge_disjoint(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

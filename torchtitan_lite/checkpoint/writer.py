@@ -15,23 +15,47 @@ import platform
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 import torchtitan_lite
+from torchtitan_lite.checkpoint.tensor_digest import Digest, digest_chunk, finish
+from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.log import logger
 from torchtitan_lite.store import durable, layout
+from torchtitan_lite.store.lineage import Lineage, abandoned_by
 from torchtitan_lite.store.manifest import CheckpointKind, FileRecord, Manifest
 from torchtitan_lite.store.store import CheckpointStore
 
 DCP_VERSION = "1.0.0"
 """What DCP's own writer puts into `Metadata.version`."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a manifest says of the run that a checkpoint is of."""
+
+    lineage: Lineage
+    topology: str
+    config: dict[str, Any]
+    tensor_digests: bool = False
+    """Whether it has a digest of each tensor."""
+
+
+@dataclass(frozen=True)
+class DigestedResult(WriteResult):
+    """A `WriteResult` with the written chunk's share of its tensor's digest."""
+
+    digest: Digest = field(default_factory=Digest.zero)
+
 
 WriteItems = Callable[[Path, Sequence[tuple[MetadataIndex, "torch.Tensor | bytes"]]], list[WriteResult]]
 """Writes one file, durably, and says where in it each item lies."""
@@ -58,9 +82,15 @@ class CommittingWriter(StorageWriter):
     """Makes `step-N` of `store` appear, whole, or not at all. One instance a save."""
 
     def __init__(
-        self, store: CheckpointStore, step: int, kind: CheckpointKind, *, write_items: WriteItems = write_items
+        self,
+        store: CheckpointStore,
+        step: int,
+        kind: CheckpointKind,
+        origin: Origin,
+        *,
+        write_items: WriteItems = write_items,
     ) -> None:
-        self._store, self._step, self._kind = store, step, kind
+        self._store, self._step, self._kind, self._origin = store, step, kind, origin
         self._write_items = write_items
         self._save_id = str(uuid.uuid4())
 
@@ -82,6 +112,8 @@ class CommittingWriter(StorageWriter):
         if plan.items:
             items = [(item.index, _payload(planner.resolve_data(item))) for item in plan.items]
             results = self._write_items(self._store.stage(self._step) / plan.storage_data, items)
+            if self._origin.tensor_digests:
+                results = _with_digests(results, plan.items, [data for _, data in items])
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -94,7 +126,9 @@ class CommittingWriter(StorageWriter):
         pickled = pickle.dumps(metadata)
         durable.write_file(self._store.stage(self._step) / layout.METADATA, pickled)
         sizes = _file_sizes(written) | {layout.METADATA: len(pickled)}
-        self._store.commit(self._step, self._manifest(sizes, world_size=len(results)))
+        self._tell_what_is_replaced()
+        tensors = _tensor_digests(written, metadata) if self._origin.tensor_digests else {}
+        self._store.commit(self._step, self._manifest(sizes, tensors, world_size=len(results)))
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=str(self._store.root / layout.step_dir(self._step)), save_id=self._save_id)
@@ -103,7 +137,17 @@ class CommittingWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return isinstance(checkpoint_id, str | Path)
 
-    def _manifest(self, sizes: dict[str, int], world_size: int) -> Manifest:
+    def _tell_what_is_replaced(self) -> None:
+        try:
+            there = self._store.get(self._step)
+        except CheckpointError:
+            return
+        if there.kind is not self._kind:
+            logger.info("step %d: a %s checkpoint replaces the %s one.", self._step, self._kind.value, there.kind.value)
+
+    def _manifest(self, sizes: dict[str, int], tensors: dict[str, str], world_size: int) -> Manifest:
+        lineage = self._origin.lineage
+        abandons = abandoned_by(lineage.run_id, lineage.branch_point, self._store.intact())
         return Manifest(
             step=self._step,
             kind=self._kind,
@@ -115,11 +159,41 @@ class CommittingWriter(StorageWriter):
                 "python": platform.python_version(),
             },
             files={name: FileRecord(size=size) for name, size in sizes.items()},
+            lineage=dataclasses.replace(lineage, abandons=abandons),
+            extra={"topology": self._origin.topology, "config": self._origin.config, "tensor_digests": tensors},
         )
 
 
 def _payload(data: torch.Tensor | io.BytesIO) -> torch.Tensor | bytes:
     return data.getvalue() if isinstance(data, io.BytesIO) else data
+
+
+def _with_digests(
+    results: Sequence[WriteResult], items: Sequence[WriteItem], written: Sequence[torch.Tensor | bytes]
+) -> list[WriteResult]:
+    digested: list[WriteResult] = []
+    for result, item, data in zip(results, items, written, strict=True):
+        if isinstance(data, bytes) or item.tensor_data is None:
+            digested.append(result)
+            continue
+        described = item.tensor_data
+        digest = digest_chunk(data.detach().cpu(), global_shape=described.size, offsets=described.chunk.offsets)
+        digested.append(DigestedResult(result.index, result.size_in_bytes, result.storage_data, digest))
+    return digested
+
+
+def _tensor_digests(written: Sequence[WriteResult], metadata: Metadata) -> dict[str, str]:
+    """Each tensor's digest, added up over its chunks, by key."""
+    total: dict[str, Digest] = {}
+    for result in written:
+        if isinstance(result, DigestedResult):
+            total[result.index.fqn] = total.get(result.index.fqn, Digest.zero()) + result.digest
+    described = {key: metadata.state_dict_metadata[key] for key in total}
+    return {
+        key: finish(total[key], tensor.properties.dtype, tensor.size).to_hex()
+        for key, tensor in described.items()
+        if isinstance(tensor, TensorStorageMetadata)
+    }
 
 
 def _own_storage(tensor: torch.Tensor) -> torch.Tensor:

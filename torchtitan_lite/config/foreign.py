@@ -51,25 +51,17 @@ _FLOAT8_OPTIONS = (
 _MX_OPTIONS = "mxfp8_dim1_cast_kernel_choice recipe_name filter_fqns"
 
 _FEATURES: Mapping[str, Mapping[str, object]] = {
-    "HSDP or DDP": {
-        "parallelism.data_parallel_replicate_degree": 1,
+    "asynchronous tensor parallelism": {"parallelism.enable_async_tensor_parallel": False},
+    "a loss on logits that stay sharded": _options("parallelism", "enable_loss_parallel disable_loss_parallel"),
+    "another way to cut a model into stages": {
+        "parallelism.pipeline_parallel_schedule_csv": "",
+        "parallelism.pipeline_parallel_layers_per_stage": None,
+        "parallelism.pipeline_parallel_first_stage_less_layers": OneOf((1, 0)),
+        "parallelism.pipeline_parallel_last_stage_less_layers": OneOf((1, 0)),
+        "parallelism.pipeline_parallel_expert_parallel_overlap": ANY,
+        "parallelism.module_fqns_per_model_part": None,
     },
-    "tensor parallelism": {
-        "parallelism.tensor_parallel_degree": 1,
-        "parallelism.enable_async_tensor_parallel": False,
-        **_options("parallelism", "enable_loss_parallel disable_loss_parallel"),
-    },
-    "pipeline parallelism": {
-        "parallelism.pipeline_parallel_degree": 1,
-        **_options(
-            "parallelism",
-            "pipeline_parallel_split_points pipeline_parallel_schedule pipeline_parallel_schedule_csv "
-            "pipeline_parallel_microbatches pipeline_parallel_microbatch_size pipeline_parallel_layers_per_stage "
-            "pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers "
-            "pipeline_parallel_expert_parallel_overlap module_fqns_per_model_part",
-        ),
-    },
-    "context parallelism": {
+    "context parallelism (of which torch has none for CPUs)": {
         "parallelism.context_parallel_degree": 1,
         **_options("parallelism", "context_parallel_rotate_method context_parallel_load_balancer"),
     },

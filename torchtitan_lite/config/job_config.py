@@ -20,9 +20,11 @@ AsyncMode = Literal["disabled", "async", "async_with_pinned_mem"]
 IntervalType = Literal["steps", "seconds"]
 ActivationCheckpointMode = Literal["none", "selective", "full"]
 DecayType = Literal["linear", "sqrt", "cosine"]
+Strictness = Literal["error", "warn", "ignore"]
 OptimizerName = Literal["AdamW", "Adam"]
 OptimizerImplementation = Literal["fused", "foreach", "for-loop"]
-EXCLUDABLE_STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state")
+PipelineSchedule = Literal["1F1B", "GPipe", "Interleaved1F1B"]
+EXCLUDABLE_STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state", "rng")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,6 +224,10 @@ class Training:
     deterministic: bool = False
     """Use deterministic algorithms, possibly slower."""
 
+    trace_samples: bool = False
+    """Write the positions of each step's samples, in the order before the shuffle, to samples/rankR.jsonl in
+    dump_folder."""
+
     def __post_init__(self) -> None:
         for name in ("batch_size", "seq_len", "steps", "gc_freq", "max_skipped_steps"):
             _at_least(f"training.{name}", getattr(self, name), 1)
@@ -242,12 +248,40 @@ class Training:
 class Parallelism:
     """How ranks share the model. The product of the degrees is the number of processes."""
 
+    data_parallel_replicate_degree: int = 1
+    """Groups of ranks that each hold a whole model and take different data (HSDP; DDP, if nothing is sharded)."""
+
     data_parallel_shard_degree: int = -1
     """Ranks over which FSDP2 shards parameters; -1: what is left."""
+
+    tensor_parallel_degree: int = 1
+    """Ranks that share each layer and, between layers, the sequence; it divides the model's heads, n_kv_heads too."""
+
+    pipeline_parallel_degree: int = 1
+    """Ranks that each hold some of the layers, one stage after the other."""
+
+    pipeline_parallel_schedule: PipelineSchedule = "1F1B"
+    """Order of the micro-batches. 1F1B, GPipe: one stage a rank; Interleaved1F1B: two, or as the split points say."""
+
+    pipeline_parallel_split_points: tuple[str, ...] = ()
+    """First layer of each stage but the first one, as layers.2,layers.4; empty: as equal as can be, the first and the
+    last stage the shorter ones."""
+
+    pipeline_parallel_microbatch_size: int = 1
+    """Sequences of a local batch that pass a stage at a time."""
+
+    pipeline_parallel_microbatches: int | None = None
+    """Micro-batches that a local batch is split into; if set, it counts instead of the size."""
 
     def __post_init__(self) -> None:
         if self.data_parallel_shard_degree != -1:
             _at_least("parallelism.data_parallel_shard_degree (or -1)", self.data_parallel_shard_degree, 1)
+        for name in ("data_parallel_replicate_degree", "tensor_parallel_degree", "pipeline_parallel_degree"):
+            _at_least(f"parallelism.{name}", getattr(self, name), 1)
+        _choice("parallelism.pipeline_parallel_schedule", self.pipeline_parallel_schedule, get_args(PipelineSchedule))
+        _at_least("parallelism.pipeline_parallel_microbatch_size", self.pipeline_parallel_microbatch_size, 1)
+        if self.pipeline_parallel_microbatches is not None:
+            _at_least("parallelism.pipeline_parallel_microbatches", self.pipeline_parallel_microbatches, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,6 +335,35 @@ class Checkpoint:
     """States left as they are at load: optimizer (together with lr_scheduler), lr_scheduler, dataloader, train_state,
     or your own."""
 
+    load_include: tuple[str, ...] = ()
+    """Globs over the model's names (layers.*.attention.*): only these tensors, and their optimizer state, are
+    loaded; none: all."""
+
+    load_exclude: tuple[str, ...] = ()
+    """Globs over the model's names: these tensors, and their optimizer state, are left as they are."""
+
+    load_rename: tuple[str, ...] = ()
+    """Renames of the checkpoint's names before they are looked up, as regular expressions: pattern=replacement."""
+
+    load_cast: bool = False
+    """Cast floating tensors of another dtype to the model's; otherwise another dtype is a mismatch. Always on for the
+    weights of initial_load_path."""
+
+    load_strictness: Strictness = "error"
+    """What missing, unexpected or mismatched tensors are: an error; a warning, the rest being loaded; or nothing."""
+
+    new_branch: bool = False
+    """With load_step: begin another branch at it, even if the newest checkpoint is on a branch begun there."""
+
+    dry_run: bool = False
+    """Print what a resume would load, change and refuse, and leave; exit 0 if it would resume, 1 if not."""
+
+    tensor_digests: bool = False
+    """Put a digest of every tensor into the manifest, the same for every topology."""
+
+    verify_resume: bool = False
+    """After a load, digest every tensor again and fail, naming the first that differs from the manifest."""
+
     enable_first_step_checkpoint: bool = False
     """Also save at step 1, to see early that saving works."""
 
@@ -333,6 +396,7 @@ class Checkpoint:
         _at_least("checkpoint.timeout_seconds", self.timeout_seconds, 1)
         _at_least("checkpoint.max_failed_saves", self.max_failed_saves, 1)
         _at_least("checkpoint.preemption_grace_seconds", self.preemption_grace_seconds, 1)
+        _choice("checkpoint.load_strictness", self.load_strictness, get_args(Strictness))
         if "model" in self.exclude_from_loading:
             raise ConfigError(
                 "checkpoint.exclude_from_loading: 'model' cannot be left out; a run without its weights is a fresh "

@@ -43,12 +43,27 @@ def global_batch_size(config: Training, num_ranks: int) -> int:
     unit = config.batch_size * num_ranks
     total = unit if config.global_batch_size == -1 else config.global_batch_size
     if total % unit:
-        fitting = [multiple for multiple in (total // unit * unit, (total // unit + 1) * unit) if multiple]
         raise ConfigError(
             f"training.global_batch_size: {total} is not a multiple of batch_size x ranks = {config.batch_size} x "
-            f"{num_ranks} = {unit}; {' and '.join(map(str, fitting))} would do."
+            f"{num_ranks} = {unit}; {_what_would_do(total, config.batch_size, num_ranks)}."
         )
     return total
+
+
+def _what_would_do(total: int, batch_size: int, num_ranks: int) -> str:
+    """The nearest values of each of the three that fit the other two."""
+    unit = batch_size * num_ranks
+    totals = [str(multiple) for multiple in (total // unit * unit, (total // unit + 1) * unit) if multiple]
+    batch_sizes, ranks = _nearest_factors(total, num_ranks, batch_size), _nearest_factors(total, batch_size, num_ranks)
+    others = [f"batch_size {batch_sizes}"] if batch_sizes else []
+    others += [f"{ranks} ranks"] if ranks else []
+    return f"{' and '.join(totals)} would do" + (f", as would {', or '.join(others)}" if others else "")
+
+
+def _nearest_factors(total: int, other: int, current: int) -> str:
+    fitting = [factor for factor in range(1, total // other + 1) if total % (factor * other) == 0]
+    below, above = [f for f in fitting if f < current], [f for f in fitting if f > current]
+    return " or ".join(map(str, below[-1:] + above[:1]))
 
 
 class TokenLoader:
@@ -72,9 +87,10 @@ class TokenLoader:
         self._first = rank * self._share
         self._local_batch_size = local_batch_size
         self._global_batch_size = global_batch_size
-        self._last_position = max_epochs * len(dataset) if max_epochs else None
+        self._end_position = max_epochs * len(dataset) if max_epochs else None
         self._next_position = 0
-        if self._last_position is not None and self._last_position < global_batch_size:
+        self._last_positions = range(0)
+        if self._end_position is not None and self._end_position < global_batch_size:
             raise ConfigError(
                 f"training.max_epochs: {max_epochs} x {len(dataset)} sequences are less than one step of "
                 f"{global_batch_size}. Lower the batch size or --training.seq_len."
@@ -85,12 +101,18 @@ class TokenLoader:
 
     def __next__(self) -> Tensor:
         start, stop = self._next_position, self._next_position + self._global_batch_size
-        if self._last_position is not None and stop > self._last_position:
+        if self._end_position is not None and stop > self._end_position:
             raise StopIteration
         first = start + self._first
-        windows = [self._window(position) for position in range(first, first + self._share)]
-        self._next_position = stop
+        positions = range(first, first + self._share)
+        windows = [self._window(position) for position in positions]
+        self._next_position, self._last_positions = stop, positions
         return torch.from_numpy(np.stack(windows)).view(-1, self._local_batch_size, self._dataset.seq_len + 1)
+
+    @property
+    def last_positions(self) -> range:
+        """Positions of this rank's last step in the run's order, before the shuffle; empty before a first step."""
+        return self._last_positions
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands, in fresh ints and strings, the same on every rank."""
@@ -122,6 +144,7 @@ class TokenLoader:
                 self._seed,
             )
         self._next_position, self._seed = int(state["next_position"]), int(state["seed"])
+        self._last_positions = range(0)
 
     def _window(self, position: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         epoch, place = divmod(position, len(self._dataset))

@@ -12,6 +12,7 @@ All methods are collective unless they say otherwise.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -115,33 +116,50 @@ class Peers:
     def decide(self, choose: Callable[[], T]) -> T:
         """What `choose` returned on the coordinator, on every rank; what it raised is raised on every rank."""
         outcome: list[tuple[T | None, Exception | None]] = [(None, None)]
+        own: Exception | None = None
         if self.is_coordinator:
             try:
                 outcome = [(choose(), None)]
             except Exception as error:
-                outcome = [(None, error)]
+                own, outcome = error, [(None, _portable(error))]
         if self.world_size > 1:
             dist.broadcast_object_list(outcome, src=0, group=self.group)
         value, failure = outcome[0]
         if failure is not None:
-            raise failure if self.is_coordinator else _told_by_another(failure)
+            raise own if own is not None else _told_by_another(failure)
         return cast(T, value)
+
+    def gather(self, mine: T) -> list[T]:
+        """Each rank's `mine`, by rank, on every rank."""
+        if self.world_size == 1:
+            return [mine]
+        gathered: list[T | None] = [None] * self.world_size
+        dist.all_gather_object(gathered, mine, group=self.group)
+        return cast(list[T], gathered)
 
     def raise_together(self, error: Exception | None) -> None:
         """Returns if no rank brought an error; else raises the first one, by rank, on every rank."""
         errors: list[Exception | None] = [error]
         if self.world_size > 1:
             errors = [None] * self.world_size
-            dist.all_gather_object(errors, error, group=self.group)
-        first = next(((rank, found) for rank, found in enumerate(errors) if found is not None), None)
-        if first is not None:
-            rank, found = first
-            raise found if rank == self.rank else _told_by_another(found)
+            dist.all_gather_object(errors, error and _portable(error), group=self.group)
+        for rank, found in enumerate(errors):
+            if found is not None:
+                raise error if rank == self.rank and error is not None else _told_by_another(found)
 
 
 def _gloo_group(timeout: timedelta) -> dist.ProcessGroup:
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
     return group
+
+
+def _portable(error: Exception) -> Exception:
+    # An error that does not pickle would leave the other ranks waiting, and one that does not unpickle, without it.
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def _told_by_another(error: Exception) -> Exception:

@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lite.config.job_config import Comm
 from torchtitan_lite.distributed.environment import launched, logged_environment, set_default
@@ -55,18 +55,16 @@ def process_group(config: Comm, *, deterministic: bool = False) -> Iterator[Worl
     dist.destroy_process_group()
 
 
-def build_mesh(world: World) -> DeviceMesh:
-    """The mesh over which parameters are sharded: all ranks. **Collective**."""
-    return init_device_mesh(world.device.type, (world.world_size,), mesh_dim_names=("dp_shard",))
-
-
 def shorten_timeouts(mesh: DeviceMesh, config: Comm) -> None:
-    """Training collectives fail after `train_timeout_seconds` from now on. After the first step; **collective**."""
+    """Training collectives, on all of `mesh`, fail after `train_timeout_seconds` from now on.
+
+    After the first step; **collective**.
+    """
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
     # A rank that is still in its first step must not meet the short time-out.
     dist.barrier()
-    for group in (None, mesh.get_group()):
+    for group in (None, *mesh.get_all_groups()):
         _set_pg_timeout(timedelta(seconds=config.train_timeout_seconds), group)
 
 

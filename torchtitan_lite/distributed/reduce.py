@@ -1,19 +1,39 @@
-"""Sums and maxima of scalars over ranks. **Collective**; without a process group the value itself."""
+"""Sums and maxima of scalars over ranks. **Collective**; without a process group the value itself.
+
+A rank that has no value (a pipeline's loss is seen by its last stage only) brings None, takes part
+and gets the result like all others.
+"""
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
-def mean_over_ranks(value: torch.Tensor) -> torch.Tensor:
-    """Mean of a scalar tensor over all ranks; not finite on any rank means not finite on every rank."""
-    return _reduce(value, dist.ReduceOp.SUM) / _world_size()
+def mean_over_ranks(value: Tensor | None, device: torch.device | None = None) -> Tensor:
+    """Mean of a scalar over the ranks that have one; not finite on any rank means not finite on every rank.
+
+    `device` is where the values are, for a rank without.
+    """
+    mine = torch.zeros(2, device=device) if value is None else torch.stack([value.detach(), torch.ones_like(value)])
+    sum_and_count = _reduce(mine, dist.ReduceOp.SUM)
+    return sum_and_count[0] / sum_and_count[1]
 
 
-def max_over_ranks(value: torch.Tensor) -> torch.Tensor:
-    """Maximum of a scalar tensor over all ranks."""
-    return _reduce(value, dist.ReduceOp.MAX)
+def max_over_ranks(value: Tensor | None, device: torch.device | None = None) -> Tensor:
+    """Maximum of a scalar over the ranks that have one."""
+    mine = torch.tensor(-math.inf, device=device) if value is None else value.detach().clone()
+    return _reduce(mine, dist.ReduceOp.MAX)
+
+
+def norm_over_group(norm: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The norm of all tensors whose `norm` each rank of `group` has of its own ones. **Collective** over `group`."""
+    squares = norm.double().square()  # A float32's square may be out of its range.
+    dist.all_reduce(squares, group=group)
+    return squares.sqrt().to(norm.dtype)
 
 
 def broadcast_from_first(value: int, device: torch.device) -> int:
@@ -24,11 +44,10 @@ def broadcast_from_first(value: int, device: torch.device) -> int:
     return int(tensor.item())
 
 
-def _reduce(value: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
-    result = value.detach().clone()
+def _reduce(values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
     if _world_size() > 1:
-        dist.all_reduce(result, op=op)
-    return result
+        dist.all_reduce(values, op=op)
+    return values
 
 
 def _world_size() -> int:

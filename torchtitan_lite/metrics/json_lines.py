@@ -2,11 +2,13 @@
 
 A line is one write, so that a reader sees whole lines; a process killed in the middle leaves at most
 one torn line at the end. Whoever appends next starts on a new line. A write that fails (a full disk)
-is a warning: what is told about a run must not end it.
+is a warning: what is told about a run must not end it. Where a run goes on from a step, the lines
+of later steps are dropped, so that every step stands in the history once.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Mapping
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.log import logger
+from torchtitan_lite.store import durable
 
 
 class JsonLines:
@@ -55,6 +58,17 @@ class JsonLines:
             raise OSError(f"only {written} of {len(whole)} bytes fitted")
 
 
+def start_history(path: Path, loaded_step: int) -> None:
+    """The lines of `path` end at `loaded_step`; at 0, a fresh start, the file of an earlier run is moved aside.
+
+    A process that has the file open would go on in the old one: call before any appends.
+    """
+    if loaded_step:
+        _drop_after(path, loaded_step)
+    else:
+        _move_aside(path)
+
+
 def whole_lines(data: bytes) -> list[tuple[bytes, dict[str, Any]]]:
     """The lines of `data` that are whole JSON objects, each with its newline, beside what they say."""
     return [
@@ -62,6 +76,23 @@ def whole_lines(data: bytes) -> list[tuple[bytes, dict[str, Any]]]:
         for line in data.splitlines(keepends=True)
         if line.endswith(b"\n") and (record := _object(line)) is not None
     ]
+
+
+def _drop_after(path: Path, step: int) -> None:
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    kept = b"".join(line for line, record in whole_lines(data) if record.get("step", step + 1) <= step)
+    if kept != data:
+        durable.write_atomically(path, kept)
+
+
+def _move_aside(path: Path) -> None:
+    if not path.exists() or not path.stat().st_size:
+        return
+    free = next(name for number in itertools.count(1) if not (name := path.with_name(f"{path.name}.{number}")).exists())
+    durable.rename(path, free)
+    logger.info("%s of an earlier run is now %s", path, free.name)
 
 
 def _object(line: bytes) -> dict[str, Any] | None:

@@ -7,7 +7,6 @@ The log lines for a person are made in `report`.
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -18,9 +17,7 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 
 from torchtitan_lite.config.job_config import Metrics
-from torchtitan_lite.log import logger
-from torchtitan_lite.metrics.json_lines import JsonLines, whole_lines
-from torchtitan_lite.store import durable
+from torchtitan_lite.metrics.json_lines import JsonLines, start_history
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -36,10 +33,7 @@ class MetricsLogger:
     def start(self, loaded_step: int) -> None:
         """The history ends at `loaded_step`; at 0, a fresh start, it is empty. Call before the first `log`."""
         if self._lines is not None:
-            if loaded_step:
-                _drop_after(self._lines.path, loaded_step)
-            else:
-                _move_aside(self._lines.path)
+            start_history(self._lines.path, loaded_step)
         if self._tensorboard_folder is not None:
             self._tensorboard = SummaryWriter(self._tensorboard_folder, purge_step=loaded_step + 1)
 
@@ -92,23 +86,6 @@ def _tensorboard_folder(dump_folder: Path, config: Metrics, rank: int) -> Path |
         return None
     folder = dump_folder / config.save_tb_folder
     return folder if config.rank_0_only else folder / f"rank_{rank}"
-
-
-def _drop_after(path: Path, step: int) -> None:
-    if not path.exists():
-        return
-    data = path.read_bytes()
-    kept = b"".join(line for line, record in whole_lines(data) if record.get("step", step + 1) <= step)
-    if kept != data:
-        durable.write_atomically(path, kept)
-
-
-def _move_aside(path: Path) -> None:
-    if not path.exists() or not path.stat().st_size:
-        return
-    free = next(name for number in itertools.count(1) if not (name := path.with_name(f"{path.name}.{number}")).exists())
-    durable.rename(path, free)
-    logger.info("%s of an earlier run is now %s", path, free.name)
 
 
 def _as_json(value: float) -> float | None:

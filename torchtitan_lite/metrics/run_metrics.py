@@ -39,7 +39,8 @@ class RunMetrics:
         self._files = MetricsLogger(dump_folder, config.metrics, rank=world.rank)
         self._events = EventLog(dump_folder / EVENTS_FILE if world.rank == 0 else None)
         self._memory = build_memory_monitor(world.device)
-        self._goodput = Goodput()
+        self.goodput = Goodput()
+        """Totals of the run's time."""
         self._lock = threading.Lock()
         self._event_tags: dict[str, float] = {}
         self._tokens = self._steps = 0
@@ -74,7 +75,7 @@ class RunMetrics:
         """The step's line is printed and its figures are on file."""
         seconds = time.perf_counter() - self._since
         parts = self.timer.pop()
-        self._goodput.add_productive(sum(parts.values()) * self._steps)
+        self.goodput.add_productive(sum(parts.values()) * self._steps)
         speed = throughput_tags(self._tokens / seconds, self._flops_per_token, self._peak)
         memory = self._memory.tags()
         with self._lock:
@@ -85,7 +86,7 @@ class RunMetrics:
             "grad_norm": grad_norm,
             "lr": lr,
             "n_tokens_seen": n_tokens_seen,
-            "goodput(%)": self._goodput.percent(),
+            "goodput(%)": self.goodput.percent(),
         }
         self._files.log(step, tags | speed | time_tags(seconds / max(1, self._steps), parts) | memory | event_tags)
         logger.info(

@@ -1,8 +1,10 @@
-"""Activation checkpointing, compilation and sharding of a Llama, in that order, in place.
+"""Everything that is done to a Llama, or to a pipeline stage of it, before it trains, in place.
 
-The compute dtype is the same function of the config in every topology: where a mixed precision is
-asked for, FSDP casts, on one rank too; one rank in float32 stays a plain module. Parameters and
-gradients are float32 always. FQNs, as DCP's `get_model_state_dict` spells them, do not change.
+Tensor parallelism, activation checkpointing, compilation, FSDP, in that order. The compute dtype is
+the same function of the config in every topology: where a mixed precision is asked for, FSDP casts,
+on one rank too; one rank in float32 stays a plain module. DDP is FSDP over replicas of one shard
+each, for the same reason. Parameters and gradients are float32 always. FQNs, as DCP's
+`get_model_state_dict` spells them, do not change.
 """
 
 from __future__ import annotations
@@ -18,16 +20,24 @@ from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
 from torchtitan_lite.parallelisms.activation_checkpoint import apply_activation_checkpointing
+from torchtitan_lite.parallelisms.parallel_dims import ParallelDims
+from torchtitan_lite.parallelisms.tensor_parallel import apply_tensor_parallelism
 
 
-def parallelize_llama(model: nn.Module, mesh: DeviceMesh | None, config: JobConfig) -> None:
-    """`model`, best still on the meta device, computes as `config` says over the ranks of `mesh`. **Collective**."""
+def parallelize_llama(model: nn.Module, mesh: DeviceMesh, dims: ParallelDims, config: JobConfig) -> None:
+    """`model`, best still on the meta device, computes as `config` says over the ranks of `mesh`, which is of `dims`.
+
+    **Collective**.
+    """
     layers = model.get_submodule("layers")
+    if dims.tp > 1:
+        apply_tensor_parallelism(model, mesh["tp"])
     apply_activation_checkpointing(layers, config.activation_checkpoint, preserve_rng_state=config.model.dropout > 0)
     if config.training.compile:
         compile_blocks(layers)
-    if _is_sharded(mesh, config):
-        _shard(model, layers, _required(mesh, config), config)
+    if _is_sharded(dims, config):
+        # Each micro-batch of a pipeline would gather the parameters again.
+        _shard(model, layers, dims.dp_mesh(mesh), config, reshard_after_forward=dims.pp == 1)
 
 
 def compile_blocks(layers: nn.Module) -> None:
@@ -38,22 +48,14 @@ def compile_blocks(layers: nn.Module) -> None:
     logger.info("Each transformer block is compiled")
 
 
-def _is_sharded(mesh: DeviceMesh | None, config: JobConfig) -> bool:
+def _is_sharded(dims: ParallelDims, config: JobConfig) -> bool:
     training = config.training
-    several_ranks = mesh is not None and mesh.size() > 1
-    return several_ranks or training.mixed_precision_param != "float32" or training.enable_cpu_offload
+    return dims.dp_degree > 1 or training.mixed_precision_param != "float32" or training.enable_cpu_offload
 
 
-def _required(mesh: DeviceMesh | None, config: JobConfig) -> DeviceMesh:
-    if mesh is None:
-        raise ConfigError(
-            f"training.mixed_precision_param: {config.training.mixed_precision_param} needs a device mesh, of one rank "
-            "if there is one, found none. Open a process group, or set --training.mixed_precision_param=float32."
-        )
-    return mesh
-
-
-def _shard(model: nn.Module, layers: nn.Module, mesh: DeviceMesh, config: JobConfig) -> None:
+def _shard(
+    model: nn.Module, layers: nn.Module, mesh: DeviceMesh, config: JobConfig, *, reshard_after_forward: bool
+) -> None:
     training = config.training
     settings: dict[str, Any] = {
         "mesh": mesh,
@@ -69,6 +71,5 @@ def _shard(model: nn.Module, layers: nn.Module, mesh: DeviceMesh, config: JobCon
     blocks = list(layers.children())
     for block in blocks:
         # Backward begins with the last block: freed after forward, it would be gathered again at once.
-        fully_shard(block, reshard_after_forward=block is not blocks[-1], **settings)
+        fully_shard(block, reshard_after_forward=reshard_after_forward and block is not blocks[-1], **settings)
     fully_shard(model, **settings)
-    logger.info("FSDP shards the model over %d ranks, computing in %s", mesh.size(), training.mixed_precision_param)

@@ -62,6 +62,11 @@ def parse_replaced(name: str) -> tuple[int, int] | None:
     return _two(_REPLACED, name)
 
 
+def abandoned_dir(step: int, run_id: str, number: int) -> str:
+    """Name of the checkpoint of `step` that `run_id` left when it was told to go back; `number` from 1."""
+    return f"step-{step}.abandoned-{run_id}" + ("" if number == 1 else f"-{number}")
+
+
 def moved_aside(step: int, number: int) -> str:
     """A foreign name for what stood in the way of `step` and is not ours to remove; `number` from 1."""
     return f"step-{step}.foreign" if number == 1 else f"step-{step}.foreign-{number}"

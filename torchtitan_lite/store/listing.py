@@ -8,6 +8,7 @@ not a link to one.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -42,6 +43,10 @@ class Listing:
         """Saves under way and trash."""
         parsers = (layout.parse_staging, layout.parse_trash)
         return [self.root / name for name in self.names if any(parse(name) is not None for parse in parsers)]
+
+    def free(self, spell: Callable[[int], str]) -> Path:
+        """The first of the names that `spell` makes of 1, 2 ... which is free."""
+        return self.root / next(name for number in itertools.count(1) if (name := spell(number)) not in self.names)
 
     def free_replaced(self, step: int) -> Path:
         """A free name for what is replaced next."""
@@ -85,7 +90,7 @@ def find_intact(step: int, places: Sequence[Path]) -> CheckpointInfo | None:
 
 def describe(folder: Path, manifest: Manifest) -> CheckpointInfo:
     """What `manifest` says of the checkpoint in `folder`."""
-    return CheckpointInfo(manifest.step, folder, manifest.kind, manifest.created_at, manifest.nbytes)
+    return CheckpointInfo(manifest.step, folder, manifest.kind, manifest.created_at, manifest.nbytes, manifest.lineage)
 
 
 def is_folder(path: Path) -> bool:

@@ -17,10 +17,14 @@ from typing import Any, NoReturn, TypeVar
 
 from torchtitan_lite.errors import CheckpointDamaged, FormatTooNew
 from torchtitan_lite.store import layout
+from torchtitan_lite.store.lineage import Lineage
 
 FORMAT_VERSION = 1
 
 T = TypeVar("T")
+
+UNKNOWN = Lineage("unknown")
+"""Of a checkpoint whose manifest names no run."""
 
 
 class CheckpointKind(enum.Enum):
@@ -44,6 +48,13 @@ class CheckpointInfo:
     """Unix seconds."""
     nbytes: int
     """Of all its files but the manifest."""
+    lineage: Lineage = UNKNOWN
+    """The run it is of."""
+
+    @property
+    def run_id(self) -> str:
+        """The run it is of."""
+        return self.lineage.run_id
 
 
 @dataclass(frozen=True)
@@ -68,6 +79,8 @@ class Manifest:
     """Library name to its version."""
     files: dict[str, FileRecord]
     """File name to its record, for every file in the folder but the manifest."""
+    lineage: Lineage = UNKNOWN
+    """The run it is of."""
     extra: dict[str, Any] = field(default_factory=dict)
     """JSON values that the store does not look at."""
     format_version: int = FORMAT_VERSION
@@ -87,9 +100,16 @@ class Manifest:
             "world_size": self.world_size,
             "versions": dict(self.versions),
             "files": {name: asdict(record) for name, record in sorted(self.files.items())},
+            "lineage": self.lineage.to_json(),
             "extra": dict(self.extra),
         }
         return (json.dumps(document, indent=2, allow_nan=False) + "\n").encode()
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> Manifest | None:
+        """The manifest in `folder`; None where there is none. Raises as `parse` does."""
+        path = folder / layout.MANIFEST
+        return cls.parse(path.read_bytes(), str(path)) if path.is_file() else None
 
     @classmethod
     def parse(cls, data: bytes, path: str = layout.MANIFEST) -> Manifest:
@@ -125,6 +145,7 @@ def _manifest(document: dict[str, Any]) -> Manifest:
         world_size=_number(document, "world_size", 1),
         versions={name: _value(versions, name, str) for name in versions},
         files={name: _file(files, name) for name in files},
+        lineage=Lineage.from_json(_value(document, "lineage", dict)),
         extra=_value(document, "extra", dict),
     )
 

@@ -9,13 +9,16 @@ time is assumed.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, SaveFailed
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.durable import DISK, Durable
+from torchtitan_lite.store.lineage import Lineage, without_abandoned
 from torchtitan_lite.store.listing import Listing, describe, find, find_intact, is_folder, is_unmanaged
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, FileRecord, Manifest
 
@@ -28,7 +31,11 @@ class CheckpointStore:
         self._durable = durable
 
     def committed(self) -> list[CheckpointInfo]:
-        """Every committed checkpoint, by ascending step. Raises FormatTooNew for one of a newer version."""
+        """Every committed checkpoint that none abandons, by ascending step. Raises FormatTooNew for a newer format."""
+        return without_abandoned(self.intact())
+
+    def intact(self) -> list[CheckpointInfo]:
+        """As `committed`, with those that are abandoned and could not be set aside yet."""
         found = (find_intact(step, places) for step, places in Listing(self.root).places().items())
         return [info for info in found if info is not None]
 
@@ -37,16 +44,12 @@ class CheckpointStore:
         return [folder for step in Listing(self.root).places() if is_unmanaged(folder := self._final(step))]
 
     def latest(self, kind: CheckpointKind = CheckpointKind.FULL) -> CheckpointInfo | None:
-        """The committed checkpoint of `kind` with the highest step; warns of each damaged one that it passes over."""
-        for step, places in reversed(Listing(self.root).places().items()):
-            try:
-                info = find(step, places)
-            except CheckpointDamaged as error:
-                logger.warning("passing over step %d: %s", step, error)
-                continue
-            if info is not None and info.kind is kind:
-                return info
-        return None
+        """The committed checkpoint of `kind` with the highest step; warns of each damaged one that is passed over."""
+        newest = next((info for info in reversed(self.committed()) if info.kind is kind), None)
+        for step, places in Listing(self.root).places().items():
+            if newest is None or step > newest.step:
+                self._warn_of_damage(step, places)
+        return newest
 
     def get(self, step: int) -> CheckpointInfo:
         """The committed checkpoint of `step`. Raises CheckpointNotFound, CheckpointDamaged or FormatTooNew."""
@@ -85,8 +88,10 @@ class CheckpointStore:
         """The staging folder of `step` is gone. Coordinator, once no rank writes into it."""
         staging = self._staging(step)
         if os.path.lexists(staging):
-            # A commit that failed after its exchange left the old checkpoint here: the new one must be durable first.
+            # A commit that failed after its exchange left the old checkpoint here: the new one must be durable first,
+            # and if it abandons the old one, that is kept.
             self._durable.fsync_dir(self.root)
+            self._finish_abandoning()
             self._remove(staging)
 
     def commit(self, step: int, manifest: Manifest) -> CheckpointInfo:
@@ -100,7 +105,7 @@ class CheckpointStore:
         self._durable.fsync_dir(self.root)
         self._put_in_place(step)
         self._durable.fsync_dir(self.root)
-        self._drop_superseded(step)
+        self._finish(step, sealed.lineage)
         return describe(self._final(step), sealed)
 
     def delete(self, info: CheckpointInfo) -> None:
@@ -116,7 +121,7 @@ class CheckpointStore:
 
         Returns what was put back, by its new name, and what was removed. Foreign names are untouched.
         """
-        put_back = self._put_back()
+        put_back = [*self._put_back(), *self._finish_abandoning()]
         listing = Listing(self.root)
         superseded = [(path, step) for step in listing.places() for path in self._superseded(step, listing)]
         leavings = listing.leavings()
@@ -165,19 +170,50 @@ class CheckpointStore:
         self._durable.rename(staging, final)
 
     def _move_aside(self, step: int) -> None:
-        number = 1
-        while os.path.lexists(aside := self.root / layout.moved_aside(step, number)):
-            number += 1
+        aside = Listing(self.root).free(lambda number: layout.moved_aside(step, number))
         logger.warning("%s is no checkpoint of ours and in the way of one: it is now %s", self._final(step), aside)
         self._durable.rename(self._final(step), aside)
 
-    def _drop_superseded(self, step: int) -> None:
+    def _finish(self, step: int, lineage: Lineage) -> None:
+        """What the commit of `step` abandons is called so, and what it replaced is gone; else a warning."""
+        self._after_commit(step, lambda: self._set_aside(lineage.abandons))
         for path in [self._staging(step), *Listing(self.root).replaced(step)]:
-            try:
-                if os.path.lexists(path):
-                    self._discard(path, step)
-            except OSError as error:
-                logger.warning("step %d is saved; what it replaced could not be removed: %s", step, error)
+            if os.path.lexists(path):
+                self._after_commit(step, functools.partial(self._discard, path, step))
+
+    def _after_commit(self, step: int, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except OSError as error:
+            logger.warning("step %d is saved; what it replaced could not be removed: %s", step, error)
+
+    def _finish_abandoning(self) -> list[Path]:
+        abandons = [pair for info in self.intact() for pair in info.lineage.abandons]
+        if abandons:
+            # The commit that abandons them may not be durable yet.
+            self._durable.fsync_dir(self.root)
+        return self._set_aside(abandons)
+
+    def _set_aside(self, abandons: Sequence[tuple[int, str]]) -> list[Path]:
+        """The checkpoints in `abandons` are called so, wherever they stand; returns their new names."""
+        moved = []
+        for step, run_id in abandons:
+            for path in [self._final(step), self._staging(step), *Listing(self.root).replaced(step)]:
+                info = find_intact(step, [path])
+                if info is not None and info.run_id == run_id:
+                    aside = Listing(self.root).free(functools.partial(layout.abandoned_dir, step, run_id))
+                    self._durable.rename(path, aside)
+                    logger.info("%s is of a branch that was left; it is now %s", path, aside.name)
+                    moved.append(aside)
+        if moved:
+            self._durable.fsync_dir(self.root)
+        return moved
+
+    def _warn_of_damage(self, step: int, places: Sequence[Path]) -> None:
+        try:
+            find(step, places)
+        except CheckpointDamaged as error:
+            logger.warning("passing over step %d: %s", step, error)
 
     def _put_back(self) -> list[Path]:
         """Every step that was replaced, and its successor not yet in place, has its name again."""

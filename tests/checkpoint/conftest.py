@@ -1,0 +1,47 @@
+"""Fixtures of the checkpoint tests: small runs, in each of the three ways to save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.small_run import Lent, SmallRun
+from torchtitan_lite.checkpoint.savers import ProcessSaver
+from torchtitan_lite.distributed.consensus import Peers
+
+MODES = ("disabled", "async", "async_with_pinned_mem")
+StartRun = Callable[..., SmallRun]
+
+
+@pytest.fixture(scope="session")
+def process_saver() -> Iterator[ProcessSaver]:
+    """A writer process takes seconds to start, so the tests share one."""
+    saver = ProcessSaver(Peers(timedelta(seconds=60)), timeout_seconds=60)
+    yield saver
+    saver.close()
+
+
+@pytest.fixture
+def start_run(tmp_path: Path, process_saver: ProcessSaver) -> Iterator[StartRun]:
+    """Starts a run in the test's folder, as often as the test restarts it; all are closed at its end."""
+    with ExitStack() as stack:
+
+        def start(folder: Path = tmp_path, *, seams: dict[str, Any] | None = None, **options: Any) -> SmallRun:
+            lent = {"saver": Lent(process_saver)} if options.get("async_mode") == "async_with_pinned_mem" else {}
+            run = SmallRun(folder, seams=lent | (seams or {}), **options)
+            stack.callback(run.manager.close)
+            return run
+
+        yield start
+
+
+@pytest.fixture(params=MODES)
+def mode(request: pytest.FixtureRequest) -> str:
+    """Each `async_mode` in turn."""
+    name: str = request.param
+    return name

@@ -1,0 +1,259 @@
+"""A run small enough to be made many times: a tiny model, AdamW, a schedule, a loader, a manager.
+
+Training is deterministic: the batch is a function of the loader's position, so two runs that are at
+the same state go on alike, bit for bit.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.storage import StorageWriter
+
+from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.checkpoint.savers import PendingSave, Saver, State
+from torchtitan_lite.checkpoint.train_state import TrainState
+from torchtitan_lite.checkpoint.writer import CommittingWriter, Origin
+from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig
+from torchtitan_lite.store.durable import Durable
+from torchtitan_lite.store.lineage import Lineage
+from torchtitan_lite.store.manifest import CheckpointKind
+from torchtitan_lite.store.store import CheckpointStore
+
+ORIGIN = Origin(Lineage("run1"), topology="1 rank", config={})
+"""Of checkpoints that are saved without a manager."""
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.seconds = 1000.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+class Events:
+    """Everything that a manager told, in order."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int, dict[str, Any]]] = []
+
+    def __call__(self, event: str, step: int, /, **figures: Any) -> None:
+        self.told.append((event, step, figures))
+
+    def steps(self, event: str) -> list[int]:
+        """The steps that `event` was told of."""
+        return [step for name, step, _ in self.told if name == event]
+
+    def figures(self, event: str) -> dict[str, Any]:
+        """What came with the last `event`."""
+        return next(figures for name, _, figures in reversed(self.told) if name == event)
+
+
+class Tiny(nn.Module):
+    """Floating parameters, a floating and an integer buffer, and a buffer that is nobody's business."""
+
+    counter: Tensor
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.second = nn.Linear(8, 1)
+        self.register_buffer("counter", torch.tensor([3, 5]))
+        self.register_buffer("table", torch.arange(8.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(torch.tanh(self.norm(self.first(x)) + self.table))
+        return y
+
+
+class Loader:
+    """Counts; its state is one live object that changes with every batch."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"position": 0, "seen": []}
+
+    def __next__(self) -> Tensor:
+        position = self.state["position"]
+        self.state["position"] += 1
+        self.state["seen"].append(position)
+        return torch.randn(16, 4, generator=torch.Generator().manual_seed(position))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state = {"position": state_dict["position"], "seen": list(state_dict["seen"])}
+
+
+class SmallRun:
+    """One run, or the part of it between two restarts. Options of `[checkpoint]` and seams go to its manager."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        seed: int = 0,
+        states: dict[str, Any] | None = None,
+        seams: dict[str, Any] | None = None,
+        **checkpoint: Any,
+    ) -> None:
+        torch.manual_seed(seed)
+        self.model = Tiny()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda done: 1 / (1 + done))
+        self.loader, self.train_state, self.events, self.clock = Loader(), TrainState(), Events(), Clock()
+        self.root = folder / "checkpoint"
+        given: dict[str, Any] = {"clock": self.clock, "on_event": self.events} | (seams or {})
+        self.manager = CheckpointManager(
+            self.loader,
+            [self.model],
+            [self.optimizer],
+            [self.scheduler],
+            {"train_state": self.train_state} | (states or {}),
+            job_config(folder, **checkpoint),
+            **given,
+        )
+
+    def __enter__(self) -> SmallRun:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.manager.__exit__(*error)
+
+    def step(self, *, last: bool = False) -> bool:
+        """One optimizer step, then the manager is asked; whether it saved."""
+        self.train_state.step += 1
+        loss = self.model(next(self.loader)).square().mean()
+        loss.backward()
+        self.manager.maybe_wait_for_staging()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        self.train_state.record_loss(loss.item(), loss.item())
+        return self.manager.save(self.train_state.step, force=last)
+
+    def train(self, steps: int, *, last: bool = True) -> None:
+        """Goes on until `steps` are done; `last`: the run ends there."""
+        while self.train_state.step < steps:
+            self.step(last=last and self.train_state.step + 1 == steps)
+
+    @property
+    def losses(self) -> list[float]:
+        """Of every step since the very first start."""
+        return self.train_state.global_avg_losses
+
+    def contents(self) -> dict[str, Any]:
+        """A copy of all that a checkpoint should bring back."""
+        return {
+            "model": {name: tensor.clone() for name, tensor in self.model.state_dict().items()},
+            "moments": [{k: v.clone() for k, v in s.items()} for s in self.optimizer.state_dict()["state"].values()],
+            "lr": self.optimizer.param_groups[0]["lr"],
+            "schedule": self.scheduler.state_dict()["last_epoch"],
+            "loader": {"position": self.loader.state["position"], "seen": list(self.loader.state["seen"])},
+            "step": self.train_state.step,
+            "losses": list(self.losses),
+        }
+
+    def scramble(self) -> None:
+        """Nothing of the state is as it was."""
+        with torch.no_grad():
+            for tensor in self.model.state_dict().values():
+                tensor.add_(1)
+        for state in self.optimizer.state.values():
+            for tensor in state.values():
+                tensor.add_(1)
+        self.optimizer.param_groups[0]["lr"] = 77.0
+        self.loader.state = {"position": 99, "seen": [99]}
+        self.train_state.step = 99
+
+    def committed(self) -> list[int]:
+        """Steps on disk."""
+        return [info.step for info in CheckpointStore(self.root).committed()]
+
+    def names(self) -> list[str]:
+        """All that is in the folder of checkpoints."""
+        return sorted(path.name for path in self.root.iterdir())
+
+
+def job_config(folder: Path, **checkpoint: Any) -> JobConfig:
+    """A config whose checkpoints lie in `folder`; no signals are watched, for they are the test runner's."""
+    defaults: dict[str, Any] = {"enable_checkpoint": True, "preemption_signals": (), "timeout_seconds": 60}
+    return JobConfig(job=Job(dump_folder=str(folder)), checkpoint=Checkpoint(**defaults | checkpoint))
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two nests of containers, numbers and tensors are equal, bit for bit."""
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+class FullDisk(Durable):
+    """A disk that answers `operations` with ENOSPC, the next `times` times."""
+
+    def __init__(self, *operations: str, times: int = 10**9) -> None:
+        self.operations, self.times = operations, times
+
+    def rename(self, src: Path, dst: Path) -> None:
+        self._answer("rename")
+        super().rename(src, dst)
+
+    def write_file(self, path: Path, data: bytes) -> None:
+        self._answer("write_file")
+        super().write_file(path, data)
+
+    def make_dir(self, path: Path) -> None:
+        self._answer("make_dir")
+        super().make_dir(path)
+
+    def remove_tree(self, path: Path) -> None:
+        self._answer("remove_tree")
+        super().remove_tree(path)
+
+    def _answer(self, operation: str) -> None:
+        if operation in self.operations and self.times > 0:
+            self.times -= 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class Lent:
+    """A saver that several managers use one after another: closing it is its owner's."""
+
+    def __init__(self, saver: Saver) -> None:
+        self._saver, self.write_items = saver, saver.write_items
+
+    def start(self) -> None:
+        self._saver.start()
+
+    def save(self, state: State, writer: StorageWriter, step: int) -> PendingSave:
+        return self._saver.save(state, writer, step)
+
+    def close(self) -> None:
+        """The owner closes."""
+
+
+def committing_writer(
+    store: CheckpointStore, step: int, saver: Saver, kind: CheckpointKind = CheckpointKind.FULL
+) -> StorageWriter:
+    """The writer of one save."""
+    return CommittingWriter(store, step, kind, ORIGIN, write_items=saver.write_items)
+
+
+def fqns(names: Sequence[str], prefix: str) -> set[str]:
+    """Those of `names` that begin with `prefix`, without it."""
+    return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}

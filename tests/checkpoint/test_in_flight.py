@@ -1,0 +1,250 @@
+"""The save in flight: what is noticed when, what is counted, what is kept."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.storage import StorageWriter
+
+from tests.checkpoint.small_run import ORIGIN, Clock, Events, FullDisk
+from torchtitan_lite.checkpoint.in_flight import InFlight
+from torchtitan_lite.checkpoint.savers import PendingSave, State, SyncSaver
+from torchtitan_lite.checkpoint.writer import write_items
+from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.errors import SaveFailed
+from torchtitan_lite.store.durable import DISK, Durable
+from torchtitan_lite.store.manifest import CheckpointKind
+from torchtitan_lite.store.retention import KeepAll, KeepLatest, RetentionPolicy
+from torchtitan_lite.store.store import CheckpointStore
+
+PEERS = Peers(timedelta(seconds=60))
+
+
+class HeldSaver(SyncSaver):
+    """Saves when the test completes it."""
+
+    def __init__(self) -> None:
+        super().__init__(PEERS)
+        self.write_items = write_items
+        self.staged: Future[None] = Future()
+        self.durable: Future[None] = Future()
+        self._save: Callable[[], PendingSave] | None = None
+
+    def save(self, state: State, writer: StorageWriter, step: int) -> PendingSave:
+        self.staged, self.durable = Future(), Future()
+        self._save = lambda: SyncSaver.save(self, state, writer, step)
+        return PendingSave(step, self.staged, self.durable)
+
+    def complete(self) -> None:
+        """The save that was set off happens."""
+        assert self._save is not None
+        failure = self._save().durable.exception()
+        if failure is None:
+            self.durable.set_result(None)
+        else:
+            self.durable.set_exception(failure)
+
+
+class Case:
+    """An `InFlight` and what is around it."""
+
+    def __init__(self, root: Path, retention: RetentionPolicy | None = None, max_failed_saves: int = 3) -> None:
+        self.root, self.events, self.clock, self.saver = root, Events(), Clock(), HeldSaver()
+        self.in_flight = InFlight(
+            PEERS,
+            retention or KeepAll(),
+            timeout_seconds=60,
+            max_failed_saves=max_failed_saves,
+            clock=self.clock,
+            on_event=self.events,
+        )
+
+    def begin(self, step: int, durable: Durable = DISK, kind: CheckpointKind = CheckpointKind.FULL) -> None:
+        store = CheckpointStore(self.root, durable=durable)
+        self.in_flight.begin(step, {"weight": torch.ones(3)}, kind, store, self.saver, ORIGIN)
+
+    def save(self, step: int, durable: Durable = DISK, kind: CheckpointKind = CheckpointKind.FULL) -> SaveFailed | None:
+        self.begin(step, durable, kind)
+        self.saver.complete()
+        return self.in_flight.settle()
+
+    def names(self) -> list[str]:
+        return sorted(path.name for path in self.root.iterdir())
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoint"
+
+
+def test_a_save_that_is_not_durable_yet_is_not_reported(root: Path) -> None:
+    case = Case(root)
+    case.begin(1)
+    case.in_flight.poll()
+    assert [name for name, *_ in case.events.told] == ["save_started", "staged"]
+    case.saver.complete()
+    case.in_flight.poll()
+    assert case.events.steps("committed") == [1]
+
+
+def test_a_save_is_told_with_its_bytes_and_seconds(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    case = Case(root)
+    case.begin(1)
+    case.clock.seconds += 2.5
+    case.saver.complete()
+    case.clock.seconds += 100
+    with caplog.at_level(logging.INFO, "torchtitan_lite"):
+        case.in_flight.poll()
+    figures = case.events.figures("committed")
+    assert figures["bytes"] == CheckpointStore(root).get(1).nbytes
+    assert (figures["kind"], figures["seconds"], figures["stall_seconds"]) == ("full", 2.5, 0.0)
+    assert "saved step 1: " in caplog.text
+    assert "KiB in 2.50 s (training stood still 0.000 s)" in caplog.text
+
+
+def test_waiting_is_counted_as_training_that_stood_still(root: Path) -> None:
+    case = Case(root)
+    case.begin(1)
+    wait = case.saver.staged.result
+
+    def waited(timeout: float | None = None) -> None:
+        case.clock.seconds += 4
+        case.saver.staged.set_result(None)
+        wait(timeout)
+
+    case.saver.staged.result = waited  # type: ignore[method-assign]  # time passes while somebody waits
+    case.in_flight.wait_for_staging()
+    case.in_flight.wait_for_staging()
+    case.saver.complete()
+    case.in_flight.settle()
+    assert case.events.figures("committed")["stall_seconds"] == 4
+
+
+def test_with_nothing_in_flight_there_is_nothing_to_wait_for(root: Path) -> None:
+    case = Case(root)
+    case.in_flight.wait_for_staging()
+    case.in_flight.poll()
+    assert case.in_flight.settle() is None
+    assert not case.in_flight.failed
+
+
+def test_a_failure_waits_until_the_ranks_agreed_on_it(root: Path) -> None:
+    case = Case(root)
+    case.begin(1, FullDisk("rename"))
+    case.saver.complete()
+    assert case.in_flight.failed
+    case.in_flight.poll()
+    assert case.events.steps("save_failed") == []
+    failure = case.in_flight.settle()
+    assert isinstance(failure, SaveFailed)
+    assert case.events.steps("save_failed") == [1]
+    assert not case.in_flight.failed
+
+
+def test_what_a_failed_save_left_is_removed(root: Path) -> None:
+    case = Case(root)
+    case.save(1, FullDisk("rename"))
+    assert case.names() == []
+
+
+def test_leavings_that_cannot_be_removed_are_a_warning(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    case = Case(root)
+    case.save(1, FullDisk("rename", "remove_tree"))
+    assert "Could not remove what the failed save of step 1 left" in caplog.text
+    assert case.save(1) is None
+    assert case.names() == ["step-1"]
+
+
+def test_so_many_failures_in_a_row_are_an_error_and_a_success_between_starts_anew(root: Path) -> None:
+    case = Case(root, max_failed_saves=2)
+    assert case.save(1, FullDisk("rename")) is not None
+    assert case.save(2) is None
+    assert case.save(3, FullDisk("rename")) is not None
+    with pytest.raises(SaveFailed, match="the save of step 4 failed"):
+        case.save(4, FullDisk("rename"))
+    assert [figures["in_a_row"] for name, _, figures in case.events.told if name == "save_failed"] == [1, 1, 2]
+
+
+def test_an_outcome_is_told_whatever_the_number_in_a_row(root: Path) -> None:
+    case = Case(root, max_failed_saves=1)
+    case.begin(1, FullDisk("rename"))
+    case.saver.complete()
+    assert isinstance(case.in_flight.outcome(), SaveFailed)
+    assert case.events.steps("save_failed") == [1]
+
+
+def test_a_save_that_is_not_durable_in_time_failed(root: Path) -> None:
+    events = Events()
+    in_flight = InFlight(PEERS, KeepAll(), timeout_seconds=0.0, max_failed_saves=3, clock=Clock(), on_event=events)
+    in_flight.begin(1, {}, CheckpointKind.FULL, CheckpointStore(root), HeldSaver(), ORIGIN)
+    failure = in_flight.settle()
+    assert failure is not None
+    assert "not durable after 0 s (checkpoint.timeout_seconds)" in failure.cause
+
+
+def test_purge_waits_until_the_new_checkpoint_is_durable(root: Path) -> None:
+    case = Case(root, KeepLatest(1))
+    case.save(1)
+    case.begin(2)
+    assert case.names() == ["step-1"]
+    case.saver.complete()
+    assert case.names() == ["step-2"]
+    assert case.events.steps("purged") == [1]
+
+
+def test_a_failed_save_purges_nothing(root: Path) -> None:
+    case = Case(root, KeepLatest(1))
+    case.save(1)
+    case.save(2, FullDisk("rename"))
+    assert case.names() == ["step-1"]
+
+
+def test_a_deletion_that_fails_is_a_warning_and_later_ones_still_happen(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    case = Case(root, KeepAll())
+    for step in (1, 2, 3):
+        case.save(step)
+    case = Case(root, KeepLatest(1))
+    assert case.save(4, FullDisk("remove_tree", times=1)) is None
+    assert "Could not remove" in caplog.text
+    assert case.events.steps("committed") == [4]
+    assert [info.step for info in CheckpointStore(root).committed()] == [4]
+    assert case.events.steps("purged") == [2, 3]
+
+
+def test_weights_alone_are_neither_counted_nor_purged(root: Path) -> None:
+    case = Case(root, KeepLatest(1))
+    case.save(1, kind=CheckpointKind.WEIGHTS_ONLY)
+    case.save(2)
+    case.save(3, kind=CheckpointKind.WEIGHTS_ONLY)
+    assert case.names() == ["step-1", "step-2", "step-3"]
+    case.save(4)
+    assert case.names() == ["step-1", "step-3", "step-4"]
+
+
+def test_a_save_is_over_when_retention_is(root: Path) -> None:
+    """Else the next save could begin, or a retry of the same step, while its thread still removes folders."""
+
+    class Looking(Durable):
+        """Looks, in the middle of a removal, whether the save counts as settled."""
+
+        def remove_tree(self, path: Path) -> None:
+            case.in_flight.poll()
+            told.append(list(case.events.steps("committed")))
+            super().remove_tree(path)
+
+    told: list[list[int]] = []
+    case = Case(root, KeepLatest(1))
+    case.save(1)
+    case.begin(2, Looking())
+    case.saver.complete()
+    assert told == [[1]]
+    case.in_flight.poll()
+    assert case.events.steps("committed") == [1, 2]

@@ -1,0 +1,83 @@
+"""When a checkpoint is due."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from torchtitan_lite.checkpoint.interval import (
+    AnyOf,
+    AtStep,
+    EverySeconds,
+    EverySteps,
+    Never,
+    SavePolicy,
+    Tick,
+    build_save_policy,
+    split,
+)
+from torchtitan_lite.config.job_config import Checkpoint
+
+START = Tick(0, 0.0)
+
+
+def due_steps(policy: SavePolicy, steps: int = 10) -> list[int]:
+    return [step for step in range(1, steps + 1) if policy.due(Tick(step, 0.0), START)]
+
+
+def built(**settings: Any) -> SavePolicy:
+    return build_save_policy(Checkpoint(**settings))
+
+
+def test_an_interval_of_steps_is_due_at_its_multiples() -> None:
+    assert due_steps(built(interval=3)) == [3, 6, 9]
+
+
+def test_the_multiples_do_not_shift_when_another_step_was_saved_in_between() -> None:
+    assert EverySteps(3).due(Tick(6, 0.0), last_save=Tick(5, 0.0))
+
+
+def test_the_first_step_is_due_when_asked_for() -> None:
+    assert due_steps(built(interval=4, enable_first_step_checkpoint=True)) == [1, 4, 8]
+
+
+def test_seconds_are_counted_from_the_last_save_whatever_the_step() -> None:
+    policy = built(interval=10, interval_type="seconds")
+    last = Tick(7, 100.0)
+    assert not policy.due(Tick(500, 109.9), last)
+    assert policy.due(Tick(8, 110.0), last)
+
+
+def test_the_first_step_is_due_beside_an_interval_of_seconds() -> None:
+    policy = built(interval=10, interval_type="seconds", enable_first_step_checkpoint=True)
+    assert due_steps(policy) == [1]
+    assert policy.due(Tick(2, 10.0), START)
+
+
+def test_a_run_that_only_loads_is_never_due() -> None:
+    policy = built(interval=1, load_only=True, enable_first_step_checkpoint=True)
+    assert due_steps(policy) == []
+    assert policy == Never()
+
+
+def test_only_clocks_need_consensus() -> None:
+    assert EverySeconds(1).needs_consensus
+    assert not any(policy.needs_consensus for policy in (EverySteps(1), AtStep(1), Never()))
+    assert AnyOf((AtStep(1), EverySeconds(1))).needs_consensus
+    assert not AnyOf((AtStep(1), EverySteps(2))).needs_consensus
+
+
+@pytest.mark.parametrize("policy", [EverySteps(2), EverySeconds(5), Never(), AnyOf((AtStep(1), EverySeconds(5)))])
+def test_a_split_policy_is_due_when_either_part_is(policy: SavePolicy) -> None:
+    at_once, after_consensus = split(policy)
+    assert not at_once.needs_consensus
+    for now in (Tick(step, seconds) for step in range(1, 5) for seconds in (0.0, 5.0)):
+        assert policy.due(now, START) == (at_once.due(now, START) or after_consensus.due(now, START))
+
+
+def test_of_a_split_policy_only_the_clock_waits_for_consensus() -> None:
+    at_once, after_consensus = split(AnyOf((AtStep(1), EverySeconds(5))))
+    assert at_once.due(Tick(1, 0.0), START)
+    assert not after_consensus.due(Tick(1, 0.0), START)
+    assert after_consensus.due(Tick(2, 5.0), START)

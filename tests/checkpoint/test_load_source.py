@@ -1,0 +1,145 @@
+"""Which checkpoint a run starts from."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtitan_lite.checkpoint.load_source import LoadSource, choose_source
+from torchtitan_lite.config.job_config import Checkpoint
+from torchtitan_lite.errors import CheckpointMismatch, CheckpointNotFound
+from torchtitan_lite.store.lineage import Lineage
+from torchtitan_lite.store.manifest import CheckpointKind, FileRecord, Manifest
+from torchtitan_lite.store.store import CheckpointStore
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoint")
+
+
+def commit(store: CheckpointStore, step: int, kind: CheckpointKind = CheckpointKind.FULL) -> Path:
+    staging = store.stage(step)
+    (staging / "__0_0.distcp").write_bytes(b"data")
+    (staging / ".metadata").write_bytes(b"of dcp")
+    files = {"__0_0.distcp": FileRecord(4)}
+    manifest = Manifest(
+        step=step, kind=kind, created_at=1.0, world_size=1, versions={}, files=files, lineage=Lineage("run1")
+    )
+    return store.commit(step, manifest).path
+
+
+def plain_dcp(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / ".metadata").write_bytes(b"of dcp")
+    (folder / "__0_0.distcp").write_bytes(b"data")
+    return folder
+
+
+def chosen(store: CheckpointStore, step: int = -1, **config: Any) -> LoadSource | None:
+    return choose_source(store, step, Checkpoint(**config))
+
+
+def test_nothing_there_is_a_fresh_start(store: CheckpointStore) -> None:
+    assert chosen(store) is None
+
+
+def test_the_newest_full_checkpoint_is_taken(store: CheckpointStore) -> None:
+    for step in (9, 10, 2):
+        commit(store, step)
+    commit(store, 20, CheckpointKind.WEIGHTS_ONLY)
+    source = chosen(store)
+    assert source is not None
+    assert (source.path.name, source.step, source.model_only, source.initial) == ("step-10", 10, False, False)
+    assert source.nbytes == 10
+
+
+def test_weights_alone_are_a_fresh_start(store: CheckpointStore) -> None:
+    commit(store, 20, CheckpointKind.WEIGHTS_ONLY)
+    assert chosen(store) is None
+
+
+def test_a_step_that_is_asked_for_is_taken(store: CheckpointStore) -> None:
+    for step in (1, 2, 3):
+        commit(store, step)
+    source = chosen(store, 2)
+    assert source is not None
+    assert source.step == 2
+
+
+def test_a_step_that_is_not_there_is_refused_with_those_that_are(store: CheckpointStore) -> None:
+    for step in (200, 400):
+        commit(store, step)
+    with pytest.raises(CheckpointNotFound, match=r"step 7 .*it has 200, 400") as refusal:
+        chosen(store, 7, initial_load_path="nowhere")
+    assert refusal.value.available == (200, 400)
+
+
+def test_weights_alone_are_refused_when_asked_for(store: CheckpointStore) -> None:
+    commit(store, 20, CheckpointKind.WEIGHTS_ONLY)
+    with pytest.raises(CheckpointMismatch, match=r"weights only.*--checkpoint\.initial_load_path"):
+        chosen(store, 20)
+
+
+def test_step_0_is_weights_to_begin_with(store: CheckpointStore) -> None:
+    commit(store, 0)
+    for source in (chosen(store), chosen(store, 0)):
+        assert source is not None
+        assert (source.step, source.model_only, source.initial) == (0, True, False)
+
+
+def test_a_folder_without_manifest_is_passed_over_with_a_warning_and_taken_when_asked_for(
+    store: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    commit(store, 3)
+    plain_dcp(store.root / "step-7")
+    with caplog.at_level(logging.WARNING):
+        source = chosen(store)
+    assert source is not None
+    assert source.step == 3
+    assert "step-7" in caplog.text
+    asked_for = chosen(store, 7)
+    assert asked_for is not None
+    assert (asked_for.path, asked_for.step, asked_for.model_only) == (store.root / "step-7", 7, False)
+
+
+def test_foreign_names_are_never_chosen(store: CheckpointStore, tmp_path: Path) -> None:
+    for name in ("foo", "step-abc", "step-99.tmp", "step-098", "my-step-97"):
+        plain_dcp(store.root / name)
+    (store.root / "step-50").mkdir()
+    (store.root / "step-60").symlink_to(tmp_path / "nowhere")
+    (store.root / "step-61").symlink_to(plain_dcp(tmp_path / "elsewhere"))
+    (store.root / "step-70").write_text("a file")
+    assert chosen(store) is None
+    commit(store, 1)
+    source = chosen(store)
+    assert source is not None
+    assert source.step == 1
+
+
+def test_the_initial_path_counts_while_the_run_has_no_checkpoint_of_its_own(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    path = plain_dcp(tmp_path / "elsewhere")
+    for model_only in (True, False):
+        source = chosen(store, initial_load_path=str(path), initial_load_model_only=model_only)
+        assert source is not None
+        assert (source.path, source.step, source.model_only, source.initial) == (path, 0, model_only, True)
+    commit(store, 1)
+    source = chosen(store, initial_load_path=str(path))
+    assert source is not None
+    assert source.step == 1
+
+
+@pytest.mark.parametrize("name", ["nowhere", "."])
+def test_an_initial_path_without_a_checkpoint_is_refused(store: CheckpointStore, tmp_path: Path, name: str) -> None:
+    with pytest.raises(CheckpointNotFound, match="holds no checkpoint"):
+        chosen(store, initial_load_path=str(tmp_path / name))
+
+
+def test_an_initial_path_is_not_looked_at_on_a_restart(store: CheckpointStore) -> None:
+    commit(store, 1)
+    assert chosen(store, initial_load_path="nowhere") is not None

@@ -1,0 +1,205 @@
+"""What a signal does: to the flag, to the process, in the end. Each in a process of its own, for signals are global."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from torchtitan_lite.checkpoint.preemption import PreemptionWatch
+from torchtitan_lite.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_SECONDS = 60
+
+PRELUDE = """
+import logging, os, signal, sys, threading
+from torchtitan_lite.checkpoint.preemption import PreemptionWatch
+from torchtitan_lite.log import logger
+
+noted = threading.Event()
+
+class Note(logging.Handler):
+    def emit(self, record):
+        noted.set()
+
+logger.setLevel(logging.INFO)
+logger.addHandler(Note())
+
+def send(number):
+    os.kill(os.getpid(), number)
+
+def watch(*names, grace_seconds=60):
+    watch = PreemptionWatch(names, grace_seconds)
+    watch.start()
+    return watch
+"""
+
+
+def run(script: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", PRELUDE + script]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_SECONDS, stdin=subprocess.DEVNULL
+    )
+
+
+def output(script: str) -> list[str]:
+    """What the script printed; it has to end well."""
+    process = run(script)
+    assert (process.returncode, process.stderr) == (0, "")
+    return process.stdout.split()
+
+
+def test_a_signal_is_remembered_and_ends_nothing() -> None:
+    script = """
+w = watch("SIGTERM", "SIGUSR1")
+print(w.received)
+send(signal.SIGUSR1)
+assert noted.wait(30)
+print(w.received == signal.SIGUSR1)
+w.close()
+"""
+    assert output(script) == ["0", "True"]
+
+
+def test_a_second_signal_changes_nothing() -> None:
+    script = """
+w = watch("SIGTERM", "SIGUSR1")
+send(signal.SIGUSR1)
+assert noted.wait(30)
+for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):
+    send(number)
+w.close()
+print(w.received == signal.SIGUSR1)
+"""
+    assert output(script) == ["True"]
+
+
+BLOCKED = {
+    "in a lock": "lock = threading.Lock(); lock.acquire(); ready(); lock.acquire()",
+    "in a read": "reading, writing = os.pipe(); ready(); os.read(reading, 1)",
+}
+
+
+@pytest.mark.parametrize("blocked", BLOCKED.values(), ids=BLOCKED)
+def test_a_second_ctrl_c_ends_a_process_that_is_blocked(blocked: str) -> None:
+    script = f"""
+def interrupt():
+    send(signal.SIGINT)
+    assert noted.wait(30)
+    send(signal.SIGINT)
+
+def ready():
+    threading.Thread(target=interrupt, daemon=True).start()
+
+w = watch("SIGINT")
+{blocked}
+"""
+    assert run(script).returncode == -signal.SIGINT
+
+
+@pytest.mark.parametrize("blocked", BLOCKED.values(), ids=BLOCKED)
+def test_a_signal_is_noticed_while_the_process_is_blocked_and_the_grace_period_ends_it(blocked: str) -> None:
+    script = f"""
+def ready():
+    send(signal.SIGTERM)
+
+w = watch("SIGTERM", grace_seconds=0.1)
+logger.addHandler(logging.StreamHandler())
+{blocked}
+"""
+    process = run(script)
+    assert process.returncode == 1
+    assert "Received SIGTERM: all ranks save and leave after this step." in process.stderr
+    assert "--checkpoint.preemption_grace_seconds" in process.stderr
+
+
+def test_closing_ends_the_grace_period() -> None:
+    script = """
+w = watch("SIGTERM", grace_seconds=1)
+send(signal.SIGTERM)
+assert noted.wait(30)
+w.close()
+print(threading.active_count())
+"""
+    assert output(script) == ["1"]
+
+
+def test_once_the_ranks_agreed_to_leave_a_late_signal_changes_nothing() -> None:
+    script = """
+w = watch("SIGTERM", "SIGINT")
+send(signal.SIGTERM)
+assert noted.wait(30)
+w.leave()
+w.close()
+send(signal.SIGTERM)
+send(signal.SIGINT)
+print("alive")
+"""
+    assert output(script) == ["alive"]
+
+
+def test_without_leaving_a_signal_does_what_it_did_before() -> None:
+    script = """
+def mine(number, frame):
+    print("mine")
+signal.signal(signal.SIGUSR1, mine)
+w = watch("SIGUSR1", "SIGTERM")
+w.close()
+send(signal.SIGUSR1)
+print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, signal.set_wakeup_fd(-1))
+"""
+    assert output(script) == ["mine", "True", "-1"]
+
+
+def test_a_signal_that_is_not_watched_is_left_alone() -> None:
+    script = """
+w = watch("SIGUSR1")
+signal.signal(signal.SIGUSR2, lambda number, frame: print("other"))
+send(signal.SIGUSR2)
+print(w.received)
+w.close()
+"""
+    assert output(script) == ["other", "0"]
+
+
+def test_it_may_be_started_and_closed_again() -> None:
+    script = """
+w = watch("SIGTERM")
+w.start()
+w.close()
+w.close()
+w.start()
+send(signal.SIGTERM)
+assert noted.wait(30)
+print(w.received == signal.SIGTERM)
+w.close()
+"""
+    assert output(script) == ["True"]
+
+
+def test_no_signals_are_no_watch() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    watch = PreemptionWatch((), 60)
+    watch.start()
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert all(thread.name != "preemption" for thread in threading.enumerate())
+    watch.close()
+
+
+def test_beside_the_main_thread_there_is_a_warning_and_no_watch(caplog: pytest.LogCaptureFixture) -> None:
+    watch = PreemptionWatch(("SIGTERM",), 60)
+    thread = threading.Thread(target=watch.start)
+    thread.start()
+    thread.join()
+    assert "only be watched from the main thread" in caplog.text
+    watch.close()
+
+
+def test_a_signal_that_this_system_has_not_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'SIGNIX' is not a signal of this system"):
+        PreemptionWatch(("SIGNIX",), 60)

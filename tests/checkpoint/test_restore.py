@@ -1,0 +1,207 @@
+"""What comes back with a checkpoint, what is refused, and what a partial or renamed load takes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.checkpoint.small_run import SmallRun
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch, ConfigError
+
+StartRun = Callable[..., SmallRun]
+
+
+@pytest.fixture(autouse=True)
+def _facts_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="torchtitan_lite")
+
+
+class Ema:
+    """A state of the user's own: the manager knows nothing of it."""
+
+    def __init__(self) -> None:
+        self.shadow, self.note = torch.zeros(3), "fresh"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": self.shadow.clone(), "about": {"note": self.note}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.shadow, self.note = state_dict["shadow"], state_dict["about"]["note"]
+
+
+def test_a_state_of_the_users_own_comes_back(start_run: StartRun) -> None:
+    ema = Ema()
+    _saved(start_run, states={"ema": ema}, before=lambda: (ema.shadow.fill_(7), setattr(ema, "note", "seen")))
+    loaded = Ema()
+    assert start_run(states={"ema": loaded}).manager.load()
+    assert loaded.shadow.tolist() == [7, 7, 7] and loaded.note == "seen"
+
+
+def test_the_random_generators_go_on_bit_for_bit_on_the_same_topology(start_run: StartRun) -> None:
+    random.seed(1)
+    np.random.seed(2)
+    _saved(start_run)
+    expected = _draw()
+    run = start_run()
+    _draw()
+    run.manager.load()
+    assert _draw() == expected
+
+
+def test_on_another_topology_new_generators_begin_the_same_at_every_resume(
+    start_run: StartRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    _saved(start_run)
+    drawn = []
+    for _ in range(2):
+        run = start_run(seams={"topology": "8 ranks"})
+        torch.manual_seed(5)
+        run.manager.load()
+        drawn.append(_draw())
+    assert drawn[0] == drawn[1]
+    assert "The random generators of 1 ranks do not fit 8 ranks" in caplog.text
+
+
+def test_digests_prove_a_resume(start_run: StartRun, caplog: pytest.LogCaptureFixture) -> None:
+    _saved(start_run, tensor_digests=True)
+    start_run(verify_resume=True).manager.load()
+    assert "tensors: they are what was saved." in caplog.text
+
+
+def test_a_tensor_that_is_not_what_was_saved_is_named(start_run: StartRun) -> None:
+    run = _saved(start_run, tensor_digests=True)
+    manifest = run.root / "step-1" / "manifest.json"
+    text = manifest.read_text()
+    start = text.index('"model.second.weight": "') + len('"model.second.weight": "')
+    manifest.write_text(text[:start] + ("0" if text[start] != "0" else "1") + text[start + 1 :])
+    with pytest.raises(CheckpointDamaged, match=r"model\.second\.weight is not, after loading, what was saved"):
+        start_run(verify_resume=True).manager.load()
+
+
+def test_without_digests_there_is_nothing_to_verify_and_it_says_so(
+    start_run: StartRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    _saved(start_run)
+    start_run(verify_resume=True).manager.load()
+    assert "has no tensor digests" in caplog.text
+
+
+def test_excluded_tensors_and_their_optimizer_state_stay_as_they_are(start_run: StartRun) -> None:
+    saved = _saved(start_run)
+    run = start_run(seed=1, load_exclude=("second.*",))
+    fresh = run.model.second.weight.clone()
+    run.manager.load()
+    assert torch.equal(run.model.second.weight, fresh)
+    assert torch.equal(run.model.first.weight, saved.model.first.weight)
+    assert _moment(run, run.model.second.weight).eq(0).all()
+    assert torch.equal(_moment(run, run.model.first.weight), _moment(saved, saved.model.first.weight))
+
+
+def test_include_loads_only_what_it_names(start_run: StartRun) -> None:
+    saved = _saved(start_run)
+    run = start_run(seed=1, load_include=("first.weight",))
+    fresh = run.model.second.weight.clone()
+    run.manager.load()
+    assert torch.equal(run.model.first.weight, saved.model.first.weight)
+    assert torch.equal(run.model.second.weight, fresh)
+
+
+def test_a_glob_that_names_nothing_is_warned_of(start_run: StartRun, caplog: pytest.LogCaptureFixture) -> None:
+    _saved(start_run)
+    start_run(load_exclude=("scond.*",)).manager.load()
+    assert "'scond.*' names no tensor of the model" in caplog.text
+
+
+def test_renamed_tensors_are_found_with_their_optimizer_state(start_run: StartRun) -> None:
+    saved = _saved(start_run)
+    run = start_run(seed=1, load_rename=("^first=third",), load_strictness="warn")
+    run.model.third = run.model.first
+    del run.model.first
+    run.manager.load()
+    assert torch.equal(run.model.third.weight, saved.model.first.weight)
+    assert torch.equal(_moment(run, run.model.third.weight), _moment(saved, saved.model.first.weight))
+
+
+@pytest.mark.parametrize("rename", ["no separator", "=empty", "(=broken"])
+def test_a_rename_that_is_none_is_refused(rename: str, start_run: StartRun) -> None:
+    _saved(start_run)
+    with pytest.raises(ConfigError, match=r"checkpoint\.load_rename"):
+        start_run(load_rename=(rename,)).manager.load()
+
+
+def test_a_dtype_is_never_cast_silently(start_run: StartRun) -> None:
+    saved = _saved(start_run)
+    run = start_run(exclude_from_loading=("optimizer", "lr_scheduler"))
+    run.model.double()
+    with pytest.raises(CheckpointMismatch, match=r"first\.weight: dtype torch\.float32 in the checkpoint"):
+        run.manager.load()
+    cast = start_run(exclude_from_loading=("optimizer", "lr_scheduler"), load_cast=True)
+    cast.model.double()
+    cast.manager.load()
+    assert torch.equal(cast.model.first.weight, saved.model.first.weight.double())
+
+
+@pytest.mark.parametrize("strictness", ["warn", "ignore"])
+def test_a_lesser_strictness_loads_what_fits(
+    strictness: str, start_run: StartRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = _saved(start_run)
+    run = start_run(load_strictness=strictness, exclude_from_loading=("optimizer", "lr_scheduler"))
+    run.model.second = torch.nn.Linear(8, 2)
+    run.manager.load()
+    assert torch.equal(run.model.first.weight, saved.model.first.weight)
+    assert ("shape [1, 8] in the checkpoint, [2, 8] expected" in caplog.text) == (strictness == "warn")
+
+
+def test_a_dry_run_reports_and_changes_nothing(start_run: StartRun) -> None:
+    run = _saved(start_run)
+    names = sorted(path.name for path in run.root.iterdir())
+    other = start_run(seed=1, exclude_from_loading=("optimizer", "lr_scheduler"), seams={"topology": "2 ranks"})
+    other.model.second = torch.nn.Linear(8, 2)
+    before = other.model.first.weight.clone()
+    report = other.manager.dry_run()
+    assert report is not None and report.refusals
+    assert "Resume from" in str(report) and "model" not in str(report).splitlines()[0]
+    assert "second.weight: shape [1, 8] in the checkpoint, [2, 8] expected" in str(report)
+    assert "topology: 1 ranks -> 2 ranks" in str(report)
+    assert torch.equal(other.model.first.weight, before) and other.train_state.step == 0
+    assert sorted(path.name for path in run.root.iterdir()) == names
+
+
+def test_a_dry_run_of_a_resume_that_fits_has_no_refusals(start_run: StartRun) -> None:
+    _saved(start_run)
+    report = start_run().manager.dry_run()
+    assert report is not None and not report.refusals and str(report).endswith("It would go on.")
+    assert start_run(folder=start_run().root / "elsewhere").manager.dry_run() is None
+
+
+def _saved(
+    start_run: StartRun, *, before: Callable[[], object] | None = None, states: Any = None, **options: Any
+) -> SmallRun:
+    run = start_run(interval=1, states=states, **options)
+    if before is not None:
+        before()
+    run.step()
+    run.manager.close()
+    return run
+
+
+def _draw() -> list[float]:
+    return [
+        random.random(),
+        random.gauss(0, 1),
+        float(np.random.rand()),
+        float(np.random.randn()),
+        float(torch.rand(1)),
+    ]
+
+
+def _moment(run: SmallRun, parameter: Tensor) -> Tensor:
+    moment: Tensor = run.optimizer.state[parameter]["exp_avg"]
+    return moment

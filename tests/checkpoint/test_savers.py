@@ -1,0 +1,165 @@
+"""The three ways to save: one contract."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
+from tests.checkpoint.small_run import FullDisk, Lent, committing_writer
+from torchtitan_lite.checkpoint.savers import PendingSave, ProcessSaver, Saver, SyncSaver, ThreadSaver, build_saver
+from torchtitan_lite.config.job_config import Checkpoint
+from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.errors import SaveFailed
+from torchtitan_lite.store.durable import Durable
+from torchtitan_lite.store.store import CheckpointStore
+
+PEERS = Peers(timedelta(seconds=60))
+DEADLINE_SECONDS = 60.0
+
+
+@pytest.fixture
+def saver(mode: str, process_saver: ProcessSaver) -> Iterator[Saver]:
+    makers: dict[str, Callable[[], Saver]] = {
+        "disabled": lambda: SyncSaver(PEERS),
+        "async": lambda: ThreadSaver(PEERS),
+        "async_with_pinned_mem": lambda: Lent(process_saver),
+    }
+    saver = makers[mode]()
+    saver.start()
+    yield saver
+    saver.close()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoint")
+
+
+def begin(saver: Saver, store: CheckpointStore, state: dict[str, Any], step: int = 1) -> PendingSave:
+    return saver.save(state, committing_writer(store, step, saver), step)
+
+
+def saved_weight(store: CheckpointStore, step: int = 1) -> list[float]:
+    target = {"weight": torch.zeros(3)}
+    dcp_load(target, checkpoint_id=store.get(step).path, no_dist=True)
+    return target["weight"].tolist()
+
+
+def test_a_save_is_staged_then_durable_and_holds_the_state_as_it_was(saver: Saver, store: CheckpointStore) -> None:
+    state: dict[str, Any] = {"weight": torch.ones(3), "note": {"n": 1}}
+    pending = begin(saver, store, state)
+    pending.staged.result(DEADLINE_SECONDS)
+    state["weight"].fill_(9)
+    pending.durable.result(DEADLINE_SECONDS)
+    assert pending.step == 1
+    assert saved_weight(store) == [1, 1, 1]
+
+
+def test_one_save_follows_another(saver: Saver, store: CheckpointStore) -> None:
+    for step, size in ((1, 3), (2, 3)):
+        state = {"weight": torch.full((size,), float(step)), "more": torch.zeros(5000 * step)}
+        begin(saver, store, state, step).durable.result(DEADLINE_SECONDS)
+    assert (saved_weight(store, 1), saved_weight(store, 2)) == ([1] * 3, [2] * 3)
+
+
+def test_a_failure_is_the_result_of_the_save_and_the_next_one_succeeds(
+    saver: Saver, store: CheckpointStore, tmp_path: Path
+) -> None:
+    full = CheckpointStore(store.root, durable=FullDisk("rename"))
+    failed = begin(saver, full, {"weight": torch.ones(3)})
+    failed.staged.result(DEADLINE_SECONDS)
+    failure = failed.durable.exception(DEADLINE_SECONDS)
+    assert isinstance(failure, SaveFailed)
+    assert (failure.step, "No space left on device" in failure.cause) == (1, True)
+    begin(saver, store, {"weight": torch.ones(3)}).durable.result(DEADLINE_SECONDS)
+    assert saved_weight(store) == [1, 1, 1]
+
+
+def test_a_state_that_cannot_be_saved_is_a_failed_save_too(saver: Saver, store: CheckpointStore) -> None:
+    failed = begin(saver, store, {"bad": {"lambda": lambda: None}})
+    assert isinstance(failed.durable.exception(DEADLINE_SECONDS), SaveFailed)
+    begin(saver, store, {"weight": torch.ones(3)}).durable.result(DEADLINE_SECONDS)
+
+
+def test_closing_waits_for_the_save_under_way(store: CheckpointStore) -> None:
+    saver = ThreadSaver(PEERS)
+    pending = begin(saver, store, {"weight": torch.ones(3)})
+    saver.close()
+    saver.close()
+    assert pending.durable.done()
+    assert saved_weight(store) == [1, 1, 1]
+
+
+class StuckDisk(Durable):
+    """Renames when it is let go, and not before."""
+
+    def __init__(self) -> None:
+        self.let_go = threading.Event()
+
+    def rename(self, src: Path, dst: Path) -> None:
+        assert self.let_go.wait(DEADLINE_SECONDS)
+        super().rename(src, dst)
+
+
+def test_a_save_that_nobody_waits_for_any_more_keeps_its_copy_to_itself(store: CheckpointStore) -> None:
+    disk = StuckDisk()
+    saver = ThreadSaver(PEERS)
+    stuck = begin(saver, CheckpointStore(store.root, durable=disk), {"weight": torch.ones(3)})
+    next_one = begin(saver, store, {"weight": torch.zeros(3)}, step=2)
+    assert next_one.staged.done()
+    disk.let_go.set()
+    stuck.durable.result(DEADLINE_SECONDS)
+    with pytest.raises(SaveFailed, match="the save before it is still being written"):
+        next_one.durable.result(DEADLINE_SECONDS)
+    assert saved_weight(store) == [1, 1, 1]
+    begin(saver, store, {"weight": torch.zeros(3)}, step=2).durable.result(DEADLINE_SECONDS)
+    saver.close()
+
+
+def test_a_writer_process_that_dies_fails_one_save_at_most(process_saver: ProcessSaver, store: CheckpointStore) -> None:
+    begin(process_saver, store, {"weight": torch.ones(3)}).durable.result(DEADLINE_SECONDS)
+    pid = process_saver.process.pid or 0
+    assert pid
+
+    class Killing(Durable):
+        """Kills the writer when the save makes its folder: after it was looked at, before it writes."""
+
+        def make_dir(self, path: Path) -> None:
+            if not path.exists():
+                os.kill(pid, signal.SIGKILL)
+            super().make_dir(path)
+
+    failed = begin(process_saver, CheckpointStore(store.root, durable=Killing()), {"weight": torch.ones(3)}, step=2)
+    failure = failed.durable.exception(DEADLINE_SECONDS)
+    assert isinstance(failure, SaveFailed)
+    assert f"WriterProcessDied: writer process {pid} ended" in failure.cause
+    begin(process_saver, store, {"weight": torch.full((3,), 3.0)}, step=3).durable.result(DEADLINE_SECONDS)
+    assert process_saver.process.pid != pid
+    assert saved_weight(store, 3) == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"), [("disabled", SyncSaver), ("async", ThreadSaver), ("async_with_pinned_mem", ProcessSaver)]
+)
+def test_the_config_says_which_one(mode: Any, kind: type) -> None:
+    saver = build_saver(Checkpoint(async_mode=mode), PEERS)
+    assert type(saver) is kind
+    saver.close()
+
+
+def test_making_and_closing_one_starts_nothing() -> None:
+    before = threading.active_count()
+    modes: tuple[Any, ...] = ("disabled", "async", "async_with_pinned_mem")
+    for mode in modes:
+        saver = build_saver(Checkpoint(async_mode=mode), PEERS)
+        assert threading.active_count() == before
+        saver.close()

@@ -1,0 +1,177 @@
+"""Two ranks, one of which fails: both know it in the same step, nothing is lost, training goes on."""
+
+import errno
+import hashlib
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.tiny_run import TinyRun, at_steps, differing, same_everywhere
+from tests.ranks import on_two_ranks
+from torchtitan_lite.checkpoint.savers import ThreadSaver
+from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.errors import SaveFailed
+from torchtitan_lite.store.durable import Durable
+from torchtitan_lite.store.store import CheckpointStore
+
+
+class FailingDisk(Durable):
+    """Renames nothing that is called `name`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def rename(self, src: Path, dst: Path) -> None:
+        if src.name == self.name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(src))
+        super().rename(src, dst)
+
+
+class Unwritable:
+    """A state that fails as it becomes bytes, while `fails`."""
+
+    fails = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": (lambda: None) if self.fails else 5}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+def full_disk(*steps: int) -> Callable[[Path], None]:
+    """Before these steps are written: what is written into the file finds the disk full."""
+
+    def before_write(path: Path) -> None:
+        if path.parent.name in [f"step-{step}.staging" for step in steps]:
+            path.symlink_to("/dev/full")
+
+    return before_write
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+def assert_one_failure(run: TinyRun, reason: str) -> None:
+    """Step 2 failed for `reason`, both ranks noticed in the same step and within two, and step 5 was saved."""
+    [(step, noticed, figures)] = run.happened("save_failed")
+    assert step == 2
+    assert noticed in (3, 4)
+    assert reason in figures["reason"]
+    assert same_everywhere([noticed, figures["reason"]])
+    assert run.checkpoints() == ["step-1", "step-5"]
+
+
+def train_over_a_failure(run: TinyRun) -> None:
+    with run.manager:
+        run.steps(1)
+        run.saver.wait()
+        before = digests(run.folder / "step-1")
+        run.steps(2)
+        run.saver.wait()
+        run.steps(4)
+        assert run.checkpoints() == ["step-1"], "no staging is left"
+        run.steps(6)
+        assert digests(run.folder / "step-1") == before
+
+
+@pytest.mark.parametrize("width", [7, 3001])
+@on_two_ranks
+def test_a_full_disk_of_one_rank_fails_the_save_on_both(rank: int, tmp_path: Path, mode: str, width: int) -> None:
+    run = TinyRun(tmp_path, width=width, async_mode=mode, seams={"save_policy": at_steps(1, 2, 5)})
+    if rank == 1:
+        run.saver.before_write = full_disk(2)
+    train_over_a_failure(run)
+    assert_one_failure(run, "rank 1: OSError: [Errno 28] No space left on device")
+
+
+@on_two_ranks
+def test_a_commit_that_fails_fails_the_save_on_both(rank: int, tmp_path: Path, mode: str) -> None:
+    store = CheckpointStore(tmp_path / "checkpoint", durable=FailingDisk("step-2.staging"))
+    run = TinyRun(tmp_path, async_mode=mode, seams={"save_policy": at_steps(1, 2, 5), "store": store})
+    train_over_a_failure(run)
+    assert_one_failure(run, "rank 0: OSError: [Errno 5] Input/output error")
+
+
+@on_two_ranks
+def test_a_state_that_cannot_be_staged_on_one_rank_fails_the_save_on_both(rank: int, tmp_path: Path, mode: str) -> None:
+    loader = Unwritable()
+    run = TinyRun(tmp_path, dataloader=loader, async_mode=mode, seams={"save_policy": at_steps(1, 2, 5)})
+    with run.manager:
+        run.steps(1)
+        # Staging makes bytes on every rank; without staging only the rank that DCP lets write them does.
+        loader.fails = rank == 1 or mode == "disabled"
+        run.steps(2)
+        loader.fails = False
+        run.saver.wait()
+        run.steps(6)
+    assert_one_failure(run, "lambda")
+
+
+@on_two_ranks
+def test_failures_in_a_row_end_the_run_on_both_in_the_same_step(rank: int, tmp_path: Path, mode: str) -> None:
+    run = TinyRun(tmp_path, async_mode=mode, interval=1, max_failed_saves=2)
+    if rank == 1:
+        run.saver.before_write = full_disk(2, 4, 5)
+    with pytest.raises(SaveFailed, match="rank 1: OSError") as raised, run.manager:
+        run.steps(9)
+    assert raised.value.step == 5
+    assert same_everywhere(run.train_state.step)
+    assert [step for step, _, _ in run.happened("save_failed")] == [2, 4, 5]
+    assert "step-3" in run.checkpoints()
+
+
+@on_two_ranks
+def test_a_forced_save_is_tried_again(rank: int, tmp_path: Path) -> None:
+    class Once(FailingDisk):
+        def rename(self, src: Path, dst: Path) -> None:
+            try:
+                super().rename(src, dst)
+            finally:
+                self.name = ""
+
+    store = CheckpointStore(tmp_path / "checkpoint", durable=Once("step-3.staging"))
+    with (run := TinyRun(tmp_path, interval=100, seams={"store": store})).manager:
+        assert run.steps(3, force=True) == [3]
+        assert run.checkpoints() == ["step-3"]
+    assert len(run.happened("save_failed")) == 1
+
+
+@on_two_ranks
+def test_a_save_that_outlived_its_deadline_is_not_torn_by_the_next(rank: int, tmp_path: Path) -> None:
+    run = TinyRun(tmp_path, async_mode="async", interval=1, timeout_seconds=1, max_failed_saves=9)
+    may_write = threading.Event()
+    run.saver.before_write = lambda path: may_write.wait() if rank == 1 else None
+    with run.manager:
+        run.steps(1)
+        saved = run.contents()
+        run.steps(3)
+        may_write.set()
+        run.saver.wait()
+        run.steps(5, force=True)
+    assert [step for step, _, _ in run.happened("save_failed")][:2] == [1, 2]
+    assert {"step-1", "step-5"} <= set(run.checkpoints())
+    with (again := TinyRun(tmp_path, load_step=1)).manager:
+        assert again.manager.load()
+        assert not differing(again.contents(), saved)
+
+
+@on_two_ranks
+def test_a_save_that_only_one_rank_still_writes_fails_the_next_on_both(rank: int, tmp_path: Path) -> None:
+    saver = ThreadSaver(Peers(timedelta(seconds=30)))
+    run = TinyRun(tmp_path, inner_saver=saver, seams={"save_policy": at_steps(1, 2, 5)})
+    with run.manager:
+        run.steps(1)
+        run.saver.wait()
+        if rank == 1:
+            saver._under_way = Future()  # The ranks stop waiting at moments that differ a little.
+        run.steps(2)
+        run.saver.wait()
+        run.steps(6)
+    assert_one_failure(run, "rank 1: RuntimeError: the save before it is still being written")

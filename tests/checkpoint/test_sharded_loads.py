@@ -1,0 +1,108 @@
+"""Checkpoints of two ranks with a sharded model: who can load them, and what is refused before anything changes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from tests.checkpoint.tiny_run import TinyRun, differing
+from tests.ranks import Ranks, on_two_ranks
+from torchtitan_lite.errors import CheckpointMismatch, CheckpointNotFound, CorpusChanged
+
+
+class Loader:
+    """The position in a corpus; takes none of another corpus."""
+
+    def __init__(self, *, refuses: bool = False) -> None:
+        self.refuses = refuses
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": 5}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.refuses:
+            raise CorpusChanged(["files: 3 -> 4"])
+
+
+def train_and_save(rank: int, folder: Path, mode: str = "disabled") -> dict[str, Any]:
+    """A run of three steps, saved at the last two; what was saved last."""
+    with (run := TinyRun(folder, interval=2, async_mode=mode)).manager:
+        run.steps(3, force=True)
+    return run.contents()
+
+
+def resume(rank: int, folder: Path) -> dict[str, Any]:
+    """The newest checkpoint of `folder`, as loaded."""
+    with (run := TinyRun(folder)).manager:
+        assert run.manager.load()
+        return run.contents()
+
+
+def export(rank: int, folder: Path) -> dict[str, Any]:
+    with (run := TinyRun(folder, interval=100, model_weights_only=True, export_dtype="bfloat16")).manager:
+        run.steps(2, force=True)
+    return run.contents()
+
+
+def test_two_ranks_save_and_one_plain_process_loads(two_ranks: Ranks, tmp_path: Path) -> None:
+    saved, _ = two_ranks.run(train_and_save, folder=tmp_path)
+    assert not differing(resume(0, tmp_path), saved)
+
+
+def test_one_plain_process_saves_and_two_ranks_load(two_ranks: Ranks, tmp_path: Path) -> None:
+    saved = train_and_save(0, tmp_path)
+    for loaded in two_ranks.run(resume, folder=tmp_path):
+        assert not differing(loaded, saved)
+
+
+def test_weights_only_holds_whole_tensors_under_their_own_names(two_ranks: Ranks, tmp_path: Path) -> None:
+    trained, _ = two_ranks.run(export, folder=tmp_path)
+    dcp_to_torch_save(tmp_path / "checkpoint" / "step-2", tmp_path / "weights.pt")
+    weights = torch.load(tmp_path / "weights.pt", weights_only=True)
+    assert all(not key.startswith(("model", "_")) and value.dtype == torch.bfloat16 for key, value in weights.items())
+    expected = {
+        key.removeprefix("model."): value.bfloat16() for key, value in trained.items() if key.startswith("model.")
+    }
+    assert not differing(weights, expected)
+
+
+@on_two_ranks
+def test_a_corpus_that_changed_on_one_rank_is_refused_on_both(rank: int, tmp_path: Path) -> None:
+    with (run := TinyRun(tmp_path, interval=1, dataloader=Loader())).manager:
+        run.steps(1)
+    other = TinyRun(tmp_path, dataloader=Loader(refuses=rank == 1))
+    before = other.contents()
+    with other.manager:
+        with pytest.raises(CorpusChanged, match="3 -> 4") as raised:
+            other.manager.load()
+        assert raised.value.told_elsewhere == (rank == 0)
+        assert not differing(other.contents(), before)
+
+
+@on_two_ranks
+def test_a_model_of_another_shape_is_refused_on_both(rank: int, tmp_path: Path) -> None:
+    train_and_save(rank, tmp_path)
+    with (other := TinyRun(tmp_path, width=8)).manager:
+        before = other.contents()
+        with pytest.raises(CheckpointMismatch, match=r"0\.weight: shape \[7, 5\] in the checkpoint, \[8, 5\] expected"):
+            other.manager.load()
+        assert not differing(other.contents(), before)
+
+
+@on_two_ranks
+def test_a_step_that_is_not_there_is_refused_on_both(rank: int, tmp_path: Path) -> None:
+    train_and_save(rank, tmp_path)
+    with (other := TinyRun(tmp_path, load_step=7)).manager:
+        with pytest.raises(CheckpointNotFound, match="it has 2, 3") as raised:
+            other.manager.load()
+        assert raised.value.available == (2, 3)
+        assert raised.value.told_elsewhere == (rank == 1)
+
+
+@on_two_ranks
+def test_an_empty_folder_is_a_fresh_start_on_both(rank: int, tmp_path: Path) -> None:
+    with (run := TinyRun(tmp_path)).manager:
+        assert run.manager.newest_step() == -1
+        assert not run.manager.load()

@@ -1,0 +1,151 @@
+"""Two ranks with a sharded model: what is saved, when, and what is kept."""
+
+import os
+import signal
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.tiny_run import TinyRun, at_steps, differing, same_everywhere
+from tests.ranks import on_two_ranks
+from torchtitan_lite.checkpoint.savers import ProcessSaver
+from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.store.durable import Durable
+from torchtitan_lite.store.store import CheckpointStore
+
+
+class CountingDurable(Durable):
+    """Counts the committed checkpoints of `folder` after each operation that could remove one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.counts: list[int] = []
+
+    def rename(self, src: Path, dst: Path) -> None:
+        super().rename(src, dst)
+        self._count()
+
+    def remove_tree(self, path: Path) -> None:
+        super().remove_tree(path)
+        self._count()
+
+    def _count(self) -> None:
+        self.counts.append(len(CheckpointStore(self.folder).committed()))
+
+
+@on_two_ranks
+def test_what_is_saved_is_what_was_there_when_save_returned(rank: int, tmp_path: Path, mode: str) -> None:
+    run = TinyRun(tmp_path, interval=2, async_mode=mode)
+    may_write = threading.Event()
+    if mode == "disabled":
+        may_write.set()
+    run.saver.before_write = lambda path: may_write.wait()
+    with run.manager:
+        run.steps(2)
+        saved = run.contents()
+        run.disturb()
+        may_write.set()
+        run.saver.wait()
+        assert run.manager.load()
+        assert run.manager.loaded_step == 2
+        assert not differing(run.contents(), saved)
+
+
+@on_two_ranks
+def test_a_resumed_run_is_bitwise_the_run_that_never_stopped(rank: int, tmp_path: Path, mode: str) -> None:
+    straight = TinyRun(tmp_path / "straight", load_only=True)
+    straight.steps(7)
+    straight.manager.close()
+    for last in (3, 5, 7):
+        with (run := TinyRun(tmp_path / "stopped", interval=2, async_mode=mode)).manager:
+            assert run.manager.load() == (last > 3)
+            run.manager.reset()
+            run.steps(last, force=True)
+    assert not differing(run.contents(), straight.contents())
+
+
+@on_two_ranks
+def test_ranks_whose_clocks_differ_save_the_same_steps(rank: int, tmp_path: Path) -> None:
+    seconds = [0.0]
+    run = TinyRun(tmp_path, interval_type="seconds", interval=5, seams={"clock": lambda: 1000.0 * rank + seconds[0]})
+    with run.manager:
+        run.manager.reset()
+        saved = []
+        for step in range(1, 13):
+            seconds[0] += (1.0, 3.0)[rank] if step <= 6 else (3.0, 1.0)[rank]
+            saved += run.steps(step)
+    # The faster clock reaches 5 s in its second step; all ranks hear of it, and save, one step later.
+    assert saved == [3, 6, 9, 12]
+    assert same_everywhere(saved)
+    assert run.checkpoints() == ["step-12", "step-3", "step-6", "step-9"]
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+@on_two_ranks
+def test_retention_never_leaves_fewer_than_it_keeps(rank: int, tmp_path: Path, mode: str, keep: int) -> None:
+    disk = CountingDurable(tmp_path / "checkpoint")
+    store = CheckpointStore(tmp_path / "checkpoint", durable=disk)
+    with (run := TinyRun(tmp_path, interval=1, keep_latest_k=keep, async_mode=mode, seams={"store": store})).manager:
+        run.steps(5, force=True)
+    assert run.checkpoints() == ["step-4", "step-5"][-keep:]
+    if rank == 0:
+        assert min(disk.counts[disk.counts.index(keep) :]) == keep
+        assert [step for step, _, _ in run.happened("purged")] == list(range(1, 6 - keep))
+    else:
+        assert disk.counts == [], "only the coordinator deletes"
+
+
+@on_two_ranks
+def test_a_signal_on_one_rank_makes_all_save_the_same_step_and_leave(rank: int, tmp_path: Path) -> None:
+    class Watch:
+        received = 0
+        left = False
+
+        def start(self) -> None: ...
+
+        def leave(self) -> None:
+            self.left = True
+
+        def close(self) -> None: ...
+
+    watch = Watch()
+    run = TinyRun(tmp_path, interval=100, async_mode="async", seams={"preemption": watch})
+    with run.manager:
+        run.steps(2)
+        watch.received = 15 if rank == 1 else 0
+        saved = run.steps(3)
+        while not run.manager.preempted_by:
+            saved += run.steps(run.train_state.step + 1)
+        assert saved == [4]
+        assert run.checkpoints() == ["step-4"], "durable before close"
+        assert run.manager.preempted_by == 15
+        assert watch.left
+    assert same_everywhere(saved)
+
+
+@on_two_ranks
+def test_a_dead_writer_process_is_replaced_by_the_next_save(rank: int, tmp_path: Path) -> None:
+    saver = ProcessSaver(Peers(timedelta(seconds=30)), timeout_seconds=30)
+    process = saver.process
+    run = TinyRun(tmp_path, inner_saver=saver, seams={"save_policy": at_steps(1, 2, 5)})
+
+    def kill(path: Path) -> None:
+        if rank == 1 and process.pid is not None and path.parent.name == "step-2.staging":
+            os.kill(process.pid, signal.SIGKILL)
+
+    run.saver.before_write = kill
+    with run.manager:
+        run.steps(1)
+        first = process.pid
+        run.steps(2)
+        run.saver.wait()
+        run.steps(5)
+        run.saver.wait()
+        assert (process.pid != first) == (rank == 1)
+    [(step, noticed, figures)] = run.happened("save_failed")
+    assert (step, noticed) == (2, 4)
+    assert f"rank 1: WriterProcessDied: writer process {first}" in figures["reason"] or rank == 0
+    assert same_everywhere(figures["reason"])
+    assert run.checkpoints() == ["step-1", "step-5"]

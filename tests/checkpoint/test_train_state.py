@@ -1,0 +1,41 @@
+"""How far a run has come."""
+
+from __future__ import annotations
+
+import torch
+
+from torchtitan_lite.checkpoint.train_state import TrainState
+
+
+def trained() -> TrainState:
+    state = TrainState(step=7, n_tokens_seen=2**40, skipped_steps=2)
+    state.record_loss(0.1 + 0.2, 5.5)
+    state.step = 8
+    state.record_loss(0.2, float("inf"))
+    return state
+
+
+def test_all_of_it_comes_back_in_full_precision() -> None:
+    loaded = TrainState()
+    loaded.load_state_dict(trained().state_dict())
+    assert loaded == trained()
+    assert (loaded.log_steps, loaded.global_avg_losses) == ([7, 8], [0.1 + 0.2, 0.2])
+
+
+def test_a_state_is_tensors_and_nothing_to_unpickle() -> None:
+    assert all(isinstance(value, torch.Tensor) for value in trained().state_dict().values())
+
+
+def test_a_state_replaces_a_longer_history() -> None:
+    state = trained()
+    state.load_state_dict(TrainState().state_dict())
+    assert state == TrainState()
+
+
+def test_a_taken_state_does_not_change_as_training_goes_on() -> None:
+    state = trained()
+    taken = state.state_dict()
+    state.step += 1
+    state.record_loss(1.0, 1.0)
+    assert taken["step"] == 8
+    assert taken["log_steps"].tolist() == [7, 8]

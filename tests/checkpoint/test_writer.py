@@ -1,0 +1,130 @@
+"""What a save leaves on disk, and that plain DCP reads it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
+from tests.checkpoint.small_run import FullDisk, committing_writer, same
+from torchtitan_lite.checkpoint.savers import SyncSaver
+from torchtitan_lite.checkpoint.writer import write_items
+from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.errors import SaveFailed
+from torchtitan_lite.store.manifest import CheckpointKind
+from torchtitan_lite.store.store import CheckpointStore
+
+PEERS = Peers(timedelta(seconds=60))
+
+
+def state() -> dict[str, Any]:
+    return {
+        "model": {"weight": torch.arange(6.0).view(2, 3), "scalar": torch.tensor(2), "empty": torch.zeros(0)},
+        "loader": {"position": 4, "names": ["a", "b"]},
+    }
+
+
+def save(store: CheckpointStore, step: int = 3, kind: CheckpointKind = CheckpointKind.FULL, **data: Any) -> Path:
+    saver = SyncSaver(PEERS)
+    saver.save(data or state(), committing_writer(store, step, saver, kind), step).durable.result()
+    return store.get(step).path
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoint")
+
+
+def test_a_checkpoint_is_a_data_file_the_metadata_and_a_manifest_of_both(store: CheckpointStore) -> None:
+    path = save(store)
+    names = {".metadata", "__0_0.distcp", "manifest.json"}
+    assert {file.name for file in path.iterdir()} == names
+    assert [file.name for file in store.root.iterdir()] == ["step-3"]
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert (manifest["step"], manifest["kind"], manifest["world_size"]) == (3, "full", 1)
+    assert {name: record["size"] for name, record in manifest["files"].items()} == {
+        name: (path / name).stat().st_size for name in names - {"manifest.json"}
+    }
+    assert manifest["versions"].keys() == {"torchtitan_lite", "torch", "python"}
+
+
+def test_the_metadata_names_the_place_where_the_checkpoint_is(store: CheckpointStore) -> None:
+    path = save(store)
+    described = FileSystemReader(path).read_metadata().storage_meta
+    assert described is not None
+    assert described.checkpoint_id == str(path)
+
+
+def test_plain_dcp_loads_it(store: CheckpointStore) -> None:
+    path = save(store)
+    target: dict[str, Any] = {"model": {name: torch.zeros_like(t) for name, t in state()["model"].items()}}
+    dcp_load(target, checkpoint_id=path, no_dist=True)
+    assert same(target["model"], state()["model"])
+
+
+def test_format_utils_turns_it_into_one_file_for_torch_load(store: CheckpointStore, tmp_path: Path) -> None:
+    dcp_to_torch_save(save(store), tmp_path / "x.pt")
+    assert same(torch.load(tmp_path / "x.pt", weights_only=True), state())
+
+
+def test_a_view_is_written_without_what_lies_around_it(store: CheckpointStore) -> None:
+    path = save(store, weight=torch.zeros(100_000)[10:20])
+    assert (path / "__0_0.distcp").stat().st_size < 10_000
+
+
+def test_items_lie_where_the_results_say(tmp_path: Path) -> None:
+    tensor = torch.rand(5)
+    items: list[tuple[MetadataIndex, torch.Tensor | bytes]] = [
+        (MetadataIndex("a"), tensor),
+        (MetadataIndex("b"), b"bytes"),
+    ]
+    first, second = (result.storage_data for result in write_items(tmp_path / "f", items))
+    data = (tmp_path / "f").read_bytes()
+    assert (first.relative_path, first.offset, first.length) == ("f", 0, second.offset)
+    assert data[second.offset : second.offset + second.length] == b"bytes"
+    assert len(data) == second.offset + second.length
+
+
+def test_an_earlier_attempt_leaves_nothing_in_the_checkpoint(store: CheckpointStore) -> None:
+    (store.stage(3) / "__7_0.distcp").write_bytes(b"of a run with more ranks")
+    assert not (save(store) / "__7_0.distcp").exists()
+
+
+def test_a_step_saved_again_is_the_new_one(store: CheckpointStore) -> None:
+    save(store, weight=torch.zeros(2))
+    path = save(store, weight=torch.ones(2))
+    target = {"weight": torch.zeros(2)}
+    dcp_load(target, checkpoint_id=path, no_dist=True)
+    assert target["weight"].tolist() == [1, 1]
+    assert [file.name for file in store.root.iterdir()] == ["step-3"]
+
+
+def test_a_full_checkpoint_in_the_place_of_weights_alone_is_told(
+    store: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(store, kind=CheckpointKind.WEIGHTS_ONLY)
+    with caplog.at_level(logging.INFO, "torchtitan_lite"):
+        save(store)
+        save(store)
+    assert [r.message for r in caplog.records if r.name == "torchtitan_lite"] == [
+        "step 3: a full checkpoint replaces the weights_only one."
+    ]
+    assert store.get(3).kind is CheckpointKind.FULL
+
+
+@pytest.mark.parametrize("operation", ["make_dir", "write_file", "rename"])
+def test_a_disk_that_refuses_leaves_no_checkpoint_and_says_so(tmp_path: Path, operation: str) -> None:
+    store = CheckpointStore(tmp_path / "checkpoint", durable=FullDisk(operation))
+    with pytest.raises(SaveFailed, match="No space left on device") as failure:
+        save(store)
+    assert failure.value.step == 3
+    assert store.committed() == []

@@ -1,0 +1,205 @@
+"""A run small enough to be saved hundreds of times: two layers, Adam, a learning-rate schedule, a counter.
+
+It is the same run on two ranks (FSDP2) as in one process without a process group: same initial
+parameters, and at each step every rank takes its own part of the same batch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from tests.checkpoint.small_run import Lent, job_config, same
+from torchtitan_lite.checkpoint.interval import AnyOf, AtStep, SavePolicy
+from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.checkpoint.savers import PendingSave, ProcessSaver, Saver, State, build_saver
+from torchtitan_lite.checkpoint.stateful import ModelWrapper, OptimizerWrapper, Stateful
+from torchtitan_lite.checkpoint.train_state import TrainState
+from torchtitan_lite.config.job_config import Checkpoint
+from torchtitan_lite.distributed.consensus import Peers
+
+TIMEOUT_SECONDS = 30
+
+
+class TinyRun:
+    """Model, optimizer and manager. `checkpoint` are keys of that config section, `seams` the manager's keywords."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        width: int = 7,
+        dataloader: Stateful | None = None,
+        inner_saver: Saver | None = None,
+        seams: Mapping[str, Any] | None = None,
+        **checkpoint: Any,
+    ) -> None:
+        config = job_config(folder, **checkpoint)
+        self.folder = folder / config.checkpoint.folder
+        self.sharded = dist.is_initialized()
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 3))
+        if self.sharded:
+            fully_shard(self.model, mesh=_mesh())
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (step + 1))
+        self.train_state = TrainState()
+        self.events: list[tuple[str, int, dict[str, Any]]] = []
+        self.saver = ObservedSaver(inner_saver or _build_saver(config.checkpoint))
+        self.manager = CheckpointManager(
+            dataloader,
+            [self.model],
+            [self.optimizer],
+            [self.scheduler],
+            {"train_state": self.train_state},
+            config,
+            **{"saver": self.saver, "on_event": self._on_event, **(seams or {})},
+        )
+
+    def step(self) -> int:
+        """One optimizer step; returns its number."""
+        self.train_state.step += 1
+        batch = torch.randn(4, 5, generator=torch.Generator().manual_seed(self.train_state.step))
+        mine = batch.chunk(2)[dist.get_rank()] if self.sharded else batch
+        self.model(mine).square().mean().backward()
+        self.manager.maybe_wait_for_staging()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        return self.train_state.step
+
+    def steps(self, last: int, *, force: bool = False) -> list[int]:
+        """Trains up to step `last`, the manager asked after each; returns the steps that were saved."""
+        remaining = range(self.train_state.step, last)
+        return [step for _ in remaining if self.manager.save(step := self.step(), force=force and step == last)]
+
+    def disturb(self) -> None:
+        """Every number of the run is another."""
+        with torch.no_grad():
+            for value in [*self._model().values(), *self._optimizer().values()]:
+                if isinstance(value, Tensor):
+                    value.add_(1)
+
+    def contents(self) -> dict[str, Any]:
+        """All that a resumed run must have again, as plain copies of whole tensors. Collective."""
+        return {
+            **{f"model.{key}": _whole(value) for key, value in self._model().items()},
+            **{f"optimizer.{key}": _whole(value) for key, value in self._optimizer().items()},
+            "scheduler": self.scheduler.last_epoch,
+            "step": self.train_state.step,
+        }
+
+    def happened(self, event: str) -> list[tuple[int, int, dict[str, Any]]]:
+        """Of each such event: its step, the step of the run at which it came, its figures."""
+        return [(step, figures.pop("at"), figures) for name, step, figures in self.events if name == event]
+
+    def checkpoints(self) -> list[str]:
+        """What is in the folder once all ranks are here: the coordinator may have more to do at the end of a save."""
+        if self.sharded:
+            dist.barrier()
+        return sorted(path.name for path in self.folder.iterdir())
+
+    def _model(self) -> dict[str, Tensor]:
+        return ModelWrapper(self.model).state_dict()
+
+    def _optimizer(self) -> dict[str, Any]:
+        return OptimizerWrapper([self.model], [self.optimizer]).state_dict()
+
+    def _on_event(self, event: str, step: int, /, **figures: Any) -> None:
+        self.events.append((event, step, figures | {"at": self.train_state.step}))
+
+
+class ObservedSaver:
+    """`inner`, with a call of `before_write` before this rank writes its file, and the end of each save known."""
+
+    def __init__(self, inner: Saver) -> None:
+        self.inner = inner
+        self.before_write: Callable[[Path], object] = lambda path: None
+        self._over = threading.Event()
+        self._over.set()
+
+    def wait(self) -> None:
+        """Returns when the last save is over, with all that the manager does then."""
+        assert self._over.wait(TIMEOUT_SECONDS)
+
+    def start(self) -> None:
+        self.inner.start()
+
+    def write_items(self, path: Path, items: Sequence[tuple[MetadataIndex, Tensor | bytes]]) -> list[WriteResult]:
+        self.before_write(path)
+        return self.inner.write_items(path, items)
+
+    def save(self, state: State, writer: StorageWriter, step: int) -> PendingSave:
+        self._over.clear()
+        durable: Future[None] = Future()
+        pending = self.inner.save(state, writer, step)
+        pending.durable.add_done_callback(lambda inner: self._pass_on(inner, durable))
+        return PendingSave(step, pending.staged, durable)
+
+    def close(self) -> None:
+        self.wait()
+        self.inner.close()
+
+    def _pass_on(self, inner: Future[None], durable: Future[None]) -> None:
+        error = inner.exception()
+        if error is None:
+            durable.set_result(None)
+        else:
+            durable.set_exception(error)
+        self._over.set()
+
+
+def at_steps(*steps: int) -> SavePolicy:
+    """Due at these steps."""
+    return AnyOf(tuple(AtStep(step) for step in steps))
+
+
+def differing(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+    """The keys under which the two are not the same, bit for bit."""
+    return [key for key in found.keys() | expected.keys() if not same(found.get(key), expected.get(key))]
+
+
+def same_everywhere(value: Any) -> bool:
+    """Whether all ranks brought the same plain value. Collective."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return all(other == value for other in values)
+
+
+def _build_saver(config: Checkpoint) -> Saver:
+    return _kept_process_saver() if config.async_mode == "async_with_pinned_mem" else build_saver(config, _peers())
+
+
+@cache
+def _kept_process_saver() -> Saver:
+    # A writer process takes seconds to start, so the cases share one.
+    return Lent(ProcessSaver(_peers(), TIMEOUT_SECONDS))
+
+
+def _peers() -> Peers:
+    return Peers(timedelta(seconds=TIMEOUT_SECONDS))
+
+
+@cache
+def _mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return value.full_tensor().detach().clone()
+    return value.detach().clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,74 @@
+"""What a changed configuration means at resume."""
+
+import json
+from typing import Any
+
+import pytest
+
+from torchtitan_lite.config.drift import REFUSED, WARNED, Rule, compare, rule_of
+from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig, Model, Optimizer, Training
+
+
+def test_nothing_changed_is_nothing_to_say() -> None:
+    assert compare(_stored(JobConfig()), JobConfig()) == []
+
+
+def test_a_longer_run_is_honoured_with_a_warning_and_names_both_values() -> None:
+    (change,) = compare(_stored(JobConfig()), JobConfig(training=Training(steps=20000)))
+    assert change.rule is Rule.WARNED
+    assert str(change).startswith("training.steps: 10000 -> 20000  honoured, with a warning (the learning rate's curve")
+
+
+def test_how_checkpoints_are_made_may_change_freely() -> None:
+    (change,) = compare(_stored(JobConfig()), JobConfig(checkpoint=Checkpoint(async_mode="async")))
+    assert (change.key, change.rule) == ("checkpoint.async_mode", Rule.HONOURED)
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        (JobConfig(model=Model(flavor="8B")), "model.flavor"),
+        (JobConfig(optimizer=Optimizer(name="Adam")), "optimizer.name"),
+        (JobConfig(training=Training(seq_len=64)), "training.seq_len"),
+        (JobConfig(training=Training(dataset="text", dataset_path="*.txt")), "training.dataset"),
+    ],
+)
+def test_what_would_be_another_run_is_refused_with_both_values_and_the_way_out(config: JobConfig, key: str) -> None:
+    refused = [change for change in compare(_stored(JobConfig()), config) if change.rule is Rule.REFUSED]
+    (change,) = refused
+    assert change.key == key
+    assert f"{change.before} -> {change.now}" in str(change) and "--checkpoint." in change.note
+
+
+def test_a_refused_key_of_a_state_that_is_not_loaded_is_a_warning() -> None:
+    config = JobConfig(training=Training(seq_len=64), checkpoint=Checkpoint(exclude_from_loading=("dataloader",)))
+    (change,) = [change for change in compare(_stored(JobConfig()), config) if change.key == "training.seq_len"]
+    assert change.rule is Rule.WARNED and change.note == "dataloader is not loaded"
+
+
+def test_a_key_that_the_checkpoint_does_not_know_is_compared_with_its_default() -> None:
+    stored = _stored(JobConfig())
+    del stored["model"]["dropout"]
+    assert compare(stored, JobConfig()) == []
+    (change,) = compare(stored, JobConfig(model=Model(dropout=0.1)))
+    assert (change.before, change.now) == (0.0, 0.1)
+
+
+def test_lists_are_the_same_in_json_and_here() -> None:
+    config = JobConfig(checkpoint=Checkpoint(load_exclude=("a", "b")))
+    assert compare(_stored(config), config) == []
+
+
+def test_where_a_run_was_told_to_go_back_to_is_not_compared() -> None:
+    assert compare(_stored(JobConfig()), JobConfig(job=Job(config_file="x"), checkpoint=Checkpoint(load_step=3))) == []
+
+
+def test_every_rule_is_of_a_key_that_exists() -> None:
+    keys = {f"{section}.{key}" for section, values in JobConfig().to_dict().items() for key in values}
+    assert {*WARNED, *REFUSED} <= keys
+    assert {rule_of(key) for key in keys} == set(Rule)
+
+
+def _stored(config: JobConfig) -> dict[str, Any]:
+    stored: dict[str, Any] = json.loads(json.dumps(config.to_dict()))
+    return stored

@@ -1,0 +1,148 @@
+"""What the documentation names is there, and its programs run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from torchtitan_lite.config.keys import KEYS, SECTIONS, meaning_of
+from torchtitan_lite.store.manifest import CheckpointKind, FileRecord, Manifest
+
+ROOT = Path(__file__).parents[2]
+OWN_PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*OWN_PAGES, ROOT / "CONTRIBUTING.md"]
+ONE_PROCESS, SHARDED = "own_loop.py", "own_fsdp_loop.py"
+DEADLINE_SECONDS = 120.0
+
+LINK = re.compile(r"\[[^]\n]*\]\(([^)\s]+)\)")
+PATH = re.compile(r"(?<![\w./-])(?:\./)?((?:torchtitan_lite|scripts|tests|train_configs|docs)/[\w./-]*\w)")
+COMMAND = re.compile(r"(?<![\w/-])(?:\./)?(run_train\.sh|run_tests\.sh|train\.py|requirements\.txt|pyproject\.toml)\b")
+MODULE = re.compile(r"\btorchtitan_lite(?:\.\w+)+")
+OPTION = re.compile(rf"--((?:{'|'.join(SECTIONS)})\.\w+)")
+KEY = re.compile(rf"`((?:{'|'.join(SECTIONS)})\.\w+)`")
+NO_KEYS = {"metrics.jsonl", "checkpoint.intervall"}
+"""A file, and an example of a mistake."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_relative_link_leads_to_a_file_and_to_a_heading_in_it(page: Path) -> None:
+    broken = []
+    for target in LINK.findall(page.read_text(encoding="utf-8")):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        if not file.exists() or (anchor and anchor not in _anchors(file)):
+            broken.append(target)
+    assert not broken
+
+
+def test_every_page_is_linked_from_the_index_and_the_index_from_the_readme() -> None:
+    linked = set(LINK.findall((ROOT / "docs" / "index.md").read_text(encoding="utf-8")))
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"} <= linked
+    assert "docs/index.md" in LINK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_path_and_command_of_ours_that_a_page_names_is_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    named = {*PATH.findall(text), *COMMAND.findall(text)}
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_module_that_a_page_names_is_there(page: Path) -> None:
+    assert not [name for name in MODULE.findall(page.read_text(encoding="utf-8")) if not _is_in_the_package(name)]
+
+
+@pytest.mark.parametrize("page", OWN_PAGES, ids=lambda page: page.name)
+def test_every_key_that_a_page_names_is_a_key(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    named = {*OPTION.findall(text), *KEY.findall(text)} - NO_KEYS
+    assert not [name for name in named if name not in KEYS and meaning_of(name.replace(".no_", ".", 1)) is None]
+
+
+def test_the_manifest_in_the_format_page_has_the_fields_of_a_manifest() -> None:
+    (example,) = _blocks(ROOT / "docs" / "checkpoint_format.md", "json")
+    manifest = Manifest(
+        step=1, kind=CheckpointKind.FULL, created_at=0.0, world_size=1, versions={}, files={"a": FileRecord(size=1)}
+    )
+    shown, written = json.loads(example), json.loads(manifest.to_json())
+    assert shown.keys() <= written.keys()
+    assert all(record.keys() <= written["files"]["a"].keys() for record in shown["files"].values())
+    assert shown["kind"] in {kind.value for kind in CheckpointKind}
+
+
+def test_the_loop_of_one_process_runs_and_started_again_goes_on(tmp_path: Path) -> None:
+    script = _write_example(ONE_PROCESS, tmp_path)
+    first = _output_of([sys.executable, script, "200"], tmp_path)
+    assert "a fresh start" in first and "step 200: loss" in first
+    again = _output_of([sys.executable, script, "300"], tmp_path)
+    assert "Loading the checkpoint at step 200." in again
+    assert re.findall(r"^step (\d+):", again, re.MULTILINE) == ["250", "300"]
+    assert _checkpoints(tmp_path / "outputs") == {"step-200", "step-300"}
+
+
+@pytest.mark.slow
+def test_the_sharded_loop_runs_on_two_processes_and_goes_on_with_one(tmp_path: Path) -> None:
+    script = _write_example(SHARDED, tmp_path)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
+    first = _output_of([*torchrun, "--nproc_per_node=2", script, "200"], tmp_path)
+    assert first.count("a fresh start") == 1, "what concerns all ranks is told once"
+    again = _output_of([*torchrun, "--nproc_per_node=1", script, "300"], tmp_path)
+    assert "Loading the checkpoint at step 200." in again and "step 300: loss" in again
+    assert _checkpoints(tmp_path / "outputs_fsdp") == {"step-100", "step-200", "step-300"}
+
+
+def _blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def _write_example(name: str, folder: Path) -> str:
+    """The program that the page asks to be saved as `name`, saved so."""
+    one_process, sharded = _blocks(ROOT / "docs" / "own_loop.md", "python")
+    (folder / name).write_text(one_process if name == ONE_PROCESS else sharded)
+    return name
+
+
+def _output_of(command: list[str], folder: Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout
+    return ended.stdout
+
+
+def _checkpoints(dump_folder: Path) -> set[str]:
+    return {path.name for path in (dump_folder / "checkpoint").iterdir()}
+
+
+def _anchors(page: Path) -> set[str]:
+    """What a heading is linked by: lower case, punctuation dropped, hyphens for spaces."""
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in _headings(page)}
+
+
+def _headings(page: Path) -> Iterator[str]:
+    for match in re.finditer(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE):
+        yield match[1]
+
+
+def _is_in_the_package(name: str) -> bool:
+    """Whether `name` is a module, or a name in one."""
+    path = ROOT.joinpath(*name.split("."))
+    return path.exists() or path.with_suffix(".py").exists() or path.parent.with_suffix(".py").exists()

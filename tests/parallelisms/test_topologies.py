@@ -1,0 +1,167 @@
+"""Every topology starts from the parameters of one process and takes its first step."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from torchtitan_lite.config.job_config import JobConfig, Parallelism, Training
+from torchtitan_lite.distributed.reduce import mean_over_ranks
+from torchtitan_lite.models.llama.args import ModelArgs
+from torchtitan_lite.models.llama.model import Transformer
+from torchtitan_lite.optim import clip_grad_norm_
+from torchtitan_lite.parallelisms.forward_backward import build_forward_backward
+from torchtitan_lite.parallelisms.parallelize_llama import parallelize_llama
+from torchtitan_lite.parallelisms.pipeline_llama import Stage, cut_to_stage
+from torchtitan_lite.parallelisms.plan import Plan, build_plan
+
+# 51 tokens: neither the embedding nor the output is split evenly.
+ARGS = ModelArgs(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, vocab_size=51, multiple_of=8, max_seq_len=16)
+CPU = torch.device("cpu")
+GLOBAL_BATCH_SIZE = 8
+MAX_NORM = 0.01
+
+TWO_RANKS: dict[str, dict[str, Any]] = {
+    "FSDP 2": {},
+    "DDP 2": {"data_parallel_replicate_degree": 2},
+    "TP 2": {"tensor_parallel_degree": 2},
+    "PP 2, 1F1B": {"pipeline_parallel_degree": 2},
+    "PP 2, GPipe": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "GPipe"},
+    "PP 2, interleaved": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"},
+}
+FOUR_RANKS: dict[str, dict[str, Any]] = {
+    "FSDP 4": {},
+    "HSDP 2 x 2": {"data_parallel_replicate_degree": 2},
+    "TP 2 x FSDP 2": {"tensor_parallel_degree": 2},
+    "PP 2 x FSDP 2": {"pipeline_parallel_degree": 2},
+    "PP 2 x DDP 2": {"pipeline_parallel_degree": 2, "data_parallel_replicate_degree": 2},
+    "PP 2 x FSDP 2, interleaved": TWO_RANKS["PP 2, interleaved"],
+    "PP 2 x TP 2": {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2},
+    "PP 2 x TP 2, interleaved": TWO_RANKS["PP 2, interleaved"] | {"tensor_parallel_degree": 2},
+}
+TOPOLOGIES = [pytest.param(("two_ranks", settings), id=name) for name, settings in TWO_RANKS.items()] + [
+    pytest.param(("four_ranks", settings), id=name, marks=pytest.mark.slow) for name, settings in FOUR_RANKS.items()
+]
+
+
+def first_step(rank: int, world_size: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """What this rank has before, during and after one step, as whole plain tensors and numbers."""
+    training = Training(batch_size=2, seq_len=16, mixed_precision_param="float32")
+    config = JobConfig(training=training, parallelism=Parallelism(**settings))
+    plan = build_plan(config, ARGS, world_size)
+    mesh: Any = plan.dims.build_mesh("cpu") if world_size > 1 else None
+    stages = plan.stages_of(rank)
+    parts = [build_part(stage, plan, mesh, config) for stage in stages]
+    seen: dict[str, Any] = {
+        "names": [fqn for part in parts for fqn in get_model_state_dict(part)],
+        "initial": whole({fqn: value for part in parts for fqn, value in part.named_parameters()}),
+    }
+    share = batch().chunk(plan.dims.dp_degree)[plan.dims.dp_rank(rank)].unflatten(0, (-1, training.batch_size))
+    forward_backward = build_forward_backward(
+        config,
+        plan,
+        ARGS,
+        parts,
+        mesh,
+        rank=rank,
+        accumulation=len(share),
+        scaler=torch.amp.GradScaler("cpu", enabled=False),
+        timer=lambda name: nullcontext(),
+        device=CPU,
+    )
+    seen["loss"] = mean_over_ranks(forward_backward(share), CPU).item()
+    seen["gradients"] = gradients(parts)
+    pipeline = mesh.get_group("pp") if plan.dims.pp > 1 else None
+    seen["norm"] = clip_grad_norm_(parts, MAX_NORM, pipeline=pipeline).item()
+    seen["clipped"] = clip_grad_norm_(parts, MAX_NORM, pipeline=pipeline).item()
+    return seen
+
+
+def build_part(stage: Stage, plan: Plan, mesh: DeviceMesh, config: JobConfig) -> Transformer:
+    with torch.device("meta"):
+        model = Transformer(ARGS)
+    cut_to_stage(model, stage)
+    parallelize_llama(model, mesh, plan.dims, config)
+    model.to_empty(device=CPU)
+    model.init_weights(3)
+    return model
+
+
+def batch() -> Tensor:
+    return torch.randint(0, 51, (GLOBAL_BATCH_SIZE, 17), generator=torch.Generator().manual_seed(0))
+
+
+def gradients(parts: list[Transformer]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for part in parts:
+        for fqn, parameter in part.named_parameters():
+            assert parameter.grad is not None, fqn
+            found[fqn] = parameter.grad
+    return whole(found)
+
+
+def whole(tensors: dict[str, Tensor] | dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    result = {}
+    for name, tensor in tensors.items():
+        plain = name.replace("_checkpoint_wrapped_module.", "")
+        result[plain] = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    return result
+
+
+@pytest.fixture(scope="module")
+def one_process() -> dict[str, Any]:
+    """What one plain process has."""
+    return first_step(0, 1, {})
+
+
+@pytest.fixture(scope="module", params=TOPOLOGIES)
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """What each rank of a topology has."""
+    group, settings = request.param
+    world_size = {"two_ranks": 2, "four_ranks": 4}[group]
+    found: list[dict[str, Any]] = request.getfixturevalue(group).run(
+        first_step, world_size=world_size, settings=settings
+    )
+    return found
+
+
+def test_the_model_begins_bitwise_as_that_of_one_process(
+    ranks: list[dict[str, Any]], one_process: dict[str, Any]
+) -> None:
+    for seen in ranks:
+        assert seen["initial"]
+        assert all(torch.equal(value, one_process["initial"][fqn]) for fqn, value in seen["initial"].items())
+
+
+def test_the_ranks_together_have_the_names_of_the_plain_model(
+    ranks: list[dict[str, Any]], one_process: dict[str, Any]
+) -> None:
+    assert {name for seen in ranks for name in seen["names"]} == set(one_process["names"])
+
+
+def test_the_loss_is_that_of_one_process_on_every_rank(
+    ranks: list[dict[str, Any]], one_process: dict[str, Any]
+) -> None:
+    assert len({seen["loss"] for seen in ranks}) == 1
+    assert ranks[0]["loss"] == pytest.approx(one_process["loss"], rel=1e-5)
+
+
+def test_the_gradients_are_those_of_one_process(ranks: list[dict[str, Any]], one_process: dict[str, Any]) -> None:
+    for seen in ranks:
+        for fqn, gradient in seen["gradients"].items():
+            torch.testing.assert_close(gradient, one_process["gradients"][fqn], rtol=1e-4, atol=1e-6)
+
+
+def test_the_norm_is_that_of_all_gradients_on_every_rank_and_all_are_clipped_by_it(
+    ranks: list[dict[str, Any]], one_process: dict[str, Any]
+) -> None:
+    assert len({seen["norm"] for seen in ranks}) == 1
+    assert ranks[0]["norm"] == pytest.approx(one_process["norm"], rel=1e-5)
+    assert all(seen["clipped"] == pytest.approx(MAX_NORM, rel=1e-3) for seen in ranks)

@@ -1,0 +1,218 @@
+"""Tests that need ranks: functions that two processes, or four, run together.
+
+The processes are one gloo group, started by the first test that asks and kept for the session,
+because starting takes seconds. A case is a function of a module, called as `case(rank, **arguments)`
+in each; `on_two_ranks` makes a test of one. Every case has a deadline: a rank that dies or waits for
+ever is a failed test with a report from each rank, and the next case finds a new group.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import inspect
+import multiprocessing
+import os
+import pickle
+import resource
+import signal
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import wraps
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DEADLINE_SECONDS = 90.0
+"""Of one case, the start of the group included. Far more than any takes: it ends what would never end."""
+GRACE_SECONDS = 5.0
+"""After one rank has failed: how long the other, which may wait for it, has to fail by itself."""
+COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+
+Case = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a case ended on one rank: what it returned, or why it failed."""
+
+    value: Any = None
+    failure: str = ""
+
+
+class Ranks:
+    """Processes that run cases: the fixtures `two_ranks` and `four_ranks`. Not `grouped`, each case makes its group."""
+
+    def __init__(
+        self,
+        world_size: int = 2,
+        *,
+        grouped: bool = True,
+        deadline_seconds: float = DEADLINE_SECONDS,
+        grace_seconds: float = GRACE_SECONDS,
+    ) -> None:
+        self._world_size, self._grouped = world_size, grouped
+        self._deadline_seconds, self._grace_seconds = deadline_seconds, grace_seconds
+        self._processes: list[BaseProcess] = []
+        self._connections: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def run(self, case: Case, **arguments: Any) -> list[Any]:
+        """What `case(rank, **arguments)` returned on each rank, plain values all; fails the test if one failed."""
+        reports = self.reports(case, **arguments)
+        if any(report.failure for report in reports):
+            lines = (f"rank {rank}: {report.failure or 'passed'}" for rank, report in enumerate(reports))
+            pytest.fail("\n".join(lines), pytrace=False)
+        return [report.value for report in reports]
+
+    def reports(self, case: Case, **arguments: Any) -> list[Report]:
+        """How `case` ended on each rank. A group in which one failed is ended: it may be out of step."""
+        if not self._processes:
+            self._start()
+        for connection in self._connections:
+            connection.send_bytes(pickle.dumps((case.__module__, case.__qualname__, arguments)))
+        reports = self._collect()
+        if any(report.failure for report in reports):
+            self._kill()
+        return reports
+
+    def close(self) -> None:
+        """Ends the processes in good order. Idempotent."""
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.join(self._grace_seconds)
+        self._kill()
+
+    def _start(self) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        rendezvous = Path(self._folder.name, "rendezvous")
+        for rank in range(self._world_size):
+            ours, theirs = spawn.Pipe()
+            group = (rank, self._world_size, rendezvous if self._grouped else None)
+            process = spawn.Process(target=_serve, args=(*group, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+    def _collect(self) -> list[Report]:
+        deadline = time.monotonic() + self._deadline_seconds
+        reports: dict[int, Report] = {}
+        waiting = {connection: rank for rank, connection in enumerate(self._connections)}
+        while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+            for connection in ready:
+                rank = waiting.pop(connection)  # type: ignore[call-overload]  # wait() returns what it was given
+                reports[rank] = self._receive(rank)
+                if reports[rank].failure:
+                    deadline = min(deadline, time.monotonic() + self._grace_seconds)
+        return [reports.get(rank) or self._stuck(rank) for rank in range(len(self._processes))]
+
+    def _receive(self, rank: int) -> Report:
+        try:
+            report: Report = pickle.loads(self._connections[rank].recv_bytes())
+            return report
+        except (EOFError, ConnectionResetError):
+            self._processes[rank].join(self._grace_seconds)
+            return Report(failure=f"ended with exit code {self._processes[rank].exitcode}")
+
+    def _stuck(self, rank: int) -> Report:
+        process = self._processes[rank]
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGABRT)  # faulthandler answers with the stack of every thread.
+        process.join(self._grace_seconds)
+        return Report(failure="came to no end; its stderr says where it stood")
+
+    def _kill(self) -> None:
+        for process, connection in zip(self._processes, self._connections, strict=True):
+            connection.close()
+            process.kill()
+            process.join()
+        self._processes, self._connections = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+
+
+def on_two_ranks(case: Case) -> Case:
+    """`case(rank, **fixtures)` as a test, which passes if it passes on both ranks; fixtures must be picklable."""
+    signature = inspect.signature(case)
+    fixtures = [parameter for name, parameter in signature.parameters.items() if name != "rank"]
+    group = inspect.Parameter("two_ranks", inspect.Parameter.KEYWORD_ONLY)
+
+    @wraps(case)
+    def test(*, two_ranks: Ranks, **arguments: Any) -> None:
+        two_ranks.run(case, **arguments)
+
+    test.__signature__ = signature.replace(parameters=[*fixtures, group])  # type: ignore[attr-defined]  # for pytest
+    return test
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Ranks]:
+    """Two processes in one group, started when the first case is run."""
+    ranks = Ranks()
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[Ranks]:
+    """Four processes in one group, for the tests of one module."""
+    ranks = Ranks(4)
+    yield ranks
+    ranks.close()
+
+
+def join_group(rank: int, world_size: int, rendezvous: Path) -> None:
+    """The default process group: `world_size` ranks that meet at the file `rendezvous`, which must be a new one."""
+    import torch.distributed as dist
+
+    method = f"file://{rendezvous}"
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
+
+
+def _serve(rank: int, world_size: int, rendezvous: Path | None, connection: Connection) -> None:
+    """One of the processes: runs cases until the connection ends."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    faulthandler.enable()
+    warnings.simplefilter("error")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if rendezvous is not None:
+        join_group(rank, world_size, rendezvous)
+    while order := _next(connection):
+        report = _report(rank, *order)
+        connection.send_bytes(pickle.dumps(report))
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    os._exit(0)  # Finalizing an interpreter with torch in it takes a second that no test needs.
+
+
+def _next(connection: Connection) -> Any:
+    try:
+        return pickle.loads(connection.recv_bytes())
+    except (EOFError, ConnectionResetError):
+        return None
+
+
+def _report(rank: int, module: str, name: str, arguments: dict[str, Any]) -> Report:
+    try:
+        # What the module holds under the name is the test that `on_two_ranks` made of the case.
+        case = inspect.unwrap(getattr(importlib.import_module(module), name))
+        value = case(rank, **arguments)
+        pickle.dumps(value)
+    except BaseException:  # pytest.fail, too
+        return Report(failure=traceback.format_exc())
+    return Report(value)

@@ -1,0 +1,109 @@
+"""The errors of the package: whole after a journey between ranks, and of use to a person."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from torchtitan_lite import errors
+from torchtitan_lite.errors import TorchtitanLiteError
+
+SAMPLES: dict[str, Any] = {
+    "str": "a/path of-something",
+    "int": 41,
+    "int | None": 43,
+    "float": 0.125,
+    "Sequence[int]": (100, 200),
+    "Sequence[str]": ("files: 3 -> 4", "bytes: 5 -> 6"),
+}
+"""A value for every annotation that a constructor has; a new one fails here until it is added."""
+
+MENDS = {
+    errors.CheckpointNotFound: "--checkpoint.load_step",
+    errors.CheckpointDamaged: "--checkpoint.load_step",
+    errors.CheckpointUnreadable: "--checkpoint.load_step",
+    errors.FormatTooNew: "Upgrade torchtitan_lite",
+    errors.SaveFailed: "Earlier checkpoints are untouched",
+    errors.WriterProcessDied: "starts a new one",
+    errors.CorpusChanged: "--checkpoint.exclude_from_loading=dataloader",
+    errors.TrainingDiverged: "--checkpoint.load_step",
+}
+"""What a person is told to do, or need not do; the messages of the others are made where they are raised."""
+
+
+def tree(root: type[TorchtitanLiteError] = TorchtitanLiteError) -> Iterator[type[TorchtitanLiteError]]:
+    yield root
+    for kind in root.__subclasses__():
+        yield from tree(kind)
+
+
+def fields_of(kind: type[TorchtitanLiteError]) -> dict[str, Any]:
+    """A sample of each argument of the constructor; none where the message is all there is."""
+    if kind.__init__ is Exception.__init__ or "__init__" not in kind.__dict__:
+        return {}
+    parameters = list(inspect.signature(kind.__init__).parameters.values())[1:]
+    return {parameter.name: SAMPLES[parameter.annotation] for parameter in parameters}
+
+
+def sample(kind: type[TorchtitanLiteError]) -> TorchtitanLiteError:
+    return kind(**fields_of(kind)) if fields_of(kind) else kind("what happened")
+
+
+every_error = pytest.mark.parametrize("kind", list(tree()), ids=lambda kind: kind.__name__)
+
+
+@every_error
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_an_error_survives_pickle_with_its_fields_and_message(kind: type[TorchtitanLiteError], protocol: int) -> None:
+    error = sample(kind)
+    error.told_elsewhere = True
+    arrived = pickle.loads(pickle.dumps(error, protocol))
+    assert type(arrived) is kind
+    assert str(arrived) == str(error)
+    assert arrived.args == error.args
+    assert vars(arrived) == vars(error)
+    assert arrived.told_elsewhere
+
+
+@every_error
+def test_an_error_keeps_every_argument_as_a_field(kind: type[TorchtitanLiteError]) -> None:
+    error = sample(kind)
+    assert {name: getattr(error, name) for name in fields_of(kind)} == fields_of(kind)
+
+
+@every_error
+def test_a_message_names_everything_that_the_error_knows(kind: type[TorchtitanLiteError]) -> None:
+    message = str(sample(kind))
+    for value in fields_of(kind).values():
+        parts = value if isinstance(value, tuple) else [value]
+        assert all(str(part) in message for part in parts)
+
+
+@pytest.mark.parametrize(("kind", "mend"), MENDS.items(), ids=lambda value: getattr(value, "__name__", ""))
+def test_a_message_names_the_mend(kind: type[TorchtitanLiteError], mend: str) -> None:
+    assert mend in str(sample(kind))
+
+
+@every_error
+def test_an_error_is_new_to_whoever_raises_it(kind: type[TorchtitanLiteError]) -> None:
+    assert not sample(kind).told_elsewhere
+
+
+@every_error
+def test_an_error_is_drawn_in_the_tree(kind: type[TorchtitanLiteError]) -> None:
+    line = next(line for line in (errors.__doc__ or "").splitlines() if kind.__name__ in line.split()[-30:])
+    builtin = next((base for base in kind.__bases__ if base.__module__ == "builtins"), Exception)
+    assert builtin is Exception or f"({builtin.__name__})" in line
+
+
+def test_a_missing_step_is_told_what_there_is() -> None:
+    assert str(errors.CheckpointNotFound("outputs/checkpoint", 700, [200, 400, 600])) == (
+        "step 700 is not in outputs/checkpoint (it has 200, 400, 600). "
+        "Set --checkpoint.load_step to one of these, or -1 for the newest."
+    )
+    assert "it has no checkpoint" in str(errors.CheckpointNotFound("outputs/checkpoint", 700))
+    assert ".metadata" in str(errors.CheckpointNotFound("nowhere", None))

@@ -1,0 +1,164 @@
+"""A run put back as a checkpoint has it.
+
+Whatever can refuse comes first, on all ranks together: keys and shapes, the configuration, then the
+small states (another corpus, say). Only then are tensors of the model touched, and after that only
+the machine can fail. The random generators come last, so that nothing draws from them in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchtitan_lite.checkpoint.key_report import KeyReport
+from torchtitan_lite.checkpoint.load_rules import build_load_rules, unmatched_globs
+from torchtitan_lite.checkpoint.load_source import LoadSource, choose_source
+from torchtitan_lite.checkpoint.reader import StoredCheckpoint
+from torchtitan_lite.checkpoint.resume_report import ResumeReport
+from torchtitan_lite.checkpoint.rng import RngState
+from torchtitan_lite.checkpoint.stateful import ModelWrapper, OptimizerWrapper, Stateful
+from torchtitan_lite.checkpoint.verify_resume import verify
+from torchtitan_lite.config.drift import Rule, compare
+from torchtitan_lite.config.job_config import JobConfig
+from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.errors import CheckpointMismatch
+from torchtitan_lite.log import logger
+from torchtitan_lite.store.store import CheckpointStore
+
+RNG = "rng"
+
+
+def refuse_early(config: JobConfig, peers: Peers) -> None:
+    """Raises, before anything is built, what a load would refuse for its step or its configuration. **Collective**.
+
+    A model of another size may not even fit into memory, and would be refused all the same. Changes nothing.
+    """
+    checkpoint = config.checkpoint
+    if not checkpoint.enable_checkpoint or checkpoint.create_seed_checkpoint:
+        return
+    store = CheckpointStore(Path(config.job.dump_folder) / checkpoint.folder)
+    source = peers.decide(lambda: choose_source(store, checkpoint.load_step, checkpoint))
+    if source is not None and not source.model_only and source.config:
+        refused = [f"  {change}" for change in compare(source.config, config) if change.rule is Rule.REFUSED]
+        if refused:
+            raise CheckpointMismatch(str(source.path), "\n".join(refused))
+
+
+class Restore:
+    """The loading of `source` into a run's objects; see the module. Every method is **collective**."""
+
+    def __init__(
+        self,
+        source: LoadSource,
+        config: JobConfig,
+        peers: Peers,
+        *,
+        model: ModelWrapper,
+        optimizer: OptimizerWrapper,
+        small_states: Mapping[str, Stateful],
+        topology: str,
+    ) -> None:
+        excluded = config.checkpoint.exclude_from_loading
+        everything = not source.model_only
+        self._source = source
+        self._config = config
+        self._peers = peers
+        self._topology = topology
+        self._model = model.state_dict()
+        self._optimizer = optimizer if everything and "optimizer" not in excluded else None
+        self._optimizer_state: dict[str, Any] = self._optimizer.state_dict() if self._optimizer else {}
+        self._small = {name: s for name, s in small_states.items() if everything and name not in excluded}
+        self._restores_rng = everything and RNG not in excluded
+        # Weights that a new run begins with may have any precision: an export has another one than training.
+        self._cast = source.initial
+        self._stored = StoredCheckpoint(source.path, peers, build_load_rules(config.checkpoint))
+
+    def report(self) -> ResumeReport:
+        """What `run` would do. Small states that can check theirs without taking it are asked."""
+        refused: list[str] = []
+        keys = self._keys()
+        for name, state in self._small.items():
+            check = getattr(state, "check_state", None)
+            if check is not None and name not in keys.missing:
+                refused += [str(e) for e in self._peers.gather(_error_of(check, self._read_small(name)))[:1] if e]
+        return self._report(keys, refused)
+
+    def run(self) -> None:
+        """Raises `CheckpointMismatch` and what a state refuses with, on every rank, before the model is touched."""
+        report = self._report(self._keys(), ())
+        if report.refusals:
+            raise CheckpointMismatch(str(report.path), "\n".join(report.refusals))
+        self._warn_of_unmatched_globs()
+        for change in report.changes:
+            (logger.warning if change.rule is Rule.WARNED else logger.info)("Since the checkpoint: %s", change)
+        for name, state in self._small.items():
+            self._peers.raise_together(_error_of(state.load_state_dict, self._read_small(name)))
+        if self._optimizer is not None:
+            self._optimizer.load_state_dict(self._stored.read_optimizer(self._optimizer_state))
+        self._stored.read_model(self._model, cast=self._cast)
+        if self._config.checkpoint.verify_resume:
+            self._verify()
+        if self._restores_rng:
+            self._restore_rng()
+
+    def _warn_of_unmatched_globs(self) -> None:
+        rules = build_load_rules(self._config.checkpoint)
+        if rules.is_partial:
+            fqns = [fqn for per_rank in self._peers.gather(list(self._model)) for fqn in per_rank]
+            for glob in unmatched_globs(rules, fqns):
+                logger.warning("checkpoint.load_include / load_exclude: %r names no tensor of the model.", glob)
+
+    def _keys(self) -> KeyReport:
+        states = [name for name, state in self._small.items() if state.state_dict()]
+        return self._stored.report(self._model, self._optimizer_state, states, cast=self._cast)
+
+    def _report(self, keys: KeyReport, refused_states: Sequence[str]) -> ResumeReport:
+        everything = not self._source.model_only
+        strict = self._config.checkpoint.load_strictness == "error" or keys.lost_states(list(self._small))
+        return ResumeReport(
+            path=self._source.path,
+            step=self._source.step,
+            keys=keys,
+            keys_are_refused=strict,
+            changes=compare(self._source.config, self._config) if everything and self._source.config else (),
+            topology_before=self._source.topology,
+            topology_now=self._topology,
+            refused_states=refused_states,
+        )
+
+    def _read_small(self, name: str) -> dict[str, Any]:
+        return self._stored.read_state(name, self._small[name].state_dict())
+
+    def _verify(self) -> None:
+        rules = build_load_rules(self._config.checkpoint)
+        model = {fqn: tensor for fqn, tensor in self._model.items() if rules.wants(fqn)}
+        state: dict[str, Any] = {"model": model, **{name: state.state_dict() for name, state in self._small.items()}}
+        if self._optimizer is not None:
+            own = self._optimizer.state_dict()
+            state["optimizer"] = {key: own[key] for key in own if rules.wants(key.partition(".")[2].rpartition(".")[0])}
+        verify(str(self._source.path), state, self._source.tensor_digests, self._peers)
+
+    def _restore_rng(self) -> None:
+        rng, rank = RngState(), self._peers.rank
+        key = f"{RNG}.rank{rank}"
+        has_own = bool(self._stored.keys(f"{key}.")) and self._source.topology == self._topology
+        if all(self._peers.gather(has_own)):
+            rng.load_state_dict(self._stored.read_state(key, {}))
+            return
+        rng.derive(torch.initial_seed(), self._source.step, rank)
+        logger.info(
+            "The random generators of %s do not fit %s: new ones begin, derived from seed, step and rank.",
+            self._source.topology or "the checkpoint",
+            self._topology,
+        )
+
+
+def _error_of(call: Any, state: dict[str, Any]) -> Exception | None:
+    try:
+        call(state)
+    except Exception as error:
+        return error
+    return None

@@ -1,0 +1,54 @@
+"""What a resume would do, said before it does it.
+
+Where it goes on from, which keys do not fit, what changed in the configuration and the topology, and
+what the data says. Made on every rank alike, from what the ranks agreed on; a pure value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_lite.checkpoint.key_report import KeyReport
+from torchtitan_lite.config.drift import Change, Rule
+
+
+@dataclass(frozen=True)
+class ResumeReport:
+    """A resume from `path`, as it would be."""
+
+    path: Path
+    step: int
+    keys: KeyReport
+    keys_are_refused: bool
+    """Whether differing keys end the resume (`checkpoint.load_strictness`)."""
+    changes: Sequence[Change]
+    topology_before: str
+    topology_now: str
+    refused_states: Sequence[str] = ()
+    """What states refuse with, one sentence each."""
+
+    @property
+    def refusals(self) -> list[str]:
+        """Why this resume cannot be; empty if it can."""
+        config = [f"  {change}" for change in self.changes if change.rule is Rule.REFUSED]
+        keys = [str(self.keys)] if self.keys and self.keys_are_refused else []
+        return [*keys, *config, *(f"  {sentence}" for sentence in self.refused_states)]
+
+    @property
+    def notes(self) -> list[str]:
+        """What is different and honoured, a line each."""
+        topology = (
+            [f"topology: {self.topology_before or 'unknown'} -> {self.topology_now}"]
+            if self.topology_before != self.topology_now
+            else []
+        )
+        return [*topology, *(str(change) for change in self.changes if change.rule is not Rule.REFUSED)]
+
+    def __str__(self) -> str:
+        lines = [f"Resume from {self.path}, step {self.step}:"]
+        lines += ["  keys: all there, all fit" if not self.keys else str(self.keys)]
+        lines += [f"  {note}" for note in self.notes] or ["  configuration and topology: as they were"]
+        lines += ["It would be refused:", *self.refusals] if self.refusals else ["It would go on."]
+        return "\n".join(lines)

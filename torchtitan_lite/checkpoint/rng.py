@@ -1,0 +1,71 @@
+"""The random generators of one rank.
+
+Python's, NumPy's and torch's, on the CPU and on this rank's accelerator: what dropout and user code
+draw from. On the topology that saved them they go on bit for bit; on another there is no generator
+to go on with, so each rank begins a new one, derived from (seed, step, rank) and so the same in
+every resume from that step. All of it is tensors in a checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+_MASK_63 = 2**63 - 1
+
+
+class RngState:
+    """A `Stateful` of this rank alone; kept under a key with the rank in it."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        version, internal, gauss = random.getstate()
+        assert version == 3, "the only version since Python 3.2"
+        state = {
+            "python": torch.tensor(internal, dtype=torch.int64),
+            "python_gauss": _optional(gauss),
+            **_numpy_state(),
+            "torch": torch.get_rng_state(),
+        }
+        if torch.cuda.is_available():
+            state["cuda"] = torch.cuda.get_rng_state()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        gauss = state_dict["python_gauss"].tolist()
+        random.setstate((3, tuple(state_dict["python"].tolist()), gauss[0] if gauss else None))
+        _set_numpy_state(state_dict)
+        torch.set_rng_state(state_dict["torch"].cpu())
+        if "cuda" in state_dict and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state_dict["cuda"].cpu())
+
+    def derive(self, seed: int, step: int, rank: int) -> None:
+        """New generators, the same for the same (seed, step, rank) and unlike those of any other."""
+        digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
+        derived = int.from_bytes(digest, "little") & _MASK_63
+        random.seed(derived)
+        np.random.seed(derived & 0xFFFFFFFF)
+        torch.manual_seed(derived)
+
+
+def _numpy_state() -> dict[str, torch.Tensor]:
+    state = np.random.get_state(legacy=False)
+    assert isinstance(state, dict)
+    return {
+        "numpy": torch.from_numpy(state["state"]["key"].astype(np.int64)),
+        "numpy_position": torch.tensor(state["state"]["pos"], dtype=torch.int64),
+        "numpy_gauss": _optional(state["gauss"] if state["has_gauss"] else None),
+    }
+
+
+def _set_numpy_state(state: dict[str, torch.Tensor]) -> None:
+    gauss = state["numpy_gauss"].tolist()
+    key = state["numpy"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", key, int(state["numpy_position"]), int(bool(gauss)), gauss[0] if gauss else 0.0))
+
+
+def _optional(value: float | None) -> torch.Tensor:
+    return torch.tensor([] if value is None else [value], dtype=torch.float64)

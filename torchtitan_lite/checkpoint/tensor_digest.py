@@ -1,0 +1,285 @@
+"""A digest of a logical tensor that is the same for every way of sharding it.
+
+Every rank digests its own chunks; the sum of the chunks' digests is the digest of the whole tensor,
+so nothing is gathered, and a checkpoint saved on one topology is checked on any other. The
+definition below is part of the manifest's format and never changes; `finish` gives what is stored.
+
+Definition. Lay the whole tensor out in row-major order, each element as it lies in memory on a
+little-endian machine (complex: real part first), and read these bytes as unsigned 32-bit
+little-endian words w(0), w(1) ..., the last one filled up with zero bytes. Lane l (0 or 1) is
+
+    sum over i of  w(i) * table_l[i mod 8192] * multiplier_l[i div 8192]   modulo 2^64
+
+where table_l[n] and multiplier_l[n] are output n (from 0) of SplitMix64 with the lane's two seeds
+(`_SEEDS`), lowest bit set. A byte adds byte * 256^(offset mod 4) * coefficient(offset div 4)
+whatever its neighbours are: that is why chunks may be cut anywhere.
+
+What it finds. Any change within one word (so of any one element of at most 4 bytes) is found for
+certain: the difference is below 2^32 and the coefficient odd. So is a swap of two different words
+of one block: no two of its coefficients agree modulo 2^33 in both lanes (a test looks at all of
+them). Words of 32 bits, not 64, because the top bit of a 64-bit word would add 2^63 under every odd
+coefficient: negating two float64 would cancel. Any other fixed change escapes with a probability,
+over the coefficients, of about 2^-126 if some word changed by an odd amount, of 2^-64 at worst
+within one block, and of 2^-54 for the worst pattern known over several (sign bits in the same two
+places of two blocks). It guards against accidents, not against forgers: it is linear. Zero bytes
+add nothing; how many there are is the shape's to say, which `finish` mixes in, and that the chunks
+cover the tensor once is the planner's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+BLOCK_WORDS = 8192
+"""Part of the definition. Both tables then stay in the second-level cache, and a call into numpy has enough to do."""
+_WORD_BYTES = 4
+_BLOCK_BYTES = BLOCK_WORDS * _WORD_BYTES
+_SCRATCH_WORDS = 4 * BLOCK_WORDS
+"""How many words are widened at a time: few enough for the second-level cache."""
+_COPY_BYTES = 8 << 20
+"""How much of a tensor that is not contiguous is made so at a time."""
+_MOST_ROWS = 1 << 16
+"""How many runs are laid out at a time. A multiple of every period, which divides `_BLOCK_BYTES`."""
+_ENOUGH_BYTES = 16 << 10
+"""From here on, the work on a group of runs outweighs the calls into numpy for it."""
+_SEEDS = {  # the first fraction digits of pi, in order: a choice that nobody made
+    "table": (0x243F6A8885A308D3, 0x13198A2E03707344),
+    "multiplier": (0xA4093822299F31D0, 0x082EFA98EC4E6C89),
+}
+_LANE = 1 << 64
+
+_Bytes = npt.NDArray[np.uint8]
+_Words = npt.NDArray[np.uint64]
+_Index = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Digest:
+    """Two unsigned 64-bit lanes; digests of disjoint chunks add up to the digest of their union."""
+
+    lane0: int
+    lane1: int
+
+    @classmethod
+    def zero(cls) -> Digest:
+        """The digest of nothing: the start of a sum."""
+        return cls(0, 0)
+
+    @classmethod
+    def from_hex(cls, text: str) -> Digest:
+        """The digest that `to_hex` wrote; raises ValueError for any other text."""
+        if not re.fullmatch("[0-9a-f]{32}", text):
+            raise ValueError(f"{text!r} is not a tensor digest: expected 32 lower-case hexadecimal digits")
+        return cls(int(text[:16], 16), int(text[16:], 16))
+
+    def to_hex(self) -> str:
+        """32 lower-case hexadecimal digits, lane 0 first."""
+        return f"{self.lane0:016x}{self.lane1:016x}"
+
+    def __add__(self, other: Digest) -> Digest:
+        return Digest((self.lane0 + other.lane0) % _LANE, (self.lane1 + other.lane1) % _LANE)
+
+
+def digest_chunk(local: torch.Tensor, *, global_shape: Sequence[int], offsets: Sequence[int]) -> Digest:
+    """What the box `local`, lying at `offsets` in a tensor of `global_shape`, adds to that tensor's digest.
+
+    Any dtype and memory layout, on the CPU; holds a few MiB besides, 8 more if `local` is not contiguous.
+    Any thread: nothing is shared but constants. Raises ValueError if the box does not lie inside the tensor.
+    """
+    _check_box(tuple(local.shape), global_shape, offsets)
+    sums = np.zeros(2, np.uint64)
+    if local.numel():
+        for piece, piece_offsets in _contiguous_pieces(local.detach(), tuple(offsets)):
+            sums += _box(piece, global_shape, piece_offsets)
+    return Digest(*map(int, sums))
+
+
+def finish(digest: Digest, dtype: torch.dtype, shape: Sequence[int]) -> Digest:
+    """The digest of the tensor itself, from the sum over its chunks: the same bytes as another dtype or shape differ.
+
+    Adds the two little-endian halves of the 16-byte BLAKE2b of a text such as `float32[8, 4]`.
+    """
+    text = f"{str(dtype).removeprefix('torch.')}{[int(size) for size in shape]}"
+    key = hashlib.blake2b(text.encode(), digest_size=16).digest()
+    return digest + Digest(int.from_bytes(key[:8], "little"), int.from_bytes(key[8:], "little"))
+
+
+def _check_box(sizes: Sequence[int], global_shape: Sequence[int], offsets: Sequence[int]) -> None:
+    same_rank = len(sizes) == len(global_shape) == len(offsets)
+    if not same_rank or any(
+        offset < 0 or offset + size > whole for size, whole, offset in zip(sizes, global_shape, offsets, strict=True)
+    ):
+        raise ValueError(f"a chunk of {list(sizes)} at {list(offsets)} is not inside a tensor of {list(global_shape)}")
+
+
+def _contiguous_pieces(local: torch.Tensor, offsets: tuple[int, ...]) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
+    """The box as contiguous boxes: itself, or copies of slices of it of at most `_COPY_BYTES`."""
+    num_bytes = local.numel() * local.element_size()
+    if local.is_contiguous() or num_bytes <= _COPY_BYTES:
+        yield local.contiguous().resolve_conj().resolve_neg(), offsets
+        return
+    dim = next(d for d, size in enumerate(local.shape) if size > 1)
+    step = max(1, local.shape[dim] * _COPY_BYTES // num_bytes)
+    for start in range(0, local.shape[dim], step):
+        moved = (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :])
+        part = local.narrow(dim, start, min(step, local.shape[dim] - start))
+        yield from _contiguous_pieces(part, moved)
+
+
+def _box(local: torch.Tensor, global_shape: Sequence[int], offsets: Sequence[int]) -> _Words:
+    """The two lanes of a contiguous box, which is a list of equally long runs of the global byte stream."""
+    sizes, itemsize = local.shape, local.element_size()
+    strides = [math.prod(global_shape[dim + 1 :]) * itemsize for dim in range(len(sizes))]
+    origin = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    inner = max(len(sizes) - 1, 0)  # the first dim of a run: all dims after it are whole
+    while inner and sizes[inner] == global_shape[inner]:
+        inner -= 1
+    run_bytes = math.prod(sizes[inner:]) * itemsize
+    runs: _Bytes = local.reshape(-1).view(torch.uint8).numpy().reshape(-1, run_bytes)
+    rows, pitch = (sizes[inner - 1], strides[inner - 1]) if inner else (1, _BLOCK_BYTES)
+    period = _BLOCK_BYTES // math.gcd(pitch, _BLOCK_BYTES)  # rows that far apart lie alike in their blocks
+    alike = len(runs) == 1 or run_bytes * max(1, min(rows, _MOST_ROWS) // period) >= _ENOUGH_BYTES
+    sums = np.zeros(2, np.uint64)
+    for begin, end in _spans(len(runs), rows, _MOST_ROWS) if alike else _spans(len(runs), len(runs), _MOST_ROWS):
+        starts = origin + _row_offsets(begin, end, sizes[:inner], strides[:inner])
+        if alike:
+            for first in range(min(period, end - begin)):
+                sums += _alike_runs(runs[begin + first : end : period], starts[first::period])
+        else:
+            sums += _mixed_runs(runs[begin:end], starts)
+    return sums
+
+
+def _spans(total: int, grid: int, most: int) -> Iterator[tuple[int, int]]:
+    """Cuts range(total) at every multiple of `grid`, and each of these parts into spans of at most `most`."""
+    for first in range(0, total, grid):
+        for begin in range(first, first + grid, most):
+            yield begin, min(begin + most, first + grid)
+
+
+def _row_offsets(begin: int, end: int, sizes: Sequence[int], strides: Sequence[int]) -> _Index:
+    """Where rows `begin` to `end` of the row-major list of all indices below `sizes` start, with these strides."""
+    rows = np.arange(begin, end, dtype=np.int64)
+    offsets = np.zeros_like(rows)
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        rows, index = np.divmod(rows, size)
+        offsets += index * stride
+    return offsets
+
+
+def _alike_runs(runs: _Bytes, starts: _Index) -> _Words:
+    """The two lanes of runs [rows, bytes] that start equally far into their blocks: the borders cut all alike."""
+    num_rows, num_bytes = runs.shape
+    head = min(int(-starts[0] % _BLOCK_BYTES), num_bytes)
+    tail = num_bytes - (num_bytes - head) % _BLOCK_BYTES
+    sums = np.zeros(2, np.uint64)
+    for begin, end in ((0, head), (head, tail), (tail, num_bytes)):
+        if begin < end:
+            parts = max(1, (end - begin) // _BLOCK_BYTES)
+            sums += _cells(runs[:, begin:end].reshape(num_rows, parts, -1), starts + begin)
+    return sums
+
+
+def _cells(cells: _Bytes, starts: _Index) -> _Words:
+    """The two lanes of cells [rows, blocks, bytes]: each lies in one block, as deep in as the others of its row's."""
+    num_rows, num_blocks, num_bytes = cells.shape
+    lead, phase = int(starts[0]) % _WORD_BYTES, int(starts[0]) % _BLOCK_BYTES // _WORD_BYTES
+    num_words = _num_words(lead + num_bytes)
+    table = _tables()[:, None, None, phase : phase + num_words]
+    some_blocks = min(num_blocks, _SCRATCH_WORDS // num_words)
+    some_rows = min(num_rows, _SCRATCH_WORDS // (num_words * some_blocks))
+    scratch = np.empty((some_rows, some_blocks, num_words), np.uint64)
+    within = np.empty((2, num_rows, num_blocks), np.uint64)
+    for row in range(0, num_rows, some_rows):
+        for block in range(0, num_blocks, some_blocks):
+            part = np.s_[row : row + some_rows, block : block + some_blocks]
+            words = scratch[: cells[part].shape[0], : cells[part].shape[1]]
+            np.copyto(words, _words(cells[part], lead))
+            for lane in (0, 1):
+                np.einsum("rbw,rbw->rb", words, table[lane], out=within[lane][part])
+    return _weigh(within, starts[:, None] // _BLOCK_BYTES + np.arange(num_blocks))
+
+
+def _mixed_runs(runs: _Bytes, starts: _Index) -> _Words:
+    """The two lanes of short runs [rows, bytes] that start anywhere; a table row is gathered for each."""
+    some_rows = max(1, _SCRATCH_WORDS // _num_words(runs.shape[1]))
+    sums = np.zeros(2, np.uint64)
+    for row in range(0, len(runs), some_rows):
+        part, where = runs[row : row + some_rows], starts[row : row + some_rows]
+        for lead in np.unique(where % _WORD_BYTES).tolist():
+            same = np.flatnonzero(where % _WORD_BYTES == lead)
+            sums += _gathered(_words(part[same], lead).astype(np.uint64), where[same] // _WORD_BYTES)
+    return sums
+
+
+def _gathered(words: _Words, starts: _Index) -> _Words:
+    """The two lanes of runs [rows, words], changed here, of at most a block, that start at these words."""
+    blocks, phases = np.divmod(starts, BLOCK_WORDS)
+    crossing = np.flatnonzero(phases > BLOCK_WORDS - words.shape[1])
+    sums = np.zeros(2, np.uint64)
+    if len(crossing):  # what lies beyond the border becomes a run of its own, with zeros before it
+        cut = phases[crossing]
+        beyond = words[crossing] * (np.arange(words.shape[1]) >= BLOCK_WORDS - cut[:, None])
+        words[crossing] -= beyond
+        sums += _weigh(_inner_sums(beyond, cut), blocks[crossing] + 1)
+    return sums + _weigh(_inner_sums(words, phases), blocks)
+
+
+def _inner_sums(words: _Words, phases: _Index) -> _Words:
+    """Both lanes' sums of each row's words times the table from its phase on, [2, rows]."""
+    sums = np.empty((2, len(words)), np.uint64)
+    for lane in (0, 1):
+        table = np.lib.stride_tricks.sliding_window_view(_tables()[lane], words.shape[1])
+        np.einsum("rw,rw->r", words, table[phases], out=sums[lane])
+    return sums
+
+
+def _words(cells: _Bytes, lead: int) -> npt.NDArray[np.uint32]:
+    """The last dim's bytes as words of the tensor's own grid; `lead` bytes of the first one lie before them."""
+    num_bytes = cells.shape[-1]
+    if lead or num_bytes % _WORD_BYTES:
+        padded = np.zeros((*cells.shape[:-1], _num_words(lead + num_bytes) * _WORD_BYTES), np.uint8)
+        padded[..., lead : lead + num_bytes] = cells
+        cells = padded
+    return cells.view("<u4")
+
+
+def _num_words(num_bytes: int) -> int:
+    return -(-num_bytes // _WORD_BYTES)
+
+
+def _weigh(within: _Words, blocks: _Index) -> _Words:
+    """The sum of inner sums [2, rows, blocks], each times the multiplier of its block."""
+    multipliers = _coefficients(_SEEDS["multiplier"], blocks.reshape(-1))
+    lanes: _Words = np.einsum("lb,lb->l", multipliers, within.reshape(2, -1))
+    return lanes
+
+
+@cache
+def _tables() -> _Words:
+    """Both lanes' tables, [2, 2 * BLOCK_WORDS]: each twice in a row, so that a window that wraps around is a slice."""
+    once = _coefficients(_SEEDS["table"], np.arange(BLOCK_WORDS, dtype=np.int64))
+    twice = np.concatenate([once, once], axis=1)
+    twice.flags.writeable = False
+    return twice
+
+
+def _coefficients(seeds: tuple[int, int], positions: _Index) -> _Words:
+    """Outputs number `positions` of SplitMix64 with each seed, made odd, [2, positions].
+
+    The generator is the one of Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators" (2014).
+    """
+    z = (positions + 1).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.array(seeds, np.uint64)[:, None]
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    odd: _Words = (z ^ (z >> np.uint64(31))) | np.uint64(1)
+    return odd

@@ -1,0 +1,63 @@
+"""Proof that what was loaded is what was saved.
+
+The manifest holds a digest of every logical tensor that is the same for every topology; after a load
+each rank digests its own shards, the ranks add up, and the sums must be the manifest's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from torchtitan_lite.checkpoint.tensor_digest import Digest, digest_chunk, finish
+from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.errors import CheckpointDamaged
+from torchtitan_lite.log import logger
+
+
+def verify(path: str, state: dict[str, Any], expected: Mapping[str, str], peers: Peers) -> None:
+    """Raises `CheckpointDamaged` on every rank, naming the first tensor of `state` that is not as `expected`.
+
+    `expected` is the manifest's digests by key; what is in only one of the two is passed over. **Collective**.
+    """
+    if not expected:
+        logger.warning("%s has no tensor digests: nothing to verify. Save with --checkpoint.tensor_digests.", path)
+        return
+    tensors = {key: t for key, t in flatten_state_dict(state)[0].items() if isinstance(t, torch.Tensor)}
+    found = _add_up(peers.gather({key: _own(tensor) for key, tensor in tensors.items() if key in expected}))
+    described = peers.gather({key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()})
+    dtypes_and_shapes = {key: value for per_rank in described for key, value in per_rank.items()}
+    for key, digest in sorted(found.items()):
+        if finish(digest, *dtypes_and_shapes[key]).to_hex() != expected[key]:
+            raise CheckpointDamaged(path, f"{key} is not, after loading, what was saved")
+    logger.info("Verified %d tensors: they are what was saved.", len(found))
+
+
+def _own(tensor: torch.Tensor) -> tuple[Digest, bool]:
+    """This rank's share of the sum, and whether every rank that has the tensor has all of it."""
+    if not isinstance(tensor, DTensor):
+        return digest_chunk(tensor.detach().cpu(), global_shape=tensor.shape, offsets=[0] * tensor.dim()), True
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return Digest.zero(), False
+    replicas = [place for dim, place in enumerate(tensor.placements) if place.is_replicate() and coordinate[dim] != 0]
+    if replicas:
+        return Digest.zero(), False  # Another rank counts this shard.
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return digest_chunk(tensor.to_local().detach().cpu(), global_shape=tensor.shape, offsets=offsets), False
+
+
+def _add_up(per_rank: list[dict[str, tuple[Digest, bool]]]) -> dict[str, Digest]:
+    total: dict[str, Digest] = {}
+    for shares in per_rank:
+        for key, (digest, is_whole) in shares.items():
+            if not is_whole:
+                total[key] = total.get(key, Digest.zero()) + digest
+            else:
+                total.setdefault(key, digest)
+    return total

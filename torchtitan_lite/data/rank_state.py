@@ -1,0 +1,67 @@
+"""The state of a loader that is another one on each rank, as it stands in a checkpoint.
+
+Such a state fits the same rank of the same number of ranks and no other. It is kept under a key with
+the rank in it, as JSON in a tensor of bytes: a copy that later steps do not change, and nothing that
+would have to be unpickled. Ranks here are data-parallel ones; those that take the same data hold the
+same state.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from torchtitan_lite.errors import ConfigError
+
+TENSOR, TUPLE = "__tensor__", "__tuple__"
+START_ANEW = "begin the data anew with --checkpoint.exclude_from_loading=dataloader"
+
+
+def pack(state: object, *, rank: int, num_ranks: int) -> dict[str, torch.Tensor]:
+    """`state` of `rank` in tensors. Raises ConfigError when it holds more than JSON, tuples and tensors."""
+    text = json.dumps(_plain(state, "state"))
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    return {"num_ranks": torch.tensor(num_ranks, dtype=torch.int64), f"rank{rank}": data}
+
+
+def unpack(packed: Mapping[str, Any], *, rank: int, num_ranks: int) -> Any:
+    """The state that `pack` was given on `rank`. Raises ConfigError when there were not `num_ranks` ranks."""
+    if "num_ranks" not in packed:
+        raise ConfigError(
+            f"dataloader: the checkpoint was made with another kind of loader. Use that, or {START_ANEW}."
+        )
+    saved = int(packed["num_ranks"])
+    if saved != num_ranks:
+        raise ConfigError(
+            f"dataloader: its state is of each of {saved} data-parallel ranks and cannot be shared out among "
+            f"{num_ranks}. Resume on {saved}, or {START_ANEW}."
+        )
+    return json.loads(bytes(packed[f"rank{rank}"].tolist()), object_hook=_restored)
+
+
+def _plain(value: object, where: str) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, tuple):
+        return {TUPLE: _plain(list(value), where)}
+    if isinstance(value, torch.Tensor):
+        return {TENSOR: value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
+    raise ConfigError(
+        f"dataloader: {where} is a {type(value).__name__}, which a checkpoint cannot hold without pickle. "
+        "Let the dataset's state_dict return numbers, strings, lists, dicts with strings as keys, and tensors."
+    )
+
+
+def _restored(value: dict[str, Any]) -> Any:
+    if TUPLE in value:
+        return tuple(value[TUPLE])
+    if TENSOR in value:
+        return torch.tensor(value[TENSOR], dtype=getattr(torch, value["dtype"]))
+    return value

@@ -1,0 +1,113 @@
+"""One optimizer step's forward and backward passes.
+
+However a step is done, the gradients are those of the mean loss over this rank's share of the batch,
+and its local batches are taken one after the other, so memory does not grow with their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining.schedules import _PipelineSchedule
+
+from torchtitan_lite.config.job_config import JobConfig
+from torchtitan_lite.parallelisms.pipeline_llama import Activations, build_schedule
+from torchtitan_lite.parallelisms.plan import LlamaSizes, Plan
+
+Timer = Callable[[str], AbstractContextManager[None]]
+
+
+def build_forward_backward(
+    config: JobConfig,
+    plan: Plan,
+    sizes: LlamaSizes,
+    parts: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    *,
+    rank: int,
+    accumulation: int,
+    scaler: torch.amp.GradScaler,
+    timer: Timer,
+    device: torch.device,
+) -> ForwardBackward:
+    """The way that `plan` asks for, over `parts`, the model parts of `rank`, and `accumulation` local batches."""
+    if plan.dims.pp == 1:
+        return Accumulating(parts[0], scaler, timer)
+    num_losses = plan.num_microbatches * accumulation
+    stages = plan.stages_of(rank)
+    schedule = build_schedule(
+        config.parallelism,
+        parts,
+        stages,
+        mesh["pp"],
+        loss=lambda logits, targets: next_token_loss(logits, targets) / num_losses,
+        num_microbatches=plan.num_microbatches,
+        activations=Activations(
+            batch_size=config.training.batch_size // plan.num_microbatches,
+            seq_len=config.training.seq_len,
+            sequence_shards=plan.dims.tp,
+            dim=sizes.dim,
+            vocab_size=sizes.vocab_size,
+            dtype=getattr(torch, config.training.mixed_precision_param),
+        ),
+        device=device,
+    )
+    return Pipelined(schedule, timer, has_first=stages[0].is_first, has_last=stages[-1].is_last)
+
+
+class ForwardBackward(Protocol):
+    """A way to get gradients."""
+
+    def __call__(self, batch: Tensor) -> Tensor | None:
+        """Adds the gradients of the mean loss of `batch`, int64 [accumulation, local_batch, seq_len + 1].
+
+        Returns this loss, or None on a rank that does not see it.
+        """
+
+
+class Accumulating:
+    """One model, one local batch after the other."""
+
+    def __init__(self, model: nn.Module, scaler: torch.amp.GradScaler, timer: Timer) -> None:
+        self._model, self._scaler, self._timer = model, scaler, timer
+
+    def __call__(self, batch: Tensor) -> Tensor:
+        total = torch.zeros((), device=batch.device)
+        for local_batch in batch:
+            with self._timer("forward"):
+                loss = next_token_loss(self._model(local_batch[:, :-1]), local_batch[:, 1:]) / len(batch)
+            with self._timer("backward"):
+                self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            total += loss.detach()
+        return total
+
+
+class Pipelined:
+    """The stages of one rank; the schedule's losses, over all local batches, sum up to the mean."""
+
+    def __init__(self, schedule: _PipelineSchedule, timer: Timer, *, has_first: bool, has_last: bool) -> None:
+        self._schedule, self._timer = schedule, timer
+        self._has_first, self._has_last = has_first, has_last
+
+    def __call__(self, batch: Tensor) -> Tensor | None:
+        losses = [loss for local_batch in batch for loss in self._pass(local_batch)]
+        return torch.stack(losses).sum() if self._has_last else None
+
+    def _pass(self, local_batch: Tensor) -> list[Tensor]:
+        inputs = (local_batch[:, :-1],) if self._has_first else ()
+        target = local_batch[:, 1:] if self._has_last else None
+        losses: list[Tensor] = []
+        with self._timer("forward_backward"):
+            self._schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
+        return [loss.detach() for loss in losses]
+
+
+def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy in float32 of `logits` [batch, seq, vocab] for `targets` [batch, seq]."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(0, 1))

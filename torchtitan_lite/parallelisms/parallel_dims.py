@@ -1,0 +1,86 @@
+"""How many ranks share what, as arithmetic.
+
+Ranks are numbered with the pipeline outermost and tensor parallelism innermost, where communication
+is most frequent: rank = ((pp * dp_replicate + ...) * dp_shard + ...) * tp + .... Everything but
+`build_mesh` is a function of these four degrees.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from torchtitan_lite.config.job_config import Parallelism
+from torchtitan_lite.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelDims:
+    """The degrees in the order of the mesh's dimensions; str() names those above 1: "pp 2 x dp_shard 2"."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+
+    def __str__(self) -> str:
+        return _product({name: degree for name, degree in asdict(self).items() if degree > 1}) or "1 process"
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.pp * self.dp_degree * self.tp
+
+    @property
+    def dp_degree(self) -> int:
+        """Ranks that take different data."""
+        return self.dp_replicate * self.dp_shard
+
+    def dp_rank(self, rank: int) -> int:
+        """Which of `dp_degree` shares of the data `rank` takes."""
+        return rank // self.tp % self.dp_degree
+
+    def pp_rank(self, rank: int) -> int:
+        """The pipeline rank of `rank`."""
+        return rank // (self.tp * self.dp_degree)
+
+    def build_mesh(self, device_type: str) -> DeviceMesh:
+        """A mesh of the degrees above 1 and of `dp_shard`, by these names. **Collective**."""
+        dims = {name: degree for name, degree in asdict(self).items() if degree > 1 or name == "dp_shard"}
+        return init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+
+    def dp_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
+        """The part of `build_mesh`'s mesh over which FSDP works: sharded, and before it replicated if there are
+        replicas."""
+        return mesh["dp_replicate", "dp_shard"] if self.dp_replicate > 1 else mesh["dp_shard"]
+
+
+def build_parallel_dims(config: Parallelism, world_size: int) -> ParallelDims:
+    """The degrees of `config`, with what is left for sharding at -1. ConfigError if they do not make `world_size`."""
+    degrees = {
+        "pp": config.pipeline_parallel_degree,
+        "dp_replicate": config.data_parallel_replicate_degree,
+        "dp_shard": config.data_parallel_shard_degree,
+        "tp": config.tensor_parallel_degree,
+    }
+    others = {name: degree for name, degree in degrees.items() if degree != -1}
+    product = math.prod(others.values())
+    if len(others) < len(degrees) and world_size % product == 0:
+        return ParallelDims(**degrees | {"dp_shard": world_size // product})
+    if product == world_size and others == degrees:
+        return ParallelDims(**degrees)
+    relation = "but this job has" if others == degrees else "which does not divide this job's"
+    raise ConfigError(
+        f"parallelism: {_product(others)} = {product}, {relation} {_processes(world_size)}; start a fitting number of "
+        "processes or change a degree (data_parallel_shard_degree = -1 takes what is left)."
+    )
+
+
+def _product(degrees: dict[str, int]) -> str:
+    return " x ".join(f"{name} {degree}" for name, degree in degrees.items())
+
+
+def _processes(number: int) -> str:
+    return "1 process" if number == 1 else f"{number} processes"

@@ -1,0 +1,172 @@
+"""A Llama cut into pipeline stages, by layer.
+
+A stage is the whole model less what other stages have: layers keep their number and every parameter
+its FQN, so a checkpoint does not show where the cuts were. In the place of a missing end (embedding,
+norm, output) stands an identity, so forward is the same code. Stage s is on pipeline rank s modulo
+the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from torchtitan_lite.config.job_config import JobConfig, Parallelism
+from torchtitan_lite.errors import ConfigError
+
+INTERLEAVED = "Interleaved1F1B"
+INTERLEAVED_STAGES = 2
+"""Stages a rank for the interleaved schedule, if no split points are given."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Stage `index` of `num_stages`, which has `layers`."""
+
+    index: int
+    num_stages: int
+    layers: range
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the embedding is here."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the logits, and so the loss, come from here."""
+        return self.index == self.num_stages - 1
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What passes through the stages: a micro-batch, between them in `dtype` and `sequence_shards` parts."""
+
+    batch_size: int
+    seq_len: int
+    sequence_shards: int
+    dim: int
+    vocab_size: int
+    dtype: torch.dtype
+
+    def examples(self, stage: Stage) -> tuple[Tensor, Tensor]:
+        """What `stage` takes and what it gives, without data; its neighbours' buffers are made alike."""
+        with torch.device("meta"):
+            tokens = torch.empty(self.batch_size, self.seq_len, dtype=torch.int64)
+            local = (self.batch_size, self.seq_len // self.sequence_shards, self.dim)
+            hidden = torch.empty(local, dtype=self.dtype, requires_grad=True)
+            logits = torch.empty(*tokens.shape, self.vocab_size, dtype=self.dtype, requires_grad=True)
+        return tokens if stage.is_first else hidden, logits if stage.is_last else hidden
+
+
+def build_stages(config: Parallelism, n_layers: int) -> list[Stage]:
+    """All stages in order. ConfigError if the layers, the ranks and the schedule do not fit."""
+    degree, points = config.pipeline_parallel_degree, config.pipeline_parallel_split_points
+    a_rank = INTERLEAVED_STAGES if config.pipeline_parallel_schedule == INTERLEAVED else 1
+    if not points:
+        starts = _even_starts(n_layers, degree * a_rank)
+    else:
+        starts = [0, *(_layer_number(point, n_layers) for point in points)]
+        _check_number_of_stages(config, len(starts))
+    layers = [range(start, stop) for start, stop in zip(starts, [*starts[1:], n_layers], strict=True)]
+    if not all(layers):
+        raise ConfigError(f"parallelism.pipeline_parallel_split_points: {','.join(points)} are not in ascending order.")
+    return [Stage(index, len(layers), held) for index, held in enumerate(layers)]
+
+
+def cut_to_stage(model: nn.Module, stage: Stage) -> None:
+    """`model`, a whole Llama, best still on the meta device, has only what belongs to `stage`."""
+    layers = model.get_submodule("layers")
+    for name, _ in list(layers.named_children()):
+        if int(name) not in stage.layers:
+            delattr(layers, name)
+    missing = ([] if stage.is_first else ["tok_embeddings"]) + ([] if stage.is_last else ["norm", "output"])
+    for name in missing:
+        model.register_module(name, nn.Identity())
+
+
+def num_microbatches(config: JobConfig) -> int:
+    """Micro-batches of a local batch. ConfigError if it cannot be split so, or if the schedule needs another number."""
+    parallelism, batch_size = config.parallelism, config.training.batch_size
+    size, number = parallelism.pipeline_parallel_microbatch_size, parallelism.pipeline_parallel_microbatches
+    divisor = size if number is None else number
+    if batch_size % divisor:
+        name = "microbatch_size" if number is None else "microbatches"
+        fitting = ", ".join(str(n) for n in range(1, batch_size + 1) if batch_size % n == 0)
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_{name}: expected a divisor of training.batch_size {batch_size} "
+            f"({fitting}), found {divisor}."
+        )
+    number = number or batch_size // size
+    schedule, degree = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
+    needed = 1 if schedule == "GPipe" else degree
+    if number < needed or (schedule == INTERLEAVED and number % degree):
+        multiple = "a multiple of" if schedule == INTERLEAVED else "at least"
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_schedule: {schedule} over {degree} ranks needs {multiple} {needed} "
+            f"micro-batches, found {number}; set training.batch_size or pipeline_parallel_microbatch_size accordingly."
+        )
+    return number
+
+
+def build_schedule(
+    config: Parallelism,
+    parts: Sequence[nn.Module],
+    stages: Sequence[Stage],
+    mesh: DeviceMesh,
+    *,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    num_microbatches: int,
+    activations: Activations,
+    device: torch.device,
+) -> _PipelineSchedule:
+    """The order in which this rank's `parts`, which are `stages`, take their micro-batches. The sum of all `loss`es is
+    differentiated, not their mean."""
+    built: list[_PipelineStageBase] = [
+        PipelineStage(part, stage.index, stage.num_stages, device, *activations.examples(stage), group=mesh.get_group())
+        for part, stage in zip(parts, stages, strict=True)
+    ]
+    if config.pipeline_parallel_schedule == INTERLEAVED:
+        return ScheduleInterleaved1F1B(built, num_microbatches, loss_fn=loss, scale_grads=False)
+    kind = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}[config.pipeline_parallel_schedule]
+    return kind(built[0], num_microbatches, loss_fn=loss, scale_grads=False)
+
+
+def _even_starts(n_layers: int, num_stages: int) -> list[int]:
+    if num_stages > n_layers:
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_degree: the model's {n_layers} layers are too few for {num_stages} stages."
+        )
+    each, rest = divmod(n_layers, num_stages)
+    # What is left over goes to the middle first: the ends have the embedding and the output besides.
+    longer = [*range(1, num_stages - 1), 0][:rest]
+    sizes = [each + (index in longer) for index in range(num_stages)]
+    return [sum(sizes[:index]) for index in range(num_stages)]
+
+
+def _layer_number(point: str, n_layers: int) -> int:
+    name, _, number = point.partition(".")
+    if name != "layers" or not number.isdecimal() or not 0 < int(number) < n_layers:
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_split_points: expected names from layers.1 to layers.{n_layers - 1}, "
+            f"found {point!r}."
+        )
+    return int(number)
+
+
+def _check_number_of_stages(config: Parallelism, found: int) -> None:
+    degree, schedule = config.pipeline_parallel_degree, config.pipeline_parallel_schedule
+    fits = found % degree == 0 if schedule == INTERLEAVED else found == degree
+    if not fits:
+        expected = f"a multiple of {degree}" if schedule == INTERLEAVED else str(degree)
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_split_points: {found - 1} points make {found} stages; {schedule} with "
+            f"pipeline_parallel_degree {degree} needs {expected}."
+        )

@@ -1,0 +1,67 @@
+"""How a job spreads over its ranks, decided before anything is built.
+
+A pure function of the config, the model's sizes and the number of processes: one rank decides for
+all, and whatever does not fit is refused here, in one sentence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torchtitan_lite.config.job_config import JobConfig
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.parallelisms.parallel_dims import ParallelDims, build_parallel_dims
+from torchtitan_lite.parallelisms.pipeline_llama import Stage, build_stages, num_microbatches
+from torchtitan_lite.parallelisms.tensor_parallel import check_evenly_split
+
+
+class LlamaSizes(Protocol):
+    """What of a model's sizes matters here."""
+
+    @property
+    def dim(self) -> int: ...
+    @property
+    def n_layers(self) -> int: ...
+    @property
+    def n_heads(self) -> int: ...
+    @property
+    def n_kv_heads(self) -> int: ...
+    @property
+    def ffn_dim(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The degrees, the pipeline's stages (one without a pipeline), and in how many pieces they take a local batch."""
+
+    dims: ParallelDims
+    stages: tuple[Stage, ...]
+    num_microbatches: int
+
+    def stages_of(self, rank: int) -> tuple[Stage, ...]:
+        """The stages that `rank` holds: every pp-th."""
+        return self.stages[self.dims.pp_rank(rank) :: self.dims.pp]
+
+
+def build_plan(config: JobConfig, sizes: LlamaSizes, world_size: int) -> Plan:
+    """The plan that `config` asks for. ConfigError if the ranks, the model and the batch do not fit it."""
+    dims = build_parallel_dims(config.parallelism, world_size)
+    check_evenly_split(
+        dims.tp,
+        n_heads=sizes.n_heads,
+        n_kv_heads=sizes.n_kv_heads,
+        ffn_dim=sizes.ffn_dim,
+        seq_len=config.training.seq_len,
+    )
+    if dims.pp == 1:
+        return Plan(dims, (Stage(0, 1, range(sizes.n_layers)),), num_microbatches=1)
+    if config.training.mixed_precision_param == "float16":
+        raise ConfigError(
+            "training.mixed_precision_param: float16 needs a gradient scaler, which a pipeline has none of; "
+            "set bfloat16 or float32, or pipeline_parallel_degree = 1."
+        )
+    stages = build_stages(config.parallelism, sizes.n_layers)
+    return Plan(dims, tuple(stages), num_microbatches(config))

@@ -1,0 +1,71 @@
+"""Tensor and sequence parallelism of a Llama.
+
+Between blocks, and where norms and dropout work, each rank holds its part of the sequence; inside
+attention and feed-forward it holds the whole sequence and its part of the heads or of the width.
+Parameters become DTensors over the mesh, their FQNs stay. Each rank ends up with the whole logits.
+(Korthikanti et al. 2022, as torchtitan lays it out.)
+"""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from torchtitan_lite.errors import ConfigError
+
+# The logits are a view of a DTensor, and FSDP warns of changing such a view in place, which no loss does.
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+
+SEQUENCE = Shard(1)
+"""[batch, seq, dim], split along the sequence."""
+
+
+def apply_tensor_parallelism(model: nn.Module, mesh: DeviceMesh) -> None:
+    """`model`, or a pipeline stage of it, computes over the ranks of the one-dimensional `mesh`, in place."""
+    ends: dict[str, ParallelStyle] = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=SEQUENCE),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(input_layouts=SEQUENCE, output_layouts=Replicate()),
+    }
+    # A pipeline stage has an identity in the place of an end that is another stage's.
+    plan = {name: style for name, style in ends.items() if not isinstance(model.get_submodule(name), nn.Identity)}
+    parallelize_module(model, mesh, plan)
+    for block in model.get_submodule("layers").children():
+        parallelize_module(block, mesh, _block_plan())
+
+
+def _block_plan() -> dict[str, ParallelStyle]:
+    return {
+        "attention_norm": SequenceParallel(),
+        "attention": PrepareModuleInput(input_layouts=(SEQUENCE, None), desired_input_layouts=(Replicate(), None)),
+        "attention.wq": ColwiseParallel(),
+        "attention.wk": ColwiseParallel(),
+        "attention.wv": ColwiseParallel(),
+        "attention.wo": RowwiseParallel(output_layouts=SEQUENCE),
+        "ffn_norm": SequenceParallel(),
+        "feed_forward": PrepareModuleInput(input_layouts=(SEQUENCE,), desired_input_layouts=(Replicate(),)),
+        "feed_forward.w1": ColwiseParallel(),
+        "feed_forward.w2": RowwiseParallel(output_layouts=SEQUENCE),
+        "feed_forward.w3": ColwiseParallel(),
+    }
+
+
+def check_evenly_split(degree: int, *, n_heads: int, n_kv_heads: int, ffn_dim: int, seq_len: int) -> None:
+    """Returns if all that is split is split evenly; else ConfigError."""
+    split = {"n_heads": n_heads, "n_kv_heads": n_kv_heads, "feed-forward width": ffn_dim, "seq_len": seq_len}
+    for name, size in split.items():
+        if size % degree:
+            raise ConfigError(
+                f"parallelism.tensor_parallel_degree: expected a divisor of the model's {name} {size}, found {degree}."
+            )

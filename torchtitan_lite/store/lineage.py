@@ -1,0 +1,98 @@
+"""Which checkpoints belong together.
+
+A run that was told to go back (`load_step`) starts a branch: it has a run id of its own, and with
+its first commit it abandons what lies beyond the step it went back to. That commit names what it
+abandons, so one rename decides: before it nothing is abandoned, after it nothing abandoned is
+resumed from or counted, even if a crash comes before the abandoned folders got their new names.
+Pure values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """Where a checkpoint comes from."""
+
+    run_id: str
+    """The same for all checkpoints of a run and its restarts; another for each branch."""
+    parent_step: int | None = None
+    """The checkpoint that training went on from or committed before this one; None for the first of a run."""
+    branch_point: int | None = None
+    """The step that `load_step` named when this branch began; None if the run was never told to go back."""
+    abandons: tuple[tuple[int, str], ...] = ()
+    """(step, run id) of what this commit sets aside."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As it stands in the manifest."""
+        return {
+            "run_id": self.run_id,
+            "parent_step": self.parent_step,
+            "branch_point": self.branch_point,
+            "abandons": [list(pair) for pair in self.abandons],
+        }
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> Lineage:
+        """The lineage in `document`; raises ValueError naming the field that is wrong."""
+        pairs = document.get("abandons", [])
+        if not isinstance(pairs, list) or not all(_is_pair(pair) for pair in pairs):
+            raise ValueError(f"lineage: abandons: expected pairs of step and run id, found {pairs!r}")
+        run_id = document.get("run_id")
+        # It is part of a folder's name once the checkpoint is abandoned.
+        if not isinstance(run_id, str) or not run_id.isalnum():
+            raise ValueError(f"lineage: run_id: expected letters and digits, found {run_id!r}")
+        return cls(
+            run_id=run_id,
+            parent_step=_step(document, "parent_step"),
+            branch_point=_step(document, "branch_point"),
+            abandons=tuple((step, run) for step, run in pairs),
+        )
+
+
+class OfARun(Protocol):
+    """What has to be known of a checkpoint here."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def lineage(self) -> Lineage: ...
+
+
+T = TypeVar("T", bound=OfARun)
+
+
+def without_abandoned(committed: Sequence[T]) -> list[T]:
+    """Those of `committed` that no other one abandons."""
+    abandoned = {pair for info in committed for pair in info.lineage.abandons}
+    return [info for info in committed if (info.step, info.lineage.run_id) not in abandoned]
+
+
+def abandoned_by(run_id: str, branch_point: int | None, committed: Iterable[OfARun]) -> tuple[tuple[int, str], ...]:
+    """What a commit of this run sets aside: all beyond its branch point that is another run's."""
+    if branch_point is None:
+        return ()
+    others = (info for info in committed if info.lineage.run_id != run_id)
+    return tuple((info.step, info.lineage.run_id) for info in others if info.step > branch_point)
+
+
+def _is_pair(pair: object) -> bool:
+    return (
+        isinstance(pair, list)
+        and len(pair) == 2
+        and isinstance(pair[0], int)
+        and isinstance(pair[1], str)
+        and pair[1].isalnum()
+    )
+
+
+def _step(document: dict[str, Any], name: str) -> int | None:
+    value = document.get(name)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+        raise ValueError(f"lineage: {name}: expected a step or null, found {value!r}")
+    return value
