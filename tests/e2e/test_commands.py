@@ -53,7 +53,7 @@ def test_a_run_leaves_checkpoints_tensorboard_metrics_events_and_its_config(expo
 
 def test_dcp_to_torch_reads_a_full_and_a_weights_only_checkpoint(exported: Path, tmp_path: Path) -> None:
     full = _dcp_to_torch(exported / "checkpoint" / "step-3", tmp_path / "full.pt")
-    assert {"model", "optimizer", "lr_scheduler", "dataloader", "train_state"} == set(full)
+    assert {"model", "optimizer", "lr_scheduler", "dataloader", "train_state", "rng"} == set(full)
     weights = _dcp_to_torch(exported / "checkpoint" / "step-6", tmp_path / "weights.pt")
     model = Transformer(build_model_args(Model(), vocab_size=VOCAB_SIZE, seq_len=64))
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}

@@ -17,8 +17,10 @@ from torchtitan_lite.parallelisms.plan import Plan, build_plan
 ARGS = ModelArgs(dim=32, n_layers=8, n_heads=4, n_kv_heads=2, vocab_size=50, multiple_of=8)
 
 
-def plan(world_size: int, *, batch_size: int = 4, dtype: Any = "float32", **parallelism: Any) -> Plan:
-    training = Training(batch_size=batch_size, mixed_precision_param=dtype, seq_len=30)
+def plan(
+    world_size: int, *, batch_size: int = 4, dtype: Any = "float32", compiled: bool = False, **parallelism: Any
+) -> Plan:
+    training = Training(batch_size=batch_size, mixed_precision_param=dtype, seq_len=30, compile=compiled)
     return build_plan(JobConfig(training=training, parallelism=Parallelism(**parallelism)), ARGS, world_size)
 
 
@@ -76,6 +78,7 @@ def test_a_local_batch_is_cut_by_the_size_of_a_piece_or_by_their_number(
     ("world_size", "settings", "message"),
     [
         (4, {"tensor_parallel_degree": 4}, "tensor_parallel_degree: expected a divisor of the model's n_kv_heads 2"),
+        (2, {"tensor_parallel_degree": 2, "compiled": True}, "training.compile: blocks that tensor parallelism splits"),
         (2, {"pipeline_parallel_degree": 2, "dtype": "float16"}, "float16 needs a gradient scaler"),
         (9, {"pipeline_parallel_degree": 9}, "8 layers are too few for 9 stages"),
         (2, {"pipeline_parallel_degree": 2, "pipeline_parallel_microbatch_size": 3}, r"\(1, 2, 4\), found 3"),

@@ -56,6 +56,11 @@ def build_plan(config: JobConfig, sizes: LlamaSizes, world_size: int) -> Plan:
         ffn_dim=sizes.ffn_dim,
         seq_len=config.training.seq_len,
     )
+    if dims.tp > 1 and config.training.compile:
+        raise ConfigError(
+            "training.compile: blocks that tensor parallelism splits cannot be compiled here; "
+            "leave it off, or set tensor_parallel_degree = 1."
+        )
     if dims.pp == 1:
         return Plan(dims, (Stage(0, 1, range(sizes.n_layers)),), num_microbatches=1)
     if config.training.mixed_precision_param == "float16":

@@ -85,14 +85,18 @@ def _is_pair(pair: object) -> bool:
     return (
         isinstance(pair, list)
         and len(pair) == 2
-        and isinstance(pair[0], int)
+        and _is_step(pair[0])
         and isinstance(pair[1], str)
         and pair[1].isalnum()
     )
 
 
+def _is_step(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 def _step(document: dict[str, Any], name: str) -> int | None:
     value = document.get(name)
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+    if value is not None and not _is_step(value):
         raise ValueError(f"lineage: {name}: expected a step or null, found {value!r}")
     return value

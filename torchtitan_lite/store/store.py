@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, SaveFailed
@@ -76,9 +76,8 @@ class CheckpointStore:
 
     def clear_staging(self, step: int) -> None:
         """The staging folder of `step` holds nothing of an earlier attempt. Coordinator, before any rank writes."""
-        staging = self._staging(step)
+        staging = self._superfluous_staging(step)
         if is_folder(staging):
-            self._durable.fsync_dir(self.root)
             for path in sorted(staging.iterdir()):
                 self._remove(path)
         elif os.path.lexists(staging):
@@ -86,12 +85,8 @@ class CheckpointStore:
 
     def abandon(self, step: int) -> None:
         """The staging folder of `step` is gone. Coordinator, once no rank writes into it."""
-        staging = self._staging(step)
+        staging = self._superfluous_staging(step)
         if os.path.lexists(staging):
-            # A commit that failed after its exchange left the old checkpoint here: the new one must be durable first,
-            # and if it abandons the old one, that is kept.
-            self._durable.fsync_dir(self.root)
-            self._finish_abandoning()
             self._remove(staging)
 
     def commit(self, step: int, manifest: Manifest) -> CheckpointInfo:
@@ -110,6 +105,8 @@ class CheckpointStore:
 
     def delete(self, info: CheckpointInfo) -> None:
         """The checkpoint of `info` is absent for every reader, durably, then its bytes are gone. Coordinator only."""
+        # Before their names are gone with it, and before what it replaced is: those may be what it abandons.
+        self._finish_abandoning()
         for path in Listing(self.root).replaced(info.step):
             # First, or an older checkpoint of the step would be seen once this one is gone.
             if path != info.path:
@@ -175,17 +172,24 @@ class CheckpointStore:
         self._durable.rename(self._final(step), aside)
 
     def _finish(self, step: int, lineage: Lineage) -> None:
-        """What the commit of `step` abandons is called so, and what it replaced is gone; else a warning."""
-        self._after_commit(step, lambda: self._set_aside(lineage.abandons))
-        for path in [self._staging(step), *Listing(self.root).replaced(step)]:
-            if os.path.lexists(path):
-                self._after_commit(step, functools.partial(self._discard, path, step))
-
-    def _after_commit(self, step: int, action: Callable[[], object]) -> None:
+        """What the commit of `step` abandons is called so, and then what it replaced is gone; else a warning."""
         try:
-            action()
+            self._set_aside(lineage.abandons)
+            for path in [self._staging(step), *Listing(self.root).replaced(step)]:
+                if os.path.lexists(path):
+                    self._discard(path, step)
         except OSError as error:
             logger.warning("step %d is saved; what it replaced could not be removed: %s", step, error)
+
+    def _superfluous_staging(self, step: int) -> Path:
+        """The staging folder of `step`; nothing in it, if it is there, is needed."""
+        staging = self._staging(step)
+        if os.path.lexists(staging):
+            # A commit that failed after its exchange left the old checkpoint here: the new one must be durable first,
+            # and if it abandons the old one, that is kept.
+            self._durable.fsync_dir(self.root)
+            self._finish_abandoning()
+        return staging
 
     def _finish_abandoning(self) -> list[Path]:
         abandons = [pair for info in self.intact() for pair in info.lineage.abandons]

@@ -1,0 +1,186 @@
+"""Where a checkpoint comes from, and what a commit leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.store.test_crash_points import Contents, Cut, contents
+from torchtitan_lite.store.lineage import Lineage, abandoned_by, without_abandoned
+from torchtitan_lite.store.manifest import CheckpointKind, FileRecord, Manifest
+from torchtitan_lite.store.store import CheckpointStore
+
+STEPS = st.integers(0, 10**6)
+RUN_IDS = st.text("0123456789abcdef", min_size=1, max_size=8)
+LINEAGES = st.builds(
+    Lineage, RUN_IDS, st.none() | STEPS, st.none() | STEPS, st.lists(st.tuples(STEPS, RUN_IDS)).map(tuple)
+)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """As much of a checkpoint as lineage looks at."""
+
+    step: int
+    lineage: Lineage
+
+
+def saved(step: int, run_id: str, *abandons: tuple[int, str]) -> Saved:
+    return Saved(step, Lineage(run_id, abandons=abandons))
+
+
+@given(LINEAGES)
+def test_a_lineage_survives_json(lineage: Lineage) -> None:
+    assert Lineage.from_json(json.loads(json.dumps(lineage.to_json()))) == lineage
+
+
+def test_a_run_id_alone_is_the_lineage_of_a_first_checkpoint() -> None:
+    assert Lineage.from_json({"run_id": "a1"}) == Lineage("a1", parent_step=None, branch_point=None, abandons=())
+
+
+def test_a_field_that_is_not_known_is_passed_over() -> None:
+    assert Lineage.from_json({"run_id": "a1", "mood": "good"}) == Lineage("a1")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("run_id", value) for value in (None, 7, "", "../up", "a b", ["a"])),
+        *((name, value) for name in ("parent_step", "branch_point") for value in (-1, "3", 1.5, True, [3])),
+        *(
+            ("abandons", value)
+            for value in (None, 3, "ab", {"4": "a"}, [4], [[4]], [["4", "a"]], [[4, 5]], [[4, "a", 1]], [[4, "../up"]])
+        ),
+        *(("abandons", value) for value in ([[-4, "a"]], [[True, "a"]], [[4, ""]])),
+    ],
+)
+def test_a_wrong_field_is_named_with_what_was_found(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^lineage: {field}: expected ") as refusal:
+        Lineage.from_json({"run_id": "a1", field: value})
+    assert str(refusal.value).endswith(f"found {value!r}")
+
+
+def test_a_run_that_never_went_back_abandons_nothing() -> None:
+    assert abandoned_by("new", None, [saved(2, "old"), saved(4, "older")]) == ()
+
+
+def test_a_branch_abandons_what_other_runs_have_beyond_its_branch_point() -> None:
+    committed = [saved(1, "old"), saved(2, "old"), saved(3, "old"), saved(3, "new"), saved(4, "older")]
+    assert abandoned_by("new", 2, committed) == ((3, "old"), (4, "older"))
+
+
+def test_a_branch_keeps_all_that_is_its_own() -> None:
+    assert abandoned_by("new", 0, [saved(5, "new"), saved(6, "new")]) == ()
+
+
+def test_what_is_abandoned_is_that_step_of_that_run_and_no_other() -> None:
+    kept = [saved(3, "new", (3, "old"), (4, "old")), saved(4, "new"), saved(5, "old")]
+    assert without_abandoned([saved(3, "old"), saved(4, "old"), *kept]) == kept
+
+
+@given(st.lists(st.builds(saved, STEPS, RUN_IDS)), RUN_IDS, STEPS)
+def test_once_committed_a_branch_has_nothing_of_others_beyond_its_branch_point(
+    committed: list[Saved], run_id: str, branch_point: int
+) -> None:
+    first = saved(branch_point + 1, run_id, *abandoned_by(run_id, branch_point, committed))
+    left = without_abandoned([*committed, first])
+    assert all(info.lineage.run_id == run_id for info in left if info.step > branch_point)
+    assert [info for info in left if info.step <= branch_point] == [i for i in committed if i.step <= branch_point]
+
+
+class FailsFor(Cut):
+    """Fails `failures` operations in a row, from operation `at` on."""
+
+    def __init__(self, at: int, failures: int, exchanges: bool) -> None:
+        super().__init__(exchanges=exchanges)
+        self._failing = range(at, at + failures)
+
+    def _operation(self) -> None:
+        self.done += 1
+        if self.done in self._failing:
+            raise OSError(errno.EIO, "Input/output error")
+
+
+def commit(store: CheckpointStore, step: int, run_id: str, branch_point: int | None = None) -> None:
+    data = f"{run_id} at {step}".encode()
+    store.clear_staging(step)
+    staging = store.stage(step)
+    (staging / "__0_0.distcp").write_bytes(data)
+    (staging / ".metadata").write_bytes(b"of dcp")
+    manifest = Manifest(
+        step=step,
+        kind=CheckpointKind.FULL,
+        created_at=1.0,
+        world_size=1,
+        versions={},
+        files={"__0_0.distcp": FileRecord(len(data))},
+        lineage=Lineage(run_id, None, branch_point, abandoned_by(run_id, branch_point, store.intact())),
+    )
+    store.commit(step, manifest)
+
+
+def trunk(root: Path) -> dict[str, Contents]:
+    """Steps 2, 4 and 6 of a run are in `root`; by the names that 4 and 6 get once abandoned, what is in them."""
+    for step in (2, 4, 6):
+        commit(CheckpointStore(root, durable=Cut()), step, "old")
+    return {f"step-{step}.abandoned-old": contents(root / f"step-{step}") for step in (4, 6)}
+
+
+@pytest.mark.parametrize("failures", [1, 2, 3])
+@pytest.mark.parametrize(("step", "exchanges"), [(3, True), (4, True), (4, False)])
+def test_wherever_the_disk_fails_nothing_that_is_abandoned_is_lost(
+    step: int, exchanges: bool, failures: int, tmp_path: Path
+) -> None:
+    for at in itertools.count(1):
+        root = tmp_path / str(at)
+        aside = trunk(root)
+        disk = FailsFor(at, failures, exchanges)
+        save_twice(CheckpointStore(root, durable=disk), step)
+        assert 2 in steps(root)
+        goes_on = CheckpointStore(root, durable=Cut(exchanges=exchanges))
+        commit(goes_on, 5, "new", branch_point=2)
+        for info in goes_on.committed()[:-1]:
+            goes_on.delete(info)
+        goes_on.recover()
+        assert {name: contents(root / name) for name in aside} == aside, f"the disk failed at operation {at}"
+        assert {path.name for path in root.iterdir()} == {*aside, "step-5"}
+        if disk.done < at:
+            break
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_after_one_failure_of_the_disk_the_removal_of_what_is_left_succeeds(exchanges: bool, tmp_path: Path) -> None:
+    for at in itertools.count(1):
+        trunk(tmp_path / str(at))
+        disk = FailsFor(at, 1, exchanges)
+        store = CheckpointStore(tmp_path / str(at), durable=disk)
+        try:
+            commit(store, 4, "new", branch_point=2)
+        except OSError:
+            store.abandon(4)
+            assert not (tmp_path / str(at) / "step-4.staging").exists()
+        if disk.done < at:
+            break
+
+
+def save_twice(store: CheckpointStore, step: int) -> None:
+    """As the manager saves the last step: what a failed save left is removed, if it can be, and it is tried again."""
+    for _ in range(2):
+        try:
+            return commit(store, step, "new", branch_point=2)
+        except OSError:
+            with contextlib.suppress(OSError):
+                store.abandon(step)
+
+
+def steps(root: Path) -> list[int]:
+    return [info.step for info in CheckpointStore(root).committed()]
