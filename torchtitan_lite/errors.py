@@ -71,7 +71,7 @@ class CheckpointMismatch(CheckpointError, ValueError):
 
     def __init__(self, path: str, report: str) -> None:
         self.path, self.report = path, report
-        super().__init__(f"{path} does not fit what it is loaded into:\n{report}")
+        super().__init__(f"{path} does not fit this run:\n{report}")
 
 
 class CheckpointDamaged(CheckpointError, ValueError):

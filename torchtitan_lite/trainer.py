@@ -29,7 +29,7 @@ from torchtitan_lite.data.loader import TokenLoader, build_dataloader, global_ba
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.distributed.process_group import World, shorten_timeouts
 from torchtitan_lite.distributed.reduce import broadcast_from_first, max_over_ranks, mean_over_ranks
-from torchtitan_lite.errors import TrainingDiverged
+from torchtitan_lite.errors import ConfigError, TrainingDiverged
 from torchtitan_lite.log import logger
 from torchtitan_lite.metrics.profiling import Profiler
 from torchtitan_lite.metrics.run_metrics import RunMetrics
@@ -57,6 +57,7 @@ class Trainer:
         self.peers = Peers(timedelta(seconds=config.checkpoint.timeout_seconds))
         self.args = build_model_args(config.model, vocab_size=VOCAB_SIZE, seq_len=config.training.seq_len)
         self.plan = self.peers.decide(lambda: build_plan(config, self.args, world.world_size))
+        self._refuse_shared_seed_checkpoint()
         refuse_early(config, self.peers)
         self.loader = self._build_loader()
         self.global_batch_size = global_batch_size(config.training, self.plan.dims.dp_degree)
@@ -107,6 +108,7 @@ class Trainer:
         self._announce()
         if self.config.checkpoint.dry_run:
             return self._dry_run()
+        self._write_config()
         with self.metrics, self.checkpointer, closing(self.samples):
             if self.config.checkpoint.create_seed_checkpoint:
                 self.checkpointer.save(0, force=True)
@@ -121,7 +123,8 @@ class Trainer:
         state = self.train_state
         apply_hyperparameters(self.optimizers, self.lr_schedulers, self.config.optimizer)
         self.metrics.goodput.resume(state.run_seconds, state.productive_seconds)
-        self.metrics.on_event("resumed", state.step)
+        if state.step:
+            self.metrics.on_event("resumed", state.step)
 
     def _dry_run(self) -> int:
         report = self.checkpointer.dry_run()
@@ -279,9 +282,18 @@ class Trainer:
         )
         if config.job.print_args:
             logger.info("Configuration: %s", config_json(config))
+
+    def _write_config(self) -> None:
         if self.world.rank == 0:
             durable.make_dir(self.dump_folder)
-            durable.write_atomically(self.dump_folder / CONFIG_JSON, config_json(config).encode())
+            durable.write_atomically(self.dump_folder / CONFIG_JSON, config_json(self.config).encode())
+
+    def _refuse_shared_seed_checkpoint(self) -> None:
+        if self.config.checkpoint.create_seed_checkpoint and self.world.world_size > 1:
+            raise ConfigError(
+                f"checkpoint.create_seed_checkpoint: expected one process, found {self.world.world_size}. "
+                "Run python train.py without torchrun; any number of processes can begin from what it writes."
+            )
 
     def _build_loader(self) -> TokenLoader:
         error: Exception | None = None

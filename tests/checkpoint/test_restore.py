@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import random
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.checkpoint.small_run import SmallRun
-from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch, ConfigError
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch, ConfigError, SaveFailed
 
 StartRun = Callable[..., SmallRun]
 
@@ -205,3 +206,14 @@ def _draw() -> list[float]:
 def _moment(run: SmallRun, parameter: Tensor) -> Tensor:
     moment: Tensor = run.optimizer.state[parameter]["exp_avg"]
     return moment
+
+
+def test_a_state_that_could_not_be_loaded_again_fails_the_save_and_is_named(start_run: StartRun) -> None:
+    class Queue(Ema):
+        def state_dict(self) -> dict[str, Any]:
+            return {"waiting": collections.deque([1])}
+
+    run = start_run(interval=1, states={"queue": Queue()}, max_failed_saves=1)
+    run.step()
+    with pytest.raises(SaveFailed, match=r"queue\.waiting holds an object that could not be loaded again"):
+        run.step()

@@ -107,3 +107,14 @@ def _dcp_to_torch(checkpoint: Path, file: Path) -> dict[str, torch.Tensor]:
     )
     loaded: dict[str, torch.Tensor] = torch.load(file, weights_only=True)
     return loaded
+
+
+@pytest.mark.slow
+def test_a_seed_checkpoint_is_made_by_one_process_and_begun_from_by_any_number(tmp_path: Path) -> None:
+    seed = run(tmp_path / "run", "--checkpoint.create_seed_checkpoint")
+    assert seed.log.count("Created seed checkpoint") == 1 and seed.checkpoints == ["step-0"] and not seed.losses()
+    begun = run(tmp_path / "run", "--training.steps=1", ranks=2)
+    assert "Loading the checkpoint at step 0." in begun.log and "Training starts at step 1," in begun.log
+    with start(tmp_path / "two", "--checkpoint.create_seed_checkpoint", ranks=2) as job:
+        assert job.wait() == [2, 2]
+        assert "create_seed_checkpoint: expected one process, found 2." in job.log

@@ -166,8 +166,9 @@ class InFlight:
         step, stall = save.pending.step, save.stall_seconds
         nbytes = save.store.get(step).nbytes
         logger.info(
-            "saved step %d: %s in %.2f s (training stood still %.3f s)",
+            "saved step %d%s: %s in %.2f s (training stood still %.3f s)",
             step,
+            " (weights only)" if save.kind is CheckpointKind.WEIGHTS_ONLY else "",
             readable_bytes(nbytes),
             save.durable_seconds,
             stall,

@@ -193,8 +193,8 @@ class CheckpointManager:
             return
         self._is_open = True
         self._preemption.start()
-        self._saver.start()
         if not self._config.load_only:
+            self._saver.start()
             self._peers.decide(self._recover)
 
     def _recover(self) -> None:

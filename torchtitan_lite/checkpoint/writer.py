@@ -111,6 +111,7 @@ class CommittingWriter(StorageWriter):
         results: list[WriteResult] = []
         if plan.items:
             items = [(item.index, _payload(planner.resolve_data(item))) for item in plan.items]
+            _refuse_what_no_load_would_take(items)
             results = self._write_items(self._store.stage(self._step) / plan.storage_data, items)
             if self._origin.tensor_digests:
                 results = _with_digests(results, plan.items, [data for _, data in items])
@@ -166,6 +167,20 @@ class CommittingWriter(StorageWriter):
 
 def _payload(data: torch.Tensor | io.BytesIO) -> torch.Tensor | bytes:
     return data.getvalue() if isinstance(data, io.BytesIO) else data
+
+
+def _refuse_what_no_load_would_take(items: Sequence[tuple[MetadataIndex, torch.Tensor | bytes]]) -> None:
+    """Raises TypeError for an object that `torch.load(weights_only=True)` refuses: now, and not when it is needed."""
+    for index, data in items:
+        # The settings of an optimizer's groups are numbers, and there are several for each parameter.
+        if isinstance(data, bytes) and not index.fqn.startswith("optimizer.param_groups."):
+            try:
+                torch.load(io.BytesIO(data), weights_only=True)
+            except Exception as error:
+                raise TypeError(
+                    f"{index.fqn} holds an object that could not be loaded again ({str(error).splitlines()[0]}). "
+                    "Return tensors, numbers, strings, lists and dicts from state_dict."
+                ) from None
 
 
 def _with_digests(

@@ -105,7 +105,7 @@ class CheckpointStore:
 
     def delete(self, info: CheckpointInfo) -> None:
         """The checkpoint of `info` is absent for every reader, durably, then its bytes are gone. Coordinator only."""
-        # Before their names are gone with it, and before what it replaced is: those may be what it abandons.
+        # The names of what it abandons go with it, and what it replaced may be just that.
         self._finish_abandoning()
         for path in Listing(self.root).replaced(info.step):
             # First, or an older checkpoint of the step would be seen once this one is gone.
@@ -155,6 +155,9 @@ class CheckpointStore:
     def _put_in_place(self, step: int) -> None:
         """What was staged is called step-N; what was called so is called something else."""
         staging, final = self._staging(step), self._final(step)
+        if find_intact(step, [final]) is not None:
+            # Its manifest goes, and with it the names of what it abandons.
+            self._finish_abandoning()
         if os.path.lexists(final):
             if find_intact(step, [final]) is None:
                 self._move_aside(step)
