@@ -248,8 +248,6 @@ class Trainer:
 
     def _is_finished(self) -> bool:
         checkpoint, steps = self.config.checkpoint, self.config.training.steps
-        if checkpoint.load_step != -1:
-            return False
         newest = self.checkpointer.newest_step()
         if newest < steps:
             return False

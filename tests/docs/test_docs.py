@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.resharding.jobs import TOPOLOGIES
+from torchtitan_lite.config.drift import ALLOWED_BY_EXCLUSION, IGNORED, REFUSED, WARNED, Rule, rule_of
 from torchtitan_lite.config.keys import KEYS, SECTIONS, meaning_of
 from torchtitan_lite.store.manifest import CheckpointKind, FileRecord, Manifest
 
@@ -78,16 +81,39 @@ def test_the_manifest_in_the_format_page_has_the_fields_of_a_manifest() -> None:
     assert shown.keys() <= written.keys()
     assert all(record.keys() <= written["files"]["a"].keys() for record in shown["files"].values())
     assert shown["kind"] in {kind.value for kind in CheckpointKind}
+    assert shown["lineage"].keys() == written["lineage"].keys()
 
 
-def test_the_loop_of_one_process_runs_and_started_again_goes_on(tmp_path: Path) -> None:
+def test_the_rules_for_changed_keys_are_those_of_the_code() -> None:
+    page = (ROOT / "docs" / "what_changed.md").read_text(encoding="utf-8")
+    _, _, below = page.partition(
+        "<!-- rules: from torchtitan_lite/config/drift.py; tests/docs/test_docs.py compares -->\n"
+    )
+    shown, _, _ = below.partition("<!-- end of rules -->")
+    assert shown == _rules_of_changes(), f"The rules have to read:\n{_rules_of_changes()}"
+
+
+def test_the_matrix_of_topologies_has_every_pair_that_is_tested() -> None:
+    page = (ROOT / "docs" / "resharding.md").read_text(encoding="utf-8")
+    _, _, table = page.partition("<!-- rows save, columns load -->\n\n")
+    header, _, *rows = [line.strip("| ").split(" | ") for line in table.partition("\n\n")[0].splitlines()]
+    assert header[1:] == list(TOPOLOGIES)
+    assert rows == [[name, *itertools.repeat("=", len(TOPOLOGIES))] for name in TOPOLOGIES]
+
+
+def test_the_loop_of_one_process_runs_and_started_again_goes_on_and_is_read_into_a_plain_module(tmp_path: Path) -> None:
     script = _write_example(ONE_PROCESS, tmp_path)
     first = _output_of([sys.executable, script, "200"], tmp_path)
     assert "a fresh start" in first and "step 200: loss" in first
+    # In the same process, for the import of torch is most of what this test takes.
+    reads, _ = _blocks(ROOT / "docs" / "resharding.md", "python")
+    with (tmp_path / script).open("a") as file:
+        file.write(f"trained = model\n{reads}print('read:', torch.equal(model[0].weight, trained[0].weight))\n")
     again = _output_of([sys.executable, script, "300"], tmp_path)
     assert "Loading the checkpoint at step 200." in again
     assert re.findall(r"^step (\d+):", again, re.MULTILINE) == ["250", "300"]
     assert _checkpoints(tmp_path / "outputs") == {"step-200", "step-300"}
+    assert "read: True" in again
 
 
 @pytest.mark.slow
@@ -99,6 +125,30 @@ def test_the_sharded_loop_runs_on_two_processes_and_goes_on_with_one(tmp_path: P
     again = _output_of([*torchrun, "--nproc_per_node=1", script, "300"], tmp_path)
     assert "Loading the checkpoint at step 200." in again and "step 300: loss" in again
     assert _checkpoints(tmp_path / "outputs_fsdp") == {"step-100", "step-200", "step-300"}
+
+
+def _rules_of_changes() -> str:
+    """The section of docs/what_changed.md between its marks."""
+    honoured = {
+        section: [key.partition(".")[2] for key in KEYS if key.startswith(f"{section}.") and _is_honoured(key)]
+        for section in SECTIONS
+    }
+    lines = ["### Refused", "", "| key | the way out | allowed while this is excluded |", "| --- | --- | --- |"]
+    lines += [f"| `{key}` | {mend} | {_quoted(ALLOWED_BY_EXCLUSION.get(key))} |" for key, mend in REFUSED.items()]
+    lines += ["", "### Honoured, with a warning", "", "| key | what follows |", "| --- | --- |"]
+    lines += [f"| `{key}` | {note} |" for key, note in WARNED.items()]
+    lines += ["", "### Honoured", "", "| section | keys |", "| --- | --- |"]
+    lines += [f"| `{name}` | {', '.join(map(_quoted, keys))} |" for name, keys in honoured.items() if keys]
+    lines += ["", "### Not compared", "", f"{', '.join(map(_quoted, sorted(IGNORED)))}."]
+    return "\n".join(lines) + "\n"
+
+
+def _is_honoured(key: str) -> bool:
+    return rule_of(key) is Rule.HONOURED
+
+
+def _quoted(name: str | None) -> str:
+    return f"`{name}`" if name else ""
 
 
 def _blocks(page: Path, language: str) -> list[str]:

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.store.test_crash_points import Contents, Cut, contents
+from torchtitan_lite.errors import CheckpointNotFound
 from torchtitan_lite.store.lineage import Lineage, abandoned_by, without_abandoned
 from torchtitan_lite.store.manifest import CheckpointKind, FileRecord, Manifest
 from torchtitan_lite.store.store import CheckpointStore
@@ -184,3 +185,13 @@ def save_twice(store: CheckpointStore, step: int) -> None:
 
 def steps(root: Path) -> list[int]:
     return [info.step for info in CheckpointStore(root).committed()]
+
+
+def test_an_abandoned_step_is_not_found_even_while_it_still_has_its_name(tmp_path: Path) -> None:
+    store, aside = CheckpointStore(tmp_path), trunk(tmp_path)
+    commit(store, 3, "new", branch_point=2)
+    for name in aside:
+        (tmp_path / name).rename(tmp_path / name.partition(".")[0])
+    for ask in (store.get, store.path_of):
+        with pytest.raises(CheckpointNotFound, match=r"it has 2, 3\)"):
+            ask(6)

@@ -55,6 +55,11 @@ class LoadRules:
         """Whether something of the model may be left as it is."""
         return bool(self.include or self.exclude)
 
+    @property
+    def changes_tensors(self) -> bool:
+        """Whether a tensor may have another name or dtype than in the checkpoint, or be passed over."""
+        return bool(self.renames) or self.cast or self.strictness != "error"
+
 
 EVERYTHING = LoadRules()
 """All tensors, under their names, as they are."""

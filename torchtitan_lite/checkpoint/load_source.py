@@ -93,7 +93,11 @@ def _initial(config: Checkpoint) -> LoadSource:
     path = Path(config.initial_load_path)
     if not (path / layout.METADATA).is_file():
         raise CheckpointNotFound(str(path), None)
-    return _with_origin(LoadSource(path, 0, model_only=config.initial_load_model_only, lineage=new_run(), initial=True))
+    manifest = Manifest.of_folder(path)
+    step = manifest.step if manifest is not None and not config.initial_load_model_only else 0
+    return _with_origin(
+        LoadSource(path, step, model_only=config.initial_load_model_only, lineage=new_run(), initial=True)
+    )
 
 
 def _with_origin(source: LoadSource) -> LoadSource:

@@ -210,7 +210,7 @@ class CheckpointManager:
         self._restore(source).run()
         gc.collect()
         self._lineage = source.lineage
-        self.loaded_step = None if source.initial else source.step
+        self.loaded_step = None if source.initial and source.model_only else source.step
         seconds = self._clock() - began
         logger.info("Finished loading the checkpoint in %.2f seconds.", seconds)
         self._on_event("loaded", source.step, path=str(source.path), seconds=seconds, bytes=source.nbytes)

@@ -134,6 +134,12 @@ class Restore:
 
     def _verify(self) -> None:
         rules = build_load_rules(self._config.checkpoint)
+        if rules.changes_tensors:
+            logger.warning(
+                "checkpoint.verify_resume proves what is loaded as it was; with renames, casts or a lesser "
+                "strictness there is nothing to compare with."
+            )
+            return
         model = {fqn: tensor for fqn, tensor in self._model.items() if rules.wants(fqn)}
         state: dict[str, Any] = {"model": model, **{name: state.state_dict() for name, state in self._small.items()}}
         if self._optimizer is not None:

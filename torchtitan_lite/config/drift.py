@@ -50,7 +50,7 @@ WARNED = {
 
 REFUSED = {
     "model.name": NEW_RUN,
-    "model.flavor": NEW_RUN,
+    "model.flavor": "Its tensors have other shapes: start a new run in another job.dump_folder.",
     "model.tokenizer_path": NEW_RUN,
     "optimizer.name": FRESH_OPTIMIZER,
     "training.dataset": OLD_ORDER,

@@ -21,15 +21,18 @@ class Launched:
     local_rank: int
     world_size: int
     by_launcher: bool
+    attempt: int
+    """How often the launcher has started the workers before."""
 
 
 def launched() -> Launched:
-    """Read from RANK, LOCAL_RANK and WORLD_SIZE."""
+    """Read from RANK, LOCAL_RANK, WORLD_SIZE and TORCHELASTIC_RESTART_COUNT."""
     return Launched(
         rank=int(os.environ.get("RANK", "0")),
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
         by_launcher="RANK" in os.environ,
+        attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
     )
 
 

@@ -17,11 +17,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
 
 from torchtitan_lite.config.job_config import Comm
-from torchtitan_lite.distributed.environment import launched, logged_environment, set_default
+from torchtitan_lite.distributed.environment import Launched, launched, logged_environment, set_default
 from torchtitan_lite.log import logger
 
 DESTROY_SECONDS = 20.0
@@ -80,9 +81,18 @@ def _open(config: Comm) -> World:
         timeout=timedelta(seconds=config.init_timeout_seconds),
         rank=place.rank,
         world_size=place.world_size,
-        store=None if place.by_launcher else HashStore(),
+        store=_meeting_place(place),
     )
     return World(place.rank, place.world_size, place.local_rank, device)
+
+
+def _meeting_place(place: Launched) -> Store:
+    if not place.by_launcher:
+        return HashStore()
+    store, _, _ = next(iter(rendezvous("env://", place.rank, place.world_size)))
+    # torchrun keeps its store over a restart of the workers, with the addresses of those that are gone in it
+    # (seen with torch 2.13: the new ones tried to connect to them and gave up).
+    return PrefixStore(f"attempt_{place.attempt}", store)
 
 
 def _require_determinism() -> None:

@@ -52,10 +52,14 @@ class CheckpointStore:
         return newest
 
     def get(self, step: int) -> CheckpointInfo:
-        """The committed checkpoint of `step`. Raises CheckpointNotFound, CheckpointDamaged or FormatTooNew."""
+        """The committed checkpoint of `step`, unless one abandons it.
+
+        Raises CheckpointNotFound, CheckpointDamaged or FormatTooNew.
+        """
         info = find(step, Listing(self.root).places().get(step, []))
-        if info is None:
-            raise CheckpointNotFound(str(self.root), step, [info.step for info in self.committed()])
+        committed = self.committed()
+        if info is None or info not in committed:
+            raise CheckpointNotFound(str(self.root), step, [info.step for info in committed])
         return info
 
     def path_of(self, step: int) -> Path:
@@ -63,8 +67,9 @@ class CheckpointStore:
         try:
             return self.get(step).path
         except CheckpointNotFound as error:
-            if (self._final(step) / layout.METADATA).is_file():
-                return self._final(step)
+            final = self._final(step)
+            if is_unmanaged(final) and (final / layout.METADATA).is_file():
+                return final
             unmanaged = [number for path in self.unmanaged() if (number := layout.parse_step(path.name)) is not None]
             raise CheckpointNotFound(str(self.root), step, sorted({*error.available, *unmanaged})) from None
 
@@ -210,7 +215,7 @@ class CheckpointStore:
                 if info is not None and info.run_id == run_id:
                     aside = Listing(self.root).free(functools.partial(layout.abandoned_dir, step, run_id))
                     self._durable.rename(path, aside)
-                    logger.info("%s is of a branch that was left; it is now %s", path, aside.name)
+                    logger.info("step %d is of a branch that was left; it is now %s", step, aside.name)
                     moved.append(aside)
         if moved:
             self._durable.fsync_dir(self.root)
