@@ -34,7 +34,7 @@ def copied(saved: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["--model.flavor=1B"], 1, ["model.flavor: debugmodel -> 1B", "--checkpoint.initial_load_path"]),
+        (["--model.flavor=1B"], 1, ["model.flavor: debugmodel -> 1B", "another job.dump_folder"]),
         (["--model.tokenizer_path=tiktoken.model"], 2, ["model.tokenizer_path", "'bytes'", "'tiktoken.model'"]),
         (["--training.global_batch_size=5"], 2, ["training.global_batch_size: 5", "2 x 1 = 2", "4 and 6 would do"]),
         (
