@@ -22,7 +22,8 @@ def main(arguments: list[str]) -> int:
             return Trainer(config, world).run()
     except TorchtitanLiteError as error:
         if not error.told_elsewhere:
-            log.logger.error("%s: %s", type(error).__name__, error)
+            whose = f" (rank {error.of_rank})" if error.of_rank else ""
+            log.logger.error("%s: %s%s", type(error).__name__, error, whose)
         return 2 if isinstance(error, ConfigError) else 1
 
 

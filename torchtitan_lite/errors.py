@@ -32,6 +32,9 @@ class TorchtitanLiteError(Exception):
     told_elsewhere: bool = False
     """Whether another rank reports this very error, so that a person reads it once."""
 
+    of_rank: int = 0
+    """The rank on which it came up, where the ranks agreed on it."""
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.__dict__ | {"args": self.args})
 

@@ -108,7 +108,7 @@ class Trainer:
         self._announce()
         if self.config.checkpoint.dry_run:
             return self._dry_run()
-        self._write_config()
+        self.peers.decide(self._write_config)
         with self.metrics, self.checkpointer, closing(self.samples):
             if self.config.checkpoint.create_seed_checkpoint:
                 self.checkpointer.save(0, force=True)
@@ -221,7 +221,7 @@ class Trainer:
 
     def _log(self, loss: Tensor | None, average: Tensor, grad_norm: Tensor, lr: float) -> None:
         step = self.train_state.step
-        self.metrics.step_done(self.global_batch_size // self.world.world_size * self.config.training.seq_len)
+        self.metrics.step_done(self.global_batch_size * self.config.training.seq_len / self.world.world_size)
         if step == 1 or step % self.config.metrics.log_freq == 0:
             global_avg, global_max = average.item(), max_over_ranks(loss, self.world.device).item()
             self.train_state.record_loss(global_avg, global_max)
@@ -257,6 +257,7 @@ class Trainer:
             steps,
             self.dump_folder / checkpoint.folder,
         )
+        self.metrics.on_event("finished", newest)
         return True
 
     def _traces_samples(self) -> bool:
@@ -282,9 +283,8 @@ class Trainer:
             logger.info("Configuration: %s", config_json(config))
 
     def _write_config(self) -> None:
-        if self.world.rank == 0:
-            durable.make_dir(self.dump_folder)
-            durable.write_atomically(self.dump_folder / CONFIG_JSON, config_json(self.config).encode())
+        durable.make_dir(self.dump_folder)
+        durable.write_atomically(self.dump_folder / CONFIG_JSON, config_json(self.config).encode())
 
     def _refuse_shared_seed_checkpoint(self) -> None:
         if self.config.checkpoint.create_seed_checkpoint and self.world.world_size > 1:

@@ -201,5 +201,5 @@ def test_beside_the_main_thread_there_is_a_warning_and_no_watch(caplog: pytest.L
 
 
 def test_a_signal_that_this_system_has_not_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'SIGNIX' is not a signal of this system"):
+    with pytest.raises(ConfigError, match="'SIGNIX' is not a signal that can be caught"):
         PreemptionWatch(("SIGNIX",), 60)

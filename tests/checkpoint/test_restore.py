@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.checkpoint.small_run import SmallRun
+from torchtitan_lite.checkpoint.stateful import OptimizerWrapper
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch, ConfigError, SaveFailed
 
 StartRun = Callable[..., SmallRun]
@@ -217,3 +218,20 @@ def test_a_state_that_could_not_be_loaded_again_fails_the_save_and_is_named(star
     run.step()
     with pytest.raises(SaveFailed, match=r"queue\.waiting holds an object that could not be loaded again"):
         run.step()
+
+
+def test_a_load_waits_for_the_save_in_flight(start_run: StartRun) -> None:
+    run = start_run(interval=1, async_mode="async")
+    run.step()
+    assert run.manager.load(1)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
+def test_the_state_that_a_first_step_would_begin_with_has_no_weight_decay_in_it(kind: Any) -> None:
+    model = torch.nn.Linear(2, 2)
+    settings = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    optimizer = kind(model.parameters(), lr=0.1, weight_decay=0.5, **settings)
+    state = OptimizerWrapper([model], [optimizer]).state_dict()
+    moments = [value for key, value in state.items() if key.startswith("state.")]
+    assert moments and all(not value.any() for value in moments)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.5

@@ -16,7 +16,7 @@ from tests.checkpoint.tiny_run import TinyRun, at_steps, differing, same_everywh
 from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint.savers import ThreadSaver
 from torchtitan_lite.distributed.consensus import Peers
-from torchtitan_lite.errors import SaveFailed
+from torchtitan_lite.errors import ConfigError, SaveFailed
 from torchtitan_lite.store.durable import Durable
 from torchtitan_lite.store.store import CheckpointStore
 
@@ -175,3 +175,26 @@ def test_a_save_that_only_one_rank_still_writes_fails_the_next_on_both(rank: int
         run.saver.wait()
         run.steps(6)
     assert_one_failure(run, "rank 1: RuntimeError: the save before it is still being written")
+
+
+class RefusesOnOneRank:
+    """A state that the second rank cannot give."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._rank == 1:
+            raise ConfigError("the second rank has no state")
+        return {"fine": 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+@on_two_ranks
+def test_a_state_that_one_rank_cannot_give_is_an_error_on_both(rank: int, tmp_path: Path) -> None:
+    run = TinyRun(tmp_path, dataloader=RefusesOnOneRank(rank), interval=1)
+    with pytest.raises(ConfigError, match="the second rank has no state") as raised:
+        run.steps(1)
+    assert raised.value.told_elsewhere == (rank == 1) and raised.value.of_rank == 1
+    run.manager.close()

@@ -77,7 +77,7 @@ def test_a_corpus_that_changed_on_one_rank_is_refused_on_both(rank: int, tmp_pat
     with other.manager:
         with pytest.raises(CorpusChanged, match="3 -> 4") as raised:
             other.manager.load()
-        assert raised.value.told_elsewhere == (rank == 0)
+        assert raised.value.told_elsewhere == (rank == 1)
         assert not differing(other.contents(), before)
 
 

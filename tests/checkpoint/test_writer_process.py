@@ -23,6 +23,8 @@ ROOT = Path(__file__).parents[2]
 DEADLINE_SECONDS = 60.0
 PLACE = ArenaSlice(64, (8,), torch.float32)
 
+IGNORED_NUMBERS = [signal.Signals[name] for name in IGNORED_SIGNALS]
+
 
 @pytest.fixture
 def process(process_saver: ProcessSaver) -> WriterProcess:
@@ -76,7 +78,7 @@ def test_it_ignores_the_signals_that_a_scheduler_sends(
 ) -> None:
     pid = process.pid
     assert pid is not None
-    for number in IGNORED_SIGNALS:
+    for number in IGNORED_NUMBERS:
         os.kill(pid, number)
     assert write(process, tmp_path / "f", arena) == b"bytes"
     assert process.pid == pid
@@ -86,13 +88,13 @@ def test_it_ignores_them_from_its_first_moment_on(process: WriterProcess, arena:
     process.close()
     process.start()
     assert process.pid is not None
-    for number in IGNORED_SIGNALS:
+    for number in IGNORED_NUMBERS:
         os.kill(process.pid, number)
     assert write(process, tmp_path / "f", arena) == b"bytes"
 
 
 def test_the_signal_mask_of_the_trainer_is_as_it_was(process: WriterProcess) -> None:
-    assert not set(IGNORED_SIGNALS) & signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    assert not set(IGNORED_NUMBERS) & signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_what_writing_raises_is_raised_here_and_the_process_goes_on(

@@ -7,6 +7,7 @@ import pytest
 
 from torchtitan_lite.config.drift import REFUSED, WARNED, Rule, compare, rule_of
 from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig, Model, Optimizer, Training
+from torchtitan_lite.errors import ConfigError
 
 
 def test_nothing_changed_is_nothing_to_say() -> None:
@@ -72,3 +73,17 @@ def test_every_rule_is_of_a_key_that_exists() -> None:
 def _stored(config: JobConfig) -> dict[str, Any]:
     stored: dict[str, Any] = json.loads(json.dumps(config.to_dict()))
     return stored
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "said"),
+    [
+        (Checkpoint, {"export_folder": "./checkpoint/"}, "is checkpoint.folder too"),
+        (Checkpoint, {"create_seed_checkpoint": True}, "nothing would be saved"),
+        (Checkpoint, {"create_seed_checkpoint": True, "enable_checkpoint": True, "load_only": True}, "nothing would"),
+        (Training, {"max_norm": float("inf")}, "expected a positive finite number, found inf"),
+    ],
+)
+def test_values_that_would_lose_a_checkpoint_are_refused(section: Any, values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        section(**values)

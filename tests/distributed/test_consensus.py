@@ -113,7 +113,7 @@ def test_an_error_of_one_rank_is_raised_on_all(rank: int) -> None:
     peers.raise_together(None)
     with pytest.raises(CorpusChanged) as raised:
         peers.raise_together(CorpusChanged(["files"]) if rank == 1 else None)
-    assert raised.value.told_elsewhere == (rank == 0)
+    assert raised.value.told_elsewhere == (rank == 1) and raised.value.of_rank == 1
 
 
 @on_two_ranks

@@ -118,3 +118,11 @@ def test_a_seed_checkpoint_is_made_by_one_process_and_begun_from_by_any_number(t
     with start(tmp_path / "two", "--checkpoint.create_seed_checkpoint", ranks=2) as job:
         assert job.wait() == [2, 2]
         assert "create_seed_checkpoint: expected one process, found 2." in job.log
+
+
+@pytest.mark.slow
+def test_the_debug_model_learns_from_real_text(tmp_path: Path) -> None:
+    sizes = ("--training.batch_size=8", "--training.seq_len=256")
+    job = run(tmp_path / "run", *sizes, "--training.steps=100", "--checkpoint.interval=50")
+    assert min(job.losses().values()) < 2.9 and job.losses()[100] < 2.9
+    assert job.checkpoints == ["step-100", "step-50"]

@@ -117,6 +117,7 @@ class CheckpointManager:
         if not self._config.enable_checkpoint:
             return False
         self._open()
+        self._in_flight.settle()
         wanted = step if step != -1 else self._config.load_step
         source = self._choose(wanted)
         self._tell_what_was_chosen(wanted, source)
@@ -128,6 +129,8 @@ class CheckpointManager:
 
     def dry_run(self) -> ResumeReport | None:
         """What `load` would do, and refuse; None for a fresh start. Nothing of the run is changed, nothing on disk."""
+        if not self._config.enable_checkpoint:
+            return None
         source = self._choose(self._config.load_step)
         return None if source is None else self._restore(source).report()
 
@@ -162,6 +165,7 @@ class CheckpointManager:
         if not self._config.enable_checkpoint:
             return -1
         self._open()
+        self._in_flight.settle()
         return self._peers.decide(self._newest_step)
 
     def close(self) -> None:
@@ -247,13 +251,19 @@ class CheckpointManager:
     def _take_note(self, agreed: Facts) -> None:
         if agreed.signal:
             self._preemption.leave()
-        if agreed.save_failed:
+        if agreed.save_failed and agreed.signal:
+            self._in_flight.outcome()  # However many failed: the save before leaving is tried.
+        elif agreed.save_failed:
             self._in_flight.settle()
         else:
             self._in_flight.poll()
 
     def _save_if_due(self, step: int, force: bool, agreed: Facts) -> bool:
         due = self._step_policy.due(Tick(step, self._clock()), self._last_save) or agreed.save_due
+        if force or self.preempted_by:
+            self._in_flight.outcome()  # However it ended: this save is tried.
+        elif due:
+            self._in_flight.settle()
         if force:
             self._save_last(step)
         elif self.preempted_by:
@@ -261,7 +271,6 @@ class CheckpointManager:
             logger.info("Saved step %d; leaving for %s.", step, signal.Signals(self.preempted_by).name)
             self._on_event("preempted", step, signal=self.preempted_by)
         elif due:
-            self._in_flight.settle()
             self._begin(step, self._full_state(), CheckpointKind.FULL, self._store, self._saver)
             self._in_flight.poll()
         return force or bool(self.preempted_by) or due
@@ -278,7 +287,6 @@ class CheckpointManager:
             self._export(step)
 
     def _export(self, step: int) -> None:
-        self._in_flight.settle()
         if self._export_store is None and self._peers.decide(lambda: self._is_saved_in_full(step)):
             logger.warning(
                 "Step %d is saved in full, and stays so: its weights alone would take its place. "
@@ -295,8 +303,7 @@ class CheckpointManager:
         return any(info.step == step and info.kind is CheckpointKind.FULL for info in self._store.committed())
 
     def _save_and_wait(self, step: int, state: State, kind: CheckpointKind, store: CheckpointStore) -> None:
-        """A save that must not fail: it is tried twice, and durable on return."""
-        self._in_flight.settle()
+        """A save that must not fail: it is tried twice, and durable on return. Nothing may be in flight."""
         failure: SaveFailed | None = None
         for _ in range(2):
             self._begin(step, state, kind, store, self._sync_saver)
@@ -323,6 +330,17 @@ class CheckpointManager:
         )
 
     def _full_state(self) -> State:
+        """What a full checkpoint holds; a state that one rank cannot give is an error on every rank."""
+        state: State = {}
+        error: Exception | None = None
+        try:
+            state = self._own_state()
+        except Exception as raised:
+            error = raised
+        self._peers.raise_together(error)
+        return state
+
+    def _own_state(self) -> State:
         small = {name: state.state_dict() for name, state in self._small_states.items()}
         # A key of its own for each rank: the generators are the one thing that ranks do not share.
         rng = {f"rank{self._peers.rank}": RngState().state_dict()}

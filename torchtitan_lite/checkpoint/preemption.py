@@ -87,14 +87,14 @@ class PreemptionWatch:
             for number in pipe.recv(64):
                 if number == CLOSE:
                     return
+                if number == signal.SIGINT:
+                    # Not signal.signal: that is the main thread's, which may be inside a collective.
+                    ctypes.CDLL(None).signal(number, 0)
                 if number in self._signals and deadline is None:
                     deadline = time.monotonic() + self._grace_seconds
                     self._note(number)
 
     def _note(self, number: int) -> None:
-        if number == signal.SIGINT:
-            # Not signal.signal: that is the main thread's, which may be inside a collective.
-            ctypes.CDLL(None).signal(number, 0)
         self._received = number
         again = " Press Ctrl-C again to end at once." if number == signal.SIGINT else ""
         logger.info("Received %s: all ranks save and leave after this step.%s", signal.Signals(number).name, again)
@@ -115,8 +115,11 @@ def _leave_it_to_the_watch(number: int, frame: FrameType | None) -> None:
 
 def _number(name: str) -> int:
     try:
-        return int(signal.Signals[name])
+        number = signal.Signals[name]
+        if number in (signal.SIGKILL, signal.SIGSTOP):
+            raise KeyError(name)
+        return int(number)
     except KeyError:
         raise ConfigError(
-            f"checkpoint.preemption_signals: {name!r} is not a signal of this system. Use names such as SIGTERM."
+            f"checkpoint.preemption_signals: {name!r} is not a signal that can be caught. Use names such as SIGTERM."
         ) from None

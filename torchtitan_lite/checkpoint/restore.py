@@ -78,22 +78,26 @@ class Restore:
 
     def report(self) -> ResumeReport:
         """What `run` would do. Small states that can check theirs without taking it are asked."""
+        self._agree_that_it_can_be_read()
         refused: list[str] = []
         keys = self._keys()
         for name, state in self._small.items():
             check = getattr(state, "check_state", None)
             if check is not None and name not in keys.missing:
-                refused += [str(e) for e in self._peers.gather(_error_of(check, self._read_small(name)))[:1] if e]
+                error = _error_of(check, self._read_small(name))
+                refused += [found for found in self._peers.gather(str(error or "")) if found][:1]
         return self._report(keys, refused)
 
     def run(self) -> None:
         """Raises `CheckpointMismatch` and what a state refuses with, on every rank, before the model is touched."""
+        self._agree_that_it_can_be_read()
         report = self._report(self._keys(), ())
         if report.refusals:
             raise CheckpointMismatch(str(report.path), "\n".join(report.refusals))
         self._warn_of_unmatched_globs()
         for change in report.changes:
             (logger.warning if change.rule is Rule.WARNED else logger.info)("Since the checkpoint: %s", change)
+        self._warn_of_states_without_a_taker()
         for name, state in self._small.items():
             self._peers.raise_together(_error_of(state.load_state_dict, self._read_small(name)))
         if self._optimizer is not None:
@@ -110,6 +114,19 @@ class Restore:
             fqns = [fqn for per_rank in self._peers.gather(list(self._model)) for fqn in per_rank]
             for glob in unmatched_globs(rules, fqns):
                 logger.warning("checkpoint.load_include / load_exclude: %r names no tensor of the model.", glob)
+
+    def _agree_that_it_can_be_read(self) -> None:
+        self._peers.raise_together(_error_of(lambda _: self._stored.metadata, {}))
+
+    def _warn_of_states_without_a_taker(self) -> None:
+        excluded = self._config.checkpoint.exclude_from_loading
+        taken = {"model", "optimizer", "lr_scheduler", "dataloader", RNG, *self._small, *excluded}
+        paths = (self._stored.metadata.planner_data or {}).values()
+        left = sorted({str(path[0]) for path in paths} - taken)
+        if left and not self._source.model_only:
+            logger.warning(
+                "The checkpoint has states that this run does not take, and will not save: %s.", ", ".join(left)
+            )
 
     def _keys(self) -> KeyReport:
         states = [name for name, state in self._small.items() if state.state_dict()]
@@ -134,7 +151,7 @@ class Restore:
 
     def _verify(self) -> None:
         rules = build_load_rules(self._config.checkpoint)
-        if rules.changes_tensors:
+        if rules.changes_tensors or self._cast:
             logger.warning(
                 "checkpoint.verify_resume proves what is loaded as it was; with renames, casts or a lesser "
                 "strictness there is nothing to compare with."

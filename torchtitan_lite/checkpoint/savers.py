@@ -123,9 +123,9 @@ class ProcessSaver:
     The copy lies in memory that both have mapped. Planning, agreement and commit stay in the thread.
     """
 
-    def __init__(self, peers: Peers, timeout_seconds: float) -> None:
+    def __init__(self, peers: Peers, timeout_seconds: float, ignored_signals: Sequence[str] = ()) -> None:
         self._thread = ThreadSaver(peers)
-        self.process = WriterProcess(timeout_seconds)
+        self.process = WriterProcess(timeout_seconds, ignored_signals)
         self.write_items: WriteItems = self._write_through_process
 
     def start(self) -> None:
@@ -155,7 +155,7 @@ def build_saver(config: Checkpoint, peers: Peers) -> Saver:
         return ThreadSaver(peers)
     if not torch.cuda.is_available():
         logger.info("async_with_pinned_mem: no accelerator here, staging into shared memory that is not pinned.")
-    return ProcessSaver(peers, config.timeout_seconds)
+    return ProcessSaver(peers, config.timeout_seconds, config.preemption_signals)
 
 
 def _done() -> Future[None]:

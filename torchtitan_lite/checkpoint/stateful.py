@@ -112,15 +112,20 @@ def _make_state(optimizer: Optimizer) -> None:
         return
     gradients = [parameter.grad for parameter in parameters]
     rates = [group["lr"] for group in optimizer.param_groups]
+    decays = [group.get("weight_decay") for group in optimizer.param_groups]
     for parameter in parameters:
         parameter.grad = None
     for parameter in stateless:
         parameter.grad = torch.zeros_like(parameter)
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+        if "weight_decay" in group:
+            group["weight_decay"] = 0.0  # Adam and SGD add it to the gradient, and so to their moments.
     optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+    for group, rate, decay in zip(optimizer.param_groups, rates, decays, strict=True):
         group["lr"] = rate
+        if decay is not None:
+            group["weight_decay"] = decay
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     for parameter in stateless:

@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
@@ -32,7 +33,8 @@ from torchtitan_lite.checkpoint.writer import write_items
 from torchtitan_lite.errors import WriterProcessDied
 from torchtitan_lite.log import logger
 
-IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+IGNORED_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
+"""What a scheduler or a launcher sends to process groups, besides what the trainer itself leaves for."""
 POLL_SECONDS = 0.5
 """How often a wait looks whether the process still lives (an end is seen at once, by its closed socket)."""
 STOP_SECONDS = 10.0
@@ -57,8 +59,10 @@ class Write:
 class WriterProcess:
     """The trainer's end. Not thread-safe: one save at a time talks to it."""
 
-    def __init__(self, timeout_seconds: float) -> None:
+    def __init__(self, timeout_seconds: float, ignored_signals: Sequence[str] = ()) -> None:
         self._timeout_seconds = timeout_seconds
+        names = {*IGNORED_SIGNALS, *ignored_signals}
+        self._ignored = sorted(int(signal.Signals[name]) for name in names if name in signal.Signals.__members__)
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._arena: StagingArena | None = None
@@ -76,9 +80,9 @@ class WriterProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             # The process inherits this mask, so that no signal finds it before it has set its own actions.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, self._ignored)
             try:
-                self._process = subprocess.Popen(_command(theirs.fileno()), pass_fds=[theirs.fileno()])
+                self._process = subprocess.Popen(_command(theirs.fileno(), self._ignored), pass_fds=[theirs.fileno()])
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._connection = Connection(ours.detach())
@@ -141,11 +145,11 @@ class WriterProcess:
         return WriterProcessDied(pid, doing, finding)
 
 
-def serve(socket_fd: int, trainer_pid: int) -> None:
+def serve(socket_fd: int, trainer_pid: int, ignored: Sequence[int]) -> None:
     """The process: writes what it is asked to until the trainer closes the socket or dies."""
-    for number in IGNORED_SIGNALS:
+    for number in ignored:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ignored)
     _die_with(trainer_pid)
     torch.set_num_threads(1)
     memory: mmap.mmap | None = None
@@ -190,8 +194,9 @@ def _die_with(trainer_pid: int) -> None:
         os._exit(0)
 
 
-def _command(socket_fd: int) -> list[str]:
+def _command(socket_fd: int, ignored: Sequence[int]) -> list[str]:
     # Not `-m`: the package may have been found through sys.path, which a new interpreter does not share.
     root = str(Path(__file__).resolve().parents[2])
-    code = f"import sys; sys.path.insert(0, {root!r}); from {__name__} import serve; serve({socket_fd}, {os.getpid()})"
+    call = f"serve({socket_fd}, {os.getpid()}, {list(ignored)})"
+    code = f"import sys; sys.path.insert(0, {root!r}); from {__name__} import serve; {call}"
     return [sys.executable, "-c", code]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any, Literal, get_args
 
 from torchtitan_lite.errors import ConfigError
@@ -397,6 +398,15 @@ class Checkpoint:
         _at_least("checkpoint.max_failed_saves", self.max_failed_saves, 1)
         _at_least("checkpoint.preemption_grace_seconds", self.preemption_grace_seconds, 1)
         _choice("checkpoint.load_strictness", self.load_strictness, get_args(Strictness))
+        if self.export_folder and PurePath(self.export_folder) == PurePath(self.folder):
+            raise ConfigError(
+                f"checkpoint.export_folder: {self.export_folder!r} is checkpoint.folder too, where the export would "
+                "take the place of the last full checkpoint. Name another folder."
+            )
+        if self.create_seed_checkpoint and (self.load_only or not self.enable_checkpoint):
+            raise ConfigError(
+                "checkpoint.create_seed_checkpoint: nothing would be saved. Set enable_checkpoint, and not load_only."
+            )
         if "model" in self.exclude_from_loading:
             raise ConfigError(
                 "checkpoint.exclude_from_loading: 'model' cannot be left out; a run without its weights is a fresh "
@@ -473,8 +483,8 @@ def _at_least(name: str, value: int, low: int) -> None:
 
 
 def _positive(name: str, value: float) -> None:
-    if not value > 0:
-        raise ConfigError(f"{name}: expected a positive number, found {value}.")
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"{name}: expected a positive finite number, found {value}.")
 
 
 def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:

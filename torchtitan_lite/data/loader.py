@@ -122,6 +122,7 @@ class TokenLoader:
             "seed": self._seed,
             "epoch": self._next_position // len(self._dataset),
             "seq_len": self._dataset.seq_len,
+            "global_batch_size": self._global_batch_size,
         } | {f"corpus_{name}": value for name, value in corpus.items()}
 
     def check_state(self, state: dict[str, Any]) -> None:
@@ -137,6 +138,14 @@ class TokenLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next step takes the next position of `state`, in the order of its seed. Raises as `check_state`."""
         self.check_state(state)
+        if state.get("global_batch_size", self._global_batch_size) != self._global_batch_size:
+            logger.warning(
+                "The global batch was %d and is %d from now on, from the next sample. To keep it, set "
+                "--training.global_batch_size=%d.",
+                state["global_batch_size"],
+                self._global_batch_size,
+                state["global_batch_size"],
+            )
         if state["seed"] != self._seed:
             logger.info(
                 "The data order goes on with seed %d of the checkpoint; seed %d of this start does not change it.",

@@ -138,14 +138,20 @@ class Peers:
         return cast(list[T], gathered)
 
     def raise_together(self, error: Exception | None) -> None:
-        """Returns if no rank brought an error; else raises the first one, by rank, on every rank."""
+        """Returns if no rank brought an error; else raises the first one, by rank, on every rank.
+
+        It is the first rank that tells a person of it, whosever it is: of the others the launcher may show nothing.
+        """
         errors: list[Exception | None] = [error]
         if self.world_size > 1:
             errors = [None] * self.world_size
             dist.all_gather_object(errors, error and _portable(error), group=self.group)
         for rank, found in enumerate(errors):
             if found is not None:
-                raise error if rank == self.rank and error is not None else _told_by_another(found)
+                own = error if rank == self.rank and error is not None else found
+                if isinstance(own, TorchtitanLiteError):
+                    own.of_rank, own.told_elsewhere = rank, not self.is_coordinator
+                raise own
 
 
 def _gloo_group(timeout: timedelta) -> dist.ProcessGroup:

@@ -43,7 +43,7 @@ class RunMetrics:
         """Totals of the run's time."""
         self._lock = threading.Lock()
         self._event_tags: dict[str, float] = {}
-        self._tokens = self._steps = 0
+        self._tokens, self._steps = 0.0, 0
         self._since = time.perf_counter()
 
     def start(self, loaded_step: int) -> None:
@@ -57,7 +57,7 @@ class RunMetrics:
         with self._lock:
             self._event_tags |= checkpoint_tags(event, figures)
 
-    def step_done(self, num_tokens: int) -> None:
+    def step_done(self, num_tokens: float) -> None:
         """One more step, of `num_tokens` on this rank, is done."""
         self._tokens += num_tokens
         self._steps += 1
@@ -100,7 +100,7 @@ class RunMetrics:
                 speed.get("mfu(%)"),
             )
         )
-        self._tokens = self._steps = 0
+        self._tokens, self._steps = 0.0, 0
         self._since = time.perf_counter()
 
     def close(self) -> None:
