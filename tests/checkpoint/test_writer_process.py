@@ -174,3 +174,16 @@ def _runs(process: Path) -> bool:
         return (process / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def test_a_stopped_process_that_takes_no_more_orders_fails_by_the_deadline(tmp_path: Path) -> None:
+    process = WriterProcess(timeout_seconds=10)
+    process.start()
+    arena = StagingArena(0, pin=False)
+    assert process.write(tmp_path / "first", [(MetadataIndex("small"), b"ready")], arena)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(WriterProcessDied):
+        process.write(tmp_path / "second", [(MetadataIndex("large"), bytes(4 << 20))], arena)
+    process.close()
+    arena.close()

@@ -11,10 +11,12 @@ trainer's end, `serve` the process's.
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -78,6 +80,8 @@ class WriterProcess:
             return
         self.close()
         ours, theirs = socket.socketpair()
+        # A process that is stopped reads nothing: sending to it must come to an end, too.
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", math.ceil(self._timeout_seconds), 0))
         with theirs:
             # The process inherits this mask, so that no signal finds it before it has set its own actions.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, self._ignored)
