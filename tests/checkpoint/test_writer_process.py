@@ -176,6 +176,7 @@ def _runs(process: Path) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_stopped_process_that_takes_no_more_orders_fails_by_the_deadline(tmp_path: Path) -> None:
     process = WriterProcess(timeout_seconds=10)
     process.start()
