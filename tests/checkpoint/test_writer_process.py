@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -161,11 +161,16 @@ def test_it_dies_with_its_trainer() -> None:
     ) as trainer:
         assert trainer.stdout is not None
         writer = Path("/proc") / trainer.stdout.readline().strip()
-        assert b"serve" in (writer / "cmdline").read_bytes()
+        # The kernel sets the command line of a new process a moment after the process is there.
+        _wait_until(lambda: b"serve" in (writer / "cmdline").read_bytes(), "the writer process did not start")
         trainer.kill()
+    _wait_until(lambda: not _runs(writer), "the writer process outlived its trainer")
+
+
+def _wait_until(condition: Callable[[], bool], otherwise: str) -> None:
     deadline = time.monotonic() + DEADLINE_SECONDS
-    while _runs(writer):
-        assert time.monotonic() < deadline, "the writer process outlived its trainer"
+    while not condition():
+        assert time.monotonic() < deadline, otherwise
         time.sleep(0.01)
 
 
