@@ -142,7 +142,9 @@ def test_closing_ends_it_and_may_be_done_again(process: WriterProcess) -> None:
 
 
 def test_closing_one_that_was_never_started_is_nothing() -> None:
-    WriterProcess(timeout_seconds=DEADLINE_SECONDS).close()
+    process = WriterProcess(timeout_seconds=DEADLINE_SECONDS)
+    process.close()
+    assert process.pid is None
 
 
 PARENT = """

@@ -111,3 +111,4 @@ def test_closing_twice_is_closing_once(tmp_path: Path) -> None:
     metrics.log(1, {LOSS: 1.0})
     metrics.close()
     metrics.close()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1

@@ -111,3 +111,4 @@ def test_closing_twice_is_closing_once(tmp_path: Path) -> None:
     trace.log(1, range(2))
     trace.close()
     trace.close()
+    assert len((tmp_path / "samples" / "rank0.jsonl").read_text().splitlines()) == 1
