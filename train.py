@@ -2,15 +2,21 @@
 
 import sys
 
-from torchtitan_lite import log
+from torchtitan_lite import faults, log
 from torchtitan_lite.config.manager import parse_config_or_exit
-from torchtitan_lite.distributed.environment import launched
+from torchtitan_lite.distributed.environment import fault_spec, launched
 from torchtitan_lite.errors import ConfigError, TorchtitanLiteError
 
 
 def main(arguments: list[str]) -> int:
     """Runs the job; returns the exit code that docs/quickstart.md lists."""
-    log.setup(launched().rank)
+    rank = launched().rank
+    log.setup(rank)
+    try:
+        faults.install(fault_spec(), rank=rank)
+    except ConfigError as error:
+        log.logger.error("ConfigError: %s", error)
+        return 2
     config = parse_config_or_exit(arguments)
 
     # Only now: torch takes seconds to import, and a wrong key or --help must not.
@@ -19,7 +25,9 @@ def main(arguments: list[str]) -> int:
 
     try:
         with process_group(config.comm, deterministic=config.training.deterministic) as world:
-            return Trainer(config, world).run()
+            code = Trainer(config, world).run()
+            faults.point("exit")
+            return code
     except TorchtitanLiteError as error:
         if not error.told_elsewhere:
             whose = f" (rank {error.of_rank})" if error.of_rank else ""

@@ -36,6 +36,11 @@ def launched() -> Launched:
     )
 
 
+def fault_spec() -> str:
+    """Read from TORCHTITAN_LITE_FAULT: what `faults.install` takes; empty where it is not set."""
+    return os.environ.get("TORCHTITAN_LITE_FAULT", "")
+
+
 def set_default(name: str, value: str) -> None:
     """`name` is `value`, unless the user set it."""
     os.environ.setdefault(name, value)

@@ -1,0 +1,316 @@
+"""Faults on request, at named points.
+
+A run that is told nothing is not changed: with nothing installed a point is one look at a variable.
+With a spec installed, each pass of a point is compared with what the spec asks for, and what fits
+happens there and nowhere else: the process is killed or stopped, the system refuses, a write comes
+up short. What follows is what would follow if the machine had done it, for nothing catches a fault
+but the code that handles the real failure. Passes are counted in each process by itself, by all
+its threads together. The set of points is closed; `POINTS` says what each of them is.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+from types import MappingProxyType
+from typing import TypeVar
+
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.log import logger
+
+POINTS: Mapping[str, str] = MappingProxyType(
+    {
+        "save": "a save begins; every rank",
+        "preflight": "before a save it is about to be asked whether there is room for it; coordinator",
+        "plan": "a rank is about to plan what it writes",
+        "stage": "a rank is about to copy its state for an asynchronous save",
+        "open": "a rank's file is about to be created",
+        "write": "a part of a rank's file, in one request, is about to be written",
+        "fsync": "a rank's file is about to be synced",
+        "metadata": "DCP's own description is about to be written; coordinator",
+        "manifest": "the manifest is about to be written; coordinator",
+        "seal": "the staging folder, whole, is about to be synced; coordinator",
+        "commit": "right before the rename that is the commit; coordinator",
+        "committed": "right after that rename, before the folder is synced; coordinator",
+        "purge": "a checkpoint that is no longer kept is about to be removed; coordinator",
+        "quarantine": "a damaged checkpoint is about to be set aside; coordinator",
+        "recover": "what an earlier end left is about to be looked for; coordinator",
+        "load": "a checkpoint was chosen and is about to be loaded; every rank",
+        "read": "a part of a checkpoint's file, in one request, is about to be read",
+        "lease": "the lease of the folder is about to be taken or looked at again; coordinator",
+        "heartbeat": "the lease's heartbeat is about to be renewed; coordinator",
+        "step": "a step of training is over, and the checkpoint manager has not been asked yet; every rank",
+        "exit": "the run is over and closed, and the ranks have not parted yet; every rank",
+    }
+)
+"""Every point, and when it is passed."""
+
+WRITE_POINTS = ("write",)
+"""Where `tear` and `short` can happen."""
+
+KINDS: Mapping[str, str] = MappingProxyType(
+    {
+        "kill": "SIGKILL to the process itself",
+        "stop": "SIGSTOP to the process itself, until somebody sends SIGCONT",
+        "slow": "the thread waits `seconds`",
+        "short": "half of the request is written, and the write says so",
+        "tear": "half of the request is written, and writing the rest fails with EIO",
+    }
+)
+"""Every kind of fault but the errors of the system, which have their own names."""
+
+CONDITIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "rank": "on this rank only",
+        "step": "at this step only",
+        "process": "in this process only: trainer or writer",
+        "path": "only where the path, or its end, fits this glob",
+        "after": "not at the first so many passes that fit",
+        "times": "at so many passes, or always; 1 if not given",
+        "seconds": "how long slow waits; 1 if not given",
+    }
+)
+"""What narrows a fault down."""
+
+PROCESSES = ("trainer", "writer")
+FORM = "KIND@POINT:rank=1,step=10"
+
+T = TypeVar("T")
+D = TypeVar("D")
+
+
+@dataclass
+class Fault:
+    """One fault that was asked for, and how often its point was passed."""
+
+    spec: str
+    kind: str
+    point: str
+    rank: int | None = None
+    step: int | None = None
+    process: str | None = None
+    path: str | None = None
+    after: int = 0
+    times: float = 1
+    seconds: float = 1.0
+    _passes: int = field(default=0, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
+
+    def fires(self, step: int | None, path: Path | None) -> bool:
+        """Whether it happens at this pass of its point, which counts if it fits. Any thread."""
+        if self.step not in (None, step) or not self._fits_path(path):
+            return False
+        with self._lock:
+            self._passes += 1
+            return self.after < self._passes <= self.after + self.times
+
+    def _fits_path(self, path: Path | None) -> bool:
+        return self.path is None or (path is not None and PurePath(path).match(self.path))
+
+
+@dataclass(frozen=True)
+class _Rest:
+    """What a torn write left: the next write of so many bytes to the same place is the one that fails."""
+
+    path: Path | None
+    num_bytes: int
+
+
+_active: tuple[Fault, ...] = ()
+_spec = ""
+_step: int | None = None
+_torn = threading.local()
+
+
+def install(spec: str, *, rank: int, process: str = "trainer") -> None:
+    """From now on the faults of `spec` happen in this process, and no others; an empty one ends them all.
+
+    Raises `ConfigError` for what cannot be understood, whichever rank and process it is for.
+    """
+    global _active, _step, _spec
+    asked_for = parse(spec)
+    _spec = spec
+    _step = None
+    _torn.rest = None
+    _active = tuple(fault for fault in asked_for if fault.rank in (None, rank) and fault.process in (None, process))
+    for fault in _active:
+        logger.warning(
+            "A fault was asked for (TORCHTITAN_LITE_FAULT) in the %s of rank %d: %s", process, rank, fault.spec
+        )
+
+
+def installed() -> str:
+    """The spec that was installed last, for a process of this one's to install too."""
+    return _spec
+
+
+def set_step(step: int | None) -> None:
+    """`step` is the one being saved or loaded: that of every point which does not say another. Any thread."""
+    global _step
+    _step = step
+
+
+def point(name: str, *, step: int | None = None, path: Path | None = None) -> None:
+    """Passes the point `name`: returns, unless a fault was asked for here. Any thread.
+
+    Raises the OSError that was asked for.
+    """
+    if _active:
+        for fault in _firing(name, step, path):
+            _happen(fault, path)
+
+
+def limit(name: str, num_bytes: int, *, step: int | None = None, path: Path | None = None) -> int:
+    """Passes the point `name` before a write of `num_bytes`, and returns how many of them to write. Any thread.
+
+    Fewer than `num_bytes` stand for a write that the system cut short: the caller, who takes no more than these for
+    written, goes on with the rest and passes the point again. Raises as `point` does.
+    """
+    if not _active:
+        return num_bytes
+    _fail_the_rest_of_a_torn_write(num_bytes, path)
+    allowed = num_bytes
+    for fault in _firing(name, step, path):
+        if fault.kind in ("short", "tear"):
+            allowed = (num_bytes + 1) // 2
+            _tell(fault, path)
+        if fault.kind == "tear":
+            _torn.rest = _Rest(path, num_bytes - allowed)
+        _happen(fault, path)
+    return allowed
+
+
+def parse(spec: str) -> list[Fault]:
+    """The faults that `spec` asks for: none, one, or several with semicolons between. Raises `ConfigError`."""
+    return [_fault(part.strip()) for part in spec.split(";") if part.strip()]
+
+
+def _firing(name: str, step: int | None, path: Path | None) -> list[Fault]:
+    assert name in POINTS, f"there is no point {name!r}"
+    here = _step if step is None else step
+    return [fault for fault in _active if fault.point == name and fault.fires(here, path)]
+
+
+def _happen(fault: Fault, path: Path | None) -> None:
+    if fault.kind in ("short", "tear"):
+        return
+    _tell(fault, path)
+    if fault.kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault.kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif fault.kind == "slow":
+        time.sleep(fault.seconds)
+    else:
+        raise _error(getattr(errno, fault.kind), path)
+
+
+def _tell(fault: Fault, path: Path | None) -> None:
+    logger.warning("Here is the fault that was asked for: %s%s", fault.spec, f" ({path})" if path else "")
+
+
+def _fail_the_rest_of_a_torn_write(num_bytes: int, path: Path | None) -> None:
+    rest: _Rest | None = getattr(_torn, "rest", None)
+    _torn.rest = None
+    if rest == _Rest(path, num_bytes):
+        raise _error(errno.EIO, path)
+
+
+def _error(code: int, path: Path | None) -> OSError:
+    return OSError(code, os.strerror(code)) if path is None else OSError(code, os.strerror(code), str(path))
+
+
+def _fault(part: str) -> Fault:
+    head, _, conditions = part.partition(":")
+    kind, at, name = (piece.strip() for piece in head.partition("@"))
+    if not at:
+        raise _misspelt(part, f"expected {FORM}, found {head!r}")
+    if kind not in KINDS and not _is_error(kind):
+        raise _misspelt(part, f"expected a kind of fault, found {kind!r}")
+    if name not in POINTS:
+        raise _misspelt(part, f"expected a point, found {name!r}")
+    if kind in ("tear", "short") and name not in WRITE_POINTS:
+        raise _misspelt(part, f"{kind} is for writes: expected {kind}@{' or @'.join(WRITE_POINTS)}, found @{name}")
+    given = _given(part, conditions)
+    if "seconds" in given and kind != "slow":
+        raise _misspelt(part, f"expected seconds with slow only, found them with {kind}")
+    return Fault(
+        part,
+        kind,
+        name,
+        rank=_taken(part, given, "rank", _whole_number, "a number from 0", None),
+        step=_taken(part, given, "step", _whole_number, "a number from 0", None),
+        process=_taken(part, given, "process", _process, " or ".join(PROCESSES), None),
+        path=_taken(part, given, "path", _glob, "a glob, such as *.distcp", None),
+        after=_taken(part, given, "after", _whole_number, "a number from 0", 0),
+        times=_taken(part, given, "times", _times, "a number from 1, or always", 1),
+        seconds=_taken(part, given, "seconds", _seconds, "a number of seconds", 1.0),
+    )
+
+
+def _given(part: str, conditions: str) -> dict[str, str]:
+    given: dict[str, str] = {}
+    for condition in filter(None, (piece.strip() for piece in conditions.split(","))):
+        name, equals, value = (piece.strip() for piece in condition.partition("="))
+        if not equals or name not in CONDITIONS:
+            raise _misspelt(part, f"expected a condition and its value, as in step=10, found {condition!r}")
+        if name in given:
+            raise _misspelt(part, f"expected {name} once, found it twice")
+        given[name] = value
+    return given
+
+
+def _taken(
+    part: str, given: Mapping[str, str], name: str, read: Callable[[str], T | None], expected: str, default: D
+) -> T | D:
+    """The value of the condition `name`; `default` where it is not given."""
+    if name not in given:
+        return default
+    value = read(given[name])
+    if value is None:
+        raise _misspelt(part, f"{name}: expected {expected}, found {given[name]!r}")
+    return value
+
+
+def _whole_number(text: str) -> int | None:
+    return int(text) if re.fullmatch("[0-9]+", text) else None
+
+
+def _process(text: str) -> str | None:
+    return text if text in PROCESSES else None
+
+
+def _glob(text: str) -> str | None:
+    return text or None
+
+
+def _times(text: str) -> float | None:
+    return math.inf if text == "always" else _whole_number(text) or None
+
+
+def _seconds(text: str) -> float | None:
+    try:
+        seconds = float(text)
+    except ValueError:
+        return None
+    return seconds if 0 <= seconds < math.inf else None
+
+
+def _is_error(kind: str) -> bool:
+    return kind.startswith("E") and isinstance(getattr(errno, kind, None), int)
+
+
+def _misspelt(part: str, finding: str) -> ConfigError:
+    return ConfigError(
+        f"TORCHTITAN_LITE_FAULT: {part!r}: {finding}. Write {FORM}. "
+        f"Kinds: {', '.join(KINDS)} or the name of an error of the system, such as ENOSPC. "
+        f"Points: {', '.join(POINTS)}. Conditions: {', '.join(CONDITIONS)}."
+    )
