@@ -18,6 +18,7 @@ SAMPLES: dict[str, Any] = {
     "int | None": 43,
     "float": 0.125,
     "Sequence[int]": (100, 200),
+    "Mapping[int, str]": {100: "a digest", 200: "a size"},
     "Sequence[str]": ("files: 3 -> 4", "bytes: 5 -> 6"),
 }
 """A value for every annotation that a constructor has; a new one fails here until it is added."""
@@ -26,9 +27,13 @@ MENDS = {
     errors.CheckpointNotFound: "--checkpoint.load_step",
     errors.CheckpointDamaged: "--checkpoint.load_step",
     errors.CheckpointUnreadable: "--checkpoint.load_step",
+    errors.AllCheckpointsDamaged: "--job.dump_folder",
+    errors.CheckpointUnsafe: "--checkpoint.load_step",
     errors.FormatTooNew: "Upgrade torchtitan_lite",
     errors.SaveFailed: "Earlier checkpoints are untouched",
     errors.WriterProcessDied: "starts a new one",
+    errors.FolderInUse: "--job.dump_folder",
+    errors.LeaseLost: "--job.dump_folder",
     errors.CorpusChanged: "--checkpoint.exclude_from_loading=dataloader",
     errors.TrainingDiverged: "--checkpoint.load_step",
 }
@@ -79,7 +84,7 @@ def test_an_error_keeps_every_argument_as_a_field(kind: type[TorchtitanLiteError
 def test_a_message_names_everything_that_the_error_knows(kind: type[TorchtitanLiteError]) -> None:
     message = str(sample(kind))
     for value in fields_of(kind).values():
-        parts = value if isinstance(value, tuple) else [value]
+        parts = value if isinstance(value, tuple) else [*value, *value.values()] if isinstance(value, dict) else [value]
         assert all(str(part) in message for part in parts)
 
 

@@ -6,10 +6,14 @@
     |  |- CheckpointNotFound (FileNotFoundError) a step or path that is not there
     |  |- CheckpointMismatch (ValueError)        the checkpoint does not fit what it is loaded into
     |  |- CheckpointDamaged (ValueError)         a checkpoint that is not what was committed
+    |  |- AllCheckpointsDamaged (ValueError)     none of a folder's checkpoints is what was committed
+    |  |- CheckpointUnsafe (ValueError)          a checkpoint with something in it that no checkpoint needs
     |  |- FormatTooNew (RuntimeError)            a checkpoint that a newer version of this package wrote
     |  |- CheckpointUnreadable (RuntimeError)    a checkpoint whose files could not be read
     |  |- SaveFailed (RuntimeError)              a save that did not become durable
-    |  `- WriterProcessDied (RuntimeError)       the writer process ended or was silent too long
+    |  |- WriterProcessDied (RuntimeError)       the writer process ended or was silent too long
+    |  |- FolderInUse (RuntimeError)             another job writes the folder
+    |  `- LeaseLost (RuntimeError)               another job has taken the folder over
     |- CorpusChanged (ValueError)                the data at resume is not the data of the run
     |- ExtraMissing (ImportError)                a package that only some need is not installed
     `- TrainingDiverged (ArithmeticError)        a loss or gradient norm that is not finite
@@ -22,7 +26,7 @@ constructor's arguments, and the message is made from them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -78,11 +82,40 @@ class CheckpointMismatch(CheckpointError, ValueError):
 
 
 class CheckpointDamaged(CheckpointError, ValueError):
-    """The checkpoint at `path` is not what was committed: `finding`."""
+    """The checkpoint at `path` is not what was committed: `finding`, which concerns `keys`."""
+
+    def __init__(self, path: str, finding: str, keys: Sequence[str] = ()) -> None:
+        self.path, self.finding, self.keys = path, finding, tuple(keys)
+        super().__init__(f"{path} is damaged: {self.told}. Resume from another step with --checkpoint.load_step.")
+
+    @property
+    def told(self) -> str:
+        """The finding with some of the keys."""
+        more = f" and {len(self.keys) - 3} more" if len(self.keys) > 3 else ""
+        return self.finding + (f" (in it: {', '.join(self.keys[:3])}{more})" if self.keys else "")
+
+
+class AllCheckpointsDamaged(CheckpointError, ValueError):
+    """None of the checkpoints in `folder` is what was committed; `findings` says of each step how. None was changed."""
+
+    def __init__(self, folder: str, findings: Mapping[int, str]) -> None:
+        self.folder, self.findings = folder, dict(findings)
+        each = "".join(f"\n  step {step}: {finding}" for step, finding in sorted(findings.items(), reverse=True))
+        super().__init__(
+            f"every checkpoint in {folder} is damaged, and all of them were left as they are:{each}\n"
+            "Put a copy of one of them back, or start anew with another --job.dump_folder."
+        )
+
+
+class CheckpointUnsafe(CheckpointError, ValueError):
+    """The file or folder at `path` holds what no checkpoint needs: `finding`. Nothing of it was run or followed."""
 
     def __init__(self, path: str, finding: str) -> None:
         self.path, self.finding = path, finding
-        super().__init__(f"{path} is damaged: {finding}. Resume from another step with --checkpoint.load_step.")
+        super().__init__(
+            f"{path} is not read: {finding}. Nothing in it was run. If you know where it comes from, load it with "
+            "torch's own tools and save it again; else choose another checkpoint with --checkpoint.load_step."
+        )
 
 
 class CheckpointUnreadable(CheckpointError, RuntimeError):
@@ -118,6 +151,28 @@ class WriterProcessDied(CheckpointError, RuntimeError):
     def __init__(self, pid: int, doing: str, finding: str) -> None:
         self.pid, self.doing, self.finding = pid, doing, finding
         super().__init__(f"writer process {pid} {finding} while {doing}. The next save starts a new one.")
+
+
+class FolderInUse(CheckpointError, RuntimeError):
+    """Another job, `holder`, writes `folder` and lives. Nothing was changed on disk."""
+
+    def __init__(self, folder: str, holder: str) -> None:
+        self.folder, self.holder = folder, holder
+        super().__init__(
+            f"{folder} is in use by {holder}. End that job, or give this one another folder with --job.dump_folder."
+        )
+
+
+class LeaseLost(CheckpointError, RuntimeError):
+    """`folder` is no longer this job's to write; it is now with `holder`."""
+
+    def __init__(self, folder: str, holder: str) -> None:
+        self.folder, self.holder = folder, holder
+        super().__init__(
+            f"{folder} was taken from this job, which was silent for too long; it is now with {holder}. "
+            "This job commits nothing more there. "
+            "Let the other one go on, or end it and start this one again, or use another --job.dump_folder."
+        )
 
 
 class CorpusChanged(TorchtitanLiteError, ValueError):

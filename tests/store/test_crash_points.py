@@ -11,16 +11,12 @@ import errno
 import itertools
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from torchtitan_lite.store.durable import Durable
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, FileRecord, Manifest
@@ -252,10 +248,10 @@ class Cuts:
 
 
 @pytest.mark.parametrize(("name", "exchanges"), [*((name, True) for name in SCENARIOS), *NO_EXCHANGE])
-def test_cut_anywhere_there_is_the_old_or_the_new_one_bit_for_bit(name: str, exchanges: bool, tmp_path: Path) -> None:
-    scenario, source = SCENARIOS[name], tmp_path / "source"
+def test_cut_anywhere_there_is_the_old_or_the_new_one_bit_for_bit(name: str, exchanges: bool, base: Path) -> None:
+    scenario, source = SCENARIOS[name], base / "source"
     scenario.before(source)
-    first, second = Cuts(tmp_path / "first", exchanges), Cuts(tmp_path / "second", exchanges)
+    first, second = Cuts(base / "first", exchanges), Cuts(base / "second", exchanges)
     complete = first.copy(source)
     scenario.act(CheckpointStore(complete, durable=Cut(exchanges=exchanges)))
     old, new, theirs = steps_of(source), steps_of(complete), foreign(source)
@@ -282,10 +278,8 @@ def test_cut_anywhere_there_is_the_old_or_the_new_one_bit_for_bit(name: str, exc
 
 
 @pytest.mark.parametrize(("name", "exchanges"), [*((name, True) for name in SAVES), *NO_EXCHANGE])
-def test_a_disk_that_fails_once_anywhere_leaves_the_old_or_the_new_one(
-    name: str, exchanges: bool, tmp_path: Path
-) -> None:
-    scenario, source, copies = SCENARIOS[name], tmp_path / "source", Cuts(tmp_path / "copies", exchanges)
+def test_a_disk_that_fails_once_anywhere_leaves_the_old_or_the_new_one(name: str, exchanges: bool, base: Path) -> None:
+    scenario, source, copies = SCENARIOS[name], base / "source", Cuts(base / "copies", exchanges)
     scenario.before(source)
     complete = copies.copy(source)
     scenario.act(CheckpointStore(complete, durable=Cut(exchanges=exchanges)))
@@ -306,93 +300,3 @@ def test_a_disk_that_fails_once_anywhere_leaves_the_old_or_the_new_one(
         shutil.rmtree(root)
         if disk.done < at:
             break
-
-
-@dataclass(frozen=True)
-class Fault:
-    """What happens at operation `at`: the process is killed, the power is cut, or the disk fails once."""
-
-    at: int
-    kind: str
-
-
-FAULTS = st.builds(Fault, st.integers(1, 30) | st.just(NEVER), st.sampled_from(["kill", "power cut", "error"]))
-
-
-class AnySequence(RuleBasedStateMachine):
-    """Saves, removals, crashes and recoveries in any order: what is listed is what was committed, byte for byte."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.folder = tempfile.TemporaryDirectory()
-        self.root = Path(self.folder.name) / "checkpoint"
-        self.expected: dict[int, Contents] = {}
-        self.theirs: Contents = {}
-        self.exchanges = True
-        self.saves = 0
-
-    @initialize(exchanges=st.booleans(), crowded=st.booleans())
-    def start(self, exchanges: bool, crowded: bool) -> None:
-        self.exchanges = exchanges
-        if crowded:
-            put_foreign_names(self.root)
-        self.theirs = foreign(self.root)
-
-    def _try(self, disk: Cut, act: Act, outcome: dict[int, Contents]) -> None:
-        try:
-            act(CheckpointStore(self.root, durable=disk))
-        except (Crash, OSError):
-            now = steps_of(self.root)
-            assert now in (self.expected, outcome)
-            self.expected = now
-        else:
-            self.expected = outcome
-
-    def _disk(self, fault: Fault) -> Cut:
-        stop = OSError(errno.EIO, "Input/output error") if fault.kind == "error" else Crash()
-        return Cut(fault.at, self.exchanges, fault.kind == "power cut", stop)
-
-    @rule(step=st.integers(1, 3), fault=FAULTS)
-    def save(self, step: int, fault: Fault) -> None:
-        self.saves += 1
-        data = b"save %d;" % self.saves
-        with tempfile.TemporaryDirectory() as elsewhere:
-            committed = contents(save(CheckpointStore(Path(elsewhere), durable=Cut()), step, data).path)
-        outcome = {**self.expected, step: committed}
-        self._try(self._disk(fault), lambda store: save(store, step, data), outcome)
-
-    @rule(which=st.integers(0, 2), fault=FAULTS)
-    def delete(self, which: int, fault: Fault) -> None:
-        committed = CheckpointStore(self.root).committed()
-        if committed:
-            info = committed[which % len(committed)]
-            outcome = {step: found for step, found in self.expected.items() if step != info.step}
-            self._try(self._disk(fault), lambda store: store.delete(info), outcome)
-
-    @rule(step=st.integers(1, 3))
-    def abandon(self, step: int) -> None:
-        CheckpointStore(self.root, durable=Cut()).abandon(step)
-
-    @rule(fault=FAULTS)
-    def recover(self, fault: Fault) -> None:
-        self._try(self._disk(fault), lambda store: store.recover(), self.expected)
-
-    @invariant()
-    def what_is_listed_is_what_was_committed(self) -> None:
-        assert steps_of(self.root) == self.expected
-
-    @invariant()
-    def foreign_names_are_untouched(self) -> None:
-        assert foreign(self.root) == self.theirs
-
-    def teardown(self) -> None:
-        if self.root.exists():
-            CheckpointStore(self.root, durable=Cut()).recover()
-            assert leavings(self.root) == []
-            self.what_is_listed_is_what_was_committed()
-            self.foreign_names_are_untouched()
-        self.folder.cleanup()
-
-
-TestAnySequence = AnySequence.TestCase
-TestAnySequence.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)

@@ -48,6 +48,13 @@ def test_what_is_moved_aside_gets_a_foreign_name() -> None:
     assert not any(parse(name) for parse in (layout.parse_step, layout.parse_staging) for name in names)
 
 
+def test_what_is_quarantined_gets_a_foreign_name() -> None:
+    names = [layout.quarantined(5, number) for number in (1, 2)]
+    assert names == ["step-5.corrupt", "step-5.corrupt-2"]
+    parsers = (layout.parse_step, layout.parse_staging, layout.parse_trash, layout.parse_replaced)
+    assert not any(parse(name) is not None for parse in parsers for name in names)
+
+
 def test_data_files_are_told_from_the_rest() -> None:
     assert layout.data_file(3, 0) == "__3_0.distcp"
     assert layout.is_data_file("__3_0.distcp")

@@ -1,3 +1,6 @@
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -5,8 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_lite.config.job_config import Checkpoint
-from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.lineage import Lineage
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, FileRecord, Manifest
 from torchtitan_lite.store.retention import KeepAll, KeepLatest, build_retention, to_purge
+from torchtitan_lite.store.store import CheckpointStore
 
 
 def info(step: int, kind: CheckpointKind = CheckpointKind.FULL) -> CheckpointInfo:
@@ -81,3 +87,194 @@ def test_exactly_k_stay_besides_the_protected(committed: list[CheckpointInfo], k
     assert full - purged == set(sorted(full)[-k:]) | full & protected
     assert purged <= full
     assert to_purge(KeepAll(), committed, protected) == []
+
+
+def test_the_newest_known_good_one_stays_however_many_newer_ones_there_are() -> None:
+    committed = [info(1), info(2), info(3), info(4), info(5)]
+    assert steps(to_purge(KeepLatest(1), committed, known_good={1, 2})) == [1, 3, 4]
+
+
+def test_a_known_good_one_that_is_no_longer_there_or_holds_weights_alone_is_none() -> None:
+    assert steps(to_purge(KeepLatest(1), [weights(1), info(2), info(3)], known_good={1, 9})) == [2]
+
+
+def test_what_is_not_sound_is_neither_counted_nor_purged() -> None:
+    committed = [info(1), info(2), info(3), info(4)]
+    sound = {1, 2, 4}
+    assert steps(to_purge(KeepLatest(2), committed, is_sound=lambda found: found.step in sound)) == [1]
+    assert to_purge(KeepLatest(3), committed, is_sound=lambda found: found.step in sound) == []
+
+
+def test_nothing_is_asked_of_checkpoints_while_none_would_go() -> None:
+    def is_sound(found: CheckpointInfo) -> bool:
+        raise AssertionError(f"step {found.step} was looked at")
+
+    assert to_purge(KeepLatest(2), [info(1), info(2)], is_sound=is_sound) == []
+    assert to_purge(KeepAll(), [info(1), info(2), info(3)], is_sound=is_sound) == []
+
+
+@given(INFOS, st.integers(1, 5), st.sets(st.integers(0, 50)), st.sets(st.integers(0, 50)))
+def test_whatever_is_broken_the_last_good_one_stays(
+    committed: list[CheckpointInfo], k: int, sound: set[int], good: set[int]
+) -> None:
+    purged = set(steps(to_purge(KeepLatest(k), committed, known_good=good, is_sound=lambda i: i.step in sound)))
+    full = sorted(found.step for found in committed if found.kind is CheckpointKind.FULL and found.step in sound)
+    assert purged == set(full[:-k]) - set([step for step in full if step in good][-1:])
+    assert not full or full[-1] not in purged
+
+
+def save(store: CheckpointStore, step: int, kind: CheckpointKind = CheckpointKind.FULL, *abandons: int) -> None:
+    store.clear_staging(step)
+    staging, data = store.stage(step), f"step {step}".encode()
+    (staging / layout.data_file(0, 0)).write_bytes(data)
+    (staging / layout.METADATA).write_bytes(b"of dcp")
+    lineage = Lineage("b2", None, min(abandons) - 1, tuple((each, "a1") for each in abandons)) if abandons else None
+    store.commit(
+        step,
+        Manifest(
+            step=step,
+            kind=kind,
+            created_at=1.0,
+            world_size=1,
+            versions={},
+            files={layout.data_file(0, 0): FileRecord.of(data)},
+            lineage=lineage or Lineage("a1"),
+        ),
+    )
+
+
+Act = Callable[[CheckpointStore], object]
+
+
+def full(*steps: int) -> Act:
+    def act(store: CheckpointStore) -> None:
+        for step in steps:
+            save(store, step)
+
+    return act
+
+
+def damage(step: int, name: str, data: bytes | None = None) -> Act:
+    """A file of the checkpoint of `step` holds `data`, or is gone."""
+
+    def act(store: CheckpointStore) -> None:
+        path = store.get(step).path / name
+        path.unlink() if data is None else path.write_bytes(data)
+
+    return act
+
+
+def weights_alone(step: int) -> Act:
+    return lambda store: save(store, step, CheckpointKind.WEIGHTS_ONLY)
+
+
+def under_way(step: int) -> Act:
+    """A save of which one rank's file is written."""
+    return lambda store: (store.stage(step) / layout.data_file(0, 0)).write_bytes(b"half")
+
+
+def folder(name: str, *files: str) -> Act:
+    def act(store: CheckpointStore) -> None:
+        (store.root / name).mkdir(parents=True)
+        for file in files:
+            (store.root / name / file).write_bytes(b"theirs")
+
+    return act
+
+
+def branch(step: int, *abandons: int) -> Act:
+    return lambda store: save(store, step, CheckpointKind.FULL, *abandons)
+
+
+def not_yet_set_aside(step: int, run_id: str) -> Act:
+    """As after a crash between the commit of a branch and the new names of what it abandons."""
+    return lambda store: (store.root / layout.abandoned_dir(step, run_id, 1)).rename(store.root / layout.step_dir(step))
+
+
+DATA = layout.data_file(0, 0)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is in the folder, the policy, and the names that are gone after a purge; all others are as they were."""
+
+    name: str
+    there: tuple[Act, ...]
+    k: int
+    gone: tuple[str, ...] = ()
+    good: frozenset[int] = field(default=frozenset())
+
+
+TABLE = [
+    Row("k newest stay", (full(1, 2, 3, 4),), 2, ("step-1", "step-2")),
+    Row("k = 1", (full(9, 10, 100),), 1, ("step-9", "step-10")),
+    Row("fewer than k", (full(1, 2),), 3),
+    Row("nothing there", (), 1),
+    Row("a save is under way", (full(1, 2), under_way(3)), 1, ("step-1",)),
+    Row("a save is under way and k = 2", (full(1, 2), under_way(3)), 2),
+    Row("half a folder of ours is newest", (full(1, 2), folder("step-3", DATA)), 1, ("step-1",)),
+    Row("torchtitan's own are newest", (full(1, 2), folder("step-3", ".metadata"), folder("step-4", DATA)), 2),
+    Row("foreign names", (full(1, 2), folder("step-3.bak"), folder("step-007"), folder("step-9.corrupt")), 2),
+    Row("empty step folders", (full(1, 2, 3), folder("step-50")), 2, ("step-1",)),
+    Row("newest manifest damaged", (full(1, 2, 3), damage(3, layout.MANIFEST, b"{")), 1, ("step-1",)),
+    Row("newest manifest gone", (full(1, 2, 3), damage(3, layout.MANIFEST)), 2),
+    Row("newest file gone", (full(1, 2, 3), damage(3, DATA)), 1, ("step-1",)),
+    Row("newest file cut", (full(1, 2, 3), damage(3, DATA, b"st")), 1, ("step-1",)),
+    Row("newest file grown", (full(1, 2), damage(2, DATA, b"step 2 and more")), 1),
+    Row("newest description gone", (full(1, 2), damage(2, layout.METADATA)), 1),
+    Row("all but the oldest broken", (full(1, 2, 3), damage(2, DATA), damage(3, DATA)), 1),
+    Row("all broken", (full(1, 2), damage(1, DATA), damage(2, DATA)), 1),
+    Row("flipped in place, older one known good", (full(1, 2), damage(2, DATA, b"STEP 2")), 1, (), frozenset({1})),
+    Row("known good is older than k", (full(1, 2, 3, 4),), 2, ("step-1",), frozenset({2})),
+    Row("known good is newest", (full(1, 2, 3),), 1, ("step-1", "step-2"), frozenset({1, 3})),
+    Row("weights alone are newest", (full(1, 2), weights_alone(3), weights_alone(4)), 1, ("step-1",)),
+    Row("weights alone and one full", (weights_alone(1), full(2), weights_alone(3)), 1),
+    Row("a branch", (full(1, 2, 3), branch(4, 2, 3)), 2),
+    Row("a branch that is one too many", (full(1, 2, 3), branch(4, 2, 3)), 1, ("step-1",)),
+    Row(
+        "a branch whose abandoned ones have their names yet",
+        (full(1, 2, 3), branch(4, 2, 3), not_yet_set_aside(3, "a1")),
+        2,
+    ),
+]
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+def test_a_purge_removes_exactly_what_the_table_says(row: Row, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    for act in row.there:
+        act(store)
+    before = contents(tmp_path)
+    sound_before = sound(store)
+    purge(store, row)
+    assert contents(tmp_path) == {name: held for name, held in before.items() if name not in row.gone}
+    assert sound(store)[-1:] == sound_before[-1:]
+    purge(store, row)
+    assert sound(store)[-1:] == sound_before[-1:]
+
+
+def purge(store: CheckpointStore, row: Row) -> None:
+    def is_sound(found: CheckpointInfo) -> bool:
+        return not store.check_sizes(found)
+
+    for found in to_purge(KeepLatest(row.k), store.committed(), known_good=row.good, is_sound=is_sound):
+        store.delete(found)
+
+
+def sound(store: CheckpointStore) -> list[int]:
+    return [
+        found.step for found in store.committed() if found.kind is CheckpointKind.FULL and not store.check_sizes(found)
+    ]
+
+
+def contents(root: Path) -> dict[str, dict[str, bytes]]:
+    return {path.name: {file.name: file.read_bytes() for file in path.iterdir()} for path in root.iterdir()}
+
+
+def test_one_that_a_load_fell_back_from_is_not_counted_once_it_is_quarantined(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    full(1, 2, 3)(store)
+    store.quarantine(3, ["a byte"])
+    purge(store, Row("", (), k=2))
+    assert sorted(contents(tmp_path)) == ["step-1", "step-2", "step-3.corrupt"]
+    shutil.rmtree(tmp_path / "step-3.corrupt")

@@ -1,13 +1,19 @@
+import dataclasses
+import errno
+import itertools
+import json
 import logging
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, FormatTooNew, SaveFailed
 from torchtitan_lite.store.durable import Durable
-from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, FileRecord, Manifest
-from torchtitan_lite.store.store import CheckpointStore
+from torchtitan_lite.store.lineage import Lineage
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, FileRecord, Manifest, seal
+from torchtitan_lite.store.store import CheckpointStore, free_bytes
 
 
 class Transcript(Durable):
@@ -102,7 +108,7 @@ def test_a_committed_checkpoint_is_whole_and_listed(store: CheckpointStore, root
     assert store.get(5) == store.latest() == info
     assert names(info.path) == [".metadata", "__0_0.distcp", "manifest.json"]
     written = Manifest.parse((info.path / "manifest.json").read_bytes())
-    assert written.files == {".metadata": FileRecord(6), "__0_0.distcp": FileRecord(4)}
+    assert written.files == {".metadata": FileRecord.of(b"of dcp"), "__0_0.distcp": FileRecord(4)}
     assert names(root) == ["step-5"]
 
 
@@ -173,6 +179,15 @@ def test_a_save_without_one_of_its_files_is_refused(store: CheckpointStore, miss
     assert store.committed() == []
 
 
+def test_the_record_of_dcps_description_is_the_writers_where_it_has_one(store: CheckpointStore) -> None:
+    write(store, 5)
+    handed_over = FileRecord.of(b"OF DCP")
+    given = manifest(5)
+    info = store.commit(5, dataclasses.replace(given, files=given.files | {".metadata": handed_over}))
+    written = Manifest.of_folder(info.path)
+    assert written is not None and written.files[".metadata"] == handed_over
+
+
 def test_a_save_that_nobody_staged_is_refused(store: CheckpointStore) -> None:
     with pytest.raises(SaveFailed, match="missing"):
         store.commit(5, manifest(5))
@@ -190,6 +205,76 @@ def test_the_manifest_of_another_step_is_refused(store: CheckpointStore) -> None
     write(store, 5)
     with pytest.raises(SaveFailed, match="its manifest is of step 6"):
         store.commit(5, manifest(6))
+
+
+def of_run(run_id: str, step: int, *abandons: tuple[int, str]) -> Manifest:
+    return dataclasses.replace(manifest(step), lineage=Lineage(run_id, abandons=abandons))
+
+
+def test_a_save_that_would_not_count_because_its_run_was_left_is_refused(store: CheckpointStore, root: Path) -> None:
+    write(store, 2)
+    store.commit(2, of_run("b2", 2, (3, "a1")))
+    write(store, 3)
+    with pytest.raises(SaveFailed, match="step-2 abandons step 3 of run a1"):
+        store.commit(3, of_run("a1", 3))
+    assert names(root) == ["step-2", "step-3.staging"]
+    store.commit(3, of_run("c3", 3))
+    assert steps(store) == [2, 3]
+
+
+class Lost(Exception):
+    """The folder is another's."""
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+@pytest.mark.parametrize("there", ["nothing", "old", "foreign", "abandoning"])
+def test_once_the_fence_raised_nothing_is_renamed(root: Path, there: str, exchanges: bool) -> None:
+    for passes in itertools.count():
+        disk = Transcript(exchanges)
+        store = CheckpointStore(root / str(passes), durable=disk)
+        if there == "old":
+            save(store, 5, b"old")
+        elif there == "foreign":
+            (store.root / "step-5").mkdir(parents=True)
+        elif there == "abandoning":
+            save(store, 9).path.rename(store.root / "aside")
+            write(store, 5, b"old")
+            store.commit(5, dataclasses.replace(of_run("b2", 5, (9, "unknown")), files={"__0_0.distcp": FileRecord(3)}))
+            (store.root / "aside").rename(store.root / "step-9")
+        write(store, 5, b"new")
+        begun, asked = len(disk.lines), itertools.count()
+        lines_then: list[int] = []
+
+        def fence(
+            passes: int = passes, asked: Iterator[int] = asked, disk: Transcript = disk, then: list[int] = lines_then
+        ) -> None:
+            then.append(len(disk.lines))
+            if next(asked) == passes:
+                raise Lost
+
+        try:
+            store.commit(5, manifest(5, size=3), fence)
+        except Lost:
+            assert len(disk.lines) == lines_then[-1]
+            renamed = [line for line in disk.lines[begun:] if line.startswith(("rename", "exchange"))]
+            # Between the two renames of a replacement, what was replaced is where every reader finds it.
+            assert renamed in (
+                [],
+                ["rename step-5 .replaced-step-5-1"],
+                ["rename step-5 step-5.foreign"],
+                *([["rename step-9 step-9.abandoned-unknown"]] if there == "abandoning" else []),
+                ["rename step-9 step-9.abandoned-unknown", "rename step-5 .replaced-step-5-1"],
+            )
+            assert there in ("nothing", "foreign") or data_of(store.get(5)) == b"old"
+        else:
+            assert passes >= 2
+            assert data_of(store.get(5)) == b"new"
+            commits = ("rename step-5.staging step-5", "exchange step-5.staging step-5")
+            commit = next(at for at, line in enumerate(disk.lines) if at >= begun and line in commits)
+            for at, line in enumerate(disk.lines[begun : commit + 1], begun):
+                if line.startswith(("rename step-5", "exchange")):
+                    assert at in lines_then, f"something was done between the question and {line}"
+            break
 
 
 @pytest.mark.parametrize("exchanges", [True, False])
@@ -254,6 +339,7 @@ def test_a_recovery_does_these_things_in_this_order(store: CheckpointStore, root
     CheckpointStore(root, durable=disk).recover()
     assert disk.lines == [
         "rename .replaced-step-1-1 step-1",
+        f"fsync {root.parent.name}/",
         "fsync checkpoint/",
         "rename .replaced-step-2-1 .trash-step-2-1",
         "fsync checkpoint/",
@@ -298,6 +384,143 @@ def test_deleting_what_is_gone_raises(store: CheckpointStore) -> None:
     store.delete(info)
     with pytest.raises(FileNotFoundError):
         store.delete(info)
+
+
+DATA = "__0_0.distcp"
+
+
+def test_sizes_that_are_as_committed_are_no_finding(store: CheckpointStore) -> None:
+    info = save(store, 5)
+    (info.path / DATA).write_bytes(b"flip")
+    assert store.check_sizes(info) == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "finding"),
+    [
+        (lambda folder: (folder / DATA).unlink(), f"{DATA} is missing"),
+        (lambda folder: (folder / DATA).write_bytes(b"dat"), f"{DATA} has 3 bytes, not 4"),
+        (lambda folder: (folder / DATA).write_bytes(b"data+"), f"{DATA} has 5 bytes, not 4"),
+        (lambda folder: (folder / ".metadata").unlink(), ".metadata is missing"),
+        (lambda folder: (folder / "manifest.json").unlink(), "manifest.json is missing"),
+        (lambda folder: (folder / "manifest.json").write_bytes(b"{"), "manifest.json: it is not JSON"),
+        (lambda folder: ((folder / DATA).unlink(), (folder / DATA).mkdir()), f"{DATA} is a folder"),
+        (lambda folder: shutil.rmtree(folder), "manifest.json is missing"),
+    ],
+)
+def test_a_file_that_is_gone_or_of_another_size_is_found_and_named(
+    store: CheckpointStore, damage: Callable[[Path], object], finding: str
+) -> None:
+    info = save(store, 5)
+    damage(info.path)
+    findings = store.check_sizes(info)
+    assert len(findings) == 1 and findings[0].startswith(finding)
+
+
+def test_quarantining_does_these_things_in_this_order(root: Path) -> None:
+    disk = Transcript()
+    save(CheckpointStore(root), 5)
+    assert CheckpointStore(root, durable=disk).quarantine(5, ["block 3 of a file"]) == root / "step-5.corrupt"
+    assert disk.lines == [
+        "rename step-5 step-5.corrupt",
+        "fsync checkpoint/",
+        "write step-5.corrupt/findings.json",
+        "fsync step-5.corrupt/",
+    ]
+
+
+def test_what_is_quarantined_is_whole_tells_why_and_is_never_looked_at_again(
+    store: CheckpointStore, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = save(store, 4)
+    for data in (b"bad1", b"bad2"):
+        save(store, 5, data)
+        with caplog.at_level(logging.WARNING, "torchtitan_lite"):
+            store.quarantine(5, ["block 3 of __0_0.distcp", ".metadata is missing"])
+    assert "step 5 is damaged and is now" in caplog.text
+    aside = [root / "step-5.corrupt", root / "step-5.corrupt-2"]
+    assert [(path / DATA).read_bytes() for path in aside] == [b"bad1", b"bad2"]
+    told = json.loads((aside[0] / "findings.json").read_text())
+    assert told == {"step": 5, "findings": ["block 3 of __0_0.distcp", ".metadata is missing"]}
+    assert store.latest() == old
+    assert (store.committed(), store.unmanaged(), store.damaged(), store.recover()) == ([old], [], {}, [])
+    new = save(store, 5)
+    store.delete(new)
+    assert names(root) == ["step-4", "step-5.corrupt", "step-5.corrupt-2"]
+
+
+def test_a_checkpoint_whose_manifest_is_damaged_is_found_and_quarantined(store: CheckpointStore, root: Path) -> None:
+    (save(store, 5).path / "manifest.json").write_bytes(b"{")
+    assert list(store.damaged()) == [5]
+    store.quarantine(5, [store.damaged()[5].finding])
+    assert (names(root), store.damaged()) == (["step-5.corrupt"], {})
+
+
+def test_a_disk_that_is_full_quarantines_without_a_word(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Full(Transcript):
+        def write_file(self, path: Path, data: bytes) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    save(CheckpointStore(root), 5)
+    with caplog.at_level(logging.WARNING, "torchtitan_lite"):
+        aside = CheckpointStore(root, durable=Full()).quarantine(5, ["a byte"])
+    assert names(aside) == [".metadata", "__0_0.distcp", "manifest.json"]
+    assert "findings.json could not be written: [Errno 28] No space left on device" in caplog.text
+
+
+def test_what_a_damaged_one_abandons_stays_abandoned(store: CheckpointStore, root: Path) -> None:
+    save(store, 6).path.rename(root / "kept")
+    write(store, 5)
+    store.commit(5, of_run("b2", 5, (6, "unknown")))
+    (root / "kept").rename(root / "step-6")
+    store.quarantine(5, ["a byte"])
+    assert names(root) == ["step-5.corrupt", "step-6.abandoned-unknown"]
+    assert store.committed() == []
+
+
+class Room:
+    """Says that `free` bytes are free, and counts how often it was asked."""
+
+    def __init__(self, free: int) -> None:
+        self.free, self.asked = free, 0
+
+    def __call__(self, folder: Path) -> int:
+        self.asked += 1
+        return self.free
+
+
+def test_where_there_is_room_nothing_is_removed(root: Path) -> None:
+    store = CheckpointStore(root, free_bytes=Room(100))
+    store.preflight(7, 100, make_room=lambda: pytest.fail("there is room"))
+    assert not root.exists()
+
+
+def test_where_there_is_too_little_leavings_go_and_room_is_made(root: Path) -> None:
+    room = Room(99)
+    store = CheckpointStore(root, free_bytes=room)
+    write(store, 6)
+
+    def make_room() -> None:
+        assert names(root) == []
+        room.free = 100
+
+    store.preflight(7, 100, make_room)
+    assert room.asked == 2
+
+
+def test_where_no_room_can_be_made_the_save_is_refused_with_what_is_needed_and_free(root: Path) -> None:
+    store = CheckpointStore(root, free_bytes=Room(3 << 20))
+    info = save(store, 5)
+    with pytest.raises(SaveFailed, match=r"step 7 failed: .*room for 3.0 MiB, the last save took 5.0 MiB; .*keep_lat"):
+        store.preflight(7, 5 << 20)
+    assert store.committed() == [info]
+
+
+def test_the_room_of_a_folder_that_is_yet_to_be_is_that_of_the_one_it_will_be_in(tmp_path: Path) -> None:
+    assert free_bytes(tmp_path / "outputs" / "checkpoint") > 0
+    CheckpointStore(tmp_path / "outputs" / "checkpoint").preflight(1, 1)
+    with pytest.raises(SaveFailed, match="has room for"):
+        CheckpointStore(tmp_path / "outputs" / "checkpoint").preflight(1, 1 << 70)
 
 
 def put_foreign_names(root: Path) -> None:
@@ -349,7 +572,8 @@ def test_a_checkpoint_of_a_newer_version_stops_the_search_instead_of_being_passe
 ) -> None:
     save(store, 5)
     path = save(store, 6).path / "manifest.json"
-    path.write_bytes(path.read_bytes().replace(b'"format_version": 1', b'"format_version": 2'))
+    text = path.read_bytes().replace(b'"format_version": 2', b'"format_version": 3')
+    path.write_bytes(seal(text[: text.rindex(b",")]))
     for ask in (store.committed, store.latest, lambda: store.get(6)):
         with pytest.raises(FormatTooNew, match="step-6"):
             ask()

@@ -20,6 +20,9 @@ from torchtitan_lite.store import layout
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+_NO_ALLOCATION = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
+O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+"""0 where the system has no direct I/O."""
 # EPERM is what sandboxes answer to a call that they do not know; where it is meant, the plain rename says it again.
 _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
 
@@ -47,6 +50,28 @@ class Durable:
             return False
         raise OSError(code, os.strerror(code), str(a), None, str(b))
 
+    def create(self, path: Path, *, direct: bool) -> int:
+        """A descriptor of the new, empty file `path`; `direct`: past the page cache (OSError EINVAL where refused)."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | (O_DIRECT if direct else 0), 0o644)
+
+    def allocate(self, fd: int, num_bytes: int) -> None:
+        """The disk has room for `num_bytes` of the open file `fd`; nothing is done where it cannot tell."""
+        fallocate = _fallocate()
+        while fallocate is not None and fallocate(fd, 0, 0, num_bytes) != 0:
+            code = ctypes.get_errno()
+            if code in _NO_ALLOCATION:
+                return
+            if code != errno.EINTR:
+                raise OSError(code, os.strerror(code))
+
+    def write_at(self, fd: int, data: memoryview, offset: int) -> int:
+        """Some of `data`, from its beginning, is in the open file `fd` at `offset`; returns how many bytes."""
+        return os.pwrite(fd, data, offset)
+
+    def set_size(self, fd: int, num_bytes: int) -> None:
+        """The open file `fd` ends after `num_bytes`."""
+        os.ftruncate(fd, num_bytes)
+
     def fsync_file(self, fd: int) -> None:
         """The bytes of the open file `fd` are on the disk."""
         os.fsync(fd)
@@ -64,7 +89,7 @@ class Durable:
         with path.open("wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            self.fsync_file(file.fileno())
 
     def write_atomically(self, path: Path, data: bytes) -> None:
         """`path` holds what it held before or `data`, whole, whenever it is read; on return `data`, durably."""
@@ -91,6 +116,16 @@ class Durable:
 
 
 @functools.cache
+def _fallocate() -> Any:
+    """The system call, or None. Not os.posix_fallocate: where a file system has none, that one writes to every page."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
+    if function is not None:
+        function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+        function.restype = ctypes.c_int
+    return function
+
+
+@functools.cache
 def _renameat2() -> Any:
     """The C library's renameat2, or None where it has none (glibc before 2.28, other systems)."""
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
@@ -104,6 +139,10 @@ DISK = Durable()
 rename = DISK.rename
 replace = DISK.replace
 exchange = DISK.exchange
+create = DISK.create
+allocate = DISK.allocate
+write_at = DISK.write_at
+set_size = DISK.set_size
 fsync_file = DISK.fsync_file
 fsync_dir = DISK.fsync_dir
 write_file = DISK.write_file

@@ -14,6 +14,12 @@ METADATA = ".metadata"
 MANIFEST = "manifest.json"
 """Ours, written last; a folder without it was not committed by us."""
 
+LOCK = "writer.lock"
+"""Says which job writes the folder of checkpoints; in it, beside them."""
+
+FINDINGS = "findings.json"
+"""What was found wrong with a checkpoint that was set aside for its damage; in its folder, beside its files."""
+
 _NUMBER = "(0|[1-9][0-9]*)"
 _STEP = re.compile(f"step-{_NUMBER}")
 _STAGING = re.compile(rf"step-{_NUMBER}\.staging")
@@ -65,6 +71,11 @@ def parse_replaced(name: str) -> tuple[int, int] | None:
 def abandoned_dir(step: int, run_id: str, number: int) -> str:
     """Name of the checkpoint of `step` that `run_id` left when it was told to go back; `number` from 1."""
     return f"step-{step}.abandoned-{run_id}" + ("" if number == 1 else f"-{number}")
+
+
+def quarantined(step: int, number: int) -> str:
+    """A foreign name for the checkpoint of `step` once it was found damaged; `number` from 1."""
+    return f"step-{step}.corrupt" if number == 1 else f"step-{step}.corrupt-{number}"
 
 
 def moved_aside(step: int, number: int) -> str:

@@ -1,12 +1,14 @@
 """Which checkpoints stay.
 
 Pure: committed checkpoints come in, steps go out; no clock, no disk. Only full checkpoints are
-counted and only full ones are purged. Whatever a policy says, the newest full one stays.
+counted and only full ones are purged, and of these only the sound ones: what is damaged is for a
+load to find, and neither counted nor purged. Whatever a policy says, the newest full one stays, and
+so does the newest one known to be good: one that this run has committed or loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Protocol
@@ -50,11 +52,40 @@ def build_retention(config: Checkpoint) -> RetentionPolicy:
     return KeepLatest(config.keep_latest_k) if config.keep_latest_k else KeepAll()
 
 
+def presumed_sound(info: CheckpointInfo) -> bool:
+    """That a checkpoint has its manifest is all that is asked."""
+    return True
+
+
 def to_purge(
-    policy: RetentionPolicy, committed: Sequence[CheckpointInfo], protected: AbstractSet[int] = frozenset()
+    policy: RetentionPolicy,
+    committed: Sequence[CheckpointInfo],
+    protected: AbstractSet[int] = frozenset(),
+    *,
+    known_good: AbstractSet[int] = frozenset(),
+    is_sound: Callable[[CheckpointInfo], bool] = presumed_sound,
 ) -> list[CheckpointInfo]:
-    """What `policy` lets go, oldest first; never a step in `protected`, a weights-only one or the newest full one."""
-    purged = set(_full_steps(committed)[:-1]) - policy.keep(committed) - protected
+    """What `policy` lets go, oldest first; never a step in `protected`, a weights-only one or the newest full one.
+
+    Nor the newest full one of the steps in `known_good`. `is_sound` is asked of full checkpoints alone, and only if
+    something would be let go: those that are not are as if they were not there.
+    """
+    purged = _let_go(policy, committed, protected, known_good)
+    if purged:
+        sound = [info for info in committed if info.kind is not CheckpointKind.FULL or is_sound(info)]
+        purged = _let_go(policy, sound, protected, known_good)
+    return purged
+
+
+def _let_go(
+    policy: RetentionPolicy,
+    committed: Sequence[CheckpointInfo],
+    protected: AbstractSet[int],
+    known_good: AbstractSet[int],
+) -> list[CheckpointInfo]:
+    full = _full_steps(committed)
+    last_good = [step for step in full if step in known_good][-1:]
+    purged = set(full[:-1]) - policy.keep(committed) - protected - set(last_good)
     return sorted((info for info in committed if info.step in purged), key=lambda info: info.step)
 
 

@@ -2,20 +2,23 @@
 
 `step-N` is a complete checkpoint or absent, for every reader, after any crash: `commit` is the only
 door to that name, and the rename in it is the commit. Every method may be cut anywhere; `recover`
-finishes or drops what was left. Only names that `layout` spells are ever removed. One writer at a
-time is assumed.
+finishes or drops what was left. Only names that `layout` spells are ever removed, and what is found
+damaged is renamed, never removed. One writer at a time is assumed: `commit` asks before it renames.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import os
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from torchtitan_lite import faults
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, SaveFailed
-from torchtitan_lite.log import logger
+from torchtitan_lite.log import logger, readable_bytes
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.durable import DISK, Durable
 from torchtitan_lite.store.lineage import Lineage, without_abandoned
@@ -23,12 +26,31 @@ from torchtitan_lite.store.listing import Listing, describe, find, find_intact, 
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, FileRecord, Manifest
 
 
+def free_bytes(folder: Path) -> int:
+    """Bytes that may still be written where `folder` is or will be."""
+    return shutil.disk_usage(next(place for place in (folder, *folder.absolute().parents) if place.is_dir())).free
+
+
+def nothing() -> None:
+    """Does nothing."""
+
+
 class CheckpointStore:
     """The checkpoints in the folder `root`, which need not exist yet. What the disk refuses is raised as OSError."""
 
-    def __init__(self, root: Path, *, durable: Durable = DISK) -> None:
+    def __init__(self, root: Path, *, durable: Durable = DISK, free_bytes: Callable[[Path], int] = free_bytes) -> None:
         self.root = Path(root)
         self._durable = durable
+        self._free_bytes = free_bytes
+
+    @property
+    def durable(self) -> Durable:
+        """What its files are written with."""
+        return self._durable
+
+    def is_in_the_same_place_as(self, other: CheckpointStore) -> bool:
+        """Whether both are one folder, however it is spelt."""
+        return self.root.resolve() == other.root.resolve()
 
     def committed(self) -> list[CheckpointInfo]:
         """Every committed checkpoint that none abandons, by ascending step. Raises FormatTooNew for a newer format."""
@@ -50,6 +72,16 @@ class CheckpointStore:
             if newest is None or step > newest.step:
                 self._warn_of_damage(step, places)
         return newest
+
+    def damaged(self) -> dict[int, CheckpointDamaged]:
+        """What is wrong with each step-N whose manifest is damaged, and of which there is no other one, by step."""
+        found: dict[int, CheckpointDamaged] = {}
+        for step, places in Listing(self.root).places().items():
+            try:
+                find(step, places)
+            except CheckpointDamaged as error:
+                found[step] = error
+        return found
 
     def get(self, step: int) -> CheckpointInfo:
         """The committed checkpoint of `step`, unless one abandons it.
@@ -73,6 +105,36 @@ class CheckpointStore:
             unmanaged = [number for path in self.unmanaged() if (number := layout.parse_step(path.name)) is not None]
             raise CheckpointNotFound(str(self.root), step, sorted({*error.available, *unmanaged})) from None
 
+    def check_sizes(self, info: CheckpointInfo) -> list[str]:
+        """What is wrong with the sizes of the files of `info`, one sentence each; empty if all are as committed.
+
+        Changes nothing, reads the manifest alone. Raises FormatTooNew, and OSError where the machine does not answer.
+        """
+        try:
+            manifest = Manifest.of_folder(info.path)
+        except CheckpointDamaged as error:
+            return [f"{layout.MANIFEST}: {error.finding}"]
+        if manifest is None:
+            return [f"{layout.MANIFEST} is missing"]
+        findings = (_finding(info.path / name, record.size) for name, record in sorted(manifest.files.items()))
+        return [finding for finding in findings if finding]
+
+    def preflight(self, step: int, needed_bytes: int, make_room: Callable[[], object] = nothing) -> None:
+        """There is room for a save of `step` that takes `needed_bytes`. Coordinator, while no save is under way.
+
+        Where there is too little, what cut saves left is removed and `make_room` is called. Raises SaveFailed where
+        there is too little even so: nothing of the save was begun.
+        """
+        if self._free_bytes(self.root) < needed_bytes:
+            self.recover()
+            make_room()
+            if (free := self._free_bytes(self.root)) < needed_bytes:
+                raise SaveFailed(
+                    step,
+                    f"{self.root} has room for {readable_bytes(free)}, the last save took "
+                    f"{readable_bytes(needed_bytes)}; remove something, or keep fewer with --checkpoint.keep_latest_k",
+                )
+
     def stage(self, step: int) -> Path:
         """The folder that a save of `step` writes into; it exists, durably. Any rank; idempotent."""
         staging = self._staging(step)
@@ -94,22 +156,29 @@ class CheckpointStore:
         if os.path.lexists(staging):
             self._remove(staging)
 
-    def commit(self, step: int, manifest: Manifest) -> CheckpointInfo:
+    def commit(self, step: int, manifest: Manifest, fence: Callable[[], object] = nothing) -> CheckpointInfo:
         """`step-N` is what was staged, durably. Coordinator only, after every rank has synced its files.
 
+        `fence` raises where the folder is no longer ours to write. It is asked first, and again right before each
+        rename that leads to the commit; once it raised, nothing is renamed, and what it raised is raised here.
         Raises SaveFailed where the staged files are not the manifest's, OSError where the disk fails; the checkpoint
-        of `step` is then the old one or the new one, whole, and `abandon` may follow. A replaced checkpoint that
-        cannot be removed after the commit is a warning.
+        of `step` is then the old one or the new one, whole, and `abandon` may follow (not where `fence` raised: what
+        is staged may be another's by then). A replaced checkpoint that cannot be removed after the commit is a warning.
         """
+        fence()
         sealed = self._seal(step, manifest)
         self._durable.fsync_dir(self.root)
-        self._put_in_place(step)
+        faults.point("commit", step=step, path=self._final(step))
+        self._put_in_place(step, fence)
+        faults.point("committed", step=step, path=self._final(step))
         self._durable.fsync_dir(self.root)
         self._finish(step, sealed.lineage)
         return describe(self._final(step), sealed)
 
     def delete(self, info: CheckpointInfo) -> None:
         """The checkpoint of `info` is absent for every reader, durably, then its bytes are gone. Coordinator only."""
+        # What makes it superfluous may be a rename that is not durable yet.
+        self._durable.fsync_dir(self.root)
         # The names of what it abandons go with it, and what it replaced may be just that.
         self._finish_abandoning()
         for path in Listing(self.root).replaced(info.step):
@@ -117,6 +186,26 @@ class CheckpointStore:
             if path != info.path:
                 self._discard(path, info.step)
         self._discard(info.path, info.step)
+
+    def quarantine(self, step: int, findings: Sequence[str]) -> Path:
+        """The damaged checkpoint of `step` has a foreign name, durably, and tells of `findings` if the disk takes it.
+
+        Coordinator only, once every rank has agreed. Returns where it is: nothing reads, counts or removes it there.
+        """
+        # The names of what it abandons go with it.
+        self._finish_abandoning()
+        for path in reversed(Listing(self.root).places()[step]):
+            aside = Listing(self.root).free(functools.partial(layout.quarantined, step))
+            self._durable.rename(path, aside)
+        self._durable.fsync_dir(self.root)
+        logger.warning("step %d is damaged and is now %s: %s", step, aside, "; ".join(findings))
+        try:
+            text = json.dumps({"step": step, "findings": list(findings)}, indent=2) + "\n"
+            self._durable.write_file(aside / layout.FINDINGS, text.encode())
+            self._durable.fsync_dir(aside)
+        except OSError as error:
+            logger.warning("%s could not be written: %s", aside / layout.FINDINGS, error)
+        return aside
 
     def recover(self) -> list[Path]:
         """Nothing of a cut save or removal is left. Coordinator, before the first load.
@@ -127,8 +216,10 @@ class CheckpointStore:
         listing = Listing(self.root)
         superseded = [(path, step) for step in listing.places() for path in self._superseded(step, listing)]
         leavings = listing.leavings()
-        if put_back or superseded or leavings:
-            # The rename that made them superfluous may not be durable yet.
+        if self.root.is_dir():
+            # A killed process may have made the folder, and the names in it that the rest is superfluous for, and not
+            # have synced either. What is seen from here on is there for good.
+            self._durable.fsync_dir(self.root.parent)
             self._durable.fsync_dir(self.root)
         for path, step in superseded:
             self._discard(path, step)
@@ -143,35 +234,51 @@ class CheckpointStore:
         staging = self._staging(step)
         if manifest.step != step:
             raise SaveFailed(step, f"its manifest is of step {manifest.step}")
-        described = FileRecord(size=_size(staging / layout.METADATA, step))
-        sealed = dataclasses.replace(manifest, files={layout.METADATA: described, **manifest.files})
-        for name, record in sealed.files.items():
+        if abandoning := [info for info in self.intact() if (step, manifest.lineage.run_id) in info.lineage.abandons]:
+            # It would not count from the moment of its commit on.
+            raise SaveFailed(step, f"{abandoning[0].path} abandons step {step} of run {manifest.lineage.run_id}")
+        for name, record in manifest.files.items():
             if (size := _size(staging / name, step)) != record.size:
                 raise SaveFailed(step, f"{staging / name} has {size} bytes, {record.size} were written")
+        sealed = dataclasses.replace(manifest, files=manifest.files | self._described(step, manifest))
         for path in sorted(staging.iterdir()):
             if path.name not in sealed.files:
                 self._remove(path)
         with (staging / layout.METADATA).open("rb") as file:
             self._durable.fsync_file(file.fileno())
+        faults.point("manifest", step=step, path=staging / layout.MANIFEST)
         self._durable.write_file(staging / layout.MANIFEST, sealed.to_json())
+        faults.point("seal", step=step, path=staging)
         self._durable.fsync_dir(staging)
         return sealed
 
-    def _put_in_place(self, step: int) -> None:
+    def _described(self, step: int, manifest: Manifest) -> dict[str, FileRecord]:
+        """The record of DCP's description, from the file where the manifest has no digest of it."""
+        if (record := manifest.files.get(layout.METADATA)) is None or not record.blocks:
+            path = self._staging(step) / layout.METADATA
+            _size(path, step)
+            record = FileRecord.of(path.read_bytes())
+        return {layout.METADATA: record}
+
+    def _put_in_place(self, step: int, fence: Callable[[], object]) -> None:
         """What was staged is called step-N; what was called so is called something else."""
         staging, final = self._staging(step), self._final(step)
         if find_intact(step, [final]) is not None:
+            fence()
             # Its manifest goes, and with it the names of what it abandons.
             self._finish_abandoning()
-        if os.path.lexists(final):
-            if find_intact(step, [final]) is None:
-                self._move_aside(step)
-            elif self._durable.exchange(staging, final):
-                return
-            else:
+        is_there, is_intact = os.path.lexists(final), find_intact(step, [final]) is not None
+        fence()
+        if is_intact and self._durable.exchange(staging, final):
+            return
+        if is_there:
+            if is_intact:
                 self._durable.rename(final, Listing(self.root).free_replaced(step))
+            else:
+                self._move_aside(step)
             # Without this the disk may come to know the second rename and not the first.
             self._durable.fsync_dir(self.root)
+            fence()
         self._durable.rename(staging, final)
 
     def _move_aside(self, step: int) -> None:
@@ -265,3 +372,18 @@ def _size(path: Path, step: int) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         raise SaveFailed(step, f"{path} is missing") from None
+
+
+def _finding(path: Path, expected_bytes: int) -> str:
+    """What is wrong with the size of the file `path`; empty if nothing is."""
+    try:
+        if path.stat().st_size == expected_bytes and path.is_file():
+            return ""
+        # Opening it makes a network filesystem look again, so that a size of before is not taken for damage.
+        with path.open("rb") as file:
+            found_bytes = os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except IsADirectoryError:
+        return f"{path.name} is a folder"
+    return "" if found_bytes == expected_bytes else f"{path.name} has {found_bytes} bytes, not {expected_bytes}"

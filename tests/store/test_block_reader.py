@@ -1,0 +1,226 @@
+"""Parts of files, read and checked."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from torchtitan_lite import faults
+from torchtitan_lite.errors import CheckpointUnreadable, CheckpointUnsafe
+from torchtitan_lite.store import block_reader
+from torchtitan_lite.store.block_reader import REQUEST_BYTES, BlockReader, DamagedRange, Piece
+from torchtitan_lite.store.digest import BLOCK_BYTES
+from torchtitan_lite.store.manifest import FileRecord
+
+SIZE = 2 * REQUEST_BYTES + BLOCK_BYTES + 12345
+
+
+@pytest.fixture(scope="module")
+def data() -> bytes:
+    return os.urandom(SIZE)
+
+
+@pytest.fixture(scope="module")
+def path(data: bytes, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("files") / "file"
+    path.write_bytes(data)
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+    return path
+
+
+@pytest.fixture
+def own(path: Path, data: bytes, tmp_path: Path) -> Path:
+    """A file that a test may damage."""
+    (tmp_path / "own").write_bytes(data)
+    return tmp_path / "own"
+
+
+@pytest.fixture(autouse=True)
+def no_faults() -> Iterator[None]:
+    yield
+    faults.install("", rank=0)
+
+
+def forget(path: Path) -> None:
+    """The page cache has nothing of `path`, which is on the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+
+def pieces_of(ranges: list[tuple[int, int]]) -> list[Piece]:
+    return [Piece(at, memoryview(bytearray(count))) for at, count in ranges]
+
+
+def reader(threads: int = 2, *, direct: bool = True) -> BlockReader:
+    return BlockReader(threads, direct, pause=lambda seconds: None)
+
+
+@st.composite
+def ranges(draw: st.DrawFn) -> list[tuple[int, int]]:
+    """Some that are short, some long, some one after another, some of the same bytes."""
+    found = []
+    for _ in range(draw(st.integers(0, 12))):
+        near = draw(st.sampled_from([0, BLOCK_BYTES, REQUEST_BYTES, 2 * REQUEST_BYTES, SIZE, SIZE // 2]))
+        at = min(max(0, near + draw(st.integers(-5000, 5000))), SIZE)
+        count = draw(st.integers(0, 100) | st.integers(0, 3 * BLOCK_BYTES))
+        found.append((at, min(count, SIZE - at)))
+    if draw(st.booleans()):
+        at = draw(st.integers(0, SIZE - 100_000))
+        step = draw(st.sampled_from([100, 101, 1000]))
+        found += [(at + i * step, 100) for i in range(draw(st.integers(0, 99)))]
+    return found
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@given(ranges(), st.integers(1, 4), st.booleans(), st.booleans(), st.booleans())
+def test_every_piece_gets_its_bytes(
+    path: Path,
+    data: bytes,
+    ranges: list[tuple[int, int]],
+    threads: int,
+    digests: bool,
+    direct: bool,
+    cold: bool,
+) -> None:
+    if cold:
+        forget(path)
+    pieces = pieces_of(ranges)
+    reader(threads, direct=direct).read(path, FileRecord.of(data) if digests else FileRecord(SIZE), pieces)
+    assert all(piece.into == data[piece.at : piece.at + len(piece.into)] for piece in pieces)
+
+
+@pytest.mark.parametrize("cold", [False, True])
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("at", [0, BLOCK_BYTES - 1, BLOCK_BYTES, REQUEST_BYTES + 7, SIZE - 1])
+def test_a_byte_that_is_not_what_it_was_is_found_in_its_block(
+    own: Path, data: bytes, at: int, direct: bool, cold: bool
+) -> None:
+    with own.open("r+b") as file:
+        file.seek(at)
+        file.write(bytes([data[at] ^ 1]))
+    if cold:
+        forget(own)
+    begin = at // BLOCK_BYTES * BLOCK_BYTES
+    for wanted in [(0, SIZE)], [(at, 1)], [(begin, 10)], [(begin + i * 20, 10) for i in range(100)]:
+        with pytest.raises(DamagedRange, match="twice") as caught:
+            reader(direct=direct).read(own, FileRecord.of(data), pieces_of([r for r in wanted if sum(r) <= SIZE]))
+        assert (caught.value.begin, caught.value.end) == (begin, min(begin + BLOCK_BYTES, SIZE))
+    with pytest.raises(DamagedRange):
+        reader(direct=direct).verify(own, FileRecord.of(data), [at // BLOCK_BYTES])
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_only_blocks_that_are_touched_are_looked_at(own: Path, data: bytes, cold: bool) -> None:
+    with own.open("r+b") as file:
+        file.seek(BLOCK_BYTES)
+        file.write(b"other bytes")
+    if cold:
+        forget(own)
+    pieces = pieces_of([(0, BLOCK_BYTES), (2 * BLOCK_BYTES, 5)])
+    reader().read(own, FileRecord.of(data), pieces)
+    reader().verify(own, FileRecord.of(data), [0, 2, SIZE // BLOCK_BYTES])
+    assert pieces[1].into == data[2 * BLOCK_BYTES : 2 * BLOCK_BYTES + 5]
+
+
+def test_a_file_of_another_size_is_damaged(own: Path, data: bytes) -> None:
+    for size in SIZE - 1, SIZE + 1, 0:
+        os.truncate(own, size)
+        with pytest.raises(DamagedRange, match=f"{size} bytes"):
+            reader().read(own, FileRecord(SIZE), pieces_of([(0, 10)]))
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_piece_beyond_the_end_is_damage(path: Path, direct: bool) -> None:
+    with pytest.raises(DamagedRange, match=f"ends after {SIZE} bytes"):
+        reader(direct=direct).read(path, None, pieces_of([(SIZE - 10, 11)]))
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_an_error_of_the_machine_that_passes_is_passed_over(path: Path, data: bytes, cold: bool) -> None:
+    if cold:
+        forget(path)
+    faults.install("EIO@read:times=2", rank=0)
+    pieces = pieces_of([(0, SIZE)])
+    reader(1).read(path, FileRecord.of(data), pieces)
+    assert pieces[0].into == data
+
+
+def test_an_error_of_the_machine_that_stays_is_told_and_is_no_damage(path: Path, data: bytes) -> None:
+    faults.install("EIO@read:after=1,times=always", rank=0)
+    with pytest.raises(CheckpointUnreadable, match=rf"{path} could not be read: EIO \(.*\), 3 times"):
+        reader().read(path, FileRecord.of(data), pieces_of([(0, SIZE)]))
+
+
+def test_where_direct_reading_is_refused_the_page_cache_serves(path: Path, data: bytes) -> None:
+    forget(path)
+    faults.install("EINVAL@read:times=1", rank=0)
+    pieces = pieces_of([(5, SIZE - 5)])
+    reader(1).read(path, FileRecord.of(data), pieces)
+    assert pieces[0].into == data[5:]
+
+
+def test_damage_that_could_not_be_looked_at_twice_is_not_proven(own: Path, data: bytes) -> None:
+    with own.open("r+b") as file:
+        file.write(b"other bytes")
+    faults.install("EIO@read:after=1,times=always", rank=0)
+    with pytest.raises(CheckpointUnreadable):
+        reader(1).read(own, FileRecord.of(data), pieces_of([(0, 10)]))
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_a_block_that_is_right_when_it_is_read_again_is_taken(
+    own: Path, data: bytes, cold: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The disk is repaired while the second look, which the machine refuses once, is waited for."""
+
+    def write(some: bytes) -> None:
+        with own.open("r+b") as file:
+            file.seek(BLOCK_BYTES + 10)
+            file.write(some)
+
+    write(b"other bytes")
+    if cold:
+        forget(own)
+    faults.install(f"EIO@read:after={1 if cold else 2},times=1", rank=0)
+    pieces = pieces_of([(7, 3 * BLOCK_BYTES), (BLOCK_BYTES + 5, 20)])
+    repairing = BlockReader(1, pause=lambda seconds: write(data[BLOCK_BYTES + 10 : BLOCK_BYTES + 21]))
+    repairing.read(own, FileRecord.of(data), pieces)
+    assert all(piece.into == data[piece.at : piece.at + len(piece.into)] for piece in pieces)
+    assert f"bytes {BLOCK_BYTES} to {2 * BLOCK_BYTES} were right only when read again" in caplog.text
+
+
+def test_a_file_that_is_not_there_is_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointUnreadable, match="ENOENT"):
+        reader().read(tmp_path / "none", None, pieces_of([(0, 1)]))
+
+
+def test_a_link_is_not_followed(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(path)
+    with pytest.raises(CheckpointUnsafe):
+        reader().read(tmp_path / "link", None, pieces_of([(0, 1)]))
+
+
+def test_an_empty_file_is_read(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    reader().read(tmp_path / "empty", FileRecord.of(b""), pieces_of([(0, 0)]))
+
+
+def test_buffers_are_bounded(path: Path, data: bytes) -> None:
+    """However much is read, each thread has one bounce buffer and one scratch buffer."""
+    taken = 2 * (REQUEST_BYTES + BLOCK_BYTES + 2 * block_reader.ALIGNMENT)
+    assert block_reader.THREADS * taken // 2 <= 32 << 20
+    one = reader(2)
+    for _ in range(3):
+        one.read(path, FileRecord.of(data), pieces_of([(0, SIZE)]))
+    assert sum(len(buffers.bounce) + len(buffers.scratch) for buffers in one._buffers) == taken
+    assert errno.EINVAL in block_reader._REFUSED

@@ -1,0 +1,418 @@
+"""A rank's file is the bytes that were meant, or an error that names it, whatever the disk makes of each request."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import random
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from torchtitan_lite import faults
+from torchtitan_lite.log import logger
+from torchtitan_lite.store.block_writer import (
+    ALIGNMENT,
+    REQUEST_BYTES,
+    Bounced,
+    InPlace,
+    Source,
+    aligned,
+    write_blocks,
+)
+from torchtitan_lite.store.digest import BLOCK_BYTES
+from torchtitan_lite.store.durable import DISK, O_DIRECT, Durable
+from torchtitan_lite.store.manifest import FileRecord
+
+DATA = random.Random(0).randbytes(4 * REQUEST_BYTES + 3)
+BORDERS = [0, 1, 511, 512, 4095, 4096, 4097, BLOCK_BYTES, REQUEST_BYTES, REQUEST_BYTES + BLOCK_BYTES]
+SEVERAL = 3 * REQUEST_BYTES + 5000
+"""Bytes: four requests, the last of which is off the disk's grid."""
+REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
+needs_direct = pytest.mark.skipif(not O_DIRECT, reason="the system has no direct I/O")
+
+
+def in_place(data: bytes) -> InPlace:
+    """All of `data` in memory as an arena has it, with something after it that is not the file's."""
+    memory = mmap.mmap(-1, aligned(len(data)) + ALIGNMENT)
+    memory[:] = b"\xee" * len(memory)
+    memory[: len(data)] = data
+    return InPlace(memory, len(data))
+
+
+def bounced(data: bytes) -> Bounced:
+    """`data` as an image gives it."""
+
+    def fill(buffer: memoryview, begin: int, end: int) -> None:
+        assert 0 <= begin < end <= len(data)
+        buffer[: end - begin] = data[begin:end]
+
+    return Bounced(len(data), fill)
+
+
+SOURCES: dict[str, Callable[[bytes], Source]] = {"in place": in_place, "bounced": bounced}
+
+
+def is_direct(fd: int) -> bool:
+    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & O_DIRECT)
+
+
+class Disk(Durable):
+    """Writes as short as `cuts` say, one after another, and refuses direct I/O where it is told to.
+
+    A file that is opened for direct I/O has the flag whatever the folder's filesystem makes of it.
+    """
+
+    def __init__(
+        self, *, cuts: Sequence[int] = (), refuses_open: int = 0, refuses_write: int = 0, after: int = 0
+    ) -> None:
+        self._cuts = iter(cuts)
+        self._refuses_open, self._refuses_write, self._after = refuses_open, refuses_write, after
+        self._lock = threading.Lock()
+        self._num_direct = 0
+        self.refused = 0
+        self.off_grid = 0
+        """Direct requests that no disk would take."""
+        self.was_direct: list[bool] = []
+
+    def create(self, path: Path, *, direct: bool) -> int:
+        if direct and self._refuses_open:
+            self.refused += 1
+            raise OSError(self._refuses_open, os.strerror(self._refuses_open), str(path))
+        return super().create(path, direct=direct)
+
+    def write_at(self, fd: int, data: memoryview, offset: int) -> int:
+        direct = is_direct(fd)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(data))
+        with self._lock:
+            cut = max(1, next(self._cuts, len(data)))
+            self.was_direct.append(direct)
+            self._num_direct += direct
+            self.off_grid += direct and bool(offset % ALIGNMENT or len(data) % ALIGNMENT or address % ALIGNMENT)
+            if direct and self._refuses_write and self._num_direct > self._after:
+                self.refused += 1
+                raise OSError(self._refuses_write, os.strerror(self._refuses_write))
+        if cut >= len(data):
+            return super().write_at(fd, data, offset)
+        # A write of its own through the page cache: no disk takes such a part of a direct one.
+        other = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY)
+        try:
+            return super().write_at(other, data[:cut], offset)
+        finally:
+            os.close(other)
+
+
+@contextmanager
+def told() -> Iterator[list[str]]:
+    """What the package logs of direct I/O."""
+    lines: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "direct I/O is refused" in record.getMessage():
+                lines.append(record.getMessage())
+
+    listener, level = Listener(), logger.level
+    logger.addHandler(listener)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(listener)
+        logger.setLevel(level)
+
+
+@contextmanager
+def nothing_left_over() -> Iterator[None]:
+    """As many threads and descriptors afterwards as before."""
+    before = threading.active_count(), len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # it has no paths to keep
+    yield
+    after = threading.active_count(), len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    assert after == before, "(threads, descriptors)"
+
+
+def check(path: Path, data: bytes, record: FileRecord) -> None:
+    """`path` holds `data`, which is what `record` says."""
+    assert record == FileRecord.of(data)
+    assert path.stat().st_size == len(data)
+    assert path.read_bytes() == data
+
+
+sizes = (
+    st.builds(lambda border, by: max(0, border + by), st.sampled_from(BORDERS), st.integers(-1, 1))
+    | st.integers(0, 3 * BLOCK_BYTES)
+    | st.sampled_from([2 * REQUEST_BYTES, SEVERAL, 4 * REQUEST_BYTES - 1, len(DATA)])
+)
+cuts = st.lists(
+    st.integers(1, 9000)
+    | st.sampled_from([4096, 8192, BLOCK_BYTES, BLOCK_BYTES - 1, REQUEST_BYTES - 4096, REQUEST_BYTES - 1])
+    | st.just(1 << 30),
+    max_size=12,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@given(sizes, st.sampled_from([*SOURCES]), st.integers(1, 4), st.booleans())
+def test_the_file_and_its_record_are_the_bytes_of_the_source(
+    base: Path, size: int, kind: str, threads: int, direct: bool
+) -> None:
+    data, path, disk = DATA[:size], base / "file", Disk()
+    path.write_bytes(b"of an earlier attempt" * 1000)
+    with told() as lines, nothing_left_over():
+        record = write_blocks(path, SOURCES[kind](data), direct=direct, threads=threads, durable=disk)
+    check(path, data, record)
+    assert lines == []
+    assert disk.off_grid == 0
+    assert disk.was_direct == [direct and bool(O_DIRECT)] * -(-size // REQUEST_BYTES)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@given(sizes, st.sampled_from([*SOURCES]), st.integers(1, 4), st.booleans(), cuts)
+def test_a_write_may_be_as_short_as_it_likes_at_any_moment(
+    base: Path, size: int, kind: str, threads: int, direct: bool, cuts: list[int]
+) -> None:
+    data, path, disk = DATA[:size], base / "file", Disk(cuts=cuts)
+    with told() as lines, nothing_left_over():
+        record = write_blocks(path, SOURCES[kind](data), direct=direct, threads=threads, durable=disk)
+    check(path, data, record)
+    assert lines == []
+    assert disk.off_grid == 0
+
+
+@needs_direct
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@given(
+    sizes.filter(bool),
+    st.sampled_from([*SOURCES]),
+    st.integers(1, 4),
+    st.sampled_from(REFUSALS),
+    st.integers(-1, 4),
+    cuts | st.just([]),
+)
+def test_where_direct_io_is_refused_the_file_is_the_same_and_it_is_told_once(
+    base: Path, size: int, kind: str, threads: int, code: int, after: int, cuts: list[int]
+) -> None:
+    data, path = DATA[:size], base / "file"
+    disk = Disk(cuts=cuts, refuses_open=code) if after < 0 else Disk(cuts=cuts, refuses_write=code, after=after)
+    with told() as lines, nothing_left_over():
+        record = write_blocks(path, SOURCES[kind](data), threads=threads, durable=disk)
+    check(path, data, record)
+    assert disk.off_grid == 0
+    if disk.refused and not cuts:
+        assert len(lines) == 1
+    # After a write that ended off the disk's grid nothing is direct any more, and a refusal beside it is none.
+    assert len(lines) <= bool(disk.refused)
+    assert all(str(base) in line and os.strerror(code) in line for line in lines)
+
+
+@needs_direct
+def test_two_threads_that_are_refused_together_both_go_on(base: Path) -> None:
+    class Together(Durable):
+        """Refuses two direct writes; the second is told of it when the first one's thread has gone on."""
+
+        def __init__(self) -> None:
+            self.both, self.gone_on, self.lock = threading.Barrier(2, timeout=60), threading.Event(), threading.Lock()
+            self.num_refused = 0
+
+        def write_at(self, fd: int, data: memoryview, offset: int) -> int:
+            if not is_direct(fd):
+                self.gone_on.set()
+                return super().write_at(fd, data, offset)
+            self.both.wait()
+            with self.lock:
+                self.num_refused += 1
+                is_last = self.num_refused == 2
+            if is_last:
+                assert self.gone_on.wait(60)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    data = DATA[:SEVERAL]
+    with told() as lines:
+        record = write_blocks(base / "file", bounced(data), threads=2, durable=Together())
+    check(base / "file", data, record)
+    assert len(lines) == 1
+
+
+@needs_direct
+@pytest.mark.parametrize("point", ["open", "write"])
+@pytest.mark.parametrize("kind", SOURCES)
+def test_a_refusal_that_was_asked_for_is_one_like_the_system_s(base: Path, kind: str, point: str) -> None:
+    data = DATA[:SEVERAL]
+    faults.install(f"EINVAL@{point}", rank=0)
+    try:
+        with told() as lines:
+            record = write_blocks(base / "file", SOURCES[kind](data))
+    finally:
+        faults.install("", rank=0)
+    check(base / "file", data, record)
+    assert len(lines) == 1
+
+
+class Failing(Durable):
+    """Fails with `code` at the write number `at`, and at every one after it; other threads are writing then."""
+
+    def __init__(self, code: int, at: int) -> None:
+        self._code, self._at = code, at
+        self._lock = threading.Lock()
+        self.num_writes = 0
+
+    def write_at(self, fd: int, data: memoryview, offset: int) -> int:
+        with self._lock:
+            number, self.num_writes = self.num_writes, self.num_writes + 1
+        if number >= self._at:
+            raise OSError(self._code, os.strerror(self._code))
+        return super().write_at(fd, data, offset)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=12)
+@given(kind=st.sampled_from([*SOURCES]), threads=st.integers(1, 4), direct=st.booleans(), at=st.integers(0, 3))
+def test_a_write_that_fails_is_that_error_with_the_path_and_the_end_of_all_threads(
+    base: Path, code: int, kind: str, threads: int, direct: bool, at: int
+) -> None:
+    source, path, disk = SOURCES[kind](DATA[:SEVERAL]), base / "file", Failing(code, at)
+    with nothing_left_over(), told() as lines, pytest.raises(OSError) as raised:
+        write_blocks(path, source, direct=direct, threads=threads, durable=disk)
+    assert (raised.value.errno, raised.value.strerror, raised.value.filename) == (code, os.strerror(code), str(path))
+    assert lines == []
+
+
+def test_nobody_begins_a_write_once_one_has_failed(base: Path) -> None:
+    class FailingInHelper(Durable):
+        """Fails in the other thread; this one's write lasts until that thread is over."""
+
+        def __init__(self) -> None:
+            self.failed = threading.Event()
+            self.failing: threading.Thread | None = None
+            self.num_written = 0
+
+        def write_at(self, fd: int, data: memoryview, offset: int) -> int:
+            if threading.current_thread() is not threading.main_thread():
+                self.failing = threading.current_thread()
+                self.failed.set()
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            assert self.failed.wait(60) and self.failing is not None
+            self.failing.join(60)
+            self.num_written += 1
+            return super().write_at(fd, data, offset)
+
+    disk = FailingInHelper()
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        write_blocks(base / "file", bounced(DATA), threads=2, durable=disk)
+    assert disk.num_written <= 1
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_refusal_that_has_nothing_to_do_with_direct_io_is_an_error(base: Path, direct: bool) -> None:
+    with told() as lines, pytest.raises(OSError) as raised:
+        write_blocks(base / "file", bounced(DATA[:SEVERAL]), direct=direct, durable=Failing(errno.EINVAL, 0))
+    assert (raised.value.errno, raised.value.filename) == (errno.EINVAL, str(base / "file"))
+    assert len(lines) == (direct and bool(O_DIRECT))
+
+
+@pytest.mark.parametrize("code", [errno.ENOENT, errno.EACCES, errno.ENOSPC])
+def test_an_open_that_fails_is_not_tried_again(base: Path, code: int) -> None:
+    with told() as lines, pytest.raises(OSError) as raised:
+        write_blocks(base / "file", bounced(DATA[:1]), durable=Disk(refuses_open=code))
+    assert raised.value.errno == code
+    assert (lines, [*base.iterdir()]) == ([], [])
+
+
+def test_a_write_that_comes_to_nothing_is_an_error(base: Path) -> None:
+    class Nothing(Durable):
+        def write_at(self, fd: int, data: memoryview, offset: int) -> int:
+            return 0
+
+    with nothing_left_over(), pytest.raises(OSError, match="came to nothing") as raised:
+        write_blocks(base / "file", bounced(DATA[:SEVERAL]), durable=Nothing())
+    assert (raised.value.errno, raised.value.filename) == (errno.EIO, str(base / "file"))
+
+
+@pytest.mark.parametrize("operation", ["allocate", "set_size", "fsync_file"])
+def test_whatever_else_fails_names_the_file_too(base: Path, operation: str) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    disk = Durable()
+    setattr(disk, operation, fail)
+    with nothing_left_over(), pytest.raises(OSError) as raised:
+        write_blocks(base / "file", bounced(DATA[:SEVERAL]), durable=disk)
+    assert (raised.value.errno, raised.value.filename) == (errno.ENOSPC, str(base / "file"))
+
+
+def test_where_there_is_no_room_nothing_is_written(base: Path) -> None:
+    class Full(Disk):
+        def allocate(self, fd: int, num_bytes: int) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    disk = Full()
+    with pytest.raises(OSError, match="No space left"):
+        write_blocks(base / "file", bounced(DATA[:SEVERAL]), durable=disk)
+    assert disk.was_direct == []
+
+
+def test_a_disk_that_cannot_tell_whether_there_is_room_is_written_to(base: Path) -> None:
+    class CannotTell(Durable):
+        def allocate(self, fd: int, num_bytes: int) -> None:
+            with Path("/dev/null").open("wb") as device:
+                super().allocate(device.fileno(), num_bytes)
+
+    data = DATA[:SEVERAL]
+    check(base / "file", data, write_blocks(base / "file", bounced(data), durable=CannotTell()))
+
+
+def test_what_the_source_raises_is_raised_and_ends_all_threads(base: Path) -> None:
+    class Unreadable:
+        num_bytes = SEVERAL
+
+        def reader(self) -> None:
+            raise MemoryError("no room for a buffer")
+
+    source: Source = Unreadable()  # type: ignore[assignment]  # what it returns is never seen
+    with nothing_left_over(), pytest.raises(MemoryError, match="no room for a buffer"):
+        write_blocks(base / "file", source, threads=4)
+
+
+def test_the_file_is_synced_after_the_last_byte_and_after_its_size(base: Path) -> None:
+    class Noting(Durable):
+        def __init__(self) -> None:
+            self.done: list[str] = []
+
+        def allocate(self, fd: int, num_bytes: int) -> None:
+            super().allocate(fd, num_bytes)
+            self.done.append("allocate")
+
+        def write_at(self, fd: int, data: memoryview, offset: int) -> int:
+            written = super().write_at(fd, data, offset)
+            self.done.append("write")
+            return written
+
+        def set_size(self, fd: int, num_bytes: int) -> None:
+            super().set_size(fd, num_bytes)
+            self.done.append("size")
+
+        def fsync_file(self, fd: int) -> None:
+            super().fsync_file(fd)
+            self.done.append("sync")
+
+    disk = Noting()
+    write_blocks(base / "file", in_place(DATA[:SEVERAL]), durable=disk)
+    assert disk.done == ["allocate", *["write"] * 4, "size", "sync"]
+
+
+def test_on_the_disk_itself_the_file_is_the_same() -> None:
+    """The others are in memory where they can be; this one is wherever temporary files are."""
+    with tempfile.TemporaryDirectory() as folder:
+        for kind, make in SOURCES.items():
+            path = Path(folder, kind)
+            check(path, DATA, write_blocks(path, make(DATA), durable=DISK))

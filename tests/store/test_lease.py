@@ -1,0 +1,637 @@
+"""One job writes a folder at a time: real files, and real processes that live, stop and die."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from torchtitan_lite.errors import FolderInUse, LeaseLost
+from torchtitan_lite.store.durable import Durable
+from torchtitan_lite.store.holder import Holder
+from torchtitan_lite.store.lease import Lease
+from torchtitan_lite.store.store import CheckpointStore
+
+BEAT_SECONDS = 0.02
+PROCESS = f"""
+import os, sys
+from pathlib import Path
+from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.store.lease import Lease
+
+def release_in_a_fork(lease):
+    pid = os.fork()
+    if pid == 0:
+        lease.release()
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+lease = None
+for line in sys.stdin:
+    command, *arguments = line.split()
+    try:
+        if command == "take":
+            seconds = float(arguments[1]) if len(arguments) > 1 else 30
+            lease = Lease(
+                Path(arguments[0]), run_id="theirs", timeout_seconds=seconds, heartbeat_seconds={BEAT_SECONDS}
+            )
+            lease.take()
+        elif command == "fork":
+            release_in_a_fork(lease)
+        else:
+            getattr(lease, command)()
+        print("done", flush=True)
+    except CheckpointError as error:
+        print(f"{{type(error).__name__}}: {{error}}", flush=True)
+"""
+
+
+class Process:
+    """Another job, which does as it is told."""
+
+    def __init__(self) -> None:
+        root = Path(__file__).parents[2]
+        command = [sys.executable, "-c", PROCESS]
+        self._popen = subprocess.Popen(
+            command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        self.pid = self._popen.pid
+
+    def begin(self, command: str) -> None:
+        assert self._popen.stdin is not None
+        self._popen.stdin.write(command + "\n")
+        self._popen.stdin.flush()
+
+    def answer(self) -> str:
+        assert self._popen.stdout is not None
+        return self._popen.stdout.readline().strip()
+
+    def do(self, command: str) -> str:
+        self.begin(command)
+        return self.answer()
+
+    def stop(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+        os.waitpid(self.pid, os.WUNTRACED)
+
+    def go_on(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self, *, wait_for: bool = True) -> None:
+        """Without `wait_for` it is a zombie, as with a launcher that looks away."""
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        if wait_for:
+            self._popen.wait()
+
+    def close(self) -> None:
+        self._popen.kill()
+        self._popen.communicate()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoint"
+
+
+@pytest.fixture
+def process() -> Iterator[Process]:
+    process = Process()
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def new_lease(root: Path) -> Iterator[Callable[..., Lease]]:
+    """Makes leases of this process, which wait in no time, and releases them."""
+    with contextlib.ExitStack() as stack:
+
+        def new(**settings: object) -> Lease:
+            defaults = {"run_id": "ours", "timeout_seconds": 3, "heartbeat_seconds": 1, "sleep": lambda seconds: None}
+            lease = Lease(root, **(defaults | settings))  # type: ignore[arg-type]  # a few of many
+            stack.callback(lease.release)
+            return lease
+
+        yield new
+
+
+class Sleeper:
+    """Waits in no time; `at[n]` happens during the n-th wait, from 1."""
+
+    def __init__(self, at: dict[int, Callable[[], object]] | None = None) -> None:
+        self.at = at or {}
+        self.waits: list[float] = []
+
+    def __call__(self, seconds: float) -> None:
+        self.waits.append(seconds)
+        self.at.get(len(self.waits), lambda: None)()
+
+
+def never(seconds: float) -> None:
+    raise AssertionError("waited")
+
+
+ELSEWHERE = Holder("t0ken", "theirs", "node7", "another kernel pid:[1]", 41, 5, 1_700_000_000)
+
+
+def here(**changes: object) -> Holder:
+    return dataclasses.replace(Holder.this_process("theirs", 1_700_000_000), **changes)  # type: ignore[arg-type]
+
+
+def put(root: Path, holder: Holder, beat: int = 1) -> None:
+    """As taking does: another file under the name."""
+    root.mkdir(exist_ok=True)
+    (root / "new").write_bytes(holder.to_bytes(beat, 1_700_000_000 + beat))
+    (root / "new").replace(root / "writer.lock")
+
+
+def holder_of(root: Path) -> Holder | None:
+    return Holder.parse((root / "writer.lock").read_bytes())
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_a_free_folder_is_made_and_taken_at_once_and_free_again_when_it_is_released(
+    root: Path, new_lease: Callable[..., Lease]
+) -> None:
+    lease = new_lease(sleep=never)
+    for _ in range(2):
+        lease.take()
+        lease.take()
+        lease.check()
+        holder = holder_of(root)
+        assert holder is not None
+        assert (holder.run_id, holder.pid, holder.has_ended()) == ("ours", os.getpid(), False)
+        assert names(root) == ["writer.lock"]
+        lease.release()
+        lease.release()
+        assert names(root) == []
+
+
+def test_a_folder_is_refused_while_its_holder_lives_and_the_message_says_who_it_is(
+    root: Path, process: Process
+) -> None:
+    assert process.do(f"take {root}") == "done"
+    holder = holder_of(root)
+    with pytest.raises(FolderInUse) as refused, Lease(root, run_id="ours", heartbeat_seconds=BEAT_SECONDS):
+        pass
+    assert holder is not None
+    message = str(refused.value)
+    for told in (str(root), "run theirs", f"process {process.pid} on {holder.host}", "since 2", "--job.dump_folder"):
+        assert told in message
+    assert process.do("check") == "done"
+    assert names(root) == ["writer.lock"]
+
+
+def test_waiting_is_told_once(root: Path, new_lease: Callable[..., Lease], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    put(root, ELSEWHERE)
+    new_lease().take()
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2
+    assert "Waiting up to 3 s" in told[0]
+    holder = "run theirs (process 41 on node7, since 2023-11-14 22:13:20 UTC)"
+    assert holder in told[0] and holder in told[1]
+    assert "no sign of life" in told[1]
+
+
+@pytest.mark.parametrize("wait_for", [True, False], ids=["gone", "zombie"])
+def test_a_holder_that_was_killed_is_succeeded_at_once(
+    root: Path, process: Process, new_lease: Callable[..., Lease], caplog: pytest.LogCaptureFixture, wait_for: bool
+) -> None:
+    caplog.set_level(logging.INFO)
+    assert process.do(f"take {root}") == "done"
+    process.kill(wait_for=wait_for)
+    lease = new_lease(sleep=never)
+    lease.take()
+    lease.check()
+    assert [f"process {process.pid}" in record.getMessage() for record in caplog.records] == [True]
+    assert names(root) == ["writer.lock"]
+
+
+def test_a_process_that_has_the_pid_of_the_holder_is_not_the_holder(
+    root: Path, new_lease: Callable[..., Lease]
+) -> None:
+    put(root, here(started=here().started + 1))
+    new_lease(sleep=never).take()
+
+
+def test_a_holder_that_stands_still_is_succeeded_and_finds_out_when_it_goes_on(
+    root: Path, process: Process, new_lease: Callable[..., Lease]
+) -> None:
+    assert process.do(f"take {root}") == "done"
+    process.stop()
+    sleeper = Sleeper()
+    lease = new_lease(sleep=sleeper, heartbeat_seconds=60, timeout_seconds=300)
+    lease.take()
+    assert sum(sleeper.waits) >= 300
+    taken = (root / "writer.lock").read_bytes()
+    process.go_on()
+    answer = process.do("check")
+    assert answer.startswith("LeaseLost")
+    assert f"run ours (process {os.getpid()} on " in answer
+    assert process.do("release") == "done"  # Its heartbeat has ended with this.
+    assert (root / "writer.lock").read_bytes() == taken
+    lease.check()
+
+
+def test_a_silent_holder_elsewhere_is_succeeded_after_the_whole_wait(
+    root: Path, new_lease: Callable[..., Lease]
+) -> None:
+    put(root, ELSEWHERE)
+    sleeper = Sleeper()
+    lease = new_lease(sleep=sleeper)
+    lease.take()
+    lease.check()
+    assert sleeper.waits == [0.5] * 6 + [1]
+
+
+@pytest.mark.parametrize("beats_during", [1, 4, 6])
+def test_a_holder_elsewhere_that_beats_keeps_its_folder(
+    root: Path, new_lease: Callable[..., Lease], beats_during: int
+) -> None:
+    put(root, ELSEWHERE)
+    sleeper = Sleeper({beats_during: lambda: (root / "writer.lock").write_bytes(ELSEWHERE.to_bytes(2, 1_700_000_002))})
+    with pytest.raises(FolderInUse, match="process 41 on node7"):
+        new_lease(sleep=sleeper).take()
+    assert len(sleeper.waits) == beats_during
+    assert holder_of(root) == ELSEWHERE
+    assert names(root) == ["writer.lock"]
+
+
+def test_without_time_to_wait_a_holder_that_may_live_keeps_its_folder(
+    root: Path, new_lease: Callable[..., Lease]
+) -> None:
+    put(root, ELSEWHERE)
+    with pytest.raises(FolderInUse):
+        new_lease(timeout_seconds=0, sleep=never).take()
+
+
+def test_a_folder_that_becomes_free_meanwhile_is_taken_then(root: Path, new_lease: Callable[..., Lease]) -> None:
+    put(root, ELSEWHERE)
+    sleeper = Sleeper({2: (root / "writer.lock").unlink})
+    new_lease(sleep=sleeper).take()
+    assert len(sleeper.waits) == 2
+
+
+def test_who_sees_another_succeed_the_silent_holder_is_refused(root: Path, new_lease: Callable[..., Lease]) -> None:
+    put(root, ELSEWHERE)
+    quicker = dataclasses.replace(ELSEWHERE, token="other", host="node8")
+    with pytest.raises(FolderInUse, match="node8"):
+        new_lease(sleep=Sleeper({6: lambda: put(root, quicker)})).take()
+
+
+def test_who_is_itself_succeeded_at_the_same_moment_by_a_host_without_common_locks_is_refused(
+    root: Path, new_lease: Callable[..., Lease]
+) -> None:
+    put(root, ELSEWHERE)
+    later = dataclasses.replace(ELSEWHERE, token="other", host="node8")
+    with pytest.raises(FolderInUse, match="node8"):
+        new_lease(sleep=Sleeper({7: lambda: put(root, later)})).take()
+    assert holder_of(root) == later
+
+
+WHOLE = ELSEWHERE.to_bytes(1, 1_700_000_001)
+DAMAGED = {
+    "empty": b"",
+    "cut": WHOLE[:70],
+    "zeroed": bytes(len(WHOLE)),
+    "not text": b"\xff\xfe\x00",
+    "deep": b"[" * 60000,
+    "a list": b"[1, 2]",
+    "a field less": WHOLE.replace(b'"pid"', b'"pit"'),
+    "every process": here(pid=-1).to_bytes(1, 0),
+    "no process": here(pid=2**40).to_bytes(1, 0),
+    "half a process": here(pid=1.5).to_bytes(1, 0),
+    "no date": WHOLE.replace(b"1700000000", b"17000000000000000"),
+}
+
+
+@pytest.mark.parametrize("data", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_lock_file_is_waited_for_and_then_succeeded(
+    root: Path, new_lease: Callable[..., Lease], caplog: pytest.LogCaptureFixture, data: bytes
+) -> None:
+    root.mkdir()
+    (root / "writer.lock").write_bytes(data)
+    sleeper = Sleeper()
+    lease = new_lease(sleep=sleeper)
+    lease.take()
+    lease.check()
+    assert sum(sleeper.waits) >= 3
+    assert "from a job that its lock file, which is damaged, does not name" in caplog.text
+
+
+def test_another_that_is_about_to_take_the_folder_is_not_disturbed(root: Path, new_lease: Callable[..., Lease]) -> None:
+    put(root, here(started=1))
+    before = (root / "writer.lock").read_bytes()
+    with (root / "writer.lock").open("r+b") as at_it:
+        fcntl.flock(at_it, fcntl.LOCK_EX)
+        with pytest.raises(FolderInUse):
+            new_lease().take()
+        assert (root / "writer.lock").read_bytes() == before
+    new_lease(sleep=never).take()
+
+
+class Overtaken(Durable):
+    """Before its own lock file is put in place, there is another's."""
+
+    def write_file(self, path: Path, data: bytes) -> None:
+        super().write_file(path, data)
+        put(path.parent, ELSEWHERE)
+
+
+@pytest.mark.parametrize("before", ["free", "of a dead process"])
+def test_who_comes_second_to_a_folder_is_refused(root: Path, new_lease: Callable[..., Lease], before: str) -> None:
+    root.mkdir()
+    if before != "free":
+        put(root, here(started=1))
+    with pytest.raises(FolderInUse, match="node7"):
+        new_lease(durable=Overtaken(), timeout_seconds=0).take()
+    assert holder_of(root) == ELSEWHERE
+
+
+def test_who_opened_a_lock_file_that_another_has_succeeded_is_refused(
+    root: Path, new_lease: Callable[..., Lease], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(root, here(started=1))
+    flock = fcntl.flock
+
+    def flock_later(file: int, how: int) -> None:
+        put(root, ELSEWHERE)
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock_later)
+    with pytest.raises(FolderInUse, match="node7"):
+        new_lease(timeout_seconds=0).take()
+    assert holder_of(root) == ELSEWHERE
+
+
+def no_lock_file(root: Path) -> None:
+    root.mkdir()
+
+
+def lock_file_of_the_dead(root: Path) -> None:
+    put(root, here(started=1))
+
+
+def damaged_lock_file(root: Path) -> None:
+    root.mkdir()
+    (root / "writer.lock").write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("prepare", "timeout_seconds", "rounds"),
+    [(no_lock_file, 30, 5), (lock_file_of_the_dead, 30, 5), (damaged_lock_file, 0.5, 1)],
+    ids=["free", "dead", "damaged"],
+)
+def test_of_many_that_take_a_folder_at_the_same_moment_one_has_it(
+    tmp_path: Path, prepare: Callable[[Path], None], timeout_seconds: float, rounds: int
+) -> None:
+    with contextlib.ExitStack() as stack:
+        processes = [Process() for _ in range(8)]
+        for number, process in enumerate(processes):
+            stack.callback(process.close)
+            process.begin(f"take {tmp_path / f'warm-{number}'}")
+        assert {process.answer() for process in processes} == {"done"}
+        for number in range(rounds):
+            root = tmp_path / f"round-{number}"
+            prepare(root)
+            for process in processes:
+                process.begin(f"take {root} {timeout_seconds}")
+            answers = [process.answer().split(":")[0] for process in processes]
+            assert sorted(answers) == ["FolderInUse"] * 7 + ["done"]
+            winner = processes[answers.index("done")]
+            assert winner.do("check") == "done"
+            assert names(root) == ["writer.lock"]
+            assert winner.do("release") == "done"
+            assert names(root) == []
+
+
+def test_only_ones_own_lock_file_is_removed(root: Path, new_lease: Callable[..., Lease]) -> None:
+    lease = new_lease()
+    lease.take()
+    put(root, ELSEWHERE)
+    lease.release()
+    assert holder_of(root) == ELSEWHERE
+
+
+def test_a_fork_of_the_holder_releases_nothing(root: Path, process: Process) -> None:
+    assert process.do(f"take {root}") == "done"
+    assert process.do("fork") == "done"
+    assert process.do("check") == "done"
+
+
+@pytest.mark.parametrize("now", ["another", "nobody"])
+def test_a_lost_folder_is_told_with_who_has_it(root: Path, new_lease: Callable[..., Lease], now: str) -> None:
+    lease = new_lease()
+    lease.take()
+    put(root, ELSEWHERE)
+    if now == "nobody":
+        (root / "writer.lock").unlink()
+    with pytest.raises(LeaseLost, match="process 41 on node7" if now == "another" else "nobody"):
+        lease.check()
+
+
+def test_a_lock_file_that_cannot_be_removed_is_a_warning(
+    root: Path, new_lease: Callable[..., Lease], caplog: pytest.LogCaptureFixture
+) -> None:
+    lease = new_lease()
+    lease.take()
+    (root / "writer.lock").unlink()
+    (root / "writer.lock").mkdir()
+    lease.release()
+    assert "could not be removed" in caplog.text
+
+
+class Clock:
+    """Each look at it is the next of `moments`; the one after them tells `over`."""
+
+    def __init__(self, *moments: Callable[[], object]) -> None:
+        self.moments = list(moments)
+        self.over = threading.Event()
+
+    def __call__(self) -> float:
+        if self.moments:
+            self.moments.pop(0)()
+        else:
+            self.over.set()
+        return 1_700_000_000.0
+
+
+def nothing() -> None:
+    pass
+
+
+def heartbeat(root: Path) -> threading.Thread:
+    return next(thread for thread in threading.enumerate() if str(root) in thread.name)
+
+
+def test_the_heartbeat_moves_the_lock_file_which_goes_on_naming_its_holder(
+    root: Path, new_lease: Callable[..., Lease]
+) -> None:
+    seen: list[bytes] = []
+
+    def look() -> None:
+        seen.append((root / "writer.lock").read_bytes())
+
+    clock = Clock(nothing, nothing, look, look, look)
+    lease = new_lease(now=clock, heartbeat_seconds=0.001)
+    lease.take()
+    assert clock.over.wait(30)
+    assert len(set(seen)) == 3
+    assert {Holder.parse(data) for data in seen} == {holder_of(root)}
+
+
+def test_a_heartbeat_that_fails_is_told_once_and_tried_again(
+    new_lease: Callable[..., Lease], caplog: pytest.LogCaptureFixture
+) -> None:
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    clock = Clock(nothing, nothing, full, full, full)
+    lease = new_lease(now=clock, heartbeat_seconds=0.001)
+    lease.take()
+    assert clock.over.wait(30)
+    lease.check()
+    lease.release()
+    assert ["No space left" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_beat_does_not_reach_the_lock_file_of_another(
+    root: Path, new_lease: Callable[..., Lease], caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs = ELSEWHERE.to_bytes(7, 1_700_000_007)
+    # During a beat, after it has seen that the file is ours.
+    clock = Clock(nothing, nothing, lambda: put(root, ELSEWHERE, beat=7))
+    hold = threading.Event()
+    clock.moments.insert(2, lambda: hold.wait(30))
+    lease = new_lease(now=clock, heartbeat_seconds=0.001)
+    lease.take()
+    thread = heartbeat(root)
+    hold.set()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert (root / "writer.lock").read_bytes() == theirs
+    assert ["no longer this job's" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_whoever_reads_in_the_middle_of_a_beat_reads_who_holds_the_folder() -> None:
+    old, new = ELSEWHERE.to_bytes(9, 999_999_999), ELSEWHERE.to_bytes(10, 1_000_000_001)
+    assert old != new
+    for at in range(len(old)):
+        assert Holder.parse(new[:at] + old[at:]) == ELSEWHERE
+
+
+class Killed(BaseException):
+    pass
+
+
+class Cut(Durable):
+    """From operation `at` on nothing is done any more."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.done = at, 0
+
+    def _operation(self) -> None:
+        self.done += 1
+        if self.done >= self.at:
+            raise Killed
+
+    def write_file(self, path: Path, data: bytes) -> None:
+        self._operation()
+        path.write_bytes(data[: len(data) // 2])
+        self._operation()
+        path.write_bytes(data)
+
+    def replace(self, src: Path, dst: Path) -> None:
+        self._operation()
+        super().replace(src, dst)
+
+    def remove_file(self, path: Path) -> None:
+        self._operation()
+        super().remove_file(path)
+
+
+@pytest.mark.parametrize("before", ["free", "held"])
+@pytest.mark.parametrize("at", range(1, 6))
+def test_a_taking_that_is_cut_anywhere_is_done_by_the_next(
+    root: Path, new_lease: Callable[..., Lease], before: str, at: int
+) -> None:
+    root.mkdir()
+    if before == "held":
+        put(root, ELSEWHERE)
+    with contextlib.suppress(Killed):
+        cut = new_lease(durable=Cut(at))
+        cut.take()
+        cut.release()
+    lease = new_lease()
+    lease.take()
+    lease.check()
+    assert names(root) == ["writer.lock"]
+
+
+def test_recovering_a_store_leaves_the_lock_file_and_what_belongs_to_it(
+    root: Path, new_lease: Callable[..., Lease]
+) -> None:
+    lease = new_lease()
+    lease.take()
+    (root / "step-1.staging").mkdir()
+    (root / ".writer.lock.t0ken.tmp").write_bytes(b"half")
+    assert CheckpointStore(root).recover() == [root / "step-1.staging"]
+    assert names(root) == [".writer.lock.t0ken.tmp", "writer.lock"]
+    assert CheckpointStore(root).committed() == []
+    lease.check()
+
+
+@pytest.mark.parametrize("taken", ["first", "over"])
+def test_a_filesystem_without_links_and_without_locks_will_do(
+    root: Path, new_lease: Callable[..., Lease], monkeypatch: pytest.MonkeyPatch, taken: str
+) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(Holder, "is_same_process_as", lambda one, other: False)  # as if it were another process
+    if taken == "over":
+        put(root, ELSEWHERE)
+    lease = new_lease()
+    lease.take()
+    lease.check()
+    with pytest.raises(FolderInUse):
+        new_lease(timeout_seconds=0).take()
+    lease.release()
+    assert names(root) == []
+
+
+def test_a_holder_of_the_same_process_is_succeeded_at_once_and_finds_out(
+    root: Path, new_lease: Callable[..., Lease]
+) -> None:
+    """A manager in a notebook that nobody closed."""
+    first, second = new_lease(), new_lease(timeout_seconds=0)
+    first.take()
+    second.take()
+    second.check()
+    with pytest.raises(LeaseLost):
+        first.check()
+    first.release()
+    second.check()
+
+
+def test_a_folder_that_cannot_be_made_is_the_systems_error(root: Path, new_lease: Callable[..., Lease]) -> None:
+    root.write_bytes(b"a file")
+    with pytest.raises(FileExistsError):
+        new_lease().take()

@@ -1,0 +1,431 @@
+"""Parts of a file, read once, checked, and put where they belong.
+
+Of a file with digests, every block that is touched is read whole and its digest taken of the very bytes
+that were read; when `read` returns, each piece holds what was committed. What the page cache has is
+read from it, straight into its place; the rest comes past it, through a bounce buffer, which spares
+a copy in the kernel. Where direct I/O or the look into the cache is refused, everything goes through
+the cache. A block with another digest is read once more, past the cache where that can be, and only
+then is it damage; an error of the machine never is. Memory taken: `THREADS` x 5 MiB.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchtitan_lite import faults
+from torchtitan_lite.errors import CheckpointUnreadable
+from torchtitan_lite.log import logger
+from torchtitan_lite.store.digest import BLOCK_BYTES, DIGEST_BYTES, block_digest
+from torchtitan_lite.store.durable import O_DIRECT
+from torchtitan_lite.store.manifest import FileRecord
+from torchtitan_lite.store.plain_file import opened
+
+REQUEST_BYTES = 4 * BLOCK_BYTES
+"""The largest read; a whole number of blocks."""
+GAP_BYTES = 256 << 10
+"""Without digests, a gap between two pieces up to this size is read rather than skipped."""
+ALIGNMENT = 4096
+"""Bytes. Direct I/O wants memory, offset and length to be multiples of the disk's sector, 512 or 4096."""
+THREADS = 3
+"""Requests under way at a time: the disk has two while the third is copied and hashed."""
+ATTEMPTS = 3
+"""At a request, before an error of the machine is believed."""
+PAUSE_SECONDS = 0.1
+"""Before the second attempt; twice as long before each further one."""
+
+_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
+_MANY_PIECES = 32
+"""In one block: so many small reads are slower than one read and a copy."""
+_LARGE_COPY = 32 << 10
+"""Bytes from which a copy lets other threads run."""
+
+
+class Piece(NamedTuple):
+    """Bytes of a file, and where they go."""
+
+    at: int
+    """The first byte in the file."""
+    into: memoryview
+    """Writable bytes; as many are read."""
+
+
+class DamagedRange(ValueError):
+    """Bytes [begin, end) of the file `path` are not what was committed: `finding`."""
+
+    def __init__(self, path: Path, begin: int, end: int, finding: str) -> None:
+        self.path, self.begin, self.end, self.finding = path, begin, end, finding
+        super().__init__(f"{path}, bytes {begin} to {end}: {finding}")
+
+
+@dataclass
+class BlockReader:
+    """Reads files with `threads` threads; `direct`: past the page cache where that is quicker."""
+
+    threads: int = THREADS
+    direct: bool = True
+    pause: Callable[[float], None] = time.sleep
+    """Waits so many seconds."""
+    _buffers: list[_Buffers] = field(default_factory=list, init=False, repr=False)
+
+    def read(self, path: Path, record: FileRecord | None, pieces: Sequence[Piece]) -> None:
+        """Each of `pieces` holds its bytes of `path`; they are checked if there is a `record` with digests.
+
+        Raises `DamagedRange` if they are proven to be wrong or missing, `CheckpointUnreadable` if the machine fails,
+        `CheckpointUnsafe` if `path` is no plain file.
+        """
+        blocks = record.blocks if record is not None else b""
+        with self._file(path, record) as file:
+            segments = list(_segments(pieces, file.size, bool(blocks)))
+            self._run(segments, lambda segment, buffers: file.read(segment, blocks, buffers))
+
+    def verify(self, path: Path, record: FileRecord, blocks: Sequence[int]) -> None:
+        """Returns if each of `blocks` (ascending) has its digest. Raises as `read` does."""
+        self.read(path, record, [Piece(min(block * BLOCK_BYTES, record.size), memoryview(b"")) for block in blocks])
+
+    @contextmanager
+    def _file(self, path: Path, record: FileRecord | None) -> Iterator[_File]:
+        with ExitStack() as stack:
+            fd = _patiently(path, lambda: stack.enter_context(opened(path)), self.pause)
+            size = os.fstat(fd).st_size
+            if record is not None and size != record.size:
+                raise DamagedRange(path, min(size, record.size), record.size, f"it has {size} bytes")
+            direct = self._open_direct(path, stack) if self.direct and O_DIRECT else None
+            cached = stack.enter_context(_look_into_cache(fd, size)) if direct is not None else None
+            yield _File(path, size, fd, direct if cached is not None else None, cached, self.pause)
+
+    def _open_direct(self, path: Path, stack: ExitStack) -> int | None:
+        try:
+            return stack.enter_context(opened(path, O_DIRECT))
+        except OSError as error:
+            _tell(path, error)
+            return None
+
+    def _run(self, segments: Sequence[_Segment], read: Callable[[_Segment, _Buffers], None]) -> None:
+        """`read` has been called with each of `segments`, by several threads; raises the worst of what it raised."""
+        waiting = iter(segments)
+        lock = threading.Lock()
+        failures: list[Exception] = []
+
+        def work(buffers: _Buffers) -> None:
+            while not failures:
+                with lock:
+                    segment = next(waiting, None)
+                if segment is None:
+                    return
+                try:
+                    read(segment, buffers)
+                except Exception as error:
+                    failures.append(error)
+
+        count = max(1, min(self.threads, len(segments)))
+        while len(self._buffers) < count:
+            self._buffers.append(_Buffers())
+        helpers = [threading.Thread(target=work, args=(buffers,), daemon=True) for buffers in self._buffers[1:count]]
+        for helper in helpers:
+            helper.start()
+        work(self._buffers[0])
+        for helper in helpers:
+            helper.join()
+        if failures:
+            raise next((error for error in failures if not isinstance(error, DamagedRange)), failures[0])
+
+
+class _Buffers:
+    """One thread's memory."""
+
+    def __init__(self) -> None:
+        # A mapping begins at a page's border; what is never used of it is never taken.
+        self.bounce = memoryview(mmap.mmap(-1, REQUEST_BYTES + 2 * ALIGNMENT))
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.bounce))
+        self.scratch = memoryview(mmap.mmap(-1, BLOCK_BYTES))
+
+
+class _Segment(NamedTuple):
+    """One request: bytes [begin, end) of the file, of which `pieces` are wanted."""
+
+    begin: int
+    end: int
+    pieces: list[Piece]
+
+
+@dataclass
+class _File:
+    """An open file, direct as long as the system takes it."""
+
+    path: Path
+    size: int
+    fd: int
+    direct: int | None
+    cached: Callable[[int, int], bool] | None
+    pause: Callable[[float], None]
+
+    def read(self, segment: _Segment, blocks: bytes, buffers: _Buffers) -> None:
+        """The pieces of `segment` hold their bytes, checked against `blocks` unless these are empty."""
+        if segment.end > self.size:
+            raise DamagedRange(self.path, self.size, segment.end, f"the file ends after {self.size} bytes")
+        if self.direct is not None and self.cached is not None and not self.cached(segment.begin, segment.end):
+            self._read_through_bounce(segment, blocks, buffers, self.direct)
+            return
+        for part in _by_block(segment):
+            pieces = _in_order(part)
+            if pieces is None:
+                self._read_through_bounce(part, blocks, buffers, None)
+            else:
+                self._read_straight(part, pieces, blocks, buffers)
+
+    def _read_straight(self, part: _Segment, pieces: list[Piece], blocks: bytes, buffers: _Buffers) -> None:
+        """`part`, within one block, read into its places; what nobody wants goes into the scratch memory."""
+        places: list[memoryview] = []
+        at, unused = part.begin, 0
+        for begin, into in [*pieces, Piece(part.end, memoryview(b""))]:
+            if begin > at:
+                # A place of its own for each gap: all of them are digested when all of them are read.
+                places.append(buffers.scratch[unused : unused + begin - at])
+                unused += begin - at
+            places.append(into)
+            at = begin + len(into)
+        places = [place for place in places if place]
+        self._fill(places, part.begin)
+        if blocks and block_digest(*places) != _digest_of(part.begin, blocks):
+            self._read_again(part, blocks, buffers)
+
+    def _read_through_bounce(self, segment: _Segment, blocks: bytes, buffers: _Buffers, direct: int | None) -> None:
+        begin = segment.begin - segment.begin % ALIGNMENT
+        self._fill_bounce(buffers, begin, segment.end, direct)
+        wrong = self._wrong_blocks(segment, begin, blocks, buffers) if blocks else []
+        _scatter(segment.pieces, begin, buffers)
+        if wrong:
+            # What is right has gone to its place: the buffer is needed for reading again.
+            for part in _by_block(segment):
+                if part.begin in wrong:
+                    self._read_again(part, blocks, buffers)
+
+    def _wrong_blocks(self, segment: _Segment, begin: int, blocks: bytes, buffers: _Buffers) -> list[int]:
+        """Where blocks of `segment` begin that have another digest; they are in the bounce buffer."""
+        wrong = []
+        for block in range(segment.begin, segment.end, BLOCK_BYTES):
+            end = min(block + BLOCK_BYTES, segment.end)
+            if block_digest(buffers.bounce[block - begin : end - begin]) != _digest_of(block, blocks):
+                wrong.append(block)
+        return wrong
+
+    def _read_again(self, part: _Segment, blocks: bytes, buffers: _Buffers) -> None:
+        """`part`, one block, holds what it should. Raises `DamagedRange` if a second look does not find it either."""
+        self._fill_bounce(buffers, part.begin, part.end, self.direct)
+        found = block_digest(buffers.bounce[: part.end - part.begin])
+        expected = _digest_of(part.begin, blocks)
+        if found != expected:
+            finding = f"expected a block with the digest {expected.hex()}, found {found.hex()}, twice"
+            raise DamagedRange(self.path, part.begin, part.end, finding)
+        logger.warning("%s: bytes %d to %d were right only when read again.", self.path, part.begin, part.end)
+        _scatter(part.pieces, part.begin, buffers)
+
+    def _fill_bounce(self, buffers: _Buffers, begin: int, end: int, direct: int | None) -> None:
+        """The bounce buffer begins with bytes [begin, end) of the file; `begin` is aligned."""
+        if direct is not None:
+            aligned = -(-(end - begin) // ALIGNMENT) * ALIGNMENT
+            try:
+                if self._fill([buffers.bounce[:aligned]], begin, direct, at_least=end - begin):
+                    return
+            except OSError as error:
+                if error.errno not in _REFUSED:
+                    raise
+                self.direct = None
+                _tell(self.path, error)
+        self._fill([buffers.bounce[: end - begin]], begin)
+
+    def _fill(self, places: list[memoryview], at: int, fd: int | None = None, at_least: int | None = None) -> bool:
+        """The `places` hold the bytes of the file from `at` on, at least so many of them.
+
+        False if a direct read came up short within the file. Raises `DamagedRange` if the file ends before.
+        """
+        wanted = sum(map(len, places)) if at_least is None else at_least
+        done = 0
+        while done < wanted:
+            rest = _after(places, done) if done else places
+
+            def read(rest: list[memoryview] = rest, done: int = done) -> int:
+                faults.point("read", path=self.path)
+                return os.preadv(self.fd if fd is None else fd, rest, at + done)
+
+            count = _patiently(self.path, read, self.pause, direct=fd is not None)
+            if count == 0:
+                raise DamagedRange(self.path, at + done, at + wanted, "the file ends before")
+            done += count
+            if fd is not None and done < wanted and done % ALIGNMENT:
+                return False
+        return True
+
+
+def _after(places: list[memoryview], done: int) -> list[memoryview]:
+    """What of `places` comes after the first `done` bytes."""
+    rest = []
+    for place in places:
+        skipped = min(done, len(place))
+        done -= skipped
+        if skipped < len(place):
+            rest.append(place[skipped:])
+    return rest
+
+
+def _segments(pieces: Sequence[Piece], size: int, by_block: bool) -> Iterator[_Segment]:
+    """`pieces` as requests, in the order of the file; with `by_block`, of whole blocks."""
+    gap = 0 if by_block else GAP_BYTES
+    first = last = 0
+    together: list[Piece] = []
+    for piece in sorted(pieces, key=_at):
+        for part in _split(piece, REQUEST_BYTES):
+            begin = part.at
+            end = begin + len(part.into)
+            if by_block:
+                begin -= begin % BLOCK_BYTES
+                # Nothing past the end of the file is covered up: reading it is an error.
+                end = max(end, min(-(-max(end, begin + 1) // BLOCK_BYTES) * BLOCK_BYTES, size))
+            if together and begin <= last + gap and begin // REQUEST_BYTES == first // REQUEST_BYTES:
+                together.append(part)
+                last = max(end, last)
+                continue
+            if first < last:
+                yield _Segment(first, last, together)
+            first, last, together = begin, end, [part]
+    if first < last:
+        yield _Segment(first, last, together)
+
+
+def _split(piece: Piece, unit: int) -> Sequence[Piece]:
+    """`piece` cut where the file has multiples of `unit`."""
+    at, into = piece
+    if len(into) <= unit - at % unit:
+        return (piece,)
+    parts, done = [], 0
+    while done < len(into):
+        part = into[done : done + unit - (at + done) % unit]
+        parts.append(Piece(at + done, part))
+        done += len(part)
+    return parts
+
+
+def _by_block(segment: _Segment) -> Iterator[_Segment]:
+    """`segment` cut where blocks of the file begin."""
+    if segment.begin // BLOCK_BYTES == (segment.end - 1) // BLOCK_BYTES:
+        yield segment
+        return
+    parts: dict[int, list[Piece]] = {}
+    for piece in segment.pieces:
+        for part in _split(piece, BLOCK_BYTES):
+            parts.setdefault(part.at // BLOCK_BYTES, []).append(part)
+    for block in range(segment.begin // BLOCK_BYTES, -(-segment.end // BLOCK_BYTES)):
+        begin, end = max(block * BLOCK_BYTES, segment.begin), min((block + 1) * BLOCK_BYTES, segment.end)
+        yield _Segment(begin, end, parts.get(block, []))
+
+
+def _in_order(part: _Segment) -> list[Piece] | None:
+    """The pieces of `part` if they can be read straight into their places: few, and none of the same bytes."""
+    if len(part.pieces) > _MANY_PIECES:
+        return None
+    at = part.begin
+    for piece in part.pieces:
+        if piece.at < at:
+            return None
+        at = piece.at + len(piece.into)
+    return [piece for piece in part.pieces if len(piece.into)]
+
+
+def _scatter(pieces: Sequence[Piece], begin: int, buffers: _Buffers) -> None:
+    """The `pieces` hold their bytes of the bounce buffer, which begins with byte `begin` of the file."""
+    bounce, address = buffers.bounce, buffers.address
+    for at, into in pieces:
+        count = len(into)
+        if count == 0:
+            continue
+        if count < _LARGE_COPY:
+            into[:] = bounce[at - begin : at - begin + count]
+        else:
+            ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(into)), address + at - begin, count)
+
+
+def _digest_of(begin: int, blocks: bytes) -> bytes:
+    at = begin // BLOCK_BYTES * DIGEST_BYTES
+    return blocks[at : at + DIGEST_BYTES]
+
+
+def _patiently(
+    path: Path, operation: Callable[[], int], pause: Callable[[float], None], *, direct: bool = False
+) -> int:
+    """What `operation` returned, at the first of several attempts that did not fail; else `CheckpointUnreadable`."""
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            return operation()
+        except OSError as error:
+            if direct and error.errno in _REFUSED:
+                raise
+            if attempt == ATTEMPTS or error.errno == errno.ENOENT:
+                name = errno.errorcode.get(error.errno or 0, "error")
+                raise CheckpointUnreadable(str(path), f"{name} ({error.strerror}), {attempt} times") from error
+            logger.warning("%s: %s; reading again.", path, error.strerror)
+            pause(PAUSE_SECONDS * 2 ** (attempt - 1))
+    raise AssertionError("unreachable")
+
+
+@contextmanager
+def _look_into_cache(fd: int, size: int) -> Iterator[Callable[[int, int], bool] | None]:
+    """Tells whether the page cache has all of a range of the file `fd`; None where it cannot be told."""
+    libc = _libc()
+    address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0) if libc is not None and size else None
+    if libc is None or address in (None, _MAP_FAILED):
+        yield None
+        return
+
+    def has(begin: int, end: int) -> bool:
+        first = begin - begin % mmap.PAGESIZE
+        pages = -(-(end - first) // mmap.PAGESIZE)
+        found = (ctypes.c_ubyte * pages)()
+        if libc.mincore(address + first, end - first, found) != 0:
+            return True
+        return bytes(found).translate(_LOWEST_BIT).count(0) == 0
+
+    try:
+        yield has
+    finally:
+        libc.munmap(address, size)
+
+
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_LOWEST_BIT = bytes(byte & 1 for byte in range(256))
+
+
+@cache
+def _libc() -> Any:
+    """The C library with mincore; None where it has none."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "mincore"):
+        return None
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    return libc
+
+
+def _at(piece: Piece) -> int:
+    return piece.at
+
+
+def _tell(path: Path, refusal: OSError) -> None:
+    _tell_once(str(path.parent), refusal.strerror)
+
+
+@cache
+def _tell_once(folder: str, refusal: str) -> None:
+    logger.info("%s: direct I/O is refused here (%s); reading through the page cache.", folder, refusal)

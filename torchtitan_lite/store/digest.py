@@ -1,0 +1,58 @@
+"""Digests of what is on disk.
+
+A file is digested in blocks that cover it without gaps, so that a part of it can be read and checked
+without the rest, and by several threads in any order. The digest of the file is made from those of
+its blocks. xxh3 finds what disks, memory and cut writes do; it is no protection against somebody
+who means it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import xxhash
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+BLOCK_BYTES = 1 << 20
+"""Bytes of a file that one digest is of; the last block may be shorter. Part of the format."""
+DIGEST_BYTES = 8
+"""Bytes of a block's digest."""
+
+
+def block_digest(*pieces: ReadableBuffer) -> bytes:
+    """The 8 bytes of the digest of `pieces` one after another. Lets other threads run."""
+    if len(pieces) == 1:
+        return xxhash.xxh3_64_digest(pieces[0])
+    state = xxhash.xxh3_64()
+    for piece in pieces:
+        state.update(piece)
+    return state.digest()
+
+
+def digest_blocks(data: ReadableBuffer) -> bytes:
+    """The digests of all blocks of `data`, one after another; `data` begins at a block's border."""
+    view = memoryview(data).cast("B")
+    return b"".join(block_digest(view[at : at + BLOCK_BYTES]) for at in range(0, len(view), BLOCK_BYTES))
+
+
+def file_digest(blocks: bytes, size: int) -> str:
+    """32 hexadecimal digits: the digest of a file of `size` bytes whose blocks have the digests `blocks`."""
+    state = xxhash.xxh3_128(blocks)
+    state.update(size.to_bytes(8, "big"))
+    return state.hexdigest()
+
+
+def text_digest(parts: Iterable[ReadableBuffer]) -> str:
+    """32 hexadecimal digits: the digest of `parts` one after another."""
+    state = xxhash.xxh3_128()
+    for part in parts:
+        state.update(part)
+    return state.hexdigest()
+
+
+def num_blocks(size: int) -> int:
+    """How many blocks a file of `size` bytes has."""
+    return -(-size // BLOCK_BYTES)
