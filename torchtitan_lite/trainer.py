@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.restore import refuse_early
 from torchtitan_lite.checkpoint.stateful import Stateful
@@ -108,6 +109,7 @@ class Trainer:
         self._announce()
         if self.config.checkpoint.dry_run:
             return self._dry_run()
+        self.checkpointer.open()  # Before anything in the folder is touched: it may be another job's.
         self.peers.decide(self._write_config)
         with self.metrics, self.checkpointer, closing(self.samples):
             if self.config.checkpoint.create_seed_checkpoint:
@@ -117,7 +119,7 @@ class Trainer:
                 return 0
             if self.checkpointer.load():
                 self._resume()
-            return self._train()
+            return self._left() or self._train()
 
     def _resume(self) -> None:
         state = self.train_state
@@ -163,14 +165,19 @@ class Trainer:
                 self._train_step(batch)
                 profiler.step()
                 self._note_progress()
+                faults.point("step", step=state.step)
                 self.checkpointer.save(state.step, force=state.step == config.training.steps)
-                if self.checkpointer.preempted_by:
-                    return 128 + self.checkpointer.preempted_by
+                if left := self._left():
+                    return left
                 if state.step == first:
                     shorten_timeouts(self.mesh, config.comm)
         logger.info("Training completed")
         self.metrics.on_event("finished", state.step)
         return 0
+
+    def _left(self) -> int:
+        """The exit code if the ranks agreed to leave; 0 if they did not."""
+        return 128 + self.checkpointer.preempted_by if self.checkpointer.preempted_by else 0
 
     def _note_progress(self) -> None:
         goodput, state = self.metrics.goodput, self.train_state

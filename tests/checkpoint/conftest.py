@@ -23,7 +23,7 @@ def process_saver() -> Iterator[ProcessSaver]:
     """A writer process takes seconds to start, so the tests share one."""
     saver = ProcessSaver(Peers(timedelta(seconds=60)), timeout_seconds=60)
     yield saver
-    saver.close()
+    saver.close(60)
 
 
 @pytest.fixture

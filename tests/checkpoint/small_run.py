@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.storage import StorageWriter
 
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.savers import PendingSave, Saver, State
 from torchtitan_lite.checkpoint.train_state import TrainState
-from torchtitan_lite.checkpoint.writer import CommittingWriter, Origin
+from torchtitan_lite.checkpoint.writer import Origin, Target
 from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig
+from torchtitan_lite.store import layout
 from torchtitan_lite.store.durable import Durable
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointKind
@@ -182,8 +182,8 @@ class SmallRun:
         return [info.step for info in CheckpointStore(self.root).committed()]
 
     def names(self) -> list[str]:
-        """All that is in the folder of checkpoints."""
-        return sorted(path.name for path in self.root.iterdir())
+        """All that is in the folder of checkpoints but the lease."""
+        return sorted(path.name for path in self.root.iterdir() if path.name != layout.LOCK)
 
 
 def job_config(folder: Path, **checkpoint: Any) -> JobConfig:
@@ -235,23 +235,24 @@ class Lent:
     """A saver that several managers use one after another: closing it is its owner's."""
 
     def __init__(self, saver: Saver) -> None:
-        self._saver, self.write_items = saver, saver.write_items
+        self._saver = saver
 
     def start(self) -> None:
         self._saver.start()
 
-    def save(self, state: State, writer: StorageWriter, step: int) -> PendingSave:
-        return self._saver.save(state, writer, step)
+    def prepare(self, get_state: Callable[[], State]) -> None:
+        self._saver.prepare(get_state)
 
-    def close(self) -> None:
+    def save(self, state: State, target: Target) -> PendingSave:
+        return self._saver.save(state, target)
+
+    def close(self, timeout_seconds: float) -> None:
         """The owner closes."""
 
 
-def committing_writer(
-    store: CheckpointStore, step: int, saver: Saver, kind: CheckpointKind = CheckpointKind.FULL
-) -> StorageWriter:
-    """The writer of one save."""
-    return CommittingWriter(store, step, kind, ORIGIN, write_items=saver.write_items)
+def target(store: CheckpointStore, step: int, kind: CheckpointKind = CheckpointKind.FULL) -> Target:
+    """What one save is to make."""
+    return Target(store, step, kind, ORIGIN)
 
 
 def fqns(names: Sequence[str], prefix: str) -> set[str]:

@@ -148,7 +148,7 @@ def _go_back(start_run: StartRun, step: int, *, steps: int) -> None:
 
 
 def _names(run: SmallRun) -> list[str]:
-    return sorted(path.name for path in run.root.iterdir())
+    return run.names()
 
 
 def _contents(folder: Path) -> dict[str, bytes]:

@@ -7,15 +7,16 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.storage import StorageWriter
 
 from tests.checkpoint.small_run import ORIGIN, Clock, Events, FullDisk
 from torchtitan_lite.checkpoint.in_flight import InFlight
 from torchtitan_lite.checkpoint.savers import PendingSave, State, SyncSaver
-from torchtitan_lite.checkpoint.writer import write_items
+from torchtitan_lite.checkpoint.upkeep import Upkeep
+from torchtitan_lite.checkpoint.writer import Target
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import SaveFailed
 from torchtitan_lite.store.durable import DISK, Durable
@@ -31,22 +32,22 @@ class HeldSaver(SyncSaver):
 
     def __init__(self) -> None:
         super().__init__(PEERS)
-        self.write_items = write_items
         self.staged: Future[None] = Future()
-        self.durable: Future[None] = Future()
+        self.durable: Future[Any] = Future()
         self._save: Callable[[], PendingSave] | None = None
 
-    def save(self, state: State, writer: StorageWriter, step: int) -> PendingSave:
+    def save(self, state: State, target: Target) -> PendingSave:
         self.staged, self.durable = Future(), Future()
-        self._save = lambda: SyncSaver.save(self, state, writer, step)
-        return PendingSave(step, self.staged, self.durable)
+        self._save = lambda: SyncSaver.save(self, state, target)
+        return PendingSave(target.step, self.staged, self.durable)
 
     def complete(self) -> None:
         """The save that was set off happens."""
         assert self._save is not None
-        failure = self._save().durable.exception()
+        durable = self._save().durable
+        failure = durable.exception()
         if failure is None:
-            self.durable.set_result(None)
+            self.durable.set_result(durable.result())
         else:
             self.durable.set_exception(failure)
 
@@ -58,7 +59,7 @@ class Case:
         self.root, self.events, self.clock, self.saver = root, Events(), Clock(), HeldSaver()
         self.in_flight = InFlight(
             PEERS,
-            retention or KeepAll(),
+            Upkeep(retention or KeepAll(), self.events),
             timeout_seconds=60,
             max_failed_saves=max_failed_saves,
             clock=self.clock,
@@ -181,7 +182,8 @@ def test_an_outcome_is_told_whatever_the_number_in_a_row(root: Path) -> None:
 
 def test_a_save_that_is_not_durable_in_time_failed(root: Path) -> None:
     events = Events()
-    in_flight = InFlight(PEERS, KeepAll(), timeout_seconds=0.0, max_failed_saves=3, clock=Clock(), on_event=events)
+    upkeep = Upkeep(KeepAll(), events)
+    in_flight = InFlight(PEERS, upkeep, timeout_seconds=0.0, max_failed_saves=3, clock=Clock(), on_event=events)
     in_flight.begin(1, {}, CheckpointKind.FULL, CheckpointStore(root), HeldSaver(), ORIGIN)
     failure = in_flight.settle()
     assert failure is not None

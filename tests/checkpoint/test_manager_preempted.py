@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import math
 import signal
+import threading
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.checkpoint.conftest import StartRun
+from tests.checkpoint.small_run import Clock, FullDisk, SmallRun
 from torchtitan_lite.checkpoint.preemption import PreemptionWatch
+from torchtitan_lite.checkpoint.savers import PendingSave, ThreadSaver
+from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.store.store import CheckpointStore
 
 
 class Told(PreemptionWatch):
-    """Watches nothing; the test says what was received."""
+    """Watches nothing; the test says what was received, and how much time is left."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds_left: float = math.inf) -> None:
         super().__init__((), grace_seconds=60)
-        self.left = False
+        self._seconds_left = seconds_left
+        self.agreed = threading.Event()
+        """Set when the ranks agreed to leave."""
+
+    def seconds_left(self) -> float:
+        return self._seconds_left
 
     def leave(self) -> None:
-        self.left = True
+        self.agreed.set()
 
     def receive(self, number: int) -> None:
         self._received = number
@@ -32,9 +47,9 @@ def test_a_signal_is_acted_on_one_step_after_it_was_seen_and_the_save_is_durable
     run.step()
     watch.receive(signal.SIGTERM)
     assert not run.step()
-    assert (run.manager.preempted_by, watch.left) == (0, False)
+    assert (run.manager.preempted_by, watch.agreed.is_set()) == (0, False)
     assert run.step()
-    assert (run.manager.preempted_by, watch.left) == (signal.SIGTERM, True)
+    assert (run.manager.preempted_by, watch.agreed.is_set()) == (signal.SIGTERM, True)
     assert run.committed() == [3]
     assert run.events.steps("preempted") == [3]
 
@@ -57,7 +72,7 @@ def test_the_last_step_is_the_end_of_the_run_and_no_preemption(start_run: StartR
     run.train(2)
     assert run.manager.preempted_by == 0
     assert run.committed() == [2]
-    assert watch.left, "a late signal must not change how the run ends"
+    assert watch.agreed.is_set(), "a late signal must not change how the run ends"
 
 
 @pytest.mark.parametrize("options", [{"load_only": True}, {"enable_checkpoint": False}])
@@ -79,3 +94,108 @@ def test_a_run_that_only_loads_leaves_all_the_same(start_run: StartRun) -> None:
     run.step()
     run.step()
     assert run.manager.preempted_by == signal.SIGTERM
+
+
+class ToldLater(ThreadSaver):
+    """Its saves count as in flight until the test tells how they ended."""
+
+    def __init__(self) -> None:
+        super().__init__(Peers(timedelta(seconds=60)))
+        self._saved: Future[None] = Future()
+        self._told: Future[None] = Future()
+
+    def save(self, *given: Any, **named: Any) -> PendingSave:
+        pending = super().save(*given, **named)
+        self._saved, self._told = pending.durable, Future()
+        return PendingSave(pending.step, pending.staged, self._told)
+
+    def tell(self) -> None:
+        failure = self._saved.exception(60)
+        if failure is None:
+            self._told.set_result(None)
+        else:
+            self._told.set_exception(failure)
+
+
+class InFlightUntilTheRanksLeave(Told):
+    """Also the run's saver and clock: a save takes `SAVE_SECONDS`, and ends when the ranks have agreed to leave."""
+
+    SAVE_SECONDS = 30.0
+
+    def __init__(self, seconds_left: float) -> None:
+        super().__init__(seconds_left)
+        self.clock, self.saver = Clock(), ToldLater()
+
+    def leave(self) -> None:
+        super().leave()
+        self.clock.seconds += self.SAVE_SECONDS
+        self.saver.tell()
+
+
+def leaves_at_step_3_while_step_2_is_being_saved(
+    start_run: StartRun, watch: InFlightUntilTheRanksLeave, store: CheckpointStore | None = None
+) -> tuple[SmallRun, bool]:
+    """The run that left, and whether it says that its last step is saved."""
+    run = start_run(interval=2, seams={"preemption": watch, "saver": watch.saver, "clock": watch.clock, "store": store})
+    run.step()
+    watch.receive(signal.SIGTERM)
+    assert run.step()
+    saved = run.step()
+    assert run.manager.preempted_by == signal.SIGTERM
+    return run, saved
+
+
+def test_with_time_for_it_a_further_save_follows_the_one_in_flight(start_run: StartRun) -> None:
+    run, saved = leaves_at_step_3_while_step_2_is_being_saved(start_run, InFlightUntilTheRanksLeave(30.0))
+    assert saved
+    assert run.names() == ["step-2", "step-3"]
+    assert run.events.steps("preempted") == [3]
+    assert run.events.figures("preempted") == {"signal": signal.SIGTERM, "given_up_steps": 0}
+
+
+def test_without_time_for_another_the_ranks_leave_with_the_save_that_was_in_flight(
+    start_run: StartRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, saved = leaves_at_step_3_while_step_2_is_being_saved(start_run, InFlightUntilTheRanksLeave(29.9))
+    assert not saved
+    assert run.names() == ["step-2"]
+    assert run.events.steps("save_started") == [2]
+    assert run.events.steps("preempted") == [2]
+    assert run.events.figures("preempted") == {"signal": signal.SIGTERM, "given_up_steps": 1}
+    assert "too short to save step 3 too" in caplog.text
+    run.manager.close()
+    again = start_run()
+    assert again.manager.load()
+    assert again.train_state.step == 2
+
+
+def test_a_save_in_flight_that_failed_is_none_to_leave_with(start_run: StartRun, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoint", durable=FullDisk("rename", times=1))
+    run, saved = leaves_at_step_3_while_step_2_is_being_saved(start_run, InFlightUntilTheRanksLeave(0.0), store)
+    assert saved
+    assert run.events.steps("save_failed") == [2]
+    assert run.names() == ["step-3"]
+
+
+def test_with_nothing_in_flight_a_save_is_tried_however_little_time_is_left(start_run: StartRun) -> None:
+    watch = Told(seconds_left=0.0)
+    run = start_run(interval=2, seams={"preemption": watch})
+    run.step()
+    run.step()
+    watch.receive(signal.SIGTERM)
+    run.step()
+    run.clock.seconds += 100
+    run.step()
+    assert run.names() == ["step-2", "step-4"]
+    assert run.events.steps("preempted") == [4]
+
+
+def test_a_step_that_is_durable_is_not_saved_again(start_run: StartRun) -> None:
+    watch = Told(seconds_left=0.0)
+    run = start_run(interval=1, seams={"preemption": watch})
+    watch.receive(signal.SIGTERM)
+    run.step()
+    assert run.manager.save(1)
+    assert run.manager.preempted_by == signal.SIGTERM
+    assert run.events.steps("save_started") == [1]
+    assert run.events.steps("preempted") == [1]

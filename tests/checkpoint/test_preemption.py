@@ -129,6 +129,21 @@ print(threading.active_count())
     assert output(script) == ["1"]
 
 
+def test_the_seconds_left_run_from_the_first_signal_and_until_then_there_is_no_end() -> None:
+    script = """
+w = watch("SIGTERM", grace_seconds=60)
+print(w.seconds_left())
+send(signal.SIGTERM)
+assert noted.wait(30)
+first = w.seconds_left()
+send(signal.SIGTERM)
+print(0 < first <= 60, w.seconds_left() <= first)
+w.close()
+print(w.seconds_left())
+"""
+    assert output(script) == ["inf", "True", "True", "inf"]
+
+
 def test_once_the_ranks_agreed_to_leave_a_late_signal_changes_nothing() -> None:
     script = """
 w = watch("SIGTERM", "SIGINT")

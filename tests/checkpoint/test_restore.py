@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import json
 import random
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from tests.checkpoint.small_run import SmallRun
 from torchtitan_lite.checkpoint.stateful import OptimizerWrapper
-from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch, ConfigError, SaveFailed
+from torchtitan_lite.errors import CheckpointMismatch, ConfigError, SaveFailed
+from torchtitan_lite.store.manifest import seal
 
 StartRun = Callable[..., SmallRun]
 
@@ -79,10 +81,11 @@ def test_digests_prove_a_resume(start_run: StartRun, caplog: pytest.LogCaptureFi
 def test_a_tensor_that_is_not_what_was_saved_is_named(start_run: StartRun) -> None:
     run = _saved(start_run, tensor_digests=True)
     manifest = run.root / "step-1" / "manifest.json"
-    text = manifest.read_text()
-    start = text.index('"model.second.weight": "') + len('"model.second.weight": "')
-    manifest.write_text(text[:start] + ("0" if text[start] != "0" else "1") + text[start + 1 :])
-    with pytest.raises(CheckpointDamaged, match=r"model\.second\.weight is not, after loading, what was saved"):
+    document = json.loads(manifest.read_bytes())
+    del document["digest"]
+    document["extra"]["tensor_digests"]["model.second.weight"] = "0" * 32
+    manifest.write_bytes(seal(json.dumps(document).removesuffix("}").encode()))
+    with pytest.raises(CheckpointMismatch, match=r"model\.second\.weight is not, after loading, what was saved"):
         start_run(verify_resume=True).manager.load()
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from tests.checkpoint.small_run import FullDisk, Lent, committing_writer
+from tests.checkpoint.small_run import FullDisk, Lent, target
 from torchtitan_lite.checkpoint.savers import PendingSave, ProcessSaver, Saver, SyncSaver, ThreadSaver, build_saver
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.consensus import Peers
@@ -36,7 +36,7 @@ def saver(mode: str, process_saver: ProcessSaver) -> Iterator[Saver]:
     saver = makers[mode]()
     saver.start()
     yield saver
-    saver.close()
+    saver.close(DEADLINE_SECONDS)
 
 
 @pytest.fixture
@@ -45,13 +45,13 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 
 def begin(saver: Saver, store: CheckpointStore, state: dict[str, Any], step: int = 1) -> PendingSave:
-    return saver.save(state, committing_writer(store, step, saver), step)
+    return saver.save(state, target(store, step))
 
 
 def saved_weight(store: CheckpointStore, step: int = 1) -> list[float]:
-    target = {"weight": torch.zeros(3)}
-    dcp_load(target, checkpoint_id=store.get(step).path, no_dist=True)
-    return target["weight"].tolist()
+    found = {"weight": torch.zeros(3)}
+    dcp_load(found, checkpoint_id=store.get(step).path, no_dist=True)
+    return found["weight"].tolist()
 
 
 def test_a_save_is_staged_then_durable_and_holds_the_state_as_it_was(saver: Saver, store: CheckpointStore) -> None:
@@ -93,8 +93,8 @@ def test_a_state_that_cannot_be_saved_is_a_failed_save_too(saver: Saver, store: 
 def test_closing_waits_for_the_save_under_way(store: CheckpointStore) -> None:
     saver = ThreadSaver(PEERS)
     pending = begin(saver, store, {"weight": torch.ones(3)})
-    saver.close()
-    saver.close()
+    saver.close(DEADLINE_SECONDS)
+    saver.close(DEADLINE_SECONDS)
     assert pending.durable.done()
     assert saved_weight(store) == [1, 1, 1]
 
@@ -122,7 +122,7 @@ def test_a_save_that_nobody_waits_for_any_more_keeps_its_copy_to_itself(store: C
         next_one.durable.result(DEADLINE_SECONDS)
     assert saved_weight(store) == [1, 1, 1]
     begin(saver, store, {"weight": torch.zeros(3)}, step=2).durable.result(DEADLINE_SECONDS)
-    saver.close()
+    saver.close(DEADLINE_SECONDS)
 
 
 def test_a_writer_process_that_dies_fails_one_save_at_most(process_saver: ProcessSaver, store: CheckpointStore) -> None:
@@ -153,7 +153,7 @@ def test_a_writer_process_that_dies_fails_one_save_at_most(process_saver: Proces
 def test_the_config_says_which_one(mode: Any, kind: type) -> None:
     saver = build_saver(Checkpoint(async_mode=mode), PEERS)
     assert type(saver) is kind
-    saver.close()
+    saver.close(DEADLINE_SECONDS)
 
 
 def test_making_and_closing_one_starts_nothing() -> None:
@@ -162,4 +162,4 @@ def test_making_and_closing_one_starts_nothing() -> None:
     for mode in modes:
         saver = build_saver(Checkpoint(async_mode=mode), PEERS)
         assert threading.active_count() == before
-        saver.close()
+        saver.close(DEADLINE_SECONDS)

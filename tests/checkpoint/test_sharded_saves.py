@@ -108,6 +108,9 @@ def test_a_signal_on_one_rank_makes_all_save_the_same_step_and_leave(rank: int, 
         def leave(self) -> None:
             self.left = True
 
+        def seconds_left(self) -> float:
+            return 60.0
+
         def close(self) -> None: ...
 
     watch = Watch()

@@ -6,119 +6,131 @@ import io
 import mmap
 import os
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.planner import WriteItem
 
-from torchtitan_lite.checkpoint.staging import PAGE, ArenaSlice, SnapshotPlanner, Stager, StagingArena, tensor_in
-
-DTYPES = [
-    *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-]
+from torchtitan_lite.checkpoint.file_image import FileImage, FileLayout
+from torchtitan_lite.checkpoint.staging import HostCopier, Staged, Stager, StagingArena
+from torchtitan_lite.checkpoint.torch_item import object_item
 
 
 @pytest.fixture
 def stager() -> Iterator[Stager]:
-    stager = Stager(pin=False)
+    stager = Stager(HostCopier(), pin=False)
     yield stager
     stager.close()
 
 
-def staged(state: dict[str, Any], stager: Stager) -> SnapshotPlanner:
-    planner = SnapshotPlanner()
-    planner.take(state, stager)
-    return planner
+def image_of(tensors: list[torch.Tensor], objects: bytes = b"", layout: FileLayout | None = None) -> FileImage:
+    return FileImage(layout or FileLayout([(t.dtype, tuple(t.shape)) for t in tensors]), tensors, objects)
 
 
-def contents(planner: SnapshotPlanner) -> dict[str, Any]:
-    """What a writer would be given, by name."""
-    items = planner.create_local_plan().items
-    resolved = {item.index.fqn: planner.resolve_data(item) for item in items}
-    return {name: load(data) if isinstance(data, io.BytesIO) else data for name, data in resolved.items()}
+def data_of(staged: Staged) -> bytes:
+    staged.wait()
+    return bytes(memoryview(staged.arena.memory)[: staged.num_bytes])
 
 
-def load(data: io.BytesIO) -> Any:
-    return torch.load(data, weights_only=True)
+def whole(image: FileImage) -> bytes:
+    buffer = bytearray(image.num_bytes)
+    image.fill(memoryview(buffer), 0, image.num_bytes)
+    return bytes(buffer)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (3, 5), (40, 50)], ids=str)
-def test_a_tensor_is_copied_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...], stager: Stager) -> None:
-    tensor = torch.randint(0, 2, shape).to(dtype)
-    copy = contents(staged({"t": tensor}, stager))["t"]
-    assert (copy.dtype, copy.shape) == (dtype, tensor.shape)
-    assert copy.contiguous().flatten().view(torch.uint8).tolist() == tensor.flatten().view(torch.uint8).tolist()
-
-
-def test_views_are_copied_as_what_they_show(stager: Stager) -> None:
+def views() -> list[torch.Tensor]:
     base = torch.arange(12.0).view(3, 4)
-    state = {"transposed": base.T, "column": base[:, 1], "expanded": torch.ones(1).expand(5), "leaf": base.clone()}
-    state["leaf"].requires_grad_()
-    copies = contents(staged(state, stager))
-    assert all(torch.equal(copies[name], tensor) for name, tensor in state.items())
-    assert not copies["leaf"].requires_grad
+    leaf = base.clone().requires_grad_()
+    return [
+        *(base.T, base[:, 1], torch.ones(1).expand(5), leaf, torch.empty(0), torch.tensor(3), torch.rand(70_000)),
+        *(torch.randint(0, 9, (33,)).to(torch.float8_e4m3fn), torch.rand(5).bfloat16(), torch.tensor([True, False])),
+    ]
+
+
+def test_what_is_staged_is_the_file(stager: Stager) -> None:
+    image = image_of(views(), object_item("text"))
+    assert data_of(stager.take(image)) == whole(image)
+
+
+def test_the_staged_tensors_are_those_of_the_state(stager: Stager) -> None:
+    staged = stager.take(image_of(views()))
+    staged.wait()
+    for copy, tensor in zip(staged.tensors(), views()[:6], strict=False):
+        assert (copy.dtype, copy.shape, copy.requires_grad) == (tensor.dtype, tensor.shape, False)
+        assert torch.equal(copy, tensor)
 
 
 def test_what_changes_afterwards_does_not_change_the_copy(stager: Stager) -> None:
-    live: dict[str, Any] = {"tensor": torch.zeros(3), "loader": {"position": 1, "seen": [1]}}
-    planner = staged(live, stager)
-    live["tensor"].fill_(9)
-    live["loader"]["position"] = 2
-    live["loader"]["seen"].append(2)
-    copies = contents(planner)
-    assert copies["tensor"].tolist() == [0, 0, 0]
-    assert (copies["loader.position"], copies["loader.seen"]) == (1, [1])
+    tensors = [torch.zeros(100), torch.ones(3, 3).T]
+    staged = stager.take(image_of(tensors))
+    staged.wait()
+    before = data_of(staged)
+    for tensor in tensors:
+        tensor.fill_(9)
+    assert data_of(staged) == before
 
 
 def test_the_arena_is_kept_from_save_to_save_and_grows_when_it_must(stager: Stager) -> None:
-    staged({"t": torch.zeros(1000)}, stager)
+    layout = FileLayout([(torch.float32, (1000,))])
+    stager.take(image_of([torch.zeros(1000)], layout=layout))
     arena = stager.arena
-    staged({"t": torch.ones(900)}, stager)
+    assert arena is not None
+    again = image_of([torch.ones(1000)], b"objects" * 100, layout=layout)
+    assert data_of(stager.take(again)) == whole(again)
     assert stager.arena is arena
-    assert contents(staged({"t": torch.ones(2000)}, stager))["t"].sum() == 2000
+    larger = image_of([torch.ones(2_000_000)])
+    assert data_of(stager.take(larger)) == whole(larger)
     assert stager.arena is not arena
     assert arena.fd == -1
 
 
-def test_tensors_do_not_overlap_and_large_ones_start_on_pages(stager: Stager) -> None:
-    state = {f"t{i}": torch.full((size,), i, dtype=torch.uint8) for i, size in enumerate([1, PAGE, 3, 2 * PAGE + 1, 7])}
-    copies = contents(staged(state, stager))
-    assert all(torch.equal(copies[name], state[name]) for name in state)
-    offsets = {name: stager.arena.place_of(copy).offset_bytes for name, copy in copies.items()}
-    assert all(offsets[name] % PAGE == 0 for name in ("t1", "t3"))
+def test_another_layout_in_the_same_arena_is_framed_anew(stager: Stager) -> None:
+    first, second = image_of([torch.zeros(1000)]), image_of([torch.ones(10), torch.ones(20)])
+    for image in (first, second, first):
+        assert data_of(stager.take(image)) == whole(image)
 
 
-def test_another_mapping_of_the_arena_sees_the_tensors(stager: Stager) -> None:
+def test_an_arena_that_was_made_ready_is_the_one_that_is_used(stager: Stager) -> None:
+    image = image_of([torch.rand(1_000_000)])
+    stager.prepare(image.num_bytes)
+    stager.take(image)
+    arena = stager.arena
+    assert data_of(stager.take(image)) == whole(image)
+    assert stager.arena is arena
+
+
+def test_an_arena_has_every_page_before_it_is_first_used(stager: Stager) -> None:
+    stager.prepare(8 << 20)
+    stager.take(image_of([torch.zeros(1)]))
+    assert stager.arena is not None
+    assert os.fstat(stager.arena.fd).st_blocks * 512 >= 8 << 20
+
+
+def test_a_closed_stager_has_no_memory_and_can_be_used_again() -> None:
+    stager = Stager(HostCopier(), pin=False)
+    assert stager.arena is None
+    image = image_of([torch.rand(1000)])
+    stager.take(image)
+    stager.close()
+    assert stager.arena is None
+    assert data_of(stager.take(image)) == whole(image)
+    stager.close()
+
+
+def test_another_mapping_of_the_arena_sees_the_file(stager: Stager) -> None:
     """As the writer process has it."""
-    state = {"a": torch.rand(7), "b": torch.rand(3000)}
-    copies = contents(staged(state, stager))
-    descriptor = os.dup(stager.arena.fd)
-    elsewhere = mmap.mmap(descriptor, stager.arena.num_bytes)
+    image = image_of([torch.rand(7), torch.rand(3000)])
+    staged = stager.take(image)
+    descriptor = os.dup(staged.arena.fd)
+    elsewhere = mmap.mmap(descriptor, staged.arena.num_bytes)
     os.close(descriptor)
-    for name, tensor in state.items():
-        assert torch.equal(tensor_in(elsewhere, stager.arena.place_of(copies[name])), tensor)
+    assert elsewhere[: staged.num_bytes] == whole(image)
+    first = image.layout.places[0]
+    item = elsewhere[first.item_at : first.item_at + first.item_bytes]
+    assert torch.equal(torch.load(io.BytesIO(item), weights_only=True), image.tensors[0])
 
 
-def test_a_tensor_of_an_arena_brings_nothing_of_its_neighbours_along() -> None:
+def test_closing_twice_is_closing_once() -> None:
     arena = StagingArena(4096, pin=False)
-    tensor = arena.tensor(ArenaSlice(64, (4,), torch.float32))
-    assert tensor.untyped_storage().nbytes() == 16
     arena.close()
     arena.close()
-
-
-def test_what_cannot_be_staged_is_told_where_all_ranks_learn_of_it(stager: Stager) -> None:
-    planner = staged({"bad": {"lambda": lambda: None}}, stager)
-    with pytest.raises(Exception, match=r"(?i)pickle"):
-        planner.create_local_plan()
-
-
-def test_a_planner_asked_for_what_it_did_not_stage_has_nothing(stager: Stager) -> None:
-    one, other = staged({"a": torch.ones(1)}, stager), Stager(pin=False)
-    item: WriteItem = staged({"b": torch.ones(1)}, other).create_local_plan().items[0]
-    with pytest.raises(KeyError):
-        one.resolve_data(item)
-    other.close()
+    assert arena.fd == -1

@@ -10,17 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from tests.checkpoint.small_run import FullDisk, committing_writer, same
+from tests.checkpoint.small_run import FullDisk, same, target
 from torchtitan_lite.checkpoint.savers import SyncSaver
-from torchtitan_lite.checkpoint.writer import write_items
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import SaveFailed
-from torchtitan_lite.store.manifest import CheckpointKind
+from torchtitan_lite.store.manifest import CheckpointKind, FileRecord, Manifest
 from torchtitan_lite.store.store import CheckpointStore
 
 PEERS = Peers(timedelta(seconds=60))
@@ -35,7 +32,7 @@ def state() -> dict[str, Any]:
 
 def save(store: CheckpointStore, step: int = 3, kind: CheckpointKind = CheckpointKind.FULL, **data: Any) -> Path:
     saver = SyncSaver(PEERS)
-    saver.save(data or state(), committing_writer(store, step, saver, kind), step).durable.result()
+    saver.save(data or state(), target(store, step, kind)).durable.result()
     return store.get(step).path
 
 
@@ -54,21 +51,15 @@ def test_a_checkpoint_is_a_data_file_the_metadata_and_a_manifest_of_both(store: 
     assert {name: record["size"] for name, record in manifest["files"].items()} == {
         name: (path / name).stat().st_size for name in names - {"manifest.json"}
     }
+    assert all(FileRecord.of((path / name).read_bytes()).digest == r["digest"] for name, r in manifest["files"].items())
     assert manifest["versions"].keys() == {"torchtitan_lite", "torch", "python"}
-
-
-def test_the_metadata_names_the_place_where_the_checkpoint_is(store: CheckpointStore) -> None:
-    path = save(store)
-    described = FileSystemReader(path).read_metadata().storage_meta
-    assert described is not None
-    assert described.checkpoint_id == str(path)
 
 
 def test_plain_dcp_loads_it(store: CheckpointStore) -> None:
     path = save(store)
-    target: dict[str, Any] = {"model": {name: torch.zeros_like(t) for name, t in state()["model"].items()}}
-    dcp_load(target, checkpoint_id=path, no_dist=True)
-    assert same(target["model"], state()["model"])
+    found: dict[str, Any] = {"model": {name: torch.zeros_like(t) for name, t in state()["model"].items()}}
+    dcp_load(found, checkpoint_id=path, no_dist=True)
+    assert same(found["model"], state()["model"])
 
 
 def test_format_utils_turns_it_into_one_file_for_torch_load(store: CheckpointStore, tmp_path: Path) -> None:
@@ -81,17 +72,20 @@ def test_a_view_is_written_without_what_lies_around_it(store: CheckpointStore) -
     assert (path / "__0_0.distcp").stat().st_size < 10_000
 
 
-def test_items_lie_where_the_results_say(tmp_path: Path) -> None:
-    tensor = torch.rand(5)
-    items: list[tuple[MetadataIndex, torch.Tensor | bytes]] = [
-        (MetadataIndex("a"), tensor),
-        (MetadataIndex("b"), b"bytes"),
-    ]
-    first, second = (result.storage_data for result in write_items(tmp_path / "f", items))
-    data = (tmp_path / "f").read_bytes()
-    assert (first.relative_path, first.offset, first.length) == ("f", 0, second.offset)
-    assert data[second.offset : second.offset + second.length] == b"bytes"
-    assert len(data) == second.offset + second.length
+def test_the_manifest_says_where_each_tensor_lies_and_what_each_object_is(store: CheckpointStore) -> None:
+    path = save(store)
+    manifest = Manifest.of_folder(path)
+    assert manifest is not None
+    weight = manifest.tensors["model.weight"]
+    assert (weight["dtype"], weight["shape"], weight["path"]) == ("float32", [2, 3], ["model", "weight"])
+    [[file, at, offsets, sizes]] = weight["chunks"]
+    assert (offsets, sizes, at % 64) == ([0, 0], [2, 3], 0)
+    data = (path / file).read_bytes()[at : at + 24]
+    assert torch.equal(torch.frombuffer(bytearray(data), dtype=torch.float32).view(2, 3), state()["model"]["weight"])
+    assert dict(manifest.objects) == {
+        "loader.position": {"path": ["loader", "position"], "value": 4},
+        "loader.names": {"path": ["loader", "names"], "value": ["a", "b"]},
+    }
 
 
 def test_an_earlier_attempt_leaves_nothing_in_the_checkpoint(store: CheckpointStore) -> None:
@@ -102,9 +96,9 @@ def test_an_earlier_attempt_leaves_nothing_in_the_checkpoint(store: CheckpointSt
 def test_a_step_saved_again_is_the_new_one(store: CheckpointStore) -> None:
     save(store, weight=torch.zeros(2))
     path = save(store, weight=torch.ones(2))
-    target = {"weight": torch.zeros(2)}
-    dcp_load(target, checkpoint_id=path, no_dist=True)
-    assert target["weight"].tolist() == [1, 1]
+    found = {"weight": torch.zeros(2)}
+    dcp_load(found, checkpoint_id=path, no_dist=True)
+    assert found["weight"].tolist() == [1, 1]
     assert [file.name for file in store.root.iterdir()] == ["step-3"]
 
 

@@ -6,8 +6,9 @@ parameters, and at each step every rank takes its own part of the same batch.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import cache
@@ -17,8 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -29,8 +28,11 @@ from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.savers import PendingSave, ProcessSaver, Saver, State, build_saver
 from torchtitan_lite.checkpoint.stateful import ModelWrapper, OptimizerWrapper, Stateful
 from torchtitan_lite.checkpoint.train_state import TrainState
+from torchtitan_lite.checkpoint.writer import Target
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.store import CheckpointStore
 
 TIMEOUT_SECONDS = 30
 
@@ -111,7 +113,7 @@ class TinyRun:
         """What is in the folder once all ranks are here: the coordinator may have more to do at the end of a save."""
         if self.sharded:
             dist.barrier()
-        return sorted(path.name for path in self.folder.iterdir())
+        return sorted(path.name for path in self.folder.iterdir() if path.name != layout.LOCK)
 
     def _model(self) -> dict[str, Tensor]:
         return ModelWrapper(self.model).state_dict()
@@ -139,28 +141,43 @@ class ObservedSaver:
     def start(self) -> None:
         self.inner.start()
 
-    def write_items(self, path: Path, items: Sequence[tuple[MetadataIndex, Tensor | bytes]]) -> list[WriteResult]:
-        self.before_write(path)
-        return self.inner.write_items(path, items)
+    def prepare(self, get_state: Callable[[], State]) -> None:
+        self.inner.prepare(get_state)
 
-    def save(self, state: State, writer: StorageWriter, step: int) -> PendingSave:
+    def save(self, state: State, target: Target) -> PendingSave:
         self._over.clear()
-        durable: Future[None] = Future()
-        pending = self.inner.save(state, writer, step)
+        durable: Future[Any] = Future()
+        watched = _WatchedStore(target.store, self.before_write)
+        pending = self.inner.save(state, dataclasses.replace(target, store=watched))
         pending.durable.add_done_callback(lambda inner: self._pass_on(inner, durable))
-        return PendingSave(step, pending.staged, durable)
+        return PendingSave(target.step, pending.staged, durable)
 
-    def close(self) -> None:
+    def close(self, timeout_seconds: float) -> None:
         self.wait()
-        self.inner.close()
+        self.inner.close(timeout_seconds)
 
-    def _pass_on(self, inner: Future[None], durable: Future[None]) -> None:
+    def _pass_on(self, inner: Future[Any], durable: Future[Any]) -> None:
         error = inner.exception()
         if error is None:
-            durable.set_result(None)
+            durable.set_result(inner.result())
         else:
             durable.set_exception(error)
         self._over.set()
+
+
+class _WatchedStore(CheckpointStore):
+    """`store`, with a call of `before_write` as soon as there is a folder for this rank's file."""
+
+    def __init__(self, store: CheckpointStore, before_write: Callable[[Path], object]) -> None:
+        super().__init__(store.root, durable=store.durable)
+        self._before_write: Callable[[Path], object] | None = before_write
+
+    def stage(self, step: int) -> Path:
+        folder = super().stage(step)
+        before_write, self._before_write = self._before_write, None
+        if before_write is not None:
+            before_write(folder / layout.data_file(dist.get_rank() if dist.is_initialized() else 0, 0))
+        return folder
 
 
 def at_steps(*steps: int) -> SavePolicy:

@@ -1,11 +1,13 @@
 """A job that is told to leave saves one step on every rank, leaves, and goes on from there."""
 
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import Job, children, command_line, run, send, start
+from tests.e2e.jobs import DEADLINE_SECONDS, REPO, TINY, Job, children, command_line, run, send, start
 
 STEPS = 4000
 ARGUMENTS = (f"--training.steps={STEPS}", "--checkpoint.interval=10", "--checkpoint.async_mode=async_with_pinned_mem")
@@ -22,6 +24,51 @@ def test_sigterm_to_one_worker_during_a_save_makes_all_leave_with_143_and_the_re
         assert _in_flight_before_it_left(job) <= _durable(job)
         assert all(name.removeprefix("step-").isdigit() for name in job.checkpoints), "nothing is left as staging"
     _goes_on_after(step, tmp_path / "run", ranks=2)
+
+
+SIGNALLED_WHILE_LOADING = """
+import logging, os, signal, sys, threading
+sys.path.insert(0, os.getcwd())
+import train
+from torchtitan_lite.checkpoint.train_state import TrainState
+noted, load_state_dict = threading.Event(), TrainState.load_state_dict
+
+class Note(logging.Handler):
+    def emit(self, record):
+        if "Received SIGTERM" in record.getMessage():
+            noted.set()
+
+def load_and_be_signalled(self, state):
+    load_state_dict(self, state)
+    logging.getLogger("torchtitan_lite").addHandler(Note())
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert noted.wait(60)
+
+TrainState.load_state_dict = load_and_be_signalled
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+def test_sigterm_during_the_load_ends_the_job_before_it_trains_a_step(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    job = run(folder, "--training.steps=2")
+    losses = job.losses()
+    arguments = [*TINY, f"--job.dump_folder={folder}", "--training.steps=4000"]
+    command = [sys.executable, "-c", SIGNALLED_WHILE_LOADING, *arguments]
+    ended = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False)
+    assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
+    assert "Trained nothing after step 2; leaving for SIGTERM." in ended.stdout + ended.stderr
+    assert [event["step"] for event in job.events("preempted")] == [2]
+    assert (job.checkpoints, job.losses()) == (["step-2"], losses)
+
+
+@pytest.mark.slow
+def test_sigterm_while_the_model_is_compiled_is_acted_on_after_two_steps_at_the_latest(tmp_path: Path) -> None:
+    with start(tmp_path / "run", *ARGUMENTS, "--training.compile") as job:
+        job.wait_until(lambda job: "Training starts at step 1," in job.log)
+        send(job.processes[0].pid, signal.SIGTERM)
+        assert job.wait() == [143], job.log
+        assert _preempted_step(job) <= 2
 
 
 @pytest.mark.slow

@@ -8,28 +8,21 @@ polls; failure is a fact that the ranks exchange first, so that they act on it i
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
+from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.savers import PendingSave, Saver, State
-from torchtitan_lite.checkpoint.writer import CommittingWriter, Origin
+from torchtitan_lite.checkpoint.upkeep import OnEvent, Upkeep
+from torchtitan_lite.checkpoint.writer import Origin, Target, free
 from torchtitan_lite.distributed.consensus import Peers
-from torchtitan_lite.errors import SaveFailed
+from torchtitan_lite.errors import LeaseLost, SaveFailed
 from torchtitan_lite.log import logger, readable_bytes
-from torchtitan_lite.store.manifest import CheckpointKind
-from torchtitan_lite.store.retention import RetentionPolicy, to_purge
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 from torchtitan_lite.store.store import CheckpointStore
-
-
-class OnEvent(Protocol):
-    """Takes what happened to which step, with its figures; called from any thread."""
-
-    def __call__(self, event: str, step: int, /, **figures: Any) -> None: ...
 
 
 @dataclass
@@ -53,7 +46,7 @@ class InFlight:
     def __init__(
         self,
         peers: Peers,
-        retention: RetentionPolicy,
+        upkeep: Upkeep,
         *,
         timeout_seconds: float,
         max_failed_saves: int,
@@ -61,7 +54,7 @@ class InFlight:
         on_event: OnEvent,
     ) -> None:
         self._peers = peers
-        self._retention = retention
+        self._upkeep = upkeep
         self._timeout_seconds = timeout_seconds
         self._max_failed_saves = max_failed_saves
         self._clock = clock
@@ -70,6 +63,13 @@ class InFlight:
         self._failed_in_a_row = 0
         self.last_durable: int | None = None
         """The step that was saved last, durably."""
+        self.last_seconds: float | None = None
+        """How long that save took, from its beginning until it was durable."""
+
+    @property
+    def step(self) -> int | None:
+        """The step of the save in flight. Not collective."""
+        return None if self._save is None else self._save.pending.step
 
     @property
     def failed(self) -> bool:
@@ -77,15 +77,26 @@ class InFlight:
         return self._save is not None and _failed(self._save.pending.durable)
 
     def begin(
-        self, step: int, state: State, kind: CheckpointKind, store: CheckpointStore, saver: Saver, origin: Origin
+        self,
+        step: int,
+        state: State,
+        kind: CheckpointKind,
+        store: CheckpointStore,
+        saver: Saver,
+        origin: Origin,
+        fence: Callable[[], None] = free,
     ) -> None:
-        """Sets off a save of `state`; nothing may be in flight. **Collective**."""
+        """Sets off a save of `state`; nothing may be in flight. **Collective**.
+
+        `fence` raises `LeaseLost` if the folder is no longer this job's; asked on the coordinator, before the commit.
+        """
         assert self._save is None, "settle() comes first"
         began = self._clock()
         self._on_event("save_started", step, kind=kind.value)
-        gc.collect(1)
-        writer = CommittingWriter(store, step, kind, origin, write_items=saver.write_items)
-        save = _Save(saver.save(state, writer, step), kind, store, began_seconds=began)
+        faults.set_step(step)
+        faults.point("save")
+        target = Target(store, step, kind, origin, fence=fence, check=lambda: self._preflight(step, kind, store))
+        save = _Save(saver.save(state, target), kind, store, began_seconds=began)
         save.pending.durable.add_done_callback(lambda _: self._when_over(save))
         save.stall_seconds = self._clock() - began
         self._save = save
@@ -118,14 +129,16 @@ class InFlight:
         if self._save is None:
             return None
         save, began = self._save, self._clock()
+        self._save = None
         failure = _outcome(save.pending, self._timeout_seconds)
         if save.pending.durable.done():
             wait_for([save.over], self._timeout_seconds)
+        else:
+            self._peers.is_group_in_doubt = True  # Its thread may hang in it.
         save.stall_seconds += self._clock() - began
-        self._save = None
         if failure is None:
             self._failed_in_a_row = 0
-            self.last_durable = save.pending.step
+            self.last_durable, self.last_seconds = save.pending.step, save.durable_seconds
             self._report_saved(save)
         else:
             self._failed_in_a_row += 1
@@ -139,32 +152,25 @@ class InFlight:
             if not self._peers.is_coordinator:
                 return
             if _failed(save.pending.durable):
-                self._abandon(save)
-            else:
-                self._purge(save.store, newest=save.pending.step)
+                if not isinstance(save.pending.durable.exception(), LeaseLost):
+                    self._upkeep.abandon(save.pending.step, save.store)
+                return
+            if (committed := save.pending.durable.result()) is not None:
+                self._upkeep.note_committed(committed, save.store)
+            self._upkeep.purge(save.store)
         finally:
             save.over.set_result(None)
 
-    def _abandon(self, save: _Save) -> None:
-        try:
-            save.store.abandon(save.pending.step)
-        except OSError as error:
-            logger.warning("Could not remove what the failed save of step %d left: %s", save.pending.step, error)
-
-    def _purge(self, store: CheckpointStore, newest: int) -> None:
-        for info in to_purge(self._retention, store.committed(), protected={newest}):
-            try:
-                store.delete(info)
-            except OSError as error:
-                logger.warning("Could not remove %s, which is no longer kept: %s. It stays.", info.path, error)
-            else:
-                self._on_event("purged", info.step, bytes=info.nbytes)
+    def _preflight(self, step: int, kind: CheckpointKind, store: CheckpointStore) -> None:
+        """Refuses a save for which the disk has no room: it would fail all the same, half-way."""
+        if self._peers.is_coordinator:
+            self._upkeep.make_sure_of_room(step, kind, store)
 
     def _report_saved(self, save: _Save) -> None:
-        if not self._peers.is_coordinator:
-            return
-        step, stall = save.pending.step, save.stall_seconds
-        nbytes = save.store.get(step).nbytes
+        committed = save.pending.durable.result()
+        if committed is None:
+            return  # It is the coordinator that tells.
+        step, stall, nbytes = save.pending.step, save.stall_seconds, committed.nbytes
         logger.info(
             "saved step %d%s: %s in %.2f s (training stood still %.3f s)",
             step,
@@ -188,15 +194,18 @@ class InFlight:
         self._on_event("save_failed", save.pending.step, reason=failure.cause, in_a_row=self._failed_in_a_row)
 
 
-def _failed(durable: Future[None]) -> bool:
+def _failed(durable: Future[CheckpointInfo | None]) -> bool:
     return durable.done() and durable.exception() is not None
 
 
 def _outcome(pending: PendingSave, timeout_seconds: float) -> SaveFailed | None:
+    """How `pending` failed, if it did. Raises `LeaseLost`: no further try can succeed."""
     try:
         failure = pending.durable.exception(timeout_seconds)
     except FutureTimeout:
         return SaveFailed(pending.step, f"not durable after {timeout_seconds:.0f} s (checkpoint.timeout_seconds)")
+    if isinstance(failure, LeaseLost):
+        raise failure
     if failure is None or isinstance(failure, SaveFailed):
         return failure
     return SaveFailed(pending.step, f"{type(failure).__name__}: {failure}")

@@ -108,3 +108,8 @@ def build_save_policy(config: Checkpoint) -> SavePolicy:
         EverySeconds(config.interval) if config.interval_type == "seconds" else EverySteps(config.interval)
     )
     return AnyOf((AtStep(1), every)) if config.enable_first_step_checkpoint else every
+
+
+def build_skips_when_busy(config: Checkpoint) -> bool:
+    """Whether a save that is due while another is in flight is left out, as `when_busy` says."""
+    return config.when_busy == "skip"

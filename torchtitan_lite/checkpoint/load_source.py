@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ class LoadSource:
     nbytes: int = 0
     initial: bool = False
     """Whether it is another run's, taken as a beginning."""
+    is_explicit: bool = False
+    """Whether just this one was asked for: no other one will do."""
     topology: str = ""
     """Of the run that saved it; empty if unknown."""
     config: dict[str, Any] = field(default_factory=dict)
@@ -49,13 +52,19 @@ def new_run() -> Lineage:
     return Lineage(run_id=uuid.uuid4().hex[:8])
 
 
-def choose_source(store: CheckpointStore, step: int, config: Checkpoint) -> LoadSource | None:
-    """What to load when asked for `step` (-1: the newest); None: a fresh start. Raises `CheckpointNotFound`."""
-    latest = store.latest()
+def choose_source(
+    store: CheckpointStore, step: int, config: Checkpoint, passed_over: Collection[int] = ()
+) -> LoadSource | None:
+    """What to load when asked for `step` (-1: the newest); None: a fresh start. Raises `CheckpointNotFound`.
+
+    Steps in `passed_over` are as if they were not there, unless `step` is one of them.
+    """
+    full = [info for info in store.committed() if info.kind is CheckpointKind.FULL and info.step not in passed_over]
+    latest = full[-1] if full else None
     if step != -1 and not is_branch_of(latest, step, config):
         return _explicit(store, step)
     if latest is not None:
-        return _committed(latest)
+        return _of_a_run_that_goes_on(_committed(latest), store)
     return _initial(config) if config.initial_load_path else None
 
 
@@ -64,12 +73,20 @@ def is_branch_of(info: CheckpointInfo | None, step: int, config: Checkpoint) -> 
     return info is not None and info.lineage.branch_point == step and not config.new_branch
 
 
+def _of_a_run_that_goes_on(source: LoadSource, store: CheckpointStore) -> LoadSource:
+    """`source`; of a new run if checkpoints of its own were abandoned, for what it saves would be taken for these."""
+    abandoned = {run_id for info in store.intact() for _, run_id in info.lineage.abandons}
+    if source.lineage.run_id not in abandoned:
+        return source
+    return dataclasses.replace(source, lineage=dataclasses.replace(new_run(), parent_step=source.step))
+
+
 def _explicit(store: CheckpointStore, step: int) -> LoadSource:
     unmanaged = {layout.parse_step(path.name): path for path in store.unmanaged()}
     branch = dataclasses.replace(new_run(), parent_step=step, branch_point=step)
     if step in unmanaged:
-        return LoadSource(unmanaged[step], step, model_only=step == 0, lineage=branch)
-    return dataclasses.replace(_committed(store.get(step)), lineage=branch)
+        return LoadSource(unmanaged[step], step, model_only=step == 0, lineage=branch, is_explicit=True)
+    return dataclasses.replace(_committed(store.get(step)), lineage=branch, is_explicit=True)
 
 
 def _committed(info: CheckpointInfo) -> LoadSource:
@@ -96,7 +113,14 @@ def _initial(config: Checkpoint) -> LoadSource:
     manifest = Manifest.of_folder(path)
     step = manifest.step if manifest is not None and not config.initial_load_model_only else 0
     return _with_origin(
-        LoadSource(path, step, model_only=config.initial_load_model_only, lineage=new_run(), initial=True)
+        LoadSource(
+            path,
+            step,
+            model_only=config.initial_load_model_only,
+            lineage=new_run(),
+            initial=True,
+            is_explicit=True,
+        )
     )
 
 

@@ -23,21 +23,28 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.export import DTYPES, weights_only
-from torchtitan_lite.checkpoint.in_flight import InFlight, OnEvent
-from torchtitan_lite.checkpoint.interval import SavePolicy, Tick, build_save_policy, split
-from torchtitan_lite.checkpoint.load_source import LoadSource, choose_source, is_branch_of, new_run
+from torchtitan_lite.checkpoint.fallback import Candidates
+from torchtitan_lite.checkpoint.in_flight import InFlight
+from torchtitan_lite.checkpoint.interval import SavePolicy, Tick, build_save_policy, build_skips_when_busy, split
+from torchtitan_lite.checkpoint.leaving import Leaving, how_to_leave
+from torchtitan_lite.checkpoint.load_source import LoadSource, is_branch_of, new_run
 from torchtitan_lite.checkpoint.preemption import PreemptionWatch
 from torchtitan_lite.checkpoint.restore import RNG, Restore
 from torchtitan_lite.checkpoint.resume_report import ResumeReport
 from torchtitan_lite.checkpoint.rng import RngState
+from torchtitan_lite.checkpoint.save_plan import PlanCache
 from torchtitan_lite.checkpoint.savers import Saver, State, SyncSaver, build_saver
+from torchtitan_lite.checkpoint.staging_guard import StagingGuard
 from torchtitan_lite.checkpoint.stateful import LRSchedulerWrapper, ModelWrapper, OptimizerWrapper, Stateful
+from torchtitan_lite.checkpoint.upkeep import OnEvent, Upkeep
 from torchtitan_lite.checkpoint.writer import Origin
 from torchtitan_lite.config.job_config import EXCLUDABLE_STATES, JobConfig
 from torchtitan_lite.distributed.consensus import Facts, Peers, StepConsensus
 from torchtitan_lite.errors import ConfigError, SaveFailed
 from torchtitan_lite.log import logger
+from torchtitan_lite.store.lease import Lease
 from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.retention import RetentionPolicy, build_retention
 from torchtitan_lite.store.store import CheckpointStore
@@ -82,56 +89,75 @@ class CheckpointManager:
         self._store = store or CheckpointStore(dump_folder / config.folder)
         self._export_store = CheckpointStore(dump_folder / config.export_folder) if config.export_folder else None
         self._peers = peers or Peers(timeout)
-        self._saver = saver or build_saver(config, self._peers)
-        self._sync_saver = SyncSaver(self._peers)
+        plans = PlanCache(self._peers)
+        self._saver = saver or build_saver(config, self._peers, plans)
+        self._sync_saver = SyncSaver(self._peers, plans)
         self._step_policy, self._clock_policy = split(save_policy or build_save_policy(config))
+        self._skips_when_busy = build_skips_when_busy(config)
         self._consensus = consensus or StepConsensus(timeout)
         self._preemption = preemption or PreemptionWatch(config.preemption_signals, config.preemption_grace_seconds)
         self._clock = clock
         self._on_event = on_event or _nobody_listens
+        self._lineage = new_run()
+        self._leases = {
+            each.root: Lease(each.root, run_id=self._lineage.run_id, timeout_seconds=config.lease_timeout_seconds)
+            for each in (self._store, self._export_store)
+            if each is not None
+        }
+        self._upkeep = Upkeep(retention or build_retention(config), self._on_event)
         self._in_flight = InFlight(
             self._peers,
-            retention or build_retention(config),
+            self._upkeep,
             timeout_seconds=config.timeout_seconds,
             max_failed_saves=config.max_failed_saves,
             clock=clock,
             on_event=self._on_event,
         )
+        self._guard = StagingGuard(optimizers, self.maybe_wait_for_staging)
         self._topology = topology or f"{self._peers.world_size} ranks"
-        self._lineage = new_run()
         self._last_save = Tick(0, clock())
         self._is_open = False
+        self._is_prepared = False
         self.loaded_step: int | None = None
         """Step that `load` went on from; None for a fresh start."""
         self.preempted_by = 0
-        """The signal that the ranks agreed to leave for, after `save` saved; 0 for none."""
+        """The signal that the ranks agreed to leave for, after `save` saved or before training; 0 for none."""
         if config.enable_checkpoint:
             logger.info("Checkpointing active. Checkpoints will be loaded from and saved to %s", self._store.root)
+
+    def open(self) -> None:
+        """The folder is this job's, and signals are watched; the other methods see to it too. Raises `FolderInUse`."""
+        if self._config.enable_checkpoint:
+            self._open()
 
     def load(self, step: int = -1) -> bool:
         """Loads `step`, by default what the config says: `load_step`, or the newest, or `initial_load_path`.
 
-        False means a fresh start: nothing was there, nothing was changed. Raises `CheckpointNotFound`,
-        `CheckpointMismatch` and what a state refuses with, on every rank, before the model is touched.
+        A damaged checkpoint is passed over for the next older one. False means a fresh start: nothing was there,
+        nothing was changed. Raises `CheckpointNotFound`, `CheckpointMismatch` and what a state refuses with, on every
+        rank, before the model is touched, and `AllCheckpointsDamaged`. Sets `preempted_by` if a rank was asked to leave
+        meanwhile: nothing is trained yet, so there is nothing to save.
         """
         if not self._config.enable_checkpoint:
             return False
         self._open()
         self._in_flight.settle()
         wanted = step if step != -1 else self._config.load_step
-        source = self._choose(wanted)
-        self._tell_what_was_chosen(wanted, source)
+        candidates = Candidates(self._store, wanted, self._config, self._peers, self._on_event)
+        source = candidates.take(lambda source: self._load(wanted, source))
         if source is None:
+            self._tell_what_is_passed_over(wanted)
             logger.info("No checkpoint in %s: a fresh start.", self._store.root)
-            return False
-        self._load(source)
-        return True
+        else:
+            self._go_on_from(source)
+        self._leave_untrained()
+        return source is not None
 
     def dry_run(self) -> ResumeReport | None:
         """What `load` would do, and refuse; None for a fresh start. Nothing of the run is changed, nothing on disk."""
         if not self._config.enable_checkpoint:
             return None
-        source = self._choose(self._config.load_step)
+        source = Candidates(self._store, self._config.load_step, self._config, self._peers, self._on_event).first()
         return None if source is None else self._restore(source).report()
 
     def save(self, curr_step: int, force: bool = False) -> bool:
@@ -147,6 +173,7 @@ class CheckpointManager:
         self._take_note(agreed)
         self.preempted_by = 0 if force else agreed.signal
         saved = not self._config.load_only and self._save_if_due(curr_step, force, agreed)
+        self._prepare_saver(now=True)  # After the first step there is all that is to be saved.
         self._consensus.send(self._facts(curr_step))
         return saved
 
@@ -158,6 +185,7 @@ class CheckpointManager:
         """Starts the clock of seconds intervals: call right before the loop."""
         if self._config.enable_checkpoint:
             self._open()
+            self._prepare_saver(now=False)
         self._last_save = Tick(self.loaded_step or 0, self._clock())
 
     def newest_step(self) -> int:
@@ -174,8 +202,11 @@ class CheckpointManager:
             return
         self._is_open = False
         with ExitStack() as in_reverse:
+            for lease in self._leases.values():
+                in_reverse.callback(lease.release)
             in_reverse.callback(self._preemption.close)
-            in_reverse.callback(self._saver.close)
+            in_reverse.callback(self._saver.close, self._config.timeout_seconds)
+            in_reverse.callback(self._guard.close)
             in_reverse.callback(self._in_flight.settle)
             in_reverse.callback(self._consensus.drain)
 
@@ -196,43 +227,74 @@ class CheckpointManager:
         if self._is_open:
             return
         self._is_open = True
-        self._preemption.start()
-        if not self._config.load_only:
-            self._saver.start()
-            self._peers.decide(self._recover)
+        try:
+            self._preemption.start()
+            self._guard.start()
+            if not self._config.load_only:
+                self._peers.decide(self._recover)
+                self._saver.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def _refuse_one_folder_for_both(self) -> None:
+        if self._export_store is not None and self._export_store.is_in_the_same_place_as(self._store):
+            raise ConfigError(
+                f"checkpoint.export_folder: {self._export_store.root} is the folder of checkpoints too, where the "
+                "export would take the place of the last full one. Name another folder."
+            )
 
     def _recover(self) -> None:
+        self._refuse_one_folder_for_both()
+        faults.point("lease")
+        for lease in self._leases.values():
+            lease.take()
+        faults.point("recover")
         for store in filter(None, (self._store, self._export_store)):
             for path in store.recover():
                 logger.info("Recovered from an earlier end in the middle of a save: %s", path)
 
-    def _load(self, source: LoadSource) -> None:
+    def _go_on_from(self, source: LoadSource) -> None:
+        self._lineage = source.lineage
+        self.loaded_step = None if source.initial and source.model_only else source.step
+        if not source.initial:
+            self._upkeep.note_good(source.step)
+
+    def _leave_untrained(self) -> None:
+        self.preempted_by = max(self._peers.gather(self._preemption.received))
+        if self.preempted_by:
+            self._preemption.leave()
+            step = self.loaded_step or 0
+            logger.info("Trained nothing after step %d; leaving for %s.", step, signal.Signals(self.preempted_by).name)
+            self._on_event("preempted", step, signal=self.preempted_by, given_up_steps=0)
+
+    def _load(self, wanted: int, source: LoadSource) -> None:
+        self._tell_what_was_chosen(wanted, source)
         began = self._clock()
         logger.info("Loading the checkpoint at step %d.", source.step)
         self._on_event("load_started", source.step, path=str(source.path))
+        faults.set_step(source.step)
+        faults.point("load")
         gc.collect()
         self._restore(source).run()
         gc.collect()
-        self._lineage = source.lineage
-        self.loaded_step = None if source.initial and source.model_only else source.step
         seconds = self._clock() - began
         logger.info("Finished loading the checkpoint in %.2f seconds.", seconds)
         self._on_event("loaded", source.step, path=str(source.path), seconds=seconds, bytes=source.nbytes)
 
-    def _choose(self, step: int) -> LoadSource | None:
-        return self._peers.decide(lambda: choose_source(self._store, step, self._config))
-
-    def _tell_what_was_chosen(self, wanted: int, source: LoadSource | None) -> None:
-        passed_over = self._store.unmanaged() if self._peers.is_coordinator and wanted == -1 else []
-        for path in passed_over:
-            logger.warning("%s has no manifest and is passed over; to load it, ask for its step or path.", path)
-        if source is not None and source.initial:
+    def _tell_what_was_chosen(self, wanted: int, source: LoadSource) -> None:
+        self._tell_what_is_passed_over(wanted)
+        if source.initial:
             logger.info("Beginning from %s.", source.path)
-        elif source is not None and wanted not in (-1, source.step):
+        elif wanted not in (-1, source.step):
             logger.info("Step %d was gone back to already; going on from step %d of that branch.", wanted, source.step)
 
+    def _tell_what_is_passed_over(self, wanted: int) -> None:
+        for path in self._store.unmanaged() if self._peers.is_coordinator and wanted == -1 else []:
+            logger.warning("%s has no manifest and is passed over; to load it, ask for its step or path.", path)
+
     def _newest_step(self) -> int:
-        committed = self._store.committed()
+        committed = [info for info in self._store.committed() if not self._store.check_sizes(info)]
         if self._config.load_step != -1:
             committed = [info for info in committed if is_branch_of(info, self._config.load_step, self._config)]
         return max((info.step for info in committed), default=-1)
@@ -250,30 +312,56 @@ class CheckpointManager:
 
     def _take_note(self, agreed: Facts) -> None:
         if agreed.signal:
-            self._preemption.leave()
-        if agreed.save_failed and agreed.signal:
-            self._in_flight.outcome()  # However many failed: the save before leaving is tried.
+            self._preemption.leave()  # What is in flight is waited for, and looked at, before leaving.
         elif agreed.save_failed:
             self._in_flight.settle()
         else:
             self._in_flight.poll()
 
     def _save_if_due(self, step: int, force: bool, agreed: Facts) -> bool:
+        if self.preempted_by:
+            return self._leave(step)
         due = self._step_policy.due(Tick(step, self._clock()), self._last_save) or agreed.save_due
-        if force or self.preempted_by:
+        if force:
             self._in_flight.outcome()  # However it ended: this save is tried.
+            self._save_last(step)
+        elif due and agreed.step_in_flight >= 0 and self._skips_when_busy:
+            due = self._skip(step, agreed.step_in_flight)
         elif due:
             self._in_flight.settle()
-        if force:
-            self._save_last(step)
-        elif self.preempted_by:
-            self._save_and_wait(step, self._full_state(), CheckpointKind.FULL, self._store)
-            logger.info("Saved step %d; leaving for %s.", step, signal.Signals(self.preempted_by).name)
-            self._on_event("preempted", step, signal=self.preempted_by)
-        elif due:
             self._begin(step, self._full_state(), CheckpointKind.FULL, self._store, self._saver)
             self._in_flight.poll()
-        return force or bool(self.preempted_by) or due
+        return force or due
+
+    def _skip(self, step: int, in_flight: int) -> bool:
+        """The save of `step` is not made: the one before it was still being written a step ago."""
+        logger.warning("step %d is not saved: the save of step %d is still being written.", step, in_flight)
+        self._on_event("save_skipped", step, in_flight=in_flight)
+        self._last_save = Tick(step, self._clock())
+        return False
+
+    def _leave(self, step: int) -> bool:
+        """Something is durable on return: `step` (True), or what was in flight, if time is too short for more."""
+        awaited = self._in_flight.step
+        self._in_flight.outcome()  # However it ended: the ranks leave.
+        if self._how_to_leave(step, awaited) is Leaving.AFTER_A_SAVE:
+            self._save_and_wait(step, self._full_state(), CheckpointKind.FULL, self._store)
+        saved = self._peers.decide(lambda: self._in_flight.last_durable)
+        assert saved is not None, "each way to leave has a durable save"
+        if saved != step:
+            logger.warning("The grace period is too short to save step %d too; a rerun trains it again.", step)
+        logger.info("Saved step %d; leaving for %s.", saved, signal.Signals(self.preempted_by).name)
+        self._on_event("preempted", saved, signal=self.preempted_by, given_up_steps=step - saved)
+        return saved == step
+
+    def _how_to_leave(self, step: int, awaited: int | None) -> Leaving:
+        left = min(self._peers.gather(self._preemption.seconds_left()))  # The signal may have come to one rank alone.
+        done = self._in_flight
+        return self._peers.decide(
+            lambda: how_to_leave(
+                step, durable=done.last_durable, awaited=awaited, seconds_left=left, save_seconds=done.last_seconds
+            )
+        )
 
     def _save_last(self, step: int) -> None:
         if self._config.create_seed_checkpoint:
@@ -313,8 +401,20 @@ class CheckpointManager:
         assert failure is not None
         raise failure
 
+    def _prepare_saver(self, *, now: bool) -> None:
+        """The saver is ready for a first save, off its path: `now`, or as soon as the optimizers have state.
+
+        Asking an optimizer for state before its first step would make it.
+        """
+        if self._is_prepared or self._config.load_only:
+            return
+        if now or self._peers.highest(not self._optimizer.has_state()) == (0,):
+            self._is_prepared = True
+            self._saver.prepare(self._full_state)
+
     def _begin(self, step: int, state: State, kind: CheckpointKind, store: CheckpointStore, saver: Saver) -> None:
-        self._in_flight.begin(step, state, kind, store, saver, self._origin())
+        fence = self._leases[store.root].check
+        self._in_flight.begin(step, state, kind, store, saver, self._origin(), fence)
         self._last_save = Tick(step, self._clock())
 
     def _origin(self) -> Origin:
@@ -326,6 +426,7 @@ class CheckpointManager:
         return Facts(
             save_due=self._clock_policy.due(Tick(step, self._clock()), self._last_save),
             save_failed=self._in_flight.failed,
+            step_in_flight=-1 if self._in_flight.step is None else self._in_flight.step,
             signal=self._preemption.received,
         )
 

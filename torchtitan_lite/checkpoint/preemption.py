@@ -11,6 +11,7 @@ process in the kernel.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import select
 import signal
@@ -34,6 +35,7 @@ class PreemptionWatch:
         self._signals = [_number(name) for name in signals]
         self._grace_seconds = grace_seconds
         self._received = 0
+        self._deadline: float | None = None
         self._leaving = False
         self._thread: threading.Thread | None = None
         self._before: dict[int, signal._HANDLER] = {}
@@ -44,6 +46,10 @@ class PreemptionWatch:
     def received(self) -> int:
         """The number of the first signal that arrived; 0 for none."""
         return self._received
+
+    def seconds_left(self) -> float:
+        """Seconds until this process is ended, at least 0; infinity while no signal has come to this rank."""
+        return math.inf if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
     def start(self) -> None:
         """Watches from now on. Main thread (elsewhere Python has no signals: a warning, and no watch). Idempotent."""
@@ -76,12 +82,11 @@ class PreemptionWatch:
         self._thread.join()
         for end in self._pipe:
             end.close()
-        self._thread = self._pipe = None
+        self._thread = self._pipe = self._deadline = None
 
     def _watch(self, pipe: socket.socket) -> None:
-        deadline: float | None = None
         while True:
-            seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
+            seconds = None if self._deadline is None else self.seconds_left()
             if not select.select([pipe], [], [], seconds)[0]:
                 self._end_now()
             for number in pipe.recv(64):
@@ -90,8 +95,8 @@ class PreemptionWatch:
                 if number == signal.SIGINT:
                     # Not signal.signal: that is the main thread's, which may be inside a collective.
                     ctypes.CDLL(None).signal(number, 0)
-                if number in self._signals and deadline is None:
-                    deadline = time.monotonic() + self._grace_seconds
+                if number in self._signals and self._deadline is None:
+                    self._deadline = time.monotonic() + self._grace_seconds
                     self._note(number)
 
     def _note(self, number: int) -> None:

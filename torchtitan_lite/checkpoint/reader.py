@@ -1,210 +1,332 @@
-"""A checkpoint as it can be read: what is in it, and how it gets into what the run has.
+"""A checkpoint's bytes on their way into memory.
 
-What a checkpoint holds is known from its metadata before a byte of data is read, so a report of
-what does not fit comes first. Small objects are read with `weights_only`, never unpickled freely.
-States that grow (a loss history) are read at the size they were saved with.
+Each range that is needed is read once, in the order of the file, several at a time, straight into the
+tensor that it is for, and checked in the same pass. Nothing that a file says is run. `CheckpointReader`
+is a StorageReader: `dcp.load(state, storage_reader=CheckpointReader(folder))` reads with it, from
+checkpoints of ours and of plain DCP alike. Memory taken is at most 64 MiB, however large the state;
+only an object or a tensor in an unusual form is in memory twice while it is read.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import io
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
 
-from torchtitan_lite.checkpoint import dcp
-from torchtitan_lite.checkpoint.key_report import KeyReport, TensorLike, compare_tensors, merged
-from torchtitan_lite.checkpoint.load_rules import EVERYTHING, LoadRules
-from torchtitan_lite.distributed.consensus import Peers
-from torchtitan_lite.errors import CheckpointMismatch, CheckpointUnreadable
-from torchtitan_lite.log import logger
+from torchtitan_lite.checkpoint.collection import no_collection
+from torchtitan_lite.checkpoint.contents import Chunk, Item, Shape
+from torchtitan_lite.checkpoint.folder import CheckpointFolder, Verify
+from torchtitan_lite.checkpoint.regions import Source, Staged, contiguous_strides, staged, straight, whole
+from torchtitan_lite.checkpoint.safe_load import UnsafeItem, load_item
+from torchtitan_lite.checkpoint.stock_item import Layout, locate
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe
+from torchtitan_lite.store.block_reader import BlockReader, DamagedRange, Piece
+from torchtitan_lite.store.digest import BLOCK_BYTES, DIGEST_BYTES
+from torchtitan_lite.store.plain_file import opened
 
-State = dict[str, Any]
+BATCH_BYTES = 24 << 20
+"""Memory of all that is read somewhere else first, at a time."""
+
+T = TypeVar("T")
 
 
-class StoredCheckpoint:
-    """The checkpoint folder at `path`, ours or plain DCP's, as `rules` let it be loaded."""
+class Region(NamedTuple):
+    """The box of `target`'s shape at `offsets` in `chunk` of the tensor `key`, and where it goes."""
 
-    def __init__(self, path: Path, peers: Peers, rules: LoadRules = EVERYTHING) -> None:
-        self.path = path
-        self._peers = peers
-        self._rules = rules
+    key: str
+    chunk: Chunk
+    offsets: Shape
+    target: torch.Tensor
 
-    @cached_property
-    def metadata(self) -> Metadata:
-        """DCP's metadata. Any rank."""
-        try:
-            return FileSystemReader(self.path).read_metadata()
-        except Exception as error:
-            raise CheckpointUnreadable(str(self.path), f"{type(error).__name__}: {error}") from error
 
-    def keys(self, prefix: str) -> list[str]:
-        """The flat keys under `prefix`."""
-        return [key for key in self.metadata.state_dict_metadata if key.startswith(prefix)]
+@dataclass
+class Wanted:
+    """All that one rank reads."""
 
-    def report(
-        self, model: Mapping[str, torch.Tensor], optimizer: State, states: Sequence[str] = (), *, cast: bool = False
-    ) -> KeyReport:
-        """How the checkpoint differs from all of these, as all ranks see it. Reads nothing. **Collective**.
+    regions: list[Region] = field(default_factory=list)
+    objects: list[tuple[str, Callable[[Any], None]]] = field(default_factory=list)
+    """Keys, and what takes the object."""
 
-        What is not to be loaded is left out: an optimizer without keys, a state not named.
-        """
-        reports = [self._model_report(model, cast), KeyReport(missing=[n for n in states if not self.keys(f"{n}.")])]
-        if optimizer:
-            reports.append(self._optimizer_report(optimizer))
-        return self._of_all_ranks(merged(*reports))
 
-    def check(
-        self, model: Mapping[str, torch.Tensor], optimizer: State, states: Sequence[str] = (), *, cast: bool = False
+class CheckpointReader(StorageReader):
+    """Reads the checkpoint in `folder`, a path or an opened one, with `blocks`."""
+
+    def __init__(
+        self, folder: CheckpointFolder | Path, verify: Verify = "full", blocks: BlockReader | None = None
     ) -> None:
-        """Raises `CheckpointMismatch` on every rank unless all of these are there and fit, if the rules are strict."""
-        report = self.report(model, optimizer, states, cast=cast)
-        if report and (self._rules.strictness == "error" or report.lost_states(states)):
-            raise CheckpointMismatch(str(self.path), str(report))
-        if report and self._rules.strictness == "warn":
-            logger.warning("%s does not fit everywhere; the rest of it is loaded:\n%s", self.path, report)
+        self._folder = folder if isinstance(folder, CheckpointFolder) else CheckpointFolder(folder, verify)
+        self._blocks = blocks or BlockReader()
 
-    def read_model(self, model: Mapping[str, torch.Tensor], *, cast: bool = False) -> None:
-        """Reads into the live tensors of `model`, from `model.<fqn>` or, in a weights-only checkpoint, bare FQNs.
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Nothing: the place is given at construction."""
 
-        Exactly the keys that the rules ask for must be there, with the model's shapes and, unless `cast`, its
-        dtypes; else `CheckpointMismatch` on every rank before a byte is read. **Collective**.
+    def read_metadata(self) -> Metadata:
+        # Without keyword arguments: DCP would ask for a rank's own metadata where this fails.
+        return self._folder.contents.to_metadata()
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing: what is where is known from the folder."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads what the plan asks for: its items, or what it has of this module's own, as storage data."""
+        if isinstance(plan.storage_data, Wanted):
+            self.read(plan.storage_data)
+        else:
+            self._read_items(plan.items, planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return isinstance(checkpoint_id, str | Path)
+
+    def read(self, wanted: Wanted) -> None:
+        """Every target has its elements, every object was handed over. Any rank.
+
+        Raises `CheckpointDamaged`, naming file, bytes and keys; `CheckpointUnsafe`; `CheckpointUnreadable`.
         """
-        self.check(model, {}, cast=cast)
-        names = self._names(self._prefix(model))
-        skipped = self._model_report(model, cast).mismatched
-        wanted = {fqn: tensor for fqn, tensor in model.items() if self._rules.wants(fqn) and fqn not in skipped}
-        self._read({names[fqn]: tensor for fqn, tensor in wanted.items() if fqn in names})
+        with no_collection():
+            pieces, parts = self._sorted(wanted.regions)
+        for file in sorted(pieces):
+            self._fill(file, pieces[file])
+        for batch in _batches(sorted(parts, key=lambda part: (part.file, part.at)), lambda part: part.num_bytes):
+            for file, of_file in groupby(batch, key=lambda part: part.file):
+                self._read_staged(file, list(of_file))
+        self._read_objects(wanted.objects)
 
-    def read_optimizer(self, optimizer: State) -> State:
-        """Reads the optimizer's flat state: tensors in place, the rest returned with them. **Collective**.
+    def verify_rest(self, number: int, count: int) -> None:
+        """All parts of files that hold no tensor are what was committed, in every `count`-th file from `number` on.
 
-        Settings that this version of torch has and the checkpoint has not (`param_groups.*`) stay as they are.
+        With what is read of the tensors, and each number from 0 to `count` asked for, that is every byte.
         """
-        self.check({}, optimizer)
-        skipped = self._optimizer_report(optimizer).mismatched
-        stored_names = {key: self._optimizer_name(key) for key in optimizer}
-        known = self.metadata.state_dict_metadata
-        names = {key: name for key, name in stored_names.items() if name in known and key not in skipped}
-        read = {name: optimizer[key] for key, name in names.items()}
-        self._read(read)
-        return optimizer | {key: read[name] for key, name in names.items()}
+        records = self._folder.records
+        for file in sorted(records)[number::count]:
+            blocks = self._blocks_without_tensors(file, len(records[file].blocks) // DIGEST_BYTES)
+            if blocks:
+                with _Findings(self._folder, file):
+                    self._blocks.verify(self._folder.path / file, records[file], blocks)
 
-    def read_state(self, name: str, own: State) -> State:
-        """The nested state `name` as it was saved; sharded tensors are read into those of `own`. **Collective**.
+    def _sorted(self, regions: Sequence[Region]) -> tuple[dict[str, list[Piece]], list[Staged]]:
+        """What of `regions` is read straight into its place, by file, and what is staged."""
+        tensors = self._folder.contents.tensors
+        pieces: dict[str, list[Piece]] = {}
+        others: list[Region] = []
+        for region in regions:
+            piece = whole(region.chunk, tensors[region.key].dtype, region.target)
+            if piece is None:
+                others.append(region)
+            else:
+                pieces.setdefault(region.chunk.file, []).append(piece)
+        parts: list[Staged] = []
+        for source, target in self._sources(others):
+            direct = straight(source, target)
+            if direct is None:
+                parts += staged(source, target)
+            else:
+                pieces.setdefault(source.file, []).extend(direct)
+        return pieces, parts
 
-        Raises `CheckpointMismatch` on every rank if the checkpoint has no such state.
-        """
-        prefix = f"{name}."
-        self._refuse_together(KeyReport(missing=[name] if own and not self.keys(prefix) else []))
-        live, _ = flatten_state_dict({name: own})
-        sharded = {key: value for key, value in live.items() if isinstance(value, DTensor)}
-        target = {key: sharded.get(key, self._placeholder(key)) for key in self.keys(prefix)}
-        self._read(target)
-        paths = self.metadata.planner_data or {}
-        nested: State = {}
-        for key, value in target.items():
-            set_element(nested, _below(name, paths.get(key, (name, key.removeprefix(prefix)))), value)
-        # DCP keeps leaves only: of a mapping that was empty there is no trace.
-        return {key: {} for key, value in own.items() if isinstance(value, Mapping)} | nested
+    def _read_items(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        """What DCP's own planners ask for."""
+        wanted = Wanted()
+        committed: list[tuple[ReadItem, torch.Tensor]] = []
+        for item in items:
+            if item.type == LoadItemType.BYTE_IO:
+                wanted.objects.append((item.storage_index.fqn, _handing_bytes_to(planner, item)))
+                continue
+            target = planner.resolve_tensor(item).detach()
+            wanted.regions.append(
+                Region(item.storage_index.fqn, self._chunk(item.storage_index), tuple(item.storage_offsets), target)
+            )
+            committed.append((item, target))
+        self.read(wanted)
+        for item, target in committed:
+            planner.commit_tensor(item, target)
 
-    def _read(self, flat: State) -> None:
-        dcp.load(flat, FileSystemReader(self.path), SafeLoadPlanner(), self._peers.group, str(self.path))
+    def _chunk(self, index: MetadataIndex) -> Chunk:
+        chunks = self._folder.contents.tensors[index.fqn].chunks
+        offsets = tuple(index.offset or ())
+        if index.index is not None and index.index < len(chunks) and chunks[index.index].offsets == offsets:
+            return chunks[index.index]
+        return next(chunk for chunk in chunks if chunk.offsets == offsets)
 
-    def _prefix(self, model: Mapping[str, torch.Tensor]) -> str:
-        # A model whose own names begin with "model." is in a weights-only checkpoint under just these.
-        keys = self.metadata.state_dict_metadata
-        bare = any(fqn in keys for fqn in model) and not any(f"model.{fqn}" in keys for fqn in model)
-        return "" if bare or not self.keys("model.") else "model."
+    def _sources(self, regions: Sequence[Region]) -> Iterator[tuple[Source, torch.Tensor]]:
+        """Where the elements of each region are. One that can only be read as a whole is read here."""
+        tensors = self._folder.contents.tensors
+        layouts = self._layouts({region.chunk.item for region in regions if region.chunk.item is not None})
+        for region in regions:
+            chunk, shape = region.chunk, tuple(region.target.shape)
+            if 0 in shape:
+                continue
+            if chunk.at is not None:
+                source = Source(
+                    chunk.file, chunk.at, tensors[region.key].dtype, chunk.sizes, contiguous_strides(chunk.sizes)
+                )
+            else:
+                assert chunk.item is not None
+                layout = layouts[chunk.item]
+                if layout is None:
+                    self._read_whole(region, chunk.item)
+                    continue
+                if layout.shape != chunk.sizes:
+                    raise _of_another_shape(self._folder.path, region, layout.shape)
+                source = Source(chunk.file, chunk.item.offset + layout.at, layout.dtype, layout.shape, layout.strides)
+            yield source.part(region.offsets, shape), region.target
 
-    def _model_report(self, model: Mapping[str, torch.Tensor], cast: bool) -> KeyReport:
-        if not model:
-            return KeyReport()
-        prefix = self._prefix(model)
-        stored = self._stored_tensors(prefix)
-        found = {fqn: stored[name] for fqn, name in self._names(prefix).items() if self._rules.wants(fqn)}
-        expected = {fqn: tensor for fqn, tensor in model.items() if self._rules.wants(fqn)}
-        report = compare_tensors(expected, found, cast=cast or self._rules.cast)
-        # Under bare names a checkpoint may hold anything else besides the model.
-        return report if prefix else dataclasses.replace(report, unexpected=())
+    def _layouts(self, items: Iterable[Item]) -> dict[Item, Layout | None]:
+        layouts: dict[Item, Layout | None] = {}
+        for file, of_file in groupby(sorted(items), key=lambda item: item.file):
+            path = self._folder.path / file
+            try:
+                with opened(path) as fd:
+                    for item in of_file:
+                        layouts[item] = locate(_reading(fd, item), item.length)
+            except OSError as error:
+                raise CheckpointUnreadable(str(path), f"{type(error).__name__}: {error}") from error
+        return layouts
 
-    def _optimizer_report(self, optimizer: State) -> KeyReport:
-        tensors = {key: value for key, value in optimizer.items() if isinstance(value, torch.Tensor)}
-        expected = {self._optimizer_name(key): value for key, value in tensors.items() if self._optimizer_name(key)}
-        unwanted = {key for key in self.keys("optimizer.state.") if not self._is_wanted(key)}
-        found = {k: v for k, v in self._stored_tensors("optimizer.state.").items() if k not in unwanted}
-        return compare_tensors(expected, found, cast=self._rules.cast)
+    def _read_whole(self, region: Region, item: Item) -> None:
+        tensor = self._value(region.key, item, *self._bytes_of([item]))
+        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != region.chunk.sizes:
+            raise _of_another_shape(self._folder.path, region, getattr(tensor, "shape", type(tensor).__name__))
+        for dim, (offset, size) in enumerate(zip(region.offsets, region.target.shape, strict=True)):
+            tensor = tensor.narrow(dim, offset, size)
+        region.target.copy_(tensor)
 
-    def _names(self, prefix: str) -> dict[str, str]:
-        """The model's FQN to the checkpoint's key."""
-        stored = [key.removeprefix(prefix) for key in self._stored_tensors(prefix)]
-        return {fqn: prefix + name for fqn, name in self._rules.renamed(stored).items()}
+    def _read_staged(self, file: str, parts: Sequence[Staged]) -> None:
+        self._fill(file, [piece for part in parts for piece in part.begin()])
+        for part in parts:
+            part.finish()
 
-    def _optimizer_name(self, key: str) -> str:
-        """The checkpoint's key for the optimizer's own `key`; empty if the rules leave its parameter out."""
-        kind, _, rest = key.partition(".")
-        fqn, _, name = rest.rpartition(".")
-        if not self._rules.wants(fqn):
-            return ""
-        return f"optimizer.{kind}.{self._parameter_names.get(fqn, fqn)}.{name}"
+    def _read_objects(self, objects: Sequence[tuple[str, Callable[[Any], None]]]) -> None:
+        stored = self._folder.contents.objects
+        items: list[tuple[Item, str, Callable[[Any], None]]] = []
+        for key, take in objects:
+            item = stored[key].item
+            if item is None:
+                take(stored[key].value)
+            else:
+                items.append((item, key, take))
+        items.sort(key=lambda each: each[0])
+        for batch in _batches(items, lambda each: each[0].length):
+            for (item, key, take), data in zip(batch, self._bytes_of([item for item, _, _ in batch]), strict=True):
+                take(self._value(key, item, data))
 
-    @cached_property
-    def _parameter_names(self) -> dict[str, str]:
-        """The model's FQN to the checkpoint's."""
-        return {fqn: key.removeprefix("model.") for fqn, key in self._names("model.").items()}
+    def _bytes_of(self, items: Sequence[Item]) -> list[bytearray]:
+        """What each of `items`, sorted, holds."""
+        data = [bytearray(item.length) for item in items]
+        pieces = [(item.file, Piece(item.offset, memoryview(room))) for item, room in zip(items, data, strict=True)]
+        for file, of_file in groupby(pieces, key=lambda piece: piece[0]):
+            self._fill(file, [piece for _, piece in of_file])
+        return data
 
-    def _is_wanted(self, key: str) -> bool:
-        stored = key.removeprefix("optimizer.state.").rpartition(".")[0]
-        return any(self._rules.wants(fqn) for fqn in self._rules.renamed([stored]))
+    def _value(self, key: str, item: Item, data: bytearray) -> Any:
+        try:
+            return load_item(bytes(data))
+        except UnsafeItem as error:
+            raise CheckpointUnsafe(str(self._folder.path), f"{key} in {item.file}: {error}") from None
 
-    def _of_all_ranks(self, report: KeyReport) -> KeyReport:
-        """One report of all ranks: unexpected is only what none of them has, for each may have a part of the model."""
-        reports = self._peers.gather(report)
-        unexpected = [key for key in report.unexpected if all(key in other.unexpected for other in reports)]
-        together = merged(*reports)
-        return KeyReport(
-            missing=list(dict.fromkeys(together.missing)), unexpected=unexpected, mismatched=together.mismatched
-        )
+    def _fill(self, file: str, pieces: Sequence[Piece]) -> None:
+        with _Findings(self._folder, file):
+            self._blocks.read(self._folder.path / file, self._folder.records.get(file), pieces)
 
-    def _stored_tensors(self, prefix: str) -> dict[str, TensorLike]:
-        return {
-            key: TensorLike(value.size, value.properties.dtype)
-            for key, value in self.metadata.state_dict_metadata.items()
-            if key.startswith(prefix) and isinstance(value, TensorStorageMetadata)
-        }
-
-    def _placeholder(self, key: str) -> Any:
-        stored = self.metadata.state_dict_metadata[key]
-        if isinstance(stored, TensorStorageMetadata):
-            return torch.empty(stored.size, dtype=stored.properties.dtype)
-        return None
-
-    def _refuse_together(self, report: KeyReport) -> None:
-        self._peers.raise_together(CheckpointMismatch(str(self.path), str(report)) if report else None)
-
-
-def _below(name: str, path: Sequence[Any]) -> tuple[Any, ...]:
-    """What of `path` comes after the part that is spelt `name`."""
-    depth = next(n for n in range(1, len(path) + 1) if ".".join(map(str, path[:n])) == name)
-    return tuple(path[depth:])
+    def _blocks_without_tensors(self, file: str, num_blocks: int) -> list[int]:
+        """The blocks of `file`, which has so many, that no tensor is in."""
+        free = bytearray(b"\1") * num_blocks
+        for tensor in self._folder.contents.tensors.values():
+            for chunk in tensor.chunks:
+                if chunk.file == file:
+                    begin, num_bytes = _extent(chunk, tensor.dtype)
+                    first, end = begin // BLOCK_BYTES, -(-(begin + num_bytes) // BLOCK_BYTES)
+                    if num_bytes:
+                        free[first:end] = bytes(end - first)
+        return [block for block in range(num_blocks) if free[block]]
 
 
-class SafeLoadPlanner(DefaultLoadPlanner):
-    """Loads into a flat state; small objects by `weights_only`."""
+class _Findings:
+    """Tells of damage to `file` whose it is."""
 
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+    def __init__(self, folder: CheckpointFolder, file: str) -> None:
+        self._folder, self._file = folder, file
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, DamagedRange):
+            finding = f"bytes {error.begin} to {error.end} of {self._file}: {error.finding}"
+            raise CheckpointDamaged(str(self._folder.path), finding, self._concerned(error)) from None
+
+    def _concerned(self, damage: DamagedRange) -> list[str]:
+        contents, found = self._folder.contents, []
+        for key, tensor in contents.tensors.items():
+            for chunk in tensor.chunks:
+                begin, num_bytes = _extent(chunk, tensor.dtype)
+                if chunk.file == self._file and begin < damage.end and damage.begin < begin + num_bytes:
+                    found.append(key)
+                    break
+        for key, stored in contents.objects.items():
+            item = stored.item
+            is_in_it = item is not None and item.file == self._file
+            if item is not None and is_in_it and item.offset < damage.end and damage.begin < item.offset + item.length:
+                found.append(key)
+        return found
+
+
+def _extent(chunk: Chunk, dtype: torch.dtype) -> tuple[int, int]:
+    """The first byte of `chunk` in its file, and how many it has."""
+    if chunk.item is not None:
+        return chunk.item.offset, chunk.item.length
+    return chunk.at or 0, chunk.numel * dtype.itemsize
+
+
+def _reading(fd: int, item: Item) -> Callable[[int, int], bytes]:
+    return lambda offset, count: os.pread(fd, min(count, item.length - offset), item.offset + offset)
+
+
+def _handing_bytes_to(planner: LoadPlanner, item: ReadItem) -> Callable[[Any], None]:
+    """DCP's planners unpickle what they are given: it is what we have made ourselves of what was read."""
+
+    def take(value: Any) -> None:
+        data = io.BytesIO()
+        torch.save(value, data)
+        data.seek(0)
+        planner.load_bytes(item, data)
+
+    return take
+
+
+def _of_another_shape(path: Path, region: Region, found: Any) -> CheckpointDamaged:
+    finding = f"{region.key}: the metadata says {list(region.chunk.sizes)}, its item {found}"
+    return CheckpointDamaged(str(path), finding, [region.key])
+
+
+def _batches(parts: Sequence[T], num_bytes: Callable[[T], int]) -> Iterator[list[T]]:
+    """`parts` in lists of at most `BATCH_BYTES` each, or of one."""
+    batch: list[T] = []
+    taken = 0
+    for part in parts:
+        if batch and taken + num_bytes(part) > BATCH_BYTES:
+            yield batch
+            batch, taken = [], 0
+        batch.append(part)
+        taken += num_bytes(part)
+    if batch:
+        yield batch

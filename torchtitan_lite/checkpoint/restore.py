@@ -16,10 +16,10 @@ import torch
 from torchtitan_lite.checkpoint.key_report import KeyReport
 from torchtitan_lite.checkpoint.load_rules import build_load_rules, unmatched_globs
 from torchtitan_lite.checkpoint.load_source import LoadSource, choose_source
-from torchtitan_lite.checkpoint.reader import StoredCheckpoint
 from torchtitan_lite.checkpoint.resume_report import ResumeReport
 from torchtitan_lite.checkpoint.rng import RngState
 from torchtitan_lite.checkpoint.stateful import ModelWrapper, OptimizerWrapper, Stateful
+from torchtitan_lite.checkpoint.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.verify_resume import verify
 from torchtitan_lite.config.drift import Rule, compare
 from torchtitan_lite.config.job_config import JobConfig
@@ -74,7 +74,9 @@ class Restore:
         self._restores_rng = everything and RNG not in excluded
         # Weights that a new run begins with may have any precision: an export has another one than training.
         self._cast = source.initial
-        self._stored = StoredCheckpoint(source.path, peers, build_load_rules(config.checkpoint))
+        self._stored = StoredCheckpoint(
+            source.path, peers, build_load_rules(config.checkpoint), verify=config.checkpoint.verify_on_load
+        )
 
     def report(self) -> ResumeReport:
         """What `run` would do. Small states that can check theirs without taking it are asked."""
@@ -94,6 +96,8 @@ class Restore:
         report = self._report(self._keys(), ())
         if report.refusals:
             raise CheckpointMismatch(str(report.path), "\n".join(report.refusals))
+        if not build_load_rules(self._config.checkpoint).is_partial:
+            self._stored.verify_rest()
         self._warn_of_unmatched_globs()
         for change in report.changes:
             (logger.warning if change.rule is Rule.WARNED else logger.info)("Since the checkpoint: %s", change)
@@ -116,12 +120,12 @@ class Restore:
                 logger.warning("checkpoint.load_include / load_exclude: %r names no tensor of the model.", glob)
 
     def _agree_that_it_can_be_read(self) -> None:
-        self._peers.raise_together(_error_of(lambda _: self._stored.metadata, {}))
+        self._peers.raise_together(_error_of(lambda _: self._stored.contents, {}))
 
     def _warn_of_states_without_a_taker(self) -> None:
         excluded = self._config.checkpoint.exclude_from_loading
         taken = {"model", "optimizer", "lr_scheduler", "dataloader", RNG, *self._small, *excluded}
-        paths = (self._stored.metadata.planner_data or {}).values()
+        paths = self._stored.contents.paths.values()
         left = sorted({str(path[0]) for path in paths} - taken)
         if left and not self._source.model_only:
             logger.warning(

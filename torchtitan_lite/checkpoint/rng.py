@@ -25,7 +25,7 @@ class RngState:
         version, internal, gauss = random.getstate()
         assert version == 3, "the only version since Python 3.2"
         state = {
-            "python": torch.tensor(internal, dtype=torch.int64),
+            "python": torch.tensor(internal, dtype=torch.int64, device="cpu"),
             "python_gauss": _optional(gauss),
             **_numpy_state(),
             "torch": torch.get_rng_state(),
@@ -56,7 +56,7 @@ def _numpy_state() -> dict[str, torch.Tensor]:
     assert isinstance(state, dict)
     return {
         "numpy": torch.from_numpy(state["state"]["key"].astype(np.int64)),
-        "numpy_position": torch.tensor(state["state"]["pos"], dtype=torch.int64),
+        "numpy_position": torch.tensor(state["state"]["pos"], dtype=torch.int64, device="cpu"),
         "numpy_gauss": _optional(state["gauss"] if state["has_gauss"] else None),
     }
 
@@ -68,4 +68,4 @@ def _set_numpy_state(state: dict[str, torch.Tensor]) -> None:
 
 
 def _optional(value: float | None) -> torch.Tensor:
-    return torch.tensor([] if value is None else [value], dtype=torch.float64)
+    return torch.tensor([] if value is None else [value], dtype=torch.float64, device="cpu")

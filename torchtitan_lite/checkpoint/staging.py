@@ -1,168 +1,245 @@
 """A copy of the state that training can no longer change.
 
-A `Snapshot` is taken from a local save plan: the tensors that this rank may have to write are
-copied into one `StagingArena`, everything else becomes bytes at once. After `take` returns,
-parameters, optimizer state, loader and counters may change: the save in flight reads only the
-copy. The arena is kept from save to save, because a copy into memory never touched before costs far
-more than the copy; it is memory that a writer process can map (memfd: no name, so nothing is left
-behind by any crash, and no limit of /dev/shm), and pinned where there is an accelerator.
+What is staged is the image of this rank's file, so that a writer hands memory to the disk as it
+lies, with nothing to gather. The arena that holds it is kept from save to save, and made and touched
+before the first one: a copy into memory never touched before costs far more than the copy. It is
+memory that a writer process can map (memfd: no name, so nothing is left behind by any crash, and no
+limit of /dev/shm), and pinned where there is an accelerator. One image is staged at a time.
 """
 
 from __future__ import annotations
 
-import io
+import ctypes
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
+from torchtitan_lite.checkpoint.file_image import FileImage, FileLayout, Place, copy_bytes
 from torchtitan_lite.log import logger
 
-PAGE = 4096
-"""Bytes. Tensors of a page or more start on page boundaries, as direct I/O asks for; smaller ones on cache lines."""
-CACHE_LINE = 64
-
-
-@dataclass(frozen=True)
-class ArenaSlice:
-    """Where in an arena a tensor lies: all that another process needs to see it."""
-
-    offset_bytes: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+THREADS = 2
+"""One core copies about half as fast as the memory can."""
+_PIECE_BYTES = 16 << 20
+"""Of a copy that one thread makes at a time."""
+_GRAIN_BYTES = 2 << 20
+"""An arena has a multiple of these: a huge page, and room for objects that grow."""
 
 
 class StagingArena:
-    """One block of memory that holds a staged state. `fd` names it for another process."""
+    """Memory of `num_bytes`, page-aligned. `fd` names it for another process."""
 
     def __init__(self, num_bytes: int, *, pin: bool) -> None:
         self.num_bytes = num_bytes
         self.fd = _anonymous_file(num_bytes)
-        self._memory = mmap.mmap(self.fd, max(num_bytes, 1))
-        self._address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
-        self._pinned = pin and _pin(self._address, num_bytes)
+        self.memory = mmap.mmap(self.fd, max(num_bytes, 1))
+        self.address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
+        self._pinned = pin and num_bytes > 0 and _pin(self.address, num_bytes)
 
-    def tensor(self, place: ArenaSlice) -> torch.Tensor:
-        """The tensor at `place`, sharing the arena's memory."""
-        return tensor_in(self._memory, place)
+    def touch(self) -> None:
+        """Every page is there. Any thread; lets others run."""
+        for at in range(0, self.num_bytes, _PIECE_BYTES):
+            ctypes.memset(self.address + at, 0, min(_PIECE_BYTES, self.num_bytes - at))
 
-    def place_of(self, tensor: torch.Tensor) -> ArenaSlice:
-        """The place of a tensor that `tensor` made."""
-        offset = tensor.data_ptr() - self._address if tensor.numel() else 0
-        return ArenaSlice(offset, tuple(tensor.shape), tensor.dtype)
+    def tensor(self, at: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """The tensor at byte `at`, sharing the arena's memory."""
+        count = torch.Size(shape).numel()
+        if count == 0:
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+        return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=at).view(tuple(shape))
 
     def close(self) -> None:
-        """Gives the memory back once no tensor refers to it."""
+        """Gives the memory back once nothing refers to it. Idempotent."""
         if self._pinned:
-            _cudart().cudaHostUnregister(self._address)
+            _cudart().cudaHostUnregister(self.address)
             self._pinned = False
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
-def tensor_in(memory: mmap.mmap, place: ArenaSlice) -> torch.Tensor:
-    """The tensor at `place` of `memory`; its storage is exactly its own bytes, so saving it saves nothing else."""
-    count = torch.Size(place.shape).numel()
-    if count == 0:
-        return torch.empty(place.shape, dtype=place.dtype)
-    return torch.frombuffer(memory, dtype=place.dtype, count=count, offset=place.offset_bytes).view(place.shape)
+@dataclass(frozen=True)
+class Staged:
+    """An image in an arena."""
+
+    arena: StagingArena
+    layout: FileLayout
+    num_bytes: int
+    wait: Callable[[], None]
+    """Returns when all of it is in the arena. Any thread."""
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The staged tensors, in the order of the file, sharing the arena's memory."""
+        places = zip(self.layout.places, self.layout.specs, strict=True)
+        return [self.arena.tensor(place.data_at, dtype, shape) for place, (dtype, shape) in places]
+
+
+class Copier(Protocol):
+    """Copies tensors into an arena."""
+
+    def copy(self, image: FileImage, arena: StagingArena) -> Callable[[], None]:
+        """Begins; the state may change once what is returned has returned."""
 
 
 class Stager:
-    """Takes snapshots into an arena that it keeps. One snapshot is alive at a time."""
+    """Takes images into an arena that it keeps."""
 
-    def __init__(self, *, pin: bool) -> None:
+    def __init__(self, copier: Copier, *, pin: bool) -> None:
+        self._copier = copier
         self._pin = pin
-        self.arena = StagingArena(0, pin=False)
+        self._preparation: threading.Thread | None = None
+        self._framed: FileLayout | None = None
+        self.arena: StagingArena | None = None
+        """Where the last image lies; None before the first one and after `close`."""
 
-    def take(self, plan: SavePlan, resolve: Callable[[WriteItem], torch.Tensor | io.BytesIO]) -> Snapshot:
-        """Copies what `plan` names; when it returns, the originals may change. The last snapshot must be done with."""
-        resolved = {item.index: resolve(item) for item in plan.items}
-        tensors = {index: data for index, data in resolved.items() if isinstance(data, torch.Tensor)}
-        places, num_bytes = _lay_out(tensors)
-        if num_bytes > self.arena.num_bytes:
-            self.arena.close()
-            self.arena = StagingArena(num_bytes, pin=self._pin)
-        copies = {index: self.arena.tensor(place) for index, place in places.items()}
-        for index, copy in copies.items():
-            copy.copy_(tensors[index].detach(), non_blocking=self._pin)
-        if self._pin:
-            torch.cuda.current_stream().synchronize()
-        blobs = {index: data.getvalue() for index, data in resolved.items() if isinstance(data, io.BytesIO)}
-        return Snapshot(tensors=copies, blobs=blobs)
+    def prepare(self, num_bytes: int) -> None:
+        """Makes and touches an arena for images of about `num_bytes` in a thread; the first `take` waits for it."""
+        if self._preparation is None and not self._has_room(num_bytes):
+            device = torch.cuda.current_device() if self._pin else None
+
+            def make() -> None:
+                if device is not None:
+                    torch.cuda.set_device(device)  # Each thread begins with the first one.
+                self._make_arena(num_bytes)
+
+            self._preparation = threading.Thread(target=make, name="staging", daemon=True)
+            self._preparation.start()
+
+    def take(self, image: FileImage) -> Staged:
+        """Begins to copy `image`; the last one must be done with. Main thread."""
+        self._finish_preparation()
+        arena = self.arena if self._has_room(image.num_bytes) else self._make_arena(image.num_bytes)
+        assert arena is not None
+        if image.layout is not self._framed:
+            self._frame(image.layout, arena)
+        ctypes.memmove(arena.address + image.layout.end, image.objects, len(image.objects))
+        wait = self._copier.copy(image, arena)
+        return Staged(arena, image.layout, image.num_bytes, wait)
 
     def close(self) -> None:
-        """Gives the arena back."""
-        self.arena.close()
+        """Gives the arena back; `take` makes another one. Idempotent."""
+        self._finish_preparation()
+        if self.arena is not None:
+            self.arena.close()
+        self.arena = self._framed = None
+
+    def _has_room(self, num_bytes: int) -> bool:
+        return self.arena is not None and num_bytes <= self.arena.num_bytes
+
+    def _make_arena(self, num_bytes: int) -> StagingArena:
+        if self.arena is not None:
+            self.arena.close()  # Before there is another one: there may be no memory for two.
+        self.arena = self._framed = None
+        arena = StagingArena(-(-(num_bytes + _GRAIN_BYTES) // _GRAIN_BYTES) * _GRAIN_BYTES, pin=self._pin)
+        arena.touch()
+        self.arena = arena
+        return arena
+
+    def _finish_preparation(self) -> None:
+        if self._preparation is not None:
+            self._preparation.join()
+            self._preparation = None
+
+    def _frame(self, layout: FileLayout, arena: StagingArena) -> None:
+        """What stands around the tensors of `layout` is in the arena; it stays there from save to save."""
+        for number, (place, frame) in enumerate(zip(layout.places, layout.frames, strict=True)):
+            tail = frame.tail + bytes(layout.end_of(number) - place.item_at - place.item_bytes)
+            ctypes.memmove(arena.address + place.item_at, frame.head, len(frame.head))
+            ctypes.memmove(arena.address + place.data_end, tail, len(tail))
+        self._framed = layout
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """Staged data by DCP's index: tensors in the arena, and blobs."""
+class HostCopier:
+    """Copies with two threads while the caller waits."""
 
-    tensors: Mapping[MetadataIndex, torch.Tensor]
-    blobs: Mapping[MetadataIndex, bytes]
+    def copy(self, image: FileImage, arena: StagingArena) -> Callable[[], None]:
+        failures: list[BaseException] = []
+        pieces = _shared(_pieces(image))
 
-    def resolve(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """What `item` is to be written with."""
-        if item.type == WriteItemType.BYTE_IO:
-            return io.BytesIO(self.blobs[item.index])
-        return self.tensors[item.index]
+        def work() -> None:
+            try:
+                for tensor, begin, end, place in pieces:
+                    copy_bytes(tensor, begin, end, arena.address + place.data_at + begin)
+            except BaseException as error:
+                failures.append(error)
 
-
-class SnapshotPlanner(DefaultSavePlanner):
-    """A save plan whose data is a snapshot: what DCP does with it later sees no live tensor."""
-
-    _failure: Exception | None = None
-
-    def take(self, state: dict[str, Any], stager: Stager) -> None:
-        """Plans and stages `state`; when it returns, `state` may change. Not collective.
-
-        What fails is raised by `create_local_plan`: there every rank learns of it, where here the others would wait.
-        """
-        try:
-            super().set_up_planner(state)
-            super().create_local_plan()
-            self._snapshot = stager.take(self.plan, super().resolve_data)
-        except Exception as error:
-            self._failure = error
-        self.state_dict = {}
-
-    def refuse(self, reason: str) -> None:
-        """In place of `take`: the save fails for `reason`, on every rank."""
-        self._failure = RuntimeError(reason)
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None:
-        self.is_coordinator = is_coordinator
-
-    def create_local_plan(self) -> SavePlan:
-        if self._failure is not None:
-            raise self._failure
-        return self.plan
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        return self._snapshot.resolve(write_item)
+        helpers = [threading.Thread(target=work, daemon=True) for _ in range(THREADS - 1)]
+        for helper in helpers:
+            helper.start()
+        work()
+        for helper in helpers:
+            helper.join()
+        if failures:
+            raise failures[0]
+        return _nothing_to_wait_for
 
 
-def _lay_out(tensors: Mapping[MetadataIndex, torch.Tensor]) -> tuple[dict[MetadataIndex, ArenaSlice], int]:
-    places, end = {}, 0
-    for index, tensor in tensors.items():
-        num_bytes = tensor.numel() * tensor.element_size()
-        alignment = PAGE if num_bytes >= PAGE else CACHE_LINE
-        start = -(-end // alignment) * alignment
-        places[index] = ArenaSlice(offset_bytes=start, shape=tuple(tensor.shape), dtype=tensor.dtype)
-        end = start + num_bytes
-    return places, end
+class CudaCopier:
+    """Copies on a stream of its own, beside forward and backward; pinned memory lets it.
+
+    What forward may change (buffers) is copied first, and the device goes on with other work only after that; the
+    rest only an optimizer changes, and the manager has it wait. The host waits for nothing.
+    """
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    def copy(self, image: FileImage, arena: StagingArena) -> Callable[[], None]:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        training = torch.cuda.current_stream()
+        self._stream.wait_stream(training)  # What made the values comes first.
+        with torch.cuda.stream(self._stream):
+            self._copy(image, arena, sorted(image.restless))
+            training.wait_stream(self._stream)
+            self._copy(image, arena, [n for n in range(len(image.tensors)) if n not in image.restless])
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            done.record(self._stream)
+        return lambda: _wait_for(done, image)
+
+    def _copy(self, image: FileImage, arena: StagingArena, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            dtype, shape = image.layout.specs[number]
+            target = arena.tensor(image.layout.places[number].data_at, dtype, shape)
+            target.copy_(image.tensors[number], non_blocking=True)
+
+
+def build_stager() -> Stager:
+    """The stager of this machine."""
+    on_cuda = torch.cuda.is_available()
+    return Stager(CudaCopier() if on_cuda else HostCopier(), pin=on_cuda)
+
+
+def _wait_for(event: torch.cuda.Event, image: FileImage) -> None:
+    # `image` is held until the copies are done: what they read must not be given to somebody else.
+    event.synchronize()
+    del image
+
+
+def _nothing_to_wait_for() -> None:
+    """The copies are made."""
+
+
+def _pieces(image: FileImage) -> Iterator[tuple[torch.Tensor, int, int, Place]]:
+    for tensor, place in zip(image.tensors, image.layout.places, strict=True):
+        for begin in range(0, place.data_bytes, _PIECE_BYTES):
+            yield tensor, begin, min(begin + _PIECE_BYTES, place.data_bytes), place
+
+
+def _shared(items: Iterator[Any]) -> Iterator[Any]:
+    """`items`, each for one of the threads that iterate."""
+    lock = threading.Lock()
+
+    def take() -> Any:
+        with lock:
+            return next(items, None)
+
+    return iter(take, None)
 
 
 def _anonymous_file(num_bytes: int) -> int:
@@ -180,7 +257,8 @@ def _cudart() -> Any:
 
 
 def _pin(address: int, num_bytes: int) -> bool:
-    result = _cudart().cudaHostRegister(address, num_bytes, 0)
+    portable = 1  # Pinned for every device's context.
+    result = _cudart().cudaHostRegister(address, num_bytes, portable)
     if int(result) != 0:
         logger.warning("Staging memory could not be pinned (CUDA error %s); copies to it will be slower.", result)
     return int(result) == 0

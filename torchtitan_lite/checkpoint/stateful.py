@@ -80,6 +80,16 @@ class OptimizerWrapper:
         for part, optimizer in self._pairs:
             set_optimizer_state_dict(part, optimizer, state_dict, options=FLAT)
 
+    def has_state(self) -> bool:
+        """Whether every trained parameter has stepped, or was loaded: `state_dict` then makes nothing."""
+        return all(
+            optimizer.state.get(parameter)
+            for _, optimizer in self._pairs
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        )
+
     def _make_states(self) -> None:
         for _, optimizer in self._pairs:
             _make_state(optimizer)

@@ -1,15 +1,21 @@
 """How far the run has come: step, tokens, time, logged losses.
 
 All of it is tensors in a checkpoint, never pickles, so that nothing has to be unpickled to know
-the step. The loss history holds one entry a logged step.
+the step. The loss history holds one entry a logged step; in a checkpoint it is filled up to a power
+of two, so that its shape, and with it the plan of a save, is the same for long stretches.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
+
+_NO_STEP = -1
+_LEAST = 1024
 
 
 @dataclass
@@ -35,14 +41,14 @@ class TrainState:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "step": torch.tensor(self.step, dtype=torch.int64),
-            "n_tokens_seen": torch.tensor(self.n_tokens_seen, dtype=torch.int64),
-            "skipped_steps": torch.tensor(self.skipped_steps, dtype=torch.int64),
-            "run_seconds": torch.tensor(self.run_seconds, dtype=torch.float64),
-            "productive_seconds": torch.tensor(self.productive_seconds, dtype=torch.float64),
-            "log_steps": torch.tensor(self.log_steps, dtype=torch.int64),
-            "global_avg_losses": torch.tensor(self.global_avg_losses, dtype=torch.float64),
-            "global_max_losses": torch.tensor(self.global_max_losses, dtype=torch.float64),
+            "step": torch.tensor(self.step, dtype=torch.int64, device="cpu"),
+            "n_tokens_seen": torch.tensor(self.n_tokens_seen, dtype=torch.int64, device="cpu"),
+            "skipped_steps": torch.tensor(self.skipped_steps, dtype=torch.int64, device="cpu"),
+            "run_seconds": torch.tensor(self.run_seconds, dtype=torch.float64, device="cpu"),
+            "productive_seconds": torch.tensor(self.productive_seconds, dtype=torch.float64, device="cpu"),
+            "log_steps": torch.tensor(_filled(self.log_steps, _NO_STEP), dtype=torch.int64, device="cpu"),
+            "global_avg_losses": torch.tensor(_filled(self.global_avg_losses, 0.0), dtype=torch.float64, device="cpu"),
+            "global_max_losses": torch.tensor(_filled(self.global_max_losses, 0.0), dtype=torch.float64, device="cpu"),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -51,6 +57,14 @@ class TrainState:
         self.skipped_steps = int(state_dict["skipped_steps"])
         self.run_seconds = float(state_dict.get("run_seconds", 0.0))
         self.productive_seconds = float(state_dict.get("productive_seconds", 0.0))
-        self.log_steps = state_dict["log_steps"].tolist()
-        self.global_avg_losses = state_dict["global_avg_losses"].tolist()
-        self.global_max_losses = state_dict["global_max_losses"].tolist()
+        steps = state_dict["log_steps"].tolist()
+        count = steps.index(_NO_STEP) if _NO_STEP in steps else len(steps)
+        self.log_steps = steps[:count]
+        self.global_avg_losses = state_dict["global_avg_losses"].tolist()[:count]
+        self.global_max_losses = state_dict["global_max_losses"].tolist()[:count]
+
+
+def _filled(values: list[T], filler: T) -> list[T]:
+    """`values` and as many fillers as make the length a power of two, `_LEAST` or more."""
+    length = max(_LEAST, 1 << (len(values) - 1).bit_length()) if values else _LEAST
+    return values + [filler] * (length - len(values))

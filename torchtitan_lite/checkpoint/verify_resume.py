@@ -16,12 +16,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from torchtitan_lite.checkpoint.tensor_digest import Digest, digest_chunk, finish
 from torchtitan_lite.distributed.consensus import Peers
-from torchtitan_lite.errors import CheckpointDamaged
+from torchtitan_lite.errors import CheckpointMismatch
 from torchtitan_lite.log import logger
 
 
 def verify(path: str, state: dict[str, Any], expected: Mapping[str, str], peers: Peers) -> None:
-    """Raises `CheckpointDamaged` on every rank, naming the first tensor of `state` that is not as `expected`.
+    """Raises `CheckpointMismatch` on every rank, naming the first tensor of `state` that is not as `expected`.
 
     `expected` is the manifest's digests by key; what is in only one of the two is passed over. **Collective**.
     """
@@ -34,7 +34,7 @@ def verify(path: str, state: dict[str, Any], expected: Mapping[str, str], peers:
     dtypes_and_shapes = {key: value for per_rank in described for key, value in per_rank.items()}
     for key, digest in sorted(found.items()):
         if finish(digest, *dtypes_and_shapes[key]).to_hex() != expected[key]:
-            raise CheckpointDamaged(path, f"{key} is not, after loading, what was saved")
+            raise CheckpointMismatch(path, f"  {key} is not, after loading, what was saved")
     if not found:
         logger.warning("None of the tensors of %s has the name that it was saved under: nothing was verified.", path)
         return

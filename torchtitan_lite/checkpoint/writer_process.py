@@ -1,11 +1,12 @@
 """A process that writes a rank's files, so that training shares neither interpreter nor signals with it.
 
 It is a worker, not a peer: planning, agreement and commit stay in the trainer, which sends a path
-and a list of items that lie in a staging arena both have mapped, and gets back where each item was
-written. So it needs no process group and no rank. It ignores the signals that a scheduler sends to
-whole process groups (the trainer decides what is saved and when to end), and it dies with its
-trainer: an orphan must not write into a folder that a restarted job owns. `WriterProcess` is the
-trainer's end, `serve` the process's.
+and how much of the staging arena, which both have mapped, is the file; back come the digests. So it
+needs no process group, no rank and no torch, and is there within moments. It gives way to training
+(nice, and the lowest I/O priority), it ignores the signals that a scheduler sends to whole process
+groups (the trainer decides what is saved and when to end), and it dies with its trainer: an orphan
+must not write into a folder that a restarted job owns. `WriterProcess` is the trainer's end, `serve`
+the process's.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import ctypes
 import math
 import mmap
 import os
+import platform
 import signal
 import socket
 import struct
@@ -25,22 +27,27 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
+from typing import Protocol
 
-import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.storage import WriteResult
-
-from torchtitan_lite.checkpoint.staging import ArenaSlice, StagingArena, tensor_in
-from torchtitan_lite.checkpoint.writer import write_items
+from torchtitan_lite import faults, log
 from torchtitan_lite.errors import WriterProcessDied
-from torchtitan_lite.log import logger
+from torchtitan_lite.store.block_writer import InPlace, write_blocks
+from torchtitan_lite.store.manifest import FileRecord
 
 IGNORED_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
 """What a scheduler or a launcher sends to process groups, besides what the trainer itself leaves for."""
 POLL_SECONDS = 0.5
-"""How often a wait looks whether the process still lives (an end is seen at once, by its closed socket)."""
+"""How often a wait looks whether the process is stopped (an end is seen at once, by its closed socket)."""
 STOP_SECONDS = 10.0
 """How long an idle process may take to end after being asked; then it is killed."""
+NICE = 10
+
+
+class Arena(Protocol):
+    """Memory that both processes map."""
+
+    fd: int
+    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -52,22 +59,24 @@ class UseArena:
 
 @dataclass(frozen=True)
 class Write:
-    """Write `items` to a new file at `path` and sync it."""
+    """Write the first `num_bytes` of the arena to a new file at `path` and sync it."""
 
     path: Path
-    items: list[tuple[MetadataIndex, ArenaSlice | bytes]]
+    num_bytes: int
+    step: int
 
 
 class WriterProcess:
     """The trainer's end. Not thread-safe: one save at a time talks to it."""
 
-    def __init__(self, timeout_seconds: float, ignored_signals: Sequence[str] = ()) -> None:
+    def __init__(self, timeout_seconds: float, ignored_signals: Sequence[str] = (), *, rank: int = 0) -> None:
         self._timeout_seconds = timeout_seconds
         names = {*IGNORED_SIGNALS, *ignored_signals}
         self._ignored = sorted(int(signal.Signals[name]) for name in names if name in signal.Signals.__members__)
+        self._rank = rank
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
-        self._arena: StagingArena | None = None
+        self._arena: Arena | None = None
 
     @property
     def pid(self) -> int | None:
@@ -75,9 +84,16 @@ class WriterProcess:
         return self._process.pid if self._process is not None else None
 
     def start(self) -> None:
-        """Starts the process unless it is there; does not wait for it. Main thread: it dies with the calling thread."""
-        if self._process is not None and self._process.poll() is None:
-            return
+        """Starts the process unless it is there and runs; does not wait for it.
+
+        Main thread: it dies with the calling thread.
+        """
+        if self._process is not None:
+            if self._process.poll() is None and not _is_stopped(self._process.pid):
+                return
+            finding = "is stopped" if self._process.poll() is None else f"ended ({self._process.returncode})"
+            log.logger.warning("Writer process %d %s; starting another one.", self._process.pid, finding)
+            self._process.kill()
         self.close()
         ours, theirs = socket.socketpair()
         # A process that is stopped reads nothing: sending to it must come to an end, too.
@@ -86,22 +102,24 @@ class WriterProcess:
             # The process inherits this mask, so that no signal finds it before it has set its own actions.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, self._ignored)
             try:
-                self._process = subprocess.Popen(_command(theirs.fileno(), self._ignored), pass_fds=[theirs.fileno()])
+                command = _command(theirs.fileno(), self._ignored, self._rank)
+                self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._connection = Connection(ours.detach())
         self._arena = None
 
-    def write(
-        self, path: Path, items: list[tuple[MetadataIndex, ArenaSlice | bytes]], arena: StagingArena
-    ) -> list[WriteResult]:
-        """Has `items` of `arena` written to `path`, durably. Raises what writing raised, or `WriterProcessDied`."""
+    def write(self, path: Path, arena: Arena, num_bytes: int, step: int) -> FileRecord:
+        """Has the first `num_bytes` of `arena` written to `path`, durably.
+
+        Raises what writing raised, or `WriterProcessDied`: at once if it ended, within a second if it was stopped.
+        """
         doing = f"writing {path}"
         if self._connection is None:
             raise WriterProcessDied(0, doing, "was not started")
         try:
             self._share(arena)
-            self._connection.send(Write(path, items))
+            self._connection.send(Write(path, num_bytes, step))
             answer = self._receive(doing)
         except (EOFError, OSError) as error:
             raise self._died(doing, f"ended ({type(error).__name__})") from error
@@ -114,31 +132,33 @@ class WriterProcess:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+        self._arena = None
         if self._process is not None:
             try:
-                self._process.wait(STOP_SECONDS)
+                self._process.wait(0 if _is_stopped(self._process.pid) else STOP_SECONDS)
             except subprocess.TimeoutExpired:
-                logger.warning(
-                    "Writer process %d did not end within %.0f s; killing it.", self._process.pid, STOP_SECONDS
-                )
+                log.logger.warning("Writer process %d did not end by itself; killing it.", self._process.pid)
                 self._process.kill()
                 self._process.wait()
             self._process = None
 
-    def _share(self, arena: StagingArena) -> None:
+    def _share(self, arena: Arena) -> None:
         assert self._connection is not None
         if arena is not self._arena:
             self._connection.send(UseArena(arena.num_bytes))
             send_handle(self._connection, arena.fd, self.pid)
             self._arena = arena
 
-    def _receive(self, doing: str) -> list[WriteResult] | Exception:
+    def _receive(self, doing: str) -> FileRecord | Exception:
         assert self._connection is not None
+        assert self._process is not None
         deadline = time.monotonic() + self._timeout_seconds
         while not self._connection.poll(POLL_SECONDS):
+            if _is_stopped(self._process.pid):
+                raise self._died(doing, "was stopped")
             if time.monotonic() > deadline:
                 raise self._died(doing, f"was silent for {self._timeout_seconds:.0f} s")
-        answer: list[WriteResult] | Exception = self._connection.recv()
+        answer: FileRecord | Exception = self._connection.recv()
         return answer
 
     def _died(self, doing: str, finding: str) -> WriterProcessDied:
@@ -149,14 +169,16 @@ class WriterProcess:
         return WriterProcessDied(pid, doing, finding)
 
 
-def serve(socket_fd: int, trainer_pid: int, ignored: Sequence[int]) -> None:
+def serve(socket_fd: int, trainer_pid: int, ignored: Sequence[int], rank: int, fault_spec: str) -> None:
     """The process: writes what it is asked to until the trainer closes the socket or dies."""
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ignored)
     _die_with(trainer_pid)
-    torch.set_num_threads(1)
-    memory: mmap.mmap | None = None
+    _give_way()
+    log.setup(rank)
+    faults.install(fault_spec, rank=rank, process="writer")
+    memory = mmap.mmap(-1, 1)
     with Connection(socket_fd) as connection:
         while True:
             try:
@@ -169,16 +191,10 @@ def serve(socket_fd: int, trainer_pid: int, ignored: Sequence[int]) -> None:
                 connection.send(_write(message, memory))
 
 
-def _write(job: Write, memory: mmap.mmap | None) -> list[WriteResult] | Exception:
-    items: list[tuple[MetadataIndex, torch.Tensor | bytes]] = []
-    for index, data in job.items:
-        if isinstance(data, ArenaSlice):
-            assert memory is not None
-            items.append((index, tensor_in(memory, data)))
-        else:
-            items.append((index, data))
+def _write(job: Write, memory: mmap.mmap) -> FileRecord | Exception:
+    faults.set_step(job.step)
     try:
-        return write_items(job.path, items)
+        return write_blocks(job.path, InPlace(memory, job.num_bytes))
     except Exception as error:
         return error
 
@@ -198,9 +214,27 @@ def _die_with(trainer_pid: int) -> None:
         os._exit(0)
 
 
-def _command(socket_fd: int, ignored: Sequence[int]) -> list[str]:
+def _give_way() -> None:
+    """Training comes first, on the processors and on the disk."""
+    os.nice(NICE)
+    number = {"x86_64": 251, "aarch64": 30}.get(platform.machine())
+    if sys.platform == "linux" and number is not None:
+        of_process, best_effort_lowest = 1, (2 << 13) | 7
+        ctypes.CDLL(None).syscall(number, of_process, 0, best_effort_lowest)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether somebody stopped the process (SIGSTOP, a debugger)."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] in "Tt"
+
+
+def _command(socket_fd: int, ignored: Sequence[int], rank: int) -> list[str]:
     # Not `-m`: the package may have been found through sys.path, which a new interpreter does not share.
     root = str(Path(__file__).resolve().parents[2])
-    call = f"serve({socket_fd}, {os.getpid()}, {list(ignored)})"
+    call = f"serve({socket_fd}, {os.getpid()}, {list(ignored)}, {rank}, {faults.installed()!r})"
     code = f"import sys; sys.path.insert(0, {root!r}); from {__name__} import serve; {call}"
     return [sys.executable, "-c", code]

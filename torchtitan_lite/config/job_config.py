@@ -21,6 +21,8 @@ AsyncMode = Literal["disabled", "async", "async_with_pinned_mem"]
 IntervalType = Literal["steps", "seconds"]
 ActivationCheckpointMode = Literal["none", "selective", "full"]
 DecayType = Literal["linear", "sqrt", "cosine"]
+VerifyOnLoad = Literal["off", "size", "full"]
+WhenBusy = Literal["wait", "skip"]
 Strictness = Literal["error", "warn", "ignore"]
 OptimizerName = Literal["AdamW", "Adam"]
 OptimizerImplementation = Literal["fused", "foreach", "for-loop"]
@@ -353,6 +355,10 @@ class Checkpoint:
     load_strictness: Strictness = "error"
     """What missing, unexpected or mismatched tensors are: an error; a warning, the rest being loaded; or nothing."""
 
+    verify_on_load: VerifyOnLoad = "full"
+    """How a checkpoint is checked before it is trusted: "full": every byte that is read against the digests taken when
+    it was written, in the same pass; "size": the manifest and the sizes of files; "off": the manifest alone."""
+
     new_branch: bool = False
     """With load_step: begin another branch at it, even if the newest checkpoint is on a branch begun there."""
 
@@ -373,6 +379,18 @@ class Checkpoint:
 
     timeout_seconds: int = 1800
     """The longest wait for a save or a load, its collectives included."""
+
+    when_busy: WhenBusy = "wait"
+    """What a save that is due does while the last one is not durable yet: "wait" for it, or "skip" this one. Either
+    way one save is under way at most, and memory is that of one."""
+
+    debug_staging: bool = False
+    """Digest every tensor before it is staged and compare with the copy: a save during which something changed fails,
+    and names what. Costs as much again as staging; async modes only."""
+
+    lease_timeout_seconds: int = 30
+    """How long another job's lease of the folder, from a process that cannot be looked at, may show no sign of life
+    until it is taken over. A process of this machine that has ended is succeeded at once."""
 
     max_failed_saves: int = 3
     """Failed saves in a row that end the run; one that succeeds starts the count anew."""
@@ -395,6 +413,10 @@ class Checkpoint:
         _at_least("checkpoint.keep_latest_k", self.keep_latest_k, 0)
         _at_least("checkpoint.load_step", self.load_step, -1)
         _at_least("checkpoint.timeout_seconds", self.timeout_seconds, 1)
+        _choice("checkpoint.verify_on_load", self.verify_on_load, get_args(VerifyOnLoad))
+        _choice("checkpoint.when_busy", self.when_busy, get_args(WhenBusy))
+        # A few heartbeats, or jobs that live would be taken for dead.
+        _at_least("checkpoint.lease_timeout_seconds", self.lease_timeout_seconds, 10)
         _at_least("checkpoint.max_failed_saves", self.max_failed_saves, 1)
         _at_least("checkpoint.preemption_grace_seconds", self.preemption_grace_seconds, 1)
         _choice("checkpoint.load_strictness", self.load_strictness, get_args(Strictness))

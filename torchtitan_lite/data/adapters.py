@@ -9,9 +9,12 @@ iterating: an iteration that is under way does not notice.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
+from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.data.rank_state import START_ANEW, pack, unpack
 from torchtitan_lite.errors import ConfigError, ExtraMissing
 
@@ -21,11 +24,23 @@ class StatefulDataLoaderAdapter:
 
     Batches that workers have fetched ahead are neither lost nor repeated: the state is that of the last batch
     handed out. The wrapped loader gives each rank its share, say by a sampler; it does not check the corpus.
+
+    Workers ignore `preemption_signals`, of which a launcher sends one to every process: else they would be gone before
+    the ranks have saved. Their `worker_init_fn` is called after that.
     """
 
-    def __init__(self, loader: Any, *, rank: int, num_ranks: int) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        rank: int,
+        num_ranks: int,
+        preemption_signals: Sequence[str] = Checkpoint.preemption_signals,
+    ) -> None:
         _check_kind(loader, "torchdata.stateful_dataloader", "StatefulDataLoader")
         self._loader, self._rank, self._num_ranks = loader, rank, num_ranks
+        # torch has no other door: what is set here is what the workers of the next iteration begin with.
+        loader.worker_init_fn = partial(_begin_worker, tuple(preemption_signals), loader.worker_init_fn)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._loader)
@@ -83,6 +98,14 @@ class HuggingFaceStreamAdapter:
         """The dataset's own state; None at the beginning of an epoch."""
         # Until its first example after a load, the dataset tells where it was before.
         return self._dataset.state_dict() if self._is_under_way else self._place
+
+
+def _begin_worker(ignored: Sequence[str], then: Callable[[int], object] | None, worker: int) -> None:
+    """Runs in a worker, before its first sample. Of the module, not of an object, so that a spawned one finds it."""
+    for name in ignored:
+        signal.signal(signal.Signals[name], signal.SIG_IGN)
+    if then is not None:
+        then(worker)
 
 
 def _check_kind(given: object, module: str, name: str) -> None:

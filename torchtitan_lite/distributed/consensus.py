@@ -5,7 +5,7 @@ is sent at the end of step k is received at the end of step k+1, the same on eve
 decision that follows from it is the same everywhere. `Peers` is for the rare moments when one rank
 decides for all (which checkpoint to load) or one rank's refusal must be everyone's.
 
-Each has a gloo group of its own: two threads on one group corrupt it, and checkpoint traffic runs
+Each has gloo groups of its own: two threads on one group corrupt it, and checkpoint traffic runs
 in a thread beside the training. Without a process group both work for the one process there is.
 All methods are collective unless they say otherwise.
 """
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torchtitan_lite.errors import TorchtitanLiteError
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 def _world_size() -> int:
@@ -33,19 +34,27 @@ def _world_size() -> int:
 
 @dataclass(frozen=True)
 class Facts:
-    """What one rank knows at the end of a step; agreed facts are the OR (for the signal, the highest)."""
+    """What one rank knows at the end of a step; agreed facts are the OR (of numbers, the highest)."""
 
     save_due: bool = False
     save_failed: bool = False
+    step_in_flight: int = -1
+    """The step that is being saved; -1 for none."""
     signal: int = 0
 
     def to_tensor(self) -> torch.Tensor:
-        return torch.tensor([self.save_due, self.save_failed, self.signal], dtype=torch.int64)
+        facts = [self.save_due, self.save_failed, self.step_in_flight, self.signal]
+        return torch.tensor(facts, dtype=torch.int64, device="cpu")
 
     @staticmethod
     def from_tensor(values: torch.Tensor) -> Facts:
-        save_due, save_failed, signal = values.tolist()
-        return Facts(save_due=bool(save_due), save_failed=bool(save_failed), signal=signal)
+        save_due, save_failed, step_in_flight, signal = values.tolist()
+        return Facts(
+            save_due=bool(save_due),
+            save_failed=bool(save_failed),
+            step_in_flight=step_in_flight,
+            signal=signal,
+        )
 
 
 class StepConsensus:
@@ -86,10 +95,16 @@ class StepConsensus:
 
 
 class Peers:
-    """All ranks of the job as checkpoint code sees them. `timeout` bounds each collective."""
+    """All ranks of the job as checkpoint code sees them. `timeout` bounds each collective.
+
+    It has two groups: `group` is for the thread that saves, and what the caller's thread asks goes through another.
+    """
 
     def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
+        self._save_group: dist.ProcessGroup | None = None
+        self.is_group_in_doubt = False
+        """Whether this rank has seen `group` fail, or a thread hang in it. Set by who sees it; not collective."""
 
     @property
     def rank(self) -> int:
@@ -106,24 +121,39 @@ class Peers:
         """Whether this rank looks at the folder and commits. Not collective."""
         return self.rank == 0
 
-    @cached_property
+    @property
     def group(self) -> dist.ProcessGroup | None:
-        """The gloo group of checkpoint traffic; None without a process group."""
-        if not (dist.is_available() and dist.is_initialized()):
-            return None
+        """The gloo group of saves and loads, made when it is first asked for; None without a process group."""
+        if self._save_group is None and dist.is_available() and dist.is_initialized():
+            self._save_group = _gloo_group(self._timeout)
+        return self._save_group
+
+    def renew_group(self) -> None:
+        """`group` is another one: a collective that failed or timed out may have left the old one of no use.
+
+        The old one stays: a thread may still hang in it.
+        """
+        self.is_group_in_doubt = False
+        self._save_group = None
+        _ = self.group
+
+    @cached_property
+    def _talk(self) -> dist.ProcessGroup:
         return _gloo_group(self._timeout)
 
     def decide(self, choose: Callable[[], T]) -> T:
         """What `choose` returned on the coordinator, on every rank; what it raised is raised on every rank."""
         outcome: list[tuple[T | None, Exception | None]] = [(None, None)]
         own: Exception | None = None
+        if self.world_size > 1:
+            _ = self._talk  # Made before choosing: who waits for a group to be made is not told of a peer's end.
         if self.is_coordinator:
             try:
                 outcome = [(choose(), None)]
             except Exception as error:
                 own, outcome = error, [(None, _portable(error))]
         if self.world_size > 1:
-            dist.broadcast_object_list(outcome, src=0, group=self.group)
+            dist.broadcast_object_list(outcome, src=0, group=self._talk)
         value, failure = outcome[0]
         if failure is not None:
             raise own if own is not None else _told_by_another(failure)
@@ -134,8 +164,38 @@ class Peers:
         if self.world_size == 1:
             return [mine]
         gathered: list[T | None] = [None] * self.world_size
-        dist.all_gather_object(gathered, mine, group=self.group)
+        dist.all_gather_object(gathered, mine, group=self._talk)
         return cast(list[T], gathered)
+
+    def highest(self, *mine: int) -> tuple[int, ...]:
+        """Of each of the numbers the highest of all ranks', on every rank."""
+        if self.world_size == 1:
+            return mine
+        values = torch.tensor(mine, dtype=torch.int64, device="cpu")
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._talk)
+        return tuple(values.tolist())
+
+    def ask(self, mine: T, answer: Callable[[list[T]], list[U]]) -> U:
+        """This rank's part of what the coordinator answers to each rank's `mine`, by rank; raises what it raised."""
+        if self.world_size == 1:
+            return answer([mine])[0]
+        if isinstance(mine, Exception):
+            mine = cast(T, _portable(mine))
+        questions: list[T | None] | None = [None] * self.world_size if self.is_coordinator else None
+        dist.gather_object(mine, questions, dst=0, group=self._talk)
+        answers: list[tuple[U | None, Exception | None]] | None = None
+        own: Exception | None = None
+        if self.is_coordinator:
+            try:
+                answers = [(given, None) for given in answer(cast(list[T], questions))]
+            except Exception as error:
+                own, answers = error, [(None, _portable(error))] * self.world_size
+        received: list[tuple[U | None, Exception | None]] = [(None, None)]
+        dist.scatter_object_list(received, answers, src=0, group=self._talk)
+        value, failure = received[0]
+        if failure is not None:
+            raise own if own is not None else _told_by_another(failure)
+        return cast(U, value)
 
     def raise_together(self, error: Exception | None) -> None:
         """Returns if no rank brought an error; else raises the first one, by rank, on every rank.
@@ -145,7 +205,7 @@ class Peers:
         errors: list[Exception | None] = [error]
         if self.world_size > 1:
             errors = [None] * self.world_size
-            dist.all_gather_object(errors, error and _portable(error), group=self.group)
+            dist.all_gather_object(errors, error and _portable(error), group=self._talk)
         for rank, found in enumerate(errors):
             if found is not None:
                 own = error if rank == self.rank and error is not None else found

@@ -1,0 +1,73 @@
+"""A save is due while the last one is still being written: it waits, or it is left out."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+from tests.checkpoint.conftest import StartRun
+from torchtitan_lite.checkpoint.savers import ThreadSaver, write_in_place
+from torchtitan_lite.checkpoint.staging import Staged
+from torchtitan_lite.checkpoint.writer import Target
+from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.store.manifest import FileRecord
+
+
+class SlowDisk:
+    """Writes when it may."""
+
+    def __init__(self) -> None:
+        self.may_write = threading.Event()
+        self.saver = ThreadSaver(Peers(timedelta(seconds=60)), write=self._write)
+
+    def _write(self, path: Path, staged: Staged, target: Target) -> FileRecord:
+        assert self.may_write.wait(60)
+        return write_in_place(path, staged, target)
+
+
+def test_skipping_leaves_out_what_is_due_and_saves_again_when_there_is_time(start_run: StartRun) -> None:
+    disk = SlowDisk()
+    run = start_run(interval=2, when_busy="skip", async_mode="async", seams={"saver": disk.saver})
+    for _ in range(6):
+        run.step()
+    assert run.events.steps("save_started") == [2]
+    assert run.events.steps("save_skipped") == [4, 6]
+    assert run.events.figures("save_skipped")["in_flight"] == 2
+    disk.may_write.set()
+    assert run.manager.newest_step() == 2
+    run.train(12)
+    assert {2, 8, 12} <= set(run.committed()), "10 may find 8 still being written"
+
+
+def test_waiting_saves_everything_that_is_due(start_run: StartRun) -> None:
+    disk = SlowDisk()
+    run = start_run(interval=2, when_busy="wait", async_mode="async", seams={"saver": disk.saver})
+    run.step()
+    run.step()
+    run.step()
+    threading.Timer(0.05, disk.may_write.set).start()
+    run.step()
+    assert run.events.steps("save_started") == [2, 4]
+    run.train(6)
+    assert run.committed() == [2, 4, 6]
+
+
+def test_the_last_step_is_never_left_out(start_run: StartRun) -> None:
+    disk = SlowDisk()
+    run = start_run(interval=2, when_busy="skip", async_mode="async", seams={"saver": disk.saver})
+    for _ in range(4):
+        run.step()
+    threading.Timer(0.05, disk.may_write.set).start()
+    run.step(last=True)
+    assert run.committed() == [2, 5]
+
+
+def test_memory_is_that_of_one_save(start_run: StartRun) -> None:
+    disk = SlowDisk()
+    disk.may_write.set()
+    run = start_run(interval=1, async_mode="async", seams={"saver": disk.saver})
+    run.step()
+    arena = disk.saver._stager.arena
+    run.train(8)
+    assert disk.saver._stager.arena is arena

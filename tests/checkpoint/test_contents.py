@@ -1,0 +1,122 @@
+"""What a table of a checkpoint's contents may say."""
+
+from __future__ import annotations
+
+import collections
+import pickle
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as ShardedProperties
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from tests.checkpoint.boxes import Box, grids, partitions, shapes
+from tests.checkpoint.with_manifest import add_manifest
+from torchtitan_lite.checkpoint.contents import DTYPES, Chunk, Contents, StoredTensor
+from torchtitan_lite.checkpoint.safe_metadata import read_metadata
+from torchtitan_lite.errors import CheckpointDamaged
+
+FILE = "__0_0.distcp"
+
+
+def is_taken(shape: tuple[int, ...], boxes: list[Box]) -> bool:
+    chunks = [Chunk(FILE, 0, offsets, sizes) for offsets, sizes in boxes]
+    contents = Contents("c", {"w": StoredTensor(torch.float32, shape, chunks)}, {})
+    try:
+        contents.check({FILE: 1 << 20})
+    except CheckpointDamaged:
+        return False
+    return True
+
+
+def is_covered_once(shape: tuple[int, ...], boxes: list[Box]) -> bool:
+    """Element by element."""
+    counts: collections.Counter[tuple[int, ...]] = collections.Counter()
+    for offsets, sizes in boxes:
+        counts.update(product(*(range(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))))
+    return counts == collections.Counter(product(*map(range, shape)))
+
+
+@given(st.data())
+def test_boxes_that_cover_a_tensor_once_are_taken(data: st.DataObject) -> None:
+    shape = data.draw(shapes())
+    assert is_taken(shape, data.draw(partitions(shape) | grids(shape)))
+
+
+@given(st.data())
+def test_boxes_are_taken_if_and_only_if_each_element_is_in_one(data: st.DataObject) -> None:
+    shape = data.draw(shapes(max_dims=3, max_size=4))
+    boxes = data.draw(partitions(shape) | grids(shape))
+    for _ in range(data.draw(st.integers(1, 2))):
+        at = data.draw(st.integers(0, len(boxes) - 1))
+        offsets, sizes = boxes[at]
+        moved = tuple(max(0, offset + data.draw(st.integers(-1, 1))) for offset in offsets)
+        resized = tuple(max(0, size + data.draw(st.integers(-1, 1))) for size in sizes)
+        change = data.draw(st.sampled_from(["drop", "double", "move", "resize", "copy"]))
+        if change == "drop" and len(boxes) > 1:
+            boxes = [box for i, box in enumerate(boxes) if i != at]
+        elif change == "double":
+            boxes = [*boxes, boxes[at]]
+        elif change == "move":
+            boxes = [(moved, sizes) if i == at else box for i, box in enumerate(boxes)]
+        elif change == "resize":
+            boxes = [(offsets, resized) if i == at else box for i, box in enumerate(boxes)]
+        else:
+            boxes = [*boxes[1:], boxes[at]]
+    assert is_taken(shape, boxes) == is_covered_once(shape, boxes)
+
+
+@pytest.mark.parametrize("count", [10, 4096])
+def test_thousands_of_boxes_are_looked_at(count: int) -> None:
+    rows: list[Box] = [((i, 0), (1, 3)) for i in range(count)]
+    assert is_taken((count, 3), rows)
+    assert is_taken((2 * count, 3), _bricks(count))
+    assert not is_taken((2 * count, 3), [*_bricks(count)[:-2], *_bricks(1)])
+    assert not is_taken((count, 3), [*rows[:-1], rows[0]])
+
+
+def _bricks(count: int) -> list[Box]:
+    """Rows of two boxes each, whose border is here and there by turns."""
+    return [box for i in range(count) for box in (((2 * i, 0), (2, 1 + i % 2)), ((2 * i, 1 + i % 2), (2, 2 - i % 2)))]
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+def test_every_dtype_is_of_whole_bytes() -> None:
+    assert {"bool", "bfloat16", "float32", "float64", "int64", "complex64"} <= set(DTYPES)
+    for dtype in DTYPES.values():
+        assert torch.empty(3, dtype=dtype).nbytes == 3 * dtype.itemsize
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_dcp_says_and_what_we_say_of_it_is_the_same_in_dcps_words(tmp_path: Path) -> None:
+    state = {"model": {"a": torch.ones(2, 3, dtype=torch.bfloat16), "b": torch.tensor(1)}, "x": [1, {"y": (2,)}]}
+    dcp_save(state, checkpoint_id=tmp_path, no_dist=True)
+    expected = FileSystemReader(tmp_path).read_metadata()
+    of_dcp, ours = read_metadata(tmp_path), Contents.of_manifest(add_manifest(tmp_path), "c")
+    assert of_dcp.to_metadata().storage_data == expected.storage_data
+    for contents in of_dcp, ours:
+        metadata = contents.to_metadata()
+        assert metadata.state_dict_metadata == expected.state_dict_metadata
+        assert metadata.planner_data == expected.planner_data
+        assert set(contents) == set(expected.state_dict_metadata)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_metadata_as_older_versions_of_torch_wrote_it_is_understood(tmp_path: Path) -> None:
+    """Until 2.2 with the properties of sharded tensors; with a mapping that keeps its order; without planner data."""
+    dcp_save({"a": torch.ones(2, 3, dtype=torch.bfloat16), "b": 1}, checkpoint_id=tmp_path, no_dist=True)
+    expected = read_metadata(tmp_path)
+    metadata: Any = FileSystemReader(tmp_path).read_metadata()
+    metadata.state_dict_metadata["a"].properties = ShardedProperties(dtype=torch.bfloat16)
+    metadata.state_dict_metadata = collections.OrderedDict(metadata.state_dict_metadata)
+    metadata.planner_data = None
+    for protocol in 2, 4, 5:
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata, protocol))
+        found = read_metadata(tmp_path)
+        assert (found.tensors, found.objects, found.paths) == (expected.tensors, expected.objects, {})

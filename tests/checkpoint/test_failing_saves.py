@@ -1,0 +1,144 @@
+"""Whatever the system refuses, on one rank or on all, in each mode: the save fails on every rank, training goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.conftest import StartRun
+from tests.checkpoint.test_sharded_failures import digests
+from tests.checkpoint.tiny_run import TinyRun, at_steps, same_everywhere
+from tests.ranks import on_two_ranks
+from torchtitan_lite import faults
+from torchtitan_lite.errors import SaveFailed
+from torchtitan_lite.store.store import CheckpointStore
+
+ERRORS = ("ENOSPC", "EIO", "EACCES", "EROFS", "EDQUOT")
+ON_ONE_RANK = [
+    *((f"{error}@write:rank=1,step=2", 1) for error in ERRORS),
+    ("EACCES@open:rank=0,step=2", 0),
+    ("EIO@fsync:rank=1,step=2", 1),
+    ("tear@write:rank=0,step=2", 0),
+    ("ENOSPC@metadata:step=2", 0),
+    ("EDQUOT@manifest:step=2", 0),
+    ("EIO@seal:step=2", 0),
+    ("EROFS@commit:step=2", 0),
+]
+ON_ALL_RANKS = ["ENOSPC@write:step=2", "EIO@fsync:step=2", "EROFS@open:step=2"]
+
+
+def run_with(fault: str, rank: int, folder: Path, mode: str) -> TinyRun:
+    """A run in which `fault` happens; steps 1, 2 and 5 are due."""
+    run = TinyRun(folder, async_mode=mode, seams={"save_policy": at_steps(1, 2, 5)})
+    faults.install(fault, rank=rank)
+    inner: Any = run.saver.inner
+    writer = getattr(getattr(inner, "_saver", inner), "process", None)
+    if writer is not None:
+        writer.close()  # The next one is told of the fault.
+    return run
+
+
+def train_over(run: TinyRun) -> None:
+    """Trains on to step 6, a failure of step 2 on the way: nothing of it is left, nothing before it is touched."""
+    with run.manager:
+        run.steps(1)
+        run.saver.wait()
+        before = digests(run.folder / "step-1")
+        run.steps(2)
+        run.saver.wait()
+        run.steps(4)
+        assert run.checkpoints() == ["step-1"]
+        run.steps(6)
+        assert digests(run.folder / "step-1") == before
+    assert run.checkpoints() == ["step-1", "step-5"]
+
+
+def assert_told_alike(run: TinyRun, *reasons: str) -> None:
+    """Step 2 failed for `reasons`, and every rank knew within two steps, at the same one."""
+    [(step, noticed, figures)] = run.happened("save_failed")
+    assert step == 2
+    assert noticed in (3, 4)
+    assert all(reason in figures["reason"] for reason in reasons), (reasons, figures["reason"])
+    assert same_everywhere([noticed, figures["reason"]])
+
+
+@on_two_ranks
+def test_what_one_rank_is_refused_fails_the_save_of_both(rank: int, tmp_path: Path, mode: str) -> None:
+    for case, (fault, where) in enumerate(ON_ONE_RANK):
+        run = run_with(fault, rank, tmp_path / str(case), mode)
+        train_over(run)
+        code = "EIO" if fault.startswith("tear") else fault.partition("@")[0]
+        number = getattr(errno, code)
+        assert_told_alike(run, f"rank {where}: ", f"[Errno {number}] {os.strerror(number)}")
+    faults.install("", rank=rank)
+
+
+@on_two_ranks
+def test_what_all_ranks_are_refused_is_one_failure(rank: int, tmp_path: Path, mode: str) -> None:
+    for number, fault in enumerate(ON_ALL_RANKS):
+        run = run_with(fault, rank, tmp_path / str(number), mode)
+        train_over(run)
+        assert_told_alike(run, os.strerror(getattr(errno, fault.partition("@")[0])))
+    faults.install("", rank=rank)
+
+
+@on_two_ranks
+def test_a_short_write_is_gone_on_with(rank: int, tmp_path: Path, mode: str) -> None:
+    run = run_with("short@write:rank=1,step=2", rank, tmp_path, mode)
+    with run.manager:
+        run.steps(1)
+        run.steps(2)
+        run.saver.wait()
+        run.steps(6)
+    faults.install("", rank=rank)
+    assert run.checkpoints() == ["step-1", "step-2", "step-5"]
+    with (again := TinyRun(tmp_path, load_step=2)).manager:
+        assert again.manager.load()
+
+
+@on_two_ranks
+def test_a_writer_process_that_is_killed_or_stopped_is_named_and_started_anew(rank: int, tmp_path: Path) -> None:
+    for kind, told in (("kill", "ended"), ("stop", "was stopped")):
+        fault = f"{kind}@write:rank=1,step=2,process=writer"
+        run = run_with(fault, rank, tmp_path / kind, "async_with_pinned_mem")
+        with run.manager:
+            run.steps(2)
+            run.saver.wait()
+            faults.install("", rank=rank)  # or the next writer would be told of it too
+            run.steps(6)
+        assert_told_alike(run, "rank 1: WriterProcessDied: writer process", told)
+        assert run.checkpoints() == ["step-1", "step-5"]
+
+
+def test_saves_that_fail_in_a_row_end_the_run_with_what_failed(start_run: StartRun, mode: str) -> None:
+    run = start_run(interval=1, async_mode=mode, max_failed_saves=2)
+    run.step()
+    assert run.manager.newest_step() == 1
+    faults.install("EIO@manifest:times=always", rank=0)
+    try:
+        with pytest.raises(SaveFailed, match="Input/output error"):
+            for _ in range(6):
+                run.step()
+    finally:
+        faults.install("", rank=0)
+    assert run.committed() == [1]
+
+
+def test_a_save_for_which_there_is_no_room_is_not_begun(start_run: StartRun, tmp_path: Path) -> None:
+    free = [1 << 40]
+    store = CheckpointStore(tmp_path / "checkpoint", free_bytes=lambda path: free[0])
+    run = start_run(interval=1, seams={"store": store})
+    run.step()
+    free[0] = 1000
+    run.step()
+    run.step()
+    assert run.events.steps("save_failed") == [2, 3][: len(run.events.steps("save_failed"))]
+    assert "room for" in run.events.figures("save_failed")["reason"]
+    assert run.names() == ["step-1"]
+    free[0] = 1 << 40
+    run.step()
+    assert run.committed() == [1, 4]

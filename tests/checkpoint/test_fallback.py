@@ -1,0 +1,204 @@
+"""A checkpoint that is not what was committed is never resumed from; an older one is, in the same start."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.conftest import StartRun
+from tests.checkpoint.small_run import SmallRun, same
+from torchtitan_lite import faults
+from torchtitan_lite.errors import AllCheckpointsDamaged, CheckpointDamaged, CheckpointUnreadable, FormatTooNew
+from torchtitan_lite.store.manifest import Manifest, seal
+
+DATA = "__0_0.distcp"
+
+
+def flip(path: Path, at: int = -1) -> None:
+    """One bit of the file is another."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def in_tensor(folder: Path, key: str) -> int:
+    """A byte of the file of tensors that is the tensor's."""
+    manifest = Manifest.of_folder(folder)
+    assert manifest is not None
+    at: int = manifest.tensors[key]["chunks"][0][1]
+    return at
+
+
+@pytest.fixture
+def trained(start_run: StartRun) -> SmallRun:
+    """Steps 2, 4 and 6 are saved; the run is over."""
+    run = start_run(interval=2)
+    run.train(6)
+    run.manager.close()
+    return run
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "a flipped tensor": lambda folder: flip(folder / DATA, in_tensor(folder, "model.first.weight")),
+    "a flipped object": lambda folder: flip(folder / DATA),
+    "a flipped .metadata": lambda folder: flip(folder / ".metadata", 100),
+    "a flipped manifest": lambda folder: flip(folder / "manifest.json", 40),
+    "a cut file": lambda folder: (folder / DATA).write_bytes((folder / DATA).read_bytes()[:-1]),
+    "an empty manifest": lambda folder: (folder / "manifest.json").write_bytes(b""),
+    "a missing file": lambda folder: (folder / DATA).unlink(),
+    "another step's file": lambda folder: shutil.copy(folder.with_name("step-2") / DATA, folder / DATA),
+    "another step's manifest": lambda folder: shutil.copy(
+        folder.with_name("step-2") / "manifest.json", folder / "manifest.json"
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_the_next_older_one_is_resumed_from(
+    damage: Callable[[Path], object], trained: SmallRun, start_run: StartRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage(trained.root / "step-6")
+    run = start_run(interval=2)
+    assert run.manager.load()
+    assert (run.manager.loaded_step, run.train_state.step) == (4, 4)
+    assert run.names() == ["step-2", "step-4", "step-6.corrupt"]
+    assert run.events.steps("fallback") == [4]
+    assert run.events.steps("quarantined") == [6]
+    assert run.events.figures("fallback")["damaged_step"] == 6
+    warnings = [r.message for r in caplog.records if r.levelno == logging.WARNING and "Fell back" in r.message]
+    assert len(warnings) == 1
+    assert "Fell back from step 6 to step 4: " in warnings[0]
+
+
+def test_a_resumed_run_is_the_run_from_the_older_one(trained: SmallRun, start_run: StartRun, tmp_path: Path) -> None:
+    flip(trained.root / "step-6" / DATA, in_tensor(trained.root / "step-6", "model.first.weight"))
+    run = start_run(interval=2)
+    run.manager.load()
+    run.train(8)
+    straight = start_run(tmp_path / "straight", interval=2)
+    straight.train(8)
+    assert same(run.contents(), straight.contents())
+    assert run.committed() == [2, 4, 6, 8]
+
+
+def test_the_finding_names_file_and_tensor(trained: SmallRun, start_run: StartRun) -> None:
+    folder = trained.root / "step-6"
+    flip(folder / DATA, in_tensor(folder, "model.second.weight"))
+    run = start_run(interval=2)
+    run.manager.load()
+    finding = run.events.figures("fallback")["finding"]
+    assert DATA in finding
+    assert "model.second.weight" in run.events.figures("fallback")["keys"]
+    told = next((trained.root / "step-6.corrupt").glob("*.json"), None)
+    assert told is not None
+
+
+def test_several_damaged_ones_are_passed_over_together(trained: SmallRun, start_run: StartRun) -> None:
+    flip(trained.root / "step-6" / "manifest.json", 40)
+    flip(trained.root / "step-4" / DATA, in_tensor(trained.root / "step-4", "model.first.weight"))
+    run = start_run(interval=2)
+    assert run.manager.load()
+    assert run.train_state.step == 2
+    assert run.names() == ["step-2", "step-4.corrupt", "step-6.corrupt"]
+    assert sorted(run.events.steps("quarantined")) == [4, 6]
+
+
+def test_where_all_are_damaged_each_is_named_and_none_is_renamed(trained: SmallRun, start_run: StartRun) -> None:
+    for step, file in ((2, DATA), (4, "manifest.json"), (6, ".metadata")):
+        flip(trained.root / f"step-{step}" / file, 300)
+    run = start_run(interval=2)
+    with pytest.raises(AllCheckpointsDamaged) as raised:
+        run.manager.load()
+    assert sorted(raised.value.findings) == [2, 4, 6]
+    assert all(file in raised.value.findings[step] for step, file in ((2, DATA), (6, ".metadata")))
+    assert run.names() == ["step-2", "step-4", "step-6"]
+    run.manager.close()
+    with pytest.raises(AllCheckpointsDamaged):
+        start_run(interval=2).manager.load()
+
+
+def test_a_step_that_was_asked_for_is_not_replaced_by_another(trained: SmallRun, start_run: StartRun) -> None:
+    flip(trained.root / "step-4" / DATA, in_tensor(trained.root / "step-4", "model.first.weight"))
+    run = start_run(interval=2, load_step=4)
+    with pytest.raises(CheckpointDamaged, match="step-4"):
+        run.manager.load()
+    assert run.names() == ["step-2", "step-4", "step-6"]
+
+
+def test_a_newer_format_is_no_damage(trained: SmallRun, start_run: StartRun) -> None:
+    path = trained.root / "step-6" / "manifest.json"
+    document = {name: value for name, value in json.loads(path.read_bytes()).items() if name != "digest"}
+    path.write_bytes(seal(json.dumps(document | {"format_version": 99}).removesuffix("}").encode()))
+    with pytest.raises(FormatTooNew):
+        start_run(interval=2).manager.load()
+    assert trained.names() == ["step-2", "step-4", "step-6"]
+
+
+def test_an_error_of_the_machine_is_no_damage(trained: SmallRun, start_run: StartRun) -> None:
+    run = start_run(interval=2)
+    faults.install("EIO@read:times=always", rank=0)
+    try:
+        with pytest.raises(CheckpointUnreadable, match="Input/output error"):
+            run.manager.load()
+    finally:
+        faults.install("", rank=0)
+    assert run.names() == ["step-2", "step-4", "step-6"]
+
+
+def test_an_error_of_the_machine_that_passes_is_nothing(trained: SmallRun, start_run: StartRun) -> None:
+    run = start_run(interval=2)
+    faults.install("EIO@read:times=1", rank=0)
+    try:
+        assert run.manager.load()
+    finally:
+        faults.install("", rank=0)
+    assert run.train_state.step == 6
+
+
+def test_a_run_that_only_loads_falls_back_and_renames_nothing(trained: SmallRun, start_run: StartRun) -> None:
+    flip(trained.root / "step-6" / DATA, in_tensor(trained.root / "step-6", "model.first.weight"))
+    run = start_run(load_only=True)
+    assert run.manager.load()
+    assert run.train_state.step == 4
+    assert run.names() == ["step-2", "step-4", "step-6"]
+
+
+@pytest.mark.parametrize(("verify", "found"), [("full", True), ("size", False), ("off", False)])
+def test_how_much_is_checked_is_what_was_asked_for(
+    verify: str, found: bool, trained: SmallRun, start_run: StartRun
+) -> None:
+    flip(trained.root / "step-6" / DATA, in_tensor(trained.root / "step-6", "model.first.weight"))
+    run = start_run(interval=2, verify_on_load=verify)
+    assert run.manager.load()
+    assert run.train_state.step == (4 if found else 6)
+
+
+def test_a_quarantined_one_is_not_in_the_way_of_the_same_step_again(trained: SmallRun, start_run: StartRun) -> None:
+    for names in (
+        ["step-2", "step-4", "step-6", "step-6.corrupt"],
+        ["step-2", "step-4", "step-6.corrupt", "step-6.corrupt-2"],
+    ):
+        flip(trained.root / "step-6" / "manifest.json", 40)
+        run = start_run(interval=2)
+        assert run.manager.load()
+        if "step-6" in names:
+            run.train(6)
+        run.manager.close()
+        assert run.names() == names
+
+
+def test_a_dry_run_falls_back_too_and_changes_nothing(trained: SmallRun, start_run: StartRun) -> None:
+    (trained.root / "step-6" / DATA).write_bytes(b"cut")
+    flip(trained.root / "step-4" / "manifest.json", 40)
+    report = start_run(interval=2).manager.dry_run()
+    assert report is not None
+    assert report.step == 2
+    flip(trained.root / "step-2" / "manifest.json", 40)
+    with pytest.raises(AllCheckpointsDamaged):
+        start_run(interval=2).manager.dry_run()
+    assert trained.names() == ["step-2", "step-4", "step-6"]

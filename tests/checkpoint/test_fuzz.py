@@ -1,0 +1,135 @@
+"""Every file of a checkpoint, damaged in every way: it is found, named, and not resumed from."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.conftest import StartRun
+from tests.checkpoint.small_run import SmallRun
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.digest import BLOCK_BYTES
+from torchtitan_lite.store.manifest import Manifest
+
+FLIPS = 50
+Damage = Callable[[bytes, bytes], bytes | None]
+"""Makes another file of a file and of that of another step; None: the file is gone."""
+
+
+class Big:
+    """Makes a file of several blocks."""
+
+    def __init__(self) -> None:
+        self.tensors = {name: torch.rand(BLOCK_BYTES // 4) for name in ("one", "two")}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.tensors, "note": {"n": 3}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+def flips(size: int) -> Iterator[tuple[int, int]]:
+    """Places and bits: the first byte, the last, and others anywhere."""
+    chance = random.Random(size)
+    places = [0, size - 1, *(chance.randrange(size) for _ in range(FLIPS - 2))]
+    return ((place, 1 << chance.randrange(8)) for place in places)
+
+
+def flipped(data: bytes, place: int, bit: int) -> bytes:
+    changed = bytearray(data)
+    changed[place] ^= bit
+    return bytes(changed)
+
+
+OTHERS: dict[str, Damage] = {
+    "cut in the middle": lambda data, other: data[: len(data) // 2],
+    "cut by a byte": lambda data, other: data[:-1],
+    "longer by a byte": lambda data, other: data + b"\0",
+    "zeroed": lambda data, other: bytes(len(data)),
+    "a zeroed page": lambda data, other: data[:100] + bytes(min(4096, len(data) - 100)) + data[100 + 4096 :],
+    "emptied": lambda data, other: b"",
+    "deleted": lambda data, other: None,
+    "that of another step": lambda data, other: other,
+}
+
+
+@pytest.fixture
+def trained(start_run: StartRun) -> SmallRun:
+    run = start_run(interval=1, states={"big": Big()})
+    run.train(2)
+    run.manager.close()
+    return run
+
+
+def tensors_at(folder: Path, file: str, place: int) -> set[str]:
+    """The tensors whose elements have this byte of the file."""
+    manifest = Manifest.of_folder(folder)
+    assert manifest is not None
+    found = set()
+    for key, entry in manifest.tensors.items():
+        itemsize = getattr(torch, entry["dtype"]).itemsize
+        for name, at, _, sizes in entry["chunks"]:
+            if name == file and at <= place < at + torch.Size(sizes).numel() * itemsize:
+                found.add(key)
+    return found
+
+
+def probe(
+    trained: SmallRun, start_run: StartRun, caplog: pytest.LogCaptureFixture, file: str, data: bytes | None
+) -> tuple[str, set[str]]:
+    """What the load finds, and in which tensors, if the `file` of step 2 is `data`. Afterwards it is as it was."""
+    path = trained.root / "step-2" / file
+    before = path.read_bytes()
+    path.unlink()
+    if data is not None:
+        path.write_bytes(data)
+    run = start_run(interval=100, states={"big": Big()})
+    assert run.manager.load(), "there is an older one"
+    assert (run.manager.loaded_step, run.train_state.step) == (1, 1), "not resumed from"
+    run.manager.close()
+    finding = f"{path.parent} has no manifest and is passed over"
+    keys: set[str] = set()
+    if data is None and file == layout.MANIFEST:
+        assert finding in caplog.text, "it may be anybody's: it stays as it is"
+    else:
+        assert run.events.steps("quarantined") == [2]
+        figures = run.events.figures("fallback")
+        finding, keys = figures["finding"], set(figures["keys"])
+        (trained.root / "step-2.corrupt").rename(trained.root / "step-2")
+    for told in (trained.root / "step-2").glob("*.json"):
+        if told.name != "manifest.json":
+            told.unlink()
+    path.write_bytes(before)
+    return finding, keys
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "manifest.json"])
+def test_all_damage_is_found_and_named(
+    file: str, trained: SmallRun, start_run: StartRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = trained.root / "step-2"
+    data, other = (folder / file).read_bytes(), (trained.root / "step-1" / file).read_bytes()
+    found = 0
+    for place, bit in flips(len(data)):
+        finding, keys = probe(trained, start_run, caplog, file, flipped(data, place, bit))
+        assert file in finding or file == "manifest.json", finding
+        assert tensors_at(folder, file, place) <= keys, finding
+        found += 1
+    for how, damage in OTHERS.items():
+        damaged = damage(data, other)
+        if damaged == data:
+            continue  # Where nothing moved, two steps have the same description.
+        finding, _ = probe(trained, start_run, caplog, file, damaged)
+        assert file in finding or file == "manifest.json", (how, finding)
+        found += 1
+    print(f"{file}: {found} of {found} damages found and named")
+    assert found >= FLIPS + len(OTHERS) - 1
+    run = start_run(interval=100, states={"big": Big()})
+    assert run.manager.load()
+    assert run.manager.loaded_step == 2, "undamaged, it is taken"

@@ -1,0 +1,137 @@
+"""Small objects through JSON and back."""
+
+from __future__ import annotations
+
+import collections
+import enum
+import json
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from torchtitan_lite.checkpoint.plain_value import MAX_DEPTH, NotPlain, decode, encode
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(min_value=1 << 62, max_value=1 << 66)
+    | st.floats(allow_nan=True, allow_infinity=True)
+    | st.text(st.characters(exclude_categories=()))
+    | st.binary()
+)
+keys = st.recursive(scalars, lambda inner: st.lists(inner, max_size=2).map(tuple), max_leaves=3)
+values = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(st.sampled_from(["a", "$tuple", "$", "ä"]) | st.text(), inner, max_size=3),
+        st.dictionaries(keys, inner, max_size=3),
+    ),
+    max_leaves=12,
+)
+
+
+def bits(value: Any) -> Any:
+    """`value` with its types spelt out and its floats as bytes, so that == means the very same."""
+    if isinstance(value, float):
+        return "float", struct.pack(">d", value)
+    if isinstance(value, list | tuple):
+        return type(value), [bits(item) for item in value]
+    if isinstance(value, dict):
+        return dict, [(bits(key), bits(item)) for key, item in value.items()]
+    return type(value), value
+
+
+@given(values)
+@example({"$tuple": [1]})
+@example({"$int": "5", "b": {"$": 1}})
+@example({1: "int", "1": "str", (2, None): [True, 1, 1.0, -0.0]})
+@example(10**5000)
+@example("\ud800\udc00")
+@example([float("nan"), float("inf"), -float("inf"), 5e-324])
+def test_a_plain_value_comes_back_the_very_same(value: Any) -> None:
+    text = json.dumps(encode(value), allow_nan=False)
+    assert bits(decode(json.loads(text))) == bits(value)
+
+
+class Name(str):
+    __slots__ = ()
+
+
+class Choice(enum.IntEnum):
+    ONE = 1
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(np.float64(1), np.int64(1), np.bool_(True), torch.ones(1), torch.Size([1]), torch.float32),
+        *(collections.OrderedDict(a=1), collections.Counter(), {1}, frozenset([1]), bytearray(b"a"), 1j),
+        *(Name("a"), Choice.ONE, object(), print),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("wrap", [lambda v: v, lambda v: {"a": [v]}, lambda v: (1, (v,))])
+def test_anything_else_is_not_plain(value: Any, wrap: Any) -> None:
+    with pytest.raises(NotPlain):
+        encode(wrap(value))
+
+
+def test_a_key_that_is_not_plain_is_seen() -> None:
+    with pytest.raises(NotPlain, match="Name"):
+        encode({Name("a"): 1})
+
+
+def test_what_is_nested_too_deeply_or_in_itself_is_not_plain() -> None:
+    deep: Any = 1
+    for _ in range(MAX_DEPTH):
+        deep = [deep]
+    assert decode(encode(deep)) == deep
+    endless: list[Any] = []
+    endless += [endless, endless]
+    double: Any = 1
+    for _ in range(50):
+        double = [double, double]
+    for value in [deep], endless, double:
+        with pytest.raises(NotPlain):
+            encode(value)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"$unknown": 1},
+        {"$tuple": 1},
+        {"$tuple": [], "b": 1},
+        {"$dict": [[1]]},
+        {"$dict": [[[1], 2]]},
+        {"$dict": {"a": 1}},
+        {"$int": 5},
+        {"$int": "x"},
+        {"$float": "00"},
+        {"$float": "zz"},
+        {"$bytes": "!"},
+        {"$text": "/w=="},
+        {"a": {"$eval": "1"}},
+        b"bytes",
+    ],
+    ids=repr,
+)
+def test_a_document_that_stands_for_nothing_is_refused(document: Any) -> None:
+    with pytest.raises(ValueError):
+        decode(document)
+
+
+def test_a_document_that_is_too_deep_is_refused() -> None:
+    document: Any = 1
+    for _ in range(900):
+        document = [document]
+    with pytest.raises(ValueError, match="deep"):
+        decode(document)

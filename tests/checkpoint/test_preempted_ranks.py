@@ -1,0 +1,177 @@
+"""Two ranks, one of which gets a real signal at an awkward moment: both leave after the same step, and lose nothing."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.checkpoint.small_run import Clock
+from tests.checkpoint.test_manager_preempted import Told
+from tests.checkpoint.tiny_run import TIMEOUT_SECONDS, TinyRun, differing, same_everywhere
+from tests.ranks import on_two_ranks
+from torchtitan_lite.checkpoint.preemption import PreemptionWatch
+
+
+class Watch(PreemptionWatch):
+    """A real one, that lets a thread know that the ranks agreed to leave."""
+
+    def __init__(self) -> None:
+        super().__init__(("SIGTERM",), grace_seconds=TIMEOUT_SECONDS)
+        self.agreed = threading.Event()
+
+    def leave(self) -> None:
+        super().leave()
+        self.agreed.set()
+
+
+@contextmanager
+def watching() -> Iterator[Watch]:
+    """A watch for SIGTERM, which after the block does to the process what it did before."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield Watch()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def signal_myself(watch: PreemptionWatch) -> None:
+    """A SIGTERM has come to this process, and is noticed."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    wait_until_noticed(watch)
+
+
+def wait_until_noticed(watch: PreemptionWatch) -> None:
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while not watch.received:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+class SignalledWhileLoading:
+    """A dataloader of no data; SIGTERM comes to this rank while it is loaded, if there is a watch."""
+
+    def __init__(self, watch: PreemptionWatch | None = None) -> None:
+        self._watch = watch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._watch is not None:
+            signal_myself(self._watch)
+
+
+def leave(run: TinyRun) -> int:
+    """Trains until the ranks leave; the step at whose end they do."""
+    while not run.manager.preempted_by:
+        run.manager.save(run.step())
+        assert run.train_state.step < 20, "the signal was forgotten"
+    assert same_everywhere((run.manager.preempted_by, run.train_state.step, run.happened("preempted")))
+    return run.train_state.step
+
+
+def resumed(folder: Path, run: TinyRun) -> list[str]:
+    """What differs between `run`, as it was left, and a run that goes on from its checkpoint."""
+    with (again := TinyRun(folder, dataloader=SignalledWhileLoading())).manager as manager:
+        assert manager.load()
+        return differing(again.contents(), run.contents())
+
+
+@on_two_ranks
+def test_a_signal_during_the_load_makes_the_ranks_leave_before_a_step_is_trained(rank: int, tmp_path: Path) -> None:
+    with (first := TinyRun(tmp_path, interval=2, dataloader=SignalledWhileLoading())).manager:
+        first.steps(2)
+    with watching() as watch:
+        loader = SignalledWhileLoading(watch if rank == 1 else None)
+        with (
+            run := TinyRun(tmp_path, interval=100, dataloader=loader, seams={"preemption": watch})
+        ).manager as manager:
+            assert manager.load()
+            assert leave(run) == 2
+            assert watch.agreed.is_set(), "a late signal must not change how the ranks end"
+        assert run.checkpoints() == ["step-2"]
+        assert not resumed(tmp_path, run)
+
+
+@on_two_ranks
+def test_a_signal_before_a_fresh_start_makes_the_ranks_leave_with_nothing(rank: int, tmp_path: Path) -> None:
+    with watching() as watch, (run := TinyRun(tmp_path, seams={"preemption": watch})).manager as manager:
+        assert manager.newest_step() == -1
+        if rank == 1:
+            signal_myself(watch)
+        assert not manager.load()
+        assert leave(run) == 0
+        assert run.happened("save_started") == []
+
+
+@on_two_ranks
+def test_a_signal_in_the_first_step_is_acted_on_after_the_next_at_the_latest(rank: int, tmp_path: Path) -> None:
+    with watching() as watch:
+        run = TinyRun(tmp_path, interval=100, dataloader=SignalledWhileLoading(), seams={"preemption": watch})
+        with run.manager as manager:
+            assert not manager.load()
+            manager.reset()
+            step = run.step()
+            if rank == 1:
+                signal_myself(watch)  # as during a compilation, or any other long first step
+            manager.save(step)
+            assert leave(run) <= 2
+        assert run.checkpoints() == [f"step-{run.train_state.step}"]
+        assert not resumed(tmp_path, run)
+
+
+def signal_once_and_wait(watch: Watch) -> Callable[[Path], None]:
+    """In the midst of a save: SIGTERM comes, and the save goes on when the ranks have agreed to leave."""
+
+    def before_write(path: Path) -> None:
+        if not watch.received:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert watch.agreed.wait(TIMEOUT_SECONDS)
+
+    return before_write
+
+
+@on_two_ranks
+def test_a_signal_during_an_asynchronous_save_loses_neither_that_save_nor_the_step(rank: int, tmp_path: Path) -> None:
+    with watching() as watch:
+        options: dict[str, Any] = {"interval": 2, "async_mode": "async", "dataloader": SignalledWhileLoading()}
+        with (run := TinyRun(tmp_path, seams={"preemption": watch}, **options)).manager as manager:
+            manager.save(run.step())
+            if rank == 0:
+                run.saver.before_write = signal_once_and_wait(watch)
+            manager.save(run.step())
+            if rank == 0:
+                wait_until_noticed(watch)
+            step = leave(run)
+        assert 3 <= step <= 4
+        assert run.checkpoints() == sorted({"step-2", f"step-{step}"})
+        assert not resumed(tmp_path, run)
+
+
+@on_two_ranks
+def test_the_rank_with_the_least_time_counts_and_all_leave_alike(rank: int, tmp_path: Path) -> None:
+    """Only rank 1 got the signal; the coordinator decides, whose own grace period has not begun."""
+    watch, clock = Told(seconds_left=0.0 if rank == 1 else math.inf), Clock()
+    run = TinyRun(tmp_path, interval=2, async_mode="async", seams={"preemption": watch, "clock": clock})
+
+    def wait_and_take_long(path: Path) -> None:
+        assert watch.agreed.wait(TIMEOUT_SECONDS)
+        clock.seconds += 10
+
+    run.saver.before_write = wait_and_take_long
+    with run.manager as manager:
+        manager.save(run.step())
+        if rank == 1:
+            watch.receive(signal.SIGTERM)
+        manager.save(run.step())
+        assert not manager.save(run.step())
+        assert manager.preempted_by == signal.SIGTERM
+    assert run.checkpoints() == ["step-2"]
+    assert [figures["given_up_steps"] for _, _, figures in run.happened("preempted")] == [1]

@@ -1,0 +1,231 @@
+"""Whatever is read, it is what DCP's own reader reads, and a byte that is not what it was is found."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from tests.checkpoint.boxes import Box, grids, inside, partitions, shapes
+from tests.checkpoint.with_manifest import add_manifest, flip
+from torchtitan_lite.checkpoint import reader, regions
+from torchtitan_lite.checkpoint.reader import CheckpointReader
+from torchtitan_lite.checkpoint.stored_checkpoint import StoredCheckpoint
+from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.errors import CheckpointDamaged
+from torchtitan_lite.store.block_reader import BlockReader
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64)
+CASTS = {torch.float32: torch.bfloat16, torch.bfloat16: torch.float32, torch.int64: torch.int32}
+
+
+@contextmanager
+def small_parts(num_bytes: int) -> Iterator[None]:
+    """What is staged is staged in parts of so many bytes, and runs of a tenth are long."""
+    before = regions.STAGED_BYTES, regions._LONG_RUN_BYTES, reader.BATCH_BYTES
+    regions.STAGED_BYTES, regions._LONG_RUN_BYTES, reader.BATCH_BYTES = num_bytes, num_bytes // 10, 3 * num_bytes
+    try:
+        yield
+    finally:
+        regions.STAGED_BYTES, regions._LONG_RUN_BYTES, reader.BATCH_BYTES = before
+
+
+def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    for dim, (offset, size) in enumerate(zip(*box, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+class _Chunks(DefaultLoadPlanner):
+    """Saves and loads tensors in boxes, as ranks would, from one process."""
+
+    def __init__(self, whole: dict[str, torch.Tensor], boxes: dict[str, list[Box]]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.whole, self.boxes = whole, boxes
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        box = self.boxes[read_item.dest_index.fqn][read_item.dest_index.index]
+        target = cut(self.whole[read_item.dest_index.fqn], box)
+        return cut(target, (tuple(read_item.dest_offsets), tuple(read_item.lengths)))
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        items = []
+        for key, boxes in self.boxes.items():
+            described: Any = self.metadata.state_dict_metadata[key]
+            chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
+            for index, chunk in enumerate(chunks):
+                for item in create_read_items_for_chunk_list(key, described, [chunk]):
+                    where = MetadataIndex(key, chunk.offsets, index)
+                    items.append(type(item)(**{**vars(item), "dest_index": where}))
+        return LoadPlan(items)
+
+
+def write(folder: Path, tensors: dict[str, torch.Tensor], boxes: dict[str, list[Box]]) -> None:
+    """A checkpoint of `tensors` in chunks, as DCP's own writer writes it."""
+    folder.mkdir()
+    writer = FileSystemWriter(folder, sync_files=False)
+    writer.set_up_storage_writer(True)
+    items, described = [], {}
+    for key, tensor in tensors.items():
+        properties = TensorProperties(dtype=tensor.dtype)
+        chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes[key]]
+        # An empty chunk has no place of its own: another one may have its offsets.
+        chunks = [chunk for chunk in chunks if 0 not in chunk.sizes] or chunks[:1]
+        described[key] = TensorStorageMetadata(properties, tensor.size(), chunks)
+        items += [
+            WriteItem(
+                MetadataIndex(key, chunk.offsets, index),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, tensor.size()),
+            )
+            for index, chunk in enumerate(chunks)
+        ]
+    [plan] = writer.prepare_global_plan([SavePlan(items)])
+
+    class Planner:
+        def resolve_data(self, item: WriteItem) -> torch.Tensor:
+            assert item.tensor_data is not None
+            chunk = item.tensor_data.chunk
+            return cut(tensors[item.index.fqn], (tuple(chunk.offsets), tuple(chunk.sizes)))
+
+    results = writer.write_data(plan, Planner()).wait()  # type: ignore[arg-type]
+    writer.finish(Metadata(dict(described)), [results])
+
+
+def numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-100, 100, shape, generator=generator).to(dtype)
+
+
+@st.composite
+def views(draw: st.DrawFn, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of `shape` that may lie anyhow in memory."""
+    order = draw(st.permutations(range(len(shape))))
+    if draw(st.booleans()):
+        return torch.zeros(shape, dtype=dtype)
+    room = torch.zeros([shape[dim] + draw(st.integers(0, 2)) for dim in order], dtype=dtype)
+    for dim, size in enumerate(shape[d] for d in order):
+        room = room.narrow(dim, room.size(dim) - size, size)
+    return room.permute([order.index(dim) for dim in range(len(shape))])
+
+
+@settings(deadline=None, max_examples=120)
+@given(st.data())
+def test_any_part_of_any_checkpoint_is_read_as_dcp_reads_it(data: st.DataObject) -> None:
+    shape = data.draw(shapes())
+    dtypes = data.draw(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=3))
+    tensors = {f"t{i}": numbers(shape, dtype, i) for i, dtype in enumerate(dtypes)}
+    if data.draw(st.booleans()):
+        tensors = {key: tensor.transpose(0, -1).contiguous().transpose(0, -1) for key, tensor in tensors.items()}
+    stored = {key: data.draw(partitions(shape) | grids(shape)) for key in tensors}
+    wanted = {key: data.draw(st.lists(inside(shape), max_size=3) | grids(shape)) for key in tensors}
+    casts = {key: data.draw(st.sampled_from([t.dtype, CASTS.get(t.dtype, t.dtype)])) for key, t in tensors.items()}
+    ours = {key: data.draw(views(shape, casts[key])) for key in tensors}
+    theirs = {key: torch.zeros(shape, dtype=casts[key]) for key in tensors}
+    with tempfile.TemporaryDirectory() as name, small_parts(data.draw(st.sampled_from([20, 100, 1 << 20]))):
+        folder = Path(name) / "c"
+        write(folder, tensors, stored)
+        if all(t.is_contiguous() for t in tensors.values()) and data.draw(st.booleans()):
+            add_manifest(folder)
+        if data.draw(st.booleans()):
+            forget(folder)
+        blocks = BlockReader(data.draw(st.integers(1, 3)), data.draw(st.booleans()))
+        storage = CheckpointReader(folder, data.draw(st.sampled_from(["off", "size", "full"])), blocks)
+        dcp_load({}, storage_reader=storage, planner=_Chunks(ours, wanted), no_dist=True)
+        dcp_load({}, storage_reader=FileSystemReader(folder), planner=_Chunks(theirs, wanted), no_dist=True)
+    for key in tensors:
+        assert torch.equal(ours[key], theirs[key]), key
+        for box in wanted[key]:
+            assert torch.equal(cut(ours[key], box), cut(tensors[key], box).to(casts[key]))
+
+
+def forget(folder: Path) -> None:
+    for path in folder.iterdir():
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of several blocks, with objects that stand in its files alone."""
+    folder = tmp_path_factory.mktemp("saved") / "c"
+    tensors = {f"w{i}": numbers((300, 500), torch.float32, i) for i in range(4)}
+    dcp_save({"model": tensors, "s": {"text": "x" * 3_000_000, "n": 1}}, checkpoint_id=folder, no_dist=True)
+    add_manifest(folder)
+    return folder
+
+
+def load_everything(folder: Path) -> None:
+    checkpoint = StoredCheckpoint(folder, Peers(timedelta(seconds=60)))
+    checkpoint.verify_rest()
+    model = {f"w{i}": torch.zeros(300, 500) for i in range(4)}
+    checkpoint.read_model(model)
+    assert all(torch.equal(model[f"w{i}"], numbers((300, 500), torch.float32, i)) for i in range(4))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.floats(0, 1, exclude_max=True), st.sampled_from(["__0_0.distcp", ".metadata", "manifest.json"]))
+def test_a_byte_that_is_not_what_it_was_is_found_wherever_it_is(saved: Path, where: float, name: str) -> None:
+    path = saved / name
+    at = int(where * path.stat().st_size)
+    flip(path, at)
+    try:
+        with pytest.raises(CheckpointDamaged, match=rf"{name} is damaged|bytes .* of {name}"):
+            load_everything(saved)
+    finally:
+        flip(path, at)
+
+
+def test_what_is_whole_is_read(saved: Path) -> None:
+    load_everything(saved)
+
+
+def test_ranks_share_what_holds_no_tensor(saved: Path) -> None:
+    """Each file is one rank's, and together they look at all of them."""
+    for name, at in ("__0_0.distcp", 1_500_000), (".metadata", 10):
+        flip(saved / name, at)
+        found = [finding(saved, number, 3) for number in range(3)]
+        flip(saved / name, at)
+        assert sum(name in each for each in found) == 1
+        assert found.count("") == 2
+
+
+def finding(folder: Path, number: int, count: int) -> str:
+    try:
+        CheckpointReader(folder).verify_rest(number, count)
+    except CheckpointDamaged as error:
+        return error.finding
+    return ""

@@ -1,0 +1,99 @@
+"""No checkpoint is of two moments: the optimizer waits, and what else changes is found if asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoint.conftest import StartRun
+from tests.checkpoint.small_run import target
+from torchtitan_lite.checkpoint.file_image import FileImage
+from torchtitan_lite.checkpoint.savers import PendingSave, State, ThreadSaver
+from torchtitan_lite.checkpoint.staging import HostCopier, Stager, StagingArena
+from torchtitan_lite.checkpoint.staging_watch import watch
+from torchtitan_lite.checkpoint.writer import Target
+from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.errors import SaveFailed
+from torchtitan_lite.store.store import CheckpointStore
+
+PEERS = Peers(timedelta(seconds=60))
+DEADLINE_SECONDS = 60.0
+
+
+class StagedWhenAskedFor(ThreadSaver):
+    """Its saves are staged as soon as somebody waits for it; notes what the state was then."""
+
+    def __init__(self) -> None:
+        super().__init__(PEERS)
+        self.seen: list[float] = []
+        self.look: Callable[[], float] = lambda: 0.0
+
+    def save(self, state: State, target: Target) -> PendingSave:
+        pending = super().save(state, target)
+        return PendingSave(pending.step, _Asked(self), pending.durable)
+
+
+class _Asked(Future[None]):
+    def __init__(self, saver: StagedWhenAskedFor) -> None:
+        super().__init__()
+        self._saver = saver
+
+    def result(self, timeout: float | None = None) -> None:
+        self._saver.seen.append(self._saver.look())
+        self.set_result(None)
+
+
+def test_an_optimizer_that_nobody_told_waits_until_its_state_is_staged(start_run: StartRun) -> None:
+    saver = StagedWhenAskedFor()
+    run = start_run(interval=1, async_mode="async", seams={"saver": saver})
+    saver.look = lambda: run.model.first.weight.sum().item()
+    run.step()
+    weight = run.model.first.weight.sum().item()
+    run.model(next(run.loader)).square().mean().backward()
+    run.optimizer.step()  # without a word to the manager
+    assert saver.seen == [weight]
+    assert run.model.first.weight.sum().item() != weight
+
+
+def test_a_closed_manager_leaves_the_optimizer_as_it_was(start_run: StartRun) -> None:
+    run = start_run(interval=1)
+    run.step()
+    hooks = run.optimizer._optimizer_step_pre_hooks
+    assert len(hooks) == 1
+    run.manager.close()
+    assert not run.optimizer._optimizer_step_pre_hooks
+
+
+class Disturbed(HostCopier):
+    """Something changes `tensor` after staging began and before it is copied."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def copy(self, image: FileImage, arena: StagingArena) -> Callable[[], None]:
+        self._tensor.add_(1)
+        return super().copy(image, arena)
+
+
+def test_what_changed_while_it_was_staged_is_named_and_not_committed(tmp_path: Path) -> None:
+    state = {"model": {"calm": torch.zeros(5000), "restless": torch.zeros(3, 4).T}}
+    saver = ThreadSaver(PEERS, stager=Stager(Disturbed(state["model"]["restless"]), pin=False), watch=watch)
+    store = CheckpointStore(tmp_path / "checkpoint")
+    failure = saver.save(state, target(store, 1)).durable.exception(DEADLINE_SECONDS)
+    assert isinstance(failure, SaveFailed)
+    assert "model.restless changed while being staged" in failure.cause
+    assert "calm" not in failure.cause
+    assert store.committed() == []
+    saver.close(DEADLINE_SECONDS)
+
+
+@pytest.mark.parametrize("async_mode", ["async", "async_with_pinned_mem"])
+def test_with_the_watch_on_an_honest_run_saves_as_ever(start_run: StartRun, async_mode: str) -> None:
+    run = start_run(interval=2, async_mode=async_mode, debug_staging=True)
+    run.train(6)
+    assert run.committed() == [2, 4, 6]

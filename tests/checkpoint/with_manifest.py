@@ -1,0 +1,75 @@
+"""A plain DCP checkpoint made one of ours: the same files, and a manifest that describes and digests them."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lite.checkpoint.plain_value import NotPlain, encode
+from torchtitan_lite.checkpoint.safe_load import load_item
+from torchtitan_lite.checkpoint.safe_metadata import read_metadata
+from torchtitan_lite.checkpoint.stock_item import locate
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.manifest import CheckpointKind, FileRecord, Manifest, Table
+
+
+def add_manifest(folder: Path) -> Manifest:
+    """Writes and returns the manifest of `folder`, a checkpoint of row-major tensors that DCP wrote."""
+    contents = read_metadata(folder)
+    files = {file: (folder / file).read_bytes() for file in contents.files()}
+    tensors: dict[str, Any] = {}
+    objects: dict[str, Any] = {}
+    for key, tensor in contents.tensors.items():
+        chunks = []
+        for chunk in tensor.chunks:
+            assert chunk.item is not None
+            file, offset, length = chunk.item
+            item = files[file][offset : offset + length]
+            found = locate(partial(_part, item), length)
+            assert found is not None
+            chunks.append([file, offset + found.at, list(chunk.offsets), list(chunk.sizes)])
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        tensors[key] = {"dtype": dtype, "shape": list(tensor.shape), "path": _path(contents, key), "chunks": chunks}
+    for key, stored in contents.objects.items():
+        assert stored.item is not None
+        file, offset, length = stored.item
+        try:
+            value = {"value": encode(load_item(files[file][offset : offset + length]))}
+        except NotPlain:
+            value = {"item": [file, offset, length]}
+        objects[key] = {"path": _path(contents, key), **value}
+    files[layout.METADATA] = (folder / layout.METADATA).read_bytes()
+    return write_manifest(folder, files, tensors, objects)
+
+
+def write_manifest(folder: Path, files: dict[str, bytes], tensors: dict[str, Any], objects: dict[str, Any]) -> Manifest:
+    """Writes and returns a manifest with these tables, with the digests of `files`."""
+    manifest = Manifest(
+        step=1,
+        kind=CheckpointKind.FULL,
+        created_at=0.0,
+        world_size=1,
+        versions={},
+        files={name: FileRecord.of(data) for name, data in files.items()},
+        tensors=Table(tensors),
+        objects=Table(objects),
+    )
+    (folder / layout.MANIFEST).write_bytes(manifest.to_json())
+    return manifest
+
+
+def flip(path: Path, at: int) -> None:
+    """The byte `at` of the file `path` is another one."""
+    with path.open("r+b") as file:
+        byte = os.pread(file.fileno(), 1, at)[0]
+        os.pwrite(file.fileno(), bytes([byte ^ 0x41]), at)
+
+
+def _part(data: bytes, at: int, count: int) -> bytes:
+    return data[at : at + count]
+
+
+def _path(contents: Any, key: str) -> list[Any]:
+    return list(contents.paths.get(key, (key,)))

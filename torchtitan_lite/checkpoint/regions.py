@@ -1,0 +1,151 @@
+"""How a box of a stored tensor gets into a tensor in memory.
+
+Where elements that lie together in the file lie together in memory too, they are read straight into
+their place. Otherwise (another dtype, another device, rows too short to be read one by one) a bounded
+part at a time is read into memory of its own and copied from there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
+
+import torch
+
+from torchtitan_lite.checkpoint.contents import Chunk, Shape
+from torchtitan_lite.store.block_reader import GAP_BYTES, Piece
+
+STAGED_BYTES = 8 << 20
+"""Memory that one part on its way takes at most (more only if a single element is larger)."""
+_LONG_RUN_BYTES = 16 << 10
+"""Runs from this length on are read one by one."""
+
+
+class Source(NamedTuple):
+    """Elements in a file: the first at byte `at`, the others by `strides`, in elements."""
+
+    file: str
+    at: int
+    dtype: torch.dtype
+    shape: Shape
+    strides: Shape
+
+    def part(self, offsets: Shape, shape: Shape) -> Source:
+        """The box of `shape` at `offsets` in it."""
+        skipped = sum(offset * stride for offset, stride in zip(offsets, self.strides, strict=True))
+        return Source(self.file, self.at + skipped * self.dtype.itemsize, self.dtype, shape, self.strides)
+
+    @property
+    def nbytes(self) -> int:
+        """From its first element to its last."""
+        return (sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) + 1) * self.dtype.itemsize
+
+
+def contiguous_strides(shape: Shape) -> Shape:
+    """Strides, in elements, of a row-major tensor of `shape`."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * max(shape[dim + 1], 1)
+    return tuple(strides)
+
+
+def whole(chunk: Chunk, dtype: torch.dtype, target: torch.Tensor) -> Piece | None:
+    """The piece that reads all of `chunk` right into `target`; None if there is more to it."""
+    if chunk.at is None or target.dtype is not dtype or target.shape != chunk.sizes or not target.is_contiguous():
+        return None
+    return _piece(chunk.at, target.data_ptr(), target.nbytes) if _is_plain_memory(target) else None
+
+
+def straight(source: Source, target: torch.Tensor) -> list[Piece] | None:
+    """The pieces that read `source` right into `target`, which must outlive them; None if it cannot be read so."""
+    if target.dtype is not source.dtype or not _is_plain_memory(target):
+        return None
+    itemsize, address = source.dtype.itemsize, target.data_ptr()
+    if target.is_contiguous() and source.strides == contiguous_strides(source.shape):
+        return [_piece(source.at, address, math.prod(source.shape) * itemsize)]
+    runs = _runs(source.shape, source.strides, target.stride())
+    if runs is None:
+        return None
+    length, dims = runs
+    num_bytes = length * itemsize
+    smallest_step = min((stride for _, stride, _ in dims), default=length) * itemsize
+    if dims and num_bytes < _LONG_RUN_BYTES and smallest_step - num_bytes <= GAP_BYTES:
+        return None
+    pieces = []
+    for index in product(*(range(n) for n, _, _ in dims)):
+        skipped = sum(i * stride for i, (_, stride, _) in zip(index, dims, strict=True)) * itemsize
+        moved = sum(i * stride for i, (_, _, stride) in zip(index, dims, strict=True)) * itemsize
+        pieces.append(_piece(source.at + skipped, address + moved, num_bytes))
+    return pieces
+
+
+class Staged:
+    """A part of a region on its way: `pieces` to read, then `finish`."""
+
+    def __init__(self, source: Source, target: torch.Tensor) -> None:
+        self.file, self.at = source.file, source.at
+        self.num_bytes = max(source.nbytes, math.prod(source.shape) * source.dtype.itemsize)
+        self._source, self._target = source, target
+        self._read: torch.Tensor = target
+
+    def begin(self) -> list[Piece]:
+        """Takes memory of `num_bytes`, and gives what is to be read into it."""
+        source = self._source
+        self._read = torch.empty(source.shape, dtype=source.dtype, device="cpu")
+        pieces = straight(source, self._read)
+        if pieces is None:
+            span = torch.empty(source.nbytes, dtype=torch.uint8, device="cpu")
+            self._read = span.view(source.dtype).as_strided(source.shape, source.strides)
+            pieces = [_piece(source.at, span.data_ptr(), source.nbytes)]
+        return pieces
+
+    def finish(self) -> None:
+        """The target has its elements; the memory is given back."""
+        self._target.copy_(self._read)
+        self._read = self._target
+
+
+def staged(source: Source, target: torch.Tensor) -> Iterator[Staged]:
+    """`source` into `target` in parts of at most `STAGED_BYTES`, whatever the two are."""
+    shape, itemsize = source.shape, source.dtype.itemsize
+    long_dims = [dim for dim, size in enumerate(shape) if size > 1]
+    if source.nbytes <= STAGED_BYTES or not long_dims:
+        yield Staged(source, target)
+        return
+    dim = max(long_dims, key=lambda d: (shape[d] - 1) * source.strides[d])
+    step = min(max(1, STAGED_BYTES // max(1, source.strides[dim] * itemsize)), shape[dim] - 1)
+    for begin in range(0, shape[dim], step):
+        size = min(step, shape[dim] - begin)
+        offsets = tuple(begin if d == dim else 0 for d in range(len(shape)))
+        part = source.part(offsets, (*shape[:dim], size, *shape[dim + 1 :]))
+        yield from staged(part, target.narrow(dim, begin, size))
+
+
+def _is_plain_memory(target: torch.Tensor) -> bool:
+    """Whether what is written where `target` points to are its elements."""
+    if type(target) not in _PLAIN_TENSORS or target.is_neg() or target.is_conj():
+        return False
+    return target.is_cpu and target.layout is torch.strided
+
+
+def _runs(shape: Shape, source: Shape, target: Shape) -> tuple[int, list[tuple[int, int, int]]] | None:
+    """(elements together in both, [(size, stride in source, stride in target)] of the other dims, outermost first).
+
+    None if a step back in memory or in the file is needed.
+    """
+    dims = [dim for dim in zip(shape, source, target, strict=True) if dim[0] != 1]
+    dims.sort(key=lambda dim: dim[1], reverse=True)
+    length = 1
+    while dims and dims[-1][1] == dims[-1][2] == length:
+        length *= dims.pop()[0]
+    return (length, dims) if all(stride > 0 for _, stride, _ in dims) else None
+
+
+def _piece(at: int, address: int, num_bytes: int) -> Piece:
+    return Piece(at, memoryview((ctypes.c_ubyte * num_bytes).from_address(address)).cast("B"))
+
+
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)

@@ -1,0 +1,159 @@
+"""DCP's `.metadata`, a pickle, read without unpickling it.
+
+Whatever the file says, nothing runs: `inert_pickle` knows the names of DCP's own metadata classes, as
+torch 2.2 and later write them, and refuses every other; what they are made of is checked here,
+field by field. A file that is anything else is `CheckpointUnsafe`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lite.checkpoint.contents import DTYPES, Chunk, Contents, Item, StoredObject, StoredTensor
+from torchtitan_lite.checkpoint.inert_pickle import InertPickleError, Instance, Kind, parse
+from torchtitan_lite.errors import CheckpointUnreadable, CheckpointUnsafe
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.plain_file import read_plain
+
+MAX_BYTES = 1 << 30
+"""Of `.metadata`. A state of 10,000 tensors in 1,000 shards each is about as large."""
+
+_DCP = ".".join(("torch", "distributed", "checkpoint", "metadata"))
+_SHARDED = ".".join(("torch", "distributed", "_shard", "sharded_tensor", "metadata"))
+
+METADATA = Kind("Metadata")
+TENSOR = Kind("TensorStorageMetadata")
+OBJECT = Kind("BytesStorageMetadata")
+CHUNK = Kind("ChunkStorageMetadata")
+PROPERTIES = Kind("TensorProperties")
+INDEX = Kind("MetadataIndex")
+STORAGE = Kind("_StorageInfo")
+SIZE = Kind("torch.Size")
+
+_TABLE: dict[tuple[str, str], object] = {
+    **{(_DCP, kind.name): kind for kind in (METADATA, TENSOR, OBJECT, CHUNK, PROPERTIES, INDEX)},
+    (_DCP, "StorageMeta"): Kind("StorageMeta"),
+    (_DCP, "_MEM_FORMAT_ENCODING"): Kind("_MEM_FORMAT_ENCODING"),
+    # Until torch 2.2 the properties were those of sharded tensors.
+    (_SHARDED, "TensorProperties"): PROPERTIES,
+    (_SHARDED, "MEM_FORMAT_ENCODING"): Kind("MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): STORAGE,
+    ("torch", "Size"): SIZE,
+    ("torch.serialization", "_get_layout"): Kind("_get_layout"),
+    ("collections", "OrderedDict"): Kind("OrderedDict"),
+    # The folder that the checkpoint was first in.
+    **{(m, c): Kind("Path") for m in ("pathlib", "pathlib._local") for c in ("PosixPath", "PurePosixPath")},
+    **{(m, c): Kind("Path") for m in ("pathlib", "pathlib._local") for c in ("WindowsPath", "PureWindowsPath")},
+    **{("torch", name): dtype for name, dtype in DTYPES.items()},
+}
+
+
+def read_metadata(folder: Path) -> Contents:
+    """What the `.metadata` in `folder` says that there is. Raises `CheckpointUnsafe`, or the system's OSError."""
+    path = folder / layout.METADATA
+    data = read_plain(path, MAX_BYTES)
+    try:
+        return _contents(parse(data, _TABLE), str(folder))
+    except (InertPickleError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointUnsafe(str(path), f"it is not metadata as DCP writes it: {error}") from None
+
+
+def _contents(metadata: Any, path: str) -> Contents:
+    fields = _fields(metadata, METADATA)
+    storage = _storage(_dict(fields["storage_data"]), path)
+    tensors: dict[str, StoredTensor] = {}
+    objects: dict[str, StoredObject] = {}
+    num_chunks = 0
+    for key, described in _dict(fields["state_dict_metadata"]).items():
+        if type(key) is not str or type(described) is not Instance:
+            raise InertPickleError("a key is not a string, or what it stands for is not described")
+        if described.kind is OBJECT:
+            objects[key] = StoredObject(item=storage[key, None])
+            continue
+        tensors[key] = _tensor(key, _fields(described, TENSOR), storage)
+        # Lists can be shared in a pickle, and a short one say a lot.
+        num_chunks += len(tensors[key].chunks)
+        if num_chunks > len(storage):
+            raise InertPickleError("there are more chunks than places where they lie")
+    return Contents(path, tensors, objects, _paths(fields.get("planner_data")))
+
+
+def _storage(described: Mapping[Any, Any], path: str) -> dict[tuple[str, tuple[int, ...] | None], Item]:
+    places = {}
+    for index, info in described.items():
+        where = _fields(index, INDEX)
+        place = _fields(info, STORAGE)
+        if place.get("transform_descriptors"):
+            raise CheckpointUnreadable(path, "its entries are compressed or otherwise transformed; load it with DCP")
+        file, offset, length = place["relative_path"], place["offset"], place["length"]
+        if (type(file), type(offset), type(length)) != (str, int, int):
+            raise InertPickleError("a place is not a file, an offset and a length")
+        offsets = where.get("offset")
+        places[_text(where["fqn"]), None if offsets is None else _size(offsets)] = Item(file, offset, length)
+    return places
+
+
+def _tensor(
+    key: str, fields: Mapping[str, Any], storage: Mapping[tuple[str, tuple[int, ...] | None], Item]
+) -> StoredTensor:
+    properties = fields["properties"]
+    if type(properties) is not Instance or properties.kind is not PROPERTIES or type(properties.state) is not tuple:
+        raise InertPickleError(f"{key} has no properties")
+    dtype = properties.state[0]
+    if dtype not in DTYPES.values():
+        raise InertPickleError(f"{key} has no dtype")
+    chunks = []
+    listed = fields["chunks"]
+    if type(listed) is not list or len(listed) > len(storage):
+        raise InertPickleError(f"{key} has no list of chunks, or more than there are places")
+    for chunk in listed:
+        where = _fields(chunk, CHUNK)
+        offsets = _size(where["offsets"])
+        if (key, offsets) not in storage:
+            raise InertPickleError(f"nothing says where a chunk of {key} lies")
+        item = storage[key, offsets]
+        chunks.append(Chunk(item.file, None, offsets, _size(where["sizes"]), item))
+    return StoredTensor(dtype, _size(fields["size"]), chunks)
+
+
+def _paths(planner_data: Any) -> dict[str, tuple[str | int, ...]]:
+    """The paths that DCP's own planner leaves there; none if another one left something else."""
+    if type(planner_data) is not dict:
+        return {}
+    paths = {}
+    for key, path in planner_data.items():
+        if type(key) is not str or type(path) is not tuple or not {*map(type, path)} <= {str, int}:
+            raise InertPickleError("a path in the state dict is not made of names and numbers")
+        paths[key] = path
+    return paths
+
+
+def _fields(instance: Any, kind: Kind) -> dict[str, Any]:
+    if type(instance) is not Instance or instance.kind is not kind or type(instance.state) is not dict:
+        raise InertPickleError(f"a {kind.name} was expected, and a {type(instance).__name__} found")
+    return instance.state
+
+
+def _dict(value: Any) -> dict[Any, Any]:
+    if type(value) is Instance and value.kind.name == "OrderedDict":
+        return value.members or {}
+    if type(value) is not dict:
+        raise InertPickleError(f"a dict was expected, and a {type(value).__name__} found")
+    return value
+
+
+def _size(value: Any) -> tuple[int, ...]:
+    if type(value) is not Instance or value.kind is not SIZE or len(value.args) != 1:
+        raise InertPickleError("a torch.Size was expected")
+    [sizes] = value.args
+    if type(sizes) not in (tuple, list) or not {*map(type, sizes)} <= {int}:
+        raise InertPickleError("a size is not made of whole numbers")
+    return tuple(sizes)
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise InertPickleError("a key is not a string")
+    return value

@@ -1,0 +1,251 @@
+"""Which rank writes what, and where in its file: agreed once, and kept while nothing changes.
+
+What a state is made of (names, dtypes, shapes, shardings) is compared with the last save's; the
+ranks agree in one small exchange whether it is the same for all of them. If it is, the plan is the
+last one and nothing else travels. If it is not, on any rank, all plan anew: DCP makes each rank's
+items, the coordinator gives what several ranks hold to one of them, balanced, and lays out every
+file. Planning happens before staging, while the caller waits, so that a rank stages what it writes
+and nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from torchtitan_lite import faults
+from torchtitan_lite.checkpoint.description import Description, PlannedFile
+from torchtitan_lite.checkpoint.file_image import FileLayout, Spec
+from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.store import layout
+
+State = dict[str, Any]
+Structure = list[tuple[Any, ...]]
+"""What a state is made of, in order; equal for states that are saved by the same plan."""
+
+
+class _Verdict(enum.IntEnum):
+    """What one rank says of its plan; that of all ranks is the highest."""
+
+    UNCHANGED = 0
+    CHANGED = 1
+    FAILED = 2
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What this rank writes."""
+
+    items: Sequence[WriteItem]
+    """Chunks of tensors, in the order of the file."""
+    object_keys: Sequence[str]
+    layout: FileLayout
+    description: Description | None
+    """On the coordinator."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A state and what of it this rank writes."""
+
+    plan: RankPlan
+    flat: State
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The live tensors, in the order of the file."""
+        return [_local(self.flat, item.index) for item in self.plan.items]
+
+    def restless(self) -> set[int]:
+        """Numbers, in the order of the file, of the tensors that more than the optimizer's step may change: buffers."""
+        return {number for number, item in enumerate(self.plan.items) if not self._is_the_optimizers(item.index.fqn)}
+
+    def _is_the_optimizers(self, key: str) -> bool:
+        fqn = key.removeprefix("model.")
+        return key.startswith("optimizer.") or f"optimizer.param_groups.{fqn}.lr" in self.flat
+
+    def objects(self) -> State:
+        """The objects, by key."""
+        return {key: self.flat[key] for key in self.plan.object_keys}
+
+
+class PlanCache:
+    """Plans saves, and remembers the last plan."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._structure: Structure | None = None
+        self._plan: RankPlan | None = None
+        self.num_made = 0
+        """How often a plan had to be made."""
+
+    def plan(self, state: State, check: Callable[[], None] | None = None) -> Planned:
+        """What this rank writes of `state`. **Collective**.
+
+        Whatever fails on one rank, `check` included, is raised on every rank.
+        """
+        flat, structure, failure = _examined(state, check)
+        is_same = self._plan is not None and structure == self._structure
+        verdict = _Verdict.FAILED if failure else _Verdict.UNCHANGED if is_same else _Verdict.CHANGED
+        highest, is_in_doubt = self._peers.highest(verdict, self._peers.is_group_in_doubt)
+        together = _Verdict(highest)
+        if is_in_doubt:
+            self._peers.renew_group()
+        if together is _Verdict.FAILED:
+            self._peers.raise_together(failure)
+        if together is _Verdict.CHANGED or self._plan is None:
+            self._plan = self._structure = None
+            self._plan = self._make(state)
+            self._structure = structure
+            self.num_made += 1
+        return Planned(self._plan, flat)
+
+    def _make(self, state: State) -> RankPlan:
+        local: SavePlan | None = None
+        failure: Exception | None = None
+        try:
+            local = _local_plan(state)
+        except Exception as error:
+            failure = error
+        answers = _Answers(failure or local)
+        kept: list[int] = self._peers.ask(answers.mine, answers.of_all)
+        assert local is not None
+        return _rank_plan([local.items[number] for number in kept], answers.description)
+
+
+class _Answers:
+    """What the coordinator says to the plans of all ranks; its own description stays with it."""
+
+    def __init__(self, mine: SavePlan | Exception | None) -> None:
+        self.mine = mine
+        self.description: Description | None = None
+
+    def of_all(self, plans: list[SavePlan | Exception | None]) -> list[list[int]]:
+        """For each rank the numbers of those of its items that it writes."""
+        whole: list[SavePlan] = []
+        for plan in plans:
+            if isinstance(plan, Exception):
+                raise plan
+            assert plan is not None
+            whole.append(plan)
+        kept = balanced(whole)
+        reduced = [
+            dataclasses.replace(plan, items=[plan.items[number] for number in numbers])
+            for plan, numbers in zip(whole, kept, strict=True)
+        ]
+        # DCP's own: chunk by chunk into one metadata, and a look whether every tensor is whole.
+        planner = DefaultSavePlanner()
+        final, metadata = planner.create_global_plan(reduced)
+        files = [_planned_file(rank, plan.items) for rank, plan in enumerate(final)]
+        self.description = Description(metadata, files)
+        return kept
+
+
+def balanced(plans: Sequence[SavePlan]) -> list[list[int]]:
+    """For each rank the numbers of those of its items that it writes: each item once, the bytes spread evenly.
+
+    What only one rank has is its own. The rest goes, the largest first, to whoever has least of those that hold it
+    (Graham's rule: at most 4/3 of the best possible). Objects go to the lowest rank.
+    """
+    holders: dict[MetadataIndex, list[tuple[int, int]]] = {}
+    for rank, plan in enumerate(plans):
+        for number, item in enumerate(plan.items):
+            holders.setdefault(item.index, []).append((rank, number))
+    load = [0] * len(plans)
+    kept: list[list[int]] = [[] for _ in plans]
+    shared: list[tuple[int, list[tuple[int, int]]]] = []
+    for held in holders.values():
+        rank, number = held[0]
+        num_bytes = _num_bytes(plans[rank].items[number])
+        if len(held) == 1 or num_bytes == 0:
+            load[rank] += num_bytes
+            kept[rank].append(number)
+        else:
+            shared.append((num_bytes, held))
+    for num_bytes, held in sorted(shared, key=lambda pair: -pair[0]):
+        rank, number = min(held, key=lambda place: load[place[0]])
+        load[rank] += num_bytes
+        kept[rank].append(number)
+    return [sorted(numbers) for numbers in kept]
+
+
+def _examined(state: State, check: Callable[[], None] | None) -> tuple[State, Structure, Exception | None]:
+    try:
+        faults.point("plan")
+        if check is not None:
+            check()
+        flat, paths = flatten_state_dict(state)
+        return flat, [_structure_of(paths[key], value) for key, value in flat.items()], None
+    except Exception as error:
+        return {}, [], error
+
+
+def _structure_of(path: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
+    """Raises TypeError for a tensor that has no row-major elements of its own: its file would not be it."""
+    if isinstance(value, torch.Tensor):
+        local = value._local_tensor if isinstance(value, DTensor) else value
+        if local.layout != torch.strided or local.is_quantized or local.is_meta or _has_no_memory(local):
+            raise TypeError(
+                f"{'.'.join(map(str, path))} is a {type(local).__name__} of layout {local.layout} on {local.device}, "
+                "whose elements cannot be written as they lie. Return plain dense tensors from state_dict."
+            )
+    if isinstance(value, DTensor):
+        return path, value.dtype, value.shape, value.placements, value.device_mesh
+    if isinstance(value, torch.Tensor):
+        return path, value.dtype, value.shape
+    return (path,)
+
+
+def _has_no_memory(tensor: torch.Tensor) -> bool:
+    # Such as tensors that are made of others; asking some of them is an error.
+    try:
+        return tensor.numel() > 0 and tensor.data_ptr() == 0
+    except RuntimeError:
+        return True
+
+
+def _local_plan(state: State) -> SavePlan:
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state)
+    return planner.create_local_plan()
+
+
+def _rank_plan(items: Sequence[WriteItem], description: Description | None) -> RankPlan:
+    tensors = _tensors(items)
+    keys = [item.index.fqn for item in items if item.type == WriteItemType.BYTE_IO]
+    return RankPlan(tensors, keys, FileLayout([_spec(item) for item in tensors]), description)
+
+
+def _planned_file(rank: int, items: Sequence[WriteItem]) -> PlannedFile:
+    tensors = _tensors(items)
+    return PlannedFile(layout.data_file(rank, 0), tensors, FileLayout([_spec(item) for item in tensors]))
+
+
+def _tensors(items: Sequence[WriteItem]) -> list[WriteItem]:
+    return [item for item in items if item.type != WriteItemType.BYTE_IO]
+
+
+def _spec(item: WriteItem) -> Spec:
+    assert item.tensor_data is not None
+    return item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes)
+
+
+def _num_bytes(item: WriteItem) -> int:
+    """Of the elements of a chunk; 0 for an object. (`tensor_storage_size` is that of the whole tensor.)"""
+    if item.tensor_data is None:
+        return 0
+    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+
+
+def _local(flat: State, index: MetadataIndex) -> torch.Tensor:
+    value: torch.Tensor = flat[index.fqn]
+    return value.to_local() if isinstance(value, DTensor) else value

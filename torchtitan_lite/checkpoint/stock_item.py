@@ -1,0 +1,219 @@
+"""Where the elements of a `torch.save`d tensor lie.
+
+An item of a `.distcp` file is a zip archive whose entries are stored as they are: a small pickle that
+describes one tensor, and its storage. `locate` finds the storage's bytes, so that any part of them
+can be read without the rest and without a copy. What it does not know in every detail (a compressed
+entry, a subclass, a conjugated view) it does not guess: None, and `torch.load(weights_only=True)`
+has to read the item whole. Nothing in it is unpickled either way.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from torchtitan_lite.checkpoint.contents import DTYPES, Shape
+from torchtitan_lite.checkpoint.inert_pickle import InertPickleError, Instance, Kind, Persistent, parse
+
+Read = Callable[[int, int], bytes]
+"""Bytes [offset, offset + count) of the item; fewer only at its end."""
+
+
+class Layout(NamedTuple):
+    """A tensor's elements within its item."""
+
+    at: int
+    """The byte of the item where its first element is."""
+    dtype: torch.dtype
+    shape: Shape
+    strides: Shape
+
+
+_TAIL_BYTES = 1024
+"""More than the directory of an item and its end take."""
+_HEAD_BYTES = 1024
+"""More than the first entry, which is the pickle, takes."""
+_WHOLE_BYTES = 16384
+"""An item up to this size is read at once."""
+_MAX_DIRECTORY_BYTES = 65536
+
+_END = struct.Struct("<4s4H2LH")
+_END64_LOCATOR = struct.Struct("<4sLQL")
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_ENTRY = struct.Struct("<4s6H3L5H2L")
+_LOCAL = struct.Struct("<4s5H3L2H")
+_MAX_32 = 0xFFFFFFFF
+_ENCRYPTED = 1
+
+_STORAGES = {
+    **{"FloatStorage": "float32", "DoubleStorage": "float64", "HalfStorage": "float16", "BFloat16Storage": "bfloat16"},
+    **{"LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8"},
+    **{"ByteStorage": "uint8", "BoolStorage": "bool"},
+    **{"ComplexFloatStorage": "complex64", "ComplexDoubleStorage": "complex128"},
+}
+_UNTYPED = Kind("UntypedStorage")
+_TENSOR, _TENSOR_OF_DTYPE = Kind("_rebuild_tensor_v2"), Kind("_rebuild_tensor_v3")
+_TABLE: dict[tuple[str, str], object] = {
+    ("torch._utils", "_rebuild_tensor_v2"): _TENSOR,
+    ("torch._utils", "_rebuild_tensor_v3"): _TENSOR_OF_DTYPE,
+    ("torch.storage", "UntypedStorage"): _UNTYPED,
+    ("collections", "OrderedDict"): Kind("OrderedDict"),
+    **{("torch", name): Kind(name) for name in _STORAGES},
+    **{("torch", name): dtype for name, dtype in DTYPES.items()},
+}
+
+
+class _Entry(NamedTuple):
+    method: int
+    flags: int
+    num_bytes: int
+    header: int
+    """Where its local header is."""
+
+
+def locate(read: Read, num_bytes: int) -> Layout | None:
+    """Where the elements are in the item of `num_bytes` that `read` reads; None if that cannot be told for sure.
+
+    Whatever the item says, all elements are within it.
+    """
+    try:
+        return _locate(_buffered(read, num_bytes), num_bytes)
+    except (InertPickleError, IndexError, KeyError, TypeError, UnicodeDecodeError, ValueError, struct.error):
+        return None
+
+
+def _buffered(read: Read, num_bytes: int) -> Read:
+    """`read` with the two ends of the item at hand."""
+    if num_bytes <= _WHOLE_BYTES:
+        whole = read(0, num_bytes)
+        return lambda offset, count: whole[offset : offset + count]
+    head, tail = read(0, _HEAD_BYTES), read(num_bytes - _TAIL_BYTES, _TAIL_BYTES)
+
+    def ends_first(offset: int, count: int) -> bytes:
+        if offset + count <= len(head):
+            return head[offset : offset + count]
+        begin = offset - (num_bytes - _TAIL_BYTES)
+        return tail[begin : begin + count] if begin >= 0 else read(offset, count)
+
+    return ends_first
+
+
+def _locate(read: Read, num_bytes: int) -> Layout | None:
+    entries = _directory(read, num_bytes)
+    [pickled] = [name for name in entries if name.endswith("/data.pkl")]
+    folder = pickled.removesuffix("data.pkl")
+    order = entries.get(f"{folder}byteorder")
+    if sys.byteorder != "little" or (order is not None and _content(read, order) != b"little"):
+        return None
+    described = parse(_content(read, entries[pickled]), _TABLE)
+    tensor = _described(described)
+    if tensor is None:
+        return None
+    dtype, key, first, shape, strides = tensor
+    storage = entries[f"{folder}data/{key}"]
+    begin, size = _begin(read, storage), dtype.itemsize
+    last = first + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if 0 not in shape else -1
+    fits = first >= 0 and (last + 1) * size <= storage.num_bytes and begin + storage.num_bytes <= num_bytes
+    return Layout(begin + first * size, dtype, shape, strides) if fits else None
+
+
+def _directory(read: Read, num_bytes: int) -> dict[str, _Entry]:
+    """The archive's entries by name."""
+    end = _END.unpack(read(num_bytes - _END.size, _END.size))
+    if end[0] != b"PK\x05\x06" or end[7] != 0:
+        raise ValueError("the archive does not end as torch.save ends it")
+    length, offset, count = end[5], end[6], end[4]
+    if _MAX_32 in (length, offset) or count == 0xFFFF:
+        signature, _, at, _ = _END64_LOCATOR.unpack(
+            read(num_bytes - _END.size - _END64_LOCATOR.size, _END64_LOCATOR.size)
+        )
+        end64 = _END64.unpack(read(at, _END64.size))
+        if signature != b"PK\x06\x07" or end64[0] != b"PK\x06\x06":
+            raise ValueError("the archive does not end as torch.save ends it")
+        length, offset = end64[8], end64[9]
+    if length > _MAX_DIRECTORY_BYTES:
+        raise ValueError("the archive has too many entries")
+    directory = read(offset, length)
+    entries: dict[str, _Entry] = {}
+    at = 0
+    while at < len(directory):
+        fields = _ENTRY.unpack_from(directory, at)
+        if fields[0] != b"PK\x01\x02":
+            raise ValueError("an entry does not begin as one")
+        begin = at + _ENTRY.size
+        name_end = begin + fields[10]
+        extra_end = name_end + fields[11]
+        name = directory[begin:name_end].decode()
+        if name in entries:
+            raise ValueError("two entries have one name")
+        entries[name] = _entry(fields, directory[name_end:extra_end])
+        at = extra_end + fields[12]
+    return entries
+
+
+def _entry(fields: tuple[Any, ...], extra: bytes) -> _Entry:
+    packed, unpacked, header = fields[8], fields[9], fields[16]
+    wide = _wide(extra)
+    # Only what does not fit into 32 bits stands there, in this order.
+    unpacked = int.from_bytes(wide[:8], "little") if unpacked == _MAX_32 else unpacked
+    wide = wide[8:] if fields[9] == _MAX_32 else wide
+    packed = int.from_bytes(wide[:8], "little") if packed == _MAX_32 else packed
+    wide = wide[8:] if fields[8] == _MAX_32 else wide
+    header = int.from_bytes(wide[:8], "little") if header == _MAX_32 else header
+    if packed != unpacked:
+        raise ValueError("an entry is compressed")
+    return _Entry(fields[4], fields[3], unpacked, header)
+
+
+def _wide(extra: bytes) -> bytes:
+    """The zip64 field among the extra fields."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<2H", extra, at)
+        if kind == 1:
+            return extra[at + 4 : at + 4 + length]
+        at += 4 + length
+    return b""
+
+
+def _begin(read: Read, entry: _Entry) -> int:
+    """The byte of the item where the content of `entry` starts."""
+    fields = _LOCAL.unpack(read(entry.header, _LOCAL.size))
+    if fields[0] != b"PK\x03\x04" or entry.method != 0 or entry.flags & _ENCRYPTED:
+        raise ValueError("an entry is not stored as it is")
+    return int(entry.header + _LOCAL.size + fields[9] + fields[10])
+
+
+def _content(read: Read, entry: _Entry) -> bytes:
+    if entry.num_bytes > _MAX_DIRECTORY_BYTES:
+        raise ValueError("the description is too long")
+    content = read(_begin(read, entry), entry.num_bytes)
+    if len(content) != entry.num_bytes:
+        raise ValueError("the description is cut off")
+    return content
+
+
+def _described(value: Any) -> tuple[torch.dtype, str, int, Shape, Shape] | None:
+    """(dtype, storage, first element, shape, strides) of a plain tensor; None for anything else."""
+    if type(value) is not Instance or value.kind not in (_TENSOR, _TENSOR_OF_DTYPE):
+        return None
+    storage, first, shape, strides, _, hooks, *rest = value.args
+    of_dtype = value.kind is _TENSOR_OF_DTYPE
+    # After these there are conjugate and negative bits, if there are any.
+    if type(hooks) is not Instance or hooks.members or len(rest) != of_dtype or type(storage) is not Persistent:
+        return None
+    word, kind, key, _, _ = storage.id
+    if word != "storage" or type(key) is not str or type(kind) is not Kind:
+        return None
+    dtype = rest[0] if of_dtype else DTYPES[_STORAGES[kind.name]]
+    if dtype not in DTYPES.values() or (kind is _UNTYPED) != of_dtype or not _are_ints(first, *shape, *strides):
+        return None
+    return dtype, key, first, tuple(shape), tuple(strides)
+
+
+def _are_ints(*values: Any) -> bool:
+    return all(type(value) is int and value >= 0 for value in values)

@@ -1,0 +1,175 @@
+"""What stands around a tensor's bytes so that `torch.load` reads them: torch.save's format, written here.
+
+An item is a zip archive with stored, not compressed, entries, as `torch.save` makes it: a pickle
+that says dtype and shape, a few small entries, and the elements, row-major, little-endian, from a
+64-byte border on. The head is everything before the elements, the tail is the directory after them;
+both depend on dtype and shape alone. The elements' CRC is left 0, as torch does with
+`compute_crc32=False`: computing it takes longer than writing, and no reader of torch looks at it.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import zlib
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.storage import TypedStorage, UntypedStorage
+
+ALIGNMENT = 64
+"""Bytes. Items start on such borders of a file, and a tensor's elements on such borders of an item."""
+OBJECT_GRAIN = 256
+"""Bytes. An object's item has a multiple of these, so that a number with one digit more moves nothing."""
+
+_PREFIX = "archive/"
+_LOCAL, _CENTRAL, _END = b"PK\x03\x04", b"PK\x01\x02", b"PK\x05\x06"
+_END64, _LOCATOR64 = b"PK\x06\x06", b"PK\x06\x07"
+_LIMIT = 0xFFFFFFFF
+_PADDING = b"FB"
+"""The extra field that torch pads with."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What stands before and after a tensor's elements."""
+
+    head: bytes
+    tail: bytes
+
+
+@lru_cache(maxsize=4096)
+def tensor_frame(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
+    """The frame of a dense, row-major tensor. Any thread."""
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    archive = _Archive()
+    archive.add("data.pkl", _tensor_pickle(dtype, shape))
+    archive.add("byteorder", b"little")
+    archive.add("version", b"3\n")
+    archive.announce("data/0", num_bytes)
+    return Frame(bytes(archive.data), archive.directory(at=len(archive.data) + num_bytes))
+
+
+def object_item(value: Any) -> bytes:
+    """The item of `value`, which holds no tensor and is made of Python's own types."""
+    pickled = pickle.dumps(value, protocol=2)
+    bare = _object_archive(pickled, padding=0)
+    return _object_archive(pickled, padding=-len(bare) % OBJECT_GRAIN)
+
+
+def _object_archive(pickled: bytes, padding: int) -> bytes:
+    archive = _Archive()
+    # In the last entry, for torch wants the pickle's to come first; the field's own header has 4 bytes.
+    archive.add("data.pkl", pickled)
+    archive.add("byteorder", b"little")
+    archive.add("version", b"3\n", extra=_padding(padding + 4))
+    return bytes(archive.data) + archive.directory(at=len(archive.data))
+
+
+@dataclass(frozen=True)
+class _Entry:
+    name: bytes
+    crc: int
+    num_bytes: int
+    offset: int
+
+
+class _Archive:
+    """A zip archive under way."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self._entries: list[_Entry] = []
+
+    def add(self, name: str, content: bytes, extra: bytes = b"") -> None:
+        self._header(name, zlib.crc32(content), len(content), extra)
+        self.data += content
+
+    def announce(self, name: str, num_bytes: int) -> None:
+        """Whoever writes `data` puts `num_bytes` right after it, which is then on a border."""
+        size64 = struct.pack("<2sHQQ", b"\x01\x00", 16, num_bytes, num_bytes) if num_bytes >= _LIMIT else b""
+        bare = len(self.data) + 30 + len(_PREFIX + name) + len(size64) + 4
+        self._header(name, 0, num_bytes, size64 + _padding(4 + -bare % ALIGNMENT))
+
+    def directory(self, at: int) -> bytes:
+        """The archive's end, which will stand at byte `at` of it."""
+        directory = b"".join(self._central(entry) for entry in self._entries)
+        count = len(self._entries)
+        end64 = b""
+        if at >= _LIMIT:
+            end64 = struct.pack("<4sQHHIIQQQQ", _END64, 44, 45, 45, 0, 0, count, count, len(directory), at)
+            end64 += struct.pack("<4sIQI", _LOCATOR64, 0, at + len(directory), 1)
+        end = struct.pack("<4sHHHHIIH", _END, 0, 0, count, count, len(directory), min(at, _LIMIT), 0)
+        return directory + end64 + end
+
+    def _header(self, name: str, crc: int, num_bytes: int, extra: bytes) -> None:
+        entry = _Entry((_PREFIX + name).encode(), crc, num_bytes, len(self.data))
+        self._entries.append(entry)
+        self.data += struct.pack("<4s", _LOCAL) + self._description(entry)
+        self.data += struct.pack("<HH", len(entry.name), len(extra)) + entry.name + extra
+
+    def _central(self, entry: _Entry) -> bytes:
+        is_long = entry.num_bytes >= _LIMIT
+        extra = struct.pack("<2sHQQ", b"\x01\x00", 16, entry.num_bytes, entry.num_bytes) if is_long else b""
+        fixed = struct.pack("<4sH", _CENTRAL, 45) + self._description(entry)
+        fixed += struct.pack("<HHHHHII", len(entry.name), len(extra), 0, 0, 0, 0, entry.offset)
+        return fixed + entry.name + extra
+
+    def _description(self, entry: _Entry) -> bytes:
+        """What both headers say: version, flags, method, time and date, CRC, sizes."""
+        size = min(entry.num_bytes, _LIMIT)
+        return struct.pack("<HHHHHIII", 45, 0, 0, 0, 0, entry.crc, size, size)
+
+
+def _padding(num_bytes: int) -> bytes:
+    """An extra field of `num_bytes`, 4 at least."""
+    return _PADDING + struct.pack("<H", num_bytes - 4) + b"Z" * (num_bytes - 4)
+
+
+def _tensor_pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    """The pickle of a tensor whose elements are entry data/0, as torch.save writes it."""
+    # torch knows how it takes a tensor of this dtype apart: ask it for an empty one, and put the sizes in.
+    rebuild, (storage, _, _, _, grad, hooks, *rest) = torch.empty(0, dtype=dtype).__reduce_ex__(2)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    size = torch.Size(shape)
+    buffer = io.BytesIO()
+    strides = _row_major(shape)
+    pickler = _TensorPickler(buffer, size.numel(), dtype.itemsize)
+    pickler.dump(_Reduced(rebuild, (storage, 0, tuple(shape), strides, grad, hooks, *rest)))
+    return buffer.getvalue()
+
+
+class _Reduced:
+    """Pickles as a call of `function` with `arguments`."""
+
+    def __init__(self, function: Any, arguments: tuple[Any, ...]) -> None:
+        self._call = (function, arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._call
+
+
+class _TensorPickler(pickle.Pickler):
+    """Writes the one storage as torch.serialization does: by a name instead of by its bytes."""
+
+    def __init__(self, buffer: io.BytesIO, numel: int, itemsize: int) -> None:
+        super().__init__(buffer, protocol=2)
+        self._numel, self._itemsize = numel, itemsize
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, TypedStorage):
+            kind = getattr(torch, obj._pickle_storage_type())  # type: ignore[no-untyped-call]  # as above
+            return ("storage", kind, "0", "cpu", self._numel)
+        if isinstance(obj, UntypedStorage):
+            return ("storage", UntypedStorage, "0", "cpu", self._numel * self._itemsize)
+        return None
+
+
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, stride = [], 1
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= max(size, 1)
+    return tuple(reversed(strides))
