@@ -1,0 +1,1 @@
+"""The parts of scripts/bench_checkpoint.py: what is measured, beside what, and how the figures become tables."""

@@ -1,0 +1,222 @@
+"""What has to be measured in a process of its own: memory, and saves in the background with a first one.
+
+The bench starts itself again with `--child`, hands over a job as JSON and gets samples back. A process
+that is asked for asynchronous saves does them in this order: one (the first), one, and one beside a
+small training loop, each when the one before is durable.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from checkpoint_bench import disk, states
+from checkpoint_bench.contenders import AsyncContender, Contender, Dcp, DcpAsync, Pending, Safetensors, TorchSave
+from checkpoint_bench.in_turn import MEMCPY, memcpy
+from checkpoint_bench.machine import PeakMemory, spending
+from checkpoint_bench.ours import Ours, OursAsync, OursManaged
+from checkpoint_bench.peers import ASYNC_PEERS, PEERS
+from checkpoint_bench.samples import Samples
+from checkpoint_bench.states import BenchState
+
+DEADLINE_SECONDS = 1800.0
+MIN_STEPS = 5
+STEPS_ALONE = 30
+
+Job = dict[str, Any]
+
+CONTENDERS: dict[str, Callable[[], Any]] = {
+    "ours": Ours,
+    "ours, no digests": lambda: Ours(digests=False),
+    "dcp": Dcp,
+    "torch.save": TorchSave,
+    "safetensors": Safetensors,
+    **PEERS,
+}
+"""By name, those that save while the caller waits."""
+
+ASYNC_CONTENDERS: dict[str, Callable[[Job], Any]] = {
+    "ours thread": lambda job: OursAsync("thread"),
+    "ours process": lambda job: OursAsync("process"),
+    "ours manager": lambda job: OursManaged(job["state"]["params"], Path(job["folder"], "managed")),
+    "dcp thread": lambda job: DcpAsync(AsyncCheckpointerType.THREAD),
+    "dcp process": lambda job: DcpAsync(AsyncCheckpointerType.PROCESS),
+    "dcp process, shared memory": lambda job: DcpAsync(AsyncCheckpointerType.PROCESS, shared=True),
+    **ASYNC_PEERS,
+}
+"""By name, those that save in the background."""
+
+
+class ChildFailed(RuntimeError):
+    """A process of the bench came to no good end."""
+
+
+def start(job: Job) -> subprocess.Popen[str]:
+    """A process that does `job`."""
+    command = [sys.executable, str(Path(__file__).parents[1] / "bench_checkpoint.py"), "--child", json.dumps(job)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+
+
+def finish(process: subprocess.Popen[str], job: Job) -> list[dict[str, Any]]:
+    """The samples of a process that was started for `job`; it has ended, whatever happens. Raises `ChildFailed`."""
+    try:
+        _, errors = process.communicate(timeout=DEADLINE_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise ChildFailed(f"{job['contender']}: came to no end within {DEADLINE_SECONDS:.0f} s") from None
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    if process.returncode != 0:
+        raise ChildFailed(f"{job['contender']}: {_last_line(errors)}")
+    answer: list[dict[str, Any]] = json.loads(Path(job["answer"]).read_text(encoding="utf-8"))
+    return answer
+
+
+def run(job: Job) -> list[dict[str, Any]]:
+    """The samples of `job`, from a process of its own."""
+    with tempfile.TemporaryDirectory(dir=job["folder"]) as folder:
+        whole = job | {"folder": folder, "answer": str(Path(folder, "answer.json"))}
+        return finish(start(whole), whole)
+
+
+def serve_memory(job: Job, samples: Samples) -> None:
+    """In the process: the memory that a save and a load take beyond the state itself."""
+    contender: Contender = CONTENDERS[job["contender"]]()
+    folder = Path(job["folder"])
+    # What is imported, and made once, at a first save and load is not of this state.
+    _save_and_load(contender, states.make({"kind": "llama", "params": 1}), folder / "first", None, job, samples)
+    _save_and_load(contender, states.make(job["state"]), folder / "second", PeakMemory, job, samples)
+    contender.close()
+
+
+def serve_async(job: Job, samples: Samples) -> None:
+    """In the process: stalls and times to durable of three saves in a row."""
+    contender: AsyncContender = ASYNC_CONTENDERS[job["contender"]](job)
+    state, folder = states.make(job["state"]), Path(job["folder"], "checkpoint")
+    buffer = disk.Touched(state.num_bytes)
+    training = Training(job["train_dim"])
+
+    def note(figure: str, value: float, contender: str = job["contender"]) -> None:
+        samples.add(job["workload"], contender, figure, job["round"], value)
+
+    memcpy(state, buffer)
+    for _ in range(3):
+        with spending() as spent:
+            memcpy(state, buffer)
+        note("memcpy_seconds", spent.seconds, f"{MEMCPY} beside {job['contender']}")
+    del buffer
+    contender.prepare(state)
+    training.step_seconds(STEPS_ALONE // 2)
+    for prefix in ("first_", ""):
+        stall, durable, cpu = _save(contender, state, folder)
+        note(f"{prefix}stall_seconds", stall)
+        note(f"{prefix}durable_seconds", durable)
+        note(f"{prefix}save_cpu_seconds", cpu)
+        if job["round"] == 0:
+            _verify(job["contender"], state, folder)
+        disk.remove(folder)
+    alone, beside = _train_beside(contender, state, folder, training)
+    if len(beside) >= MIN_STEPS:
+        note("step_alone_seconds", statistics.median(alone))
+        note("step_beside_seconds", statistics.median(beside))
+        note("steps_beside_count", len(beside))
+        note("mean_slow_down_ratio", statistics.mean(beside) / statistics.mean(alone))
+    disk.remove(folder)
+    contender.close()
+
+
+class Training:
+    """A small model that is trained beside a save."""
+
+    def __init__(self, dim: int) -> None:
+        self._model = torch.nn.Sequential(torch.nn.Linear(dim, 4 * dim), torch.nn.GELU(), torch.nn.Linear(4 * dim, dim))
+        self._optimizer = torch.optim.AdamW(self._model.parameters())
+        self._batch = torch.randn(64, dim)
+
+    def step(self) -> float:
+        """One step, in seconds."""
+        began = time.perf_counter()
+        self._model(self._batch).square().mean().backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return time.perf_counter() - began
+
+    def step_seconds(self, count: int) -> list[float]:
+        """Of so many steps."""
+        return [self.step() for _ in range(count)]
+
+
+def _save(contender: AsyncContender, state: BenchState, folder: Path) -> tuple[float, float, float]:
+    """Seconds that training stood still, until it was durable, and of processors."""
+    folder.mkdir()
+    with spending() as spent:
+        began = time.perf_counter()
+        pending = contender.save(state, folder)
+        pending.wait_until_staged()
+        stall = time.perf_counter() - began
+        pending.durable.result()
+    contender.settle()
+    return stall, spent.seconds, spent.cpu_seconds
+
+
+def _train_beside(
+    contender: AsyncContender, state: BenchState, folder: Path, training: Training
+) -> tuple[list[float], list[float]]:
+    """Seconds of steps before and after a save, and of those that are made while it is written."""
+    folder.mkdir()
+    alone = training.step_seconds(STEPS_ALONE)
+    pending: Pending = contender.save(state, folder)
+    pending.wait_until_staged()
+    beside = []
+    while not pending.durable.done():
+        seconds = training.step()
+        if not pending.durable.done():
+            beside.append(seconds)
+    pending.durable.result()
+    contender.settle()
+    return alone + training.step_seconds(STEPS_ALONE), beside
+
+
+def _verify(name: str, state: BenchState, folder: Path) -> None:
+    """Raises unless the checkpoint just made has the bits of `state`; plain DCP reads it, ours too."""
+    if name in ASYNC_PEERS:
+        return
+    target = state.like()
+    target.counters = {}
+    paths = [path for path in folder.parent.glob("**/step-*") if path.is_dir()]
+    Dcp().load(target, paths[0] if name.startswith("ours") else folder, warm=True)
+    state.assert_equals(target, name)
+
+
+def _save_and_load(
+    contender: Contender, state: BenchState, folder: Path, peak: type[PeakMemory] | None, job: Job, samples: Samples
+) -> None:
+    folder.mkdir()
+    target = state.like()
+    memory = peak() if peak else None
+    contender.save(state, folder)
+    if memory is not None:
+        samples.add(job["workload"], job["contender"], "save_extra_bytes", job["round"], memory.extra_bytes())
+    disk.make_cold(folder)
+    memory = peak() if peak else None
+    contender.load(target, folder, warm=False)
+    if memory is not None:
+        samples.add(job["workload"], job["contender"], "load_extra_bytes", job["round"], memory.extra_bytes())
+    state.assert_equals(target, contender.name)
+    disk.remove(folder)
+
+
+def _last_line(errors: str) -> str:
+    lines = [line for line in errors.splitlines() if line.strip()]
+    return lines[-1] if lines else "no word of why"

@@ -1,0 +1,185 @@
+"""The disk by itself: files written and read with nothing between, and the page cache filled and emptied.
+
+`Raw` is what every figure of a disk is divided by: the same bytes, in requests of the same size as ours,
+with as many threads, written with direct I/O from memory that is touched already, and read into such memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lite.store import block_reader, block_writer
+
+REQUEST_BYTES = block_writer.REQUEST_BYTES
+NAME = "raw"
+
+
+def in_threads(work: Callable[[Any], object], items: Iterable[Any], threads: int) -> None:
+    """`work` has been done on each of `items`, by `threads` threads; raises the first thing that one raised."""
+    lock, waiting = threading.Lock(), iter(items)
+    failures: list[Exception] = []
+
+    def run() -> None:
+        while not failures:
+            with lock:
+                item = next(waiting, None)
+            if item is None:
+                return
+            try:
+                work(item)
+            except Exception as error:
+                failures.append(error)
+
+    helpers = [threading.Thread(target=run, daemon=True) for _ in range(threads - 1)]
+    for helper in helpers:
+        helper.start()
+    run()
+    for helper in helpers:
+        helper.join()
+    if failures:
+        raise failures[0]
+
+
+class Touched:
+    """Page-aligned memory of `num_bytes`, all of it there."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.memory = mmap.mmap(-1, -(-max(num_bytes, 1) // block_writer.ALIGNMENT) * block_writer.ALIGNMENT)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        ctypes.memset(self.address, 1, len(self.memory))
+
+    def view(self) -> memoryview:
+        """All of it, up to its last page's border."""
+        return memoryview(self.memory)
+
+
+class Raw:
+    """A file of the bytes in `buffer`."""
+
+    write_threads = block_writer.THREADS
+    read_threads = block_reader.THREADS
+
+    def __init__(self, buffer: Touched) -> None:
+        self._view = buffer.view()
+
+    def write(self, folder: Path) -> None:
+        """The file is on the disk."""
+        fd = os.open(folder / NAME, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o644)
+        try:
+            os.posix_fallocate(fd, 0, len(self._view))
+            in_threads(lambda begin: self._write(fd, begin), self._begins(), self.write_threads)
+            os.fdatasync(fd)
+        finally:
+            os.close(fd)
+
+    def read(self, folder: Path, *, warm: bool) -> None:
+        """The buffer holds the file; `warm`: through the page cache."""
+        fd = os.open(folder / NAME, os.O_RDONLY | (0 if warm else os.O_DIRECT))
+        try:
+            in_threads(lambda begin: self._read(fd, begin), self._begins(), self.read_threads)
+        finally:
+            os.close(fd)
+
+    def _begins(self) -> range:
+        return range(0, len(self._view), REQUEST_BYTES)
+
+    def _write(self, fd: int, begin: int) -> None:
+        data = self._view[begin : begin + REQUEST_BYTES]
+        if os.pwrite(fd, data, begin) != len(data):
+            raise OSError("a short write")
+
+    def _read(self, fd: int, begin: int) -> None:
+        data = self._view[begin : begin + REQUEST_BYTES]
+        if os.preadv(fd, [data], begin) != len(data):
+            raise OSError("a short read")
+
+
+def takes_direct(folder: Path) -> bool:
+    """Whether `folder` has direct I/O, which `Raw` is measured with."""
+    try:
+        Raw(Touched(block_writer.ALIGNMENT)).write(folder)
+    except (OSError, AttributeError):
+        return False
+    finally:
+        (folder / NAME).unlink(missing_ok=True)
+    return True
+
+
+def sync_files(folder: Path) -> None:
+    """All files under `folder` are on the disk."""
+    for path in files(folder):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def make_cold(folder: Path) -> float:
+    """The page cache has nothing of the files under `folder`; returns the part of them that it still has."""
+    sync_files(folder)
+    for path in files(folder):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+    return cached_part(folder)
+
+
+def make_warm(folder: Path) -> float:
+    """The page cache has the files under `folder`; returns the part of them that it has."""
+    scratch = bytearray(8 << 20)
+    for path in files(folder):
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(scratch):
+                pass
+    return cached_part(folder)
+
+
+def cached_part(folder: Path) -> float:
+    """The part, 0 to 1, of the files under `folder` that the page cache has (mincore)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+    cached = pages = 0
+    for path in files(folder):
+        size = path.stat().st_size
+        if size == 0:
+            continue
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+            count = -(-size // mmap.PAGESIZE)
+            found = (ctypes.c_ubyte * count)()
+            libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), found)
+            libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(size))
+        finally:
+            os.close(fd)
+        pages += count
+        cached += sum(byte & 1 for byte in bytes(found))
+    return cached / pages if pages else 0.0
+
+
+def files(folder: Path) -> list[Path]:
+    """All files under `folder`."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def num_bytes(folder: Path) -> int:
+    """Of all files under `folder`."""
+    return sum(path.stat().st_size for path in files(folder))
+
+
+def remove(folder: Path) -> None:
+    """`folder` is gone, and what that leaves to be written is."""
+    shutil.rmtree(folder, ignore_errors=True)
+    os.sync()

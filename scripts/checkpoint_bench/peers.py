@@ -1,0 +1,240 @@
+"""Other libraries, where they are installed, each called as its own documentation says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from checkpoint_bench import disk
+from checkpoint_bench.contenders import Contender, Pending, is_installed, join_alone
+from checkpoint_bench.states import BenchState
+
+INSTALL = {
+    "torchtitan": "torchtitan==0.3.0",
+    "torch_checkpointing": "torch-checkpointing==0.1.1",
+    "torchsnapshot": "torchsnapshot==0.1.0",
+    "bytecheckpoint": "bytecheckpoint==0.0.2 --no-deps, and then: mmh3 universal-pathlib cachetools safetensors",
+}
+"""Module to what pip has to be told."""
+
+
+class Torchtitan:
+    """torchtitan's CheckpointManager, async_mode "disabled"."""
+
+    name, who_syncs, measures_memory = "torchtitan", "itself: files and .metadata, no folder", True
+    async_mode = "disabled"
+
+    def __init__(self) -> None:
+        self._managers: dict[int, tuple[BenchState, Any]] = {}
+
+    def save(self, state: BenchState, folder: Path) -> None:
+        self.managing(state, folder).save(1)
+
+    def load(self, target: BenchState, folder: Path, *, warm: bool) -> None:
+        self.managing(target, folder).load(1)
+
+    def close(self) -> None:
+        for _, manager in self._managers.values():
+            manager.close()
+
+    def managing(self, state: BenchState, folder: Path) -> Any:
+        """The manager of `state`, which looks at `folder`; the same one each time."""
+        if id(state) not in self._managers:
+            self._managers[id(state)] = (state, self._manager_of(state))
+        manager = self._managers[id(state)][1]
+        manager.folder = str(folder)
+        return manager
+
+    def _manager_of(self, state: BenchState) -> Any:
+        from torchtitan.components.checkpoint import CheckpointManager
+
+        join_alone()
+        return CheckpointManager(
+            CheckpointManager.Config(enable=True, interval=1, keep_latest_k=0, async_mode=self.async_mode),
+            dataloader=None,
+            model_parts=[_Holder(state.model)],
+            optimizers=_Flat(state.optimizer),
+            lr_schedulers=_Flat({}),
+            states={"train_state": _Flat(state.counters)},
+            sd_adapter=None,
+        )
+
+
+class TorchtitanAsync(Torchtitan):
+    """torchtitan's CheckpointManager, async_mode "async"."""
+
+    name, async_mode = "torchtitan async", "async"
+
+    def prepare(self, state: BenchState) -> None:
+        self.managing(state, Path())
+
+    def save(self, state: BenchState, folder: Path) -> Pending:  # type: ignore[override]  # in the background
+        manager = self.managing(state, folder)
+        manager.save(1)
+        return Pending(manager.maybe_wait_for_staging, manager.save_future)
+
+    def settle(self) -> None: ...
+
+
+class TorchCheckpointing:
+    """torch_checkpointing's CheckpointManager, its save in the caller's time."""
+
+    name, who_syncs, measures_memory = "torch_checkpointing", "the bench: files", True
+
+    def __init__(self) -> None:
+        from torch_checkpointing.config import SyncCheckpointSaverConfig
+
+        self._manager = _torch_checkpointing(SyncCheckpointSaverConfig())
+
+    def save(self, state: BenchState, folder: Path) -> None:
+        self._manager.save(str(folder), state.nested())
+        disk.sync_files(folder)
+
+    def load(self, target: BenchState, folder: Path, *, warm: bool) -> None:
+        loaded = self._manager.load(str(folder), into=target.nested())
+        for key, tensors in (("model", target.model), ("optimizer", target.optimizer)):
+            for name, tensor in tensors.items():
+                if loaded[key][name] is not tensor:
+                    tensor.copy_(loaded[key][name])
+
+    def close(self) -> None:
+        self._manager.close()
+
+
+class TorchCheckpointingAsync:
+    """torch_checkpointing's CheckpointManager, its save in a process."""
+
+    name, who_syncs = "torch_checkpointing async", "nobody"
+
+    def __init__(self) -> None:
+        from torch_checkpointing.config import AsyncCheckpointSaverConfig
+
+        self._manager = _torch_checkpointing(AsyncCheckpointSaverConfig())
+
+    def prepare(self, state: BenchState) -> None:
+        self._manager.prewarm_staging(state.nested())
+
+    def save(self, state: BenchState, folder: Path) -> Pending:
+        written: Any = self._manager.save(str(folder), state.nested())
+
+        def wait() -> None:
+            with self._manager.lock():
+                pass
+
+        return Pending(wait, written)
+
+    def settle(self) -> None: ...
+
+    def close(self) -> None:
+        self._manager.close()
+
+
+class Torchsnapshot:
+    """torchsnapshot's Snapshot.take and restore."""
+
+    name, who_syncs, measures_memory = "torchsnapshot", "the bench: files", True
+
+    def save(self, state: BenchState, folder: Path) -> None:
+        from torchsnapshot import Snapshot
+
+        Snapshot.take(str(folder / "snapshot"), _snapshot(state))
+        disk.sync_files(folder)
+
+    def load(self, target: BenchState, folder: Path, *, warm: bool) -> None:
+        from torchsnapshot import Snapshot
+
+        Snapshot(str(folder / "snapshot")).restore(_snapshot(target))
+
+    def close(self) -> None: ...
+
+
+class ByteCheckpoint:
+    """bytecheckpoint's save and load of a model without a parallelism; it wants a process group."""
+
+    name, who_syncs, measures_memory = "bytecheckpoint", "the bench: files", False
+
+    def save(self, state: BenchState, folder: Path) -> None:
+        import bytecheckpoint as bcp
+
+        join_alone()
+        bcp.save(str(folder), {"model": _Holder(state.tensors())}, framework="ddp")
+        disk.sync_files(folder)
+
+    def load(self, target: BenchState, folder: Path, *, warm: bool) -> None:
+        import bytecheckpoint as bcp
+
+        bcp.load(str(folder), {"model": _Holder(target.tensors())}, framework="ddp")
+
+    def close(self) -> None: ...
+
+
+PEERS: dict[str, type[Contender]] = {
+    "torchtitan": Torchtitan,
+    "torch_checkpointing": TorchCheckpointing,
+    "torchsnapshot": Torchsnapshot,
+    "bytecheckpoint": ByteCheckpoint,
+}
+"""By name, which is the module's."""
+
+ASYNC_PEERS: dict[str, Any] = {
+    "torchtitan async": lambda job: TorchtitanAsync(),
+    "torch_checkpointing async": lambda job: TorchCheckpointingAsync(),
+}
+"""By name, which begins with the module's."""
+
+
+def missing() -> dict[str, str]:
+    """The peers that are not installed, and what to say of each."""
+    return {
+        module: f"not installed; python -m pip install {what}"
+        for module, what in INSTALL.items()
+        if not is_installed(module)
+    }
+
+
+class _Holder(nn.Module):
+    """A module whose state dict is `tensors`, under their own names."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        return dict(self._tensors)
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        """The tensors have been read in place."""
+        for name, tensor in self._tensors.items():
+            if state_dict[name] is not tensor:
+                tensor.copy_(state_dict[name])
+
+
+class _Flat:
+    """A stateful whose state is `values`."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._values)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Tensors have been read in place."""
+
+
+def _torch_checkpointing(save: Any) -> Any:
+    from torch_checkpointing import CheckpointManager
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+    # Its direct I/O writes from where torch.save happens to have the bytes, which ext4 refuses.
+    storage = LocalFileSystemStorageConfig(use_direct_io=False)
+    return CheckpointManager(CheckpointManager.Config(save=save, storage_config=storage))
+
+
+def _snapshot(state: BenchState) -> dict[str, Any]:
+    from torchsnapshot import StateDict
+
+    return {"model": StateDict(**state.model), "optimizer": StateDict(**state.optimizer)}

@@ -1,0 +1,232 @@
+"""What the plans of all ranks cost, for stock DCP and for ours: the libraries' own functions, timed by processor time.
+
+The coordinator's share is all that it does after the ranks' messages are there: unpickle, plan, pickle the
+answers, unpickle what the ranks say of their files, and make the metadata; the transfer itself and the writing are
+not in it. A rank's share at load is from the bytes of the metadata to what it reads.
+"""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+
+from scale_simulation.plans import Mesh, Planned, item_of, num_bytes, plans
+from torchtitan_lite.checkpoint.collection import no_collection
+from torchtitan_lite.checkpoint.contents import Contents
+from torchtitan_lite.checkpoint.description import Description
+from torchtitan_lite.checkpoint.save_plan import _Answers
+from torchtitan_lite.checkpoint.stored_checkpoint import _regions
+from torchtitan_lite.checkpoint.writer import RankFile
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.digest import DIGEST_BYTES, num_blocks
+from torchtitan_lite.store.lineage import Lineage
+from torchtitan_lite.store.manifest import CheckpointKind, FileRecord, Manifest, Table
+
+Figures = dict[str, float]
+
+REPEATS = 2
+MAX_TEXT_BYTES = 256 << 20
+"""Of a table of tensors that is made to take the time of writing it; the time of a longer one grows with its bytes."""
+
+
+def stock(tensors: Sequence[Planned], mesh: Mesh) -> Figures:
+    """DCP's DefaultSavePlanner and FileSystemWriter, first and repeated save, without and with plan caching."""
+    gc.collect()
+    sent = [pickle.dumps(plan) for plan in plans(tensors, mesh)]
+    figures: Figures = {"first_gathered_bytes": sum(map(len, sent))}
+    planner = DefaultSavePlanner()
+    with _timing(figures, "first_coordinator_seconds"):
+        received = [pickle.loads(data) for data in sent]
+        final, metadata = planner.create_global_plan(received)
+        answers = [pickle.dumps(plan) for plan in final]
+    figures["first_scattered_bytes"] = sum(map(len, answers))
+    del sent, received, answers
+    results = [pickle.dumps(_results(rank, plan)) for rank, plan in enumerate(final)]
+    figures["results_gathered_bytes"] = sum(map(len, results))
+    for which in ("first", *["repeated"] * REPEATS):
+        seconds: Figures = {}
+        with _timing(seconds, "seconds"):
+            where = {}
+            for data in results:
+                where.update({result.index: result.storage_data for result in pickle.loads(data)})
+            metadata.storage_data = where
+            pickled = pickle.dumps(metadata)
+        _take_note(figures, which, seconds["seconds"])
+    figures["metadata_bytes"] = len(pickled)
+    figures["load_planning_seconds"] = _stock_load(pickled, tensors, mesh)
+    return figures
+
+
+def ours(tensors: Sequence[Planned], mesh: Mesh, all_bytes: int) -> Figures:
+    """This project's plan, description and manifest; the files of all ranks together have `all_bytes`."""
+    gc.collect()
+    sent = [pickle.dumps(plan) for plan in plans(tensors, mesh)]
+    figures: Figures = {"first_gathered_bytes": sum(map(len, sent))}
+    answers = _Answers(None)
+    with _timing(figures, "first_coordinator_seconds"):
+        kept = answers.of_all([pickle.loads(data) for data in sent])
+        answered = [pickle.dumps((numbers, None)) for numbers in kept]
+    figures["first_scattered_bytes"] = sum(map(len, answered))
+    del sent, kept, answered
+    assert answers.description is not None
+    description = answers.description
+    records = _records(mesh, all_bytes)
+    figures["results_gathered_bytes"] = sum(map(len, records))
+    seconds: Figures = {}
+    with _timing(seconds, "seconds"):
+        made = _manifest(description, records)
+    figures["first_coordinator_seconds"] += seconds["seconds"]
+    figures["manifest_bytes"] = len(made)
+    figures["table_bytes"] = len(description.tensors.text)
+    figures["metadata_bytes"] = len(description.metadata([]))
+    figures["load_planning_seconds"] = _our_load(made, tensors, mesh, all_bytes)
+    return figures
+
+
+def our_repeated_seconds(mesh: Mesh, all_bytes: int, table_bytes: float, metadata_bytes: float) -> float:
+    """The coordinator's share of a repeated save whose table of tensors, and whose .metadata, have so many bytes.
+
+    Of tensors there is nothing left in it but those bytes, which were made at the first save: they are copied and
+    digested. What every rank says of its file is there for all of them.
+    """
+    shown = min(1.0, MAX_TEXT_BYTES / max(table_bytes, metadata_bytes, 1))
+    seconds = []
+    for part in (0.0, shown):
+        description = _Made(int(part * table_bytes), int(part * metadata_bytes))
+        records = _records(mesh, all_bytes)
+        spent: list[float] = []
+        for _ in range(REPEATS + 1):
+            figures: Figures = {}
+            with _timing(figures, "seconds"):
+                _manifest(description, records)
+            spent.append(figures["seconds"])
+        seconds.append(min(spent))
+    base, with_text = seconds
+    return base + max(0.0, with_text - base) / shown
+
+
+class _Made:
+    """A description whose texts are as long as they would be."""
+
+    def __init__(self, table_bytes: int, metadata_bytes: int) -> None:
+        self.tensors = Table()
+        self.tensors.__dict__["text"] = "x" * table_bytes
+        self._pickled = bytes(metadata_bytes)
+
+    def metadata(self, placed: Sequence[Any]) -> bytes:
+        return self._pickled
+
+    def objects(self, placed: Sequence[Any]) -> Table:
+        return Table()
+
+
+def _records(mesh: Mesh, all_bytes: int) -> list[bytes]:
+    """What each rank sends at any save: a plan with nothing in it, and what it wrote."""
+    size = all_bytes // mesh.size
+    return [
+        data
+        for rank in range(mesh.size)
+        for data in (
+            pickle.dumps(SavePlan([])),
+            pickle.dumps([RankFile(layout.data_file(rank, 0), FileRecord(size, _blocks(size)), [])]),
+        )
+    ]
+
+
+def _manifest(description: Description | _Made, records: Sequence[bytes]) -> bytes:
+    """The manifest of a save, as the coordinator makes it of what the ranks sent."""
+    received = [pickle.loads(data) for data in records]
+    files = [file for data in received if isinstance(data, list) for file in data]
+    described = description.metadata([])
+    return Manifest(
+        step=1,
+        kind=CheckpointKind.FULL,
+        created_at=0.0,
+        world_size=len(files),
+        versions={},
+        lineage=Lineage("simulated"),
+        files={file.name: file.record for file in files} | {layout.METADATA: FileRecord.of(described)},
+        tensors=description.tensors,
+        objects=description.objects([]),
+    ).to_json()
+
+
+def _take_note(figures: Figures, which: str, seconds: float) -> None:
+    """A first save adds to what planning took; of repeated ones the quickest counts."""
+    if which == "first":
+        figures["first_coordinator_seconds"] += seconds
+    else:
+        figures["cached_coordinator_seconds"] = min(seconds, figures.get("cached_coordinator_seconds", seconds))
+
+
+def _stock_load(pickled: bytes, tensors: Sequence[Planned], mesh: Mesh) -> float:
+    figures: Figures = {}
+    mine = [item_of(tensor, mesh.size // 2, mesh) for tensor in tensors]
+    with _timing(figures, "seconds"):
+        metadata: Metadata = pickle.loads(pickled)
+        for item in mine:
+            described: Any = metadata.state_dict_metadata[item.index.fqn]
+            assert item.tensor_data is not None
+            assert isinstance(described, TensorStorageMetadata)
+            chunk = item.tensor_data.chunk
+            create_read_items_for_chunk_list(
+                item.index.fqn, described, [ChunkStorageMetadata(chunk.offsets, chunk.sizes)]
+            )
+    return figures["seconds"]
+
+
+def _our_load(manifest: bytes, tensors: Sequence[Planned], mesh: Mesh, all_bytes: int) -> float:
+    figures: Figures = {}
+    mine = [item_of(tensor, mesh.size // 2, mesh) for tensor in tensors]
+    targets = []
+    for item in mine:
+        assert item.tensor_data is not None
+        targets.append(torch.empty(item.tensor_data.chunk.sizes, device="meta"))
+    # A sample of the tensors lies in files as large as those of all of them are.
+    sizes = {layout.data_file(rank, 0): max(all_bytes, 1 << 62) for rank in range(mesh.size)}
+    with _timing(figures, "seconds"), no_collection():
+        contents = Contents.of_manifest(Manifest.parse(manifest), "simulated")
+        contents.check(sizes)
+        for item, target in zip(mine, targets, strict=True):
+            stored = contents.tensors[item.index.fqn]
+            assert item.index.offset is not None
+            list(_regions(item.index.fqn, stored.chunks, tuple(item.index.offset), target))
+    return figures["seconds"]
+
+
+def _results(rank: int, plan: SavePlan) -> list[WriteResult]:
+    """What DCP's writer says of the items of `plan`."""
+    name, at, results = layout.data_file(rank, 0), 0, []
+    for item in plan.items:
+        assert item.tensor_data is not None
+        size = item.tensor_data.chunk.sizes.numel() * 4 + 1100
+        results.append(WriteResult(item.index, size, _StorageInfo(name, at, size)))
+        at += size
+    return results
+
+
+def _blocks(size: int) -> bytes:
+    return bytes(DIGEST_BYTES * num_blocks(size))
+
+
+@contextmanager
+def _timing(figures: Figures, name: str) -> Iterator[None]:
+    """`figures[name]` is the processor time of what is within."""
+    began = time.process_time()
+    yield
+    figures[name] = time.process_time() - began
+
+
+__all__ = ["Figures", "num_bytes", "our_repeated_seconds", "ours", "stock"]

@@ -1,0 +1,152 @@
+"""What each of many ranks would ask to write of a llama, made by arithmetic: no process, no tensor, no memory.
+
+The state is what a run saves: fp32 parameters and both moments of AdamW, sharded alike; its step counts, which
+every rank holds; and of each rank its own random generators. The arithmetic is that of DTensor (chunks of
+ceil(size / ranks) rows, the last ranks with less or nothing); tests compare the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from torchtitan_lite.models.llama.args import FLAVORS, ModelArgs
+
+Shape = tuple[int, ...]
+Box = tuple[Shape, Shape]
+"""Offsets and sizes."""
+
+GENERATORS = ("python", "python_gauss", "numpy", "numpy_position", "numpy_gauss", "torch", "cuda")
+"""Of each rank."""
+GENERATOR_SHAPE = (625,)
+_BY_COLUMNS = ("wo.", "w2.")
+"""Weights that tensor parallelism splits along their second dimension; it splits other matrices along the first."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How ranks share a model: `replicate` groups, in each `shard` times `tensor` ranks."""
+
+    replicate: int
+    shard: int
+    tensor: int = 1
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.replicate * self.shard * self.tensor
+
+    def coordinate(self, rank: int) -> tuple[int, int]:
+        """(place along shard, place along tensor) of `rank`."""
+        return rank // self.tensor % self.shard, rank % self.tensor
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One tensor of a state."""
+
+    fqn: str
+    shape: Shape
+    kind: str
+    """matrix and vector: sharded; number: every rank has it; own: every rank has one of its own."""
+    splits_columns: bool = False
+
+
+def mesh_of(layout: str, num_ranks: int) -> Mesh:
+    """fsdp: all ranks share one model. hsdp: 64 do, or all if there are fewer. tp: fsdp of groups of 8 ranks."""
+    if layout == "fsdp":
+        return Mesh(1, num_ranks)
+    if layout == "hsdp":
+        shard = min(64, max(1, num_ranks // 2))
+        return Mesh(num_ranks // shard, shard)
+    return Mesh(1, num_ranks // 8, 8)
+
+
+def state_of(flavor: str) -> list[Planned]:
+    """Everything in the state of a llama of this size."""
+    args = FLAVORS[flavor]
+    tensors = []
+    for name, shape in llama_shapes(args):
+        kind = "matrix" if len(shape) > 1 else "vector"
+        by_columns = any(part in name for part in _BY_COLUMNS)
+        keys = [f"model.{name}", f"optimizer.state.{name}.exp_avg", f"optimizer.state.{name}.exp_avg_sq"]
+        tensors += [Planned(key, shape, kind, by_columns) for key in keys]
+        tensors.append(Planned(f"optimizer.state.{name}.step", (), "number"))
+    return tensors + [Planned(f"rng.rank{{}}.{name}", GENERATOR_SHAPE, "own") for name in GENERATORS]
+
+
+def llama_shapes(args: ModelArgs) -> list[tuple[str, Shape]]:
+    """Every parameter of a llama, in the model's order."""
+    kv_dim = args.n_kv_heads * args.head_dim
+    shapes: list[tuple[str, Shape]] = [("tok_embeddings.weight", (args.vocab_size, args.dim))]
+    for number in range(args.n_layers):
+        block = {
+            "attention.wq": (args.dim, args.dim),
+            "attention.wk": (kv_dim, args.dim),
+            "attention.wv": (kv_dim, args.dim),
+            "attention.wo": (args.dim, args.dim),
+            "feed_forward.w1": (args.ffn_dim, args.dim),
+            "feed_forward.w2": (args.dim, args.ffn_dim),
+            "feed_forward.w3": (args.ffn_dim, args.dim),
+            "attention_norm": (args.dim,),
+            "ffn_norm": (args.dim,),
+        }
+        shapes += [(f"layers.{number}.{name}.weight", shape) for name, shape in block.items()]
+    return [*shapes, ("norm.weight", (args.dim,)), ("output.weight", (args.vocab_size, args.dim))]
+
+
+def num_bytes(tensors: Sequence[Planned]) -> int:
+    """Of all elements in fp32, without what each rank has of its own."""
+    return 4 * sum(torch.Size(tensor.shape).numel() for tensor in tensors if tensor.kind != "own")
+
+
+def plans(tensors: Sequence[Planned], mesh: Mesh) -> Iterator[SavePlan]:
+    """Each rank's plan of `tensors`, as DCP's planner makes it of the rank's state dict."""
+    for rank in range(mesh.size):
+        items = [item_of(tensor, rank, mesh) for tensor in tensors]
+        paths = {item.index.fqn: tuple(item.index.fqn.split(".", 1)) for item in items}
+        yield SavePlan(items, planner_data=paths)
+
+
+def item_of(tensor: Planned, rank: int, mesh: Mesh) -> WriteItem:
+    """What `rank` asks to write of `tensor`."""
+    offsets, sizes = (torch.Size(part) for part in box_of(tensor, rank, mesh))
+    is_sharded = tensor.kind in ("matrix", "vector")
+    return WriteItem(
+        index=MetadataIndex(tensor.fqn.format(rank), offsets),
+        type=WriteItemType.SHARD if is_sharded else WriteItemType.TENSOR,
+        tensor_data=TensorWriteData(
+            ChunkStorageMetadata(offsets, sizes), TensorProperties(torch.float32), torch.Size(tensor.shape)
+        ),
+    )
+
+
+def box_of(tensor: Planned, rank: int, mesh: Mesh) -> Box:
+    """The part of `tensor` that `rank` has."""
+    shape = tensor.shape
+    if tensor.kind not in ("matrix", "vector"):
+        return (0,) * len(shape), shape
+    place, column = mesh.coordinate(rank)
+    if tensor.kind == "vector" or mesh.tensor == 1:
+        begin, rows = _part(shape[0], mesh.shard, place)
+        return (begin, *(0 for _ in shape[1:])), (rows, *shape[1:])
+    if tensor.splits_columns:
+        begin, rows = _part(shape[0], mesh.shard, place)
+        left, columns = _part(shape[1], mesh.tensor, column)
+        return (begin, left), (rows, columns)
+    # The rows of one rank of tensor parallelism are shared again.
+    top, height = _part(shape[0], mesh.tensor, column)
+    begin, rows = _part(height, mesh.shard, place)
+    # Where nothing is left, DTensor says that it lies at the tensor's end.
+    return (top + begin if rows else shape[0], 0), (rows, shape[1])
+
+
+def _part(size: int, count: int, number: int) -> tuple[int, int]:
+    """Where the `number`-th of `count` parts begins, and how large it is; the parts of torch.chunk."""
+    chunk = -(-size // count)
+    begin = min(size, number * chunk)
+    return begin, min(size, begin + chunk) - begin

@@ -1,0 +1,131 @@
+"""What the simulation of many ranks rests on: its plans are DCP's own, and what it reckons is what it would count."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FIGURES = {
+    "first_gathered_bytes",
+    "first_scattered_bytes",
+    "results_gathered_bytes",
+    "first_coordinator_seconds",
+    "cached_coordinator_seconds",
+    "metadata_bytes",
+    "load_planning_seconds",
+}
+
+COMPARE_WITH_DCP = """
+import os
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from scale_simulation.plans import Mesh, item_of, llama_shapes, state_of
+from torchtitan_lite.models.llama.args import FLAVORS
+from torchtitan_lite.models.llama.model import Transformer
+from torchtitan_lite.parallelisms.tensor_parallel import apply_tensor_parallelism
+
+args = FLAVORS["debugmodel"]
+
+
+def compare(mesh, rank):
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=mesh.size)
+    with torch.device("meta"):
+        model = Transformer(args)
+    names = {"replicate": mesh.replicate, "shard": mesh.shard, "tensor": mesh.tensor}
+    names = {name: size for name, size in names.items() if size > 1}
+    devices = init_device_mesh("cpu", tuple(names.values()), mesh_dim_names=tuple(names))
+    if mesh.tensor > 1:
+        apply_tensor_parallelism(model, devices["tensor"])
+    over = tuple(name for name in names if name != "tensor")
+    fully_shard(model, mesh=devices[over])
+    parameters = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
+    assert [(f"model.{n}", s) for n, s in llama_shapes(args)] == [(n, tuple(p.shape)) for n, p in parameters.items()]
+    simulated = {tensor.fqn: tensor for tensor in state_of("debugmodel")}
+    for item in create_default_local_save_plan(parameters, False).items:
+        ours = item_of(simulated[item.index.fqn], rank, mesh)
+        assert (ours.index, ours.type) == (item.index, item.type), (rank, ours, item)
+        assert ours.tensor_data.chunk == item.tensor_data.chunk, (rank, ours, item)
+        assert ours.tensor_data.size == item.tensor_data.size
+
+
+# A process for each: DTensor remembers what rank it is.
+# More ranks than a norm has elements; a model held twice; rows of tensor parallelism shared again.
+for mesh in (Mesh(1, 8), Mesh(1, 300), Mesh(2, 4), Mesh(1, 3, 2), Mesh(1, 100, 2)):
+    for rank in (1, mesh.size - 2, mesh.size - 1):
+        pid = os.fork()
+        if pid == 0:
+            compare(mesh, rank)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+print("compared")
+"""
+
+
+def test_the_plan_of_a_rank_is_the_one_that_dcp_makes_of_its_tensors() -> None:
+    assert _output_of(["-c", COMPARE_WITH_DCP]) == "compared\n"
+
+
+RECKON = """
+import json
+from scale_simulation.costs import num_bytes, ours, stock
+from scale_simulation.plans import mesh_of, state_of
+from simulate_scale import _reckoned
+
+state, mesh = state_of("debugmodel"), mesh_of("fsdp", 8)
+costs = {"dcp": stock, "ours": lambda tensors, mesh: ours(tensors, mesh, num_bytes(state))}
+print(json.dumps({name: [_reckoned(state, mesh, cost, 300, {}), cost(state, mesh)] for name, cost in costs.items()}))
+"""
+
+
+def test_what_is_reckoned_from_some_tensors_is_about_what_all_of_them_come_to() -> None:
+    found: dict[str, Any] = json.loads(_output_of(["-c", RECKON]))
+    for reckoned, counted in found.values():
+        sizes = {name for name in counted if name.endswith("_bytes")}
+        assert {"metadata_bytes", "first_gathered_bytes"} <= sizes
+        for name in sizes:
+            assert reckoned[name] == pytest.approx(counted[name], rel=0.1), name
+
+
+def test_the_command_tells_of_stock_dcp_and_of_ours_for_each_point(tmp_path: Path) -> None:
+    path = tmp_path / "scale.json"
+    printed = _output_of([str(ROOT / "scripts" / "simulate_scale.py"), "--quick", "--json", str(path)])
+    assert max(map(len, printed.splitlines())) <= 80
+    lines = json.loads(path.read_text(encoding="utf-8"))["lines"]
+    points = {(line["model"], line["layout"], line["ranks"]) for line in lines}
+    assert {(*point, planner) for point in points for planner in ("dcp", "ours")} == {
+        (line["model"], line["layout"], line["ranks"], line["planner"]) for line in lines
+    }
+    assert {line["is_reckoned"] for line in lines} == {False, True}
+    for line in lines:
+        assert line["figures"].keys() >= FIGURES
+        assert ("x" in _row(printed, line)) == line["is_reckoned"]
+        if line["planner"] == "ours":
+            assert line["figures"]["results_gathered_bytes"] < line["figures"]["first_gathered_bytes"]
+
+
+def _row(printed: str, line: dict[str, Any]) -> list[str]:
+    """The words of `line` in the table."""
+    rows = [row.split() for row in printed.splitlines()]
+    key = [line["model"][:5], line["layout"], str(line["ranks"]), line["planner"]]
+    return next(row for row in rows if [row[0][:5], *row[1:4]] == key)
+
+
+def _output_of(arguments: list[str]) -> str:
+    scripts = str(ROOT / "scripts")
+    environment = {**os.environ, "PYTHONPATH": f"{scripts}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
