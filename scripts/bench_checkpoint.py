@@ -56,7 +56,8 @@ class Settings:
         if args.quick:
             return cls(args.rounds or 2, args.rounds or 1, 1_000_000, 200, 64, 1_000_000, 1 << 20)
         rounds = args.rounds or 5
-        return cls(rounds, rounds, int(args.params * 1e6), args.tensors, args.train_dim, 20_000_000, 1 << 28)
+        async_rounds = rounds if args.async_rounds is None else args.async_rounds
+        return cls(rounds, async_rounds, int(args.params * 1e6), args.tensors, args.train_dim, 20_000_000, 1 << 28)
 
 
 def main() -> int:
@@ -277,6 +278,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=WORKLOADS, help="all by default")
     parser.add_argument("--rounds", type=int, help="5 by default, 2 with --quick")
+    parser.add_argument("--async-rounds", type=int, help="of asynchronous saves, which take longest; as --rounds")
     parser.add_argument("--params", type=float, default=168, help="millions of parameters of llama and fsdp2; 168")
     parser.add_argument("--tensors", type=int, default=20_000, help="of 4 KiB, of small; 20000")
     parser.add_argument("--train-dim", type=int, default=384, help="width of the model that is trained beside; 384")

@@ -190,6 +190,15 @@ def test_a_save_that_is_not_durable_in_time_failed(root: Path) -> None:
     assert "not durable after 0 s (checkpoint.timeout_seconds)" in failure.cause
 
 
+def test_a_copy_that_is_not_made_in_time_is_an_error(root: Path) -> None:
+    in_flight = InFlight(
+        PEERS, Upkeep(KeepAll(), Events()), timeout_seconds=0.0, max_failed_saves=3, clock=Clock(), on_event=Events()
+    )
+    in_flight.begin(1, {}, CheckpointKind.FULL, CheckpointStore(root), HeldSaver(), ORIGIN)
+    with pytest.raises(SaveFailed, match=r"not staged after 0 s \(checkpoint.timeout_seconds\)"):
+        in_flight.wait_for_staging()
+
+
 def test_purge_waits_until_the_new_checkpoint_is_durable(root: Path) -> None:
     case = Case(root, KeepLatest(1))
     case.save(1)

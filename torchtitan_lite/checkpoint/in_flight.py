@@ -103,10 +103,14 @@ class InFlight:
         self._on_event("staged", step, stall_seconds=save.stall_seconds)
 
     def wait_for_staging(self) -> None:
-        """Returns when the state may change. Not collective."""
+        """Returns when the state may change. Not collective. Raises `SaveFailed` if that takes too long."""
         if self._save is not None and not self._save.pending.staged.done():
             began = self._clock()
-            self._save.pending.staged.result(self._timeout_seconds)
+            try:
+                self._save.pending.staged.result(self._timeout_seconds)
+            except FutureTimeout:
+                seconds = f"{self._timeout_seconds:.0f} s (checkpoint.timeout_seconds)"
+                raise SaveFailed(self._save.pending.step, f"not staged after {seconds}") from None
             self._save.stall_seconds += self._clock() - began
 
     def poll(self) -> None:
