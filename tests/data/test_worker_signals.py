@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,16 @@ pytestmark = [
 ]
 
 SIGNALS = [signal.Signals[name] for name in Checkpoint.preemption_signals]
+
+
+@pytest.fixture(autouse=True)
+def signals_do_what_they_do_by_default() -> Iterator[None]:
+    """Whoever starts the tests in the background may have had them ignore SIGINT."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS if number != signal.SIGINT}
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, action in before.items():
+        signal.signal(number, action)
 
 
 class Workers(torch.utils.data.Dataset[int]):

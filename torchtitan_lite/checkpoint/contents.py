@@ -144,7 +144,8 @@ class Contents:
         for file, begin, num_bytes, key in self._ranges():
             if file not in files:
                 raise CheckpointDamaged(self.path, f"{file} is missing; {key} is in it")
-            if begin < 0 or num_bytes < 0 or begin + num_bytes > files[file]:
+            # Where nothing is said to lie may be anywhere: nothing is read there.
+            if begin < 0 or num_bytes < 0 or (num_bytes and begin + num_bytes > files[file]):
                 raise CheckpointDamaged(
                     self.path,
                     f"{file} has {files[file]} bytes; {key} is in bytes {begin} to {begin + num_bytes} of it",
