@@ -588,9 +588,6 @@ def test_torchtitans_own_checkpoints_are_reported_and_read_only_when_asked_for(
         (root / f"step-{step}" / name).write_bytes(b"theirs")
     assert store.unmanaged() == [root / "step-7", root / "step-8"]
     assert (store.committed(), store.latest(), store.recover()) == ([info], info, [])
-    assert (store.path_of(5), store.path_of(7)) == (root / "step-5", root / "step-7")
-    with pytest.raises(CheckpointNotFound, match="5, 7, 8"):
-        store.path_of(9)
     with pytest.raises(CheckpointNotFound, match="it has 5"):
         store.get(7)
 

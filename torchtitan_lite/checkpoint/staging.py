@@ -22,6 +22,7 @@ import torch
 
 from torchtitan_lite.checkpoint.file_image import FileImage, FileLayout, Place, copy_bytes
 from torchtitan_lite.log import logger
+from torchtitan_lite.store.in_threads import in_threads
 
 THREADS = 2
 """One core copies about half as fast as the memory can."""
@@ -158,24 +159,11 @@ class HostCopier:
     """Copies with two threads while the caller waits."""
 
     def copy(self, image: FileImage, arena: StagingArena) -> Callable[[], None]:
-        failures: list[BaseException] = []
-        pieces = _shared(_pieces(image))
+        def copy(piece: tuple[torch.Tensor, int, int, Place]) -> None:
+            tensor, begin, end, place = piece
+            copy_bytes(tensor, begin, end, arena.address + place.data_at + begin)
 
-        def work() -> None:
-            try:
-                for tensor, begin, end, place in pieces:
-                    copy_bytes(tensor, begin, end, arena.address + place.data_at + begin)
-            except BaseException as error:
-                failures.append(error)
-
-        helpers = [threading.Thread(target=work, daemon=True) for _ in range(THREADS - 1)]
-        for helper in helpers:
-            helper.start()
-        work()
-        for helper in helpers:
-            helper.join()
-        if failures:
-            raise failures[0]
+        in_threads(_pieces(image), THREADS, lambda: copy)
         return _nothing_to_wait_for
 
 
@@ -229,17 +217,6 @@ def _pieces(image: FileImage) -> Iterator[tuple[torch.Tensor, int, int, Place]]:
     for tensor, place in zip(image.tensors, image.layout.places, strict=True):
         for begin in range(0, place.data_bytes, _PIECE_BYTES):
             yield tensor, begin, min(begin + _PIECE_BYTES, place.data_bytes), place
-
-
-def _shared(items: Iterator[Any]) -> Iterator[Any]:
-    """`items`, each for one of the threads that iterate."""
-    lock = threading.Lock()
-
-    def take() -> Any:
-        with lock:
-            return next(items, None)
-
-    return iter(take, None)
 
 
 def _anonymous_file(num_bytes: int) -> int:

@@ -14,7 +14,7 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from torchtitan_lite import faults
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.digest import BLOCK_BYTES, digest_blocks
 from torchtitan_lite.store.durable import DISK, O_DIRECT, Durable
+from torchtitan_lite.store.in_threads import in_threads
 from torchtitan_lite.store.manifest import FileRecord
 
 REQUEST_BYTES = 4 * BLOCK_BYTES
@@ -101,42 +102,21 @@ def _write_all(file: _File, source: Source, threads: int) -> list[bytes]:
     """Writes every request, `threads` at a time; returns the digests of the blocks of each."""
     begins = range(0, source.num_bytes, REQUEST_BYTES)
     digests = [b""] * len(begins)
-    todo = _shared(enumerate(begins))
-    failures: list[BaseException] = []
 
-    def work() -> None:
-        try:
-            read = source.reader()
-            for number, begin in todo:
-                if failures:
-                    return
-                end = min(begin + REQUEST_BYTES, source.num_bytes)
-                data = read(begin, end)
-                digests[number] = digest_blocks(data[: end - begin])
-                file.write(data, begin, end - begin)
-        except BaseException as error:
-            failures.append(error)
+    def make_worker() -> Callable[[tuple[int, int]], None]:
+        read = source.reader()
 
-    helpers = [threading.Thread(target=work, daemon=True) for _ in range(min(threads, len(begins)) - 1)]
-    for helper in helpers:
-        helper.start()
-    work()
-    for helper in helpers:
-        helper.join()
-    if failures:
-        raise failures[0]
+        def write(numbered: tuple[int, int]) -> None:
+            number, begin = numbered
+            end = min(begin + REQUEST_BYTES, source.num_bytes)
+            data = read(begin, end)
+            digests[number] = digest_blocks(data[: end - begin])
+            file.write(data, begin, end - begin)
+
+        return write
+
+    in_threads(enumerate(begins), min(threads, len(begins)), make_worker)
     return digests
-
-
-def _shared(items: enumerate[int]) -> Iterator[tuple[int, int]]:
-    """`items`, each for one of the threads that iterate."""
-    lock = threading.Lock()
-
-    def take() -> tuple[int, int] | None:
-        with lock:
-            return next(items, None)
-
-    return iter(take, None)
 
 
 class _File:

@@ -94,17 +94,6 @@ class CheckpointStore:
             raise CheckpointNotFound(str(self.root), step, [info.step for info in committed])
         return info
 
-    def path_of(self, step: int) -> Path:
-        """Where `step` can be read from, a checkpoint without our manifest included. Raises as `get` does."""
-        try:
-            return self.get(step).path
-        except CheckpointNotFound as error:
-            final = self._final(step)
-            if is_unmanaged(final) and (final / layout.METADATA).is_file():
-                return final
-            unmanaged = [number for path in self.unmanaged() if (number := layout.parse_step(path.name)) is not None]
-            raise CheckpointNotFound(str(self.root), step, sorted({*error.available, *unmanaged})) from None
-
     def check_sizes(self, info: CheckpointInfo) -> list[str]:
         """What is wrong with the sizes of the files of `info`, one sentence each; empty if all are as committed.
 
