@@ -224,6 +224,8 @@ class _Bench:
 
     def _async_names(self) -> list[str]:
         own = [name for name in apart.ASYNC_CONTENDERS if name not in peers.ASYNC_PEERS]
+        if "raw" in self._skipped:
+            own.remove(apart.RawAsync.name)
         return self._chosen([*own, *self._peers(peers.ASYNC_PEERS)])
 
     def _peers(self, known: dict[str, Any]) -> list[str]:

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "scripts"
 WAITING = {"ours", "ours, no digests", "dcp", "torch.save"}
 BACKGROUND = {
+    "raw copied",
     "ours thread",
     "ours process",
     "ours manager",

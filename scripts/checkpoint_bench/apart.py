@@ -1,8 +1,9 @@
 """What has to be measured in a process of its own: memory, and saves in the background with a first one.
 
 The bench starts itself again with `--child`, hands over a job as JSON and gets samples back. A process
-that is asked for asynchronous saves does them in this order: one (the first), one, and one beside a
-small training loop, each when the one before is durable.
+that is asked for asynchronous saves does them in this order: one (the first), one, and `SAVES_BESIDE`
+beside a small training loop, each when the one before is durable. Ours also saves once while it waits,
+so that the time to durable is compared within one process.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,16 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from checkpoint_bench import disk, states
-from checkpoint_bench.contenders import AsyncContender, Contender, Dcp, DcpAsync, Pending, Safetensors, TorchSave
+from checkpoint_bench.contenders import (
+    AsyncContender,
+    Contender,
+    Dcp,
+    DcpAsync,
+    Pending,
+    RawDisk,
+    Safetensors,
+    TorchSave,
+)
 from checkpoint_bench.in_turn import MEMCPY, memcpy
 from checkpoint_bench.machine import PeakMemory, spending
 from checkpoint_bench.ours import Ours, OursAsync, OursManaged
@@ -31,9 +43,15 @@ from checkpoint_bench.states import BenchState
 
 DEADLINE_SECONDS = 1800.0
 MIN_STEPS = 5
-STEPS_ALONE = 30
+SECONDS_ALONE = 0.7
+"""Of training before, and again after, a save that it is measured beside: processors drift within seconds."""
+SAVES_BESIDE = 3
+
+SYNC = "sync save"
 
 Job = dict[str, Any]
+Steps = tuple[list[float], list[float]]
+"""Seconds of each step alone, and beside a save."""
 
 CONTENDERS: dict[str, Callable[[], Any]] = {
     "ours": Ours,
@@ -46,6 +64,7 @@ CONTENDERS: dict[str, Callable[[], Any]] = {
 """By name, those that save while the caller waits."""
 
 ASYNC_CONTENDERS: dict[str, Callable[[Job], Any]] = {
+    "raw copied": lambda job: RawAsync(),
     "ours thread": lambda job: OursAsync("thread"),
     "ours process": lambda job: OursAsync("process"),
     "ours manager": lambda job: OursManaged(job["state"]["params"], Path(job["folder"], "managed")),
@@ -116,8 +135,11 @@ def serve_async(job: Job, samples: Samples) -> None:
             memcpy(state, buffer)
         note("memcpy_seconds", spent.seconds, f"{MEMCPY} beside {job['contender']}")
     del buffer
+    if job["contender"].startswith("ours"):
+        seconds = _sync_save(state, folder)
+        note("sync_save_seconds", seconds, f"{SYNC} beside {job['contender']}")
     contender.prepare(state)
-    training.step_seconds(STEPS_ALONE // 2)
+    training.steps_of(SECONDS_ALONE)
     for prefix in ("first_", ""):
         stall, durable, cpu = _save(contender, state, folder)
         note(f"{prefix}stall_seconds", stall)
@@ -126,13 +148,12 @@ def serve_async(job: Job, samples: Samples) -> None:
         if job["round"] == 0:
             _verify(job["contender"], state, folder)
         disk.remove(folder)
-    alone, beside = _train_beside(contender, state, folder, training)
-    if len(beside) >= MIN_STEPS:
-        note("step_alone_seconds", statistics.median(alone))
-        note("step_beside_seconds", statistics.median(beside))
-        note("steps_beside_count", len(beside))
-        note("mean_slow_down_ratio", statistics.mean(beside) / statistics.mean(alone))
-    disk.remove(folder)
+    pairs = [_train_beside(contender, state, folder, training) for _ in range(SAVES_BESIDE)]
+    pairs = [pair for pair in pairs if len(pair[1]) >= MIN_STEPS]
+    if pairs:
+        for figure, of in (("steps_ratio", statistics.median), ("mean_steps_ratio", statistics.mean)):
+            note(figure, statistics.median(of(beside) / of(alone) for alone, beside in pairs))
+        note("steps_beside_count", min(len(beside) for _, beside in pairs))
     contender.close()
 
 
@@ -152,9 +173,12 @@ class Training:
         self._optimizer.zero_grad()
         return time.perf_counter() - began
 
-    def step_seconds(self, count: int) -> list[float]:
-        """Of so many steps."""
-        return [self.step() for _ in range(count)]
+    def steps_of(self, seconds: float) -> list[float]:
+        """Of all steps in so many seconds, the seconds of each."""
+        steps, until = [], time.perf_counter() + seconds
+        while time.perf_counter() < until:
+            steps.append(self.step())
+        return steps
 
 
 def _save(contender: AsyncContender, state: BenchState, folder: Path) -> tuple[float, float, float]:
@@ -170,12 +194,10 @@ def _save(contender: AsyncContender, state: BenchState, folder: Path) -> tuple[f
     return stall, spent.seconds, spent.cpu_seconds
 
 
-def _train_beside(
-    contender: AsyncContender, state: BenchState, folder: Path, training: Training
-) -> tuple[list[float], list[float]]:
+def _train_beside(contender: AsyncContender, state: BenchState, folder: Path, training: Training) -> Steps:
     """Seconds of steps before and after a save, and of those that are made while it is written."""
     folder.mkdir()
-    alone = training.step_seconds(STEPS_ALONE)
+    alone = training.steps_of(SECONDS_ALONE)
     pending: Pending = contender.save(state, folder)
     pending.wait_until_staged()
     beside = []
@@ -185,12 +207,57 @@ def _train_beside(
             beside.append(seconds)
     pending.durable.result()
     contender.settle()
-    return alone + training.step_seconds(STEPS_ALONE), beside
+    alone += training.steps_of(SECONDS_ALONE)
+    disk.remove(folder)
+    return alone, beside
+
+
+class RawAsync:
+    """The disk and the memory themselves: a copy into touched memory, which a thread then writes.
+
+    Nobody disturbs training less, or is durable sooner, who writes all of the copy when all of it is made.
+    """
+
+    name, who_syncs = "raw copied", RawDisk.who_syncs
+
+    def prepare(self, state: BenchState) -> None:
+        self._buffer = disk.Touched(state.num_bytes)
+
+    def save(self, state: BenchState, folder: Path) -> Pending:
+        memcpy(state, self._buffer)
+        durable: Future[None] = Future()
+
+        def write() -> None:
+            try:
+                disk.Raw(self._buffer).write(folder)
+            except Exception as error:
+                durable.set_exception(error)
+            else:
+                durable.set_result(None)
+
+        threading.Thread(target=write).start()
+        return Pending(lambda: None, durable)
+
+    def settle(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def _sync_save(state: BenchState, folder: Path) -> float:
+    """Seconds of a save by our saver that lets the caller wait, after one that makes what a first one makes."""
+    ours = Ours()
+    for _ in range(2):
+        folder.mkdir()
+        with spending() as spent:
+            ours.save(state, folder)
+        disk.remove(folder)
+    ours.close()
+    return spent.seconds
 
 
 def _verify(name: str, state: BenchState, folder: Path) -> None:
     """Raises unless the checkpoint just made has the bits of `state`; plain DCP reads it, ours too."""
-    if name in ASYNC_PEERS:
+    if name in ASYNC_PEERS or name == RawAsync.name:
         return
     target = state.like()
     target.counters = {}

@@ -23,7 +23,7 @@ _ASYNC_COLUMNS = {
     "stall_seconds": "stall s",
     "durable_seconds": "durable",
     "save_cpu_seconds": "cpu s",
-    "steps": "x steps",
+    "steps_ratio": "x steps",
 }
 
 _NOTES = (
@@ -46,7 +46,7 @@ def tables(samples: Samples, syncs: dict[str, str]) -> str:
         if background:
             parts.append(_table(f"{workload}: in the background", lines, background, _ASYNC_COLUMNS, "stall_seconds"))
         others = [line for line in lines if line.contender not in {*waiting, *background}]
-        others += [line for line in lines if line.figure.endswith("_ratio")]
+        others += [line for line in lines if line.figure.endswith("_ratio") and line.figure not in _ASYNC_COLUMNS]
         if others:
             parts.append(_others(workload, list(dict.fromkeys(others))))
     return "\n\n".join([*parts, _who_syncs(syncs)])
@@ -102,9 +102,6 @@ def _median(lines: Sequence[Line], name: str, figure: str) -> float | None:
 
 
 def _cell(lines: Sequence[Line], name: str, figure: str) -> str:
-    if figure == "steps":
-        alone, beside = _median(lines, name, "step_alone_seconds"), _median(lines, name, "step_beside_seconds")
-        return "-" if alone is None or beside is None else f"{beside / alone:.2f}"
     value = _median(lines, name, figure)
     return "-" if value is None else _in_unit(value, figure)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from checkpoint_bench.apart import SYNC
 from checkpoint_bench.in_turn import MEMCPY
 from checkpoint_bench.samples import Samples, spread
 
@@ -119,13 +120,13 @@ def _background() -> list[Target]:
     for mode in _ASYNC:
         ours = f"ours {mode}"
         stall, first, durable = ((ours, f"{name}_seconds") for name in ("stall", "first_stall", "durable"))
-        beside, alone = (ours, "step_beside_seconds"), (ours, "step_alone_seconds")
+        sync = (f"{SYNC} beside {ours}", "save_seconds")
         copy = (f"{MEMCPY} beside {ours}", "memcpy_seconds")
         lines += [
             _at_most(f"stall / memcpy ({mode})", 1.2, _ratio("llama", stall, copy)),
             _at_most(f"first stall / a later one ({mode})", 1.5, _ratio("llama", first, stall)),
-            _at_most(f"time to durable / sync save ({mode})", 1.3, _ratio("llama", durable, ("ours", "save_seconds"))),
-            _at_most(f"steps beside a save / alone ({mode})", 1.10, _ratio("llama", beside, alone)),
+            _at_most(f"time to durable / sync save ({mode})", 1.3, _ratio("llama", durable, sync)),
+            _at_most(f"steps beside a save / alone ({mode})", 1.10, _figure("llama", ours, "steps_ratio")),
         ]
     return lines
 

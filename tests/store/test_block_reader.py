@@ -191,7 +191,7 @@ def test_a_block_that_is_right_when_it_is_read_again_is_taken(
     write(b"other bytes")
     if cold:
         forget(own)
-    faults.install(f"EIO@read:after={1 if cold else 2},times=1", rank=0)
+    faults.install(f"EIO@read:after={1 if cold else 3},times=1", rank=0)
     pieces = pieces_of([(7, 3 * BLOCK_BYTES), (BLOCK_BYTES + 5, 20)])
     repairing = BlockReader(1, pause=lambda seconds: write(data[BLOCK_BYTES + 10 : BLOCK_BYTES + 21]))
     repairing.read(own, FileRecord.of(data), pieces)

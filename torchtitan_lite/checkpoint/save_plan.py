@@ -142,9 +142,13 @@ class _Answers:
             dataclasses.replace(plan, items=[plan.items[number] for number in numbers])
             for plan, numbers in zip(whole, kept, strict=True)
         ]
-        # DCP's own: chunk by chunk into one metadata, and a look whether every tensor is whole.
-        planner = DefaultSavePlanner()
-        final, metadata = planner.create_global_plan(reduced)
+        # DCP's own: chunk by chunk into one metadata, and a look whether every tensor is whole. The paths of keys are
+        # merged here: its way of doing that is quadratic in the number of ranks that have keys of their own.
+        final, metadata = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(reduced)
+        paths: dict[str, Any] = {}
+        for plan in reversed(reduced):  # The lowest rank's word counts, as DCP has it.
+            paths |= plan.planner_data or {}
+        metadata = dataclasses.replace(metadata, planner_data=paths)
         files = [_planned_file(rank, plan.items) for rank, plan in enumerate(final)]
         self.description = Description(metadata, files)
         return kept

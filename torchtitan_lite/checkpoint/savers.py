@@ -26,6 +26,7 @@ from torchtitan_lite.checkpoint import dcp
 from torchtitan_lite.checkpoint.agreed_planner import AgreedPlanner
 from torchtitan_lite.checkpoint.file_image import FileImage
 from torchtitan_lite.checkpoint.object_items import ObjectItems
+from torchtitan_lite.checkpoint.priority import give_way
 from torchtitan_lite.checkpoint.save_plan import PlanCache, Planned
 from torchtitan_lite.checkpoint.staging import Staged, Stager, build_stager
 from torchtitan_lite.checkpoint.staging_watch import DO_NOT_WATCH, StagingWatch, build_staging_watch
@@ -311,6 +312,7 @@ def _in_thread(work: Callable[[], T]) -> Future[T]:
         try:
             if device is not None:
                 torch.cuda.set_device(device)  # Each thread begins with the first one.
+            give_way()
             outcome = work()
         except BaseException as error:
             future.set_exception(error)

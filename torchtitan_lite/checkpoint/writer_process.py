@@ -15,7 +15,6 @@ import ctypes
 import math
 import mmap
 import os
-import platform
 import signal
 import socket
 import struct
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Protocol
 
 from torchtitan_lite import faults, log
+from torchtitan_lite.checkpoint.priority import give_way
 from torchtitan_lite.errors import WriterProcessDied
 from torchtitan_lite.store.block_writer import InPlace, write_blocks
 from torchtitan_lite.store.manifest import FileRecord
@@ -40,7 +40,6 @@ POLL_SECONDS = 0.5
 """How often a wait looks whether the process is stopped (an end is seen at once, by its closed socket)."""
 STOP_SECONDS = 10.0
 """How long an idle process may take to end after being asked; then it is killed."""
-NICE = 10
 
 
 class Arena(Protocol):
@@ -175,7 +174,7 @@ def serve(socket_fd: int, trainer_pid: int, ignored: Sequence[int], rank: int, f
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ignored)
     _die_with(trainer_pid)
-    _give_way()
+    give_way()
     log.setup(rank)
     faults.install(fault_spec, rank=rank, process="writer")
     memory = mmap.mmap(-1, 1)
@@ -212,15 +211,6 @@ def _die_with(trainer_pid: int) -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != trainer_pid:
         os._exit(0)
-
-
-def _give_way() -> None:
-    """Training comes first, on the processors and on the disk."""
-    os.nice(NICE)
-    number = {"x86_64": 251, "aarch64": 30}.get(platform.machine())
-    if sys.platform == "linux" and number is not None:
-        of_process, best_effort_lowest = 1, (2 << 13) | 7
-        ctypes.CDLL(None).syscall(number, of_process, 0, best_effort_lowest)
 
 
 def _is_stopped(pid: int) -> bool:

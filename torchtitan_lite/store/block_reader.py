@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from torchtitan_lite import faults
 from torchtitan_lite.errors import CheckpointUnreadable
 from torchtitan_lite.log import logger
-from torchtitan_lite.store.digest import BLOCK_BYTES, DIGEST_BYTES, block_digest
+from torchtitan_lite.store.digest import BLOCK_BYTES, DIGEST_BYTES, BlockDigest, block_digest
 from torchtitan_lite.store.durable import O_DIRECT
 from torchtitan_lite.store.manifest import FileRecord
 from torchtitan_lite.store.plain_file import opened
@@ -43,6 +43,9 @@ ATTEMPTS = 3
 """At a request, before an error of the machine is believed."""
 PAUSE_SECONDS = 0.1
 """Before the second attempt; twice as long before each further one."""
+
+PORTION_BYTES = BLOCK_BYTES // 2
+"""Read and hashed at a time: what is read from and what is read into fit into a core's cache together."""
 
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 _MANY_PIECES = 32
@@ -196,9 +199,20 @@ class _File:
             places.append(into)
             at = begin + len(into)
         places = [place for place in places if place]
-        self._fill(places, part.begin)
-        if blocks and block_digest(*places) != _digest_of(part.begin, blocks):
+        if not blocks:
+            self._fill(places, part.begin)
+        elif self._filled_and_digested(places, part.begin) != _digest_of(part.begin, blocks):
             self._read_again(part, blocks, buffers)
+
+    def _filled_and_digested(self, places: list[memoryview], at: int) -> bytes:
+        """The digest of what was read into `places`: each portion is hashed while it lies in the processor's cache."""
+        digest = BlockDigest()
+        for portion in _portions(places):
+            self._fill(portion, at)
+            for place in portion:
+                digest.update(place)
+                at += len(place)
+        return digest.digest()
 
     def _read_through_bounce(self, segment: _Segment, blocks: bytes, buffers: _Buffers, direct: int | None) -> None:
         begin = segment.begin - segment.begin % ALIGNMENT
@@ -266,6 +280,20 @@ class _File:
             if fd is not None and done < wanted and done % ALIGNMENT:
                 return False
         return True
+
+
+def _portions(places: list[memoryview]) -> Iterator[list[memoryview]]:
+    """`places`, in order, cut into lists of at most `PORTION_BYTES`."""
+    portion: list[memoryview] = []
+    room = PORTION_BYTES
+    for place in places:
+        while len(place) > room:
+            yield [*portion, place[:room]]
+            place, portion, room = place[room:], [], PORTION_BYTES
+        portion.append(place)
+        room -= len(place)
+    if portion:
+        yield portion
 
 
 def _after(places: list[memoryview], done: int) -> list[memoryview]:

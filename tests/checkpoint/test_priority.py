@@ -1,0 +1,65 @@
+"""What writes in the background gives way to training, and training itself does not."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoint.small_run import target
+from torchtitan_lite.checkpoint.priority import NICE, give_way
+from torchtitan_lite.checkpoint.savers import ThreadSaver, write_in_place
+from torchtitan_lite.checkpoint.staging import Staged
+from torchtitan_lite.checkpoint.writer import Target
+from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.store.manifest import FileRecord
+from torchtitan_lite.store.store import CheckpointStore
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a priority for each thread")
+
+
+def _nice_in_thread(work: Callable[[], int]) -> int:
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(work()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def _nice_of_this_thread() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+def test_a_thread_that_gives_way_takes_along_what_it_starts_and_leaves_the_others_as_they_are() -> None:
+    before = _nice_of_this_thread()
+
+    def both() -> int:
+        give_way()
+        assert _nice_of_this_thread() == min(before + NICE, 19)
+        return _nice_in_thread(_nice_of_this_thread)
+
+    assert _nice_in_thread(both) == min(before + NICE, 19)
+    assert _nice_of_this_thread() == before
+    assert _nice_in_thread(_nice_of_this_thread) == before
+
+
+def test_the_thread_that_writes_a_save_gives_way_and_the_one_that_asked_for_it_does_not(tmp_path: Path) -> None:
+    before = _nice_of_this_thread()
+    while_writing: list[int] = []
+
+    def write(path: Path, staged: Staged, of: Target) -> FileRecord:
+        while_writing.append(_nice_of_this_thread())
+        return write_in_place(path, staged, of)
+
+    saver = ThreadSaver(Peers(timedelta(seconds=60)), write=write)
+    pending = saver.save({"weight": torch.ones(3)}, target(CheckpointStore(tmp_path), 1))
+    pending.durable.result(60)
+    saver.close(60)
+    assert while_writing == [min(before + NICE, 19)]
+    assert _nice_of_this_thread() == before
