@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from checkpoint_bench import apart, disk, in_turn, machine, ours, peers, report, sharded, states, targets
 from checkpoint_bench.contenders import Contender, is_installed
+from checkpoint_bench.raw_copied import RawCopied
 from checkpoint_bench.samples import Samples
 
 from torchtitan_lite.checkpoint.tensor_digest import digest_chunk
@@ -43,10 +44,11 @@ class Settings:
     """How much is measured."""
 
     rounds: int
-    async_rounds: int
+    others_async_rounds: int
     params: int
     tensors: int
     train_dim: int
+    train_seconds: float
     bytes_params: int
     digest_bytes: int
 
@@ -54,10 +56,10 @@ class Settings:
     def of(cls, args: argparse.Namespace) -> Settings:
         """What the command line asks for."""
         if args.quick:
-            return cls(args.rounds or 2, args.rounds or 1, 1_000_000, 200, 64, 1_000_000, 1 << 20)
+            return cls(args.rounds or 2, args.rounds or 1, 1_000_000, 200, 64, 0.05, 1_000_000, 1 << 20)
         rounds = args.rounds or 5
-        async_rounds = rounds if args.async_rounds is None else args.async_rounds
-        return cls(rounds, async_rounds, int(args.params * 1e6), args.tensors, args.train_dim, 20_000_000, 1 << 28)
+        others = rounds if args.others_async_rounds is None else args.others_async_rounds
+        return cls(rounds, others, int(args.params * 1e6), args.tensors, args.train_dim, 0.7, 20_000_000, 1 << 28)
 
 
 def main() -> int:
@@ -137,8 +139,9 @@ class _Bench:
         self._in_turn(
             "llama/8", state | {"params": settings.params // 8}, settings.rounds, self._chosen(["ours", "dcp"])
         )
-        self._apart("memory", self._names(), "llama", state, rounds=1)
-        self._apart("async", self._async_names(), "llama", state, rounds=settings.async_rounds)
+        self._apart("memory", self._names(), "llama", state, rounds=settings.rounds, others_rounds=1)
+        others = settings.others_async_rounds
+        self._apart("async", self._async_names(), "llama", state, rounds=settings.rounds, others_rounds=others)
         self._tensor_digests()
 
     def _in_turn(self, workload: str, state: dict[str, Any], rounds: int, names: Sequence[str] | None = None) -> None:
@@ -169,13 +172,22 @@ class _Bench:
             disk.remove(folder)
         return True
 
-    def _apart(self, kind: str, names: Sequence[str], workload: str, state: dict[str, Any], rounds: int) -> None:
+    def _apart(
+        self,
+        kind: str,
+        names: Sequence[str],
+        workload: str,
+        state: dict[str, Any],
+        rounds: int,
+        others_rounds: int | None = None,
+    ) -> None:
         if kind == "memory" and not machine.memory_before_a_peak_can_be_told():
             self._skipped["extra memory"] = "this kernel lets no process set its high-water mark"
             return
         for number in range(rounds):
             for name in random.Random(number).sample(list(names), len(names)):
-                if name in self._skipped:
+                is_enough = others_rounds is not None and number >= others_rounds and not apart.is_of_a_target(name)
+                if name in self._skipped or is_enough:
                     continue
                 self._tell(f"{workload}: {kind}, round {number + 1} of {rounds}: {name}")
                 job = {
@@ -185,6 +197,7 @@ class _Bench:
                     "state": state,
                     "round": number,
                     "train_dim": self._settings.train_dim,
+                    "train_seconds": self._settings.train_seconds,
                     "folder": str(self._folder),
                 }
                 try:
@@ -225,7 +238,7 @@ class _Bench:
     def _async_names(self) -> list[str]:
         own = [name for name in apart.ASYNC_CONTENDERS if name not in peers.ASYNC_PEERS]
         if "raw" in self._skipped:
-            own.remove(apart.RawAsync.name)
+            own.remove(RawCopied.name)
         return self._chosen([*own, *self._peers(peers.ASYNC_PEERS)])
 
     def _peers(self, known: dict[str, Any]) -> list[str]:
@@ -280,7 +293,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=WORKLOADS, help="all by default")
     parser.add_argument("--rounds", type=int, help="5 by default, 2 with --quick")
-    parser.add_argument("--async-rounds", type=int, help="of asynchronous saves, which take longest; as --rounds")
+    parser.add_argument("--others-async-rounds", type=int, help="of others' saves in the background; as --rounds")
     parser.add_argument("--params", type=float, default=168, help="millions of parameters of llama and fsdp2; 168")
     parser.add_argument("--tensors", type=int, default=20_000, help="of 4 KiB, of small; 20000")
     parser.add_argument("--train-dim", type=int, default=384, help="width of the model that is trained beside; 384")

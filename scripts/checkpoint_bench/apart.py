@@ -1,9 +1,10 @@
 """What has to be measured in a process of its own: memory, and saves in the background with a first one.
 
 The bench starts itself again with `--child`, hands over a job as JSON and gets samples back. A process
-that is asked for asynchronous saves does them in this order: one (the first), one, and `SAVES_BESIDE`
-beside a small training loop, each when the one before is durable. Ours also saves once while it waits,
-so that the time to durable is compared within one process.
+that is asked for asynchronous saves does them in this order: one (the first), one, and one beside a
+small training loop, each when the one before is durable. What a target is of is measured beside
+training `SAVES_BESIDE` times; ours also saves while it waits, so that the time to durable is compared
+within one process.
 """
 
 from __future__ import annotations
@@ -13,10 +14,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from checkpoint_bench.contenders import (
     Dcp,
     DcpAsync,
     Pending,
-    RawDisk,
     Safetensors,
     TorchSave,
 )
@@ -38,13 +36,12 @@ from checkpoint_bench.in_turn import MEMCPY, memcpy
 from checkpoint_bench.machine import PeakMemory, spending
 from checkpoint_bench.ours import Ours, OursAsync, OursManaged
 from checkpoint_bench.peers import ASYNC_PEERS, PEERS
+from checkpoint_bench.raw_copied import RawCopied
 from checkpoint_bench.samples import Samples
 from checkpoint_bench.states import BenchState
 
 DEADLINE_SECONDS = 1800.0
 MIN_STEPS = 5
-SECONDS_ALONE = 0.7
-"""Of training before, and again after, a save that it is measured beside: processors drift within seconds."""
 SAVES_BESIDE = 3
 
 SYNC = "sync save"
@@ -64,7 +61,7 @@ CONTENDERS: dict[str, Callable[[], Any]] = {
 """By name, those that save while the caller waits."""
 
 ASYNC_CONTENDERS: dict[str, Callable[[Job], Any]] = {
-    "raw copied": lambda job: RawAsync(),
+    "raw copied": lambda job: RawCopied(),
     "ours thread": lambda job: OursAsync("thread"),
     "ours process": lambda job: OursAsync("process"),
     "ours manager": lambda job: OursManaged(job["state"]["params"], Path(job["folder"], "managed")),
@@ -78,6 +75,11 @@ ASYNC_CONTENDERS: dict[str, Callable[[Job], Any]] = {
 
 class ChildFailed(RuntimeError):
     """A process of the bench came to no good end."""
+
+
+def is_of_a_target(name: str) -> bool:
+    """Whether a target is of the contender `name`, or is compared with it: ours, and the raw disk."""
+    return name.startswith(("ours", "raw"))
 
 
 def start(job: Job) -> subprocess.Popen[str]:
@@ -139,7 +141,7 @@ def serve_async(job: Job, samples: Samples) -> None:
         seconds = _sync_save(state, folder)
         note("sync_save_seconds", seconds, f"{SYNC} beside {job['contender']}")
     contender.prepare(state)
-    training.steps_of(SECONDS_ALONE)
+    training.steps_of(job["train_seconds"])
     for prefix in ("first_", ""):
         stall, durable, cpu = _save(contender, state, folder)
         note(f"{prefix}stall_seconds", stall)
@@ -148,7 +150,8 @@ def serve_async(job: Job, samples: Samples) -> None:
         if job["round"] == 0:
             _verify(job["contender"], state, folder)
         disk.remove(folder)
-    pairs = [_train_beside(contender, state, folder, training) for _ in range(SAVES_BESIDE)]
+    count = SAVES_BESIDE if is_of_a_target(job["contender"]) else 1
+    pairs = [_train_beside(contender, state, folder, training, job["train_seconds"]) for _ in range(count)]
     pairs = [pair for pair in pairs if len(pair[1]) >= MIN_STEPS]
     if pairs:
         for figure, of in (("steps_ratio", statistics.median), ("mean_steps_ratio", statistics.mean)):
@@ -194,10 +197,13 @@ def _save(contender: AsyncContender, state: BenchState, folder: Path) -> tuple[f
     return stall, spent.seconds, spent.cpu_seconds
 
 
-def _train_beside(contender: AsyncContender, state: BenchState, folder: Path, training: Training) -> Steps:
-    """Seconds of steps before and after a save, and of those that are made while it is written."""
+def _train_beside(
+    contender: AsyncContender, state: BenchState, folder: Path, training: Training, seconds_alone: float
+) -> Steps:
+    """Seconds of steps before and after a save, for so long each, and of those that are made while it is written."""
     folder.mkdir()
-    alone = training.steps_of(SECONDS_ALONE)
+    # Before and after: how fast processors are drifts within seconds.
+    alone = training.steps_of(seconds_alone)
     pending: Pending = contender.save(state, folder)
     pending.wait_until_staged()
     beside = []
@@ -207,40 +213,9 @@ def _train_beside(contender: AsyncContender, state: BenchState, folder: Path, tr
             beside.append(seconds)
     pending.durable.result()
     contender.settle()
-    alone += training.steps_of(SECONDS_ALONE)
+    alone += training.steps_of(seconds_alone)
     disk.remove(folder)
     return alone, beside
-
-
-class RawAsync:
-    """The disk and the memory themselves: a copy into touched memory, which a thread then writes.
-
-    Nobody disturbs training less, or is durable sooner, who writes all of the copy when all of it is made.
-    """
-
-    name, who_syncs = "raw copied", RawDisk.who_syncs
-
-    def prepare(self, state: BenchState) -> None:
-        self._buffer = disk.Touched(state.num_bytes)
-
-    def save(self, state: BenchState, folder: Path) -> Pending:
-        memcpy(state, self._buffer)
-        durable: Future[None] = Future()
-
-        def write() -> None:
-            try:
-                disk.Raw(self._buffer).write(folder)
-            except Exception as error:
-                durable.set_exception(error)
-            else:
-                durable.set_result(None)
-
-        threading.Thread(target=write).start()
-        return Pending(lambda: None, durable)
-
-    def settle(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def _sync_save(state: BenchState, folder: Path) -> float:
@@ -257,7 +232,7 @@ def _sync_save(state: BenchState, folder: Path) -> float:
 
 def _verify(name: str, state: BenchState, folder: Path) -> None:
     """Raises unless the checkpoint just made has the bits of `state`; plain DCP reads it, ours too."""
-    if name in ASYNC_PEERS or name == RawAsync.name:
+    if name in ASYNC_PEERS or name == RawCopied.name:
         return
     target = state.like()
     target.counters = {}
