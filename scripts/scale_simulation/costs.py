@@ -10,9 +10,8 @@ from __future__ import annotations
 import gc
 import pickle
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -35,64 +34,71 @@ from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointKind, FileRecord, Manifest, Table
 
 Figures = dict[str, float]
+T = TypeVar("T")
 
-REPEATS = 2
+RUNS = 3
+"""Of everything that is timed."""
 MAX_TEXT_BYTES = 256 << 20
 """Of a table of tensors that is made to take the time of writing it; the time of a longer one grows with its bytes."""
 
 
 def stock(tensors: Sequence[Planned], mesh: Mesh) -> Figures:
     """DCP's DefaultSavePlanner and FileSystemWriter, first and repeated save, without and with plan caching."""
-    gc.collect()
     sent = [pickle.dumps(plan) for plan in plans(tensors, mesh)]
-    figures: Figures = {"first_gathered_bytes": sum(map(len, sent))}
-    planner = DefaultSavePlanner()
-    with _timing(figures, "first_coordinator_seconds"):
+
+    def plan() -> tuple[list[SavePlan], Metadata, list[bytes]]:
         received = [pickle.loads(data) for data in sent]
-        final, metadata = planner.create_global_plan(received)
-        answers = [pickle.dumps(plan) for plan in final]
-    figures["first_scattered_bytes"] = sum(map(len, answers))
-    del sent, received, answers
+        final, metadata = DefaultSavePlanner().create_global_plan(received)
+        return final, metadata, [pickle.dumps(plan) for plan in final]
+
+    planning_seconds, (final, metadata, answers) = _least(plan)
     results = [pickle.dumps(_results(rank, plan)) for rank, plan in enumerate(final)]
-    figures["results_gathered_bytes"] = sum(map(len, results))
-    for which in ("first", *["repeated"] * REPEATS):
-        seconds: Figures = {}
-        with _timing(seconds, "seconds"):
-            where = {}
-            for data in results:
-                where.update({result.index: result.storage_data for result in pickle.loads(data)})
-            metadata.storage_data = where
-            pickled = pickle.dumps(metadata)
-        _take_note(figures, which, seconds["seconds"])
-    figures["metadata_bytes"] = len(pickled)
-    figures["load_planning_seconds"] = _stock_load(pickled, tensors, mesh)
-    return figures
+
+    def describe() -> bytes:
+        where = {}
+        for data in results:
+            where.update({result.index: result.storage_data for result in pickle.loads(data)})
+        metadata.storage_data = where
+        return pickle.dumps(metadata)
+
+    describing_seconds, pickled = _least(describe)
+    return {
+        "first_gathered_bytes": sum(map(len, sent)),
+        "first_scattered_bytes": sum(map(len, answers)),
+        "results_gathered_bytes": sum(map(len, results)),
+        "first_coordinator_seconds": planning_seconds + describing_seconds,
+        "cached_coordinator_seconds": describing_seconds,
+        "metadata_bytes": len(pickled),
+        "load_planning_seconds": _stock_load(pickled, tensors, mesh),
+    }
 
 
 def ours(tensors: Sequence[Planned], mesh: Mesh, all_bytes: int) -> Figures:
     """This project's plan, description and manifest; the files of all ranks together have `all_bytes`."""
-    gc.collect()
     sent = [pickle.dumps(plan) for plan in plans(tensors, mesh)]
-    figures: Figures = {"first_gathered_bytes": sum(map(len, sent))}
-    answers = _Answers(None)
-    with _timing(figures, "first_coordinator_seconds"):
-        kept = answers.of_all([pickle.loads(data) for data in sent])
-        answered = [pickle.dumps((numbers, None)) for numbers in kept]
-    figures["first_scattered_bytes"] = sum(map(len, answered))
-    del sent, kept, answered
-    assert answers.description is not None
-    description = answers.description
     records = _records(mesh, all_bytes)
-    figures["results_gathered_bytes"] = sum(map(len, records))
-    seconds: Figures = {}
-    with _timing(seconds, "seconds"):
-        made = _manifest(description, records)
-    figures["first_coordinator_seconds"] += seconds["seconds"]
-    figures["manifest_bytes"] = len(made)
-    figures["table_bytes"] = len(description.tensors.text)
-    figures["metadata_bytes"] = len(description.metadata([]))
-    figures["load_planning_seconds"] = _our_load(made, tensors, mesh, all_bytes)
-    return figures
+
+    def plan() -> tuple[Description, list[bytes]]:
+        answers = _Answers(None)
+        kept = answers.of_all([pickle.loads(data) for data in sent])
+        assert answers.description is not None
+        return answers.description, [pickle.dumps((numbers, None)) for numbers in kept]
+
+    def save() -> tuple[Description, list[bytes], bytes]:
+        description, answered = plan()
+        return description, answered, _manifest(description, records)
+
+    seconds, (description, answered, made) = _least(save)
+    return {
+        "first_gathered_bytes": sum(map(len, sent)),
+        "first_scattered_bytes": sum(map(len, answered)),
+        "results_gathered_bytes": sum(map(len, records)),
+        "first_coordinator_seconds": seconds,
+        "manifest_bytes": len(made),
+        "table_bytes": len(description.tensors.text),
+        "metadata_bytes": len(description.metadata([])),
+        "load_planning_seconds": _our_load(made, tensors, mesh, all_bytes),
+    }
 
 
 def our_repeated_seconds(mesh: Mesh, all_bytes: int, table_bytes: float, metadata_bytes: float) -> float:
@@ -102,18 +108,11 @@ def our_repeated_seconds(mesh: Mesh, all_bytes: int, table_bytes: float, metadat
     digested. What every rank says of its file is there for all of them.
     """
     shown = min(1.0, MAX_TEXT_BYTES / max(table_bytes, metadata_bytes, 1))
-    seconds = []
-    for part in (0.0, shown):
-        description = _Made(int(part * table_bytes), int(part * metadata_bytes))
-        records = _records(mesh, all_bytes)
-        spent: list[float] = []
-        for _ in range(REPEATS + 1):
-            figures: Figures = {}
-            with _timing(figures, "seconds"):
-                _manifest(description, records)
-            spent.append(figures["seconds"])
-        seconds.append(min(spent))
-    base, with_text = seconds
+    records = _records(mesh, all_bytes)
+    base, with_text = (
+        _least(lambda made=made: _manifest(made, records))[0]
+        for made in (_Made(0, 0), _Made(int(shown * table_bytes), int(shown * metadata_bytes)))
+    )
     return base + max(0.0, with_text - base) / shown
 
 
@@ -163,18 +162,10 @@ def _manifest(description: Description | _Made, records: Sequence[bytes]) -> byt
     ).to_json()
 
 
-def _take_note(figures: Figures, which: str, seconds: float) -> None:
-    """A first save adds to what planning took; of repeated ones the quickest counts."""
-    if which == "first":
-        figures["first_coordinator_seconds"] += seconds
-    else:
-        figures["cached_coordinator_seconds"] = min(seconds, figures.get("cached_coordinator_seconds", seconds))
-
-
 def _stock_load(pickled: bytes, tensors: Sequence[Planned], mesh: Mesh) -> float:
-    figures: Figures = {}
     mine = [item_of(tensor, mesh.size // 2, mesh) for tensor in tensors]
-    with _timing(figures, "seconds"):
+
+    def plan() -> None:
         metadata: Metadata = pickle.loads(pickled)
         for item in mine:
             described: Any = metadata.state_dict_metadata[item.index.fqn]
@@ -184,11 +175,11 @@ def _stock_load(pickled: bytes, tensors: Sequence[Planned], mesh: Mesh) -> float
             create_read_items_for_chunk_list(
                 item.index.fqn, described, [ChunkStorageMetadata(chunk.offsets, chunk.sizes)]
             )
-    return figures["seconds"]
+
+    return _least(plan)[0]
 
 
 def _our_load(manifest: bytes, tensors: Sequence[Planned], mesh: Mesh, all_bytes: int) -> float:
-    figures: Figures = {}
     mine = [item_of(tensor, mesh.size // 2, mesh) for tensor in tensors]
     targets = []
     for item in mine:
@@ -196,14 +187,17 @@ def _our_load(manifest: bytes, tensors: Sequence[Planned], mesh: Mesh, all_bytes
         targets.append(torch.empty(item.tensor_data.chunk.sizes, device="meta"))
     # A sample of the tensors lies in files as large as those of all of them are.
     sizes = {layout.data_file(rank, 0): max(all_bytes, 1 << 62) for rank in range(mesh.size)}
-    with _timing(figures, "seconds"), no_collection():
-        contents = Contents.of_manifest(Manifest.parse(manifest), "simulated")
-        contents.check(sizes)
-        for item, target in zip(mine, targets, strict=True):
-            stored = contents.tensors[item.index.fqn]
-            assert item.index.offset is not None
-            list(_regions(item.index.fqn, stored.chunks, tuple(item.index.offset), target))
-    return figures["seconds"]
+
+    def plan() -> None:
+        with no_collection():
+            contents = Contents.of_manifest(Manifest.parse(manifest), "simulated")
+            contents.check(sizes)
+            for item, target in zip(mine, targets, strict=True):
+                stored = contents.tensors[item.index.fqn]
+                assert item.index.offset is not None
+                list(_regions(item.index.fqn, stored.chunks, tuple(item.index.offset), target))
+
+    return _least(plan)[0]
 
 
 def _results(rank: int, plan: SavePlan) -> list[WriteResult]:
@@ -221,12 +215,16 @@ def _blocks(size: int) -> bytes:
     return bytes(DIGEST_BYTES * num_blocks(size))
 
 
-@contextmanager
-def _timing(figures: Figures, name: str) -> Iterator[None]:
-    """`figures[name]` is the processor time of what is within."""
-    began = time.process_time()
-    yield
-    figures[name] = time.process_time() - began
+def _least(work: Callable[[], T]) -> tuple[float, T]:
+    """The least processor time that `work` took in `RUNS` runs, and what it made: others only ever add to it."""
+    seconds = []
+    for _ in range(RUNS):
+        made = None  # What an earlier run made is not there for the collector to look at.
+        gc.collect()
+        began = time.process_time()
+        made = work()
+        seconds.append(time.process_time() - began)
+    return min(seconds), made  # type: ignore[return-value]  # There were runs.
 
 
 __all__ = ["Figures", "num_bytes", "our_repeated_seconds", "ours", "stock"]
