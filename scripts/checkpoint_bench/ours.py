@@ -13,6 +13,7 @@ import torch
 
 from checkpoint_bench.contenders import Pending
 from checkpoint_bench.states import BenchState, llama_args
+from torchtitan_lite.checkpoint.collection import no_collection
 from torchtitan_lite.checkpoint.folder import Verify
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.savers import PendingSave, Saver, State, build_saver
@@ -31,6 +32,7 @@ TIMEOUT_SECONDS = 600
 MODES: dict[str, AsyncMode] = {"thread": "async", "process": "async_with_pinned_mem"}
 
 
+@no_collection()
 def load(target: BenchState, folder: Path, peers: Peers, verify: Verify) -> None:
     """As a resume loads it: what does not fit is found first, then every state is read. **Collective**."""
     stored = StoredCheckpoint(folder, peers, verify=verify)

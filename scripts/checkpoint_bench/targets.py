@@ -120,7 +120,7 @@ def _background() -> list[Target]:
     for mode in _ASYNC:
         ours = f"ours {mode}"
         stall, first, durable = ((ours, f"{name}_seconds") for name in ("stall", "first_stall", "durable"))
-        sync = (f"{SYNC} beside {ours}", "save_seconds")
+        sync = (f"{SYNC} beside {ours}", "sync_save_seconds")
         copy = (f"{MEMCPY} beside {ours}", "memcpy_seconds")
         lines += [
             _at_most(f"stall / memcpy ({mode})", 1.2, _ratio("llama", stall, copy)),

@@ -32,6 +32,8 @@ class LoadRules:
 
     def wants(self, fqn: str) -> bool:
         """Whether the model's `fqn` is to be loaded."""
+        if not self.is_partial:
+            return True
         included = not self.include or any(fnmatch.fnmatchcase(fqn, glob) for glob in self.include)
         return included and not any(fnmatch.fnmatchcase(fqn, glob) for glob in self.exclude)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from torchtitan_lite.checkpoint.collection import no_collection
 from torchtitan_lite.checkpoint.key_report import KeyReport
 from torchtitan_lite.checkpoint.load_rules import build_load_rules, unmatched_globs
 from torchtitan_lite.checkpoint.load_source import LoadSource, choose_source
@@ -90,6 +91,7 @@ class Restore:
                 refused += [found for found in self._peers.gather(str(error or "")) if found][:1]
         return self._report(keys, refused)
 
+    @no_collection()
     def run(self) -> None:
         """Raises `CheckpointMismatch` and what a state refuses with, on every rank, before the model is touched."""
         self._agree_that_it_can_be_read()

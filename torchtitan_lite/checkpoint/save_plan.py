@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import faults
+from torchtitan_lite.checkpoint.collection import no_collection
 from torchtitan_lite.checkpoint.description import Description, PlannedFile
 from torchtitan_lite.checkpoint.file_image import FileLayout, Spec
 from torchtitan_lite.distributed.consensus import Peers
@@ -117,7 +118,8 @@ class PlanCache:
         except Exception as error:
             failure = error
         answers = _Answers(failure or local)
-        kept: list[int] = self._peers.ask(answers.mine, answers.of_all)
+        with no_collection():  # The coordinator has an object for each chunk of each rank.
+            kept: list[int] = self._peers.ask(answers.mine, answers.of_all)
         assert local is not None
         return _rank_plan([local.items[number] for number in kept], answers.description)
 

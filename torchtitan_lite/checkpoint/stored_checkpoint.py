@@ -70,6 +70,7 @@ class StoredCheckpoint:
         """The flat keys under `prefix`."""
         return [key for key in self.contents if key.startswith(prefix)]
 
+    @no_collection()
     def report(
         self, model: Mapping[str, torch.Tensor], optimizer: State, states: Sequence[str] = (), *, cast: bool = False
     ) -> KeyReport:
@@ -94,6 +95,7 @@ class StoredCheckpoint:
         if report and self._rules.strictness == "warn":
             logger.warning("%s does not fit everywhere; the rest of it is loaded:\n%s", self.path, report)
 
+    @no_collection()
     def read_model(self, model: Mapping[str, torch.Tensor], *, cast: bool = False) -> None:
         """Reads into the live tensors of `model`, from `model.<fqn>` or, in a weights-only checkpoint, bare FQNs.
 
@@ -112,6 +114,7 @@ class StoredCheckpoint:
             }
         )
 
+    @no_collection()
     def read_optimizer(self, optimizer: State) -> State:
         """Reads the optimizer's flat state: tensors in place, the rest returned with them. **Collective**.
 
@@ -126,6 +129,7 @@ class StoredCheckpoint:
         self._read(read)
         return optimizer | {key: read[name] for key, name in names.items()}
 
+    @no_collection()
     def read_state(self, name: str, own: State) -> State:
         """The nested state `name` as it was saved; sharded tensors are read into those of `own`. **Collective**.
 
@@ -157,7 +161,6 @@ class StoredCheckpoint:
         bare = any(fqn in keys for fqn in model) and not any(f"model.{fqn}" in keys for fqn in model)
         return "" if bare or not self.keys("model.") else "model."
 
-    @no_collection()
     def _model_report(self, model: Mapping[str, torch.Tensor], cast: bool) -> KeyReport:
         if not model:
             return KeyReport()

@@ -29,8 +29,8 @@ REQUEST_BYTES = 4 * BLOCK_BYTES
 """Of one write. Larger ones are no faster; each thread holds a bounce buffer of this size."""
 ALIGNMENT = 4096
 """Bytes. Direct I/O wants memory, offset and length to be multiples of the disk's sector, 512 or 4096."""
-THREADS = 2
-"""Requests under way at a time: one is on its way to the disk while the next one is copied and hashed."""
+THREADS = 3
+"""Requests under way at a time: two are on their way to the disk while a third is copied and hashed."""
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
