@@ -49,6 +49,20 @@ def test_a_thread_that_gives_way_takes_along_what_it_starts_and_leaves_the_other
     assert _nice_in_thread(_nice_of_this_thread) == before
 
 
+def test_where_another_priority_is_refused_what_is_written_is_written_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(by: int) -> int:
+        raise PermissionError
+
+    def work() -> int:
+        give_way()
+        return _nice_of_this_thread()
+
+    monkeypatch.setattr(os, "nice", refuse)
+    assert _nice_in_thread(work) == _nice_of_this_thread()
+
+
 def test_the_thread_that_writes_a_save_gives_way_and_the_one_that_asked_for_it_does_not(tmp_path: Path) -> None:
     before = _nice_of_this_thread()
     while_writing: list[int] = []

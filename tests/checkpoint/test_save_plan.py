@@ -71,6 +71,7 @@ def test_what_more_than_the_optimizer_changes_is_known() -> None:
         "optimizer": OptimizerWrapper([model], [optimizer]).state_dict(),
         "train_state": {"step": torch.tensor(1)},
     }
+    state["optimizer"]["param_groups.0.weight.lr"] = torch.tensor(0.1)  # As for a captured graph: a scheduler's.
     planned = PlanCache(PEERS).plan(state)
     keys = [item.index.fqn for item in planned.plan.items]
     assert sorted(keys[number] for number in planned.restless()) == [

@@ -15,7 +15,9 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from tests.checkpoint.small_run import FullDisk, Lent, target
+from torchtitan_lite.checkpoint.file_image import FileImage, FileLayout
 from torchtitan_lite.checkpoint.savers import PendingSave, ProcessSaver, Saver, SyncSaver, ThreadSaver, build_saver
+from torchtitan_lite.checkpoint.staging import HostCopier, Stager
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import SaveFailed
@@ -108,6 +110,20 @@ class StuckDisk(Durable):
     def rename(self, src: Path, dst: Path) -> None:
         assert self.let_go.wait(DEADLINE_SECONDS)
         super().rename(src, dst)
+
+
+def test_what_was_prepared_has_room_for_the_objects_too(store: CheckpointStore) -> None:
+    stager = Stager(HostCopier(), pin=False)
+    saver = ThreadSaver(PEERS, stager=stager)
+    state = {"weight": torch.ones(3), "settings": {f"group {n}": [n] * 40 for n in range(8000)}}
+    saver.prepare(lambda: state)
+    stager.take(FileImage(FileLayout([]), []))  # Waits until it is there.
+    prepared = stager.arena
+    assert prepared is not None
+    begin(saver, store, state).durable.result(DEADLINE_SECONDS)
+    assert store.get(1).nbytes > 4 << 20, "more than the room that every arena has"
+    assert stager.arena is prepared
+    saver.close(DEADLINE_SECONDS)
 
 
 def test_a_save_that_nobody_waits_for_any_more_keeps_its_copy_to_itself(store: CheckpointStore) -> None:

@@ -129,6 +129,16 @@ def test_another_mapping_of_the_arena_sees_the_file(stager: Stager) -> None:
     assert torch.equal(torch.load(io.BytesIO(item), weights_only=True), image.tensors[0])
 
 
+def test_the_memory_of_a_closed_arena_is_given_back_whoever_still_has_it_open() -> None:
+    """A writer process, say, or a worker that was forked while it was there."""
+    arena = StagingArena(1 << 20, pin=False)
+    arena.touch()
+    elsewhere = os.dup(arena.fd)
+    arena.close()
+    assert os.fstat(elsewhere).st_blocks == 0
+    os.close(elsewhere)
+
+
 def test_closing_twice_is_closing_once() -> None:
     arena = StagingArena(4096, pin=False)
     arena.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable
 
@@ -46,6 +47,44 @@ def test_a_worker_that_cannot_be_made_is_a_failure_too() -> None:
 
     with pytest.raises(MemoryError):
         in_threads([1], 2, make_worker)
+
+
+def test_nobody_is_at_work_any_more_when_an_interrupted_caller_goes_on() -> None:
+    begun, interrupted, ended = threading.Event(), threading.Event(), threading.Event()
+    caller = threading.get_ident()
+
+    def interrupt(*_: object) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    def work(item: int) -> None:
+        if threading.get_ident() == caller:
+            begun.wait()
+            return
+        begun.set()
+        signal.pthread_kill(caller, signal.SIGINT)
+        interrupted.wait()
+        ended.set()
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            in_threads(range(2), 2, lambda: work)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended.is_set()
+
+
+def test_where_the_system_has_no_more_threads_those_that_are_there_do_all_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    done: list[int] = []
+    in_threads(range(10), 3, lambda: done.append)
+    assert done == list(range(10))
 
 
 def test_where_there_is_nothing_to_do_nothing_is_done() -> None:

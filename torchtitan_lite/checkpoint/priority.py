@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
@@ -17,7 +18,8 @@ def give_way() -> None:
     """The calling thread, and those that it starts, come after others. There is no way back. Linux; else nothing."""
     if sys.platform != "linux":
         return
-    os.nice(NICE)  # Of the thread: there each one has its own.
+    with contextlib.suppress(OSError):  # A sandbox may refuse it, and a save is worth more than its priority.
+        os.nice(NICE)  # Of the thread: there each one has its own.
     number = _IOPRIO_SET.get(platform.machine())
     if number is not None:
         this_thread, best_effort_lowest = 0, (2 << 13) | 7

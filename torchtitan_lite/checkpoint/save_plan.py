@@ -72,7 +72,8 @@ class Planned:
 
     def _is_the_optimizers(self, key: str) -> bool:
         fqn = key.removeprefix("model.")
-        return key.startswith("optimizer.") or f"optimizer.param_groups.{fqn}.lr" in self.flat
+        # A setting that is a tensor (lr) is a scheduler's to change.
+        return key.startswith("optimizer.state.") or f"optimizer.param_groups.{fqn}.lr" in self.flat
 
     def objects(self) -> State:
         """The objects, by key."""

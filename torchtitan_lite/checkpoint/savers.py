@@ -112,6 +112,7 @@ class SyncSaver:
 
     def _content(self, planned: Planned, target: Target) -> RankContent:
         image, name, objects = _image(planned, self._objects, self._peers.rank)
+        _wait_for_devices(image.tensors)
         durable = target.store.durable
         return RankContent(
             planned.plan,
@@ -158,11 +159,11 @@ class ThreadSaver:
 
     def prepare(self, get_state: Callable[[], State]) -> None:
         try:
-            plan = self._plans.plan(get_state()).plan
+            image, *_ = _image(self._plans.plan(get_state()), self._objects, self._peers.rank)
         except Exception as error:
             logger.debug("No plan for saves yet: %s", error)
             return
-        self._stager.prepare(plan.layout.end)
+        self._stager.prepare(image.num_bytes)
 
     def save(self, state: State, target: Target) -> PendingSave:
         try:
@@ -180,6 +181,7 @@ class ThreadSaver:
         if wait_for([self._under_way], timeout_seconds).not_done:
             logger.warning("A save is still being written after %.0f s; leaving it behind.", timeout_seconds)
             return
+        self._under_way = _done(None)  # A failure holds what it came through, the copy too.
         self._stager.close()
 
     def _check(self, target: Target) -> None:
@@ -280,6 +282,12 @@ def _image(planned: Planned, items: ObjectItems, rank: int) -> tuple[FileImage, 
     name, plan = layout.data_file(rank, 0), planned.plan
     objects, placed = items.lay_out(planned.objects(), name, plan.layout.end)
     return FileImage(plan.layout, planned.tensors(), objects, planned.restless()), name, placed
+
+
+def _wait_for_devices(tensors: Sequence[torch.Tensor]) -> None:
+    """What this thread asked devices for is done: other threads, which read `tensors`, have streams of their own."""
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
 
 
 def write_in_place(path: Path, staged: Staged, target: Target) -> FileRecord:

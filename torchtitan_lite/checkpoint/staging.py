@@ -15,6 +15,8 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -55,11 +57,13 @@ class StagingArena:
         return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=at).view(tuple(shape))
 
     def close(self) -> None:
-        """Gives the memory back once nothing refers to it. Idempotent."""
+        """Gives the memory back: nothing may look at it any more. Idempotent."""
         if self._pinned:
             _cudart().cudaHostUnregister(self.address)
             self._pinned = False
         if self.fd >= 0:
+            # A writer process, or a worker that was forked, may have it open or mapped: it is to hold no memory of it.
+            os.ftruncate(self.fd, 0)
             os.close(self.fd)
             self.fd = -1
 
@@ -93,7 +97,7 @@ class Stager:
     def __init__(self, copier: Copier, *, pin: bool) -> None:
         self._copier = copier
         self._pin = pin
-        self._preparation: threading.Thread | None = None
+        self._preparation: Future[StagingArena] | None = None
         self._framed: FileLayout | None = None
         self.arena: StagingArena | None = None
         """Where the last image lies; None before the first one and after `close`."""
@@ -101,20 +105,14 @@ class Stager:
     def prepare(self, num_bytes: int) -> None:
         """Makes and touches an arena for images of about `num_bytes` in a thread; the first `take` waits for it."""
         if self._preparation is None and not self._has_room(num_bytes):
-            device = torch.cuda.current_device() if self._pin else None
-
-            def make() -> None:
-                if device is not None:
-                    torch.cuda.set_device(device)  # Each thread begins with the first one.
-                self._make_arena(num_bytes)
-
-            self._preparation = threading.Thread(target=make, name="staging", daemon=True)
-            self._preparation.start()
+            self._preparation = self._begin_making(num_bytes)
 
     def take(self, image: FileImage) -> Staged:
         """Begins to copy `image`; the last one must be done with. Main thread."""
         self._finish_preparation()
-        arena = self.arena if self._has_room(image.num_bytes) else self._make_arena(image.num_bytes)
+        if not self._has_room(image.num_bytes):
+            self._begin_making(image.num_bytes).result()
+        arena = self.arena
         assert arena is not None
         if image.layout is not self._framed:
             self._frame(image.layout, arena)
@@ -132,6 +130,25 @@ class Stager:
     def _has_room(self, num_bytes: int) -> bool:
         return self.arena is not None and num_bytes <= self.arena.num_bytes
 
+    def _begin_making(self, num_bytes: int) -> Future[StagingArena]:
+        """An arena for `num_bytes`, made in a thread: CUDA keeps an error for the thread that met it.
+
+        If pinning was refused in the caller's thread, the next kernel that training launches would raise that.
+        """
+        device = torch.cuda.current_device() if self._pin else None
+        making: Future[StagingArena] = Future()
+
+        def make() -> None:
+            try:
+                if device is not None:
+                    torch.cuda.set_device(device)  # Each thread begins with the first one.
+                making.set_result(self._make_arena(num_bytes))
+            except BaseException as error:
+                making.set_exception(error)
+
+        threading.Thread(target=make, name="staging", daemon=True).start()
+        return making
+
     def _make_arena(self, num_bytes: int) -> StagingArena:
         if self.arena is not None:
             self.arena.close()  # Before there is another one: there may be no memory for two.
@@ -143,7 +160,7 @@ class Stager:
 
     def _finish_preparation(self) -> None:
         if self._preparation is not None:
-            self._preparation.join()
+            wait_for([self._preparation])  # What fails here fails again, and is told, when there is a save.
             self._preparation = None
 
     def _frame(self, layout: FileLayout, arena: StagingArena) -> None:
@@ -159,42 +176,53 @@ class HostCopier:
     """Copies with two threads while the caller waits."""
 
     def copy(self, image: FileImage, arena: StagingArena) -> Callable[[], None]:
-        def copy(piece: tuple[torch.Tensor, int, int, Place]) -> None:
-            tensor, begin, end, place = piece
-            copy_bytes(tensor, begin, end, arena.address + place.data_at + begin)
-
-        in_threads(_pieces(image), THREADS, lambda: copy)
+        _copy_now(image, arena, range(len(image.tensors)))
         return _nothing_to_wait_for
 
 
 class CudaCopier:
-    """Copies on a stream of its own, beside forward and backward; pinned memory lets it.
+    """Copies on streams of its own, one a device, beside forward and backward; pinned memory lets it.
 
     What forward may change (buffers) is copied first, and the device goes on with other work only after that; the
-    rest only an optimizer changes, and the manager has it wait. The host waits for nothing.
+    rest only an optimizer changes, and the manager has it wait. The host waits for what is in its own memory alone.
     """
 
     def __init__(self) -> None:
-        self._stream: torch.cuda.Stream | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def copy(self, image: FileImage, arena: StagingArena) -> Callable[[], None]:
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        training = torch.cuda.current_stream()
-        self._stream.wait_stream(training)  # What made the values comes first.
-        with torch.cuda.stream(self._stream):
-            self._copy(image, arena, sorted(image.restless))
-            training.wait_stream(self._stream)
-            self._copy(image, arena, [n for n in range(len(image.tensors)) if n not in image.restless])
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            done.record(self._stream)
-        return lambda: _wait_for(done, image)
+        on_devices: dict[torch.device, list[int]] = {}
+        elsewhere: list[int] = []
+        for number, tensor in enumerate(image.tensors):
+            (on_devices.setdefault(tensor.device, []) if tensor.is_cuda else elsewhere).append(number)
+        done = [self._begin(device, numbers, image, arena) for device, numbers in on_devices.items()]
+        _copy_now(image, arena, elsewhere)
+        held = [image]  # Until the copies are done: what they read must not be given to somebody else.
 
-    def _copy(self, image: FileImage, arena: StagingArena, numbers: Sequence[int]) -> None:
-        for number in numbers:
-            dtype, shape = image.layout.specs[number]
-            target = arena.tensor(image.layout.places[number].data_at, dtype, shape)
-            target.copy_(image.tensors[number], non_blocking=True)
+        def wait() -> None:
+            for event in done:
+                event.synchronize()
+            held.clear()
+
+        return wait
+
+    def _begin(
+        self, device: torch.device, numbers: Sequence[int], image: FileImage, arena: StagingArena
+    ) -> torch.cuda.Event:
+        """The copies of tensors on `device` are on their way; the event is behind the last of them."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it so
+        stream, training = self._streams[device], torch.cuda.current_stream(device)
+        stream.wait_stream(training)  # What made the values comes first.
+        # Of each device apart: a copy goes to the current stream of the device that it reads.
+        with torch.cuda.stream(stream):
+            _set_off(image, arena, [number for number in numbers if number in image.restless])
+            training.wait_stream(stream)
+            _set_off(image, arena, [number for number in numbers if number not in image.restless])
+            # One that blocks: whoever waits leaves the processor to others.
+            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            done.record(stream)
+        return done
 
 
 def build_stager() -> Stager:
@@ -203,18 +231,32 @@ def build_stager() -> Stager:
     return Stager(CudaCopier() if on_cuda else HostCopier(), pin=on_cuda)
 
 
-def _wait_for(event: torch.cuda.Event, image: FileImage) -> None:
-    # `image` is held until the copies are done: what they read must not be given to somebody else.
-    event.synchronize()
-    del image
+def _copy_now(image: FileImage, arena: StagingArena, numbers: Sequence[int]) -> None:
+    """The tensors of these numbers are in `arena`."""
+
+    def copy(piece: tuple[torch.Tensor, int, int, Place]) -> None:
+        tensor, begin, end, place = piece
+        copy_bytes(tensor, begin, end, arena.address + place.data_at + begin)
+
+    in_threads(_pieces(image, numbers), THREADS, lambda: copy)
+
+
+def _set_off(image: FileImage, arena: StagingArena, numbers: Sequence[int]) -> None:
+    """Copies of the tensors of these numbers, all on one device, are behind what its current stream has to do."""
+    for number in numbers:
+        dtype, shape = image.layout.specs[number]
+        target = arena.tensor(image.layout.places[number].data_at, dtype, shape)
+        # Of a lazy conjugate torch would conjugate the target, and not wait until it is copied.
+        target.copy_(image.tensors[number].resolve_conj().resolve_neg(), non_blocking=True)
 
 
 def _nothing_to_wait_for() -> None:
     """The copies are made."""
 
 
-def _pieces(image: FileImage) -> Iterator[tuple[torch.Tensor, int, int, Place]]:
-    for tensor, place in zip(image.tensors, image.layout.places, strict=True):
+def _pieces(image: FileImage, numbers: Sequence[int]) -> Iterator[tuple[torch.Tensor, int, int, Place]]:
+    for number in numbers:
+        tensor, place = image.tensors[number], image.layout.places[number]
         for begin in range(0, place.data_bytes, _PIECE_BYTES):
             yield tensor, begin, min(begin + _PIECE_BYTES, place.data_bytes), place
 
@@ -237,5 +279,5 @@ def _pin(address: int, num_bytes: int) -> bool:
     portable = 1  # Pinned for every device's context.
     result = _cudart().cudaHostRegister(address, num_bytes, portable)
     if int(result) != 0:
-        logger.warning("Staging memory could not be pinned (CUDA error %s); copies to it will be slower.", result)
+        logger.warning("Staging memory could not be pinned (CUDA error %d); copies to it will be slower.", int(result))
     return int(result) == 0

@@ -138,8 +138,15 @@ class WriterProcess:
             except subprocess.TimeoutExpired:
                 log.logger.warning("Writer process %d did not end by itself; killing it.", self._process.pid)
                 self._process.kill()
-                self._process.wait()
+                self._wait_for_the_killed_one()
             self._process = None
+
+    def _wait_for_the_killed_one(self) -> None:
+        assert self._process is not None
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            log.logger.warning("Writer process %d hangs in the system; leaving it behind.", self._process.pid)
 
     def _share(self, arena: Arena) -> None:
         assert self._connection is not None

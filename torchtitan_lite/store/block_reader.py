@@ -14,7 +14,6 @@ import ctypes
 import errno
 import mmap
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -28,6 +27,7 @@ from torchtitan_lite.errors import CheckpointUnreadable
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.digest import BLOCK_BYTES, DIGEST_BYTES, BlockDigest, block_digest
 from torchtitan_lite.store.durable import O_DIRECT
+from torchtitan_lite.store.in_threads import in_threads
 from torchtitan_lite.store.manifest import FileRecord
 from torchtitan_lite.store.plain_file import opened
 
@@ -118,30 +118,24 @@ class BlockReader:
 
     def _run(self, segments: Sequence[_Segment], read: Callable[[_Segment, _Buffers], None]) -> None:
         """`read` has been called with each of `segments`, by several threads; raises the worst of what it raised."""
-        waiting = iter(segments)
-        lock = threading.Lock()
-        failures: list[Exception] = []
-
-        def work(buffers: _Buffers) -> None:
-            while not failures:
-                with lock:
-                    segment = next(waiting, None)
-                if segment is None:
-                    return
-                try:
-                    read(segment, buffers)
-                except Exception as error:
-                    failures.append(error)
-
         count = max(1, min(self.threads, len(segments)))
         while len(self._buffers) < count:
             self._buffers.append(_Buffers())
-        helpers = [threading.Thread(target=work, args=(buffers,), daemon=True) for buffers in self._buffers[1:count]]
-        for helper in helpers:
-            helper.start()
-        work(self._buffers[0])
-        for helper in helpers:
-            helper.join()
+        free, failures = self._buffers[:count], list[Exception]()
+
+        def make_worker() -> Callable[[_Segment], None]:
+            buffers = free.pop()
+
+            def work(segment: _Segment) -> None:
+                try:
+                    if not failures:
+                        read(segment, buffers)
+                except Exception as error:
+                    failures.append(error)
+
+            return work
+
+        in_threads(segments, count, make_worker)
         if failures:
             raise next((error for error in failures if not isinstance(error, DamagedRange)), failures[0])
 

@@ -1,7 +1,8 @@
 """Work that several threads share.
 
-Each item is taken by one thread, in order; the caller is one of the threads and returns when all are
-done. After a failure no further item is begun, and the first failure is the caller's.
+Each item is taken by one thread, in order; the caller is one of the threads and returns, or raises, when
+none of them is at work any more: what they work on may be gone after that. After a failure, which an
+interrupt of the caller is too, no further item is begun, and the first failure is the caller's.
 """
 
 from __future__ import annotations
@@ -32,11 +33,46 @@ def in_threads(items: Iterable[T], threads: int, make_worker: Callable[[], Calla
         except BaseException as error:
             failures.append(error)
 
-    helpers = [threading.Thread(target=run, daemon=True) for _ in range(threads - 1)]
+    helpers = [_Helper(run) for _ in range(threads - 1)]
+    try:
+        for helper in helpers:
+            helper.start()
+    except RuntimeError:
+        pass  # The system has no more threads: those that are there do all of it.
+    except BaseException as error:
+        failures.append(error)
+    try:
+        run()
+    except BaseException as error:
+        failures.append(error)
     for helper in helpers:
-        helper.start()
-    run()
-    for helper in helpers:
-        helper.join()
+        # One without a number has not begun, and will find the failure before it takes an item.
+        if helper.ident is not None:
+            _wait_for(helper, failures)
     if failures:
         raise failures[0]
+
+
+class _Helper(threading.Thread):
+    """A thread that says when it ends. (A `join` that was interrupted takes it for ended at once.)"""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        super().__init__(daemon=True)
+        self._work = work
+        self.ended = threading.Event()
+
+    def run(self) -> None:
+        try:
+            self._work()
+        finally:
+            self.ended.set()
+
+
+def _wait_for(helper: _Helper, failures: list[BaseException]) -> None:
+    """`helper` has ended, however often the caller is interrupted meanwhile."""
+    while True:
+        try:
+            helper.ended.wait()
+            return helper.join()
+        except BaseException as error:
+            failures.append(error)
