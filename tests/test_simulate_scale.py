@@ -88,6 +88,7 @@ print(json.dumps({name: [_reckoned(state, mesh, cost, 300, {}), cost(state, mesh
 """
 
 
+@pytest.mark.slow
 def test_what_is_reckoned_from_some_tensors_is_about_what_all_of_them_come_to() -> None:
     found: dict[str, Any] = json.loads(_output_of(["-c", RECKON]))
     for reckoned, counted in found.values():
@@ -97,6 +98,7 @@ def test_what_is_reckoned_from_some_tensors_is_about_what_all_of_them_come_to() 
             assert reckoned[name] == pytest.approx(counted[name], rel=0.1), name
 
 
+@pytest.mark.slow
 def test_the_command_tells_of_stock_dcp_and_of_ours_for_each_point(tmp_path: Path) -> None:
     path = tmp_path / "scale.json"
     printed = _output_of([str(ROOT / "scripts" / "simulate_scale.py"), "--quick", "--json", str(path)])
