@@ -10,41 +10,13 @@ import ctypes
 import mmap
 import os
 import shutil
-import threading
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 from torchtitan_lite.store import block_reader, block_writer
+from torchtitan_lite.store.in_threads import in_threads
 
 REQUEST_BYTES = block_writer.REQUEST_BYTES
 NAME = "raw"
-
-
-def in_threads(work: Callable[[Any], object], items: Iterable[Any], threads: int) -> None:
-    """`work` has been done on each of `items`, by `threads` threads; raises the first thing that one raised."""
-    lock, waiting = threading.Lock(), iter(items)
-    failures: list[Exception] = []
-
-    def run() -> None:
-        while not failures:
-            with lock:
-                item = next(waiting, None)
-            if item is None:
-                return
-            try:
-                work(item)
-            except Exception as error:
-                failures.append(error)
-
-    helpers = [threading.Thread(target=run, daemon=True) for _ in range(threads - 1)]
-    for helper in helpers:
-        helper.start()
-    run()
-    for helper in helpers:
-        helper.join()
-    if failures:
-        raise failures[0]
 
 
 class Touched:
@@ -75,7 +47,7 @@ class Raw:
         fd = os.open(folder / NAME, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o644)
         try:
             os.posix_fallocate(fd, 0, len(self._view))
-            in_threads(lambda begin: self._write(fd, begin), self._begins(), self.write_threads)
+            in_threads(self._begins(), self.write_threads, lambda: lambda begin: self._write(fd, begin))
             os.fdatasync(fd)
         finally:
             os.close(fd)
@@ -84,7 +56,7 @@ class Raw:
         """The buffer holds the file; `warm`: through the page cache."""
         fd = os.open(folder / NAME, os.O_RDONLY | (0 if warm else os.O_DIRECT))
         try:
-            in_threads(lambda begin: self._read(fd, begin), self._begins(), self.read_threads)
+            in_threads(self._begins(), self.read_threads, lambda: lambda begin: self._read(fd, begin))
         finally:
             os.close(fd)
 

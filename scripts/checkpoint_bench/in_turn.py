@@ -11,6 +11,7 @@ from checkpoint_bench.contenders import Contender, RawDisk
 from checkpoint_bench.machine import copy, move, spending
 from checkpoint_bench.samples import Samples
 from checkpoint_bench.states import BenchState
+from torchtitan_lite.store.in_threads import in_threads
 
 MEMCPY = "memcpy"
 MEMCPY_THREADS = 2
@@ -48,7 +49,7 @@ def measure(
 
 def memcpy(state: BenchState, to: disk.Touched) -> None:
     """The memory of `state` is in `to`, copied by two threads."""
-    copy(state.pieces(), to.address, lambda jobs: disk.in_threads(move, jobs, MEMCPY_THREADS))
+    copy(state.pieces(), to.address, lambda jobs: in_threads(jobs, MEMCPY_THREADS, lambda: move))
 
 
 def _measure_one(

@@ -1,7 +1,7 @@
-"""The least that a save in the background costs: a copy into touched memory, which a thread hands to the raw disk.
+"""The least that a save in a thread costs: a copy into touched memory, which a thread hands to the raw disk.
 
-It plans nothing, digests nothing and commits nothing. Who writes a copy when all of it is made is durable no sooner,
-and disturbs training no less.
+It plans nothing, digests nothing, commits nothing and gives way to nobody. Who writes a copy when all of it is made is
+durable no sooner.
 """
 
 from __future__ import annotations

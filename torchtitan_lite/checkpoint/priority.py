@@ -9,8 +9,8 @@ import platform
 import sys
 
 NICE = 15
-"""Of what writes. Measured beside training that uses every core: at 10 a write of 2 GB slowed its steps by 10 % more
-than the disk itself does, at 19 the write took five times as long."""
+"""Of what writes: a compromise. Beside training that uses every core, at 10 steps take longer, at 19 the write takes
+several times as long, and the next save waits for it (docs/performance.md)."""
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 
 
