@@ -1,7 +1,9 @@
 """What holds for every test: hypothesis runs without deadlines, and the launcher's variables are not ours."""
 
 import os
+from collections import Counter
 
+import pytest
 from hypothesis import settings
 
 from tests.ranks import four_ranks as four_ranks  # fixtures of every test
@@ -13,3 +15,17 @@ settings.load_profile("ours")
 
 for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name, None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the files that take longest first: with one file at a time for each process, the last one decides."""
+    num_tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (_kind(item), -num_tests[item.path], item.path))
+
+
+def _kind(item: pytest.Item) -> int:
+    """What a test starts: jobs, ranks, nothing."""
+    if item.path.parent.name in ("e2e", "resharding"):
+        return 0
+    return 1 if {"two_ranks", "four_ranks"} & set(getattr(item, "fixturenames", ())) else 2

@@ -1,9 +1,9 @@
 """Tests that need ranks: functions that two processes, or four, run together.
 
-The processes are one gloo group, started by the first test that asks and kept for the session,
-because starting takes seconds. A case is a function of a module, called as `case(rank, **arguments)`
-in each; `on_two_ranks` makes a test of one. Every case has a deadline: a rank that dies or waits for
-ever is a failed test with a report from each rank, and the next case finds a new group.
+The processes are one gloo group, forked by the first test that asks and kept for the session. A case is a
+function of a module, called as `case(rank, **arguments)` in each; `on_two_ranks` makes a test of one. Every
+case has a deadline: a rank that dies or waits for ever is a failed test with a report from each rank, and the
+next case finds a new group.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import inspect
-import multiprocessing
 import os
 import pickle
 import resource
@@ -31,6 +30,8 @@ from typing import Any
 
 import pytest
 
+from tests.forked import server
+
 DEADLINE_SECONDS = 90.0
 """Of one case, the start of the group included. Far more than any takes: it ends what would never end."""
 GRACE_SECONDS = 5.0
@@ -38,6 +39,9 @@ GRACE_SECONDS = 5.0
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 
 Case = Callable[..., Any]
+LASTING: list[Any] = []
+"""On a rank, the `Peers` of what outlives its case. Their groups end with the case too, and are made again when next
+asked for."""
 
 
 @dataclass(frozen=True)
@@ -93,13 +97,13 @@ class Ranks:
         self._kill()
 
     def _start(self) -> None:
-        spawn = multiprocessing.get_context("spawn")
+        context = server()
         self._folder = tempfile.TemporaryDirectory()
         rendezvous = Path(self._folder.name, "rendezvous")
         for rank in range(self._world_size):
-            ours, theirs = spawn.Pipe()
+            ours, theirs = context.Pipe()
             group = (rank, self._world_size, rendezvous if self._grouped else None)
-            process = spawn.Process(target=_serve, args=(*group, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(*group, theirs), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -164,9 +168,9 @@ def two_ranks() -> Iterator[Ranks]:
     ranks.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def four_ranks() -> Iterator[Ranks]:
-    """Four processes in one group, for the tests of one module."""
+    """Four processes in one group, started when the first case is run."""
     ranks = Ranks(4)
     yield ranks
     ranks.close()
@@ -193,11 +197,28 @@ def _serve(rank: int, world_size: int, rendezvous: Path | None, connection: Conn
         join_group(rank, world_size, rendezvous)
     while order := _next(connection):
         report = _report(rank, *order)
+        if dist.is_initialized() and not report.failure:
+            _drop_groups()
         connection.send_bytes(pickle.dumps(report))
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
     os._exit(0)  # Finalizing an interpreter with torch in it takes a second that no test needs.
+
+
+def _drop_groups() -> None:
+    """Destroy the groups that managers made in a case: each has threads that wake a hundred times a second."""
+    import torch.distributed as dist
+
+    from torchtitan_lite.distributed.consensus import GROUP_DESC
+
+    dist.barrier()  # No rank is in a collective of theirs any more.
+    for peers in LASTING:
+        peers._save_group = None
+        peers.__dict__.pop("_talk", None)
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group.group_desc == GROUP_DESC:
+            dist.destroy_process_group(group)
 
 
 def _next(connection: Connection) -> Any:

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.checkpoint.small_run import Lent, job_config, same
+from tests.ranks import LASTING
 from torchtitan_lite.checkpoint.interval import AnyOf, AtStep, SavePolicy
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.savers import PendingSave, ProcessSaver, Saver, State, build_saver
@@ -204,7 +205,9 @@ def _build_saver(config: Checkpoint) -> Saver:
 @cache
 def _kept_process_saver() -> Saver:
     # A writer process takes seconds to start, so the cases share one.
-    return Lent(ProcessSaver(_peers(), TIMEOUT_SECONDS))
+    peers = _peers()
+    LASTING.append(peers)
+    return Lent(ProcessSaver(peers, TIMEOUT_SECONDS))
 
 
 def _peers() -> Peers:

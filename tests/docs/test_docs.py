@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import run_script
 from tests.resharding.jobs import TOPOLOGIES
 from torchtitan_lite.config.drift import ALLOWED_BY_EXCLUSION, IGNORED, REFUSED, WARNED, Rule, rule_of
 from torchtitan_lite.config.keys import KEYS, SECTIONS, meaning_of
@@ -103,13 +104,12 @@ def test_the_matrix_of_topologies_has_every_pair_that_is_tested() -> None:
 
 def test_the_loop_of_one_process_runs_and_started_again_goes_on_and_is_read_into_a_plain_module(tmp_path: Path) -> None:
     script = _write_example(ONE_PROCESS, tmp_path)
-    first = _output_of([sys.executable, script, "200"], tmp_path)
+    first = _forked_output_of(tmp_path / script, "200")
     assert "a fresh start" in first and "step 200: loss" in first
-    # In the same process, for the import of torch is most of what this test takes.
     reads, _ = _blocks(ROOT / "docs" / "resharding.md", "python")
     with (tmp_path / script).open("a") as file:
         file.write(f"trained = model\n{reads}print('read:', torch.equal(model[0].weight, trained[0].weight))\n")
-    again = _output_of([sys.executable, script, "300"], tmp_path)
+    again = _forked_output_of(tmp_path / script, "300")
     assert "Loading the checkpoint at step 200." in again
     assert re.findall(r"^step (\d+):", again, re.MULTILINE) == ["250", "300"]
     assert _checkpoints(tmp_path / "outputs") == {"step-200", "step-300"}
@@ -160,6 +160,14 @@ def _write_example(name: str, folder: Path) -> str:
     one_process, sharded = _blocks(ROOT / "docs" / "own_loop.md", "python")
     (folder / name).write_text(one_process if name == ONE_PROCESS else sharded)
     return name
+
+
+def _forked_output_of(script: Path, *arguments: str) -> str:
+    log = script.with_suffix(".log")
+    log.write_text("")
+    code = run_script(script, arguments, log, os.environ, script.parent).wait(DEADLINE_SECONDS)
+    assert code == 0, log.read_text()
+    return log.read_text()
 
 
 def _output_of(command: list[str], folder: Path) -> str:

@@ -1,8 +1,9 @@
 """Real jobs for end-to-end tests: `train.py`, as processes of their own.
 
-A job's workers can be started directly (each gets the variables that torchrun would set, without
-the seconds that torchrun itself takes) or under torchrun. A job is watched through the files that it
-writes, with a deadline on every wait, and whatever still runs when a test ends is killed.
+A job's workers are forked from a server that has the trainer loaded (each gets the variables that torchrun
+would set), or, where the start itself is what a test is about, are cold processes, alone or under torchrun.
+A job is watched through the files that it writes, with a deadline on every wait, and whatever still runs when
+a test ends is killed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-REPO = Path(__file__).resolve().parents[2]
+from tests.forked import REPO, Forked, run_script
+
 DEADLINE_SECONDS = 120.0
 
 TINY = [
@@ -31,10 +33,13 @@ TINY = [
 ]
 
 
+Process = subprocess.Popen[str] | Forked
+
+
 class Job:
     """Started processes of one job, and the files in its dump folder."""
 
-    def __init__(self, processes: Sequence[subprocess.Popen[str]], dump_folder: Path, log: Path) -> None:
+    def __init__(self, processes: Sequence[Process], dump_folder: Path, log: Path) -> None:
         self.processes = list(processes)
         self.dump_folder = dump_folder
         self._log = log
@@ -88,27 +93,28 @@ def start(
     ranks: int = 1,
     torchrun: Sequence[str] | None = None,
     environment: dict[str, str] | None = None,
+    cold: bool = False,
 ) -> Iterator[Job]:
-    """A job of `ranks` workers, under torchrun with the options `torchrun` if given; killed at the end of the block."""
+    """A job of `ranks` workers, killed at the end of the block.
+
+    `cold`: each is a new Python; `torchrun`: under torchrun, with these options of it.
+    """
     dump_folder.mkdir(parents=True, exist_ok=True)
     training = [str(REPO / "train.py"), *TINY, f"--job.dump_folder={dump_folder}", *arguments]
     log = dump_folder.with_suffix(".log")
     base = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+    port = str(free_port())
+    environments = [base | (_rank_variables(rank, ranks, port) if ranks > 1 else {}) for rank in range(ranks)]
+    log.write_text("")
+    processes: list[Process]
     if torchrun is not None:
         launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
         rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-        commands = [([*launcher, *rendezvous, *torchrun, *training], base)]
+        processes = [_cold([*launcher, *rendezvous, *torchrun, *training], base, log)]
+    elif cold:
+        processes = [_cold([sys.executable, *training], each, log) for each in environments]
     else:
-        port = str(free_port())
-        commands = [
-            ([sys.executable, *training], base | (_rank_variables(rank, ranks, port) if ranks > 1 else {}))
-            for rank in range(ranks)
-        ]
-    with log.open("w") as output:
-        processes = [
-            subprocess.Popen(command, env=env, cwd=REPO, stdout=output, stderr=subprocess.STDOUT, text=True)
-            for command, env in commands
-        ]
+        processes = [run_script(REPO / "train.py", training[1:], log, each) for each in environments]
     job = Job(processes, dump_folder, log)
     try:
         yield job
@@ -122,6 +128,11 @@ def run(dump_folder: Path, *arguments: str, ranks: int = 1, **options: Any) -> J
         codes = job.wait()
     assert codes == [0] * len(codes), job.log
     return job
+
+
+def _cold(command: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[str]:
+    with log.open("a") as output:
+        return subprocess.Popen(command, env=environment, cwd=REPO, stdout=output, stderr=subprocess.STDOUT, text=True)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
 import resource
 import signal
@@ -24,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # The first optimizer imports it, which takes longer than a whole job: better once, in the server.
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -32,6 +30,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.checkpoint.small_run import job_config
+from tests.forked import server
 from tests.ranks import join_group
 from torchtitan_lite import faults, log
 from torchtitan_lite.checkpoint.manager import CheckpointManager
@@ -115,9 +114,7 @@ class Started:
 def start(order: Order) -> Started:
     """Runs `order` until no process of it is left."""
     order.folder.mkdir(exist_ok=True)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    processes = [context.Process(target=_serve, args=(order, rank), daemon=True) for rank in range(RANKS)]
+    processes = [server().Process(target=_serve, args=(order, rank), daemon=True) for rank in range(RANKS)]
     for process in processes:
         process.start()
     running: dict[Any, int] = {process.sentinel: rank for rank, process in enumerate(processes)}

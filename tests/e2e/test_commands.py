@@ -1,14 +1,13 @@
 """What a person gets from one command: the files of a run, its export, and one sentence for each mistake."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.e2e.jobs import REPO, run, start
+from tests.e2e.jobs import run, start
 from torchtitan_lite.config.job_config import Model
 from torchtitan_lite.data.dataset import VOCAB_SIZE
 from torchtitan_lite.models.llama.args import build_model_args
@@ -17,11 +16,11 @@ from torchtitan_lite.models.llama.model import Transformer
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The dump folder of a run of 6 steps on two ranks with a bfloat16 export at its end."""
+    """The dump folder of a run under torchrun, of 6 steps on two ranks with a bfloat16 export at its end."""
     folder = tmp_path_factory.mktemp("exported") / "run"
     arguments = ("--training.steps=6", "--checkpoint.interval=3", "--metrics.enable_tensorboard")
     export = ("--checkpoint.model_weights_only", "--checkpoint.export_dtype=bfloat16")
-    job = run(folder, *arguments, *export, ranks=2)
+    job = run(folder, *arguments, *export, ranks=2, torchrun=[])
     for line in (
         "Starting job: ",
         f"Checkpointing active. Checkpoints will be loaded from and saved to {folder}/checkpoint",
@@ -58,6 +57,11 @@ def test_dcp_to_torch_reads_a_full_and_a_weights_only_checkpoint(exported: Path,
     model = Transformer(build_model_args(Model(), vocab_size=VOCAB_SIZE, seq_len=64))
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
     model.load_state_dict(weights, strict=True)
+
+
+def test_a_new_interpreter_runs_the_script_and_says_that_a_finished_run_is_finished(exported: Path) -> None:
+    again = run(exported, "--training.steps=6", cold=True)
+    assert "Training completed: step 6 of 6 is in" in again.log
 
 
 @pytest.mark.slow
@@ -98,13 +102,7 @@ def test_a_mistake_is_one_message_that_names_the_thing_and_the_mend(
 
 
 def _dcp_to_torch(checkpoint: Path, file: Path) -> dict[str, torch.Tensor]:
-    module = "torch.distributed.checkpoint.format_utils"
-    subprocess.run(
-        [sys.executable, "-m", module, "dcp_to_torch", str(checkpoint), str(file)],
-        check=True,
-        cwd=REPO,
-        capture_output=True,
-    )
+    dcp_to_torch_save(checkpoint, file)
     loaded: dict[str, torch.Tensor] = torch.load(file, weights_only=True)
     return loaded
 

@@ -1,13 +1,13 @@
 """A job that is told to leave saves one step on every rank, leaves, and goes on from there."""
 
+import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import DEADLINE_SECONDS, REPO, TINY, Job, children, command_line, run, send, start
+from tests.e2e.jobs import DEADLINE_SECONDS, TINY, Job, children, command_line, run, send, start
+from tests.forked import run_code
 
 STEPS = 4000
 ARGUMENTS = (f"--training.steps={STEPS}", "--checkpoint.interval=10", "--checkpoint.async_mode=async_with_pinned_mem")
@@ -45,7 +45,7 @@ def load_and_be_signalled(self, state):
     assert noted.wait(60)
 
 TrainState.load_state_dict = load_and_be_signalled
-sys.exit(train.main(sys.argv[1:]))
+sys.exit(train.main(ARGUMENTS))
 """
 
 
@@ -54,10 +54,10 @@ def test_sigterm_during_the_load_ends_the_job_before_it_trains_a_step(tmp_path: 
     job = run(folder, "--training.steps=2")
     losses = job.losses()
     arguments = [*TINY, f"--job.dump_folder={folder}", "--training.steps=4000"]
-    command = [sys.executable, "-c", SIGNALLED_WHILE_LOADING, *arguments]
-    ended = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False)
-    assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
-    assert "Trained nothing after step 2; leaving for SIGTERM." in ended.stdout + ended.stderr
+    log = tmp_path / "signalled.log"
+    code = run_code(f"ARGUMENTS = {arguments}\n{SIGNALLED_WHILE_LOADING}", log, dict(os.environ)).wait(DEADLINE_SECONDS)
+    assert code == 128 + signal.SIGTERM, log.read_text()
+    assert "Trained nothing after step 2; leaving for SIGTERM." in log.read_text()
     assert [event["step"] for event in job.events("preempted")] == [2]
     assert (job.checkpoints, job.losses()) == (["step-2"], losses)
 

@@ -24,6 +24,9 @@ import torch.distributed as dist
 
 from torchtitan_lite.errors import TorchtitanLiteError
 
+GROUP_DESC = "checkpoint"
+"""What torch's own diagnostics, its flight recorder for one, call the groups of this module."""
+
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -215,7 +218,7 @@ class Peers:
 
 
 def _gloo_group(timeout: timedelta) -> dist.ProcessGroup:
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout, group_desc=GROUP_DESC)
     return group
 
 

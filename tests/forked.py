@@ -1,0 +1,106 @@
+"""Processes that start at once: forked from a server that has torch and the trainer loaded already.
+
+An import of torch takes seconds and most tests that need a process need torch in it. The server is
+started by the first test that asks, lives as long as the test run and runs nothing itself, so it has no
+threads that a fork could lose. A forked process has default signal handlers, its own exit code and, to
+whoever looks, the command line of the server.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[1]
+
+
+def server() -> ForkServerContext:
+    """Return the context whose processes are forked from the loaded server."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.loaded"])
+    return context
+
+
+class Forked:
+    """A forked process, with those methods of `subprocess.Popen` that the tests use."""
+
+    def __init__(self, target: Callable[..., Any], *arguments: Any, daemon: bool = False) -> None:
+        self._process: BaseProcess = server().Process(target=target, args=arguments, daemon=daemon)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        code = self._process.exitcode
+        if code is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        return code
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def run_script(
+    script: Path, arguments: Sequence[str], log: Path, environment: Mapping[str, str], folder: Path = REPO
+) -> Forked:
+    """Start `script` as `python script arguments` would be; what it prints is appended to `log`."""
+    return Forked(_run_script, str(script), list(arguments), str(log), dict(environment), str(folder))
+
+
+def run_code(code: str, log: Path, environment: Mapping[str, str], folder: Path = REPO) -> Forked:
+    """Start `code` as `python -c code` would be."""
+    return Forked(_run_code, code, str(log), dict(environment), str(folder))
+
+
+def _run_script(script: str, arguments: list[str], log: str, environment: dict[str, str], folder: str) -> None:
+    with _As(log, environment, folder):
+        sys.argv = [script, *arguments]
+        sys.path.insert(0, str(Path(script).parent))
+        runpy.run_path(script, run_name="__main__")
+
+
+def _run_code(code: str, log: str, environment: dict[str, str], folder: str) -> None:
+    with _As(log, environment, folder):
+        sys.argv = ["-c"]
+        sys.path.insert(0, "")
+        exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+
+
+class _As:
+    """The process is as a new interpreter would be: output, environment, folder; exit handlers run at the end."""
+
+    def __init__(self, log: str, environment: dict[str, str], folder: str) -> None:
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.close(output)
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def __enter__(self) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+
+    def __exit__(self, *error: object) -> None:
+        atexit._run_exitfuncs()
