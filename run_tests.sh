@@ -1,24 +1,26 @@
 #!/usr/bin/env bash
-# Sets up where that is needed, then runs the tests: ./run_tests.sh [--all] [pytest arguments]
+# Sets up where that is needed, then runs the tests: ./run_tests.sh [--all | --exhaustive] [pytest arguments]
 #
-#   --all     the tests marked slow too
-#   PYTHON    see scripts/env.sh
+#   --all          the tests marked slow too
+#   --exhaustive   the full products of topologies and kill points besides
+#   PYTHON         see scripts/env.sh
 #
 # Paths among the arguments are relative to the repository. The exit code is pytest's, or 3: set-up impossible.
 
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/env.sh"
 
-selection=(-m "not slow")
+selection=(-m "not slow and not exhaustive")
 arguments=()
 for argument in "$@"; do
-    if [[ $argument == --all ]]; then
-        selection=()
-    else
-        arguments+=("$argument")
-    fi
+    case $argument in
+    --all) selection=(-m "not exhaustive") ;;
+    --exhaustive) selection=() ;;
+    *) arguments+=("$argument") ;;
+    esac
 done
 
 set_up test
 cd "$ROOT"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # tests start several processes; each with all cores would be slower
-exec "$PYTHON" -m pytest ${selection[@]+"${selection[@]}"} ${arguments[@]+"${arguments[@]}"}
+# Two processes, each with a file of tests at a time; `-n 0` among the arguments is one process, as --pdb needs.
+exec "$PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder ${selection[@]+"${selection[@]}"} ${arguments[@]+"${arguments[@]}"}

@@ -10,7 +10,7 @@ set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 VENV="$ROOT/.venv"
 UNFINISHED="$VENV/.unfinished" # there while a set-up is under way; an interrupted one leaves it behind
-NEEDED="numpy tyro tensorboard xxhash pytest hypothesis torchdata" # pyproject.toml's, without torch; a test compares
+NEEDED="numpy tyro tensorboard xxhash pytest pytest-xdist hypothesis torchdata" # pyproject.toml's, without torch; a test compares
 NEEDED_BY_DEV="ruff mypy pre-commit"
 
 set_up() {

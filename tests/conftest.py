@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -21,7 +22,10 @@ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the files that take longest first: with one file at a time for each process, the last one decides."""
     num_tests = Counter(item.path for item in items)
-    items.sort(key=lambda item: (_kind(item), -num_tests[item.path], item.path))
+    kinds: dict[Path, int] = {}
+    for item in items:
+        kinds[item.path] = min(_kind(item), kinds.get(item.path, _kind(item)))
+    items.sort(key=lambda item: (kinds[item.path], -num_tests[item.path], item.path))
 
 
 def _kind(item: pytest.Item) -> int:

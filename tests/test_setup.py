@@ -36,6 +36,8 @@ echo "$asked" >>"$ASKED"
 exit "${result:-0}"
 """
 SET_UP = ["venv", "pip install --disable-pip-version-check -c requirements.txt -e .[test]"]
+IN_TWO = "pytest -n 2 --dist loadfile --no-loadscope-reorder"
+FAST = f"{IN_TWO} -m not slow and not exhaustive"
 
 
 class Machine:
@@ -96,9 +98,9 @@ def last_line(finished: subprocess.CompletedProcess[str]) -> str:
 
 def test_the_first_run_sets_up_under_the_constraints_and_the_second_does_not(machine: Machine) -> None:
     assert machine.run("run_tests.sh").returncode == 0
-    assert machine.asked() == [*SET_UP, "pytest -m not slow"]
+    assert machine.asked() == [*SET_UP, FAST]
     assert machine.run("run_tests.sh").returncode == 0
-    assert machine.asked() == ["pytest -m not slow"]
+    assert machine.asked() == [FAST]
 
 
 def test_a_changed_requirement_is_installed_into_the_environment_there_is(machine: Machine) -> None:
@@ -107,20 +109,20 @@ def test_a_changed_requirement_is_installed_into_the_environment_there_is(machin
     with (machine.repo / "requirements.txt").open("a") as file:
         file.write("something==1.0\n")
     machine.run("run_tests.sh")
-    assert machine.asked() == [SET_UP[1], "pytest -m not slow"]
+    assert machine.asked() == [SET_UP[1], FAST]
 
 
 def test_a_set_up_that_was_killed_is_made_anew(machine: Machine) -> None:
     assert machine.run("run_tests.sh", KILLED_IN="pip").returncode == -9
     assert machine.asked() == SET_UP
     assert machine.run("run_tests.sh").returncode == 0
-    assert machine.asked() == [*SET_UP, "pytest -m not slow"]
+    assert machine.asked() == [*SET_UP, FAST]
 
 
 def test_an_environment_folder_without_a_python_is_made_anew(machine: Machine) -> None:
     (machine.repo / ".venv" / "bin").mkdir(parents=True)
     assert machine.run("run_tests.sh").returncode == 0
-    assert machine.asked() == [*SET_UP, "pytest -m not slow"]
+    assert machine.asked() == [*SET_UP, FAST]
 
 
 def test_a_python_without_venv_is_one_sentence_that_says_what_to_install(machine: Machine) -> None:
@@ -146,17 +148,19 @@ def test_a_failing_pip_ends_with_3_and_is_tried_again(machine: Machine) -> None:
     assert "pip could not install" in last_line(finished)
     machine.asked()
     assert machine.run("run_tests.sh").returncode == 0
-    assert machine.asked()[-2:] == [SET_UP[1], "pytest -m not slow"]
+    assert machine.asked()[-2:] == [SET_UP[1], FAST]
 
 
 def test_ci_runs_the_slow_tests_too_and_ends_as_pytest_does(machine: Machine) -> None:
     assert machine.run(".ci/run", PYTEST_EXIT="5").returncode == 5
-    assert machine.asked()[-1] == "pytest "
+    assert machine.asked()[-1] == f"{IN_TWO} -m not exhaustive"
 
 
 def test_pytest_gets_the_arguments_as_they_are(machine: Machine) -> None:
     machine.run("run_tests.sh", "-k", "a or b", "--all", "tests/store")
-    assert machine.asked()[-1] == "pytest -k a or b tests/store"
+    assert machine.asked()[-1] == f"{IN_TWO} -m not exhaustive -k a or b tests/store"
+    machine.run("run_tests.sh", "--exhaustive", "-n", "0")
+    assert machine.asked()[-1] == f"{IN_TWO} -n 0"
 
 
 def is_environment() -> bool:

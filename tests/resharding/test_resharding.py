@@ -36,14 +36,20 @@ def test_a_diagonal_of_the_matrix(
     _check_pair(saver, loader, four_processes, saved, tmp_path_factory.mktemp("pair"))
 
 
+RING = list(zip(TOPOLOGIES, [*list(TOPOLOGIES)[1:], next(iter(TOPOLOGIES))], strict=True))
+"""Each topology saves once and loads once."""
+PAIRS = [
+    pytest.param(saver, loader, marks=[] if (saver, loader) in RING else [pytest.mark.exhaustive])
+    for saver, loader in itertools.product(TOPOLOGIES, TOPOLOGIES)
+]
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize(("saver", "loader"), PAIRS)
 def test_every_topology_resumes_from_every_topology(
-    four_processes: Ranks, saved: Saved, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+    saver: str, loader: str, four_processes: Ranks, saved: Saved, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    for saver, loader in itertools.product(TOPOLOGIES, TOPOLOGIES):
-        num_tensors = _check_pair(saver, loader, four_processes, saved, tmp_path_factory.mktemp("pair"))
-        with capsys.disabled():
-            print(f"\n{saver:>20} -> {loader:<20} {num_tensors} tensors equal", end="")
+    _check_pair(saver, loader, four_processes, saved, tmp_path_factory.mktemp("pair"))
 
 
 @pytest.mark.slow

@@ -1,0 +1,70 @@
+"""Disks that refuse: the one stand-in for `Durable` that fails, for the tests of the store and of the checkpoint.
+
+What a real full file system does is tested on one (tests/checkpoint/test_full_disk.py); what a job does under a
+fault of the system, with TORCHTITAN_LITE_FAULT.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lite.store.durable import Durable
+
+
+class FailingDisk(Durable):
+    """Answers `operations` with the error `code`: from call number `after` on, `times` times, for paths called `name`.
+
+    Calls are counted over all operations and threads, from 0. Without `name`, whatever the path.
+    """
+
+    def __init__(
+        self, *operations: str, code: int = errno.ENOSPC, after: int = 0, times: int = 10**9, name: str = ""
+    ) -> None:
+        self.operations, self.code, self.after, self.times, self.name = operations, code, after, times, name
+        self.num_calls = 0
+        self._lock = threading.Lock()
+
+    def rename(self, src: Path, dst: Path) -> None:
+        self._answer("rename", src)
+        super().rename(src, dst)
+
+    def write_file(self, path: Path, data: bytes) -> None:
+        self._answer("write_file", path)
+        super().write_file(path, data)
+
+    def make_dir(self, path: Path) -> None:
+        self._answer("make_dir", path)
+        super().make_dir(path)
+
+    def remove_tree(self, path: Path) -> None:
+        self._answer("remove_tree", path)
+        super().remove_tree(path)
+
+    def allocate(self, fd: int, num_bytes: int) -> None:
+        self._answer("allocate")
+        super().allocate(fd, num_bytes)
+
+    def set_size(self, fd: int, num_bytes: int) -> None:
+        self._answer("set_size")
+        super().set_size(fd, num_bytes)
+
+    def write_at(self, fd: int, data: memoryview, offset: int) -> int:
+        self._answer("write_at")
+        return super().write_at(fd, data, offset)
+
+    def fsync_file(self, fd: int) -> None:
+        self._answer("fsync_file")
+        super().fsync_file(fd)
+
+    def _answer(self, operation: str, path: Path | None = None) -> None:
+        if operation not in self.operations or (self.name and (path is None or path.name != self.name)):
+            return
+        with self._lock:
+            number, self.num_calls = self.num_calls, self.num_calls + 1
+        if self.after <= number < self.after + self.times:
+            details: Any = (str(path),) if path is not None else ()
+            raise OSError(self.code, os.strerror(self.code), *details)
