@@ -6,8 +6,6 @@ the same state go on alike, bit for bit.
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ from torchtitan_lite.checkpoint.train_state import TrainState
 from torchtitan_lite.checkpoint.writer import Origin, Target
 from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.durable import Durable
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.store import CheckpointStore
@@ -201,34 +198,6 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, list | tuple):
         return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
     return bool(a == b)
-
-
-class FullDisk(Durable):
-    """A disk that answers `operations` with ENOSPC, the next `times` times."""
-
-    def __init__(self, *operations: str, times: int = 10**9) -> None:
-        self.operations, self.times = operations, times
-
-    def rename(self, src: Path, dst: Path) -> None:
-        self._answer("rename")
-        super().rename(src, dst)
-
-    def write_file(self, path: Path, data: bytes) -> None:
-        self._answer("write_file")
-        super().write_file(path, data)
-
-    def make_dir(self, path: Path) -> None:
-        self._answer("make_dir")
-        super().make_dir(path)
-
-    def remove_tree(self, path: Path) -> None:
-        self._answer("remove_tree")
-        super().remove_tree(path)
-
-    def _answer(self, operation: str) -> None:
-        if operation in self.operations and self.times > 0:
-            self.times -= 1
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class Lent:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.checkpoint.conftest import StartRun
-from tests.checkpoint.test_sharded_failures import digests
-from tests.checkpoint.tiny_run import TinyRun, at_steps, same_everywhere
+from tests.checkpoint.failing_runs import digests, run_with
+from tests.checkpoint.tiny_run import TinyRun, same_everywhere
 from tests.ranks import on_two_ranks
 from torchtitan_lite import faults
 from torchtitan_lite.errors import SaveFailed
@@ -29,17 +28,6 @@ ON_ONE_RANK = [
     ("EROFS@commit:step=2", 0),
 ]
 ON_ALL_RANKS = ["ENOSPC@write:step=2", "EIO@fsync:step=2", "EROFS@open:step=2"]
-
-
-def run_with(fault: str, rank: int, folder: Path, mode: str) -> TinyRun:
-    """A run in which `fault` happens; steps 1, 2 and 5 are due."""
-    run = TinyRun(folder, async_mode=mode, seams={"save_policy": at_steps(1, 2, 5)})
-    faults.install(fault, rank=rank)
-    inner: Any = run.saver.inner
-    writer = getattr(getattr(inner, "_saver", inner), "process", None)
-    if writer is not None:
-        writer.close()  # The next one is told of the fault.
-    return run
 
 
 def train_over(run: TinyRun) -> None:

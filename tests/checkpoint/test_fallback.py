@@ -11,27 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.conftest import StartRun
+from tests.checkpoint.damage import flip, in_tensor
 from tests.checkpoint.small_run import SmallRun, same
 from torchtitan_lite import faults
 from torchtitan_lite.errors import AllCheckpointsDamaged, CheckpointDamaged, CheckpointUnreadable, FormatTooNew
-from torchtitan_lite.store.manifest import Manifest, seal
+from torchtitan_lite.store.manifest import seal
 
 DATA = "__0_0.distcp"
-
-
-def flip(path: Path, at: int = -1) -> None:
-    """One bit of the file is another."""
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
-
-
-def in_tensor(folder: Path, key: str) -> int:
-    """A byte of the file of tensors that is the tensor's."""
-    manifest = Manifest.of_folder(folder)
-    assert manifest is not None
-    at: int = manifest.tensors[key]["chunks"][0][1]
-    return at
 
 
 @pytest.fixture

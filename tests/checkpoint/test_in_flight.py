@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.small_run import ORIGIN, Clock, Events, FullDisk
+from tests.checkpoint.small_run import ORIGIN, Clock, Events
+from tests.disks import FailingDisk
 from torchtitan_lite.checkpoint.in_flight import InFlight
 from torchtitan_lite.checkpoint.savers import PendingSave, State, SyncSaver
 from torchtitan_lite.checkpoint.upkeep import Upkeep
@@ -137,7 +138,7 @@ def test_with_nothing_in_flight_there_is_nothing_to_wait_for(root: Path) -> None
 
 def test_a_failure_waits_until_the_ranks_agreed_on_it(root: Path) -> None:
     case = Case(root)
-    case.begin(1, FullDisk("rename"))
+    case.begin(1, FailingDisk("rename"))
     case.saver.complete()
     assert case.in_flight.failed
     case.in_flight.poll()
@@ -150,13 +151,13 @@ def test_a_failure_waits_until_the_ranks_agreed_on_it(root: Path) -> None:
 
 def test_what_a_failed_save_left_is_removed(root: Path) -> None:
     case = Case(root)
-    case.save(1, FullDisk("rename"))
+    case.save(1, FailingDisk("rename"))
     assert case.names() == []
 
 
 def test_leavings_that_cannot_be_removed_are_a_warning(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     case = Case(root)
-    case.save(1, FullDisk("rename", "remove_tree"))
+    case.save(1, FailingDisk("rename", "remove_tree"))
     assert "Could not remove what the failed save of step 1 left" in caplog.text
     assert case.save(1) is None
     assert case.names() == ["step-1"]
@@ -164,17 +165,17 @@ def test_leavings_that_cannot_be_removed_are_a_warning(root: Path, caplog: pytes
 
 def test_so_many_failures_in_a_row_are_an_error_and_a_success_between_starts_anew(root: Path) -> None:
     case = Case(root, max_failed_saves=2)
-    assert case.save(1, FullDisk("rename")) is not None
+    assert case.save(1, FailingDisk("rename")) is not None
     assert case.save(2) is None
-    assert case.save(3, FullDisk("rename")) is not None
+    assert case.save(3, FailingDisk("rename")) is not None
     with pytest.raises(SaveFailed, match="the save of step 4 failed"):
-        case.save(4, FullDisk("rename"))
+        case.save(4, FailingDisk("rename"))
     assert [figures["in_a_row"] for name, _, figures in case.events.told if name == "save_failed"] == [1, 1, 2]
 
 
 def test_an_outcome_is_told_whatever_the_number_in_a_row(root: Path) -> None:
     case = Case(root, max_failed_saves=1)
-    case.begin(1, FullDisk("rename"))
+    case.begin(1, FailingDisk("rename"))
     case.saver.complete()
     assert isinstance(case.in_flight.outcome(), SaveFailed)
     assert case.events.steps("save_failed") == [1]
@@ -212,7 +213,7 @@ def test_purge_waits_until_the_new_checkpoint_is_durable(root: Path) -> None:
 def test_a_failed_save_purges_nothing(root: Path) -> None:
     case = Case(root, KeepLatest(1))
     case.save(1)
-    case.save(2, FullDisk("rename"))
+    case.save(2, FailingDisk("rename"))
     assert case.names() == ["step-1"]
 
 
@@ -223,7 +224,7 @@ def test_a_deletion_that_fails_is_a_warning_and_later_ones_still_happen(
     for step in (1, 2, 3):
         case.save(step)
     case = Case(root, KeepLatest(1))
-    assert case.save(4, FullDisk("remove_tree", times=1)) is None
+    assert case.save(4, FailingDisk("remove_tree", times=1)) is None
     assert "Could not remove" in caplog.text
     assert case.events.steps("committed") == [4]
     assert [info.step for info in CheckpointStore(root).committed()] == [4]

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.data.numbered import Numbered, loader
-from tests.store.test_crash_points import NEVER, Contents, Crash, Cut, contents, steps_of
+from tests.store.crashing import NEVER, Contents, Crash, Cut, contents, steps_of
 from torchtitan_lite.checkpoint.load_source import LoadSource, choose_source, new_run
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.data.loader import TokenLoader

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import signal
-import threading
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -13,30 +11,12 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.conftest import StartRun
-from tests.checkpoint.small_run import Clock, FullDisk, SmallRun
-from torchtitan_lite.checkpoint.preemption import PreemptionWatch
+from tests.checkpoint.signalled import Told
+from tests.checkpoint.small_run import Clock, SmallRun
+from tests.disks import FailingDisk
 from torchtitan_lite.checkpoint.savers import PendingSave, ThreadSaver
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.store.store import CheckpointStore
-
-
-class Told(PreemptionWatch):
-    """Watches nothing; the test says what was received, and how much time is left."""
-
-    def __init__(self, seconds_left: float = math.inf) -> None:
-        super().__init__((), grace_seconds=60)
-        self._seconds_left = seconds_left
-        self.agreed = threading.Event()
-        """Set when the ranks agreed to leave."""
-
-    def seconds_left(self) -> float:
-        return self._seconds_left
-
-    def leave(self) -> None:
-        self.agreed.set()
-
-    def receive(self, number: int) -> None:
-        self._received = number
 
 
 def test_a_signal_is_acted_on_one_step_after_it_was_seen_and_the_save_is_durable(
@@ -170,7 +150,7 @@ def test_without_time_for_another_the_ranks_leave_with_the_save_that_was_in_flig
 
 
 def test_a_save_in_flight_that_failed_is_none_to_leave_with(start_run: StartRun, tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path / "checkpoint", durable=FullDisk("rename", times=1))
+    store = CheckpointStore(tmp_path / "checkpoint", durable=FailingDisk("rename", times=1))
     run, saved = leaves_at_step_3_while_step_2_is_being_saved(start_run, InFlightUntilTheRanksLeave(0.0), store)
     assert saved
     assert run.events.steps("save_failed") == [2]

@@ -13,7 +13,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.checkpoint.conftest import StartRun
-from tests.checkpoint.small_run import FullDisk, Tiny, fqns, job_config, same
+from tests.checkpoint.small_run import Tiny, fqns, job_config, same
+from tests.disks import FailingDisk
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.errors import ConfigError, SaveFailed
 from torchtitan_lite.store.manifest import CheckpointKind
@@ -197,7 +198,7 @@ def test_a_seed_checkpoint_is_the_model_at_step_0(start_run: StartRun, caplog: p
 
 
 def test_a_save_that_fails_is_told_and_training_goes_on_to_the_next_one(start_run: StartRun, tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path / "checkpoint", durable=FullDisk("rename", times=1))
+    store = CheckpointStore(tmp_path / "checkpoint", durable=FailingDisk("rename", times=1))
     run = start_run(interval=2, seams={"store": store})
     run.train(5, last=False)
     assert run.committed() == [4]
@@ -207,7 +208,7 @@ def test_a_save_that_fails_is_told_and_training_goes_on_to_the_next_one(start_ru
 
 
 def test_too_many_failed_saves_in_a_row_end_the_run(start_run: StartRun, tmp_path: Path, mode: str) -> None:
-    store = CheckpointStore(tmp_path / "checkpoint", durable=FullDisk("rename"))
+    store = CheckpointStore(tmp_path / "checkpoint", durable=FailingDisk("rename"))
     run = start_run(interval=1, max_failed_saves=2, async_mode=mode, seams={"store": store})
     with pytest.raises(SaveFailed, match="No space left on device"):
         run.train(20, last=False)
@@ -217,7 +218,7 @@ def test_too_many_failed_saves_in_a_row_end_the_run(start_run: StartRun, tmp_pat
 
 @pytest.mark.parametrize("max_failed_saves", [1, 3])
 def test_a_last_save_that_fails_is_tried_again(start_run: StartRun, tmp_path: Path, max_failed_saves: int) -> None:
-    store = CheckpointStore(tmp_path / "checkpoint", durable=FullDisk("rename", times=1))
+    store = CheckpointStore(tmp_path / "checkpoint", durable=FailingDisk("rename", times=1))
     run = start_run(interval=9, max_failed_saves=max_failed_saves, seams={"store": store})
     run.train(2)
     assert run.events.steps("save_failed") == [2]
@@ -225,7 +226,7 @@ def test_a_last_save_that_fails_is_tried_again(start_run: StartRun, tmp_path: Pa
 
 
 def test_a_last_save_that_fails_twice_is_an_error(start_run: StartRun, tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path / "checkpoint", durable=FullDisk("rename"))
+    store = CheckpointStore(tmp_path / "checkpoint", durable=FailingDisk("rename"))
     run = start_run(interval=9, seams={"store": store})
     with pytest.raises(SaveFailed):
         run.train(2)
@@ -234,7 +235,7 @@ def test_a_last_save_that_fails_twice_is_an_error(start_run: StartRun, tmp_path:
 
 
 def test_an_error_of_the_run_is_not_hidden_by_one_of_closing(start_run: StartRun, tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path / "checkpoint", durable=FullDisk("rename"))
+    store = CheckpointStore(tmp_path / "checkpoint", durable=FailingDisk("rename"))
     run = start_run(interval=1, max_failed_saves=1, seams={"store": store})
     with pytest.raises(ZeroDivisionError), run.manager:
         run.step()

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.checkpoint.signalled import Told
 from tests.checkpoint.small_run import Clock
-from tests.checkpoint.test_manager_preempted import Told
 from tests.checkpoint.tiny_run import TIMEOUT_SECONDS, TinyRun, differing, same_everywhere
 from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint.preemption import PreemptionWatch

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.test_failing_saves import run_with
+from tests.checkpoint.failing_runs import run_with
 from tests.checkpoint.tiny_run import TinyRun, differing
 from tests.ranks import on_two_ranks
-from tests.store.test_block_writer import told
+from tests.store.refusals import told
 from torchtitan_lite import faults
 from torchtitan_lite.store.durable import O_DIRECT
 from torchtitan_lite.store.manifest import Manifest

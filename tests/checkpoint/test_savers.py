@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from tests.checkpoint.small_run import FullDisk, Lent, target
+from tests.checkpoint.small_run import Lent, target
+from tests.disks import FailingDisk
 from torchtitan_lite.checkpoint.file_image import FileImage, FileLayout
 from torchtitan_lite.checkpoint.savers import PendingSave, ProcessSaver, Saver, SyncSaver, ThreadSaver, build_saver
 from torchtitan_lite.checkpoint.staging import HostCopier, Stager
@@ -76,7 +77,7 @@ def test_one_save_follows_another(saver: Saver, store: CheckpointStore) -> None:
 def test_a_failure_is_the_result_of_the_save_and_the_next_one_succeeds(
     saver: Saver, store: CheckpointStore, tmp_path: Path
 ) -> None:
-    full = CheckpointStore(store.root, durable=FullDisk("rename"))
+    full = CheckpointStore(store.root, durable=FailingDisk("rename"))
     failed = begin(saver, full, {"weight": torch.ones(3)})
     failed.staged.result(DEADLINE_SECONDS)
     failure = failed.durable.exception(DEADLINE_SECONDS)

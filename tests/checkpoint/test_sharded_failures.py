@@ -1,10 +1,7 @@
 """Two ranks, one of which fails: both know it in the same step, nothing is lost, training goes on."""
 
 import errno
-import hashlib
-import os
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -12,25 +9,15 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoint.failing_runs import digests, run_with
 from tests.checkpoint.tiny_run import TinyRun, at_steps, differing, same_everywhere
+from tests.disks import FailingDisk
 from tests.ranks import on_two_ranks
+from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.savers import ThreadSaver
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import ConfigError, SaveFailed
-from torchtitan_lite.store.durable import Durable
 from torchtitan_lite.store.store import CheckpointStore
-
-
-class FailingDisk(Durable):
-    """Renames nothing that is called `name`."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def rename(self, src: Path, dst: Path) -> None:
-        if src.name == self.name:
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(src))
-        super().rename(src, dst)
 
 
 class Unwritable:
@@ -42,20 +29,6 @@ class Unwritable:
         return {"value": (lambda: None) if self.fails else 5}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
-
-
-def full_disk(*steps: int) -> Callable[[Path], None]:
-    """Before these steps are written: what is written into the file finds the disk full."""
-
-    def before_write(path: Path) -> None:
-        if path.parent.name in [f"step-{step}.staging" for step in steps]:
-            path.symlink_to("/dev/full")
-
-    return before_write
-
-
-def digests(folder: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
 def assert_one_failure(run: TinyRun, reason: str) -> None:
@@ -81,19 +54,10 @@ def train_over_a_failure(run: TinyRun) -> None:
         assert digests(run.folder / "step-1") == before
 
 
-@pytest.mark.parametrize("width", [7, 3001])
-@on_two_ranks
-def test_a_full_disk_of_one_rank_fails_the_save_on_both(rank: int, tmp_path: Path, mode: str, width: int) -> None:
-    run = TinyRun(tmp_path, width=width, async_mode=mode, seams={"save_policy": at_steps(1, 2, 5)})
-    if rank == 1:
-        run.saver.before_write = full_disk(2)
-    train_over_a_failure(run)
-    assert_one_failure(run, "rank 1: OSError: [Errno 28] No space left on device")
-
-
 @on_two_ranks
 def test_a_commit_that_fails_fails_the_save_on_both(rank: int, tmp_path: Path, mode: str) -> None:
-    store = CheckpointStore(tmp_path / "checkpoint", durable=FailingDisk("step-2.staging"))
+    disk = FailingDisk("rename", code=errno.EIO, name="step-2.staging")
+    store = CheckpointStore(tmp_path / "checkpoint", durable=disk)
     run = TinyRun(tmp_path, async_mode=mode, seams={"save_policy": at_steps(1, 2, 5), "store": store})
     train_over_a_failure(run)
     assert_one_failure(run, "rank 0: OSError: [Errno 5] Input/output error")
@@ -115,11 +79,11 @@ def test_a_state_that_cannot_be_staged_on_one_rank_fails_the_save_on_both(rank: 
 
 @on_two_ranks
 def test_failures_in_a_row_end_the_run_on_both_in_the_same_step(rank: int, tmp_path: Path, mode: str) -> None:
-    run = TinyRun(tmp_path, async_mode=mode, interval=1, max_failed_saves=2)
-    if rank == 1:
-        run.saver.before_write = full_disk(2, 4, 5)
+    full = ";".join(f"ENOSPC@write:rank=1,step={step}" for step in (2, 4, 5))
+    run = run_with(full, rank, tmp_path, mode, seams={}, interval=1, max_failed_saves=2)
     with pytest.raises(SaveFailed, match="rank 1: OSError") as raised, run.manager:
         run.steps(9)
+    faults.install("", rank=rank)
     assert raised.value.step == 5
     assert same_everywhere(run.train_state.step)
     assert [step for step, _, _ in run.happened("save_failed")] == [2, 4, 5]
@@ -128,14 +92,7 @@ def test_failures_in_a_row_end_the_run_on_both_in_the_same_step(rank: int, tmp_p
 
 @on_two_ranks
 def test_a_forced_save_is_tried_again(rank: int, tmp_path: Path) -> None:
-    class Once(FailingDisk):
-        def rename(self, src: Path, dst: Path) -> None:
-            try:
-                super().rename(src, dst)
-            finally:
-                self.name = ""
-
-    store = CheckpointStore(tmp_path / "checkpoint", durable=Once("step-3.staging"))
+    store = CheckpointStore(tmp_path / "checkpoint", durable=FailingDisk("rename", times=1))
     with (run := TinyRun(tmp_path, interval=100, seams={"store": store})).manager:
         assert run.steps(3, force=True) == [3]
         assert run.checkpoints() == ["step-3"]

@@ -13,7 +13,8 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from tests.checkpoint.small_run import FullDisk, same, target
+from tests.checkpoint.small_run import same, target
+from tests.disks import FailingDisk
 from torchtitan_lite.checkpoint.savers import SyncSaver
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import SaveFailed
@@ -117,7 +118,7 @@ def test_a_full_checkpoint_in_the_place_of_weights_alone_is_told(
 
 @pytest.mark.parametrize("operation", ["make_dir", "write_file", "rename"])
 def test_a_disk_that_refuses_leaves_no_checkpoint_and_says_so(tmp_path: Path, operation: str) -> None:
-    store = CheckpointStore(tmp_path / "checkpoint", durable=FullDisk(operation))
+    store = CheckpointStore(tmp_path / "checkpoint", durable=FailingDisk(operation))
     with pytest.raises(SaveFailed, match="No space left on device") as failure:
         save(store)
     assert failure.value.step == 3

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import logging
 import mmap
 import os
 import random
@@ -19,8 +18,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.disks import FailingDisk
+from tests.store.refusals import told
 from torchtitan_lite import faults
-from torchtitan_lite.log import logger
 from torchtitan_lite.store.block_writer import (
     ALIGNMENT,
     REQUEST_BYTES,
@@ -110,26 +110,6 @@ class Disk(Durable):
             return super().write_at(other, data[:cut], offset)
         finally:
             os.close(other)
-
-
-@contextmanager
-def told() -> Iterator[list[str]]:
-    """What the package logs of direct I/O."""
-    lines: list[str] = []
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if "direct I/O is refused" in record.getMessage():
-                lines.append(record.getMessage())
-
-    listener, level = Listener(), logger.level
-    logger.addHandler(listener)
-    logger.setLevel(logging.INFO)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(listener)
-        logger.setLevel(level)
 
 
 @contextmanager
@@ -258,29 +238,13 @@ def test_a_refusal_that_was_asked_for_is_one_like_the_system_s(base: Path, kind:
     assert len(lines) == 1
 
 
-class Failing(Durable):
-    """Fails with `code` at the write number `at`, and at every one after it; other threads are writing then."""
-
-    def __init__(self, code: int, at: int) -> None:
-        self._code, self._at = code, at
-        self._lock = threading.Lock()
-        self.num_writes = 0
-
-    def write_at(self, fd: int, data: memoryview, offset: int) -> int:
-        with self._lock:
-            number, self.num_writes = self.num_writes, self.num_writes + 1
-        if number >= self._at:
-            raise OSError(self._code, os.strerror(self._code))
-        return super().write_at(fd, data, offset)
-
-
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS])
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=12)
 @given(kind=st.sampled_from([*SOURCES]), threads=st.integers(1, 4), direct=st.booleans(), at=st.integers(0, 3))
 def test_a_write_that_fails_is_that_error_with_the_path_and_the_end_of_all_threads(
     base: Path, code: int, kind: str, threads: int, direct: bool, at: int
 ) -> None:
-    source, path, disk = SOURCES[kind](DATA[:SEVERAL]), base / "file", Failing(code, at)
+    source, path, disk = SOURCES[kind](DATA[:SEVERAL]), base / "file", FailingDisk("write_at", code=code, after=at)
     with nothing_left_over(), told() as lines, pytest.raises(OSError) as raised:
         write_blocks(path, source, direct=direct, threads=threads, durable=disk)
     assert (raised.value.errno, raised.value.strerror, raised.value.filename) == (code, os.strerror(code), str(path))
@@ -314,8 +278,9 @@ def test_nobody_begins_a_write_once_one_has_failed(base: Path) -> None:
 
 @pytest.mark.parametrize("direct", [False, True])
 def test_a_refusal_that_has_nothing_to_do_with_direct_io_is_an_error(base: Path, direct: bool) -> None:
+    disk = FailingDisk("write_at", code=errno.EINVAL)
     with told() as lines, pytest.raises(OSError) as raised:
-        write_blocks(base / "file", bounced(DATA[:SEVERAL]), direct=direct, durable=Failing(errno.EINVAL, 0))
+        write_blocks(base / "file", bounced(DATA[:SEVERAL]), direct=direct, durable=disk)
     assert (raised.value.errno, raised.value.filename) == (errno.EINVAL, str(base / "file"))
     assert len(lines) == (direct and bool(O_DIRECT))
 
@@ -340,25 +305,17 @@ def test_a_write_that_comes_to_nothing_is_an_error(base: Path) -> None:
 
 @pytest.mark.parametrize("operation", ["allocate", "set_size", "fsync_file"])
 def test_whatever_else_fails_names_the_file_too(base: Path, operation: str) -> None:
-    def fail(*arguments: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    disk = Durable()
-    setattr(disk, operation, fail)
+    disk = FailingDisk(operation)
     with nothing_left_over(), pytest.raises(OSError) as raised:
         write_blocks(base / "file", bounced(DATA[:SEVERAL]), durable=disk)
     assert (raised.value.errno, raised.value.filename) == (errno.ENOSPC, str(base / "file"))
 
 
 def test_where_there_is_no_room_nothing_is_written(base: Path) -> None:
-    class Full(Disk):
-        def allocate(self, fd: int, num_bytes: int) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    disk = Full()
+    disk = FailingDisk("allocate")
     with pytest.raises(OSError, match="No space left"):
         write_blocks(base / "file", bounced(DATA[:SEVERAL]), durable=disk)
-    assert disk.was_direct == []
+    assert not (base / "file").exists() or (base / "file").stat().st_size == 0
 
 
 def test_a_disk_that_cannot_tell_whether_there_is_room_is_written_to(base: Path) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.store.crashing import Crash, Cut
 from torchtitan_lite.errors import FolderInUse, LeaseLost
 from torchtitan_lite.store.durable import Durable
 from torchtitan_lite.store.holder import Holder
@@ -535,36 +536,6 @@ def test_whoever_reads_in_the_middle_of_a_beat_reads_who_holds_the_folder() -> N
         assert Holder.parse(new[:at] + old[at:]) == ELSEWHERE
 
 
-class Killed(BaseException):
-    pass
-
-
-class Cut(Durable):
-    """From operation `at` on nothing is done any more."""
-
-    def __init__(self, at: int) -> None:
-        self.at, self.done = at, 0
-
-    def _operation(self) -> None:
-        self.done += 1
-        if self.done >= self.at:
-            raise Killed
-
-    def write_file(self, path: Path, data: bytes) -> None:
-        self._operation()
-        path.write_bytes(data[: len(data) // 2])
-        self._operation()
-        path.write_bytes(data)
-
-    def replace(self, src: Path, dst: Path) -> None:
-        self._operation()
-        super().replace(src, dst)
-
-    def remove_file(self, path: Path) -> None:
-        self._operation()
-        super().remove_file(path)
-
-
 @pytest.mark.parametrize("before", ["free", "held"])
 @pytest.mark.parametrize("at", range(1, 6))
 def test_a_taking_that_is_cut_anywhere_is_done_by_the_next(
@@ -573,7 +544,7 @@ def test_a_taking_that_is_cut_anywhere_is_done_by_the_next(
     root.mkdir()
     if before == "held":
         put(root, ELSEWHERE)
-    with contextlib.suppress(Killed):
+    with contextlib.suppress(Crash):
         cut = new_lease(durable=Cut(at))
         cut.take()
         cut.release()

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.store.test_crash_points import Contents, Cut, contents
+from tests.store.crashing import Contents, Cut, contents
 from torchtitan_lite.errors import CheckpointNotFound
 from torchtitan_lite.store.lineage import Lineage, abandoned_by, without_abandoned
 from torchtitan_lite.store.manifest import CheckpointKind, FileRecord, Manifest

@@ -1,5 +1,4 @@
 import dataclasses
-import errno
 import itertools
 import json
 import logging
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.disks import FailingDisk
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, FormatTooNew, SaveFailed
 from torchtitan_lite.store.durable import Durable
 from torchtitan_lite.store.lineage import Lineage
@@ -457,13 +457,9 @@ def test_a_checkpoint_whose_manifest_is_damaged_is_found_and_quarantined(store: 
 
 
 def test_a_disk_that_is_full_quarantines_without_a_word(root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Full(Transcript):
-        def write_file(self, path: Path, data: bytes) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
     save(CheckpointStore(root), 5)
     with caplog.at_level(logging.WARNING, "torchtitan_lite"):
-        aside = CheckpointStore(root, durable=Full()).quarantine(5, ["a byte"])
+        aside = CheckpointStore(root, durable=FailingDisk("write_file")).quarantine(5, ["a byte"])
     assert names(aside) == [".metadata", "__0_0.distcp", "manifest.json"]
     assert "findings.json could not be written: [Errno 28] No space left on device" in caplog.text
 

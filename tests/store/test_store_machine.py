@@ -32,6 +32,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.store.crashing import Crash
 from tests.store.recording import DROPPED, Disk, Lost, Recorder, lay_out
 from torchtitan_lite.errors import LeaseLost
 from torchtitan_lite.store import layout
@@ -45,10 +46,6 @@ FOREIGN = ("notes", "step-2.bak", "step-007", "step-3.corrupted")
 ASIDE = (".corrupt", ".abandoned-", ".foreign")
 IN_MEMORY = Path("/dev/shm")
 FULL = CheckpointKind.FULL
-
-
-class Crash(BaseException):
-    """The process is gone."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +232,7 @@ class Life(RuleBasedStateMachine):
         ]
         if self._try(lambda: self._purge(count), stages, fault):
             self.there = stages[-1]
-        assert newest_full is None or newest_full in self.there
+            assert newest_full is None or newest_full in self.there
 
     @precondition(lambda self: self.staged is None and self._newest_sound() is not None)
     @rule(which=st.integers(0, 9))

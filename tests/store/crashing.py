@@ -1,0 +1,105 @@
+"""A disk on which an act stops at its n-th operation, and what is then in the folder.
+
+`Cut` does real operations on real files. With `power=True` it also takes back the renames that were not synced,
+as a power cut may; where something relied on one of them before it was durable, a checkpoint is lost and a test
+fails. What a power cut does to bytes and to names that were never synced, recording.py plays through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchtitan_lite.store.durable import Durable
+from torchtitan_lite.store.store import CheckpointStore
+
+NEVER = 10**9
+
+
+class Crash(BaseException):
+    """The process is gone."""
+
+
+class Cut(Durable):
+    """Stops at operation `at`; syncs are written down, not done."""
+
+    def __init__(
+        self,
+        at: int = NEVER,
+        exchanges: bool = True,
+        power: bool = False,
+        stop: BaseException | None = None,
+        unsynced: Sequence[tuple[Path, Path]] = (),
+    ) -> None:
+        self.at, self.exchanges, self.power, self.stop = at, exchanges, power, stop or Crash()
+        self.done = 0
+        self.unsynced = list(unsynced)
+
+    def _operation(self) -> None:
+        self.done += 1
+        if self.done == self.at:
+            for src, dst in reversed(self.unsynced if self.power else []):
+                swap(src, dst) if src.exists() else dst.rename(src)
+            raise self.stop
+
+    def rename(self, src: Path, dst: Path) -> None:
+        self._operation()
+        super().rename(src, dst)
+        self.unsynced.append((src, dst))
+
+    def replace(self, src: Path, dst: Path) -> None:
+        self._operation()
+        super().replace(src, dst)
+
+    def exchange(self, a: Path, b: Path) -> bool:
+        self._operation()
+        if self.exchanges:
+            swap(a, b)
+            self.unsynced.append((a, b))
+        return self.exchanges
+
+    def fsync_file(self, fd: int) -> None:
+        self._operation()
+
+    def fsync_dir(self, path: Path) -> None:
+        self._operation()
+        self.unsynced = [(src, dst) for src, dst in self.unsynced if dst.parent != path]
+
+    def write_file(self, path: Path, data: bytes) -> None:
+        self._operation()
+        path.write_bytes(data[: len(data) // 2])
+        self._operation()
+        path.write_bytes(data)
+
+    def remove_file(self, path: Path) -> None:
+        self._operation()
+        super().remove_file(path)
+
+    def remove_tree(self, path: Path) -> None:
+        for child in sorted(path.iterdir()):
+            self.remove_tree(child) if child.is_dir() else self.remove_file(child)
+        self._operation()
+        path.rmdir()
+
+
+def swap(a: Path, b: Path) -> None:
+    spare = a.with_name("spare")
+    for src, dst in ((a, spare), (b, a), (spare, b)):
+        src.rename(dst)
+
+
+Contents = dict[str, "bytes | Path | None"]
+
+
+def contents(folder: Path) -> Contents:
+    """All that is in `folder`: a file's bytes, a link's target, None for a folder."""
+    found: Contents = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        found[name] = path.readlink() if path.is_symlink() else path.read_bytes() if path.is_file() else None
+    return found
+
+
+def steps_of(root: Path) -> dict[int, Contents]:
+    """What a reader finds, by step."""
+    return {info.step: contents(info.path) for info in CheckpointStore(root).committed()}
