@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import fcntl
+import itertools
+import logging
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +21,7 @@ from torchtitan_lite.errors import CheckpointUnreadable, CheckpointUnsafe
 from torchtitan_lite.store import block_reader
 from torchtitan_lite.store.block_reader import REQUEST_BYTES, BlockReader, DamagedRange, Piece
 from torchtitan_lite.store.digest import BLOCK_BYTES
+from torchtitan_lite.store.durable import O_DIRECT
 from torchtitan_lite.store.manifest import FileRecord
 
 SIZE = 2 * REQUEST_BYTES + BLOCK_BYTES + 12345
@@ -224,3 +230,134 @@ def test_buffers_are_bounded(path: Path, data: bytes) -> None:
         one.read(path, FileRecord.of(data), pieces_of([(0, SIZE)]))
     assert sum(len(buffers.bounce) + len(buffers.scratch) for buffers in one._buffers) == taken
     assert errno.EINVAL in block_reader._REFUSED
+
+
+needs_direct = pytest.mark.skipif(not O_DIRECT, reason="the system has no direct I/O")
+PREADV = os.preadv
+
+
+class ShortReads:
+    """Replaces os.preadv: returns as many bytes as the next of `cuts` says, and puts junk behind them."""
+
+    def __init__(self, cuts: Sequence[int]) -> None:
+        self._cuts = iter(cuts)
+        self._lock = threading.Lock()
+        self.off_grid = 0
+        """Direct requests that no disk would take."""
+        self.was_direct: list[bool] = []
+
+    def __call__(self, fd: int, buffers: list[memoryview], offset: int) -> int:
+        direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & O_DIRECT)
+        addresses = [ctypes.addressof(ctypes.c_char.from_buffer(buffer)) for buffer in buffers]
+        with self._lock:
+            self.was_direct.append(direct)
+            assert len(self.was_direct) < 1000, "it reads without end"
+            self.off_grid += direct and any(number % 4096 for number in (offset, *map(len, buffers), *addresses))
+            cut = next(self._cuts, 1 << 30)
+        count = left = min(PREADV(fd, buffers, offset), cut)
+        for buffer in buffers:
+            kept = min(left, len(buffer))
+            buffer[kept:] = b"\xee" * (len(buffer) - kept)
+            left -= kept
+        return count
+
+
+cuts = st.lists(
+    st.integers(1, 9000)
+    | st.sampled_from([4096, 8192, BLOCK_BYTES // 2, BLOCK_BYTES, BLOCK_BYTES + 1, REQUEST_BYTES - 4096])
+    | st.just(1 << 30),
+    max_size=12,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(ranges(), st.integers(1, 4), st.booleans(), st.booleans(), st.booleans(), cuts)
+def test_a_read_may_be_as_short_as_it_likes_at_any_moment(
+    path: Path,
+    data: bytes,
+    caplog: pytest.LogCaptureFixture,
+    ranges: list[tuple[int, int]],
+    threads: int,
+    digests: bool,
+    direct: bool,
+    cold: bool,
+    cuts: list[int],
+) -> None:
+    if cold:
+        forget(path)
+    record, pieces, short = FileRecord.of(data) if digests else FileRecord(SIZE), pieces_of(ranges), ShortReads(cuts)
+    caplog.clear()
+    with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.INFO, "torchtitan_lite"):
+        patch.setattr(os, "preadv", short)
+        reader(threads, direct=direct).read(path, record, pieces)
+    assert all(piece.into == data[piece.at : piece.at + len(piece.into)] for piece in pieces)
+    assert short.off_grid == 0
+    assert direct or not any(short.was_direct)
+    # Every block was right at the first attempt: one with another digest is read again, which hides such a fault.
+    assert not [message for message in caplog.messages if "again" in message]
+
+
+@needs_direct
+@pytest.mark.parametrize("digests", [False, True])
+@pytest.mark.parametrize("cut", [4096, REQUEST_BYTES - 4096, 5000])
+def test_a_direct_read_goes_on_past_the_page_cache_as_long_as_it_ends_on_the_disk_s_grid(
+    path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch, cut: int, digests: bool
+) -> None:
+    forget(path)
+    monkeypatch.setattr(os, "preadv", short := ShortReads([1 << 30, cut]))
+    pieces = pieces_of([(0, REQUEST_BYTES)])
+    reader(1).read(path, None, pieces_of([(REQUEST_BYTES, REQUEST_BYTES)]))
+    if short.was_direct.pop() is False:
+        pytest.skip("the file system of the temporary folder has no direct I/O, or keeps all files in memory")
+    reader(1).read(path, FileRecord.of(data) if digests else None, pieces)
+    assert pieces[0].into == data[:REQUEST_BYTES]
+    assert short.was_direct == [True, cut % 4096 == 0]
+
+
+@needs_direct
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_where_direct_reading_is_refused_when_the_file_is_opened_the_page_cache_serves(
+    own: Path, data: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    real_open = os.open
+
+    def refuse(path: Path, flags: int, *arguments: int) -> int:
+        if flags & O_DIRECT:
+            raise OSError(code, os.strerror(code), str(path))
+        return real_open(path, flags, *arguments)
+
+    forget(own)
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # it has no paths to keep
+    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(os, "preadv", read := ShortReads([]))
+    one = reader(2)
+    with caplog.at_level(logging.INFO, "torchtitan_lite"):
+        for _ in range(2):
+            pieces = pieces_of([(5, SIZE - 5)])
+            one.read(own, FileRecord.of(data), pieces)
+            assert pieces[0].into == data[5:]
+    assert not any(read.was_direct)
+    refused = f"{own.parent}: direct I/O is refused here ({os.strerror(code)}); reading through the page cache."
+    assert caplog.messages == [refused]
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
+@pytest.mark.parametrize("cold", [False, True])
+@pytest.mark.parametrize("digests", [False, True])
+def test_a_file_that_becomes_shorter_while_it_is_read_is_damaged_from_there_on(
+    own: Path, data: bytes, monkeypatch: pytest.MonkeyPatch, digests: bool, cold: bool
+) -> None:
+    if cold:
+        forget(own)
+    calls = itertools.count()
+
+    def cut_and_read(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if next(calls) == 0:
+            os.truncate(own, BLOCK_BYTES + 8192)
+        return PREADV(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", cut_and_read)
+    with pytest.raises(DamagedRange, match="the file ends before") as caught:
+        record = FileRecord.of(data) if digests else None
+        reader(1).read(own, record, pieces_of([(100, 2 * BLOCK_BYTES), (3 * BLOCK_BYTES, 10)]))
+    assert (caught.value.path, caught.value.begin) == (own, BLOCK_BYTES + 8192)

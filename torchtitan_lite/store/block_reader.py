@@ -248,9 +248,7 @@ class _File:
             try:
                 if self._fill([buffers.bounce[:aligned]], begin, direct, at_least=end - begin):
                     return
-            except OSError as error:
-                if error.errno not in _REFUSED:
-                    raise
+            except OSError as error:  # A refusal: what else the system says has become CheckpointUnreadable.
                 self.direct = None
                 _tell(self.path, error)
         self._fill([buffers.bounce[: end - begin]], begin)
