@@ -187,8 +187,8 @@ def test_a_folder_is_refused_while_its_holder_lives_and_the_message_says_who_it_
 ) -> None:
     assert process.do(f"take {root}") == "done"
     holder = holder_of(root)
-    with pytest.raises(FolderInUse) as refused, Lease(root, run_id="ours", heartbeat_seconds=BEAT_SECONDS):
-        pass
+    with pytest.raises(FolderInUse) as refused:
+        Lease(root, run_id="ours", heartbeat_seconds=BEAT_SECONDS).take()
     assert holder is not None
     message = str(refused.value)
     for told in (str(root), "run theirs", f"process {process.pid} on {holder.host}", "since 2", "--job.dump_folder"):
@@ -606,3 +606,115 @@ def test_a_folder_that_cannot_be_made_is_the_systems_error(root: Path, new_lease
     root.write_bytes(b"a file")
     with pytest.raises(FileExistsError):
         new_lease().take()
+
+
+class Cleared(Durable):
+    """Another job, which takes the folder too, clears each of the first `times` temporary lock files away."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    def write_file(self, path: Path, data: bytes) -> None:
+        super().write_file(path, data)
+        if self.times:
+            self.times -= 1
+            path.unlink()
+
+
+@pytest.mark.parametrize(("prepare", "waits"), [(no_lock_file, 2), (lock_file_of_the_dead, 2), (damaged_lock_file, 9)])
+def test_a_job_whose_temporary_lock_file_was_cleared_away_has_not_taken_the_folder_yet(
+    root: Path, new_lease: Callable[..., Lease], prepare: Callable[[Path], None], waits: int
+) -> None:
+    """Two looks find the folder free to take and take nothing; the third one takes it."""
+    prepare(root)
+    sleeper = Sleeper()
+    lease = new_lease(durable=Cleared(2), sleep=sleeper)
+    lease.take()
+    lease.check()
+    assert len(sleeper.waits) == waits
+    assert names(root) == ["writer.lock"]
+
+
+@pytest.mark.parametrize("prepare", [no_lock_file, lock_file_of_the_dead])
+def test_a_job_whose_temporary_lock_file_is_cleared_away_until_another_has_the_folder_is_refused(
+    root: Path, new_lease: Callable[..., Lease], prepare: Callable[[Path], None]
+) -> None:
+    prepare(root)
+    sleeper = Sleeper({1: lambda: put(root, ELSEWHERE), 3: lambda: put(root, ELSEWHERE, beat=2)})
+    with pytest.raises(FolderInUse, match="node7"):
+        new_lease(durable=Cleared(100), sleep=sleeper).take()
+    assert (holder_of(root), names(root)) == (ELSEWHERE, ["writer.lock"])
+
+
+@pytest.mark.parametrize("before", ["free", "of a dead process"])
+def test_a_job_that_is_refused_at_the_last_moment_leaves_no_temporary_file(
+    root: Path, new_lease: Callable[..., Lease], before: str
+) -> None:
+    root.mkdir()
+    if before != "free":
+        put(root, here(started=1))
+    with pytest.raises(FolderInUse):
+        new_lease(durable=Overtaken(), timeout_seconds=0).take()
+    assert names(root) == ["writer.lock"]
+
+
+@pytest.mark.parametrize("prepare", [no_lock_file, lock_file_of_the_dead])
+def test_a_disk_that_fails_while_a_folder_is_taken_is_the_systems_error_and_leaves_no_temporary_file(
+    root: Path, new_lease: Callable[..., Lease], monkeypatch: pytest.MonkeyPatch, prepare: Callable[[Path], None]
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    prepare(root)
+    before = names(root)
+    monkeypatch.setattr(Path, "hardlink_to", fail)
+    disk = Durable()
+    disk.replace = fail  # type: ignore[method-assign,assignment]  # the one operation that fails
+    with pytest.raises(OSError, match="Input/output error"):
+        new_lease(durable=disk).take()
+    assert names(root) == before
+
+
+def pause(begun: threading.Event, hold: threading.Event) -> None:
+    """Set `begun`, and return once `hold` is set."""
+    begun.set()
+    hold.wait(30)
+
+
+def test_once_a_folder_is_released_its_heartbeat_has_ended(root: Path, new_lease: Callable[..., Lease]) -> None:
+    hold, in_a_beat = threading.Event(), threading.Event()
+    clock = Clock(nothing, nothing, lambda: pause(in_a_beat, hold))
+    lease = new_lease(now=clock, heartbeat_seconds=0.001)
+    lease.take()
+    thread = heartbeat(root)
+    join, asked = thread.join, []
+
+    def go_on_and_join(timeout: float | None = None) -> None:
+        asked.append(timeout)
+        hold.set()
+        join(30)
+
+    thread.join = go_on_and_join  # type: ignore[method-assign]  # the beat ends only once it is waited for
+    assert in_a_beat.wait(30)
+    lease.release()
+    assert asked == [0.001]
+    assert not thread.is_alive()
+    assert names(root) == []
+
+
+def test_a_heartbeat_that_hangs_in_the_disk_is_not_waited_for_and_brings_no_lock_file_back(
+    root: Path, new_lease: Callable[..., Lease]
+) -> None:
+    hold, in_a_beat = threading.Event(), threading.Event()
+    clock = Clock(nothing, nothing, lambda: pause(in_a_beat, hold))
+    lease = new_lease(now=clock, heartbeat_seconds=0.001)
+    lease.take()
+    thread = heartbeat(root)
+    assert in_a_beat.wait(30)
+    lease.release()
+    assert thread.is_alive()
+    put(root, ELSEWHERE)
+    hold.set()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert (root / "writer.lock").read_bytes() == ELSEWHERE.to_bytes(1, 1_700_000_001)

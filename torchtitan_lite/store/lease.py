@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 from torchtitan_lite import faults
@@ -103,15 +102,6 @@ class Lease:
                     self._durable.remove_file(self._path)
         except OSError as error:
             logger.warning("%s could not be removed: %s. The next job sees that this one ended.", self._path, error)
-
-    def __enter__(self) -> Lease:
-        self.take()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.release()
 
     def _contend(self, mine: Holder) -> None:
         """The lock file is of `mine`."""
