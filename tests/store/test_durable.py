@@ -1,3 +1,7 @@
+import ctypes
+import errno
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -74,3 +78,61 @@ def test_removing_a_tree_does_not_follow_links(tmp_path: Path) -> None:
     durable.remove_tree(tmp_path / "tree")
     assert names(tmp_path) == ["kept"]
     assert (tmp_path / "kept" / "file").read_bytes() == b"kept"
+
+
+class Refusing:
+    """Replaces a function of the C library: fails with each of `codes`, and then does what `then` does."""
+
+    def __init__(self, codes: Sequence[int], then: Callable[..., int] = lambda *arguments: 0) -> None:
+        self._codes, self._then = iter(codes), then
+        self.num_calls = 0
+
+    def __call__(self, *arguments: object) -> int:
+        self.num_calls += 1
+        code = next(self._codes, None)
+        if code is None:
+            return self._then(*arguments)
+        ctypes.set_errno(code)
+        return -1
+
+
+def two_folders(folder: Path) -> tuple[Path, Path]:
+    for name in ("a", "b"):
+        (folder / name / f"of {name}").mkdir(parents=True)
+    return folder / "a", folder / "b"
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_where_an_exchange_is_refused_as_unknown_nothing_is_done_and_it_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    a, b = two_folders(tmp_path)
+    monkeypatch.setattr(durable, "_renameat2", lambda: Refusing([code]))
+    assert durable.exchange(a, b) is False
+    assert (names(a), names(b)) == (["of a"], ["of b"])
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.EROFS, errno.ENOSPC])
+def test_an_exchange_that_fails_otherwise_is_the_systems_error_and_names_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    a, b = two_folders(tmp_path)
+    monkeypatch.setattr(durable, "_renameat2", lambda: Refusing([code]))
+    with pytest.raises(OSError) as caught:
+        durable.exchange(a, b)
+    error = caught.value
+    assert (error.errno, error.strerror) == (code, os.strerror(code))
+    assert (error.filename, error.filename2) == (str(a), str(b))
+
+
+def test_the_system_itself_refuses_to_exchange_a_folder_with_one_inside_it_and_nothing_is_done(tmp_path: Path) -> None:
+    a, _ = two_folders(tmp_path)
+    assert durable.exchange(a, a / "of a") is False
+    assert (names(tmp_path), names(a)) == (["a", "b"], ["of a"])
+
+
+def test_where_the_c_library_has_no_exchange_nothing_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = two_folders(tmp_path)
+    monkeypatch.setattr(durable, "_renameat2", lambda: None)
+    assert durable.exchange(a, b) is False
+    assert (names(a), names(b)) == (["of a"], ["of b"])

@@ -1,3 +1,4 @@
+import ctypes
 import dataclasses
 import itertools
 import json
@@ -10,6 +11,7 @@ import pytest
 
 from tests.disks import FailingDisk
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, FormatTooNew, SaveFailed
+from torchtitan_lite.store import durable
 from torchtitan_lite.store.durable import Durable
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, FileRecord, Manifest, seal
@@ -652,3 +654,87 @@ def test_deleting_does_not_bring_an_older_one_back(store: CheckpointStore, root:
     assert store.committed() == []
     assert store.recover() == []
     assert names(root) == []
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_job_that_lost_the_folder_while_it_sealed_does_not_rename_what_the_replaced_one_abandons(
+    root: Path, exchanges: bool
+) -> None:
+    disk = Transcript(exchanges)
+    store = CheckpointStore(root, durable=disk)
+    save(store, 9).path.rename(root / "aside")
+    write(store, 5, b"old")
+    store.commit(5, dataclasses.replace(of_run("b2", 5, (9, "unknown")), files={DATA: FileRecord(3)}))
+    (root / "aside").rename(root / "step-9")
+    write(store, 5, b"new")
+    begun = len(disk.lines)
+
+    def fence() -> None:
+        if "write step-5.staging/manifest.json" in disk.lines[begun:]:
+            raise Lost
+
+    with pytest.raises(Lost):
+        store.commit(5, manifest(5, size=3), fence)
+    assert names(root) == ["step-5", "step-5.staging", "step-9"]
+
+
+def step_5_replaced_twice(root: Path) -> CheckpointStore:
+    """Save step 5 three times; what was replaced is still there, as after a crash."""
+    store = CheckpointStore(root)
+    for number, data in enumerate((b"first", b"second"), 1):
+        save(store, 5, data).path.rename(root / f"kept-{number}")
+    save(store, 5, b"third")
+    for number in (1, 2):
+        (root / f"kept-{number}").rename(root / f".replaced-step-5-{number}")
+    return store
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_quarantine_that_is_cut_never_makes_an_older_one_of_the_step_the_one_that_is_found(
+    root: Path, at: int
+) -> None:
+    class CutAtRename(Durable):
+        renames = 0
+
+        def rename(self, src: Path, dst: Path) -> None:
+            self.renames += 1
+            if self.renames == at:
+                raise KeyboardInterrupt
+            super().rename(src, dst)
+
+    store = step_5_replaced_twice(root)
+    with pytest.raises(KeyboardInterrupt):
+        CheckpointStore(root, durable=CutAtRename()).quarantine(5, ["a byte"])
+    assert data_of(store.get(5)) == b"third"
+
+
+def test_all_of_a_step_is_quarantined_and_the_findings_are_with_the_one_that_was_found_damaged(root: Path) -> None:
+    store = step_5_replaced_twice(root)
+    aside = store.quarantine(5, ["a byte"])
+    assert names(root) == ["step-5.corrupt", "step-5.corrupt-2", "step-5.corrupt-3"]
+    assert [path for path in root.iterdir() if (path / "findings.json").exists()] == [aside]
+    assert (aside / DATA).read_bytes() == b"third"
+
+
+def test_a_folder_that_has_exactly_the_size_of_the_file_in_whose_place_it_is_is_found(
+    store: CheckpointStore, root: Path
+) -> None:
+    (root / "folder").mkdir(parents=True)
+    info = save(store, 5, b"x" * (root / "folder").stat().st_size)
+    (info.path / DATA).unlink()
+    (root / "folder").rename(info.path / DATA)
+    assert store.check_sizes(info) == [f"{DATA} is a folder"]
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EPERM])
+def test_where_the_system_refuses_to_swap_names_a_step_is_replaced_all_the_same(
+    store: CheckpointStore, root: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(*arguments: object) -> int:
+        ctypes.set_errno(code)
+        return -1
+
+    monkeypatch.setattr(durable, "_renameat2", lambda: refuse)
+    save(store, 5, b"old")
+    assert data_of(save(store, 5, b"new")) == b"new"
+    assert names(root) == ["step-5"]
