@@ -1,0 +1,55 @@
+"""Write tests/golden/format-N/: small checkpoints that pin the format of this version.
+
+    python scripts/make_golden_checkpoints.py
+
+Only the folder of the current format version is written; what older versions wrote stays as it is. The same code and
+the same torch write the same bytes: run id, time and dump folder are set to fixed values after the save.
+tests/golden/README.md says what wrote each folder.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import distributed, multiprocessing
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # tests is no part of what is installed.
+
+from tests.checkpoint import golden_run  # noqa: E402  # after the line above
+from torchtitan_lite.store.manifest import FORMAT_VERSION  # noqa: E402  # of this very tree
+
+
+def main() -> None:
+    """Replace the folder of the current version."""
+    if torch.cuda.is_available():
+        sys.exit("A GPU's random generator would be saved too. Set CUDA_VISIBLE_DEVICES to the empty string.")
+    target = golden_run.GOLDEN / f"format-{FORMAT_VERSION}"
+    shutil.rmtree(target, ignore_errors=True)
+    for name, world_size in golden_run.WRITERS.items():
+        if world_size == 1:
+            golden_run.save(target / name)
+        else:
+            with tempfile.TemporaryDirectory() as rendezvous:
+                arguments = (world_size, target / name, Path(rendezvous, "file"))
+                multiprocessing.spawn(_save_as_rank, arguments, nprocs=world_size)
+        for folder in sorted((target / name).glob("*/step-*")):
+            golden_run.fix(folder)
+            sizes = sum(path.stat().st_size for path in folder.iterdir())
+            print(f"{folder.relative_to(golden_run.GOLDEN)}: {sizes} bytes")
+
+
+def _save_as_rank(rank: int, world_size: int, target: Path, rendezvous: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
+    golden_run.save(target, init_device_mesh("cpu", (world_size,)))
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

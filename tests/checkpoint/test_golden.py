@@ -1,0 +1,258 @@
+"""The checkpoints in tests/golden/: each version of the format is read by this one, and this one's is pinned."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import xxhash
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tests.checkpoint import golden_run
+from tests.checkpoint.golden_run import BUFFERS, GOLDEN, PARAMETERS, STEP, WRITERS, GoldenRun, expected
+from tests.checkpoint.small_run import same
+from tests.ranks import Ranks
+from torchtitan_lite.errors import AllCheckpointsDamaged
+from torchtitan_lite.store.block_writer import Bounced, write_blocks
+from torchtitan_lite.store.manifest import FORMAT_VERSION, FileRecord, Manifest
+from torchtitan_lite.store.store import CheckpointStore
+
+FOLDERS = sorted((path for path in GOLDEN.glob("format-*/*")), key=lambda path: (len(path.parts[-2]), path.parts[-2:]))
+CURRENT = GOLDEN / f"format-{FORMAT_VERSION}"
+WITH_DIGESTS = [folder for folder in FOLDERS if folder.parent.name != "format-1"]
+
+MIB = 1 << 20
+LONG = (bytes(range(251)) * (5 * MIB // 502 + 1))[: 5 * MIB // 2 + 3]
+"""Bytes that three blocks hold: of each file's digest they show the block's size and order, and where the size goes."""
+BLOCKS_OF_LONG = "6e0d7ac36b8c10ff389c602a75e16490bdd5fec6935137e1"
+DIGEST_OF_LONG = "5b68f34d5b91f7362ff65fd423956f42"
+
+
+def version_of(folder: Path) -> int:
+    return int(folder.parent.name.removeprefix("format-"))
+
+
+def minor(version: str) -> str:
+    """Return 2.13 of 2.13.0+cpu."""
+    return ".".join(version.split(".")[:2])
+
+
+def torch_of(version: Path) -> str:
+    """Return the minor version of torch that wrote the folder of a format version."""
+    manifest = json.loads((version / "one-process" / "checkpoint" / f"step-{STEP}" / "manifest.json").read_bytes())
+    return minor(manifest["versions"]["torch"])
+
+
+def named(folder: Path) -> str:
+    return "/".join(folder.parts[-2:])
+
+
+writes_as_the_golden_ones = pytest.mark.skipif(
+    torch_of(CURRENT) != minor(torch.__version__) or torch.cuda.is_available(),
+    reason="another torch has other optimizer settings and pickles, and with a GPU its generator is saved too",
+)
+each_folder = pytest.mark.parametrize("golden", FOLDERS, ids=named)
+
+
+def copied(golden: Path, tmp_path: Path) -> Path:
+    """Copy `golden` to where a run may write."""
+    return Path(shutil.copytree(golden, tmp_path / "run"))
+
+
+def test_every_version_of_the_format_has_a_folder_by_one_process_and_by_two_ranks() -> None:
+    """A new version's is written by scripts/make_golden_checkpoints.py."""
+    wanted = {f"format-{version}/{writer}" for version in range(1, FORMAT_VERSION + 1) for writer in WRITERS}
+    assert {named(folder) for folder in FOLDERS} == wanted
+
+
+@each_folder
+@pytest.mark.parametrize("name", ["checkpoint", "export"])
+def test_a_golden_checkpoint_says_which_version_and_how_many_ranks_wrote_it(golden: Path, name: str) -> None:
+    [info] = CheckpointStore(golden / name).committed()
+    assert CheckpointStore(golden / name).check_sizes(info) == []
+    manifest = Manifest.of_folder(info.path)
+    assert manifest is not None
+    assert (manifest.format_version, manifest.world_size) == (version_of(golden), WRITERS[golden.name])
+    assert (manifest.step, manifest.lineage.run_id, info.run_id) == (STEP, "golden", "golden")
+    assert manifest.kind.value == {"checkpoint": "full", "export": "weights_only"}[name]
+
+
+@each_folder
+def test_a_full_golden_checkpoint_brings_back_every_value(golden: Path, tmp_path: Path) -> None:
+    run = GoldenRun(copied(golden, tmp_path), FORMAT_VERSION, filled=False)
+    with run.manager:
+        assert run.manager.load()
+    assert run.manager.loaded_step == STEP
+    assert run.model.turned.stride() == (1, 3)
+    assert_same(run.contents(), expected(version_of(golden)))
+
+
+@pytest.mark.parametrize("golden", [folder for folder in FOLDERS if folder.name == "one-process"], ids=named)
+def test_the_random_generators_of_one_process_go_on_where_they_were(golden: Path, tmp_path: Path) -> None:
+    GoldenRun(tmp_path / "none", FORMAT_VERSION, filled=True)
+    numbers = [random.random(), np.random.random(), torch.rand(()).item()]
+    run = GoldenRun(copied(golden, tmp_path), FORMAT_VERSION, filled=False)
+    with run.manager:
+        run.manager.load()
+    assert [random.random(), np.random.random(), torch.rand(()).item()] == numbers
+
+
+@each_folder
+def test_golden_weights_alone_are_what_a_new_run_begins_with(golden: Path, tmp_path: Path) -> None:
+    weights = str(golden / "export" / f"step-{STEP}")
+    run = GoldenRun(tmp_path, FORMAT_VERSION, filled=False, initial_load_path=weights)
+    with run.manager:
+        assert run.manager.load()
+    assert run.manager.loaded_step is None
+    assert_same(run.contents()["model"], expected(version_of(golden))["model"])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # DCP's word for one process
+@each_folder
+def test_plain_dcp_reads_a_golden_checkpoint(golden: Path) -> None:
+    wanted = expected(version_of(golden))
+    full: dict[str, Any] = {"model": zeros(), "plain": {"tensor": torch.zeros(3, dtype=torch.int32), "pair": None}}
+    dcp_load(full, checkpoint_id=golden / "checkpoint" / f"step-{STEP}", no_dist=True)
+    assert_same(full["model"], wanted["model"])
+    assert_same(full["plain"], {key: wanted["plain"][key] for key in full["plain"]})
+    weights = {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in zeros().items()}
+    dcp_load(weights, checkpoint_id=golden / "export" / f"step-{STEP}", no_dist=True)
+    assert_same({name: tensor.to(wanted["model"][name].dtype) for name, tensor in weights.items()}, wanted["model"])
+
+
+@each_folder
+def test_a_run_goes_on_from_a_golden_checkpoint_and_saves_beside_it(golden: Path, tmp_path: Path) -> None:
+    folder = copied(golden, tmp_path)
+    run = GoldenRun(folder, FORMAT_VERSION, filled=False)
+    with run.manager:
+        run.manager.load()
+        run.train_state.step += 1
+        assert run.manager.save(STEP + 1, force=True)
+    again = GoldenRun(folder, FORMAT_VERSION, filled=False)
+    with again.manager:
+        again.manager.load()
+    assert again.manager.loaded_step == STEP + 1
+    assert_same(again.contents(), run.contents())
+    first, second = CheckpointStore(folder / "checkpoint").committed()
+    assert (first.step, second.step, second.run_id, second.lineage.parent_step) == (STEP, STEP + 1, "golden", STEP)
+
+
+@pytest.mark.parametrize("golden", WITH_DIGESTS, ids=named)
+@pytest.mark.parametrize("name", ["checkpoint", "export"])
+def test_the_digests_in_a_golden_manifest_are_those_that_the_format_page_describes(golden: Path, name: str) -> None:
+    """Reckoned with xxhash alone, as docs/checkpoint_format.md has it, not with the package."""
+    folder = golden / name / f"step-{STEP}"
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    text, _, last = files.pop("manifest.json").rpartition(b',\n"digest": "')
+    assert last.decode() == xxhash.xxh3_128_hexdigest(text) + '"\n}\n'
+    assert json.loads(text + b"}")["files"] == {name: page_record(data) for name, data in files.items()}
+
+
+@pytest.mark.parametrize("golden", WITH_DIGESTS, ids=named)
+def test_one_changed_bit_in_a_golden_checkpoint_is_found(golden: Path, tmp_path: Path) -> None:
+    folder = copied(golden, tmp_path)
+    path = folder / "checkpoint" / f"step-{STEP}" / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    path.write_bytes(data)
+    run = GoldenRun(folder, FORMAT_VERSION, filled=False)
+    with run.manager, pytest.raises(AllCheckpointsDamaged, match=r"__0_0\.distcp"):
+        run.manager.load()
+
+
+def test_a_file_of_several_blocks_has_the_digests_that_it_always_had(tmp_path: Path) -> None:
+    """The golden files are shorter than a block."""
+
+    def fill(buffer: memoryview, begin: int, end: int) -> None:
+        buffer[: end - begin] = LONG[begin:end]
+
+    written = write_blocks(tmp_path / "f", Bounced(len(LONG), fill))
+    for record in (FileRecord.of(LONG), written):
+        assert (record.blocks.hex(), record.digest) == (BLOCKS_OF_LONG, DIGEST_OF_LONG)
+    assert page_record(LONG) == {"size": len(LONG), "digest": DIGEST_OF_LONG, "blocks": BLOCKS_OF_LONG}
+
+
+@writes_as_the_golden_ones
+def test_what_one_process_writes_is_the_golden_checkpoint_byte_for_byte(tmp_path: Path) -> None:
+    golden_run.save(tmp_path)
+    assert_as_golden(tmp_path, "one-process")
+
+
+@writes_as_the_golden_ones
+def test_what_two_ranks_write_is_the_golden_checkpoint_byte_for_byte(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(save_as_one_of_two_ranks, folder=tmp_path)
+    assert_as_golden(tmp_path, "two-ranks")
+
+
+def test_two_ranks_read_every_golden_checkpoint(two_ranks: Ranks, tmp_path: Path) -> None:
+    folders = [Path(shutil.copytree(golden, tmp_path / named(golden))) for golden in FOLDERS]
+    two_ranks.run(load_as_one_of_two_ranks, folders=folders)
+
+
+def save_as_one_of_two_ranks(rank: int, folder: Path) -> None:
+    golden_run.save(folder, mesh())
+
+
+def load_as_one_of_two_ranks(rank: int, folders: list[Path]) -> None:
+    for folder in folders:
+        run = GoldenRun(folder, FORMAT_VERSION, filled=False, mesh=mesh())
+        with run.manager:
+            assert run.manager.load()
+        assert_same(run.contents(), expected(version_of(folder)))
+
+
+@cache
+def mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def assert_as_golden(folder: Path, writer: str) -> None:
+    for name in ("checkpoint", "export"):
+        written, golden = (path / name / f"step-{STEP}" for path in (folder, CURRENT / writer))
+        golden_run.fix(written)
+        assert sorted(path.name for path in written.iterdir()) == sorted(path.name for path in golden.iterdir())
+        for path in written.glob("*.distcp"):
+            assert path.read_bytes() == (golden / path.name).read_bytes(), f"{path} is not as in {golden}"
+        assert pickle.loads((written / ".metadata").read_bytes()) == pickle.loads((golden / ".metadata").read_bytes())
+        assert_same(document(written), document(golden))
+
+
+def document(folder: Path) -> dict[str, Any]:
+    """Return the manifest in `folder` without what another release, option or Python may change."""
+    found: dict[str, Any] = json.loads((folder / "manifest.json").read_bytes())
+    # DCP's metadata is a pickle: which of its equal strings are one object shows in it, and says nothing.
+    del found["versions"], found["extra"]["config"], found["files"][".metadata"], found["digest"]
+    return found
+
+
+def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Compare keys, then value by value, so that a failure names the key."""
+    assert found.keys() == wanted.keys()
+    for key in wanted:
+        if isinstance(wanted[key], dict) and wanted[key]:
+            assert_same(found[key], wanted[key])
+        else:
+            assert same(found[key], wanted[key]), f"{key}: {found[key]} is not {wanted[key]}"
+
+
+def page_record(data: bytes) -> dict[str, Any]:
+    """Return what docs/checkpoint_format.md says of a file that holds `data`."""
+    blocks = b"".join(xxhash.xxh3_64_digest(data[at : at + MIB]) for at in range(0, len(data), MIB))
+    digest = xxhash.xxh3_128_hexdigest(blocks + len(data).to_bytes(8, "big"))
+    return {"size": len(data), "digest": digest, "blocks": blocks.hex()}
+
+
+def zeros() -> dict[str, torch.Tensor]:
+    """Return a tensor of zeros for each of the model's."""
+    kinds = {name: (dtype, shape) for name, (dtype, shape, _) in PARAMETERS.items()} | BUFFERS
+    return {name: torch.zeros(shape, dtype=dtype) for name, (dtype, shape) in kinds.items()}
