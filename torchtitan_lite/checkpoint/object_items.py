@@ -1,8 +1,10 @@
 """What of a state is no tensor: counters, settings, positions of loaders.
 
 Each becomes an item that `torch.load(weights_only=True)` takes, so that plain DCP reads it, and a
-JSON value for the manifest where it is made of plain types. There may be thousands of them (the
-settings of every parameter) that are the same from save to save: those are encoded once.
+JSON value for the manifest where it is made of plain types. What the manifest does not hold is read
+back, by our own reader, before it is saved: what would not come back is refused now, by name. There
+may be thousands of objects (the settings of every parameter) that are the same from save to save:
+those are encoded, and proven, once.
 """
 
 from __future__ import annotations
@@ -15,8 +17,11 @@ from typing import Any
 import torch
 
 from torchtitan_lite.checkpoint.description import PlacedObject
+from torchtitan_lite.checkpoint.kinds import difference
 from torchtitan_lite.checkpoint.plain_value import NotPlain, encode
-from torchtitan_lite.checkpoint.torch_item import OBJECT_GRAIN, object_item
+from torchtitan_lite.checkpoint.safe_load import UnsafeItem, load_item
+from torchtitan_lite.checkpoint.torch_item import CALL_OF_BYTES, OBJECT_GRAIN, SafePickle, object_item
+from torchtitan_lite.store.digest import text_digest
 
 _MAX_IN_MANIFEST_BYTES = 64 << 10
 """An object whose item is larger stands in its rank's file alone: the manifest is read whole, by every rank."""
@@ -35,6 +40,8 @@ class ObjectItems:
     def __init__(self) -> None:
         self._known: dict[tuple[type, str], _Encoded] = {}
         self._known_before = self._known
+        self._proven: dict[str, str] = {}
+        """Key to the digest of its item, of objects that were read back."""
 
     def lay_out(self, objects: Mapping[str, Any], file: str, at: int) -> tuple[bytes, list[PlacedObject]]:
         """The bytes of `objects` at byte `at` of `file`, and where each of them lies.
@@ -53,31 +60,53 @@ class ObjectItems:
 
     def _encoded(self, key: str, value: Any) -> _Encoded:
         if type(value) not in (bool, int, float, str, type(None)):
-            return _encode(key, value)
+            return self._encode(key, value)
         known = (type(value), repr(value))
         if known not in self._known:
-            self._known[known] = self._known_before.get(known) or _encode(key, value)
+            self._known[known] = self._known_before.get(known) or self._encode(key, value)
         return self._known[known]
 
+    def _encode(self, key: str, value: Any) -> _Encoded:
+        try:
+            plain = encode(value)
+        except NotPlain:
+            item = _saved_by_torch(key, value)
+        else:
+            item = object_item(value)
+            if len(item) <= _MAX_IN_MANIFEST_BYTES:
+                return _Encoded(item, plain, True)
+        self._prove(key, value, item)
+        return _Encoded(item, None, False)
 
-def _encode(key: str, value: Any) -> _Encoded:
-    try:
-        plain = encode(value)
-    except NotPlain:
-        return _Encoded(_saved_by_torch(key, value), None, False)
-    item = object_item(value)
-    fits = len(item) <= _MAX_IN_MANIFEST_BYTES
-    return _Encoded(item, plain if fits else None, fits)
+    def _prove(self, key: str, value: Any, item: bytes) -> None:
+        """Raises TypeError unless `item` is read back as what `value` is."""
+        digest = text_digest([item])
+        if self._proven.get(key) == digest:
+            return
+        try:
+            finding = difference(value, load_item(item), key)
+        except (UnsafeItem, RecursionError) as error:
+            raise _not_kept(key, error) from None
+        if finding:
+            raise _not_kept(key, finding)
+        self._proven[key] = digest
 
 
 def _saved_by_torch(key: str, value: Any) -> bytes:
     buffer = io.BytesIO()
-    torch.save(value, buffer)
     try:
-        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+        torch.save(value, buffer)
+        if CALL_OF_BYTES in buffer.getvalue():  # This pickler is a slow one.
+            buffer = io.BytesIO()
+            torch.save(value, buffer, pickle_module=SafePickle)
     except Exception as error:
-        raise TypeError(
-            f"{key} holds an object that could not be loaded again ({str(error).splitlines()[0]}). "
-            "Return tensors, numbers, strings, lists and dicts from state_dict."
-        ) from None
+        raise _not_kept(key, error) from None
     return buffer.getvalue() + bytes(-buffer.tell() % OBJECT_GRAIN)
+
+
+def _not_kept(key: str, reason: Exception | str) -> TypeError:
+    told = (str(reason).splitlines() or [type(reason).__name__])[0].partition(". Please use")[0]
+    return TypeError(
+        f"{key} holds an object that could not be loaded again ({told}). "
+        "Return tensors, numbers, strings, bytes, and lists, tuples, sets and dicts of these from state_dict"
+    )

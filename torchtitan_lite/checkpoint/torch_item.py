@@ -9,13 +9,14 @@ both depend on dtype and shape alone. The elements' CRC is left 0, as torch does
 
 from __future__ import annotations
 
+import codecs
 import io
 import pickle
 import struct
 import zlib
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.storage import TypedStorage, UntypedStorage
@@ -24,6 +25,8 @@ ALIGNMENT = 64
 """Bytes. Items start on such borders of a file, and a tensor's elements on such borders of an item."""
 OBJECT_GRAIN = 256
 """Bytes. An object's item has a multiple of these, so that a number with one digit more moves nothing."""
+CALL_OF_BYTES = b"c__builtin__\nbytes\n"
+"""What is in the pickle of what has b"" in it, and seldom in another."""
 
 _PREFIX = "archive/"
 _LOCAL, _CENTRAL, _END = b"PK\x03\x04", b"PK\x01\x02", b"PK\x05\x06"
@@ -56,6 +59,10 @@ def tensor_frame(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
 def object_item(value: Any) -> bytes:
     """The item of `value`, which holds no tensor and is made of Python's own types."""
     pickled = pickle.dumps(value, protocol=2)
+    if CALL_OF_BYTES in pickled:
+        buffer = io.BytesIO()
+        SafePickle.Pickler(buffer, protocol=2).dump(value)
+        pickled = buffer.getvalue()
     bare = _object_archive(pickled, padding=0)
     return _object_archive(pickled, padding=-len(bare) % OBJECT_GRAIN)
 
@@ -165,6 +172,27 @@ class _TensorPickler(pickle.Pickler):
         if isinstance(obj, UntypedStorage):
             return ("storage", UntypedStorage, "0", "cpu", self._numel * self._itemsize)
         return None
+
+
+class _EmptyBytesPickler(pickle._Pickler):
+    """Writes b"" as other bytes are written: pickle calls `bytes`, which torch's safe mode does not.
+
+    In Python, and so as slow as it is; the fast one cannot be told.
+    """
+
+    def save_bytes(self, value: bytes) -> None:
+        if value:
+            pickle._Pickler.save_bytes(self, value)  # type: ignore[attr-defined]  # not in the stubs
+        else:
+            self.save_reduce(codecs.encode, ("", "latin1"), obj=value)  # type: ignore[attr-defined]  # as above
+
+    dispatch: ClassVar[dict[type, Any]] = {**pickle._Pickler.dispatch, bytes: save_bytes}
+
+
+class SafePickle:
+    """What `torch.save` takes for the module `pickle`, so that its safe mode reads it."""
+
+    Pickler = _EmptyBytesPickler
 
 
 def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
