@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from torchtitan_lite.checkpoint.kinds import is_expanded
+
 SHOWN = 8
 """Keys listed of each kind; the rest is a count."""
 
@@ -81,6 +83,8 @@ def _difference(expected: torch.Tensor | TensorLike, found: torch.Tensor | Tenso
     may_cast = cast and expected.dtype.is_floating_point and found.dtype.is_floating_point
     if expected.dtype != found.dtype and not may_cast:
         differences.append(f"dtype {found.dtype} in the checkpoint, {expected.dtype} expected")
+    if isinstance(expected, torch.Tensor) and is_expanded(expected):
+        differences.append("expanded here, so that nothing can be loaded into it: give it memory of its own, .clone()")
     return "; ".join(differences)
 
 

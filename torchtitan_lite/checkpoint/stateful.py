@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchtitan_lite.checkpoint.key_report import compare_tensors
+from torchtitan_lite.checkpoint.kinds import refuse_expanded
 from torchtitan_lite.errors import CheckpointMismatch
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -48,7 +49,10 @@ class ModelWrapper:
         self._parts = [model_parts] if isinstance(model_parts, nn.Module) else list(model_parts)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        return _merge_disjoint([get_model_state_dict(part) for part in self._parts])
+        """Raises TypeError for a tensor that nothing can be loaded into."""
+        state = _merge_disjoint([get_model_state_dict(part) for part in self._parts])
+        refuse_expanded(state)
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Takes exactly the keys that `state_dict` has; raises `CheckpointMismatch` before anything is changed."""
