@@ -122,6 +122,7 @@ class _Made:
 
     def __init__(self, table_bytes: int, metadata_bytes: int) -> None:
         self.tensors = Table()
+        self.structure = Table()
         self.tensors.__dict__["text"] = "x" * table_bytes
         self._pickled = bytes(metadata_bytes)
 
@@ -160,6 +161,7 @@ def _manifest(description: Description | _Made, records: Sequence[bytes]) -> byt
         files={file.name: file.record for file in files} | {layout.METADATA: FileRecord.of(described)},
         tensors=description.tensors,
         objects=description.objects([]),
+        structure=description.structure,
     ).to_json()
 
 

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from torchtitan_lite.checkpoint.structure import flatten
 from torchtitan_lite.models.llama.args import FLAVORS, ModelArgs
 
 Shape = tuple[int, ...]
@@ -108,8 +109,11 @@ def plans(tensors: Sequence[Planned], mesh: Mesh) -> Iterator[SavePlan]:
     """Each rank's plan of `tensors`, as DCP's planner makes it of the rank's state dict."""
     for rank in range(mesh.size):
         items = [item_of(tensor, rank, mesh) for tensor in tensors]
-        paths = {item.index.fqn: tuple(item.index.fqn.split(".", 1)) for item in items}
-        yield SavePlan(items, planner_data=paths)
+        state: dict[str, dict[str, int]] = {}
+        for item in items:
+            owner, _, name = item.index.fqn.partition(".")
+            state.setdefault(owner, {})[name] = 0
+        yield SavePlan(items, planner_data=flatten(state)[1])
 
 
 def item_of(tensor: Planned, rank: int, mesh: Mesh) -> WriteItem:

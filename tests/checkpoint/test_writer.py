@@ -78,15 +78,18 @@ def test_the_manifest_says_where_each_tensor_lies_and_what_each_object_is(store:
     manifest = Manifest.of_folder(path)
     assert manifest is not None
     weight = manifest.tensors["model.weight"]
-    assert (weight["dtype"], weight["shape"], weight["path"]) == ("float32", [2, 3], ["model", "weight"])
+    assert (weight["dtype"], weight["shape"]) == ("float32", [2, 3])
     [[file, at, offsets, sizes]] = weight["chunks"]
     assert (offsets, sizes, at % 64) == ([0, 0], [2, 3], 0)
     data = (path / file).read_bytes()[at : at + 24]
     assert torch.equal(torch.frombuffer(bytearray(data), dtype=torch.float32).view(2, 3), state()["model"]["weight"])
     assert dict(manifest.objects) == {
-        "loader.position": {"path": ["loader", "position"], "value": 4},
-        "loader.names": {"path": ["loader", "names"], "value": ["a", "b"]},
+        "loader.position": {"value": 4},
+        "loader.names": {"value": ["a", "b"]},
     }
+    root = manifest.structure["root"]
+    assert (root["kind"], root["keys"]) == ("dict", ["model", "loader"])
+    assert root["children"][1] == {"kind": "dict", "keys": ["position", "names"]}
 
 
 def test_an_earlier_attempt_leaves_nothing_in_the_checkpoint(store: CheckpointStore) -> None:

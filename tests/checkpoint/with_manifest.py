@@ -44,7 +44,9 @@ def add_manifest(folder: Path) -> Manifest:
     return write_manifest(folder, files, tensors, objects)
 
 
-def write_manifest(folder: Path, files: dict[str, bytes], tensors: dict[str, Any], objects: dict[str, Any]) -> Manifest:
+def write_manifest(
+    folder: Path, files: dict[str, bytes], tensors: dict[str, Any], objects: dict[str, Any], structure: Any = None
+) -> Manifest:
     """Writes and returns a manifest with these tables, with the digests of `files`."""
     manifest = Manifest(
         step=1,
@@ -55,6 +57,7 @@ def write_manifest(folder: Path, files: dict[str, bytes], tensors: dict[str, Any
         files={name: FileRecord.of(data) for name, data in files.items()},
         tensors=Table(tensors),
         objects=Table(objects),
+        structure=Table({"root": structure} if structure is not None else {}),
     )
     (folder / layout.MANIFEST).write_bytes(manifest.to_json())
     return manifest

@@ -10,7 +10,7 @@ from torchtitan_lite.errors import CheckpointDamaged, FormatTooNew
 from torchtitan_lite.store.digest import BLOCK_BYTES, block_digest
 from torchtitan_lite.store.manifest import FORMAT_VERSION, CheckpointKind, FileRecord, Manifest, Table, seal
 
-ADDED_LATER = ("tensors", "objects")
+ADDED_LATER = ("tensors", "objects", "structure")
 MANIFEST = Manifest(
     step=500,
     kind=CheckpointKind.FULL,
@@ -18,8 +18,9 @@ MANIFEST = Manifest(
     world_size=2,
     versions={"torch": "2.13.0"},
     files={"__0_0.distcp": FileRecord(10), "__1_0.distcp": FileRecord(20)},
-    tensors=Table({"w": {"dtype": "float32", "shape": [2], "path": ["w"], "chunks": [["__0_0.distcp", 0, [0], [2]]]}}),
-    objects=Table({"n": {"path": ["n"], "value": 3}}),
+    tensors=Table({"w": {"dtype": "float32", "shape": [2], "chunks": [["__0_0.distcp", 0, [0], [2]]]}}),
+    objects=Table({"n": {"value": 3}}),
+    structure=Table({"root": {"kind": "dict", "keys": ["w", "n"]}}),
     extra={"run_id": "r1", "mesh": [2, 1]},
 )
 

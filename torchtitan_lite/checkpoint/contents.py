@@ -27,12 +27,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchtitan_lite.checkpoint import plain_value
+from torchtitan_lite.checkpoint.structure import Branch, Path, decode, paths_of
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnsafe
+from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Manifest
 from torchtitan_lite.store.plain_file import is_plain_name
 
 Shape = tuple[int, ...]
-Path = tuple[str | int, ...]
 
 _INT64 = 1 << 63
 _DTYPE_NAMES = (
@@ -99,6 +100,8 @@ class Contents:
     objects: Mapping[str, StoredObject]
     paths: Mapping[str, Path] = field(default_factory=dict)
     """The keys that lead to each in the nested state dict; DCP's planner data."""
+    structure: Branch | None = None
+    """The containers of the nested state; None where the checkpoint does not say more than `paths`."""
 
     @classmethod
     def of_manifest(cls, manifest: Manifest, path: str) -> Contents:
@@ -110,9 +113,11 @@ class Contents:
         try:
             for key, entry in manifest.tensors.items():
                 tensors[key] = _tensor(entry)
-                paths[key] = _path(entry["path"])
             for key, entry in manifest.objects.items():
                 objects[key] = _object(entry)
+            if "root" in manifest.structure:
+                return cls(path, tensors, objects, *_structure(manifest.structure["root"], tensors, objects, path))
+            for key, entry in (*manifest.tensors.items(), *manifest.objects.items()):
                 paths[key] = _path(entry["path"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointDamaged(path, f"the manifest's entry of {key} ({type(error).__name__}: {error})") from None
@@ -203,6 +208,21 @@ def _object(entry: Mapping[str, Any]) -> StoredObject:
     if (type(file), type(offset), type(length)) != (str, int, int):
         raise ValueError("expected an item of [file, offset, length]")
     return StoredObject(item=Item(file, offset, length))
+
+
+def _structure(
+    document: Any, tensors: Mapping[str, StoredTensor], objects: Mapping[str, StoredObject], path: str
+) -> tuple[dict[str, Path], Branch]:
+    """The containers that `document` says, and the paths through them to all of `tensors` and `objects`."""
+    try:
+        structure = decode(document)
+        paths = paths_of(structure, expected={*tensors, *objects})
+        if len(paths) < len(tensors) + len(objects):
+            missing = {*tensors, *objects} - paths.keys() or tensors.keys() & objects.keys()
+            raise ValueError(f"it does not have {min(missing)!r} once")
+    except ValueError as error:
+        raise CheckpointDamaged(path, f"{layout.MANIFEST}: the structure of the state: {error}") from None
+    return paths, structure
 
 
 def _dtype(name: Any) -> torch.dtype:

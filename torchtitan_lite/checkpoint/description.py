@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
 from torchtitan_lite.checkpoint.file_image import FileLayout
+from torchtitan_lite.checkpoint.structure import Branch, encode
 from torchtitan_lite.store.manifest import Table
 
 DCP_VERSION = "1.0.0"
@@ -48,10 +49,9 @@ class PlannedFile:
 
 
 class Description:
-    """What `metadata`, which names every tensor and object, becomes with `files`."""
+    """What `metadata`, which names every tensor and object, becomes with `files` and the state's `structure`."""
 
-    def __init__(self, metadata: Metadata, files: Sequence[PlannedFile]) -> None:
-        self._paths: dict[str, Sequence[Any]] = metadata.planner_data or {}
+    def __init__(self, metadata: Metadata, files: Sequence[PlannedFile], structure: Branch) -> None:
         self.of_dcp = dataclasses.replace(metadata, storage_data={}, version=DCP_VERSION)
         """DCP's, with the places of tensors and not those of objects."""
         tensors: dict[str, dict[str, Any]] = {}
@@ -60,13 +60,14 @@ class Description:
                 self.of_dcp.storage_data[item.index] = _StorageInfo(file.name, place.item_at, place.item_bytes)
                 self._add_chunk(tensors, item, [file.name, place.data_at])
         self.tensors = Table(tensors)
-        """The manifest's table."""
+        self.structure = Table({"root": encode(structure)})
+        """The manifest's tables."""
         self._objects: tuple[tuple[str, str, int, int], ...] | None = None
         self._pickled = b""
 
     def objects(self, placed: Sequence[PlacedObject]) -> Table:
         """The manifest's table of the objects of a save."""
-        return Table({each.key: {"path": self._path(each.key)} | _value_of(each) for each in placed})
+        return Table({each.key: _value_of(each) for each in placed})
 
     def metadata(self, placed: Sequence[PlacedObject]) -> bytes:
         """DCP's metadata, pickled, of a save whose objects are `placed`."""
@@ -82,11 +83,8 @@ class Description:
         data, key = item.tensor_data, item.index.fqn
         if key not in tensors:
             dtype = str(data.properties.dtype).removeprefix("torch.")
-            tensors[key] = {"dtype": dtype, "shape": list(data.size), "path": self._path(key), "chunks": []}
+            tensors[key] = {"dtype": dtype, "shape": list(data.size), "chunks": []}
         tensors[key]["chunks"].append([*where, list(data.chunk.offsets), list(data.chunk.sizes)])
-
-    def _path(self, key: str) -> list[Any]:
-        return list(self._paths.get(key, (key,)))
 
 
 def _value_of(placed: PlacedObject) -> dict[str, Any]:

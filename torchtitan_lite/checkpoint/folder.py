@@ -72,7 +72,7 @@ class CheckpointFolder:
 
     def _contents(self) -> Contents:
         manifest = self.manifest
-        if manifest is not None and (manifest.tensors or manifest.objects):
+        if manifest is not None and (manifest.tensors or manifest.objects or manifest.structure):
             return Contents.of_manifest(manifest, str(self.path))
         return read_metadata(self.path)
 

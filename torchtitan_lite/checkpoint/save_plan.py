@@ -1,25 +1,25 @@
 """Which rank writes what, and where in its file: agreed once, and kept while nothing changes.
 
-What a state is made of (names, dtypes, shapes, shardings) is compared with the last save's; the
-ranks agree in one small exchange whether it is the same for all of them. If it is, the plan is the
-last one and nothing else travels. If it is not, on any rank, all plan anew: DCP makes each rank's
-items, the coordinator gives what several ranks hold to one of them, balanced, and lays out every
-file. Planning happens before staging, while the caller waits, so that a rank stages what it writes
-and nothing else.
+What a state is made of (names, containers, dtypes, shapes, shardings) is compared with the last save's;
+the ranks agree in one small exchange whether it is the same for all of them. If it is, the plan is the
+last one and nothing else travels. If it is not, on any rank, all plan anew: each rank proves that its
+state can be put together again, DCP makes its items, the coordinator gives what several ranks hold to
+one of them, balanced, and lays out every file. Planning happens before staging, while the caller waits,
+so that a rank stages what it writes and nothing else.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
@@ -27,12 +27,22 @@ from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.collection import no_collection
 from torchtitan_lite.checkpoint.description import Description, PlannedFile
 from torchtitan_lite.checkpoint.file_image import FileLayout, Spec
+from torchtitan_lite.checkpoint.joint_structure import joint
+from torchtitan_lite.checkpoint.kinds import difference
+from torchtitan_lite.checkpoint.structure import Branch, decode, encode, flatten, paths_of, rebuild
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.store import layout
 
 State = dict[str, Any]
-Structure = list[tuple[Any, ...]]
-"""What a state is made of, in order; equal for states that are saved by the same plan."""
+
+
+@dataclass(frozen=True)
+class _Examined:
+    """What a state is made of; equal for states that are saved by the same plan."""
+
+    structure: Branch
+    entries: Sequence[tuple[Any, ...]]
+    """Of each entry, in order: its name, and what is the same in every save of a tensor."""
 
 
 class _Verdict(enum.IntEnum):
@@ -85,7 +95,7 @@ class PlanCache:
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        self._structure: Structure | None = None
+        self._examined: _Examined | None = None
         self._plan: RankPlan | None = None
         self.num_made = 0
         """How often a plan had to be made."""
@@ -95,27 +105,35 @@ class PlanCache:
 
         Whatever fails on one rank, `check` included, is raised on every rank.
         """
-        flat, structure, failure = _examined(state, check)
-        is_same = self._plan is not None and structure == self._structure
-        verdict = _Verdict.FAILED if failure else _Verdict.UNCHANGED if is_same else _Verdict.CHANGED
+        flat: State = {}
+        examined: _Examined | None = None
+        verdict, failure = _Verdict.FAILED, None
+        try:
+            flat, examined = _examine(state, check)
+            verdict = _Verdict.UNCHANGED if self._plan is not None and examined == self._examined else _Verdict.CHANGED
+            if verdict is _Verdict.CHANGED:
+                _prove(state, flat, examined.structure)
+        except Exception as error:
+            verdict, failure = _Verdict.FAILED, error
         highest, is_in_doubt = self._peers.highest(verdict, self._peers.is_group_in_doubt)
         together = _Verdict(highest)
         if is_in_doubt:
             self._peers.renew_group()
         if together is _Verdict.FAILED:
             self._peers.raise_together(failure)
+        assert examined is not None, "else all failed together"
         if together is _Verdict.CHANGED or self._plan is None:
-            self._plan = self._structure = None
-            self._plan = self._make(state)
-            self._structure = structure
+            self._plan = self._examined = None
+            self._plan = self._make(flat, examined.structure)
+            self._examined = examined
             self.num_made += 1
         return Planned(self._plan, flat)
 
-    def _make(self, state: State) -> RankPlan:
+    def _make(self, flat: State, structure: Branch) -> RankPlan:
         local: SavePlan | None = None
         failure: Exception | None = None
         try:
-            local = _local_plan(state)
+            local = _local_plan(flat, structure)
         except Exception as error:
             failure = error
         answers = _Answers(failure or local)
@@ -145,15 +163,20 @@ class _Answers:
             dataclasses.replace(plan, items=[plan.items[number] for number in numbers])
             for plan, numbers in zip(whole, kept, strict=True)
         ]
-        # DCP's own: chunk by chunk into one metadata, and a look whether every tensor is whole. The paths of keys are
-        # merged here: its way of doing that is quadratic in the number of ranks that have keys of their own.
+        # DCP's own: chunk by chunk into one metadata, and a look whether every tensor is whole. The paths of keys come
+        # from the structure: its way of joining them is quadratic in the number of ranks that have keys of their own.
         final, metadata = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(reduced)
-        paths: dict[str, Any] = {}
-        for plan in reversed(reduced):  # The lowest rank's word counts, as DCP has it.
-            paths |= plan.planner_data or {}
+        structure = joint(plan.planner_data for plan in whole)
+        tensors = {
+            key for key, of_key in metadata.state_dict_metadata.items() if isinstance(of_key, TensorStorageMetadata)
+        }
+        paths = paths_of(structure, tensors=tensors)
+        if paths.keys() != metadata.state_dict_metadata.keys():
+            lost = min(paths.keys() ^ metadata.state_dict_metadata.keys())
+            raise ValueError(f"no rank writes {lost}, which a rank has in its state")
         metadata = dataclasses.replace(metadata, planner_data=paths)
         files = [_planned_file(rank, plan.items) for rank, plan in enumerate(final)]
-        self.description = Description(metadata, files)
+        self.description = Description(metadata, files, structure)
         return kept
 
 
@@ -185,31 +208,35 @@ def balanced(plans: Sequence[SavePlan]) -> list[list[int]]:
     return [sorted(numbers) for numbers in kept]
 
 
-def _examined(state: State, check: Callable[[], None] | None) -> tuple[State, Structure, Exception | None]:
-    try:
-        faults.point("plan")
-        if check is not None:
-            check()
-        flat, paths = flatten_state_dict(state)
-        return flat, [_structure_of(paths[key], value) for key, value in flat.items()], None
-    except Exception as error:
-        return {}, [], error
+def _examine(state: State, check: Callable[[], None] | None) -> tuple[State, _Examined]:
+    faults.point("plan")
+    if check is not None:
+        check()
+    flat, structure = flatten(state)
+    return flat, _Examined(structure, [_entry(key, value) for key, value in flat.items()])
 
 
-def _structure_of(path: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
-    """Raises TypeError for a tensor that has no row-major elements of its own: its file would not be it."""
+def _prove(state: State, flat: State, structure: Branch) -> None:
+    """Raises TypeError unless what the manifest would say of `structure` makes `state` again of `flat`."""
+    again = rebuild(decode(json.loads(json.dumps(encode(structure)))), flat)
+    if finding := difference(state, again, "state"):
+        raise TypeError(f"{finding} in a checkpoint. Return dicts and lists of tensors and numbers from state_dict")
+
+
+def _entry(key: str, value: Any) -> tuple[Any, ...]:
+    """Raises TypeError for a tensor whose elements cannot be written as they lie."""
     if isinstance(value, torch.Tensor):
         local = value._local_tensor if isinstance(value, DTensor) else value
         if local.layout != torch.strided or local.is_quantized or local.is_meta or _has_no_memory(local):
             raise TypeError(
-                f"{'.'.join(map(str, path))} is a {type(local).__name__} of layout {local.layout} on {local.device}, "
+                f"{key} is a {type(local).__name__} of layout {local.layout} on {local.device}, "
                 "whose elements cannot be written as they lie. Return plain dense tensors from state_dict."
             )
     if isinstance(value, DTensor):
-        return path, value.dtype, value.shape, value.placements, value.device_mesh
+        return key, value.dtype, value.shape, value.placements, value.device_mesh
     if isinstance(value, torch.Tensor):
-        return path, value.dtype, value.shape
-    return (path,)
+        return key, value.dtype, value.shape
+    return (key,)
 
 
 def _has_no_memory(tensor: torch.Tensor) -> bool:
@@ -220,10 +247,10 @@ def _has_no_memory(tensor: torch.Tensor) -> bool:
         return True
 
 
-def _local_plan(state: State) -> SavePlan:
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(state)
-    return planner.create_local_plan()
+def _local_plan(flat: State, structure: Branch) -> SavePlan:
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    planner.set_up_planner(flat)
+    return dataclasses.replace(planner.create_local_plan(), planner_data=structure)
 
 
 def _rank_plan(items: Sequence[WriteItem], description: Description | None) -> RankPlan:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.tensor import DTensor
@@ -28,9 +27,11 @@ from torchtitan_lite.checkpoint.contents import Chunk, Contents, Shape
 from torchtitan_lite.checkpoint.folder import CheckpointFolder, Verify
 from torchtitan_lite.checkpoint.key_report import KeyReport, TensorLike, compare_tensors, merged
 from torchtitan_lite.checkpoint.load_rules import EVERYTHING, LoadRules
+from torchtitan_lite.checkpoint.older_structure import Untyped, retyped
 from torchtitan_lite.checkpoint.reader import CheckpointReader, Region, Wanted
+from torchtitan_lite.checkpoint.structure import find, rebuild
 from torchtitan_lite.distributed.consensus import Peers
-from torchtitan_lite.errors import CheckpointMismatch
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch
 from torchtitan_lite.log import logger
 
 State = dict[str, Any]
@@ -70,6 +71,11 @@ class StoredCheckpoint:
         """The flat keys under `prefix`."""
         return [key for key in self.contents if key.startswith(prefix)]
 
+    def has_state(self, name: str) -> bool:
+        """Whether the nested state `name` is there; it may be empty."""
+        structure = self.contents.structure
+        return bool(self.keys(f"{name}.")) or (structure is not None and find(structure, name) is not None)
+
     @no_collection()
     def report(
         self, model: Mapping[str, torch.Tensor], optimizer: State, states: Sequence[str] = (), *, cast: bool = False
@@ -78,7 +84,7 @@ class StoredCheckpoint:
 
         What is not to be loaded is left out: an optimizer without keys, a state not named.
         """
-        reports = [self._model_report(model, cast), KeyReport(missing=[n for n in states if not self.keys(f"{n}.")])]
+        reports = [self._model_report(model, cast), KeyReport(missing=[n for n in states if not self.has_state(n)])]
         if optimizer:
             reports.append(self._optimizer_report(optimizer))
         return self._of_all_ranks(merged(*reports))
@@ -133,23 +139,37 @@ class StoredCheckpoint:
     def read_state(self, name: str, own: State) -> State:
         """The nested state `name` as it was saved; sharded tensors are read into those of `own`. **Collective**.
 
-        Raises `CheckpointMismatch` on every rank if the checkpoint has no such state, or one with other tensors.
+        Raises `CheckpointMismatch` on every rank if the checkpoint has no such state, or one with other tensors, or
+        is so old that its keys have no types and `own` does not tell them.
         """
         prefix = f"{name}."
         live, _ = flatten_state_dict({name: own})
         sharded = {key: value for key, value in live.items() if isinstance(value, DTensor)}
         stored = {key: tensor for key, tensor in self._stored_tensors(prefix).items() if key in sharded}
         mismatched = compare_tensors({key: sharded[key] for key in stored}, stored)
-        missing = KeyReport(missing=[name] if own and not self.keys(prefix) else [])
+        missing = KeyReport(missing=[name] if own and not self.has_state(name) else [])
         self._refuse_together(merged(missing, mismatched))
         target = {key: sharded.get(key, self._placeholder(key)) for key in self.keys(prefix)}
         self._read(target)
+        structure = self.contents.structure
+        if structure is None:
+            return self._retyped(name, target, own)
+        branch = find(structure, name)
+        return {} if branch is None else rebuild(branch, target, prefix)
+
+    def _retyped(self, name: str, flat: State, own: State) -> State:
+        """The nested state `name` of a checkpoint that has the names of `flat`, and not the types of their keys."""
         paths = self.contents.paths
+        error: Exception | None = None
         nested: State = {}
-        for key, value in target.items():
-            set_element(nested, _below(name, paths.get(key, (name, key.removeprefix(prefix)))), value)
-        # DCP keeps leaves only: of a mapping that was empty there is no trace.
-        return {key: {} for key, value in own.items() if isinstance(value, Mapping)} | nested
+        try:
+            nested = retyped(name, {_below(name, paths.get(key), key): value for key, value in flat.items()}, own)
+        except Untyped as found:
+            error = CheckpointMismatch(str(self.path), str(found))
+        except ValueError as found:
+            error = CheckpointDamaged(str(self.path), str(found))
+        self._peers.raise_together(error)
+        return nested
 
     def _read(self, flat: State) -> None:
         # One entry: DCP looks at each at length.
@@ -229,10 +249,12 @@ class StoredCheckpoint:
         self._peers.raise_together(CheckpointMismatch(str(self.path), str(report)) if report else None)
 
 
-def _below(name: str, path: Sequence[Any]) -> tuple[Any, ...]:
-    """What of `path` comes after the part that is spelt `name`."""
-    depth = next(n for n in range(1, len(path) + 1) if ".".join(map(str, path[:n])) == name)
-    return tuple(path[depth:])
+def _below(name: str, path: Sequence[str | int] | None, key: str) -> tuple[str | int, ...]:
+    """What of `path`, which leads to `key`, comes after the part that is spelt `name`."""
+    for depth in range(1, len(path or ())):
+        if path is not None and ".".join(map(str, path[:depth])) == name:
+            return tuple(path[depth:])
+    return (key.removeprefix(f"{name}."),)
 
 
 class _Reader(CheckpointReader):

@@ -140,6 +140,7 @@ class CommittingWriter(StorageWriter):
             lineage=self._lineage(),
             tensors=description.tensors,
             objects=description.objects(objects),
+            structure=description.structure,
             extra={
                 "topology": target.origin.topology,
                 "config": target.origin.config,

@@ -24,10 +24,10 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.digest import DIGEST_BYTES, digest_blocks, file_digest, num_blocks, text_digest
 from torchtitan_lite.store.lineage import Lineage
 
-FORMAT_VERSION = 2
-"""1 had no digests and no table of tensors."""
+FORMAT_VERSION = 3
+"""1 had no digests and no table of tensors; until 2 each entry of a table had its path, without types of keys."""
 
-_TABLES = ("tensors", "objects")
+_TABLES = ("tensors", "objects", "structure")
 _LAST_LINE = re.compile(rb',\n"digest": "([0-9a-f]{32})"\n}\n?')
 _LAST_LINE_BYTES = len(',\n"digest": ""\n}\n') + 32
 
@@ -146,10 +146,12 @@ class Manifest:
     lineage: Lineage = UNKNOWN
     """The run it is of."""
     tensors: Table = field(default_factory=Table)
-    """Key to {"dtype", "shape", "path", "chunks": [[file, at, offsets, sizes], ...]}; `at` is the byte in the file
+    """Key to {"dtype", "shape", "chunks": [[file, at, offsets, sizes], ...]}; `at` is the byte in the file
     where the chunk's elements start. Not looked at by the store."""
     objects: Table = field(default_factory=Table)
-    """Key to {"path", "value"} or {"path", "item": [file, offset, length]}. Not looked at by the store."""
+    """Key to {"value"} or {"item": [file, offset, length]}. Not looked at by the store."""
+    structure: Table = field(default_factory=Table)
+    """"root" to the tree of containers that the keys of both come from. Not looked at by the store."""
     extra: dict[str, Any] = field(default_factory=dict)
     """JSON values that the store does not look at."""
     format_version: int = FORMAT_VERSION
@@ -173,6 +175,7 @@ class Manifest:
             "extra": _dump(self.extra),
             "objects": self.objects.text,
             "tensors": self.tensors.text,
+            "structure": self.structure.text,
         }
         text = "{\n" + ",\n".join(f'"{name}": {line}' for name, line in lines.items())
         return seal(text.encode())
@@ -266,6 +269,7 @@ def _manifest(document: dict[str, Any], tables: dict[str, Table]) -> Manifest:
         lineage=Lineage.from_json(_value(document, "lineage", dict)),
         tensors=tables.get("tensors", Table()),
         objects=tables.get("objects", Table()),
+        structure=tables.get("structure", Table()),
         extra=_value(document, "extra", dict),
     )
 

@@ -1,0 +1,201 @@
+"""The containers of a state: taken apart, put together, joined over ranks, and read from who knows whom."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+from tests.checkpoint.nests import nests
+from tests.checkpoint.with_manifest import write_manifest
+from torchtitan_lite.checkpoint.contents import Contents
+from torchtitan_lite.checkpoint.joint_structure import joint
+from torchtitan_lite.checkpoint.kinds import difference
+from torchtitan_lite.checkpoint.structure import MAX_DEPTH, Branch, decode, encode, find, flatten, paths_of, rebuild
+from torchtitan_lite.errors import CheckpointDamaged
+
+
+def through_json(structure: Branch) -> Branch:
+    return decode(json.loads(json.dumps(encode(structure), allow_nan=False)))
+
+
+@settings(max_examples=100)
+@given(nests())
+def test_a_state_is_put_together_again_of_its_parts(state: Any) -> None:
+    flat, structure = flatten(state)
+    again = through_json(structure)
+    assert again == structure
+    found = rebuild(again, flat)
+    assert difference(state, found) == ""
+    again_flat, _ = flatten(found)
+    assert list(again_flat) == list(flat)
+    assert all(again_flat[name] is flat[name] for name in flat)
+
+
+@settings(max_examples=100)
+@given(nests())
+def test_names_and_paths_are_dcps(state: Any) -> None:
+    flat, structure = flatten({"s": state})
+    expected, paths = flatten_state_dict({"s": state})
+    assert list(flat) == list(expected)
+    assert all(flat[name] is expected[name] for name in flat)
+    assert paths_of(structure) == paths
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({1: 0}, {"1": 0}),
+        ({1: 0}, {True: 0}),
+        ({1: 0}, {1.0: 0}),
+        ({0.0: 0}, {-0.0: 0}),
+        ({(1,): 0}, {(True,): 0}),
+        ({"a": {}}, {}),
+        ({"a": {}}, {"a": [{}]}),
+        ({"a": [{}]}, {"a": [{}, {}]}),
+        ({"a": 0, "b": 0}, {"b": 0, "a": 0}),
+    ],
+    ids=repr,
+)
+def test_states_of_other_keys_or_containers_have_other_structures(one: Any, other: Any) -> None:
+    assert flatten(one)[1] != flatten(other)[1]
+    assert through_json(flatten(one)[1]) != through_json(flatten(other)[1])
+
+
+def test_a_container_is_found_by_its_name() -> None:
+    structure = flatten({"rng": {"rank0": {"a": 1}, "rank1": {"b": 1}}, "rng.rank2": {"c": 1}, "x": {3: {}}, "y": 1})[1]
+    keys = {
+        name: list(branch.keys) for name in ("rng.rank1", "rng.rank2", "x.3", "x") if (branch := find(structure, name))
+    }
+    assert keys == {"rng.rank1": ["b"], "rng.rank2": ["c"], "x.3": [], "x": [3]}
+    assert [find(structure, name) for name in ("y", "rng.rank", "rng.rank0.a", "", "x.", "x.4")] == [None] * 6
+
+
+NODE = {"kind": "dict", "keys": ["a"]}
+
+
+def deep(levels: int) -> dict[str, Any]:
+    document: dict[str, Any] = {"kind": "dict", "keys": []}
+    for _ in range(levels - 1):
+        document = {"kind": "list", "children": [document]}
+    return document
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        *(None, 1, "dict", [], {}, {"kind": None}, {"kind": ["dict"]}, {"kind": {}}),
+        *(
+            {"kind": "set", "keys": []},
+            {"kind": "os.system", "keys": ["touch x"]},
+            {"kind": "defaultdict(eval)", "keys": []},
+        ),
+        *({"kind": "dict"}, {"kind": "dict", "keys": {}}, {"kind": "dict", "keys": "ab"}, {"kind": "list"}),
+        *({"kind": "dict", "keys": ["a"], "children": []}, {"kind": "dict", "keys": ["a"], "children": [1]}),
+        *({"kind": "dict", "keys": ["a", "a"]}, {"kind": "dict", "keys": [1, True]}, {"kind": "dict", "keys": [[1]]}),
+        *({"kind": "dict", "keys": [{"$tuple": [[1]]}]}, {"kind": "dict", "keys": [{"$eval": "1"}]}),
+        *({"kind": "dict", "keys": [{"$int": "f" * 20_000}]}, {"kind": "dict", "keys": [{"a": 1}]}),
+        *({"kind": "list", "children": {}}, {"kind": "list", "children": [[NODE]]}, deep(MAX_DEPTH + 1), deep(150)),
+    ],
+    ids=lambda document: repr(document)[:60],
+)
+def test_a_document_that_is_no_structure_is_refused(document: Any) -> None:
+    with pytest.raises(ValueError):
+        decode(document)
+    with pytest.raises(ValueError):
+        decode({"kind": "dict", "keys": ["x"], "children": [document]}) if document is not None else decode(None)
+
+
+def test_the_deepest_structure_is_taken() -> None:
+    assert encode(decode(deep(MAX_DEPTH))) == deep(MAX_DEPTH) | {"children": deep(MAX_DEPTH)["children"]}
+
+
+def contents_of(folder: Path, structure: Any, objects: dict[str, Any]) -> Contents:
+    manifest = write_manifest(folder, {}, {}, objects, structure)
+    return Contents.of_manifest(manifest, str(folder))
+
+
+VALUE = {"value": 1}
+
+
+@pytest.mark.parametrize(
+    ("structure", "objects"),
+    [
+        ({"kind": "dict", "keys": ["a"]}, {}),
+        ({"kind": "dict", "keys": []}, {"a": VALUE}),
+        ({"kind": "dict", "keys": ["a", "b"]}, {"a": VALUE}),
+        ({"kind": "dict", "keys": ["a"]}, {"a": VALUE, "b": VALUE}),
+        ({"kind": "dict", "keys": ["a.b", "a"], "children": [None, {"kind": "dict", "keys": ["b"]}]}, {"a.b": VALUE}),
+        ({"kind": "dict", "keys": [1, "1"]}, {"1": VALUE}),
+        ([], {"a": VALUE}),
+        ("dict", {"a": VALUE}),
+    ],
+    ids=repr,
+)
+def test_a_structure_that_does_not_fit_the_tables_is_damage(tmp_path: Path, structure: Any, objects: Any) -> None:
+    with pytest.raises(CheckpointDamaged, match=r"manifest.json: the structure of the state: ") as caught:
+        contents_of(tmp_path, structure, objects)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_long_keys_far_up_do_not_multiply(tmp_path: Path) -> None:
+    """A megabyte of a key, over tens of thousands of entries, would be names of gigabytes."""
+    leaves: dict[str, Any] = {"kind": "dict", "keys": [f"k{number}" for number in range(20_000)]}
+    hollow = {"kind": "list", "children": [{"kind": "dict", "keys": []}] * 20_000}
+    for inner in leaves, hollow:
+        tracemalloc.start()
+        with pytest.raises(CheckpointDamaged):
+            contents_of(tmp_path, {"kind": "dict", "keys": ["x" * 1_000_000], "children": [inner]}, {"a": VALUE})
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+        tracemalloc.stop()
+
+
+def test_what_ranks_have_apart_is_joined() -> None:
+    first = {"model": {"a": 1}, "s": {1: {"x": 1}}, "rng": {"rank0": {"t": 1}}, "list": [{"x": 1}], "e": {}}
+    second = {
+        "model": {"b": 2},
+        "s": {1: {"y": 2}, "1": {}},
+        "rng": {"rank1": {"t": 2}},
+        "list": [{}, {"y": 1}],
+        "e": {},
+    }
+    together = joint(flatten(state)[1] for state in (first, second, first))
+    flat = flatten(first)[0] | flatten(second)[0]
+    assert rebuild(through_json(together), flat) == {
+        "model": {"a": 1, "b": 2},
+        "s": {1: {"x": 1, "y": 2}, "1": {}},
+        "rng": {"rank0": {"t": 1}, "rank1": {"t": 2}},
+        "list": [{"x": 1}, {"y": 1}],
+        "e": {},
+    }
+
+
+@settings(max_examples=50)
+@given(st.lists(nests(), min_size=1, max_size=4))
+def test_ranks_that_are_alike_or_strangers_are_joined(states: list[Any]) -> None:
+    structures = [flatten({f"rank{number}": state})[1] for number, state in enumerate(states)]
+    together = joint([*structures, *structures])
+    for number in range(len(states)):
+        assert find(together, f"rank{number}") == structures[number].children[0]
+    assert joint([structures[0]] * 3) == structures[0]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "match"),
+    [
+        ({"a": {"b": 1}}, {"a": {"b": {"c": 1}}}, r"a\.b is a dict on one rank and no container on another"),
+        ({"a": {"b": {}}}, {"a": {"b": 1}}, r"a\.b is a dict on one rank and no container on another"),
+        ({"a": {"b": {}}}, {"a": {"b": [{}]}}, r"a\.b is a dict on one rank and a list on another"),
+        ({"a": {1: 0}}, {"a": {True: 0}}, r"a: two keys of one mapping are equal"),
+    ],
+    ids=["entry and dict", "dict and entry", "dict and list", "1 and True"],
+)
+def test_ranks_that_do_not_go_together_are_refused_by_name(one: Any, other: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        joint(flatten(state)[1] for state in (one, other))

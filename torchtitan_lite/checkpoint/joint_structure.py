@@ -1,0 +1,83 @@
+"""The structure of what all ranks save together.
+
+Each rank has a part of a state: its pipeline stages, the generators under its own key. The structure
+of the whole has each container once, with the keys of all ranks. Ranks that have a container and
+something else under one name cannot both come back: that is refused, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torchtitan_lite.checkpoint.structure import Branch, branch_of
+
+
+def joint(structures: Iterable[Branch]) -> Branch:
+    """The structure of the states of `structures` together; keys are in the order in which they are first met.
+
+    Raises ValueError, naming the entry, where two of them do not go together.
+    """
+    first, *others = structures
+    grown = _Grown(first)
+    for structure in others:
+        grown.add(structure, "")
+    return grown.finished("")
+
+
+class _Grown:
+    """A container that grows, without being made again for each rank."""
+
+    def __init__(self, first: Branch) -> None:
+        self._kind = first.kind
+        self._keys: dict[Any, Any] = {}
+        self._children: dict[Any, _Grown | None] = {}
+        self._has_branches = False
+        self._first = first
+        self._last: Branch | None = None
+        self.add(first, "")
+
+    def add(self, branch: Branch, name: str) -> None:
+        if branch == self._last:  # Mostly it is.
+            return
+        if branch.kind != self._kind:
+            raise _conflict(name, f"a {self._kind}", f"a {branch.kind}")
+        self._last = branch
+        identities: Any = branch.keys
+        if branch.spelt:  # 1 and True are one key to a dict.
+            pairs = zip(branch.keys, branch.spelt, strict=True)
+            identities = [key if type(key) is str else (text,) for key, text in pairs]
+        self._keys.update(zip(identities, branch.keys, strict=True))
+        if self._has_branches or any(child is not None for child in branch.children):
+            self._has_branches = True
+            for identity, key, child in zip(identities, branch.keys, branch.children, strict=True):
+                self._add_child(identity, child, f"{name}.{key}" if name else str(key))
+        else:
+            self._children.update(dict.fromkeys(identities))
+
+    def _add_child(self, identity: Any, child: Branch | None, name: str) -> None:
+        if identity not in self._children:
+            self._children[identity] = None if child is None else _Grown(child)
+            return
+        known = self._children[identity]
+        if (known is None) != (child is None):
+            raise _conflict(name, f"a {known._kind if known else child.kind if child else ''}", "no container")
+        if known is not None and child is not None:
+            known.add(child, name)
+
+    def finished(self, name: str) -> Branch:
+        if not self._has_branches and len(self._first.keys) == len(self._children):
+            return self._first
+        pairs = zip(self._keys.values(), self._children.values(), strict=True)
+        children = [None if child is None else child.finished(f"{name}.{key}") for key, child in pairs]
+        try:
+            return branch_of(self._kind, list(self._keys.values()), children)
+        except ValueError as error:
+            raise ValueError(f"{name.removeprefix('.') or 'the state'}: {error}") from None
+
+
+def _conflict(name: str, one: str, other: str) -> ValueError:
+    return ValueError(
+        f"{name} is {one} on one rank and {other} on another, and a checkpoint can hold only one of them. "
+        "Return a state of the same structure on every rank, or under names of their own"
+    )

@@ -1,0 +1,142 @@
+"""The structure of a state in a checkpoint that does not say it.
+
+Until format 3, and in DCP's own checkpoints, a path of strings and list positions leads to each entry:
+keys that are no strings are spelt out, every mapping is a dict, and what is empty has left no trace.
+What the live object has tells most of it. Where it does not, and a wrong guess would be a wrong
+state, there is no guess: `Untyped`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchtitan_lite.checkpoint.structure import Branch, Path, empty_like, flatten, rebuild
+
+MAX_HOLES = 100_000
+"""Empty mappings in a list, of which there is no trace."""
+_MAX_DEPTH = 500
+_MAX_SPELT = 64
+"""Characters of a key that may be something else than a string."""
+
+
+class Untyped(ValueError):
+    """The checkpoint does not say what something was, and the live object does not tell."""
+
+
+def retyped(name: str, entries: Mapping[Path, Any], live: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The state `name` of `entries`, by their paths in it, with keys and containers as `live` has them.
+
+    Raises `Untyped`, naming the entry, and ValueError for paths that lead nowhere together.
+    """
+    tree = _Tree()
+    for path, value in entries.items():
+        tree.put(path, value, name)
+    state = dict(_mapping(tree, live, name))
+    # A mapping that the object has, and the checkpoint nothing of, was empty.
+    return {key: {} for key, value in live.items() if key not in state and isinstance(value, Mapping)} | state
+
+
+class _Tree(dict[str | int, Any]):
+    """Key or position to another one, or to an entry in a `_Leaf`."""
+
+    def put(self, path: Sequence[str | int], value: Any, name: str) -> None:
+        if not 0 < len(path) <= _MAX_DEPTH:
+            raise ValueError(f"{name}: a path of {len(path)} keys leads to an entry")
+        tree = self
+        for key in path[:-1]:
+            below = tree.setdefault(key, _Tree())
+            if not isinstance(below, _Tree):
+                raise ValueError(f"{name}.{'.'.join(map(str, path))}: {key} is an entry, and holds others")
+            tree = below
+        if path[-1] in tree:
+            raise ValueError(f"{name}.{'.'.join(map(str, path))} is there twice")
+        tree[path[-1]] = _Leaf(value)
+
+
+class _Leaf:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _value(tree: Any, live: Any, name: str) -> Any:
+    if isinstance(tree, _Leaf):
+        return tree.value
+    if {*map(type, tree)} == {int}:
+        return _list(tree, live if isinstance(live, list) else [], name)
+    return _mapping(tree, live if isinstance(live, Mapping) else {}, name)
+
+
+def _list(tree: _Tree, live: list[Any], name: str) -> list[Any]:
+    length = 1 + max(map(int, tree))
+    if min(map(int, tree)) < 0 or length - len(tree) > MAX_HOLES:
+        raise ValueError(f"{name}: {len(tree)} entries do not make a list of {length}")
+    present = [live[i] if i < len(live) else None for i in range(length)]
+    items = [_value(tree[i], own, f"{name}.{i}") if i in tree else _hole(own) for i, own in enumerate(present)]
+    for own in live[length:]:
+        if (structure := _traceless(own)) is None:
+            break
+        items.append(rebuild(structure, {}))
+    return items
+
+
+def _hole(own: Any) -> Any:
+    structure = _traceless(own)
+    return {} if structure is None else rebuild(structure, {})
+
+
+def _mapping(tree: _Tree, live: Mapping[Any, Any], name: str) -> Any:
+    if not {*map(type, tree)} <= {str}:
+        raise ValueError(f"{name} is a mapping and a list")
+    keys = {_key(text, live, name): text for text in map(str, tree)}
+    values = {key: _value(tree[text], live.get(key), f"{name}.{text}") for key, text in keys.items()}
+    for key, own in live.items():
+        if key not in values and (structure := _traceless(own)) is not None:
+            values[key] = rebuild(structure, {})
+    ordered = [key for key in live if key in values]
+    made = empty_like(live)
+    for key in dict.fromkeys([*ordered, *values]):
+        made[key] = values[key]
+    return made
+
+
+def _key(text: str, live: Mapping[Any, Any], name: str) -> Any:
+    """The key that is spelt `text`."""
+    found = [key for key in live if str(key) == text]
+    if len(found) == 1:
+        return found[0]
+    kinds = {*map(type, live)}
+    other = _other_reading(text)
+    if not found and (other is None or kinds == {str}):
+        return text
+    if not found and kinds == {int} and type(other) is int:
+        return other
+    raise Untyped(
+        f"{name} has the key {text!r}, and was saved when checkpoints did not say whether that is a string or "
+        f"{f'a {type(other).__name__}' if other is not None else 'something else'}; the {name} of this run does not "
+        "tell either. Give it such a key before it is loaded, or leave its state out "
+        "(--checkpoint.exclude_from_loading)."
+    )
+
+
+def _other_reading(text: str) -> Any:
+    """What else than a string is spelt `text`; None for nothing, and for None itself, which is spelt as no key is."""
+    if len(text) > _MAX_SPELT or not text.isascii():
+        return None
+    try:
+        value = ast.literal_eval(text)  # Literals alone: nothing is run.
+    except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
+        return None
+    return value if type(value) in (int, float, bool, tuple, bytes) and str(value) == text else None
+
+
+def _traceless(own: Any) -> Branch | None:
+    """The structure of `own` if it is a container without any entry; else None."""
+    if not isinstance(own, Mapping | list):
+        return None
+    try:
+        flat, structure = flatten({"": own})
+    except (TypeError, ValueError):
+        return None
+    return None if flat else structure.children[0]

@@ -1,0 +1,330 @@
+"""The containers of a nested state, apart from what lies in them.
+
+`flatten` takes a state apart into a flat one, whose names are DCP's, and its structure: the tree of
+containers with their types, the types and the order of their keys, and the containers that are empty.
+`rebuild` puts the two together again, the very same. A container or a key that could not come back as
+it was is refused by `flatten`, by its full name. The manifest holds the structure as JSON; `decode`
+builds nothing but `Branch`es of it, whatever it is given, and no more than the JSON is long.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from torchtitan_lite.checkpoint import plain_value
+
+State = dict[str, Any]
+Path = tuple[str | int, ...]
+
+MAX_DEPTH = 100
+"""Containers within containers; the JSON parser's own limit is not far above."""
+
+MAX_BRANCHES = 1_000_000
+"""Containers of a state."""
+
+_LIST = "list"
+_MAKERS: dict[str, Callable[[], Any]] = {
+    "dict": dict,
+    "OrderedDict": OrderedDict,
+    "Counter": Counter,
+    "defaultdict": defaultdict,
+    **{
+        f"defaultdict({kind.__name__})": partial(defaultdict, kind)
+        for kind in (list, dict, set, tuple, int, float, bool, str)
+    },
+}
+"""Kind of a mapping to what makes an empty one. Factories are known by name: nothing in a checkpoint is called."""
+
+_KINDS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
+_KEPT = "dict, OrderedDict, Counter, defaultdict of a built-in type, list"
+_PLAIN = frozenset({int, float, bool, str, bytes, type(None), tuple})
+_ENTRIES = _PLAIN | {torch.Tensor, torch.nn.Parameter, DTensor}
+"""Types that are seen to be no container without a look at their bases."""
+
+
+class Branch(NamedTuple):
+    """A container. Equal branches have equal kinds, and keys of equal types."""
+
+    kind: str
+    """Of `_MAKERS`, or a list."""
+    keys: Sequence[Any]
+    """In order; of a list its numbers."""
+    spelt: tuple[str, ...]
+    """The keys with their types (1 is not True); empty if all are strings, and of a list."""
+    children: tuple[Branch | None, ...]
+    """For each key; None for what is no container: the entry of the flat state."""
+
+
+def flatten(state: Mapping[str, Any]) -> tuple[State, Branch]:
+    """The flat form of `state`, under the names that DCP gives, and its structure.
+
+    Raises TypeError for a container or a key that would not come back as it is, ValueError for two entries that
+    have one name, and for a state that is nested too deeply or in itself. All are named.
+    """
+    walk = _Walk()
+    return walk.flat, walk.mapping(state, "")
+
+
+def rebuild(structure: Branch, flat: Mapping[str, Any], prefix: str = "") -> Any:
+    """The nested state of `structure` whose entries are those of `flat`, each under its name after `prefix`."""
+    values = (
+        flat[f"{prefix}{key}"] if child is None else rebuild(child, flat, f"{prefix}{key}.")
+        for key, child in zip(structure.keys, structure.children, strict=True)
+    )
+    if structure.kind == _LIST:
+        return list(values)
+    container = _MAKERS[structure.kind]()
+    for key, value in zip(structure.keys, values, strict=True):
+        container[key] = value
+    return container
+
+
+def paths_of(
+    structure: Branch, expected: Container[str] | None = None, tensors: Container[str] | None = None
+) -> dict[str, Path]:
+    """Flat name to the path that DCP has for it, for every entry. Raises ValueError for a name that stands twice.
+
+    With `expected` also for one that is not in there; names are made one by one, so what they take is bounded by it.
+    With `tensors`, the names of those, positions are spelt out where DCP's tools would take what they make of them
+    for an entry: a list of objects and empty mappings, of which it has only the objects.
+    """
+    found: dict[str, Path] = {}
+    for path in _paths(structure, (), tensors):
+        name = ".".join(map(str, path))
+        if name in found:
+            raise ValueError(f"two entries of the state have the name {name!r}")
+        if expected is not None and name not in expected:
+            raise ValueError(f"{name[:200]!r} is not in the tables")
+        found[name] = path
+    return found
+
+
+def find(structure: Branch, name: str) -> Branch | None:
+    """The container called `name`, which may lead through several (`rng.rank0`); None if there is none."""
+    for key, child in zip(structure.keys, structure.children, strict=True):
+        text = str(key)
+        if child is None or not name.startswith(text):
+            continue
+        if name == text:
+            return child
+        if name[len(text)] == "." and (found := find(child, name[len(text) + 1 :])) is not None:
+            return found
+    return None
+
+
+def empty_like(value: Mapping[Any, Any]) -> Any:
+    """An empty mapping of the kind of `value`; a dict if that is none that is kept."""
+    return _MAKERS[_kind_of(value) or "dict"]()
+
+
+def encode(structure: Branch) -> dict[str, Any]:
+    """`structure` as JSON."""
+    children = [child and encode(child) for child in structure.children]
+    document: dict[str, Any] = {"kind": structure.kind}
+    if structure.kind != _LIST:
+        document["keys"] = [plain_value.encode(key) for key in structure.keys]
+    if structure.kind == _LIST or any(children):
+        document["children"] = children
+    return document
+
+
+def decode(document: object) -> Branch:
+    """The structure that `encode` gave `document` for. Raises ValueError for anything else."""
+    return _Decoder().branch(document, 1)
+
+
+def branch_of(kind: str, keys: Sequence[Any], children: Sequence[Branch | None]) -> Branch:
+    """The container of this kind. Raises ValueError if two keys are the same to a dict."""
+    if kind == _LIST:
+        return Branch(kind, range(len(children)), (), tuple(children))
+    if len(dict.fromkeys(keys)) < len(keys):
+        raise ValueError("two keys of one mapping are equal")
+    is_text = {*map(type, keys)} <= {str}
+    return Branch(kind, tuple(keys), () if is_text else tuple(map(repr, keys)), tuple(children))
+
+
+class _Walk:
+    """Goes through a state, and gathers its entries in `flat`."""
+
+    def __init__(self) -> None:
+        self.flat: State = {}
+        self._path: list[Any] = []
+
+    def mapping(self, value: Mapping[Any, Any], prefix: str) -> Branch:
+        kind = self._kind(value)
+        keys = tuple(value)
+        is_text = {*map(type, keys)} <= {str} and _is_text("".join(keys))
+        names = keys if is_text else [self._text(key) for key in keys]
+        children = tuple(
+            [self._child(key, item, prefix + name) for (key, item), name in zip(value.items(), names, strict=True)]
+        )
+        return Branch(kind, keys, () if is_text else tuple(map(repr, keys)), children)
+
+    def _list(self, value: list[Any], prefix: str) -> Branch:
+        if type(value) is not list:
+            raise TypeError(f"{self._here()} is a {_name(value)}, {_would_not_come_back('list(...)')}")
+        children = tuple([self._child(number, item, f"{prefix}{number}") for number, item in enumerate(value)])
+        return Branch(_LIST, range(len(value)), (), children)
+
+    def _child(self, key: Any, value: Any, name: str) -> Branch | None:
+        if type(value) not in _ENTRIES:
+            if isinstance(value, Mapping):
+                return self._within(key, self.mapping, value, name)
+            if isinstance(value, list) and not self._is_entry(value, 0):
+                return self._within(key, self._list, value, name)
+        if name in self.flat:
+            raise ValueError(
+                f"{_spelt([*self._path, key])} and another entry of the state are both called {name!r} in a "
+                "checkpoint, and one of them would be lost. Give them names that differ with dots between them"
+            )
+        self.flat[name] = value
+        return None
+
+    def _within(self, key: Any, walk: Callable[[Any, str], Branch], value: Any, name: str) -> Branch:
+        self._path.append(key)
+        if len(self._path) >= MAX_DEPTH:
+            raise ValueError(f"{self._here()[:200]} ... is nested more than {MAX_DEPTH} deep, or in itself")
+        branch = walk(value, f"{name}.")
+        self._path.pop()
+        return branch
+
+    def _is_entry(self, value: list[Any], depth: int) -> bool:
+        """Whether DCP keeps the list as it is: neither tensors nor mappings are in it, nor in lists in it."""
+        if depth > MAX_DEPTH:
+            raise ValueError(f"{self._here()}: a list is nested more than {MAX_DEPTH} deep, or in itself")
+        kinds = {*map(type, value)} - _PLAIN
+        if any(issubclass(kind, Mapping | torch.Tensor) for kind in kinds):
+            return False
+        if not any(issubclass(kind, list) for kind in kinds):
+            return True
+        return all(self._is_entry(item, depth + 1) for item in value if isinstance(item, list))
+
+    def _kind(self, value: Mapping[Any, Any]) -> str:
+        kind = _kind_of(value)
+        if kind is None:
+            what = f"defaultdict of {value.default_factory!r}" if type(value) is defaultdict else _name(value)
+            raise TypeError(f"{self._here()} is a {what}, {_would_not_come_back('dict(...)')}")
+        return kind
+
+    def _text(self, key: Any) -> str:
+        """`key` as a part of a name."""
+        try:
+            plain_value.encode(key)
+            text = str(key)
+            text.encode()  # Half a surrogate pair is no name.
+            return text
+        except ValueError:
+            raise TypeError(
+                f"{self._here()} has the key {_shown(key)}, a {_name(key)}, which would not come back from a "
+                "checkpoint as it is. Kept are keys that are strings, numbers, booleans, None, bytes and tuples of "
+                "these: return such keys from state_dict"
+            ) from None
+
+    def _here(self) -> str:
+        return _spelt(self._path) if self._path else "the state"
+
+
+class _Decoder:
+    def __init__(self) -> None:
+        self._num_branches = 0
+
+    def branch(self, document: object, depth: int) -> Branch:
+        self._num_branches += 1
+        if depth > MAX_DEPTH or self._num_branches > MAX_BRANCHES:
+            raise ValueError(f"expected at most {MAX_BRANCHES} containers, nested at most {MAX_DEPTH} deep")
+        if not isinstance(document, dict):
+            raise ValueError(f"expected an object for a container, found {_name(document)}")
+        kind, keys, children = document.get("kind"), document.get("keys"), document.get("children")
+        if type(kind) is not str or (kind != _LIST and kind not in _MAKERS):
+            raise ValueError(f"expected the kind of a container, found {kind!r:.100}")
+        if kind == _LIST:
+            return branch_of(kind, (), self._children(children, depth))
+        if type(keys) is not list:
+            raise ValueError(f"expected the keys of a {kind}, found {_name(keys)}")
+        decoded = [key if type(key) is str else self._key(key) for key in keys]
+        branches = [None] * len(keys) if children is None else self._children(children, depth)
+        if len(branches) != len(keys):
+            raise ValueError(f"expected {len(keys)} children of a {kind}, found {len(branches)}")
+        return branch_of(kind, decoded, branches)
+
+    def _children(self, children: object, depth: int) -> list[Branch | None]:
+        if type(children) is not list:
+            raise ValueError(f"expected a list of children, found {_name(children)}")
+        return [None if child is None else self.branch(child, depth + 1) for child in children]
+
+    def _key(self, document: object) -> Any:
+        key = plain_value.decode(document)
+        try:
+            hash(key)
+        except TypeError:
+            raise ValueError(f"a {_name(key)} is no key") from None
+        str(key)  # ValueError for a number of thousands of digits.
+        return key
+
+
+def _kind_of(value: Mapping[Any, Any]) -> str | None:
+    if type(value) is not defaultdict:
+        return _KINDS.get(type(value))
+    factory = value.default_factory
+    kind = "defaultdict" if factory is None else f"defaultdict({getattr(factory, '__name__', '')})"
+    return kind if kind in _MAKERS and _MAKERS[kind]().default_factory is factory else None
+
+
+def _paths(structure: Branch, path: Path, tensors: Container[str] | None) -> Iterator[Path]:
+    is_list = structure.kind == _LIST
+    if is_list and tensors is not None:
+        is_list = any(
+            _has_entries(child) if child else ".".join(map(str, (*path, number))) in tensors
+            for number, child in enumerate(structure.children)
+        )
+    for key, child in zip(structure.keys, structure.children, strict=True):
+        below = (*path, key if is_list else str(key))
+        if child is None:
+            yield below
+        else:
+            yield from _paths(child, below, tensors)
+
+
+def _has_entries(structure: Branch) -> bool:
+    return any(child is None or _has_entries(child) for child in structure.children)
+
+
+def _is_text(key: str) -> bool:
+    if key.isascii():
+        return True
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _would_not_come_back(remedy: str) -> str:
+    return (
+        f"which would not come back from a checkpoint as it is. Kept are {_KEPT}: return {remedy} of it "
+        "from state_dict, and make of that what it is in load_state_dict"
+    )
+
+
+def _spelt(path: Sequence[Any]) -> str:
+    """As one would write it to get there: `loader['seen'][0]`."""
+    first, *rest = path
+    return (repr(first) if "." in f"{first}" else f"{first}") + "".join(f"[{_shown(key)}]" for key in rest)
+
+
+def _shown(key: object) -> str:
+    try:
+        return f"{key!r:.100}"
+    except ValueError:  # A number of thousands of digits.
+        return "of thousands of digits"
+
+
+def _name(value: object) -> str:
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
