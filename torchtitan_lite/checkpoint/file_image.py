@@ -64,7 +64,8 @@ class FileLayout:
 class FileImage:
     """`layout` with `tensors`, in its order, and the items of objects in `objects`.
 
-    `restless` are the numbers of those tensors that may change before an optimizer steps again.
+    `restless` are the numbers of those tensors that may change before an optimizer steps again. Raises ValueError for
+    a tensor that is not what the layout has in its place: its memory would be read beyond its end.
     """
 
     def __init__(
@@ -74,6 +75,13 @@ class FileImage:
         objects: bytes = b"",
         restless: AbstractSet[int] = frozenset(),
     ) -> None:
+        for number, (tensor, (dtype, shape)) in enumerate(zip(tensors, layout.specs, strict=True)):
+            is_empty = tensor.numel() == 0 and 0 in shape
+            if tensor.dtype != dtype or (tensor.shape != shape and not is_empty):
+                raise ValueError(
+                    f"tensor {number} of the file is {tensor.dtype}{list(tensor.shape)} in memory, "
+                    f"where the plan has {dtype}{list(shape)}. Call state_dict again, and save again."
+                )
         self.layout = layout
         self.restless = restless
         self.tensors = [tensor.detach() for tensor in tensors]

@@ -26,10 +26,10 @@ from torch.futures import Future
 from torchtitan_lite.checkpoint.collection import no_collection
 from torchtitan_lite.checkpoint.contents import Chunk, Item, Shape
 from torchtitan_lite.checkpoint.folder import CheckpointFolder, Verify
-from torchtitan_lite.checkpoint.regions import Source, Staged, contiguous_strides, staged, straight, whole
+from torchtitan_lite.checkpoint.regions import Source, Staged, contiguous_strides, is_inside, staged, straight, whole
 from torchtitan_lite.checkpoint.safe_load import UnsafeItem, load_item
 from torchtitan_lite.checkpoint.stock_item import Layout, locate
-from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable, CheckpointUnsafe
 from torchtitan_lite.store.block_reader import BlockReader, DamagedRange, Piece
 from torchtitan_lite.store.digest import BLOCK_BYTES, DIGEST_BYTES
 from torchtitan_lite.store.plain_file import opened
@@ -100,7 +100,8 @@ class CheckpointReader(StorageReader):
     def read(self, wanted: Wanted) -> None:
         """Every target has its elements, every object was handed over. Any rank.
 
-        Raises `CheckpointDamaged`, naming file, bytes and keys; `CheckpointUnsafe`; `CheckpointUnreadable`.
+        Raises `CheckpointDamaged`, naming file, bytes and keys; `CheckpointUnsafe`; `CheckpointUnreadable`; and, before
+        anything is read, `CheckpointMismatch` for a region that is not inside its chunk.
         """
         with no_collection():
             pieces, parts = self._sorted(wanted.regions)
@@ -129,6 +130,8 @@ class CheckpointReader(StorageReader):
         pieces: dict[str, list[Piece]] = {}
         others: list[Region] = []
         for region in regions:
+            if not is_inside(region.offsets, tuple(region.target.shape), region.chunk.sizes):
+                raise _outside(self._folder.path, region)
             piece = whole(region.chunk, tensors[region.key].dtype, region.target)
             if piece is None:
                 others.append(region)
@@ -316,6 +319,11 @@ def _handing_bytes_to(planner: LoadPlanner, item: ReadItem) -> Callable[[Any], N
 def _of_another_shape(path: Path, region: Region, found: Any) -> CheckpointDamaged:
     finding = f"{region.key}: the metadata says {list(region.chunk.sizes)}, its item {found}"
     return CheckpointDamaged(str(path), finding, [region.key])
+
+
+def _outside(path: Path, region: Region) -> CheckpointMismatch:
+    asked = f"{list(region.target.shape)} at {list(region.offsets)}"
+    return CheckpointMismatch(str(path), f"  {region.key}: {asked} is not inside a chunk of {list(region.chunk.sizes)}")
 
 
 def _batches(parts: Sequence[T], num_bytes: Callable[[T], int]) -> Iterator[list[T]]:

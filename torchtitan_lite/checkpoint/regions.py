@@ -34,7 +34,9 @@ class Source(NamedTuple):
     strides: Shape
 
     def part(self, offsets: Shape, shape: Shape) -> Source:
-        """The box of `shape` at `offsets` in it."""
+        """The box of `shape` at `offsets` in it. Raises ValueError if the box is not inside it."""
+        if not is_inside(offsets, shape, self.shape):
+            raise ValueError(f"{list(shape)} at {list(offsets)} is not inside {list(self.shape)} of {self.file}")
         skipped = sum(offset * stride for offset, stride in zip(offsets, self.strides, strict=True))
         return Source(self.file, self.at + skipped * self.dtype.itemsize, self.dtype, shape, self.strides)
 
@@ -42,6 +44,13 @@ class Source(NamedTuple):
     def nbytes(self) -> int:
         """From its first element to its last."""
         return (sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) + 1) * self.dtype.itemsize
+
+
+def is_inside(offsets: Shape, shape: Shape, whole: Shape) -> bool:
+    """Whether the box of `shape` at `offsets` is inside a tensor of shape `whole`."""
+    if not len(offsets) == len(shape) == len(whole):
+        return False
+    return all(begin >= 0 and begin + n <= size for begin, n, size in zip(offsets, shape, whole, strict=True))
 
 
 def contiguous_strides(shape: Shape) -> Shape:

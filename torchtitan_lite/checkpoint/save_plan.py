@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
@@ -29,6 +29,7 @@ from torchtitan_lite.checkpoint.description import Description, PlannedFile
 from torchtitan_lite.checkpoint.file_image import FileLayout, Spec
 from torchtitan_lite.checkpoint.joint_structure import joint
 from torchtitan_lite.checkpoint.kinds import difference
+from torchtitan_lite.checkpoint.shards import knows_its_parts, part_of
 from torchtitan_lite.checkpoint.structure import Branch, decode, encode, flatten, paths_of, rebuild
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.store import layout
@@ -233,7 +234,7 @@ def _entry(key: str, value: Any) -> tuple[Any, ...]:
                 "whose elements cannot be written as they lie. Return plain dense tensors from state_dict."
             )
     if isinstance(value, DTensor):
-        return key, value.dtype, value.shape, value.placements, value.device_mesh
+        return key, value.dtype, value.shape, value.placements, value.device_mesh, local.shape
     if isinstance(value, torch.Tensor):
         return key, value.dtype, value.shape
     return (key,)
@@ -250,7 +251,23 @@ def _has_no_memory(tensor: torch.Tensor) -> bool:
 def _local_plan(flat: State, structure: Branch) -> SavePlan:
     planner = DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner(flat)
-    return dataclasses.replace(planner.create_local_plan(), planner_data=structure)
+    plan = planner.create_local_plan()
+    items = [_placed(item, flat[item.index.fqn]) for item in plan.items]
+    return dataclasses.replace(plan, items=items, planner_data=structure)
+
+
+def _placed(item: WriteItem, value: Any) -> WriteItem:
+    """`item` with the chunk that `value` has in memory. Raises ValueError if its placement says another one."""
+    if not isinstance(value, DTensor) or knows_its_parts(value):
+        return item
+    assert item.tensor_data is not None
+    part = part_of(item.index.fqn, value)
+    chunk = ChunkStorageMetadata(torch.Size(part.offsets), part.memory.shape)
+    return dataclasses.replace(
+        item,
+        index=MetadataIndex(item.index.fqn, chunk.offsets),
+        tensor_data=dataclasses.replace(item.tensor_data, chunk=chunk),
+    )
 
 
 def _rank_plan(items: Sequence[WriteItem], description: Description | None) -> RankPlan:

@@ -17,18 +17,19 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint import dcp
 from torchtitan_lite.checkpoint.collection import no_collection
-from torchtitan_lite.checkpoint.contents import Chunk, Contents, Shape
+from torchtitan_lite.checkpoint.contents import Chunk, Contents, Shape, StoredTensor
 from torchtitan_lite.checkpoint.folder import CheckpointFolder, Verify
 from torchtitan_lite.checkpoint.key_report import KeyReport, TensorLike, compare_tensors, merged
 from torchtitan_lite.checkpoint.load_rules import EVERYTHING, LoadRules
 from torchtitan_lite.checkpoint.older_structure import Untyped, retyped
 from torchtitan_lite.checkpoint.reader import CheckpointReader, Region, Wanted
+from torchtitan_lite.checkpoint.shards import parts_of
 from torchtitan_lite.checkpoint.structure import find, rebuild
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch
@@ -82,8 +83,10 @@ class StoredCheckpoint:
     ) -> KeyReport:
         """How the checkpoint differs from all of these, as all ranks see it. Reads nothing. **Collective**.
 
-        What is not to be loaded is left out: an optimizer without keys, a state not named.
+        What is not to be loaded is left out: an optimizer without keys, a state not named. Raises `CheckpointMismatch`
+        on every rank, whatever the rules, if a tensor's memory is not what its placement says, on one.
         """
+        self._peers.raise_together(_misplaced(str(self.path), {**model, **optimizer}))
         reports = [self._model_report(model, cast), KeyReport(missing=[n for n in states if not self.has_state(n)])]
         if optimizer:
             reports.append(self._optimizer_report(optimizer))
@@ -130,7 +133,7 @@ class StoredCheckpoint:
         self._judge(self._of_all_ranks(own))
         skipped = own.mismatched
         stored_names = {key: self._optimizer_name(key) for key in optimizer}
-        names = {key: name for key, name in stored_names.items() if name in self.contents and key not in skipped}
+        names = {key: name for key, name in stored_names.items() if name in self.contents and name not in skipped}
         read = {name: optimizer[key] for key, name in names.items()}
         self._read(read)
         return optimizer | {key: read[name] for key, name in names.items()}
@@ -265,35 +268,49 @@ class _Reader(CheckpointReader):
 
 
 class _OwnPlanner(LoadPlanner):
-    """Reads into a flat state. What it sends is an empty plan, and it goes on with its own when that comes back."""
+    """Reads into a flat state. What it sends is an empty plan, and it goes on with its own when that comes back.
+
+    Its own is made before it sends: what does not fit on one rank ends the load before a byte moves on any.
+    """
 
     def __init__(self, folder: CheckpointFolder) -> None:
         self._folder = folder
         self._state: State = {}
+        self._wanted = Wanted()
 
     def set_up_planner(self, state_dict: State, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         self._state = state_dict[_ALL]
 
+    @no_collection()
     def create_local_plan(self) -> LoadPlan:
+        contents, self._wanted = self._folder.contents, Wanted()
+        for key, target in self._state.items():
+            if key in contents.objects:
+                self._wanted.objects.append((key, partial(self._state.__setitem__, key)))
+            else:
+                self._wanted.regions += self._regions_of(key, contents.tensors[key], target)
         return LoadPlan([])
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         return global_plan
 
-    @no_collection()
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        contents, wanted = self._folder.contents, Wanted()
-        for key, target in self._state.items():
-            if key in contents.objects:
-                wanted.objects.append((key, partial(self._state.__setitem__, key)))
-                continue
-            stored = contents.tensors[key]
-            if len(stored.chunks) == 1 and not isinstance(target, DTensor):
-                wanted.regions.append(Region(key, stored.chunks[0], (0,) * len(stored.shape), target.detach()))
-                continue
-            for offsets, local in _local_parts(target):
-                wanted.regions += _regions(key, stored.chunks, offsets, local)
-        return dataclasses.replace(central_plan, storage_data=wanted)
+        return dataclasses.replace(central_plan, storage_data=self._wanted)
+
+    def _regions_of(self, key: str, stored: StoredTensor, target: torch.Tensor) -> Iterator[Region]:
+        """What of `stored` goes where in the memory of `target`. Raises `CheckpointMismatch` if it does not fit."""
+        if tuple(target.shape) != stored.shape:
+            found = f"shape {list(stored.shape)} in the checkpoint, {list(target.shape)} expected"
+            raise CheckpointMismatch(str(self._folder.path), f"  {key}: {found}")
+        if len(stored.chunks) == 1 and not isinstance(target, DTensor):
+            yield Region(key, stored.chunks[0], (0,) * len(stored.shape), target.detach())
+            return
+        try:
+            parts = list(parts_of(key, target))
+        except ValueError as error:
+            raise CheckpointMismatch(str(self._folder.path), f"  {error}") from None
+        for offsets, memory in parts:
+            yield from _regions(key, stored.chunks, offsets, memory)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise AssertionError("there are no items in our own plan")
@@ -305,16 +322,15 @@ class _OwnPlanner(LoadPlanner):
         raise AssertionError("there are no items in our own plan")
 
 
-def _local_parts(tensor: torch.Tensor) -> Iterator[tuple[Shape, torch.Tensor]]:
-    """(offsets in the global tensor, memory) of each part of `tensor` that this rank has."""
-    if not isinstance(tensor, DTensor):
-        yield (0,) * tensor.dim(), tensor.detach()
-        return
-    if tensor.device_mesh.get_coordinate() is None:
-        return
-    for chunk in tensor.__create_chunk_list__():  # type: ignore[no-untyped-call]
-        local = tensor.__get_tensor_shard__(MetadataIndex("", chunk.offsets))  # type: ignore[no-untyped-call]
-        yield tuple(chunk.offsets), local.detach()
+def _misplaced(path: str, tensors: Mapping[str, Any]) -> CheckpointMismatch | None:
+    """That one of `tensors` is not in memory what its placement says, if that is so."""
+    for key, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            try:
+                list(parts_of(key, tensor))
+            except ValueError as error:
+                return CheckpointMismatch(path, f"  {error}")
+    return None
 
 
 def _regions(key: str, chunks: Sequence[Chunk], offsets: Shape, local: torch.Tensor) -> Iterator[Region]:

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from torchtitan_lite.checkpoint.shards import part_of
 
 _CHUNK = 1 << 20  # elements a pass; about 40 MiB of int64 temporaries
 _FIELD_MEAN = 12 * 65535 // 2
@@ -44,15 +45,15 @@ def init_parameters(model: nn.Module, seed: int, distribution: Callable[[str], N
     """Every parameter holds the values of `seed` drawn from `distribution(fqn)`; any rank, no communication."""
     for name, parameter in model.named_parameters():
         fqn = name.replace(_CHECKPOINT_PREFIX, "")
-        _fill(parameter, _key(seed, fqn), distribution(fqn))
+        _fill(fqn, parameter, _key(seed, fqn), distribution(fqn))
 
 
 def _key(seed: int, fqn: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}:{fqn}".encode(), digest_size=8).digest(), "little")
 
 
-def _fill(parameter: Tensor, key: int, normal: Normal) -> None:
-    local, offset = _local_shard(parameter)
+def _fill(fqn: str, parameter: Tensor, key: int, normal: Normal) -> None:
+    local, offset = _local_shard(fqn, parameter)
     flat = local.view(-1)
     for start in range(0, flat.numel(), _CHUNK):
         chunk = flat[start : start + _CHUNK]
@@ -63,12 +64,12 @@ def _fill(parameter: Tensor, key: int, normal: Normal) -> None:
         chunk.copy_(values + normal.mean)
 
 
-def _local_shard(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
+def _local_shard(fqn: str, parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
     """This rank's piece of `parameter`, and where it begins in the whole."""
     if not isinstance(parameter, DTensor):
         return parameter.detach(), (0,) * parameter.dim()
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return parameter.to_local(), offset
+    part = part_of(fqn, parameter)
+    return part.memory, part.offsets
 
 
 def _global_index(index: Tensor, local: Sequence[int], offset: Sequence[int], whole: Sequence[int]) -> Tensor:

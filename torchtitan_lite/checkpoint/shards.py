@@ -1,0 +1,125 @@
+"""Where in the whole tensor this rank's memory lies.
+
+A DTensor says how it is placed, and its memory is what there is: the box that follows from the
+placement is compared with the memory before anything is written from it or read into it, and a
+tensor whose two disagree is refused by name. Saves, loads, the check after a load and the initial
+weights ask here, so they cannot disagree.
+
+`_StridedShard` is FSDP2's word for "the mesh dimensions to my right were split first": `fully_shard`
+cuts what tensor parallelism has left on a rank with `torch.chunk`. DTensor's own arithmetic
+(`compute_local_shape_and_global_offset`) splits from left to right instead, which gives other boxes
+where sizes do not divide: 13 rows on 3 (FSDP) x 2 (TP) are 3, 3 and 1 rows of the first 7, not 3, 3
+and 2. So it is not used here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+Shape = tuple[int, ...]
+
+
+class Box(NamedTuple):
+    """A part of a tensor. One that has no elements begins behind the last, so that it is never taken for another."""
+
+    offsets: Shape
+    sizes: Shape
+
+
+class Part(NamedTuple):
+    """Memory of this rank, and where its first element lies in the whole tensor."""
+
+    offsets: Shape
+    memory: torch.Tensor
+
+
+def box_of(shape: Shape, mesh: Shape, placements: Sequence[Placement], coordinate: Sequence[int]) -> Box:
+    """Return what the rank at `coordinate` in a mesh of these sizes holds of a tensor of `shape`.
+
+    Raises ValueError for placements whose parts are no boxes, or no parts at all (partial sums).
+    """
+    offsets, sizes = [0] * len(shape), list(shape)
+    for dim, whole in enumerate(shape):
+        for mesh_dim in _split_order(dim, mesh, placements):
+            num_rows = -(-sizes[dim] // mesh[mesh_dim])  # of each, the last ones less: as torch.chunk has it
+            begin = min(coordinate[mesh_dim] * num_rows, sizes[dim])
+            offsets[dim] += begin
+            sizes[dim] = min(num_rows, sizes[dim] - begin)
+        if sizes[dim] == 0:
+            offsets[dim] = whole
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def parts_of(name: str, tensor: torch.Tensor) -> Iterator[Part]:
+    """Yield each part of `tensor` that this rank has; none where it is outside of the mesh.
+
+    Raises ValueError, which says `name`, if the memory is not what the placement says that it is.
+    """
+    if not isinstance(tensor, DTensor):
+        yield Part((0,) * tensor.dim(), tensor.detach())
+        return
+    if tensor.device_mesh.get_coordinate() is None:
+        return
+    if knows_its_parts(tensor):
+        for chunk in tensor.__create_chunk_list__():  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            memory = tensor.__get_tensor_shard__(MetadataIndex(name, chunk.offsets))  # type: ignore[no-untyped-call]
+            yield _checked(name, tensor, Box(tuple(chunk.offsets), tuple(chunk.sizes)), memory.detach())
+        return
+    yield part_of(name, tensor)
+
+
+def part_of(name: str, tensor: DTensor) -> Part:
+    """Return the one part of `tensor` that this rank, which is in its mesh, has. Raises as `parts_of`."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "asked of ranks in the mesh"
+    try:
+        box = box_of(tuple(tensor.shape), tuple(tensor.device_mesh.shape), tensor.placements, coordinate)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    return _checked(name, tensor, box, tensor.to_local().detach())
+
+
+def knows_its_parts(tensor: DTensor) -> bool:
+    """Whether `tensor` is made of a tensor that tells DCP itself which parts it holds, which may be several."""
+    return hasattr(tensor._local_tensor, "__create_chunk_list__")
+
+
+def _checked(name: str, tensor: DTensor, box: Box, memory: torch.Tensor) -> Part:
+    both_are_empty = memory.numel() == 0 and 0 in box.sizes
+    if tuple(memory.shape) != box.sizes and not both_are_empty:
+        raise ValueError(
+            f"{name}: the rank at {list(tensor.device_mesh.get_coordinate() or ())} of a mesh of "
+            f"{list(tensor.device_mesh.shape)} has {list(memory.shape)} in memory, where "
+            f"{list(tensor.placements)} of {list(tensor.shape)} gives it {list(box.sizes)} at {list(box.offsets)}. "
+            "Make it with fully_shard, parallelize_module or distribute_tensor, or give from_local the whole shape."
+        )
+    return Part(box.offsets, memory.reshape(box.sizes))
+
+
+def _split_order(dim: int, mesh: Shape, placements: Sequence[Placement]) -> list[int]:
+    """The mesh dimensions that split dimension `dim` of a tensor, in the order in which they do."""
+    order: list[int] = []
+    for mesh_dim in reversed(range(len(placements))):
+        placement: Any = placements[mesh_dim]
+        if placement.is_partial():
+            raise ValueError(f"{placement} is a sum that is not yet made. Redistribute it first.")
+        if getattr(placement, "dim", None) != dim or mesh[mesh_dim] == 1:
+            continue
+        before, splits = 0, 1
+        factor = getattr(placement, "split_factor", 1)
+        while splits < factor and before < len(order):
+            splits *= mesh[order[before]]
+            before += 1
+        if splits != factor:
+            raise ValueError(
+                f"{list(placements)} on a mesh of {list(mesh)} gives ranks rows that do not lie together. "
+                "Redistribute it to Shard or Replicate first."
+            )
+        order.insert(before, mesh_dim)
+    return order
