@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Literal, get_args
 
+from torchtitan_lite.config.field_types import check_sections, check_types
 from torchtitan_lite.errors import ConfigError
 
 DtypeName = Literal["float32", "float16", "bfloat16"]
@@ -46,6 +47,9 @@ class Job:
     print_args: bool = False
     """Log the resolved configuration at start."""
 
+    def __post_init__(self) -> None:
+        check_types(self, "job")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Profiling:
@@ -67,6 +71,7 @@ class Profiling:
     """Folder for memory snapshots, inside dump_folder."""
 
     def __post_init__(self) -> None:
+        check_types(self, "profiling")
         _at_least("profiling.profile_freq", self.profile_freq, 1)
 
 
@@ -87,6 +92,7 @@ class Metrics:
     """Write TensorBoard from rank 0 only; otherwise each rank has its own folder."""
 
     def __post_init__(self) -> None:
+        check_types(self, "metrics")
         _at_least("metrics.log_freq", self.log_freq, 1)
 
 
@@ -107,6 +113,7 @@ class Model:
     """Probability of dropping an activation after attention and feed-forward."""
 
     def __post_init__(self) -> None:
+        check_types(self, "model")
         if self.tokenizer_path != "bytes":
             raise ConfigError(
                 f"model.tokenizer_path: expected 'bytes', the only tokenizer there is, found {self.tokenizer_path!r}. "
@@ -142,6 +149,7 @@ class Optimizer:
     """Kernel: "fused" falls back to "foreach" where the device has no fused one."""
 
     def __post_init__(self) -> None:
+        check_types(self, "optimizer")
         _positive("optimizer.lr", self.lr)
         _choice("optimizer.name", self.name, get_args(OptimizerName))
         _choice("optimizer.implementation", self.implementation, get_args(OptimizerImplementation))
@@ -164,6 +172,7 @@ class LRScheduler:
     """Factor at which the decay ends."""
 
     def __post_init__(self) -> None:
+        check_types(self, "lr_scheduler")
         _at_least("lr_scheduler.warmup_steps", self.warmup_steps, 0)
         _choice("lr_scheduler.decay_type", self.decay_type, get_args(DecayType))
         for name, value in (("decay_ratio", self.decay_ratio), ("min_lr_factor", self.min_lr_factor)):
@@ -232,6 +241,7 @@ class Training:
     dump_folder."""
 
     def __post_init__(self) -> None:
+        check_types(self, "training")
         for name in ("batch_size", "seq_len", "steps", "gc_freq", "max_skipped_steps"):
             _at_least(f"training.{name}", getattr(self, name), 1)
         _at_least("training.max_epochs", self.max_epochs, 0)
@@ -277,6 +287,7 @@ class Parallelism:
     """Micro-batches that a local batch is split into; if set, it counts instead of the size."""
 
     def __post_init__(self) -> None:
+        check_types(self, "parallelism")
         if self.data_parallel_shard_degree != -1:
             _at_least("parallelism.data_parallel_shard_degree (or -1)", self.data_parallel_shard_degree, 1)
         for name in ("data_parallel_replicate_degree", "tensor_parallel_degree", "pipeline_parallel_degree"):
@@ -403,6 +414,7 @@ class Checkpoint:
     Not longer than the scheduler's."""
 
     def __post_init__(self) -> None:
+        check_types(self, "checkpoint")
         if not self.folder:
             raise ConfigError("checkpoint.folder: expected the name of a folder, found an empty string.")
         _choice("checkpoint.interval_type", self.interval_type, get_args(IntervalType))
@@ -452,6 +464,7 @@ class ActivationCheckpoint:
     """A number n: every n-th block; "op": all but the results of expensive operators."""
 
     def __post_init__(self) -> None:
+        check_types(self, "activation_checkpoint")
         _choice("activation_checkpoint.mode", self.mode, get_args(ActivationCheckpointMode))
         option = self.selective_ac_option
         if option != "op" and not (option.isdigit() and int(option) >= 1):
@@ -474,6 +487,7 @@ class Comm:
     """Entries in NCCL's flight recorder; 0: off."""
 
     def __post_init__(self) -> None:
+        check_types(self, "comm")
         _at_least("comm.init_timeout_seconds", self.init_timeout_seconds, 1)
         _at_least("comm.train_timeout_seconds", self.train_timeout_seconds, 1)
 
@@ -493,6 +507,9 @@ class JobConfig:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     comm: Comm = field(default_factory=Comm)
+
+    def __post_init__(self) -> None:
+        check_sections(self)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Plain values, sections as keys; what config.json holds."""

@@ -62,7 +62,7 @@ class Kind:
         if self.base is tuple and isinstance(value, list):
             fits = all(isinstance(element, str) for element in value)
         if not fits:
-            raise ConfigError(f"{where}: expected {self.describe()}, found {_in_words(value, self.base)}.")
+            raise ConfigError(f"{where}: expected {self.describe()}, found {in_words(value, self.base)}.")
         return to_text(value)
 
     def text_of_words(self, words: Sequence[str], where: str) -> str:
@@ -113,7 +113,8 @@ def to_text(value: object) -> str:
     return str(value)
 
 
-def _in_words(value: object, expected: type) -> str:
+def in_words(value: object, expected: type) -> str:
+    """`value` as an error names it, with a hint where only quotes are wrong."""
     if isinstance(value, str):
         hint = " (write it without quotes)" if expected is not tuple and _is(expected, value) else ""
         return f"the string {value!r}{hint}"

@@ -1,0 +1,67 @@
+"""That each field of a section has a value of its own kind, whoever made the section.
+
+The command line and TOML files are checked as text, before there are values. In a loop of one's own
+a section is made in Python, where a number in quotes would be found out at the first comparison, and
+one name in place of a list of names would be taken letter by letter. What can only be meant one way
+is taken so: a path as its text, a list as a tuple.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, get_type_hints
+
+from torchtitan_lite.config.kinds import Kind, in_words
+from torchtitan_lite.errors import ConfigError
+
+
+def check_types(section: object, name: str) -> None:
+    """Raise ConfigError unless every field of `section`, called `name`, is of its kind; see the module."""
+    for key, kind in _kinds(type(section)).items():
+        value = getattr(section, key)
+        taken = _taken(value, kind)
+        if taken is None and not (value is None and kind.optional):
+            raise ConfigError(f"{name}.{key}: expected {kind.describe()}, found {_found(value, kind)}.")
+        if taken is not value:
+            object.__setattr__(section, key, taken)
+
+
+def check_sections(config: object) -> None:
+    """Raise ConfigError unless every field of `config` is a section of its class."""
+    for name, expected in _hints(type(config)).items():
+        value = getattr(config, name)
+        if not isinstance(value, expected):
+            found = "a dict" if isinstance(value, Mapping) else f"{type(value).__name__}"
+            raise ConfigError(
+                f"{name}: expected {expected.__name__}(...), found {found}. Import {expected.__name__} from "
+                f"{expected.__module__}."
+            )
+
+
+def _kinds(section: type) -> dict[str, Kind]:
+    hints = _hints(section)
+    return {field.name: Kind.of(hints[field.name]) for field in fields(section)}
+
+
+def _hints(section: type) -> dict[str, Any]:
+    return get_type_hints(section)
+
+
+def _taken(value: Any, kind: Kind) -> Any:
+    """`value` as the field holds it; None if it is not of the kind."""
+    if kind.base is str and isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if kind.base is tuple:
+        is_names = isinstance(value, tuple | list) and all(isinstance(name, str) for name in value)
+        return (value if isinstance(value, tuple) else tuple(value)) if is_names else None
+    expected = (int, float) if kind.base is float else kind.base
+    is_of_kind = isinstance(value, expected) and (kind.base is bool or not isinstance(value, bool))
+    return value if is_of_kind else None
+
+
+def _found(value: Any, kind: Kind) -> str:
+    if kind.base is tuple and isinstance(value, str):
+        return f"the string {value!r}. Write ({value!r},), with the comma"
+    return in_words(value, kind.base)
