@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchtitan_lite import faults
+from torchtitan_lite.checkpoint.arguments import check_arguments, refuse_dry_run
 from torchtitan_lite.checkpoint.export import DTYPES, weights_only
 from torchtitan_lite.checkpoint.fallback import Candidates
 from torchtitan_lite.checkpoint.in_flight import InFlight
@@ -40,7 +41,7 @@ from torchtitan_lite.checkpoint.staging_guard import StagingGuard
 from torchtitan_lite.checkpoint.stateful import LRSchedulerWrapper, ModelWrapper, OptimizerWrapper, Stateful
 from torchtitan_lite.checkpoint.upkeep import OnEvent, Upkeep
 from torchtitan_lite.checkpoint.writer import Origin
-from torchtitan_lite.config.job_config import EXCLUDABLE_STATES, JobConfig
+from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.distributed.consensus import Facts, Peers, StepConsensus
 from torchtitan_lite.errors import ConfigError, SaveFailed
 from torchtitan_lite.log import logger
@@ -77,6 +78,7 @@ class CheckpointManager:
         clock: Callable[[], float] = time.monotonic,
         on_event: OnEvent | None = None,
     ) -> None:
+        check_arguments(dataloader, states, job_config)
         config = job_config.checkpoint
         timeout = timedelta(seconds=config.timeout_seconds)
         dump_folder = Path(job_config.job.dump_folder)
@@ -85,7 +87,6 @@ class CheckpointManager:
         self._model = ModelWrapper(model_parts)
         self._optimizer = OptimizerWrapper(model_parts, optimizers)
         self._small_states = _small_states(dataloader, lr_schedulers, states)
-        _check_exclusions(config.exclude_from_loading, states)
         self._store = store or CheckpointStore(dump_folder / config.folder)
         self._export_store = CheckpointStore(dump_folder / config.export_folder) if config.export_folder else None
         self._peers = peers or Peers(timeout)
@@ -226,6 +227,7 @@ class CheckpointManager:
     def _open(self) -> None:
         if self._is_open:
             return
+        refuse_dry_run(self._config)
         self._is_open = True
         try:
             self._preemption.start()
@@ -460,15 +462,6 @@ def _small_states(
     if lr_schedulers:
         small["lr_scheduler"] = LRSchedulerWrapper(lr_schedulers)
     return small | dict(states)
-
-
-def _check_exclusions(excluded: Sequence[str], states: Mapping[str, Stateful]) -> None:
-    known = sorted({*EXCLUDABLE_STATES, *states})
-    for name in excluded:
-        if name not in known:
-            raise ConfigError(
-                f"checkpoint.exclude_from_loading: there is no state {name!r}. Expected some of {', '.join(known)}."
-            )
 
 
 def _nobody_listens(event: str, step: int, /, **figures: Any) -> None:

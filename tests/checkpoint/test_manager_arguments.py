@@ -1,0 +1,78 @@
+"""What is wrong with an argument is said by the constructor, in one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from tests.checkpoint.small_run import Loader, job_config
+from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.checkpoint.train_state import TrainState
+from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig
+from torchtitan_lite.errors import ConfigError
+
+
+class Halfway:
+    """Saves, and loads nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def manager(tmp_path: Path, **given: Any) -> CheckpointManager:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    arguments: dict[str, Any] = {
+        "dataloader": None,
+        "model_parts": [model],
+        "optimizers": [optimizer],
+        "lr_schedulers": [],
+        "states": {},
+        "job_config": job_config(tmp_path),
+    }
+    return CheckpointManager(**arguments | given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"dataloader": DataLoader([1, 2])},
+            r"a DataLoader has no state.*begin the data again.*StatefulDataLoader.*None",
+        ),
+        ({"dataloader": Halfway()}, r"a Halfway has no state.*Give it state_dict and load_state_dict"),
+        (
+            {"dataloader": nn.Linear(1, 1)},
+            r"dataloader: .*found a Linear\. The order is CheckpointManager\(dataloader, ",
+        ),
+        ({"dataloader": [Loader()]}, r"dataloader: .*found a list\. The order is"),
+        ({"states": [TrainState()]}, r"states: expected a dict of names and states, found a list\. The order is"),
+        ({"states": {"step": 3}}, r"states: 'step' is an int, which has no state_dict and load_state_dict"),
+        ({"states": {"train_state": TrainState}}, r"'train_state' is the class TrainState"),
+        ({"states": {7: TrainState()}}, r"states: expected strings as names, found 7"),
+        ({"job_config": {"checkpoint": {}}}, r"job_config: expected a JobConfig, found a dict\. The order is"),
+    ],
+)
+def test_a_wrong_argument_is_refused(tmp_path: Path, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        manager(tmp_path, **given)
+
+
+def test_a_loader_that_is_none_or_has_a_state_is_taken(tmp_path: Path) -> None:
+    manager(tmp_path)
+    manager(tmp_path, dataloader=Loader())
+
+
+def test_a_path_as_the_dump_folder_is_saved_into(tmp_path: Path) -> None:
+    config = JobConfig(
+        job=Job(dump_folder=tmp_path),  # type: ignore[arg-type]  # people do
+        checkpoint=Checkpoint(enable_checkpoint=True, preemption_signals=()),
+    )
+    with manager(tmp_path, job_config=config) as saving:
+        assert saving.save(1, force=True)
+    assert (tmp_path / "checkpoint" / "step-1").is_dir()

@@ -1,0 +1,91 @@
+"""What a loop hands to the manager, looked at before anything is made of it.
+
+A wrong argument would show at the first save, or never: a dataloader without a state begins its data
+again at each restart, and no save says so. Each is one sentence of `ConfigError` here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from torchtitan_lite.config.job_config import EXCLUDABLE_STATES, Checkpoint, JobConfig
+from torchtitan_lite.errors import ConfigError
+
+_ORDER = (
+    "The order is CheckpointManager(dataloader, model_parts, optimizers, lr_schedulers, states, job_config); "
+    "keywords avoid mistaking it."
+)
+_IN_ANOTHER_PLACE = (nn.Module, Optimizer, LRScheduler, JobConfig)
+_METHODS = ("state_dict", "load_state_dict")
+
+
+def check_arguments(dataloader: Any, states: Any, job_config: Any) -> None:
+    """Raise ConfigError unless these three can be what they are given as."""
+    if not isinstance(job_config, JobConfig):
+        raise ConfigError(f"job_config: expected a JobConfig, found {_kind(job_config)}. {_ORDER}")
+    _check_dataloader(dataloader)
+    _check_states(states)
+    _check_exclusions(job_config.checkpoint.exclude_from_loading, states)
+
+
+def refuse_dry_run(config: Checkpoint) -> None:
+    """Raise ConfigError if a loop that was asked what a resume would do goes on to do it."""
+    if config.dry_run:
+        raise ConfigError(
+            "checkpoint.dry_run: nothing is loaded, trained or saved under it. Print manager.dry_run() in place of the "
+            "loop, or leave checkpoint.dry_run out."
+        )
+
+
+def _check_dataloader(dataloader: Any) -> None:
+    if isinstance(dataloader, (*_IN_ANOTHER_PLACE, Mapping, list, tuple)):
+        raise ConfigError(f"dataloader: expected one that has a state, or None, found {_kind(dataloader)}. {_ORDER}")
+    if dataloader is None or _is_stateful(dataloader):
+        return
+    instead = (
+        "Put torchdata's StatefulDataLoader, which takes the same arguments, into a StatefulDataLoaderAdapter "
+        "(torchtitan_lite.data.adapters)"
+        if isinstance(dataloader, DataLoader)
+        else "Give it state_dict and load_state_dict"
+    )
+    raise ConfigError(
+        f"dataloader: {_kind(dataloader)} has no state, so a resume would begin the data again from their start. "
+        f"{instead}; or give None, if the data may begin again."
+    )
+
+
+def _check_states(states: Any) -> None:
+    if not isinstance(states, Mapping):
+        raise ConfigError(f"states: expected a dict of names and states, found {_kind(states)}. {_ORDER}")
+    for name, state in states.items():
+        if not isinstance(name, str):
+            raise ConfigError(f"states: expected strings as names, found {name!r}. Give the state a name.")
+        if not _is_stateful(state):
+            raise ConfigError(
+                f"states: {name!r} is {_kind(state)}, which has no state_dict and load_state_dict. "
+                "Put it into an object that has both."
+            )
+
+
+def _check_exclusions(excluded: Sequence[str], states: Mapping[str, Any]) -> None:
+    known = sorted({*EXCLUDABLE_STATES, *states})
+    for name in excluded:
+        if name not in known:
+            raise ConfigError(
+                f"checkpoint.exclude_from_loading: there is no state {name!r}. Expected some of {', '.join(known)}."
+            )
+
+
+def _is_stateful(value: Any) -> bool:
+    return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in _METHODS)
+
+
+def _kind(value: Any) -> str:
+    name = value.__name__ if isinstance(value, type) else type(value).__name__
+    return f"the class {name}" if isinstance(value, type) else f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
