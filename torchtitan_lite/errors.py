@@ -11,6 +11,7 @@
     |  |- FormatTooNew (RuntimeError)            a checkpoint that a newer version of this package wrote
     |  |- CheckpointUnreadable (RuntimeError)    a checkpoint whose files could not be read
     |  |- SaveFailed (RuntimeError)              a save that did not become durable
+    |  |- RunNotLoaded (RuntimeError)            a save over another run's checkpoints, which were not loaded
     |  |- WriterProcessDied (RuntimeError)       the writer process ended or was silent too long
     |  |- FolderInUse (RuntimeError)             another job writes the folder
     |  `- LeaseLost (RuntimeError)               another job has taken the folder over
@@ -143,6 +144,18 @@ class SaveFailed(CheckpointError, RuntimeError):
     def __init__(self, step: int, cause: str) -> None:
         self.step, self.cause = step, cause
         super().__init__(f"the save of step {step} failed: {cause}. Earlier checkpoints are untouched.")
+
+
+class RunNotLoaded(CheckpointError, RuntimeError):
+    """`folder` has the `steps` of a run that this one did not load, and would save over. Nothing was changed."""
+
+    def __init__(self, folder: str, steps: Sequence[int]) -> None:
+        self.folder, self.steps = folder, tuple(steps)
+        there = ", ".join(map(str, self.steps[-8:]))
+        super().__init__(
+            f"{folder} has a run's checkpoints (step {there}), and this loop saves there without having called load(). "
+            "Call manager.load() before the loop to go on with that run, or set another --job.dump_folder."
+        )
 
 
 class WriterProcessDied(CheckpointError, RuntimeError):

@@ -27,6 +27,7 @@ from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.arguments import check_arguments, refuse_dry_run
 from torchtitan_lite.checkpoint.export import DTYPES, weights_only
 from torchtitan_lite.checkpoint.fallback import Candidates
+from torchtitan_lite.checkpoint.first_save import FirstSave
 from torchtitan_lite.checkpoint.in_flight import InFlight
 from torchtitan_lite.checkpoint.interval import SavePolicy, Tick, build_save_policy, build_skips_when_busy, split
 from torchtitan_lite.checkpoint.leaving import Leaving, how_to_leave
@@ -100,6 +101,7 @@ class CheckpointManager:
         self._clock = clock
         self._on_event = on_event or _nobody_listens
         self._lineage = new_run()
+        self._first_save = FirstSave(self._store, config, self._peers)
         self._leases = {
             each.root: Lease(each.root, run_id=self._lineage.run_id, timeout_seconds=config.lease_timeout_seconds)
             for each in (self._store, self._export_store)
@@ -151,6 +153,7 @@ class CheckpointManager:
             logger.info("No checkpoint in %s: a fresh start.", self._store.root)
         else:
             self._go_on_from(source)
+        self._first_save.allow()
         self._leave_untrained()
         return source is not None
 
@@ -170,6 +173,7 @@ class CheckpointManager:
         if not self._config.enable_checkpoint:
             return False
         self._open()
+        self._first_save.check()
         agreed = self._consensus.receive()
         self._take_note(agreed)
         self.preempted_by = 0 if force else agreed.signal
@@ -186,6 +190,7 @@ class CheckpointManager:
         """Starts the clock of seconds intervals: call right before the loop."""
         if self._config.enable_checkpoint:
             self._open()
+            self._first_save.check()
             self._prepare_saver(now=False)
         self._last_save = Tick(self.loaded_step or 0, self._clock())
 
