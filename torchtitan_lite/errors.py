@@ -60,17 +60,16 @@ class CheckpointError(TorchtitanLiteError):
 
 
 class CheckpointNotFound(CheckpointError, FileNotFoundError):
-    """`step` is not in `folder`, which has `available`."""
+    """`step` is not in `folder`, which has `available`; or, without a step, `folder` is no checkpoint: `finding`."""
 
-    def __init__(self, folder: str, step: int | None, available: Sequence[int] = ()) -> None:
-        self.folder, self.step, self.available = folder, step, tuple(available)
+    def __init__(self, folder: str, step: int | None, available: Sequence[int] = (), finding: str = "") -> None:
+        self.folder, self.step, self.available, self.finding = folder, step, tuple(available), finding
         there = f"it has {', '.join(map(str, available))}" if available else "it has no checkpoint"
         mend = "one of these, or -1 for the newest" if available else "-1 to start afresh"
         super().__init__(
             f"step {step} is not in {folder} ({there}). Set --checkpoint.load_step to {mend}."
             if step is not None
-            else f"{folder} holds no checkpoint (no .metadata file). "
-            "Name the folder of one step, such as outputs/checkpoint/step-500."
+            else f"{folder} holds no checkpoint: {finding or 'there is no .metadata file in it'}."
         )
 
 

@@ -110,15 +110,16 @@ def test_a_seed_checkpoint_gives_the_model_and_nothing_else(start_run: StartRun)
     assert run.committed() == [0, 1]
 
 
-def test_step_0_of_a_full_save_gives_the_model_alone(start_run: StartRun) -> None:
+@pytest.mark.parametrize("asked_for", [-1, 0])
+def test_step_0_of_a_full_save_is_loaded_whole(start_run: StartRun, asked_for: int) -> None:
     run = start_run()
     run.step()
     run.manager.save(0, force=True)
+    run.manager.close()
     fresh = start_run(seed=1)
-    assert fresh.manager.load()
-    assert same(fresh.contents()["model"], run.contents()["model"])
-    assert fresh.train_state.step == 0
-    assert fresh.loader.state["position"] == 0
+    assert fresh.manager.load(asked_for)
+    assert same(fresh.contents(), run.contents())
+    assert fresh.manager.loaded_step == 0
 
 
 def test_an_initial_path_gives_the_model_and_counts_on_the_first_start_only(

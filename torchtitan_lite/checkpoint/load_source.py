@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.checkpoint.initial_path import checked_initial_path
+from torchtitan_lite.checkpoint.seed import is_seed
 from torchtitan_lite.config.job_config import Checkpoint
-from torchtitan_lite.errors import CheckpointMismatch, CheckpointNotFound
+from torchtitan_lite.errors import CheckpointMismatch
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
@@ -85,7 +87,8 @@ def _explicit(store: CheckpointStore, step: int) -> LoadSource:
     unmanaged = {layout.parse_step(path.name): path for path in store.unmanaged()}
     branch = dataclasses.replace(new_run(), parent_step=step, branch_point=step)
     if step in unmanaged:
-        return LoadSource(unmanaged[step], step, model_only=step == 0, lineage=branch, is_explicit=True)
+        path = unmanaged[step]
+        return LoadSource(path, step, model_only=is_seed(path, step), lineage=branch, is_explicit=True)
     return dataclasses.replace(_committed(store.get(step)), lineage=branch, is_explicit=True)
 
 
@@ -99,7 +102,7 @@ def _committed(info: CheckpointInfo) -> LoadSource:
     source = LoadSource(
         info.path,
         info.step,
-        model_only=info.step == 0,  # A seed checkpoint: weights that a run begins with.
+        model_only=is_seed(info.path, info.step),
         lineage=dataclasses.replace(info.lineage, parent_step=info.step, abandons=()),
         nbytes=info.nbytes,
     )
@@ -107,11 +110,8 @@ def _committed(info: CheckpointInfo) -> LoadSource:
 
 
 def _initial(config: Checkpoint) -> LoadSource:
-    path = Path(config.initial_load_path)
-    if not (path / layout.METADATA).is_file():
-        raise CheckpointNotFound(str(path), None)
-    manifest = Manifest.of_folder(path)
-    step = manifest.step if manifest is not None and not config.initial_load_model_only else 0
+    path = checked_initial_path(config.initial_load_path)
+    step = 0 if config.initial_load_model_only else _step_of(path)
     return _with_origin(
         LoadSource(
             path,
@@ -122,6 +122,12 @@ def _initial(config: Checkpoint) -> LoadSource:
             is_explicit=True,
         )
     )
+
+
+def _step_of(path: Path) -> int:
+    """The step of the checkpoint at `path`: its manifest says it, or where another tool wrote it, its name; else 0."""
+    manifest = Manifest.of_folder(path)
+    return manifest.step if manifest is not None else layout.parse_step(path.absolute().name) or 0
 
 
 def _with_origin(source: LoadSource) -> LoadSource:

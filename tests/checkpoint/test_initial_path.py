@@ -1,0 +1,69 @@
+"""What people give in place of a checkpoint's folder, each with its own answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from torchtitan_lite.checkpoint.initial_path import checked_initial_path
+from torchtitan_lite.errors import CheckpointNotFound
+
+
+def checkpoint(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / ".metadata").write_bytes(b"of dcp")
+    return folder
+
+
+def file(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"something")
+    return path
+
+
+def test_a_folder_with_a_checkpoint_is_taken(tmp_path: Path) -> None:
+    assert checked_initial_path(str(checkpoint(tmp_path / "step-4"))) == tmp_path / "step-4"
+
+
+def run_folder(tmp_path: Path) -> Path:
+    for step in (2, 10):
+        checkpoint(tmp_path / "run" / "checkpoint" / f"step-{step}")
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda at: file(at / "model.pt"), r"a file of torch\.save.*torch_save_to_dcp\('.*model\.pt', 'weights'\)"),
+        (lambda at: file(at / "model.safetensors"), r"a file of safetensors.*load_file\('.*model\.safetensors'\)"),
+        (lambda at: file(at / "hf" / "a.safetensors").parent, r"a folder of safetensors.*load_file\('.*a\.safetensors"),
+        (lambda at: file(at / "hf" / "pytorch_model.bin").parent, r"a folder of weights as torch\.save.*model\.bin'"),
+        (run_folder, r"the dump folder of a run\. Name one of its steps, such as .*run/checkpoint/step-10"),
+        (lambda at: run_folder(at) / "checkpoint", r"the folder above the steps\. Name one .*checkpoint/step-10"),
+        (
+            lambda at: checkpoint(at / "step-1") / ".metadata",
+            r"one of a checkpoint's files\. Name their folder, .*step-1",
+        ),
+        (lambda at: file(at / "step-1" / "__0_0.distcp").parent, r"data and no \.metadata, .*cut"),
+        (lambda at: file(at / "notes.txt"), r"a file, not a folder\. Name the folder of one step"),
+        (lambda at: file(at / "some" / "notes.txt").parent, r"there is no \.metadata file in it\. Name the folder"),
+        (lambda at: at / "nowhere", r"there is no such file or folder\. Name the folder of one step"),
+        (lambda at: Path("nowhere"), r"no such file or folder in .*, the working directory"),
+        (lambda at: Path("meta-llama/Llama-3.2-1B"), r"no such folder .*If it is a name on the Hugging Face hub"),
+    ],
+)
+def test_what_is_no_checkpoint_is_named_and_the_way_to_one(
+    tmp_path: Path, make: Callable[[Path], Path], message: str
+) -> None:
+    given = str(make(tmp_path))
+    with pytest.raises(CheckpointNotFound, match=message) as refusal:
+        checked_initial_path(given)
+    assert str(refusal.value).startswith(f"{given} holds no checkpoint: ")
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/step-4", "gs://bucket/step-4", "hf://org/name"])
+def test_an_address_is_refused_as_it_was_given(address: str) -> None:
+    with pytest.raises(CheckpointNotFound, match=f"^{address} .*Copy the checkpoint"):
+        checked_initial_path(address)

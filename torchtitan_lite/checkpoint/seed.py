@@ -1,0 +1,27 @@
+"""Whether a checkpoint is a seed: weights that a run begins with, and nothing else.
+
+A seed checkpoint is the step-0 that holds a model alone. A step-0 with an optimizer, a step counter
+or random generators is the first checkpoint of a loop that counts from 0, and is resumed whole.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torchtitan_lite.checkpoint.folder import CheckpointFolder
+from torchtitan_lite.config.job_config import EXCLUDABLE_STATES
+from torchtitan_lite.errors import CheckpointError
+
+_OF_A_RUN = tuple(f"{name}." for name in EXCLUDABLE_STATES)
+"""Keys that begin so are in every full checkpoint, ours and torchtitan's, and in no seed checkpoint of ours."""
+
+
+def is_seed(path: Path, step: int) -> bool:
+    """Return whether the checkpoint of `step` at `path` is a seed; where that cannot be read, whether it could be."""
+    if step != 0:
+        return False
+    try:
+        contents = CheckpointFolder(path, "off").contents
+    except CheckpointError:
+        return True  # The load that follows finds the same, and says what it is.
+    return not any(key.startswith(_OF_A_RUN) for key in contents)
