@@ -90,6 +90,17 @@ def test_a_step_that_is_asked_for_is_loaded_by_argument_and_by_config(start_run:
         assert (run.train_state.step, run.manager.loaded_step) == (2, 2)
 
 
+def test_a_step_that_a_caller_names_is_that_step_each_time(start_run: StartRun) -> None:
+    run = saved_run(start_run, steps=4)
+    run = start_run(interval=1)
+    run.manager.load(2)
+    run.train(3, last=False)
+    assert run.manager.load(2)
+    assert (run.train_state.step, run.manager.loaded_step) == (2, 2)
+    run.train(4, last=False)
+    assert [name for name in run.names() if "abandoned" not in name] == ["step-1", "step-2", "step-3", "step-4"]
+
+
 def test_a_step_that_is_not_there_is_refused_and_nothing_changes(start_run: StartRun) -> None:
     saved_run(start_run)
     run = start_run()
@@ -178,7 +189,7 @@ def test_weights_alone_are_never_resumed_from(start_run: StartRun) -> None:
         (("lr_scheduler",), {"schedule"}),
         (("optimizer", "lr_scheduler"), {"moments", "lr", "schedule"}),
         (("dataloader",), {"loader"}),
-        (("train_state",), {"step", "losses"}),
+        (("train_state", "lr_scheduler", "dataloader"), {"step", "losses", "schedule", "loader"}),
     ],
 )
 def test_what_is_excluded_from_loading_stays_as_it_is(

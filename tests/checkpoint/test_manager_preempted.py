@@ -179,3 +179,34 @@ def test_a_step_that_is_durable_is_not_saved_again(start_run: StartRun) -> None:
     assert run.manager.preempted_by == signal.SIGTERM
     assert run.events.steps("save_started") == [1]
     assert run.events.steps("preempted") == [1]
+
+
+def test_a_step_saved_before_rolling_back_is_not_what_the_ranks_leave_with(start_run: StartRun) -> None:
+    watch = Told()
+    run = start_run(interval=4, seams={"preemption": watch})
+    run.train(8, last=False)
+    assert run.manager.load(4)
+    run.train(7, last=False)
+    watch.receive(signal.SIGTERM)
+    run.train(8, last=False)  # A save is due here; the signal is agreed on at the next step.
+    run.step()
+    assert run.manager.preempted_by == signal.SIGTERM
+    lineages = {info.step: info.lineage for info in CheckpointStore(run.root).committed()}
+    assert sorted(lineages) == [4, 8, 9]
+    assert (lineages[8].parent_step, lineages[9].parent_step) == (4, 8)
+
+
+def test_a_rolled_back_run_that_is_at_the_step_saved_before_saves_it_again(start_run: StartRun) -> None:
+    watch = Told()
+    run = start_run(interval=100, seams={"preemption": watch})
+    run.train(2, last=False)
+    run.manager.save(2, force=True)
+    run.train(6, last=False)
+    run.manager.save(6, force=True)
+    assert run.manager.load(2)
+    run.train(5, last=False)
+    watch.receive(signal.SIGTERM)
+    run.step()
+    assert run.manager.preempted_by == 0
+    run.step()
+    assert [info.lineage.parent_step for info in CheckpointStore(run.root).committed() if info.step == 7] == [2]

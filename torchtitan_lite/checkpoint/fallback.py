@@ -34,6 +34,8 @@ class Candidates:
     config: Checkpoint
     peers: Peers
     on_event: OnEvent
+    is_exact: bool = False
+    """Whether `wanted` itself is meant, not the newest of a branch that was begun there."""
     damaged: dict[int, CheckpointDamaged] = field(default_factory=dict)
     """What was found to be damaged so far, by step; the same on every rank."""
 
@@ -69,7 +71,7 @@ class Candidates:
         """The next candidate whose manifest and file sizes are right, and what was found on the way to it."""
         damaged = dict(self.damaged)
         while True:
-            source = choose_source(self.store, self.wanted, self.config, damaged)
+            source = choose_source(self.store, self.wanted, self.config, damaged, is_exact=self.is_exact)
             newer = {step: error for step, error in self.store.damaged().items() if self._is_newer(step, source)}
             damaged = newer | damaged
             if source is None or source.initial or self.config.verify_on_load == "off":

@@ -102,6 +102,10 @@ class InFlight:
         self._save = save
         self._on_event("staged", step, stall_seconds=save.stall_seconds)
 
+    def forget_lineage(self) -> None:
+        """Another checkpoint was loaded: what was saved before is no step of the run that goes on. Any rank."""
+        self.last_durable = None
+
     def wait_for_staging(self) -> None:
         """Returns when the state may change. Not collective. Raises `SaveFailed` if that takes too long."""
         if self._save is not None and not self._save.pending.staged.done():

@@ -1,10 +1,11 @@
 """Which checkpoint a run starts from, and of which run it then is.
 
 Decided on the coordinator alone, from what is in the folder and what was asked for. Automatic
-resume takes the newest committed full checkpoint and nothing else. An explicit step begins a branch
-there; asked for again, once the branch has checkpoints of its own, it is the newest of those that is
-taken, so that a restart of the same command throws nothing away. `initial_load_path` counts only
-while the run has no checkpoint of its own, so that one command serves first start and restart.
+resume takes the newest committed full checkpoint and nothing else. A `load_step` of the
+configuration begins a branch there; asked for again, once the branch has checkpoints of its own, it
+is the newest of those that is taken, so that a restart of the same command throws nothing away. A
+step that a caller names is that step, whatever came after it. `initial_load_path` counts only while
+the run has no checkpoint of its own, so that one command serves first start and restart.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.store import CheckpointStore
+
+_TRAIN_STATE = "train_state"
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,15 @@ class LoadSource:
     """Of the run that saved it; empty if unknown."""
     tensor_digests: dict[str, str] = field(default_factory=dict)
     """By key; empty if it has none."""
+    excluded: tuple[str, ...] = ()
+    """States that this load leaves as they are."""
+    has_nan: bool = False
+    """Whether NaN was seen in its weights when they were saved."""
+
+    @property
+    def goes_on_at(self) -> int | None:
+        """The step that the run goes on from; None if it counts from the start."""
+        return None if self.lineage.counts_again or (self.initial and self.model_only) else self.step
 
 
 def new_run() -> Lineage:
@@ -55,24 +67,73 @@ def new_run() -> Lineage:
 
 
 def choose_source(
-    store: CheckpointStore, step: int, config: Checkpoint, passed_over: Collection[int] = ()
+    store: CheckpointStore,
+    step: int,
+    config: Checkpoint,
+    passed_over: Collection[int] = (),
+    *,
+    is_exact: bool = False,
 ) -> LoadSource | None:
     """What to load when asked for `step` (-1: the newest); None: a fresh start. Raises `CheckpointNotFound`.
 
-    Steps in `passed_over` are as if they were not there, unless `step` is one of them.
+    Steps in `passed_over` are as if they were not there, unless `step` is one of them. `is_exact`: `step` itself is
+    meant, not the newest of a branch that was begun there.
     """
+    source = _chosen(store, step, config, passed_over, is_exact)
+    return None if source is None else _with_exclusions(source, config)
+
+
+def newest_step(store: CheckpointStore, config: Checkpoint) -> int:
+    """The newest committed step, full or weights only, of what a load would go on with; -1 if there is none."""
+    committed = [info for info in store.committed() if not store.check_sizes(info)]
+    if config.load_step != -1:
+        committed = [info for info in committed if is_branch_of(info, config.load_step, config)]
+    full = [info for info in committed if info.kind is CheckpointKind.FULL]
+    if full and _with_exclusions(_committed(full[-1]), config).lineage.counts_again:
+        return -1
+    return max((info.step for info in committed), default=-1)
+
+
+def is_branch_of(info: CheckpointInfo | None, step: int, config: Checkpoint) -> bool:
+    """Whether `info` is on a branch begun at `step`, and no other one is asked for."""
+    return info is not None and info.lineage.branch_point == step and not config.new_branch
+
+
+def _chosen(
+    store: CheckpointStore, step: int, config: Checkpoint, passed_over: Collection[int], is_exact: bool
+) -> LoadSource | None:
     full = [info for info in store.committed() if info.kind is CheckpointKind.FULL and info.step not in passed_over]
     latest = full[-1] if full else None
-    if step != -1 and not is_branch_of(latest, step, config):
+    if step != -1 and (is_exact or not is_branch_of(latest, step, config)):
         return _explicit(store, step)
     if latest is not None:
         return _of_a_run_that_goes_on(_committed(latest), store)
     return _initial(config) if config.initial_load_path else None
 
 
-def is_branch_of(info: CheckpointInfo | None, step: int, config: Checkpoint) -> bool:
-    """Whether `info` is on a branch begun at `step`, and no other one is asked for."""
-    return info is not None and info.lineage.branch_point == step and not config.new_branch
+def _with_exclusions(source: LoadSource, config: Checkpoint) -> LoadSource:
+    """`source` without what `config` excludes; where that is the step counter, the run counts again, on a branch.
+
+    A checkpoint of a run that began so is its own: all of it is loaded, or each restart would count again.
+    """
+    if source.model_only:
+        return source
+    if _TRAIN_STATE not in config.exclude_from_loading:
+        return dataclasses.replace(source, excluded=config.exclude_from_loading)
+    is_its_own = not source.initial and _TRAIN_STATE in _exclusions_of(source.config)
+    if is_its_own and not config.new_branch:
+        return source
+    # With the branch point of before: asked for by the same `load_step` again, it is this branch that goes on.
+    run_id, parent = new_run().run_id, source.lineage.parent_step
+    lineage = dataclasses.replace(source.lineage, run_id=run_id, parent_step=parent, counts_again=True)
+    return dataclasses.replace(source, excluded=config.exclude_from_loading, lineage=lineage)
+
+
+def _exclusions_of(config: dict[str, Any]) -> Collection[str]:
+    """What the configuration in a manifest, which may hold anything, excluded from loading."""
+    section = config.get("checkpoint")
+    excluded = section.get("exclude_from_loading") if isinstance(section, dict) else None
+    return excluded if isinstance(excluded, list) else ()
 
 
 def _of_a_run_that_goes_on(source: LoadSource, store: CheckpointStore) -> LoadSource:

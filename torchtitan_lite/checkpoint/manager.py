@@ -31,7 +31,7 @@ from torchtitan_lite.checkpoint.first_save import FirstSave
 from torchtitan_lite.checkpoint.in_flight import InFlight
 from torchtitan_lite.checkpoint.interval import SavePolicy, Tick, build_save_policy, build_skips_when_busy, split
 from torchtitan_lite.checkpoint.leaving import Leaving, how_to_leave
-from torchtitan_lite.checkpoint.load_source import LoadSource, is_branch_of, new_run
+from torchtitan_lite.checkpoint.load_source import LoadSource, new_run, newest_step
 from torchtitan_lite.checkpoint.preemption import PreemptionWatch
 from torchtitan_lite.checkpoint.restore import RNG, Restore
 from torchtitan_lite.checkpoint.resume_report import ResumeReport
@@ -134,7 +134,7 @@ class CheckpointManager:
             self._open()
 
     def load(self, step: int = -1) -> bool:
-        """Loads `step`, by default what the config says: `load_step`, or the newest, or `initial_load_path`.
+        """Loads `step` itself, by default what the config says: `load_step`, the newest, or `initial_load_path`.
 
         A damaged checkpoint is passed over for the next older one. False means a fresh start: nothing was there,
         nothing was changed. Raises `CheckpointNotFound`, `CheckpointMismatch` and what a state refuses with, on every
@@ -146,7 +146,7 @@ class CheckpointManager:
         self._open()
         self._in_flight.settle()
         wanted = step if step != -1 else self._config.load_step
-        candidates = Candidates(self._store, wanted, self._config, self._peers, self._on_event)
+        candidates = Candidates(self._store, wanted, self._config, self._peers, self._on_event, is_exact=step != -1)
         source = candidates.take(lambda source: self._load(wanted, source))
         if source is None:
             self._tell_what_is_passed_over(wanted)
@@ -200,7 +200,7 @@ class CheckpointManager:
             return -1
         self._open()
         self._in_flight.settle()
-        return self._peers.decide(self._newest_step)
+        return self._peers.decide(lambda: newest_step(self._store, self._config))
 
     def close(self) -> None:
         """Waits for the save in flight, reports how it ended, and ends threads and processes. Idempotent."""
@@ -263,8 +263,9 @@ class CheckpointManager:
 
     def _go_on_from(self, source: LoadSource) -> None:
         self._lineage = source.lineage
-        self.loaded_step = None if source.initial and source.model_only else source.step
-        if not source.initial:
+        self._in_flight.forget_lineage()
+        self.loaded_step = source.goes_on_at
+        if not source.initial and not source.has_nan:
             self._upkeep.note_good(source.step)
 
     def _leave_untrained(self) -> None:
@@ -299,12 +300,6 @@ class CheckpointManager:
     def _tell_what_is_passed_over(self, wanted: int) -> None:
         for path in self._store.unmanaged() if self._peers.is_coordinator and wanted == -1 else []:
             logger.warning("%s has no manifest and is passed over; to load it, ask for its step or path.", path)
-
-    def _newest_step(self) -> int:
-        committed = [info for info in self._store.committed() if not self._store.check_sizes(info)]
-        if self._config.load_step != -1:
-            committed = [info for info in committed if is_branch_of(info, self._config.load_step, self._config)]
-        return max((info.step for info in committed), default=-1)
 
     def _restore(self, source: LoadSource) -> Restore:
         return Restore(

@@ -62,7 +62,7 @@ class Restore:
         small_states: Mapping[str, Stateful],
         topology: str,
     ) -> None:
-        excluded = config.checkpoint.exclude_from_loading
+        excluded = source.excluded
         everything = not source.model_only
         self._source = source
         self._config = config
@@ -125,9 +125,9 @@ class Restore:
         self._peers.raise_together(_error_of(lambda _: self._stored.contents, {}))
 
     def _warn_of_states_without_a_taker(self) -> None:
-        excluded = self._config.checkpoint.exclude_from_loading
-        taken = {"model", "optimizer", "lr_scheduler", "dataloader", RNG, *self._small, *excluded}
-        paths = self._stored.contents.paths.values()
+        taken = {"model", "optimizer", "lr_scheduler", "dataloader", RNG, *self._small, *self._source.excluded}
+        # A path of one name is a tensor or value on top, such as a weight under its bare name, and no state.
+        paths = (path for path in self._stored.contents.paths.values() if len(path) > 1)
         left = sorted({str(path[0]) for path in paths} - taken)
         if left and not self._source.model_only:
             logger.warning(

@@ -168,9 +168,9 @@ class CommittingWriter(StorageWriter):
 
     def _lineage(self) -> Lineage:
         lineage = self._target.origin.lineage
-        if lineage.branch_point is None:
+        if lineage.last_kept is None:
             return lineage
-        abandons = abandoned_by(lineage.run_id, lineage.branch_point, self._target.store.intact())
+        abandons = abandoned_by(lineage.run_id, lineage.last_kept, self._target.store.intact())
         return dataclasses.replace(lineage, abandons=abandons)
 
     def _tensor_digests(self, files: Sequence[RankFile]) -> dict[str, str]:

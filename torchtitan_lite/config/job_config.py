@@ -346,8 +346,8 @@ class Checkpoint:
     """Load only the model from initial_load_path; otherwise everything."""
 
     exclude_from_loading: tuple[str, ...] = ()
-    """States left as they are at load: optimizer (together with lr_scheduler), lr_scheduler, dataloader, train_state,
-    or your own."""
+    """States left as they are at load: optimizer (together with lr_scheduler), lr_scheduler, dataloader, train_state
+    (together with both; steps are then counted from the start again, on a branch), or your own."""
 
     load_include: tuple[str, ...] = ()
     """Globs over the model's names (layers.*.attention.*): only these tensors, and their optimizer state, are
@@ -445,6 +445,13 @@ class Checkpoint:
             raise ConfigError(
                 "checkpoint.exclude_from_loading: 'model' cannot be left out; a run without its weights is a fresh "
                 "one. Leave checkpointing off, or point dump_folder elsewhere."
+            )
+        with_it = {"lr_scheduler", "dataloader"} - {*self.exclude_from_loading}
+        if "train_state" in self.exclude_from_loading and with_it:
+            raise ConfigError(
+                "checkpoint.exclude_from_loading: 'train_state' without 'lr_scheduler' and 'dataloader': steps would "
+                "be counted from 1 while the learning rate and the data go on where they were. "
+                f"Add {', '.join(sorted(with_it))}."
             )
         if "optimizer" in self.exclude_from_loading and "lr_scheduler" not in self.exclude_from_loading:
             raise ConfigError(

@@ -26,6 +26,15 @@ class Lineage:
     """The step that `load_step` named when this branch began; None if the run was never told to go back."""
     abandons: tuple[tuple[int, str], ...] = ()
     """(step, run id) of what this commit sets aside."""
+    counts_again: bool = False
+    """Whether the run counts its steps from the start again: its first commit sets aside every step of another run.
+
+    Not in the manifest: after that commit there is nothing left to set aside."""
+
+    @property
+    def last_kept(self) -> int | None:
+        """The step beyond which another run's are set aside; None: none are."""
+        return -1 if self.counts_again else self.branch_point
 
     def to_json(self) -> dict[str, Any]:
         """As it stands in the manifest."""
