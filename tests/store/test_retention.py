@@ -1,3 +1,4 @@
+import dataclasses
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -278,3 +279,9 @@ def test_one_that_a_load_fell_back_from_is_not_counted_once_it_is_quarantined(tm
     purge(store, Row("", (), k=2))
     assert sorted(contents(tmp_path)) == ["step-1", "step-2", "step-3.corrupt"]
     shutil.rmtree(tmp_path / "step-3.corrupt")
+
+
+def test_the_newest_one_without_nan_stays_whatever_the_policy_says() -> None:
+    committed = [info(1), info(2), *(dataclasses.replace(info(step), has_nan=True) for step in (3, 4, 5))]
+    assert steps(to_purge(KeepLatest(1), committed)) == [1, 3, 4]
+    assert steps(to_purge(KeepLatest(1), committed, known_good={1, 3, 4, 5})) == [3, 4]

@@ -23,7 +23,7 @@ from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import CheckpointMismatch
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage
-from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
+from torchtitan_lite.store.manifest import NAN_IN, CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.store import CheckpointStore
 
 _TRAIN_STATE = "train_state"
@@ -202,4 +202,5 @@ def _with_origin(source: LoadSource) -> LoadSource:
         topology=str(extra.get("topology", "")),
         config=dict(extra.get("config", {})),
         tensor_digests=dict(extra.get("tensor_digests", {})),
+        has_nan=bool(extra.get(NAN_IN)),
     )

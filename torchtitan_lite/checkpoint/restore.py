@@ -104,7 +104,11 @@ class Restore:
         for change in report.changes:
             (logger.warning if change.rule is Rule.WARNED else logger.info)("Since the checkpoint: %s", change)
         self._warn_of_states_without_a_taker()
-        for name, state in self._small.items():
+        if self._source.has_nan:
+            logger.warning("%s was saved with NaN in its weights; --checkpoint.load_step rolls back.", report.path)
+        for reason in report.fresh_states:
+            logger.warning("%s", reason)
+        for name, state in self._taken.items():
             self._peers.raise_together(_error_of(state.load_state_dict, self._read_small(name)))
         if self._optimizer is not None:
             self._optimizer.load_state_dict(self._stored.read_optimizer(self._optimizer_state))

@@ -40,7 +40,7 @@ class Upkeep:
     def note_committed(self, info: CheckpointInfo, store: CheckpointStore) -> None:
         """This run committed `info` to `store`."""
         self._num_bytes[store.root, info.kind] = info.nbytes
-        if info.kind is CheckpointKind.FULL:
+        if info.kind is CheckpointKind.FULL and not info.has_nan:
             self.note_good(info.step)
 
     def make_sure_of_room(self, step: int, kind: CheckpointKind, store: CheckpointStore) -> None:

@@ -25,13 +25,14 @@ from torch.futures import Future
 import torchtitan_lite
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.description import PlacedObject
+from torchtitan_lite.checkpoint.nan_check import names_with_nan
 from torchtitan_lite.checkpoint.save_plan import RankPlan
 from torchtitan_lite.checkpoint.tensor_digest import Digest, digest_chunk, finish
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage, abandoned_by
-from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, FileRecord, Manifest
+from torchtitan_lite.store.manifest import NAN_IN, CheckpointInfo, CheckpointKind, FileRecord, Manifest
 from torchtitan_lite.store.store import CheckpointStore
 
 
@@ -87,6 +88,8 @@ class RankFile:
     objects: Sequence[PlacedObject]
     digests: Mapping[str, Digest] = field(default_factory=dict)
     """The shares of tensors' digests that lie in the file, by key."""
+    nan_in: Sequence[str] = ()
+    """Keys of weights in which NaN was seen."""
 
 
 class CommittingWriter(StorageWriter):
@@ -122,6 +125,7 @@ class CommittingWriter(StorageWriter):
         target, description = self._target, self._content.plan.description
         files: list[RankFile] = [file for per_rank in results for file in per_rank]
         objects = [placed for file in files for placed in file.objects]
+        nan_in = sorted({key for file in files for key in file.nan_in})
         target.fence()  # What is staged here may be another job's by now.
         faults.point("metadata", step=target.step)
         described = description.metadata(objects)
@@ -145,10 +149,17 @@ class CommittingWriter(StorageWriter):
                 "topology": target.origin.topology,
                 "config": target.origin.config,
                 "tensor_digests": self._tensor_digests(files),
+                **({NAN_IN: nan_in} if nan_in else {}),
             },
         )
         self._tell_what_is_replaced()
         self.committed = target.store.commit(target.step, manifest, target.fence)
+        if nan_in:
+            logger.warning(
+                "Step %d is saved with NaN in its weights (%s). Retention keeps the latest checkpoint without it.",
+                target.step,
+                ", ".join(nan_in[:3]) + (f" and {len(nan_in) - 3} more" if len(nan_in) > 3 else ""),
+            )
 
     def storage_meta(self) -> StorageMeta | None:
         return None
@@ -164,7 +175,9 @@ class CommittingWriter(StorageWriter):
             return []
         record = content.write(target.store.stage(target.step) / content.file_name)
         digests = _shares(content.plan.items, content.tensors()) if target.origin.tensor_digests else {}
-        return [RankFile(content.file_name, record, content.objects, digests)]
+        prefix = "model." if target.kind is CheckpointKind.FULL else ""
+        nan_in = names_with_nan(content.plan.items, content.tensors(), prefix)
+        return [RankFile(content.file_name, record, content.objects, digests, nan_in)]
 
     def _lineage(self) -> Lineage:
         lineage = self._target.origin.lineage

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torchtitan_lite.errors import CheckpointDamaged
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
+from torchtitan_lite.store.manifest import NAN_IN, CheckpointInfo, Manifest
 
 
 class Listing:
@@ -90,7 +90,15 @@ def find_intact(step: int, places: Sequence[Path]) -> CheckpointInfo | None:
 
 def describe(folder: Path, manifest: Manifest) -> CheckpointInfo:
     """What `manifest` says of the checkpoint in `folder`."""
-    return CheckpointInfo(manifest.step, folder, manifest.kind, manifest.created_at, manifest.nbytes, manifest.lineage)
+    return CheckpointInfo(
+        manifest.step,
+        folder,
+        manifest.kind,
+        manifest.created_at,
+        manifest.nbytes,
+        manifest.lineage,
+        has_nan=bool(manifest.extra.get(NAN_IN)),
+    )
 
 
 def is_folder(path: Path) -> bool:

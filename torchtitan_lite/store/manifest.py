@@ -31,6 +31,9 @@ _TABLES = ("tensors", "objects", "structure")
 _LAST_LINE = re.compile(rb',\n"digest": "([0-9a-f]{32})"\n}\n?')
 _LAST_LINE_BYTES = len(',\n"digest": ""\n}\n') + 32
 
+NAN_IN = "nan_in"
+"""In `extra`: the keys of weights in which NaN was seen when they were saved; not there if none was."""
+
 T = TypeVar("T")
 
 UNKNOWN = Lineage("unknown")
@@ -60,6 +63,8 @@ class CheckpointInfo:
     """Of all its files but the manifest."""
     lineage: Lineage = UNKNOWN
     """The run it is of."""
+    has_nan: bool = False
+    """Whether NaN was seen in its weights when they were saved."""
 
     @property
     def run_id(self) -> str:

@@ -3,7 +3,8 @@
 Pure: committed checkpoints come in, steps go out; no clock, no disk. Only full checkpoints are
 counted and only full ones are purged, and of these only the sound ones: what is damaged is for a
 load to find, and neither counted nor purged. Whatever a policy says, the newest full one stays, and
-so does the newest one known to be good: one that this run has committed or loaded.
+so does the newest one known to be good (one that this run has committed or loaded), and the newest
+one in whose weights no NaN was seen: a run that diverged can go back to it.
 """
 
 from __future__ import annotations
@@ -67,8 +68,9 @@ def to_purge(
 ) -> list[CheckpointInfo]:
     """What `policy` lets go, oldest first; never a step in `protected`, a weights-only one or the newest full one.
 
-    Nor the newest full one of the steps in `known_good`. `is_sound` is asked of full checkpoints alone, and only if
-    something would be let go: those that are not are as if they were not there.
+    Nor the newest full one of the steps in `known_good`, nor the newest one without NaN. `is_sound` is
+    asked of full checkpoints alone, and only if something would be let go: those that are not are as if they were not
+    there.
     """
     purged = _let_go(policy, committed, protected, known_good)
     if purged:
@@ -84,8 +86,9 @@ def _let_go(
     known_good: AbstractSet[int],
 ) -> list[CheckpointInfo]:
     full = _full_steps(committed)
-    last_good = [step for step in full if step in known_good][-1:]
-    purged = set(full[:-1]) - policy.keep(committed) - protected - set(last_good)
+    finite = _full_steps([info for info in committed if not info.has_nan])
+    last_good = [step for step in finite if step in known_good][-1:]
+    purged = set(full[:-1]) - policy.keep(committed) - protected - {*last_good, *finite[-1:]}
     return sorted((info for info in committed if info.step in purged), key=lambda info: info.step)
 
 

@@ -1,0 +1,99 @@
+"""NaN in the weights is seen at a save, said, and never the only thing that is kept."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+
+from tests.checkpoint.conftest import StartRun
+from tests.checkpoint.small_run import SmallRun
+from torchtitan_lite.checkpoint.nan_check import names_with_nan
+from torchtitan_lite.store.manifest import Manifest
+
+
+def found(prefix: str = "model.", **tensors: torch.Tensor) -> list[str]:
+    items = [WriteItem(MetadataIndex(name.replace("_", ".")), WriteItemType.TENSOR) for name in tensors]
+    return names_with_nan(items, list(tensors.values()), prefix)
+
+
+def with_nan(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.full(shape, math.nan, dtype=dtype)
+
+
+@given(st.lists(st.integers(0, 40), max_size=4), st.sampled_from([torch.float16, torch.bfloat16, torch.float64]))
+def test_a_tensor_of_nan_is_seen_whatever_its_shape_and_dtype(shape: list[int], dtype: torch.dtype) -> None:
+    tensor = with_nan(*shape, dtype=dtype)
+    assert found(model_w=tensor, model_b=torch.zeros(3)) == (["model.w"] if tensor.numel() else [])
+    assert found(model_w=tensor.T if tensor.dim() == 2 else tensor) == (["model.w"] if tensor.numel() else [])
+
+
+def test_of_a_large_tensor_both_ends_are_looked_at() -> None:
+    for index in ((0, 0), (999, 999)):
+        tensor = torch.zeros(1000, 1000)
+        tensor[index] = math.nan
+        assert found(model_w=tensor) == ["model.w"]
+
+
+def test_infinity_integers_and_what_is_no_weight_are_not_looked_for() -> None:
+    assert found(model_mask=torch.full((3, 3), -math.inf), model_n=torch.ones(3, dtype=torch.int64)) == []
+    assert found(optimizer_w=with_nan(3)) == []
+    assert found(prefix="", w=with_nan(3)) == ["w"]
+
+
+def test_of_very_many_tensors_some_are_looked_at() -> None:
+    tensors = {f"model_{index}": with_nan(1) for index in range(10_000)}
+    assert 900 < len(found(**tensors)) <= 1024
+
+
+def diverge(run: SmallRun) -> None:
+    with torch.no_grad():
+        run.model.first.weight.fill_(math.nan)
+
+
+def nan_in(folder: Path) -> object:
+    manifest = Manifest.of_folder(folder)
+    assert manifest is not None
+    return manifest.extra.get("nan_in")
+
+
+def test_a_save_of_nan_goes_on_with_one_warning_and_what_was_finite_is_kept(
+    start_run: StartRun, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = start_run(interval=1, keep_latest_k=1, async_mode=mode)
+    run.train(2, last=False)
+    diverge(run)
+    run.train(4, last=False)
+    run.manager.close()
+    assert run.committed() == [2, 4]
+    assert nan_in(run.root / "step-2") is None
+    warned = [record.getMessage() for record in caplog.records if "NaN" in record.getMessage()]
+    assert len(warned) == 2
+    assert warned[0].startswith("Step 3 is saved with NaN in its weights (model.first.")
+
+
+def test_a_resume_from_nan_is_warned_of_and_keeps_what_was_finite(
+    start_run: StartRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = start_run(interval=1, keep_latest_k=1)
+    run.train(1, last=False)
+    diverge(run)
+    run.train(2, last=False)
+    run.manager.close()
+    caplog.clear()
+    again = start_run(seed=1, interval=1, keep_latest_k=1)
+    with caplog.at_level(logging.WARNING):
+        again.manager.load()
+    assert "was saved with NaN in its weights; --checkpoint.load_step rolls back" in caplog.text
+    again.train(3, last=False)
+    assert again.committed() == [1, 3]
+    back = start_run(seed=2, load_step=1)
+    assert back.manager.load()
+    assert all(parameter.isfinite().all() for parameter in back.model.parameters())

@@ -1,0 +1,47 @@
+"""Whether the weights of a checkpoint hold NaN, found from a sample of them.
+
+A loss that became NaN is in nearly all weights after one step. So a small part of each tensor shows
+it, for a hundredth of the work of looking at every element. A tensor of up to `_MAX_ELEMENTS` is
+looked at whole, of a larger one both ends, and of very many tensors an even choice. Infinity is not
+looked for: masks are made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.checkpoint.planner import WriteItem
+
+_MAX_ELEMENTS = 4096
+_MAX_TENSORS = 1024
+
+
+@torch.no_grad()
+def names_with_nan(items: Sequence[WriteItem], tensors: Sequence[torch.Tensor], prefix: str) -> list[str]:
+    """Return the keys under `prefix` of those of `tensors`, which `items` describe, that were seen to hold NaN."""
+    floating = [
+        (item.index.fqn, tensor)
+        for item, tensor in zip(items, tensors, strict=True)
+        if item.index.fqn.startswith(prefix) and tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
+    ]
+    samples: dict[tuple[torch.dtype, torch.device], list[tuple[str, torch.Tensor]]] = {}
+    for key, tensor in floating[:: -(-len(floating) // _MAX_TENSORS) or 1]:
+        for part in _parts(tensor.detach()):
+            samples.setdefault((part.dtype, part.device), []).append((key, part))
+    found: dict[str, None] = {}
+    for of_a_kind in samples.values():
+        # A norm is NaN if an element is, and one call takes them all.
+        norms = torch.stack(torch._foreach_norm([part for _, part in of_a_kind]))
+        found |= dict.fromkeys(of_a_kind[index][0] for index in norms.isnan().nonzero().flatten().tolist())
+    return [*found]
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """All of `tensor`, or both ends of it."""
+    if tensor.numel() <= _MAX_ELEMENTS:
+        return [tensor] if tensor.numel() else []
+    first = last = tensor
+    while first.numel() > _MAX_ELEMENTS and first.dim() > 1:
+        first, last = first[0], last[-1]
+    return [first[:_MAX_ELEMENTS], last[-_MAX_ELEMENTS:]]
