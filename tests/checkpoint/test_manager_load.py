@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from tests.checkpoint.conftest import StartRun
+from tests.checkpoint.foreign_folders import save_plain
 from tests.checkpoint.small_run import SmallRun, Tiny, job_config, same
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.stateful import LRSchedulerWrapper, ModelWrapper, OptimizerWrapper
@@ -359,3 +360,57 @@ def test_without_loader_schedule_and_states_there_is_still_a_run(tmp_path: Path)
     with manager:
         assert manager.load()
     assert torch.equal(saved.weight, loaded.weight)
+
+
+def test_a_run_that_went_over_to_float16_begins_with_a_fresh_scaler(
+    start_run: StartRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved_run(start_run)
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    run = start_run(seed=1, states={"grad_scaler": scaler})
+    report = run.manager.dry_run()
+    assert report is not None and report.refusals == [] and "grad_scaler: not in the checkpoint" in str(report)
+    assert run.manager.load()
+    assert scaler.get_scale() == 128.0
+    assert "grad_scaler: not in the checkpoint, which was saved without a gradient scaler: a fresh one" in caplog.text
+
+
+def test_a_missing_state_is_refused_with_the_way_out(start_run: StartRun) -> None:
+    saved_run(start_run)
+    with pytest.raises(CheckpointMismatch, match=r"begin a state fresh: --checkpoint\.exclude_from_loading=note$"):
+        start_run(seed=1, states={"note": Note("")}).manager.load()
+
+
+def test_names_that_differ_by_a_prefix_are_refused_with_the_rename_that_fits(
+    start_run: StartRun, tmp_path: Path
+) -> None:
+    run = start_run()
+    path = save_plain({"app": {"model": ModelWrapper(run.model).state_dict()}}, tmp_path / "base")
+    options = {"folder": tmp_path / "tuned", "seed": 1, "initial_load_path": str(path)}
+    with pytest.raises(CheckpointMismatch, match=r"--checkpoint\.load_rename='\^app\[\.\]model\[\.\]='"):
+        start_run(**options).manager.load()
+    tuned = start_run(**options, load_rename=("^app[.]model[.]=",))
+    assert tuned.manager.load()
+    assert same(tuned.contents()["model"], run.contents()["model"])
+
+
+def test_a_tied_tensor_that_is_not_there_is_refused_with_what_leaves_it_out(tmp_path: Path) -> None:
+    def tied() -> nn.ModuleDict:
+        model = nn.ModuleDict({"embedding": nn.Embedding(3, 2), "head": nn.Linear(2, 3, bias=False)})
+        model["head"].weight = model["embedding"].weight
+        return model
+
+    base = tied()
+    path = save_plain({"embedding.weight": base["embedding"].weight.detach()}, tmp_path / "base")
+    options = {"initial_load_path": str(path)}
+    for exclude in ((), ("head.weight",)):
+        model = tied()
+        optimizer = torch.optim.AdamW(model.parameters())
+        config = job_config(tmp_path / "tuned", **options, load_exclude=exclude)
+        with CheckpointManager(None, [model], [optimizer], [], {}, config) as manager:
+            if exclude:
+                assert manager.load()
+                assert torch.equal(model["head"].weight, base["head"].weight)
+            else:
+                with pytest.raises(CheckpointMismatch, match=r"same tensor as embedding.*load_exclude=head\.weight"):
+                    manager.load()

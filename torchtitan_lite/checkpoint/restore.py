@@ -8,6 +8,7 @@ the machine can fail. The random generators come last, so that nothing draws fro
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from torchtitan_lite.checkpoint.resume_report import ResumeReport
 from torchtitan_lite.checkpoint.rng import RngState
 from torchtitan_lite.checkpoint.stateful import ModelWrapper, OptimizerWrapper, Stateful
 from torchtitan_lite.checkpoint.stored_checkpoint import StoredCheckpoint
+from torchtitan_lite.checkpoint.torchtitan_states import as_ours, why_it_begins_fresh
 from torchtitan_lite.checkpoint.verify_resume import verify
+from torchtitan_lite.checkpoint.ways_out import ways_out
 from torchtitan_lite.config.drift import Rule, compare
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.distributed.consensus import Peers
@@ -84,7 +87,7 @@ class Restore:
         self._agree_that_it_can_be_read()
         refused: list[str] = []
         keys = self._keys()
-        for name, state in self._small.items():
+        for name, state in self._taken.items():
             check = getattr(state, "check_state", None)
             if check is not None and name not in keys.missing:
                 error = _error_of(check, self._read_small(name))
@@ -97,7 +100,7 @@ class Restore:
         self._agree_that_it_can_be_read()
         report = self._report(self._keys(), ())
         if report.refusals:
-            raise CheckpointMismatch(str(report.path), "\n".join(report.refusals))
+            raise CheckpointMismatch(str(report.path), "\n".join([*report.refusals, *report.ways_out]))
         if not build_load_rules(self._config.checkpoint).is_partial:
             self._stored.verify_rest()
         self._warn_of_unmatched_globs()
@@ -138,13 +141,28 @@ class Restore:
                 "The checkpoint has states that this run does not take, and will not save: %s.", ", ".join(left)
             )
 
+    @cached_property
+    def _fresh(self) -> dict[str, str]:
+        """The states that begin fresh though everything is loaded, each with the reason."""
+        return {
+            name: reason
+            for name, state in self._small.items()
+            if (reason := why_it_begins_fresh(name, state, self._stored.contents))
+        }
+
+    @property
+    def _taken(self) -> dict[str, Stateful]:
+        """The small states that are loaded."""
+        return {name: state for name, state in self._small.items() if name not in self._fresh}
+
     def _keys(self) -> KeyReport:
-        states = [name for name, state in self._small.items() if state.state_dict()]
+        states = [name for name, state in self._taken.items() if state.state_dict()]
         return self._stored.report(self._model, self._optimizer_state, states, cast=self._cast)
 
     def _report(self, keys: KeyReport, refused_states: Sequence[str]) -> ResumeReport:
         everything = not self._source.model_only
-        strict = self._config.checkpoint.load_strictness == "error" or keys.lost_states(list(self._small))
+        strict = self._config.checkpoint.load_strictness == "error" or keys.lost_states(list(self._taken))
+        names = self._stored.model_names(self._model) if keys.missing else {}
         return ResumeReport(
             path=self._source.path,
             step=self._source.step,
@@ -154,10 +172,13 @@ class Restore:
             topology_before=self._source.topology,
             topology_now=self._topology,
             refused_states=refused_states,
+            fresh_states=tuple(self._fresh.values()),
+            ways_out=ways_out(keys.missing, self._model, names, list(self._taken)),
         )
 
     def _read_small(self, name: str) -> dict[str, Any]:
-        return self._stored.read_state(name, self._small[name].state_dict())
+        own = self._small[name].state_dict()
+        return as_ours(name, self._stored.read_state(name, own), own, self._stored)
 
     def _verify(self) -> None:
         rules = build_load_rules(self._config.checkpoint)
@@ -168,7 +189,7 @@ class Restore:
             )
             return
         model = {fqn: tensor for fqn, tensor in self._model.items() if rules.wants(fqn)}
-        state: dict[str, Any] = {"model": model, **{name: state.state_dict() for name, state in self._small.items()}}
+        state: dict[str, Any] = {"model": model, **{name: state.state_dict() for name, state in self._taken.items()}}
         if self._optimizer is not None:
             own = self._optimizer.state_dict()
             state["optimizer"] = {key: own[key] for key in own if rules.wants(key.partition(".")[2].rpartition(".")[0])}

@@ -28,6 +28,10 @@ class ResumeReport:
     topology_now: str
     refused_states: Sequence[str] = ()
     """What states refuse with, one sentence each."""
+    fresh_states: Sequence[str] = ()
+    """Which states are not taken from the checkpoint, and why, one sentence each."""
+    ways_out: Sequence[str] = ()
+    """What to set where keys are missing, one sentence each; empty if none are, or it is not known."""
 
     @property
     def refusals(self) -> list[str]:
@@ -44,11 +48,12 @@ class ResumeReport:
             if self.topology_before != self.topology_now
             else []
         )
-        return [*topology, *(str(change) for change in self.changes if change.rule is not Rule.REFUSED)]
+        changes = (str(change) for change in self.changes if change.rule is not Rule.REFUSED)
+        return [*topology, *self.fresh_states, *changes]
 
     def __str__(self) -> str:
         lines = [f"Resume from {self.path}, step {self.step}:"]
         lines += ["  keys: all there, all fit" if not self.keys else str(self.keys)]
         lines += [f"  {note}" for note in self.notes] or ["  configuration and topology: as they were"]
-        lines += ["It would be refused:", *self.refusals] if self.refusals else ["It would go on."]
+        lines += ["It would be refused:", *self.refusals, *self.ways_out] if self.refusals else ["It would go on."]
         return "\n".join(lines)

@@ -2,7 +2,8 @@
 
 `torch.load(weights_only=True)` runs none of a pickle's code, but calls what it knows with whatever
 numbers it is told: a buffer of a terabyte, out of an item of 100 bytes. So an item is looked through
-before it is loaded: nothing in it is compressed, and nothing makes more than the item holds.
+before it is loaded: nothing in it is compressed, and nothing makes more than the item holds. A
+`BytesIO`, which torch does not load so and torchtitan's first checkpoints have, is made here.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_lite.checkpoint.inert_pickle import InertPickleError, Kind, parse
+from torchtitan_lite.checkpoint.inert_pickle import InertPickleError, Instance, Kind, parse
 
 
 class UnsafeItem(ValueError):
@@ -31,7 +32,9 @@ class _Anything(dict[tuple[str, str], object]):
 def load_item(data: bytes) -> Any:
     """What was saved into `data`. Raises `UnsafeItem` if that cannot be told without running or trusting it."""
     try:
-        _look_through(data)
+        parsed = _look_through(data)
+        if len(parsed) == 1 and (held := _bytes_held(parsed[0])) is not None:
+            return io.BytesIO(held)
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except UnsafeItem:
         raise
@@ -43,7 +46,8 @@ def load_item(data: bytes) -> Any:
         raise UnsafeItem(f"{type(error).__name__}: {error}") from None
 
 
-def _look_through(data: bytes) -> None:
+def _look_through(data: bytes) -> list[Any]:
+    """Return what its pickles say, as inert values; raise unless that is no more than the item holds."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         entries = archive.infolist()
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
@@ -51,8 +55,19 @@ def _look_through(data: bytes) -> None:
         if sum(entry.file_size for entry in entries) > len(data):
             raise UnsafeItem("its entries are larger than the item")
         pickles = [entry.filename for entry in entries if entry.filename.endswith(".pkl")]
-        for name in pickles:
-            parse(archive.read(name), _Anything(), _judge)
+        return [parse(archive.read(name), _Anything(), _judge) for name in pickles]
+
+
+def _bytes_held(value: Any) -> bytes | None:
+    """The content of the `BytesIO` that `value` describes; None if it is anything else."""
+    if type(value) is not Instance or value.kind.name != "_io.BytesIO" or value.args or type(value.state) is not tuple:
+        return None
+    content = value.state[0] if value.state else None
+    # Protocol 2 has no bytes: they are a text, each byte a letter.
+    if type(content) is not Instance or content.kind.name != "_codecs.encode" or len(content.args) != 2:
+        return None
+    text, encoding = content.args
+    return text.encode("latin1") if type(text) is str and encoding == "latin1" else None
 
 
 def _judge(kind: Kind, args: tuple[Any, ...]) -> None:

@@ -77,6 +77,16 @@ class StoredCheckpoint:
         structure = self.contents.structure
         return bool(self.keys(f"{name}.")) or (structure is not None and find(structure, name) is not None)
 
+    def model_names(self, model: Mapping[str, torch.Tensor]) -> dict[str, str]:
+        """The names of tensors that `model` may be read from, as the renames leave them, to the checkpoint's keys."""
+        return self._names(self._prefix(model))
+
+    def read_objects(self, keys: Sequence[str]) -> State:
+        """Return the objects under `keys`, none of which is a tensor. **Collective**."""
+        read: State = dict.fromkeys(keys)
+        self._read(read)
+        return read
+
     @no_collection()
     def report(
         self, model: Mapping[str, torch.Tensor], optimizer: State, states: Sequence[str] = (), *, cast: bool = False
@@ -220,7 +230,8 @@ class StoredCheckpoint:
     @cached_property
     def _parameter_names(self) -> dict[str, str]:
         """The model's FQN to the checkpoint's."""
-        return {fqn: key.removeprefix("model.") for fqn, key in self._names("model.").items()}
+        prefix = "model." if self.keys("model.") else ""
+        return {fqn: key.removeprefix(prefix) for fqn, key in self._names(prefix).items()}
 
     def _is_wanted(self, key: str) -> bool:
         stored = key.removeprefix("optimizer.state.").rpartition(".")[0]

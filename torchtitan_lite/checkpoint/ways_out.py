@@ -1,0 +1,60 @@
+"""What to set where a checkpoint lacks what a run asks for.
+
+Three things are often behind a missing name: all names of the model have a prefix more or less, one
+of two tied tensors was left out, or a state is new. Each is looked for, and only a setting that would
+make the name found is named. Pure: names and tensors come in, sentences go out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import torch
+
+
+def ways_out(
+    missing: Sequence[str], model: Mapping[str, torch.Tensor], names: Collection[str], states: Collection[str]
+) -> list[str]:
+    """Return a sentence for each setting that would supply some of `missing`.
+
+    `names` are the checkpoint's names of tensors as its renames leave them; `states` the run's small states.
+    """
+    of_model = [fqn for fqn in missing if fqn in model]
+    ties = _ties(of_model, model, names)
+    untied = [fqn for fqn in of_model if fqn not in ties]
+    rename = _rename(untied, model, names) if untied else ""
+    sentences = [f"  Its names fit with --checkpoint.load_rename={rename}"] if rename else []
+    if ties:
+        pairs = ", ".join(f"{fqn} is the same tensor as {other}" for fqn, other in ties.items())
+        sentences.append(f"  {pairs}, which is there: leave it out with --checkpoint.load_exclude={','.join(ties)}")
+    if lost := [name for name in missing if name in states and name not in model]:
+        sentences.append(f"  To begin a state fresh: --checkpoint.exclude_from_loading={','.join(lost)}")
+    return sentences
+
+
+def _ties(missing: Sequence[str], model: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[str, str]:
+    """The names in `missing` of tensors that `model` has under another name too, which is there; with that name."""
+    there = {place: fqn for fqn, tensor in model.items() if fqn in names and (place := _place(tensor))}
+    return {fqn: there[place] for fqn in missing if (place := _place(model[fqn])) in there}
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int] | None:
+    local = getattr(tensor, "_local_tensor", tensor)
+    begin = local.untyped_storage().data_ptr()
+    return (begin, int(local.storage_offset())) if begin and local.numel() else None
+
+
+def _rename(missing: Sequence[str], model: Mapping[str, torch.Tensor], names: Collection[str]) -> str:
+    """The rename of the checkpoint's `names` after which all of `missing` are among them; empty if none is found."""
+    for theirs, ours in _prefixes(missing[0], model, names):
+        if all(fqn.startswith(ours) and theirs + fqn.removeprefix(ours) in names for fqn in missing):
+            return f"'^{theirs.replace('.', '[.]')}={ours}'"
+    return ""
+
+
+def _prefixes(fqn: str, model: Mapping[str, torch.Tensor], names: Collection[str]) -> Iterator[tuple[str, str]]:
+    """The prefix that the checkpoint has before `fqn`, and that the model has, wherever a name in `names` fits."""
+    yield from ((name.removesuffix(fqn), "") for name in names if name.endswith(f".{fqn}"))
+    if not any(other in names for other in model):  # A name that fits would no longer.
+        parts = fqn.split(".")
+        yield from (("", ".".join(parts[:count]) + ".") for count in range(1, len(parts)))
