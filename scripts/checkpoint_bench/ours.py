@@ -17,6 +17,7 @@ from torchtitan_lite.checkpoint.collection import no_collection
 from torchtitan_lite.checkpoint.folder import Verify
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.savers import PendingSave, Saver, State, build_saver
+from torchtitan_lite.checkpoint.state.optimizer_state import Slot, by_name
 from torchtitan_lite.checkpoint.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.writer import Origin, Target
 from torchtitan_lite.config.job_config import AsyncMode, Checkpoint, Job, JobConfig
@@ -36,12 +37,21 @@ MODES: dict[str, AsyncMode] = {"thread": "async", "process": "async_with_pinned_
 def load(target: BenchState, folder: Path, peers: Peers, verify: Verify) -> None:
     """As a resume loads it: what does not fit is found first, then every state is read. **Collective**."""
     stored = StoredCheckpoint(folder, peers, verify=verify)
-    stored.check(target.model, target.optimizer, ["train_state"])
+    slots = _slots(target)
+    stored.check(target.model, slots, ["train_state"])
     stored.verify_rest()
     target.counters = stored.read_state("train_state", target.counters)
-    if target.optimizer:
-        stored.read_optimizer(dict(target.optimizer))
+    if slots:
+        stored.read_optimizer(slots)
     stored.read_model(target.model)
+
+
+def _slots(target: BenchState) -> dict[str, Slot]:
+    """Return the parameters of the optimizer in `target` with their live state."""
+    states, settings = by_name(target.optimizer, target.model.keys())
+    return {
+        name: Slot((name,), (0, 0), target.model[name], settings.get(name, {}), state) for name, state in states.items()
+    }
 
 
 class Ours:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -17,6 +18,8 @@ from tests.checkpoint.with_manifest import add_manifest, flip
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.folder import Verify
 from torchtitan_lite.checkpoint.reader import CheckpointReader
+from torchtitan_lite.checkpoint.state.optimizer_state import Slot
+from torchtitan_lite.checkpoint.stateful import OptimizerWrapper
 from torchtitan_lite.checkpoint.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable, CheckpointUnsafe
@@ -85,20 +88,26 @@ def test_weights_of_another_floating_dtype_are_cast_when_asked_for(tmp_path: Pat
 
 
 def test_all_that_does_not_fit_is_one_report(tmp_path: Path) -> None:
-    optimizer = {"state.a.weight.exp_avg": torch.zeros(2, 2), "param_groups.a.weight.lr": 0.1}
+    optimizer = {"a.weight": Slot(("a.weight",), (0, 0), torch.zeros(2, 2), {"lr": 0.1}, {})}
     checkpoint = stored(tmp_path, model=model(), optimizer={}, there={"n": 1})
     with pytest.raises(CheckpointMismatch) as refusal:
         checkpoint.check(model() | {"b": torch.ones(1)}, optimizer, ["there", "loader"])
     first, *names = refusal.value.report.splitlines()
     assert first == "  missing in the checkpoint (3):"
-    assert set(names) == {"    b", "    optimizer.state.a.weight.exp_avg", "    loader"}
+    assert set(names) == {"    b", "    optimizer.param_groups.a.weight", "    loader"}
 
 
 def test_an_optimizer_comes_back_and_settings_that_the_checkpoint_has_not_stay(tmp_path: Path) -> None:
-    saved = {"state.w.exp_avg": torch.ones(2), "param_groups.w.lr": 0.5, "param_groups.w.betas": (0.9, 0.95)}
-    own = {"state.w.exp_avg": torch.zeros(2), "param_groups.w.lr": 0.1, "param_groups.w.new": "own"}
-    read = stored(tmp_path, optimizer=saved).read_optimizer(own)
-    assert same(read, {"state.w.exp_avg": torch.ones(2), "param_groups.w.lr": 0.5, "param_groups.w.new": "own"})
+    state = {"step": torch.tensor(3.0), "exp_avg": torch.ones(2), "exp_avg_sq": torch.full((2,), 2.0)}
+    saved: dict[str, Any] = {f"state.w.{key}": value for key, value in state.items()}
+    saved |= {"param_groups.w.lr": 0.5, "param_groups.w.betas": (0.9, 0.95)}
+    parameter = nn.Parameter(torch.zeros(2))
+    module, optimizer = nn.ParameterDict({"w": parameter}), torch.optim.Adam([parameter], lr=0.1)
+    wrapper = OptimizerWrapper([module], [optimizer])
+    wrapper.load_state_dict(stored(tmp_path, optimizer=saved).read_optimizer(wrapper.slots()))
+    assert same(dict(optimizer.state[parameter]), state)
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["betas"], group["eps"]) == (0.5, (0.9, 0.95), 1e-8)
 
 
 def test_a_state_comes_back_as_it_was_saved_whatever_the_run_has_now(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 import ctypes
 import dataclasses
+import errno
 import itertools
 import json
 import logging

@@ -1,6 +1,7 @@
-"""What a loop hands to the manager, looked at before anything is made of it.
+"""The objects that a manager is given, in any form that people have them in, looked at when it is made.
 
-A wrong argument would show at the first save, or never: a dataloader without a state begins its data
+A model is one module or a list of them, an optimizer or a scheduler one, a list, or none. A wrong
+argument would show at the first save, hours later, or never: a dataloader without a state begins its data
 again at each restart, and no save says so. Each is one sentence of `ConfigError` here.
 """
 
@@ -11,9 +12,10 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
+from torchtitan_lite.checkpoint.state import fsdp1
 from torchtitan_lite.config.job_config import EXCLUDABLE_STATES, Checkpoint, JobConfig
 from torchtitan_lite.errors import ConfigError
 
@@ -43,6 +45,39 @@ def refuse_dry_run(config: Checkpoint) -> None:
         )
 
 
+def model_parts(given: object) -> list[nn.Module]:
+    """Return the modules of `model_parts`; raise ConfigError for anything else, and for FSDP1 without a mesh."""
+    parts = _listed("model_parts", "a module or a list of modules", given, nn.Module)
+    if not parts:
+        raise ConfigError(f"model_parts: expected a module or a list of modules, found none. {_ORDER}")
+    for at, part in enumerate(parts):
+        if not isinstance(part, nn.Module):
+            raise _wrong(f"model_parts[{at}]", "a module", part)
+    fsdp1.refuse_without_mesh(parts)
+    return parts
+
+
+def optimizers(given: object) -> list[Optimizer]:
+    """Return the optimizers: of `torch.optim`, or whatever has a state and parameter groups as they do."""
+    found = [] if given is None else _listed("optimizers", "an optimizer, a list of them or None", given, Optimizer)
+    for at, each in enumerate(found):
+        is_one = all(hasattr(each, name) for name in ("state_dict", "load_state_dict", "param_groups", "step"))
+        if isinstance(each, nn.Module) or not is_one:
+            raise _wrong(f"optimizers[{at}]", "an optimizer", each)
+    return found
+
+
+def lr_schedulers(given: object) -> list[LRScheduler]:
+    """Return the schedulers: of `torch.optim.lr_scheduler`, or whatever steps and has a state."""
+    what = "a scheduler, a list of them or None"
+    found = [] if given is None else _listed("lr_schedulers", what, given, LRScheduler | ReduceLROnPlateau)
+    for at, each in enumerate(found):
+        is_one = all(hasattr(each, name) for name in ("state_dict", "load_state_dict", "step"))
+        if isinstance(each, nn.Module | Optimizer) or not is_one:
+            raise _wrong(f"lr_schedulers[{at}]", "a scheduler", each)
+    return found
+
+
 def _check_dataloader(dataloader: Any) -> None:
     if isinstance(dataloader, (*_IN_ANOTHER_PLACE, Mapping, list, tuple)):
         raise ConfigError(f"dataloader: expected one that has a state, or None, found {_kind(dataloader)}. {_ORDER}")
@@ -61,6 +96,8 @@ def _check_dataloader(dataloader: Any) -> None:
 
 
 def _check_states(states: Any) -> None:
+    if states is None:
+        return
     if not isinstance(states, Mapping):
         raise ConfigError(f"states: expected a dict of names and states, found {_kind(states)}. {_ORDER}")
     for name, state in states.items():
@@ -89,3 +126,15 @@ def _is_stateful(value: Any) -> bool:
 def _kind(value: Any) -> str:
     name = value.__name__ if isinstance(value, type) else type(value).__name__
     return f"the class {name}" if isinstance(value, type) else f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
+
+
+def _listed(name: str, what: str, given: object, one: Any) -> list[Any]:
+    if isinstance(given, one) or hasattr(given, "state_dict"):
+        return [given]
+    if isinstance(given, str | bytes | Mapping) or not (isinstance(given, Sequence) or hasattr(given, "__iter__")):
+        raise _wrong(name, what, given)
+    return list(given)
+
+
+def _wrong(name: str, expected: str, found: object) -> ConfigError:
+    return ConfigError(f"{name}: expected {expected}, found {_kind(found)}. {_ORDER}")

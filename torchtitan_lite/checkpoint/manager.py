@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchtitan_lite import faults
-from torchtitan_lite.checkpoint.arguments import check_arguments, refuse_dry_run
+from torchtitan_lite.checkpoint import arguments
 from torchtitan_lite.checkpoint.export import DTYPES, weights_only
 from torchtitan_lite.checkpoint.fallback import Candidates
 from torchtitan_lite.checkpoint.first_save import FirstSave
@@ -62,10 +62,10 @@ class CheckpointManager:
     def __init__(
         self,
         dataloader: Stateful | None,
-        model_parts: Sequence[nn.Module],
-        optimizers: Sequence[Optimizer],
-        lr_schedulers: Sequence[LRScheduler],
-        states: Mapping[str, Stateful],
+        model_parts: nn.Module | Sequence[nn.Module],
+        optimizers: Optimizer | Sequence[Optimizer] | None,
+        lr_schedulers: LRScheduler | Sequence[LRScheduler] | None,
+        states: Mapping[str, Stateful] | None,
         job_config: JobConfig,
         *,
         store: CheckpointStore | None = None,
@@ -79,15 +79,18 @@ class CheckpointManager:
         clock: Callable[[], float] = time.monotonic,
         on_event: OnEvent | None = None,
     ) -> None:
-        check_arguments(dataloader, states, job_config)
+        arguments.check_arguments(dataloader, states, job_config)
         config = job_config.checkpoint
         timeout = timedelta(seconds=config.timeout_seconds)
         dump_folder = Path(job_config.job.dump_folder)
         self._job_config = job_config
         self._config = config
-        self._model = ModelWrapper(model_parts)
-        self._optimizer = OptimizerWrapper(model_parts, optimizers)
-        self._small_states = _small_states(dataloader, lr_schedulers, states)
+        self._model = ModelWrapper(arguments.model_parts(model_parts))
+        states = states or {}
+        modules = {name: state for name, state in states.items() if isinstance(state, nn.Module)}
+        own_optimizers = arguments.optimizers(optimizers)
+        self._optimizer = OptimizerWrapper(self._model.parts, own_optimizers, modules)
+        self._small_states = _small_states(dataloader, arguments.lr_schedulers(lr_schedulers), states)
         self._store = store or CheckpointStore(dump_folder / config.folder)
         self._export_store = CheckpointStore(dump_folder / config.export_folder) if config.export_folder else None
         self._peers = peers or Peers(timeout)
@@ -116,7 +119,7 @@ class CheckpointManager:
             clock=clock,
             on_event=self._on_event,
         )
-        self._guard = StagingGuard(optimizers, self.maybe_wait_for_staging)
+        self._guard = StagingGuard(own_optimizers, self.maybe_wait_for_staging)
         self._topology = topology or f"{self._peers.world_size} ranks"
         self._last_save = Tick(0, clock())
         self._is_open = False
@@ -232,7 +235,7 @@ class CheckpointManager:
     def _open(self) -> None:
         if self._is_open:
             return
-        refuse_dry_run(self._config)
+        arguments.refuse_dry_run(self._config)
         self._is_open = True
         try:
             self._preemption.start()

@@ -20,6 +20,7 @@ from torchtitan_lite.checkpoint.load_rules import build_load_rules, unmatched_gl
 from torchtitan_lite.checkpoint.load_source import LoadSource, choose_source
 from torchtitan_lite.checkpoint.resume_report import ResumeReport
 from torchtitan_lite.checkpoint.rng import RngState
+from torchtitan_lite.checkpoint.state.model import tensors_of
 from torchtitan_lite.checkpoint.stateful import ModelWrapper, OptimizerWrapper, Stateful
 from torchtitan_lite.checkpoint.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.torchtitan_states import as_ours, why_it_begins_fresh
@@ -71,9 +72,10 @@ class Restore:
         self._config = config
         self._peers = peers
         self._topology = topology
-        self._model = model.state_dict()
-        self._optimizer = optimizer if everything and "optimizer" not in excluded else None
-        self._optimizer_state: dict[str, Any] = self._optimizer.state_dict() if self._optimizer else {}
+        self._model = model
+        self._model_state = model.state_dict()
+        self._optimizer = optimizer if optimizer and everything and "optimizer" not in excluded else None
+        self._slots = self._optimizer.slots() if self._optimizer else {}
         self._small = {name: s for name, s in small_states.items() if everything and name not in excluded}
         self._restores_rng = everything and RNG not in excluded
         # Weights that a new run begins with may have any precision: an export has another one than training.
@@ -114,8 +116,11 @@ class Restore:
         for name, state in self._taken.items():
             self._peers.raise_together(_error_of(state.load_state_dict, self._read_small(name)))
         if self._optimizer is not None:
-            self._optimizer.load_state_dict(self._stored.read_optimizer(self._optimizer_state))
-        self._stored.read_model(self._model, cast=self._cast)
+            flat = self._stored.read_optimizer(self._slots)
+            self._peers.raise_together(_error_of(self._optimizer.load_state_dict, flat))
+        whole = self._stored.read_model(self._model_state, cast=self._cast)
+        # Most of it was read in place. What hooks made of it, and extra state, only the modules can put back.
+        self._peers.raise_together(_error_of(self._model.put_back, whole))
         if self._config.checkpoint.verify_resume:
             self._verify()
         if self._restores_rng:
@@ -124,7 +129,7 @@ class Restore:
     def _warn_of_unmatched_globs(self) -> None:
         rules = build_load_rules(self._config.checkpoint)
         if rules.is_partial:
-            fqns = [fqn for per_rank in self._peers.gather(list(self._model)) for fqn in per_rank]
+            fqns = [fqn for per_rank in self._peers.gather(list(self._model_state)) for fqn in per_rank]
             for glob in unmatched_globs(rules, fqns):
                 logger.warning("checkpoint.load_include / load_exclude: %r names no tensor of the model.", glob)
 
@@ -132,7 +137,8 @@ class Restore:
         self._peers.raise_together(_error_of(lambda _: self._stored.contents, {}))
 
     def _warn_of_states_without_a_taker(self) -> None:
-        taken = {"model", "optimizer", "lr_scheduler", "dataloader", RNG, *self._small, *self._source.excluded}
+        taken = {"model", "dataloader", RNG, *self._small, *self._source.excluded}
+        taken |= {"optimizer"} if self._optimizer is not None else set()
         # A path of one name is a tensor or value on top, such as a weight under its bare name, and no state.
         paths = (path for path in self._stored.contents.paths.values() if len(path) > 1)
         left = sorted({str(path[0]) for path in paths} - taken)
@@ -157,12 +163,12 @@ class Restore:
 
     def _keys(self) -> KeyReport:
         states = [name for name, state in self._taken.items() if state.state_dict()]
-        return self._stored.report(self._model, self._optimizer_state, states, cast=self._cast)
+        return self._stored.report(self._model_state, self._slots, states, cast=self._cast)
 
     def _report(self, keys: KeyReport, refused_states: Sequence[str]) -> ResumeReport:
         everything = not self._source.model_only
         strict = self._config.checkpoint.load_strictness == "error" or keys.lost_states(list(self._taken))
-        names = self._stored.model_names(self._model) if keys.missing else {}
+        names = self._stored.model_names(self._model_state) if keys.missing else {}
         return ResumeReport(
             path=self._source.path,
             step=self._source.step,
@@ -173,7 +179,7 @@ class Restore:
             topology_now=self._topology,
             refused_states=refused_states,
             fresh_states=tuple(self._fresh.values()),
-            ways_out=ways_out(keys.missing, self._model, names, list(self._taken)),
+            ways_out=ways_out(keys.missing, tensors_of(self._model_state), names, list(self._taken)),
         )
 
     def _read_small(self, name: str) -> dict[str, Any]:
@@ -188,7 +194,8 @@ class Restore:
                 "strictness there is nothing to compare with."
             )
             return
-        model = {fqn: tensor for fqn, tensor in self._model.items() if rules.wants(fqn)}
+        # A new state dict: the one that was read into may be copies, which say nothing of the model.
+        model = {fqn: value for fqn, value in self._model.state_dict().items() if rules.wants(fqn)}
         state: dict[str, Any] = {"model": model, **{name: state.state_dict() for name, state in self._taken.items()}}
         if self._optimizer is not None:
             own = self._optimizer.state_dict()

@@ -24,7 +24,8 @@ class StagingGuard:
     def start(self) -> None:
         """The optimizers wait from now on. Idempotent."""
         if not self._handles:
-            self._handles = [each.register_step_pre_hook(self._before_step) for each in self._optimizers]
+            hooked = [inner for each in self._optimizers for inner in _with_wrapped(each) if _takes_hooks(inner)]
+            self._handles = [each.register_step_pre_hook(self._before_step) for each in hooked]
 
     def close(self) -> None:
         """The optimizers are as they were. Idempotent."""
@@ -34,3 +35,12 @@ class StagingGuard:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._wait()
+
+
+def _with_wrapped(optimizer: Any) -> list[Any]:
+    """Return `optimizer` and those that it holds: a wrapper may step without running hooks of its own."""
+    return [optimizer, *(value for value in vars(optimizer).values() if isinstance(value, Optimizer))]
+
+
+def _takes_hooks(optimizer: Any) -> bool:
+    return isinstance(getattr(optimizer, "_optimizer_step_pre_hooks", None), dict)

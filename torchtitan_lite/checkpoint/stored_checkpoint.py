@@ -30,6 +30,9 @@ from torchtitan_lite.checkpoint.load_rules import EVERYTHING, LoadRules
 from torchtitan_lite.checkpoint.older_structure import Untyped, retyped
 from torchtitan_lite.checkpoint.reader import CheckpointReader, Region, Wanted
 from torchtitan_lite.checkpoint.shards import parts_of
+from torchtitan_lite.checkpoint.state.optimizer_state import OF_OPTIMIZERS, Slot, tensors_in
+from torchtitan_lite.checkpoint.stored_model import StoredModel
+from torchtitan_lite.checkpoint.stored_optimizer import StoredOptimizer
 from torchtitan_lite.checkpoint.structure import find, rebuild
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch
@@ -48,8 +51,6 @@ class StoredCheckpoint:
         self._rules = rules
         self._folder = CheckpointFolder(path, verify)
         self._reader = _Reader(self._folder)
-        self._tensors_under: dict[str, dict[str, TensorLike]] = {}
-        self._names_under: dict[str, dict[str, str]] = {}
 
     @property
     def contents(self) -> Contents:
@@ -77,9 +78,9 @@ class StoredCheckpoint:
         structure = self.contents.structure
         return bool(self.keys(f"{name}.")) or (structure is not None and find(structure, name) is not None)
 
-    def model_names(self, model: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    def model_names(self, model: Mapping[str, Any]) -> dict[str, str]:
         """The names of tensors that `model` may be read from, as the renames leave them, to the checkpoint's keys."""
-        return self._names(self._prefix(model))
+        return self._model.keys(model)
 
     def read_objects(self, keys: Sequence[str]) -> State:
         """Return the objects under `keys`, none of which is a tensor. **Collective**."""
@@ -89,24 +90,28 @@ class StoredCheckpoint:
 
     @no_collection()
     def report(
-        self, model: Mapping[str, torch.Tensor], optimizer: State, states: Sequence[str] = (), *, cast: bool = False
+        self, model: Mapping[str, Any], slots: Mapping[str, Slot], states: Sequence[str] = (), *, cast: bool = False
     ) -> KeyReport:
         """How the checkpoint differs from all of these, as all ranks see it. Reads nothing. **Collective**.
 
-        What is not to be loaded is left out: an optimizer without keys, a state not named. Raises `CheckpointMismatch`
-        on every rank, whatever the rules, if a tensor's memory is not what its placement says, on one.
+        What is not to be loaded is left out: an optimizer without parameters, a state not named. Raises
+        `CheckpointMismatch` on every rank, whatever the rules, if a tensor's memory is not what its placement says, on
+        one.
         """
-        self._peers.raise_together(_misplaced(str(self.path), {**model, **optimizer}))
-        reports = [self._model_report(model, cast), KeyReport(missing=[n for n in states if not self.has_state(n)])]
-        if optimizer:
-            reports.append(self._optimizer_report(optimizer))
+        self._peers.raise_together(_misplaced(str(self.path), model, slots))
+        reports = [
+            self._model.report(model, cast=cast),
+            KeyReport(missing=[name for name in states if not self.has_state(name)]),
+        ]
+        if slots:
+            reports.append(self._optimizer.report(slots))
         return self._of_all_ranks(merged(*reports))
 
     def check(
-        self, model: Mapping[str, torch.Tensor], optimizer: State, states: Sequence[str] = (), *, cast: bool = False
+        self, model: Mapping[str, Any], slots: Mapping[str, Slot], states: Sequence[str] = (), *, cast: bool = False
     ) -> None:
         """Raises `CheckpointMismatch` on every rank unless all of these are there and fit, if the rules are strict."""
-        self._judge(self.report(model, optimizer, states, cast=cast), states)
+        self._judge(self.report(model, slots, states, cast=cast), states)
 
     def _judge(self, report: KeyReport, states: Sequence[str] = ()) -> None:
         if report and (self._rules.strictness == "error" or report.lost_states(states)):
@@ -115,38 +120,30 @@ class StoredCheckpoint:
             logger.warning("%s does not fit everywhere; the rest of it is loaded:\n%s", self.path, report)
 
     @no_collection()
-    def read_model(self, model: Mapping[str, torch.Tensor], *, cast: bool = False) -> None:
-        """Reads into the live tensors of `model`, from `model.<fqn>` or, in a weights-only checkpoint, bare FQNs.
+    def read_model(self, model: Mapping[str, Any], *, cast: bool = False) -> State:
+        """Read into the live tensors of `model`, from `model.<fqn>` or, in a weights-only checkpoint, bare FQNs.
 
-        Exactly the keys that the rules ask for must be there, with the model's shapes and, unless `cast`, its
-        dtypes; else `CheckpointMismatch` on every rank before a byte is read. **Collective**.
+        Returns the whole state dict, for the model to take back. Exactly the keys that the rules ask for must be
+        there, with the model's shapes and, unless `cast`, its dtypes; else `CheckpointMismatch` on every rank before
+        a byte is read. **Collective**.
         """
-        own = self._model_report(model, cast)
-        self._judge(self._of_all_ranks(own))
-        names = self._names(self._prefix(model))
-        skipped = own.mismatched
-        self._read(
-            {
-                names[fqn]: tensor
-                for fqn, tensor in model.items()
-                if fqn in names and fqn not in skipped and self._rules.wants(fqn)
-            }
-        )
+        self._judge(self._of_all_ranks(self._model.report(model, cast=cast)))
+        targets = self._model.targets(model, cast=cast)
+        self._read(targets)
+        return self._model.assembled(model, targets)
 
     @no_collection()
-    def read_optimizer(self, optimizer: State) -> State:
-        """Reads the optimizer's flat state: tensors in place, the rest returned with them. **Collective**.
+    def read_optimizer(self, slots: Mapping[str, Slot]) -> State:
+        """Read the optimizers' flat state, for them to take back; live tensors of it in place. **Collective**.
 
-        Settings that this version of torch has and the checkpoint has not (`param_groups.*`) stay as they are.
+        Settings that this version of torch has and the checkpoint has not (`param_groups.*`) are not in it.
         """
-        own = self._optimizer_report(optimizer) if optimizer else KeyReport()
-        self._judge(self._of_all_ranks(own))
-        skipped = own.mismatched
-        stored_names = {key: self._optimizer_name(key) for key in optimizer}
-        names = {key: name for key, name in stored_names.items() if name in self.contents and name not in skipped}
-        read = {name: optimizer[key] for key, name in names.items()}
-        self._read(read)
-        return optimizer | {key: read[name] for key, name in names.items()}
+        self._judge(self._of_all_ranks(self._optimizer.report(slots)))
+        targets = self._optimizer.targets(slots)
+        self._read(targets)
+        flat = self._optimizer.assembled(slots, targets)
+        name = f"optimizer.{OF_OPTIMIZERS}"
+        return flat | ({OF_OPTIMIZERS: self.read_state(name, {})} if self.has_state(name) else {})
 
     @no_collection()
     def read_state(self, name: str, own: State) -> State:
@@ -158,7 +155,8 @@ class StoredCheckpoint:
         prefix = f"{name}."
         live, _ = flatten_state_dict({name: own})
         sharded = {key: value for key, value in live.items() if isinstance(value, DTensor)}
-        stored = {key: tensor for key, tensor in self._stored_tensors(prefix).items() if key in sharded}
+        tensors = {key: tensor for key, tensor in self.contents.tensors.items() if key in sharded}
+        stored = {key: TensorLike(torch.Size(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
         mismatched = compare_tensors({key: sharded[key] for key in stored}, stored)
         missing = KeyReport(missing=[name] if own and not self.has_state(name) else [])
         self._refuse_together(merged(missing, mismatched))
@@ -188,54 +186,13 @@ class StoredCheckpoint:
         # One entry: DCP looks at each at length.
         dcp.load({_ALL: flat}, self._reader, _OwnPlanner(self._folder), self._peers.group, str(self.path))
 
-    def _prefix(self, model: Mapping[str, torch.Tensor]) -> str:
-        # A model whose own names begin with "model." is in a weights-only checkpoint under just these.
-        keys = self.contents
-        bare = any(fqn in keys for fqn in model) and not any(f"model.{fqn}" in keys for fqn in model)
-        return "" if bare or not self.keys("model.") else "model."
-
-    def _model_report(self, model: Mapping[str, torch.Tensor], cast: bool) -> KeyReport:
-        if not model:
-            return KeyReport()
-        prefix = self._prefix(model)
-        stored = self._stored_tensors(prefix)
-        found = {fqn: stored[name] for fqn, name in self._names(prefix).items() if self._rules.wants(fqn)}
-        expected = {fqn: tensor for fqn, tensor in model.items() if self._rules.wants(fqn)}
-        report = compare_tensors(expected, found, cast=cast or self._rules.cast)
-        # Under bare names a checkpoint may hold anything else besides the model.
-        return report if prefix else dataclasses.replace(report, unexpected=())
-
-    def _optimizer_report(self, optimizer: State) -> KeyReport:
-        tensors = {key: value for key, value in optimizer.items() if isinstance(value, torch.Tensor)}
-        expected = {self._optimizer_name(key): value for key, value in tensors.items() if self._optimizer_name(key)}
-        unwanted = {key for key in self.keys("optimizer.state.") if not self._is_wanted(key)}
-        found = {k: v for k, v in self._stored_tensors("optimizer.state.").items() if k not in unwanted}
-        return compare_tensors(expected, found, cast=self._rules.cast)
-
-    def _names(self, prefix: str) -> dict[str, str]:
-        """The model's FQN to the checkpoint's key."""
-        if prefix not in self._names_under:
-            stored = [key.removeprefix(prefix) for key in self._stored_tensors(prefix)]
-            self._names_under[prefix] = {fqn: prefix + name for fqn, name in self._rules.renamed(stored).items()}
-        return self._names_under[prefix]
-
-    def _optimizer_name(self, key: str) -> str:
-        """The checkpoint's key for the optimizer's own `key`; empty if the rules leave its parameter out."""
-        kind, _, rest = key.partition(".")
-        fqn, _, name = rest.rpartition(".")
-        if not self._rules.wants(fqn):
-            return ""
-        return f"optimizer.{kind}.{self._parameter_names.get(fqn, fqn)}.{name}"
+    @cached_property
+    def _model(self) -> StoredModel:
+        return StoredModel(self.contents, self._rules)
 
     @cached_property
-    def _parameter_names(self) -> dict[str, str]:
-        """The model's FQN to the checkpoint's."""
-        prefix = "model." if self.keys("model.") else ""
-        return {fqn: key.removeprefix(prefix) for fqn, key in self._names(prefix).items()}
-
-    def _is_wanted(self, key: str) -> bool:
-        stored = key.removeprefix("optimizer.state.").rpartition(".")[0]
-        return any(self._rules.wants(fqn) for fqn in self._rules.renamed([stored]))
+    def _optimizer(self) -> StoredOptimizer:
+        return StoredOptimizer(self.contents, self._rules, self._model.names("model." if self.keys("model.") else ""))
 
     def _of_all_ranks(self, report: KeyReport) -> KeyReport:
         """One report of all ranks: unexpected is only what none of them has, for each may have a part of the model."""
@@ -245,15 +202,6 @@ class StoredCheckpoint:
         return KeyReport(
             missing=list(dict.fromkeys(together.missing)), unexpected=unexpected, mismatched=together.mismatched
         )
-
-    def _stored_tensors(self, prefix: str) -> dict[str, TensorLike]:
-        if prefix not in self._tensors_under:
-            self._tensors_under[prefix] = {
-                key: TensorLike(torch.Size(tensor.shape), tensor.dtype)
-                for key, tensor in self.contents.tensors.items()
-                if key.startswith(prefix)
-            }
-        return self._tensors_under[prefix]
 
     def _placeholder(self, key: str) -> Any:
         stored = self.contents.tensors.get(key)
@@ -333,14 +281,16 @@ class _OwnPlanner(LoadPlanner):
         raise AssertionError("there are no items in our own plan")
 
 
-def _misplaced(path: str, tensors: Mapping[str, Any]) -> CheckpointMismatch | None:
-    """That one of `tensors` is not in memory what its placement says, if that is so."""
-    for key, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
-            try:
-                list(parts_of(key, tensor))
-            except ValueError as error:
-                return CheckpointMismatch(path, f"  {error}")
+def _misplaced(path: str, model: Mapping[str, Any], slots: Mapping[str, Slot]) -> CheckpointMismatch | None:
+    """Return the error for a tensor that is not in memory what its placement says, if there is one."""
+    states = {f"{name}.{key}": value for name, slot in slots.items() for key, value in slot.state.items()}
+    for key, value in {**model, **{name: slot.like for name, slot in slots.items()}, **states}.items():
+        for tensor in tensors_in(value):
+            if isinstance(tensor, DTensor):
+                try:
+                    list(parts_of(key, tensor))
+                except ValueError as error:
+                    return CheckpointMismatch(path, f"  {error}")
     return None
 
 

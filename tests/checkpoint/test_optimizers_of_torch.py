@@ -1,0 +1,107 @@
+"""Every optimizer of torch goes on from a checkpoint as if it had never stopped."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.optimizers_of_torch import Recipe, optimizers_of_torch, recipes, state_of, train_step
+from tests.checkpoint.small_run import Lent, job_config, same
+from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.checkpoint.savers import ProcessSaver
+
+FEW = [recipe for recipe in recipes() if recipe.kind.__name__ in ("SGD", "AdamW", "NAdam", "SparseAdam", "LBFGS")]
+"""Of the kinds that differ in what they make when: enough for what does not depend on the optimizer."""
+
+
+def start(folder: Path, recipe: Recipe, **options: Any) -> tuple[Any, Any, CheckpointManager]:
+    torch.manual_seed(0)
+    model = recipe.model()
+    optimizer = recipe.build(model)
+    seams = {"saver": options.pop("saver")} if "saver" in options else {}
+    return model, optimizer, CheckpointManager(None, model, optimizer, None, {}, job_config(folder, **options), **seams)
+
+
+def test_every_optimizer_of_torch_has_a_recipe() -> None:
+    made = {recipe.kind for recipe in recipes()}
+    assert not [each.__name__ for each in optimizers_of_torch() if each not in made]
+
+
+@pytest.mark.parametrize("recipe", recipes(), ids=str)
+def test_three_steps_a_resume_and_two_more_are_five_steps(tmp_path: Path, recipe: Recipe) -> None:
+    """The later steps use a layer that had no gradient before: its state begins then, in both runs."""
+    model, optimizer, manager = start(tmp_path, recipe)
+    with manager:
+        for step in range(1, 4):
+            train_step(model, optimizer, step)
+            manager.save(step, force=step == 3)
+        at_save = state_of(optimizer)
+        losses = [train_step(model, optimizer, step, late=True) for step in (4, 5)]
+    again, other, loading = start(tmp_path, recipe)
+    with loading:
+        assert loading.load()
+    assert same(state_of(other), at_save)
+    assert [train_step(again, other, step, late=True) for step in (4, 5)] == losses
+    assert same(dict(again.state_dict()), dict(model.state_dict()))
+    assert same(state_of(other), state_of(optimizer))
+    assert same(_settings(other), _settings(optimizer))
+
+
+@pytest.mark.parametrize("recipe", recipes(), ids=str)
+def test_saved_before_its_first_step_it_comes_back_without_state(tmp_path: Path, recipe: Recipe) -> None:
+    _, optimizer, manager = start(tmp_path, recipe)
+    with manager:
+        manager.save(1, force=True)
+    again, other, loading = start(tmp_path, recipe)
+    with loading:
+        assert loading.load()
+    assert same(state_of(other), state_of(optimizer))
+    train_step(again, other, 1)
+
+
+@pytest.mark.parametrize("recipe", FEW, ids=str)
+def test_what_was_there_before_a_load_is_gone(tmp_path: Path, recipe: Recipe) -> None:
+    _, optimizer, manager = start(tmp_path, recipe)
+    with manager:
+        manager.save(1, force=True)
+    again, other, loading = start(tmp_path, recipe)
+    train_step(again, other, 1, late=True)
+    with loading:
+        assert loading.load()
+    assert same(state_of(other), state_of(optimizer))
+
+
+@pytest.mark.parametrize("recipe", FEW[::2], ids=str)
+def test_saves_change_nothing_of_the_run(
+    tmp_path: Path, recipe: Recipe, mode: str, process_saver: ProcessSaver
+) -> None:
+    """Settings, gradients, hooks' counts and random generators are as in a run that is never saved."""
+
+    def run(folder: Path, *, saves: bool) -> tuple[Any, ...]:
+        lent = {"saver": Lent(process_saver)} if mode == "async_with_pinned_mem" else {}
+        model, optimizer, manager = start(folder, recipe, interval=1, async_mode=mode, **lent)
+        calls: list[str] = []
+        optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+        optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+        with manager:
+            for step in range(1, 4):
+                train_step(model, optimizer, step, late=step == 3)
+                if saves:
+                    manager.save(step)
+                gradients = [None if each.grad is None else each.grad.clone() for each in model.parameters()]
+        drawn = (random.random(), float(torch.rand(1)))
+        dense = [each.to_dense() if each is not None and each.is_sparse else each for each in gradients]
+        return dict(model.state_dict()), state_of(optimizer), _settings(optimizer), calls, dense, drawn
+
+    random.seed(0)
+    never = run(tmp_path / "never", saves=False)
+    random.seed(0)
+    assert all(map(same, run(tmp_path / "saved", saves=True), never))
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]

@@ -1,0 +1,64 @@
+"""What FullyShardedDataParallel (FSDP1) needs that other modules do not.
+
+Its parameters are flat pieces, so its state dicts are copies, sharded as DTensors, and the way back
+leads through its own functions; all of them are collective. That takes a device mesh: without one its
+state is ShardedTensor, which no plan of ours can carry.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
+
+from torchtitan_lite.errors import ConfigError
+
+
+def is_fsdp1(module: nn.Module) -> bool:
+    """Return whether `module` or a part of it is wrapped by FSDP1."""
+    return any(isinstance(each, FullyShardedDataParallel) for each in module.modules())
+
+
+@contextmanager
+def sharded_state_dicts(module: nn.Module) -> Iterator[None]:
+    """Give FSDP1's state dicts as shards within; change nothing for modules without it."""
+    if not is_fsdp1(module):
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="FSDP.state_dict_type", category=FutureWarning)
+        with FullyShardedDataParallel.state_dict_type(
+            module, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig()
+        ):
+            yield
+
+
+def refuse_without_mesh(parts: Sequence[nn.Module]) -> None:
+    """Raise ConfigError if a part is sharded by FSDP1 without a device mesh."""
+    for part in parts:
+        for name, module in part.named_modules():
+            if not isinstance(module, FullyShardedDataParallel):
+                continue
+            is_sharded = module.sharding_strategy is not ShardingStrategy.NO_SHARD
+            if is_sharded and getattr(module, "_device_mesh", None) is None:
+                raise ConfigError(
+                    f"model: {name or 'the model'} is wrapped by FullyShardedDataParallel without a device mesh, and "
+                    "its shards cannot be saved. Pass device_mesh=init_device_mesh(device_type, (world_size,)) to it, "
+                    "or use fully_shard."
+                )
+
+
+def like_of_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return FSDP1's sharded parameters and buffers by name: what its optimizer's state is sharded like. Collective."""
+    with sharded_state_dicts(module):
+        return {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}

@@ -1,0 +1,71 @@
+"""The model parts of a rank as one state dict under plain names.
+
+`state_dict` asks the modules: most tensors it returns are views of live ones, and a load reads straight
+into them. What hooks or `get_extra_state` return may be copies, so a load is complete only when the
+modules have taken the whole dict back with `put_back`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtitan_lite.checkpoint.key_report import compare_tensors
+from torchtitan_lite.checkpoint.state import fsdp1
+from torchtitan_lite.checkpoint.state.in_place import no_self_copies
+from torchtitan_lite.checkpoint.state.names import EXTRA_STATE, clean_names, merge_disjoint, refuse_lazy
+from torchtitan_lite.errors import CheckpointMismatch
+
+
+class ModelWrapper:
+    """All model parts of this rank as one `Stateful`: FQN to live tensor, or to what a module returns besides."""
+
+    def __init__(self, model_parts: nn.Module | Sequence[nn.Module]) -> None:
+        self.parts = [model_parts] if isinstance(model_parts, nn.Module) else list(model_parts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the modules' `state_dict` return, by plain name. **Collective** with FSDP1."""
+        refuse_lazy(self.parts)
+        return merge_disjoint([{names[key]: value for key, value in raw.items()} for _, raw, names in self._raw()])
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take exactly the keys that `state_dict` has; raise `CheckpointMismatch` before anything is changed."""
+        report = compare_tensors(expected=tensors_of(self.state_dict()), found=tensors_of(state_dict))
+        if report:
+            raise CheckpointMismatch("the model's state dict", str(report))
+        self.put_back(state_dict)
+
+    def put_back(self, state_dict: Mapping[str, Any]) -> None:
+        """Give all of `state_dict`, which has the keys of `state_dict()`, to the modules' `load_state_dict`.
+
+        What is a view of a live tensor stays where it is. Raises what hooks raise. **Collective** with FSDP1.
+        """
+        for part, raw, names in self._raw():
+            # The dict is the module's own: its `_metadata` has the versions that load hooks go by.
+            raw.update({key: state_dict[name] for key, name in names.items()})
+            with torch.no_grad(), fsdp1.sharded_state_dicts(part), no_self_copies(part):
+                part.load_state_dict(raw)
+
+    def _raw(self) -> list[tuple[nn.Module, dict[str, Any], dict[str, str]]]:
+        """Return each part with its own state dict, and the plain name of each of its keys."""
+        dicts = []
+        for part in self.parts:
+            with torch.no_grad(), fsdp1.sharded_state_dicts(part):
+                raw = part.state_dict()
+            names = clean_names(part, raw)
+            merge_disjoint([{name: None} for name in names.values()])
+            dicts.append((part, raw, names))
+        return dicts
+
+
+def is_extra(name: str, value: Any) -> bool:
+    """Return whether an entry of a model's state dict is of a shape of its own: extra state, or no tensor."""
+    return not isinstance(value, torch.Tensor) or name.rpartition(".")[2] == EXTRA_STATE
+
+
+def tensors_of(state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the entries of a model's state dict that have the same shapes in every run of the model."""
+    return {name: value for name, value in state_dict.items() if not is_extra(name, value)}

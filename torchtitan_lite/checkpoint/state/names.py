@@ -1,0 +1,97 @@
+"""Names that do not depend on how a run is set up.
+
+A name here is the plain model's FQN: no prefix of DDP, FSDP, compilation or activation checkpointing.
+Everything that is in a checkpoint under a parameter's name uses these, so the parts of a model that
+one rank holds (pipeline stages) must not share one. Key names made by state-dict hooks need not be
+attributes of any module; such a name stays as it is from the first unknown component on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from torchtitan_lite.errors import ConfigError
+
+EXTRA_STATE = "_extra_state"
+"""Last component of the key of what a module's `get_extra_state` returns."""
+_CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module."
+
+
+def clean_names(module: nn.Module, raw_names: Iterable[str]) -> dict[str, str]:
+    """Return each of `raw_names`, keys of `module`'s state dict or names of its parameters, with its plain name."""
+    known: dict[str, tuple[list[str], Any]] = {"": ([], module)}
+    return {raw: ".".join(_walked(raw.replace(_CHECKPOINT_WRAPPED, ""), known)[0]) for raw in raw_names}
+
+
+def named_parameters(parts: Sequence[nn.Module]) -> dict[torch.Tensor, tuple[str, ...]]:
+    """Return each parameter of `parts` with all its names; a tied one has several, the first is the one to save under.
+
+    Raises ConfigError for a name that two parts share.
+    """
+    names: dict[torch.Tensor, tuple[str, ...]] = {}
+    per_part: list[dict[str, Any]] = []
+    for part in parts:
+        raw = dict(part.named_parameters(remove_duplicate=False))
+        own = dict(zip(clean_names(part, raw).values(), raw.values(), strict=True))
+        per_part.append(own)
+        for name, parameter in own.items():
+            names[parameter] = (*names.get(parameter, ()), name)
+    merge_disjoint(per_part)
+    return names
+
+
+def merge_disjoint(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return all entries of `parts`; raise ConfigError for a name that is in two of them."""
+    merged: dict[str, Any] = {}
+    for part in parts:
+        shared = sorted(merged.keys() & part.keys())
+        if shared:
+            raise ConfigError(
+                f"two model parts of this rank share the name {shared[0]!r}"
+                + (f" and {len(shared) - 1} more" if len(shared) > 1 else "")
+                + "; one of them would be lost in a checkpoint. Give each part its own layers."
+            )
+        merged.update(part)
+    return merged
+
+
+def refuse_lazy(parts: Sequence[nn.Module]) -> None:
+    """Raise ConfigError, naming it, for a parameter or buffer of a lazy module that has no shape yet."""
+    for part in parts:
+        for kind in (part.named_parameters(), part.named_buffers()):
+            for name, tensor in kind:
+                if is_lazy(tensor):
+                    raise ConfigError(
+                        f"model: {name!r} belongs to a lazy module and has no shape yet. Run one batch through the "
+                        "model, on every rank, before the first load() or save()."
+                    )
+
+
+def _walked(raw: str, known: dict[str, tuple[list[str], Any]]) -> tuple[list[str], Any]:
+    """Return the components of the plain name of `raw`, and the object there; `known` has what was walked before."""
+    if raw not in known:
+        parent, _, component = raw.rpartition(".")
+        clean, owner = _walked(parent, known)
+        wrapper = _wrapper_attribute(owner)
+        if component == wrapper:
+            known[raw] = clean, getattr(owner, wrapper)
+        else:  # A wrapper may give what it wraps under no name of its own.
+            inner = getattr(owner, wrapper) if wrapper else owner
+            known[raw] = [*clean, component], getattr(inner, component, None)
+    return known[raw]
+
+
+def _wrapper_attribute(module: Any) -> str:
+    """Return the name under which `module` holds the one that it wraps; empty if it is no wrapper."""
+    if isinstance(module, DistributedDataParallel):
+        return "module"
+    if isinstance(module, FullyShardedDataParallel):
+        return "_fsdp_wrapped_module"
+    return "_orig_mod" if isinstance(module, torch._dynamo.eval_frame.OptimizedModule) else ""

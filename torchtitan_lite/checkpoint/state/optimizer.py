@@ -1,0 +1,161 @@
+"""The optimizers of a rank as one flat state dict, by parameter name.
+
+Nothing is made for a save: a parameter without state has no keys, and gets none back. A load makes the
+state that the checkpoint has, sharded as its parameter. See `optimizer_state` for the keys and
+`optimizer_owner` for how an optimizer is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from torchtitan_lite.checkpoint.state.fsdp1 import is_fsdp1
+from torchtitan_lite.checkpoint.state.names import clean_names, named_parameters
+from torchtitan_lite.checkpoint.state.optimizer_owner import (
+    Fsdp1Owner,
+    Owner,
+    PlainOwner,
+    WholeOwner,
+    has_torchs_form,
+    parameters_of,
+)
+from torchtitan_lite.checkpoint.state.optimizer_state import (
+    OF_OPTIMIZERS,
+    Slot,
+    by_name,
+    flat,
+)
+from torchtitan_lite.errors import ConfigError
+
+
+class OptimizerWrapper:
+    """Any number of optimizers over the parameters of `model_parts`, and of further `modules` by name of their state.
+
+    Raises ConfigError for a parameter that is nobody's or that two optimizers have, and for an optimizer whose state
+    dict has a form of its own where ranks have different parts of it.
+    """
+
+    def __init__(
+        self,
+        model_parts: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        modules: Mapping[str, nn.Module] | None = None,
+    ) -> None:
+        self._parts = list(model_parts)
+        self._modules = dict(modules or {})
+        self._optimizers = list(optimizers)
+        self._names: dict[torch.Tensor, tuple[str, ...]] = {}
+        self._look_at_names()
+        self._owners = [_owner(number, each, self._parts, self._names) for number, each in enumerate(optimizers)]
+
+    def __bool__(self) -> bool:
+        """Whether there is an optimizer."""
+        return bool(self._owners)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the flat state; see the module. **Collective** with FSDP1."""
+        self._look_at_names()
+        whole: dict[str, Any] = {}
+        of_optimizers: dict[str, Any] = {}
+        for number, owner in enumerate(self._owners):
+            state = owner.read()
+            whole |= dict(flat(state)) | owner.layouts(state)
+            if state.rest:
+                of_optimizers[str(number)] = dict(state.rest)
+        return whole | ({OF_OPTIMIZERS: of_optimizers} if of_optimizers else {})
+
+    def slots(self) -> dict[str, Slot]:
+        """Return what a load has to know of each parameter, by its name. **Collective** with FSDP1."""
+        self._look_at_names()
+        aliases = {names[0]: names for names in self._names.values()}
+        slots: dict[str, Slot] = {}
+        for number, owner in enumerate(self._owners):
+            state, likes = owner.read(), owner.likes()
+            for at, group in enumerate(state.groups):
+                for name in group.names:
+                    live = state.states.get(name, {}) if owner.reads_in_place else {}
+                    slots[name] = Slot(aliases.get(name, (name,)), (number, at), likes[name], group.settings, live)
+        return slots
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take all of the flat state: a parameter without keys is without state then. **Collective** with FSDP1.
+
+        Settings that it has not (`param_groups.*`) stay as they are.
+        """
+        self._look_at_names()
+        for number, owner in enumerate(self._owners):
+            own = owner.read()
+            names = {name for group in own.groups for name in group.names}
+            states, settings = by_name(state_dict, names)
+            rest = state_dict.get(OF_OPTIMIZERS, {}).get(str(number), {})
+            owner.take(states, settings, {**own.rest, **rest})
+
+    def _look_at_names(self) -> None:
+        """Know the names of the parameters that there are now: a model may be changed after the manager was made."""
+        self._names.clear()
+        self._names.update(named_parameters(self._parts))
+        for state, module in self._modules.items():
+            raw = dict(module.named_parameters())
+            for name, parameter in zip(clean_names(module, raw).values(), raw.values(), strict=True):
+                self._names.setdefault(parameter, (f"{state}.{name}",))
+        _refuse_strangers(self._optimizers, self._names)
+
+    def has_state(self) -> bool:
+        """Return whether every trained parameter has stepped, or was loaded."""
+        return all(
+            getattr(owner.optimizer, "state", {}).get(parameter)
+            for owner in self._owners
+            for parameter in parameters_of(owner.optimizer)
+            if parameter.requires_grad
+        )
+
+
+def _owner(
+    number: int, optimizer: Optimizer, parts: Sequence[nn.Module], names: Mapping[torch.Tensor, Sequence[str]]
+) -> Owner:
+    held = set(parameters_of(optimizer))
+    for part in parts:
+        if is_fsdp1(part) and held & set(part.parameters()):
+            return Fsdp1Owner(optimizer, part)
+    if has_torchs_form(optimizer):
+        return PlainOwner(optimizer, names)
+    is_sharded = any(isinstance(parameter, DTensor) for parameter in held)
+    if is_sharded or len(parts) > 1:
+        kind = "sharded" if is_sharded else "in several model parts"
+        raise ConfigError(
+            f"optimizers[{number}] ({type(optimizer).__name__}): its state_dict() is not of the form of torch.optim "
+            f"(state by number of the parameter, and param_groups), and its parameters are {kind}: no rank's state "
+            "dict would be the state of all. Use it in one process or with DDP, or one with torch.optim's form."
+        )
+    return WholeOwner(optimizer)
+
+
+def _refuse_strangers(optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, Sequence[str]]) -> None:
+    holders: dict[torch.Tensor, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        which = f"optimizers[{number}] ({type(optimizer).__name__})"
+        parameters = list(parameters_of(optimizer))
+        strangers = [at for at, parameter in enumerate(parameters) if parameter not in names]
+        if strangers:
+            shape = list(parameters[strangers[0]].shape)
+            what = "none of its parameters belongs" if len(strangers) == len(parameters) else (
+                f"{len(strangers)} of its {len(parameters)} parameters (the first has shape {shape}) do not belong"
+            )  # fmt: skip
+            raise ConfigError(
+                f"{which}: {what} to the model, so their values would not be saved. If it was made before the model "
+                "was sharded, wrapped or moved, make it afterwards; pass a module of its own, such as a loss with "
+                "parameters, among the states: {'loss': loss}."
+            )
+        for parameter in parameters:
+            other = holders.setdefault(parameter, number)
+            if other != number:
+                raise ConfigError(
+                    f"{which}: optimizers[{other}] has the parameter {names[parameter][0]!r} too, and only one of "
+                    "their states could be saved. Give each optimizer parameters of its own."
+                )

@@ -1,0 +1,282 @@
+"""One optimizer asked for its state, and given it back.
+
+The optimizer is the owner: its own `state_dict` and `load_state_dict` are called, with all its hooks,
+and never its `step`, so asking changes nothing, and a parameter that never had a gradient has no state.
+Three kinds: an optimizer whose state dict is as `torch.optim` makes it, one over FSDP1's flat
+parameters, and any other object, whose state dict is carried as it is; that is possible only where all
+ranks have the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from torchtitan_lite.checkpoint.state import fsdp1
+from torchtitan_lite.checkpoint.state.names import clean_names
+from torchtitan_lite.checkpoint.state.optimizer_state import Group, OptimizerState, flat_layouts, tensors_in
+from torchtitan_lite.errors import CheckpointMismatch
+
+_NOT_SETTINGS = ("params", "param_names")
+GLOBAL, OTHER, EMPTY_GROUPS, WHOLE = "global", "other", "empty_groups", "whole"
+"""What is in `OptimizerState.rest`: state of no parameter, further keys of the state dict, settings of groups without
+parameters, and a state dict as it is."""
+
+
+class Owner(Protocol):
+    """Reads and replaces the state of one optimizer."""
+
+    optimizer: Any
+    reads_in_place: bool
+    """Whether what is read into the tensors of `read` is read into the optimizer."""
+
+    def likes(self) -> dict[str, torch.Tensor]:
+        """Return by parameter's name what its state is sharded like."""
+        ...
+
+    def read(self) -> OptimizerState:
+        """Return the live state; its tensors are live ones where the optimizer's own state dict has them."""
+        ...
+
+    def layouts(self, state: OptimizerState) -> dict[str, str]:
+        """Return how tensors of `state` are sharded, by flat key, where that does not follow from their parameters.
+
+        Raises TypeError for a tensor that no checkpoint can hold, because each rank may have another one.
+        """
+        ...
+
+    def take(self, states: Mapping[str, Any], settings: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
+        """Replace the state by this, by parameter's name; a setting that is not given stays as it is."""
+        ...
+
+
+class PlainOwner:
+    """An optimizer whose state dict has `state` by number of the parameter, and `param_groups`."""
+
+    reads_in_place = True
+
+    def __init__(self, optimizer: Any, names: Mapping[torch.Tensor, Sequence[str]]) -> None:
+        self.optimizer = optimizer
+        self._names = names
+
+    def likes(self) -> dict[str, torch.Tensor]:
+        return {self._names[parameter][0]: parameter for parameter in parameters_of(self.optimizer)}
+
+    def read(self) -> OptimizerState:
+        own = self.optimizer.state_dict()
+        names = self._numbered(own)
+        states = {names[number]: state for number, state in own["state"].items() if number in names}
+        groups = [
+            Group([names[number] for number in group["params"]], _settings(group)) for group in own["param_groups"]
+        ]
+        rest = {
+            GLOBAL: {key: state for key, state in own["state"].items() if key not in names},
+            OTHER: {key: value for key, value in own.items() if key not in ("state", "param_groups")},
+            EMPTY_GROUPS: {str(at): dict(group.settings) for at, group in enumerate(groups) if not group.names},
+        }
+        return OptimizerState(states, groups, {kind: held for kind, held in rest.items() if held})
+
+    def layouts(self, state: OptimizerState) -> dict[str, str]:
+        likes = self.likes()
+        if any(isinstance(like, DTensor) for like in likes.values()):
+            for tensor in tensors_in(state.rest):
+                if tensor.numel() > 1 and not isinstance(tensor, DTensor):
+                    raise TypeError(
+                        f"{type(self.optimizer).__name__} has a tensor of shape {list(tensor.shape)} that belongs to "
+                        "no parameter, while its parameters are sharded: each rank may have another one. "
+                        "Keep it in the state of a parameter."
+                    )
+        return dict(flat_layouts(state, likes))
+
+    def take(self, states: Mapping[str, Any], settings: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
+        own = self.optimizer.state_dict()
+        names = self._numbered(own)
+        new = {number: states[name] for number, name in names.items() if name in states}
+        empty_groups = rest.get(EMPTY_GROUPS, {})
+        groups = []
+        for at, group in enumerate(own["param_groups"]):
+            given = [settings[names[number]] for number in group["params"] if names[number] in settings]
+            groups.append(group | dict(given[0] if given else empty_groups.get(str(at), {})))
+        with exact_dtypes(self.optimizer):
+            self.optimizer.load_state_dict(
+                own
+                | self._placed(rest.get(OTHER, {}), own)
+                | {"state": new | self._placed(rest.get(GLOBAL, {}), own["state"]), "param_groups": groups}
+            )
+
+    def _numbered(self, own: Mapping[str, Any]) -> dict[Any, str]:
+        """Return the name of each number that stands for a parameter in the state dict `own`."""
+        names: dict[Any, str] = {}
+        for group, live in zip(own["param_groups"], self.optimizer.param_groups, strict=True):
+            for number, parameter in zip(group["params"], live["params"], strict=True):
+                names[number] = self._names[parameter][0]
+        return names
+
+    def _placed(self, values: Mapping[Any, Any], live: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Return `values` on the devices of `live`, or, for those that are new, of the parameters."""
+        device = next((parameter.device for parameter in parameters_of(self.optimizer)), torch.device("cpu"))
+        return {key: _on_devices_of(value, live.get(key), device) for key, value in values.items()}
+
+
+class Fsdp1Owner:
+    """An optimizer over the parameters of a module that FSDP1 shards. Its methods are **collective**."""
+
+    reads_in_place = False
+
+    def __init__(self, optimizer: Optimizer, module: nn.Module) -> None:
+        self.optimizer = optimizer
+        self._module = module
+
+    def likes(self) -> dict[str, torch.Tensor]:
+        return self._cleaned(fsdp1.like_of_parameters(self._module))
+
+    def read(self) -> OptimizerState:
+        with fsdp1.sharded_state_dicts(self._module):
+            own = FullyShardedDataParallel.optim_state_dict(self._module, self.optimizer)
+        states = self._cleaned(own["state"])
+        groups = []
+        for group in own["param_groups"]:
+            names = clean_names(self._module, group["params"])
+            groups.append(Group([names[raw] for raw in group["params"]], _settings(group)))
+        return OptimizerState(states, groups)
+
+    def layouts(self, state: OptimizerState) -> dict[str, str]:
+        return {}  # FSDP1 shards state as its parameters, and only that.
+
+    def take(self, states: Mapping[str, Any], settings: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
+        with fsdp1.sharded_state_dicts(self._module):
+            own = FullyShardedDataParallel.optim_state_dict(self._module, self.optimizer)
+            raw_names = [raw for group in own["param_groups"] for raw in group["params"]]
+            names = clean_names(self._module, raw_names)
+            groups = []
+            for group in own["param_groups"]:
+                given = [settings[names[raw]] for raw in group["params"] if names[raw] in settings]
+                groups.append(group | dict(given[0] if given else {}))
+            new = {"state": {raw: states[names[raw]] for raw in raw_names if names[raw] in states}}
+            loadable = FullyShardedDataParallel.optim_state_dict_to_load(
+                self._module, self.optimizer, new | {"param_groups": groups}
+            )
+        with exact_dtypes(self.optimizer):
+            self.optimizer.load_state_dict(loadable)
+
+    def _cleaned(self, by_raw_name: Mapping[str, Any]) -> dict[str, Any]:
+        names = clean_names(self._module, by_raw_name)
+        return {names[raw]: value for raw, value in by_raw_name.items()}
+
+
+class WholeOwner:
+    """An optimizer whose state dict has a form of its own."""
+
+    reads_in_place = False
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def likes(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def read(self) -> OptimizerState:
+        return OptimizerState({}, [], {WHOLE: self.optimizer.state_dict()})
+
+    def layouts(self, state: OptimizerState) -> dict[str, str]:
+        return {}
+
+    def take(self, states: Mapping[str, Any], settings: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
+        if WHOLE not in rest:
+            kind = type(self.optimizer).__name__
+            raise CheckpointMismatch(
+                "the optimizer's state dict", f"  there is no state dict of {kind} in it, which has a form of its own"
+            )
+        self.optimizer.load_state_dict(rest[WHOLE])
+
+
+def has_torchs_form(optimizer: Any) -> bool:
+    """Return whether the state dict of `optimizer` is as `torch.optim` makes it, so that names can take its numbers."""
+    try:
+        own = optimizer.state_dict()
+    except Exception:  # To be raised where it is asked for its state, at a save.
+        return True
+    groups = own.get("param_groups") if isinstance(own, Mapping) else None
+    if not isinstance(groups, list) or not isinstance(own.get("state"), Mapping):
+        return False
+    numbers = [group.get("params") for group in groups]
+    if not all(isinstance(each, list) for each in numbers):
+        return False
+    if [len(each) for each in numbers] != [len(group["params"]) for group in optimizer.param_groups]:
+        return False
+    return all(isinstance(own["state"].get(number, {}), Mapping) for number in chain.from_iterable(numbers))
+
+
+def parameters_of(optimizer: Any) -> Iterator[torch.Tensor]:
+    """Yield the parameters that `optimizer` has, group by group."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+@contextmanager
+def exact_dtypes(optimizer: Any) -> Iterator[None]:
+    """Let `optimizer.load_state_dict` within keep the dtypes of what it is given.
+
+    `torch.optim.Optimizer` casts state to its parameter's dtype, which loses bits of moments that are kept in a higher
+    precision, and turns integers into floating numbers. An optimizer with a way of its own is left to it.
+    """
+    if not isinstance(optimizer, Optimizer) or type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+        yield
+        return
+    given: dict[str, Any] = {}
+
+    def note(_: Optimizer, state_dict: dict[str, Any]) -> None:
+        given.update(state_dict)
+
+    def restore(loaded: Optimizer) -> None:
+        numbers = chain.from_iterable(group["params"] for group in given["param_groups"])
+        for number, parameter in zip(numbers, parameters_of(loaded), strict=True):
+            own = loaded.state.get(parameter, {})
+            for key, value in given["state"].get(number, {}).items():
+                if key in own and key != "step":
+                    own[key] = _with_dtypes_of(value, own[key])
+
+    # After the user's hooks before it, and before those after it.
+    handles = (
+        optimizer.register_load_state_dict_pre_hook(note),
+        optimizer.register_load_state_dict_post_hook(restore, prepend=True),
+    )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _with_dtypes_of(given: Any, loaded: Any) -> Any:
+    if isinstance(given, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        return loaded if loaded.dtype == given.dtype else given.to(loaded.device)
+    if isinstance(given, dict) and isinstance(loaded, dict):
+        return {key: _with_dtypes_of(given.get(key), value) for key, value in loaded.items()}
+    if isinstance(given, list) and isinstance(loaded, list) and len(given) == len(loaded):
+        return [_with_dtypes_of(*pair) for pair in zip(given, loaded, strict=True)]
+    return loaded
+
+
+def _on_devices_of(value: Any, live: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        there = next(tensors_in(live), None)
+        return value.to(there.device if there is not None else device if value.dim() else value.device)
+    if isinstance(value, dict):
+        of_key = live.get if isinstance(live, Mapping) else lambda _: None
+        return {key: _on_devices_of(inner, of_key(key), device) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_on_devices_of(inner, live, device) for inner in value]
+    return value
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _NOT_SETTINGS}

@@ -1,0 +1,159 @@
+"""An optimizer's state by parameter name, and the flat keys under which it is saved.
+
+Keys are `state.<fqn>.<name>` and `param_groups.<fqn>.<key>`: by FQN and not by index, so that a
+parameter finds its state whatever part, rank or group it belongs to. A name that is no string without
+dots stands one level deeper, under `state.<fqn>`. What belongs to no parameter is under
+`optimizers.<number of the optimizer>`, and how a tensor was sharded under `layouts.<fqn>.<name>` where
+that does not follow from its parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+STATE, SETTINGS, LAYOUTS, OF_OPTIMIZERS = "state", "param_groups", "layouts", "optimizers"
+
+
+@dataclass(frozen=True)
+class Group:
+    """A parameter group: the names of its parameters, and its settings."""
+
+    names: Sequence[str]
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """What an optimizer's own state dict says, by name. A parameter that never stepped has no entry in `states`."""
+
+    states: Mapping[str, Mapping[Any, Any]]
+    groups: Sequence[Group]
+    rest: Mapping[str, Any] = field(default_factory=dict)
+    """What belongs to no parameter; empty for most."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter that an optimizer holds, as a load sees it."""
+
+    names: Sequence[str]
+    """Its FQNs, more than one if it is tied; under the first it is saved."""
+    group: tuple[int, int]
+    """Numbers of its optimizer and group."""
+    like: torch.Tensor
+    """What state of the parameter's shape is shaped, placed and sharded like."""
+    settings: Mapping[str, Any]
+    state: Mapping[Any, Any]
+    """The live state that may be read into; empty if there is none."""
+
+    def empty(self, name: Any, shape: torch.Size, dtype: torch.dtype, live: Any, layout: str = "") -> torch.Tensor:
+        """Return memory for the stored tensor `name` of the state: `live` if it is like that, else a new tensor."""
+        if isinstance(live, torch.Tensor) and (live.shape, live.dtype) == (shape, dtype) and not live.requires_grad:
+            return live
+        device = self.like.device
+        if layout and isinstance(self.like, DTensor):
+            return _empty_sharded(shape, dtype, self.like, layout)
+        if self.like.shape == shape and name != "step":
+            return torch.empty_like(self.like, dtype=dtype, requires_grad=False)
+        # As torch loads it: counters stay on the CPU, unless the steps are captured or fused.
+        if name == "step" and not (self.settings.get("capturable") or self.settings.get("fused")):
+            device = torch.device("cpu")
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
+def flat(state: OptimizerState) -> Iterator[tuple[str, Any]]:
+    """Yield the flat keys and values of an optimizer, but for `state.rest`."""
+    for name, own in state.states.items():
+        odd = {}
+        for key, value in own.items():
+            if isinstance(key, str) and "." not in key:
+                yield f"{STATE}.{name}.{key}", value
+            else:
+                odd[key] = value
+        if odd:
+            yield f"{STATE}.{name}", odd
+    for group in state.groups:
+        for name in group.names:
+            for key, value in group.settings.items():
+                yield f"{SETTINGS}.{name}.{key}", value
+
+
+def flat_layouts(state: OptimizerState, like: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
+    """Yield how tensors are sharded that are not as their parameter, which `like` has by name.
+
+    Raises TypeError for a tensor that is not the same on all ranks, and says where its parts belong by nothing.
+    """
+    for name, own in state.states.items():
+        for key, value in own.items():
+            where = f"optimizer.{STATE}.{name}.{key}"
+            for tensor in tensors_in(value):
+                _refuse_local(where, tensor, like[name])
+            if isinstance(value, DTensor) and value.shape != like[name].shape:
+                yield f"{LAYOUTS}.{name}.{key}", ",".join(map(_spelt, value.placements))
+
+
+def by_name(flat_state: Mapping[str, Any], names: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the states and the settings in `flat_state`, each by name of a parameter (one of `names`) and key."""
+    states: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
+    for key, value in flat_state.items():
+        kind, _, rest = key.partition(".")
+        if kind == STATE and rest in names:
+            states.setdefault(rest, {}).update(value)
+        elif kind in (STATE, SETTINGS):
+            name, own_key = split_key(rest, names)
+            (states if kind == STATE else settings).setdefault(name, {})[own_key] = value
+    return states, settings
+
+
+def split_key(rest: str, names: Collection[str]) -> tuple[str, str]:
+    """Return the parameter's name and the key of what `<name>.<key>` spells; the name is one of `names` if one fits."""
+    name, _, key = rest.rpartition(".")
+    at = len(name)
+    while at > 0 and rest[:at] not in names:
+        at = rest.rfind(".", 0, at)
+    return (rest[:at], rest[at + 1 :]) if at > 0 else (name, key)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a nest of dicts, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from tensors_in(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from tensors_in(inner)
+
+
+def _refuse_local(where: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
+    if isinstance(tensor, DTensor):
+        if any(isinstance(placement, Partial) for placement in tensor.placements):
+            raise TypeError(f"{where} is a DTensor of partial sums: no rank has its values. Redistribute it first.")
+        return
+    if not isinstance(like, DTensor) or tensor.numel() <= 1 or like.device_mesh.size() == 1:
+        return
+    if any(p.is_shard() for p in like.placements) and tensor.shape in (like._local_tensor.shape, like.shape):
+        raise TypeError(
+            f"{where} is a plain tensor of shape {list(tensor.shape)} beside a parameter that is sharded, so each rank "
+            "has another one and nothing says which part of the whole it is. Make it with torch.zeros_like(parameter)."
+        )
+
+
+def _spelt(placement: Placement) -> str:
+    return f"shard{placement.dim}" if isinstance(placement, Shard) else "replicate"
+
+
+def _empty_sharded(shape: torch.Size, dtype: torch.dtype, like: DTensor, layout: str) -> DTensor:
+    mesh, spelt = like.device_mesh, layout.split(",")
+    # On a mesh of another kind the ranks hold the whole; where it is sharded is for the optimizer to say.
+    placements: list[Placement] = [Replicate() for _ in range(mesh.ndim)]
+    if len(spelt) == mesh.ndim:
+        placements = [Shard(int(word[5:])) if word.startswith("shard") else Replicate() for word in spelt]
+    return torch.distributed.tensor.empty(shape, dtype=dtype, device_mesh=mesh, placements=placements)

@@ -1,0 +1,115 @@
+"""The LR schedulers of a rank as one state.
+
+One scheduler's keys are `lr_scheduler.<key>`. So are those of several that are in the same state, as
+the schedulers of pipeline stages are: any number of them resume from it. Schedulers that differ have
+one each, `lr_scheduler.<number>.<key>`, and their number must be the same again. With each goes the
+scheduler's class, because attributes of one class mean nothing to another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from torchtitan_lite.errors import CheckpointMismatch
+
+CLASS = "_class"
+"""Key of the scheduler's class."""
+_WAY_OUT = "Build the same schedule, or begin this one with --checkpoint.exclude_from_loading=lr_scheduler."
+_OF_VERSIONS = {"verbose", "lr_lambdas"}
+"""Keys that some versions of torch have not, or that are empty and have left no trace in an older checkpoint."""
+
+
+class LRSchedulerWrapper:
+    """Any number of schedulers as one `Stateful`."""
+
+    def __init__(self, lr_schedulers: Sequence[Any]) -> None:
+        self._schedulers = list(lr_schedulers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all; see the module."""
+        states = self._own_states()
+        if all(is_same(state, states[0]) for state in states[1:]):
+            return states[0] if states else {}
+        return {str(number): state for number, state in enumerate(states)}
+
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise `CheckpointMismatch` if `state_dict` is not these schedulers'; change nothing."""
+        self._for_each(state_dict)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Give each scheduler its state; raise `CheckpointMismatch` before any is changed."""
+        for scheduler, state in zip(self._schedulers, self._for_each(state_dict), strict=True):
+            scheduler.load_state_dict(state)
+
+    def _own_states(self) -> list[dict[str, Any]]:
+        return [dict(each.state_dict()) | {CLASS: class_name(each)} for each in self._schedulers]
+
+    def _for_each(self, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return what each scheduler is to load."""
+        own_states = self._own_states()
+        given = _distributed(state_dict, own_states)
+        return [
+            _merged(stored, own, number if len(own_states) > 1 else None)
+            for number, (stored, own) in enumerate(zip(given, own_states, strict=True))
+        ]
+
+
+def class_name(scheduler: Any) -> str:
+    """Return the class of `scheduler`, with those of the schedulers that it is made of."""
+    parts = getattr(scheduler, "_schedulers", None)
+    inner = f"({', '.join(map(class_name, parts))})" if isinstance(parts, list | tuple) else ""
+    return type(scheduler).__name__ + inner
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """Return whether two nests of containers, numbers and tensors are equal, in types too."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(a.cpu(), b.cpu()))
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(is_same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(is_same, a, b))
+    return bool(a == b)
+
+
+def _distributed(state_dict: Mapping[str, Any], own_states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    numbered = {key: state for key, state in state_dict.items() if key.isdecimal() and isinstance(state, Mapping)}
+    shared = {key: state for key, state in state_dict.items() if key not in numbered}
+    own_are_alike = all(is_same(state, own_states[0]) for state in own_states[1:])
+    if shared and (own_are_alike or not numbered):
+        if not own_are_alike:
+            raise _mismatch(f"it has the state of one scheduler, and here are {len(own_states)} that differ.")
+        return [shared] * len(own_states)
+    states = [numbered[key] for key in sorted(numbered, key=int)]
+    if len(states) == len(own_states):
+        return states
+    if all(is_same(state, states[0]) for state in states[1:]):
+        return states[:1] * len(own_states)
+    raise _mismatch(f"it has the states of {len(states)} schedulers that differ, and here are {len(own_states)}.")
+
+
+def _merged(stored: Mapping[str, Any], own: Mapping[str, Any], number: int | None) -> dict[str, Any]:
+    """Return `stored` without the class, completed by what an older checkpoint has no trace of."""
+    which = "the scheduler" if number is None else f"scheduler {number}"
+    if CLASS in stored:
+        if stored[CLASS] != own[CLASS]:
+            raise _mismatch(f"{which} was a {stored[CLASS]}, and here is a {own[CLASS]}.")
+    elif others := sorted(_public(stored) ^ _public(own)):
+        raise _mismatch(
+            f"{which} was of another class than {own[CLASS]}: only one of the two has {', '.join(map(repr, others))}."
+        )
+    kept = {key: value for key, value in own.items() if key in _OF_VERSIONS and key not in stored}
+    return {key: value for key, value in (dict(stored) | kept).items() if key != CLASS}
+
+
+def _public(state: Mapping[str, Any]) -> set[str]:
+    return {key for key in state if not str(key).startswith("_")} - _OF_VERSIONS
+
+
+def _mismatch(what: str) -> CheckpointMismatch:
+    return CheckpointMismatch("the LR scheduler's state", f"  {what} {_WAY_OUT}")

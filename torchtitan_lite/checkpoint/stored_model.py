@@ -1,0 +1,132 @@
+"""The model in a checkpoint, and the memory that it is read into.
+
+Tensors are read into those of the model's state dict. Extra state and whatever else is no tensor has
+the size and form that it was saved with, so it is read into new memory. Keys begin with `model.`, or
+are bare FQNs in a weights-only checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from torchtitan_lite.checkpoint.contents import Contents
+from torchtitan_lite.checkpoint.entries import Leaf, assembled, entries
+from torchtitan_lite.checkpoint.key_report import KeyReport, TensorLike, compare_tensors, merged
+from torchtitan_lite.checkpoint.load_rules import LoadRules
+from torchtitan_lite.checkpoint.state.model import is_extra, tensors_of
+from torchtitan_lite.checkpoint.state.names import EXTRA_STATE
+
+
+class StoredModel:
+    """The model's entries in `contents`, under the names that `rules` give them."""
+
+    def __init__(self, contents: Contents, rules: LoadRules) -> None:
+        self._contents = contents
+        self._rules = rules
+        self._tensors_under: dict[str, dict[str, TensorLike]] = {}
+        self._extras_under: dict[str, dict[str, list[Leaf]]] = {}
+        self._names_under: dict[str, dict[str, str]] = {}
+
+    def names(self, prefix: str) -> dict[str, str]:
+        """Return the model's name of each entry below `prefix`, with the checkpoint's."""
+        if prefix not in self._names_under:
+            stored = dict.fromkeys([*self._tensors(prefix), *self._extras(prefix)])
+            self._names_under[prefix] = self._rules.renamed(stored)
+        return self._names_under[prefix]
+
+    def keys(self, model: Mapping[str, Any]) -> dict[str, str]:
+        """Return the names that entries of `model` may be read from, as the renames leave them, with their keys."""
+        prefix = self._prefix(model)
+        return {fqn: prefix + name for fqn, name in self.names(prefix).items()}
+
+    def report(self, model: Mapping[str, Any], *, cast: bool = False) -> KeyReport:
+        """Return how the checkpoint differs from the model's state dict `model`; reads nothing."""
+        if not model:
+            return KeyReport()
+        prefix = self._prefix(model)
+        tensors, extras = self._tensors(prefix), self._extras(prefix)
+        wanted = {fqn: value for fqn, value in model.items() if self._rules.wants(fqn)}
+        expected = tensors_of(wanted)
+        own_extras = wanted.keys() - expected.keys()
+        names = {fqn: stored for fqn, stored in self.names(prefix).items() if self._rules.wants(fqn)}
+        # The tensors in an entry that is a nest have names of their own.
+        inner = {leaf.key for fqn in own_extras if fqn in names for leaf in extras.get(names[fqn], ())}
+        found = {fqn: tensors[name] for fqn, name in names.items() if name in tensors and prefix + name not in inner}
+        report = merged(
+            compare_tensors(expected, found, cast=cast or self._rules.cast),
+            KeyReport(
+                missing=[fqn for fqn in wanted if fqn in own_extras and names.get(fqn) not in extras],
+                unexpected=[fqn for fqn in names if _is_extra_name(fqn) and fqn not in model and fqn not in found],
+            ),
+        )
+        # Under bare names a checkpoint may hold anything else besides the model.
+        return report if prefix else dataclasses.replace(report, unexpected=())
+
+    def targets(self, model: Mapping[str, Any], *, cast: bool = False) -> dict[str, Any]:
+        """Return by the checkpoint's key what is to be read into, None for an object."""
+        prefix, skipped = self._prefix(model), self.report(model, cast=cast).mismatched
+        targets: dict[str, Any] = {}
+        for fqn, stored in self._wanted(model, prefix).items():
+            if not is_extra(fqn, model[fqn]):
+                if fqn not in skipped and stored in self._tensors(prefix):
+                    targets[prefix + stored] = model[fqn]
+                continue
+            for leaf in self._extras(prefix).get(stored, ()):
+                tensor = self._contents.tensors.get(leaf.key)
+                targets[leaf.key] = tensor and torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        return targets
+
+    def assembled(self, model: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the whole state dict for the model: what was read, and of what was not, what is there."""
+        prefix = self._prefix(model)
+        whole = dict(model)
+        for fqn, stored in self._wanted(model, prefix).items():
+            if is_extra(fqn, model[fqn]) and stored in self._extras(prefix):
+                extra = assembled(self._contents, prefix + stored, self._extras(prefix)[stored], read)
+                whole[fqn] = _placed(extra, model[fqn])
+        return whole
+
+    def _wanted(self, model: Mapping[str, Any], prefix: str) -> dict[str, str]:
+        names = self.names(prefix)
+        return {fqn: names[fqn] for fqn in model if fqn in names and self._rules.wants(fqn)}
+
+    def _prefix(self, model: Mapping[str, Any]) -> str:
+        # A model whose own names begin with "model." is in a weights-only checkpoint under just these.
+        keys = self._contents
+        bare = any(fqn in keys for fqn in model) and not any(f"model.{fqn}" in keys for fqn in model)
+        return "" if bare or not any(key.startswith("model.") for key in keys) else "model."
+
+    def _tensors(self, prefix: str) -> dict[str, TensorLike]:
+        """Return the tensors below `prefix` that are entries by themselves."""
+        if prefix not in self._tensors_under:
+            self._tensors_under[prefix] = {
+                key.removeprefix(prefix): TensorLike(torch.Size(tensor.shape), tensor.dtype)
+                for key, tensor in self._contents.tensors.items()
+                if key.startswith(prefix) and EXTRA_STATE not in key.split(".")
+            }
+        return self._tensors_under[prefix]
+
+    def _extras(self, prefix: str) -> dict[str, list[Leaf]]:
+        """Return the entries below `prefix` that are anything else."""
+        if prefix not in self._extras_under:
+            self._extras_under[prefix] = {
+                name: leaves
+                for name, leaves in entries(self._contents, prefix).items()
+                if _is_extra_name(name) or any(leaf.path or leaf.key in self._contents.objects for leaf in leaves)
+            }
+        return self._extras_under[prefix]
+
+
+def _is_extra_name(fqn: str) -> bool:
+    return fqn.rpartition(".")[2] == EXTRA_STATE
+
+
+def _placed(value: Any, own: Any) -> Any:
+    """Return extra state that is a tensor where the model's own is."""
+    if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor):
+        return value.to(own.device)
+    return value

@@ -1,0 +1,216 @@
+"""The optimizer state in a checkpoint, and the memory that it is read into.
+
+What the checkpoint has decides what is made: a parameter without state there has none afterwards. A
+tensor of its parameter's shape is made like the parameter, with the dtype that is stored. Tensors of
+a parameter that has another shape now are never read, whatever the strictness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from torchtitan_lite.checkpoint.contents import Contents, StoredTensor
+from torchtitan_lite.checkpoint.entries import Leaf, assembled, at_path, entries
+from torchtitan_lite.checkpoint.key_report import KeyReport
+from torchtitan_lite.checkpoint.load_rules import LoadRules
+from torchtitan_lite.checkpoint.state.optimizer_state import LAYOUTS, SETTINGS, STATE, Slot, split_key
+
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
+"""Settings that schedulers add to a group."""
+_UNKNOWN = object()
+
+Entries = dict[str, dict[str, list[Leaf]]]
+"""By the checkpoint's name of a parameter, then by key."""
+
+
+class StoredOptimizer:
+    """The keys under `optimizer.` of `contents`; `names` are the model's FQNs to the checkpoint's."""
+
+    def __init__(self, contents: Contents, rules: LoadRules, names: Mapping[str, str]) -> None:
+        self._contents = contents
+        self._rules = rules
+        self._names = names
+
+    def report(self, slots: Mapping[str, Slot]) -> KeyReport:
+        """Return how the checkpoint differs from `slots`; reads nothing."""
+        states, settings, _ = self._by_parameter(slots)
+        missing: list[str] = []
+        mismatched: dict[str, str] = {}
+        taken: set[str] = set()
+        first_of_group: dict[tuple[int, int], str] = {}
+        for name, slot in slots.items():
+            stored = self._stored_name(slot)
+            taken.add(stored)
+            if not self._rules.wants(name):
+                continue
+            if slot.settings and stored not in settings and stored not in states:
+                missing.append(f"optimizer.{SETTINGS}.{name}")
+                continue
+            mismatched |= self._other_shapes(slot, stored, states.get(stored, {}))
+            first = first_of_group.setdefault(slot.group, stored)
+            mismatched |= self._other_settings(slot, settings.get(stored, {}), settings.get(first, {}), stored, first)
+        unexpected = [leaf.key for stored in states if stored not in taken for leaf in _leaves(states[stored])]
+        return KeyReport(missing, [key for key in unexpected if self._is_wanted(key)], mismatched)
+
+    def targets(self, slots: Mapping[str, Slot]) -> dict[str, Any]:
+        """Return by the checkpoint's key what is to be read into, None for an object."""
+        targets: dict[str, Any] = {}
+        for name, _, state, settings, layouts in self._fitting(slots):
+            slot = slots[name]
+            for key, leaves in state.items():
+                layout = self._layout(layouts.get(key, []))
+                for leaf in leaves:
+                    tensor = self._contents.tensors.get(leaf.key)
+                    live = at_path(slot.state.get(key), leaf.path)
+                    targets[leaf.key] = tensor and slot.empty(
+                        key, torch.Size(tensor.shape), self._dtype(slot, leaf.key, tensor), live, layout
+                    )
+            for key, leaves in settings.items():
+                for leaf in leaves:
+                    tensor = self._contents.tensors.get(leaf.key)
+                    live = slot.settings.get(key)
+                    device = live.device if isinstance(live, torch.Tensor) else torch.device("cpu")
+                    targets[leaf.key] = tensor and torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        return targets
+
+    def assembled(self, slots: Mapping[str, Slot], read: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the flat state for the optimizers: what was read, and of what was not, what is there."""
+        state: dict[str, Any] = {}
+        fitting = set()
+        for name, stored, own, settings, _ in self._fitting(slots):
+            fitting.add(name)
+            below = f"optimizer.{STATE}.{stored}"
+            state[f"{STATE}.{name}"] = {
+                key: assembled(self._contents, f"{below}.{key}", leaves, read) for key, leaves in own.items()
+            }
+            below = f"optimizer.{SETTINGS}.{stored}"
+            for key, leaves in settings.items():
+                state[f"{SETTINGS}.{name}.{key}"] = assembled(self._contents, f"{below}.{key}", leaves, read)
+        for name, slot in slots.items():
+            if name not in fitting and slot.state:
+                state[f"{STATE}.{name}"] = dict(slot.state)
+        return {key: value for key, value in state.items() if value != {} or not key.startswith(f"{STATE}.")}
+
+    def _fitting(self, slots: Mapping[str, Slot]) -> list[tuple[str, str, Any, Any, Any]]:
+        """Return (name, the checkpoint's name, state, settings, layouts) of what is to be loaded and can be."""
+        states, settings, layouts = self._by_parameter(slots)
+        fitting = []
+        for name, slot in slots.items():
+            stored = self._stored_name(slot)
+            state = states.get(stored, {})
+            if self._rules.wants(name) and not self._other_shapes(slot, stored, state):
+                fitting.append((name, stored, state, settings.get(stored, {}), layouts.get(stored, {})))
+        return fitting
+
+    def _stored_name(self, slot: Slot) -> str:
+        """Return the checkpoint's name of the parameter: of those that it has here, the one that has settings there."""
+        stored = [self._names.get(name, name) for name in slot.names]
+        return next((name for name in stored if name in self._with_settings), stored[0])
+
+    @cached_property
+    def _with_settings(self) -> set[str]:
+        known = set(self._names.values())
+        return {split_key(key.removeprefix(f"{SETTINGS}."), known)[0] for key in self._entries if _is(SETTINGS, key)}
+
+    def _by_parameter(self, slots: Mapping[str, Slot]) -> tuple[Entries, Entries, Entries]:
+        if self._sorted is None:
+            known = {*self._names.values(), *(self._names.get(name, name) for s in slots.values() for name in s.names)}
+            self._sorted = ({}, {}, {})
+            for entry, leaves in self._entries.items():
+                for kind, found in zip((STATE, SETTINGS, LAYOUTS), self._sorted, strict=True):
+                    if _is(kind, entry):
+                        _sort_in(found, entry.removeprefix(f"{kind}."), leaves, known)
+        return self._sorted
+
+    _sorted: tuple[Entries, Entries, Entries] | None = None
+
+    @cached_property
+    def _entries(self) -> dict[str, list[Leaf]]:
+        found: dict[str, list[Leaf]] = {}
+        for entry, leaves in entries(self._contents, "optimizer.").items():
+            if entry in (STATE, SETTINGS):  # A state dict that was not flattened before it was saved.
+                found |= {leaf.key.removeprefix("optimizer."): [Leaf(leaf.key, ())] for leaf in leaves}
+            else:
+                found[entry] = leaves
+        return found
+
+    def _other_shapes(self, slot: Slot, stored: str, state: Mapping[str, list[Leaf]]) -> dict[str, str]:
+        """Return the tensors of `state` that belong to a parameter of another shape, and in what they differ."""
+        parameter = self._parameter(stored)
+        now = tuple(slot.like.shape)
+        if parameter is None or tuple(parameter.shape) == now:
+            return {}
+        keys = [leaf.key for leaf in _leaves(state) if leaf.key in self._contents.tensors]
+        shapes = {key: tuple(self._contents.tensors[key].shape) for key in keys}
+        found = {
+            key: f"shape {list(shape)} in the checkpoint, {list(now)} expected"
+            for key, shape in shapes.items()
+            if shape == tuple(parameter.shape)
+        }
+        return found or {key: f"its parameter has another shape, {list(now)}" for key in keys}
+
+    def _other_settings(
+        self, slot: Slot, own: Mapping[str, Any], first_own: Mapping[str, Any], stored: str, first: str
+    ) -> dict[str, str]:
+        """Return where settings are another optimizer's, or differ within what is one group here."""
+        there, here = own.keys() - _OF_SCHEDULERS, slot.settings.keys() - _OF_SCHEDULERS
+        if there - here and here - there:
+            more, fewer = ", ".join(sorted(there - here)), ", ".join(sorted(here - there))
+            return {f"optimizer.{SETTINGS}.{stored}": f"another optimizer's: it has {more} and lacks {fewer}"}
+        found = {}
+        for key in own.keys() & first_own.keys():
+            (leaf, *_), (first_leaf, *_) = own[key], first_own[key]
+            value, expected = self._plain(leaf), self._plain(first_leaf)
+            if _UNKNOWN not in (value, expected) and value != expected:
+                found[leaf.key] = f"{value} in the checkpoint, beside {expected} of {first}, which is in its group now"
+        return found
+
+    def _parameter(self, stored: str) -> StoredTensor | None:
+        """Return the parameter that is called `stored`; torchtitan's folders have bare names on top."""
+        tensors = self._contents.tensors
+        return tensors.get(f"model.{stored}") or tensors.get(stored)
+
+    def _plain(self, leaf: Leaf) -> Any:
+        stored = self._contents.objects.get(leaf.key)
+        return _UNKNOWN if stored is None or stored.item is not None or leaf.path else stored.value
+
+    def _dtype(self, slot: Slot, key: str, tensor: StoredTensor) -> torch.dtype:
+        """Return the stored dtype; where the rules cast a parameter, the parameter's for what had its stored one."""
+        parameter = self._parameter(self._stored_name(slot))
+        if self._rules.cast and parameter is not None and parameter.dtype == tensor.dtype and tensor.shape:
+            return slot.like.dtype
+        return tensor.dtype
+
+    def _layout(self, leaves: list[Leaf]) -> str:
+        values = [self._plain(leaf) for leaf in leaves]
+        return values[0] if values and isinstance(values[0], str) else ""
+
+    def _is_wanted(self, key: str) -> bool:
+        stored, _ = split_key(key.removeprefix(f"optimizer.{STATE}."), set(self._names.values()))
+        return any(self._rules.wants(fqn) for fqn in self._rules.renamed([stored]))
+
+
+def _is(kind: str, entry: str) -> bool:
+    return entry.startswith(f"{kind}.")
+
+
+def _sort_in(found: Entries, rest: str, leaves: list[Leaf], known: set[str]) -> None:
+    if rest in known:  # Keys that are no plain names stand one level deeper.
+        for leaf in leaves:
+            if leaf.path:
+                below = found.setdefault(rest, {}).setdefault(leaf.path[0], [])  # type: ignore[arg-type]  # any key
+                below.append(Leaf(leaf.key, leaf.path[1:]))
+        return
+    name, key = split_key(rest, known)
+    head, *inner = key.split(".")
+    found.setdefault(name, {}).setdefault(head, [])
+    for leaf in leaves:  # A nest that torch flattened has its keys in the entry's name.
+        found[name][head].append(Leaf(leaf.key, (*inner, *leaf.path)))
+
+
+def _leaves(state: Mapping[str, list[Leaf]]) -> list[Leaf]:
+    return [leaf for leaves in state.values() for leaf in leaves]
