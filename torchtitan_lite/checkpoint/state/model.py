@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from torchtitan_lite.checkpoint.key_report import compare_tensors
+from torchtitan_lite.checkpoint.kinds import refuse_expanded
 from torchtitan_lite.checkpoint.state import fsdp1
 from torchtitan_lite.checkpoint.state.in_place import no_self_copies
 from torchtitan_lite.checkpoint.state.names import EXTRA_STATE, clean_names, merge_disjoint, refuse_lazy
@@ -27,9 +28,14 @@ class ModelWrapper:
         self.parts = [model_parts] if isinstance(model_parts, nn.Module) else list(model_parts)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the modules' `state_dict` return, by plain name. **Collective** with FSDP1."""
+        """Return what the modules' `state_dict` return, by plain name. **Collective** with FSDP1.
+
+        Raises TypeError for a tensor that nothing can be loaded into, ConfigError for a lazy module without shapes.
+        """
         refuse_lazy(self.parts)
-        return merge_disjoint([{names[key]: value for key, value in raw.items()} for _, raw, names in self._raw()])
+        state = merge_disjoint([{names[key]: value for key, value in raw.items()} for _, raw, names in self._raw()])
+        refuse_expanded(tensors_of(state))
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take exactly the keys that `state_dict` has; raise `CheckpointMismatch` before anything is changed."""
