@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -22,6 +23,7 @@ from torch.optim import lr_scheduler
 from tests.checkpoint.conftest import MODES
 from tests.checkpoint.nests import nests
 from tests.checkpoint.small_run import job_config, target
+from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint.kinds import difference
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.savers import ProcessSaver, Saver, SyncSaver, ThreadSaver
@@ -355,3 +357,23 @@ def test_a_state_that_is_empty_is_there(tmp_path: Path) -> None:
     assert stored.read_state("s", {"a": {"what the run has": 1}}) == {"a": {}}
     with pytest.raises(CheckpointError, match="u"):
         stored.read_state("u", {"a": 1})
+
+
+@on_two_ranks
+def test_what_two_ranks_have_apart_comes_back_on_both(rank: int, tmp_path: Path) -> None:
+    peers = Peers(timedelta(seconds=60))
+    saver, store = SyncSaver(peers), CheckpointStore(tmp_path / "checkpoint")
+    apart = saver.save({"s": {"x": {} if rank else 1}}, target(store, 1)).durable
+    with pytest.raises(SaveFailed, match=r"s\.x is a dict on one rank and no container on another"):
+        apart.result()
+    refused = saver.save({"s": {"x": Config() if rank else {}}}, target(store, 1)).durable
+    with pytest.raises(SaveFailed, match=r"s\['x'\] is a .*Config"):
+        refused.result()
+    state = {"s": {"common": collections.Counter({1: 2}), rank: {"mine": torch.tensor([rank]), "empty": [{}]}}}
+    saver.save(state, target(store, 2)).durable.result()
+    dist.barrier()
+    found = StoredCheckpoint(store.root / "step-2", peers).read_state("s", {})
+    both = {number: {"mine": torch.tensor([number]), "empty": [{}]} for number in (0, 1)}
+    expected = {"common": collections.Counter({1: 2}), **both}
+    assert difference(expected, found) == ""
+    assert same(expected, found)
