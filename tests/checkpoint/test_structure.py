@@ -15,10 +15,12 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from tests.checkpoint.nests import nests
 from tests.checkpoint.with_manifest import write_manifest
 from torchtitan_lite.checkpoint.contents import Contents
+from torchtitan_lite.checkpoint.folder import CheckpointFolder
 from torchtitan_lite.checkpoint.joint_structure import joint
 from torchtitan_lite.checkpoint.kinds import difference
 from torchtitan_lite.checkpoint.structure import MAX_DEPTH, Branch, decode, encode, find, flatten, paths_of, rebuild
 from torchtitan_lite.errors import CheckpointDamaged
+from torchtitan_lite.store.manifest import seal
 
 
 def through_json(structure: Branch) -> Branch:
@@ -142,6 +144,21 @@ def test_a_structure_that_does_not_fit_the_tables_is_damage(tmp_path: Path, stru
     with pytest.raises(CheckpointDamaged, match=r"manifest.json: the structure of the state: ") as caught:
         contents_of(tmp_path, structure, objects)
     assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "root",
+    ["[]", "3", '{"kind": "dict"}', '{"kind": "list", "children": [' * 3000 + "]}" * 3000, '{"kind": NaN}'],
+    ids=lambda text: text[:20],
+)
+def test_a_structure_on_disk_that_cannot_be_is_damage_to_that_file(tmp_path: Path, root: str) -> None:
+    write_manifest(tmp_path, {}, {}, {"a": VALUE}, {"kind": "dict", "keys": ["a"]})
+    path = tmp_path / "manifest.json"
+    line = '"structure": {"root":'
+    lines = [f"{line}{root}}}," if text.startswith(line) else text for text in path.read_text().splitlines()]
+    path.write_bytes(seal("\n".join(lines[:-2]).removesuffix(",").encode()))
+    with pytest.raises(CheckpointDamaged, match=r"manifest\.json"):
+        _ = CheckpointFolder(tmp_path).contents
 
 
 def test_long_keys_far_up_do_not_multiply(tmp_path: Path) -> None:
