@@ -22,6 +22,7 @@ from tests.checkpoint.small_run import target
 from tests.checkpoint.tiny_run import TinyRun, same_everywhere
 from tests.ranks import on_two_ranks
 from torchtitan_lite import faults
+from torchtitan_lite.checkpoint.replicas import Replicas
 from torchtitan_lite.checkpoint.save_plan import PlanCache, balanced
 from torchtitan_lite.checkpoint.savers import SyncSaver
 from torchtitan_lite.checkpoint.stateful import ModelWrapper, OptimizerWrapper
@@ -144,7 +145,9 @@ def test_what_is_replicated_is_written_once_and_evenly(rank: int, tmp_path: Path
         name: distribute_tensor(tensor, mesh, [Replicate()]) for name, tensor in whole.items()
     }
     store = CheckpointStore(tmp_path / "checkpoint")
-    pending = SyncSaver(Peers(timedelta(seconds=30))).save(replicated, target(store, 1))
+    peers = Peers(timedelta(seconds=30))
+    saver = SyncSaver(peers, PlanCache(peers, Replicas(lambda: replicated)))
+    pending = saver.save(replicated, target(store, 1))
     pending.durable.result()
     dist.barrier()
     sizes = [(store.get(1).path / f"__{r}_0.distcp").stat().st_size for r in (0, 1)]

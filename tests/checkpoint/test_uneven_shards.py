@@ -164,10 +164,10 @@ def test_uneven_shards_are_staged_whole(six_ranks: Ranks, tmp_path: Path, mode: 
     six_ranks.run(load_case, folder=tmp_path, mesh="FSDP 3 x TP 2")
 
 
-def misplaced(rank: int) -> DTensor:
-    """A tensor of six rows on two ranks, of which the second has two in memory."""
+def misplaced(rank: int, rows: int = 2) -> DTensor:
+    """A tensor of six rows on two ranks, of which the second has `rows` in memory."""
     mesh = init_device_mesh("cpu", (2,))
-    memory = torch.ones(3 - rank, 2)
+    memory = torch.ones(rows if rank else 3, 2)
     return DTensor.from_local(memory, mesh, [Shard(0)], run_check=False, shape=(6, 2), stride=(2, 1))
 
 
@@ -208,6 +208,6 @@ def test_a_tensor_that_is_not_what_its_placement_says_is_refused_on_every_rank(r
 @on_two_ranks
 def test_a_check_after_loading_that_fails_on_one_rank_fails_on_both(rank: int, tmp_path: Path) -> None:
     peers = Peers(timedelta(seconds=30))
-    with pytest.raises(ValueError, match=r"model\.weight"):
-        verify("step-1", {"model": {"weight": misplaced(rank)}}, {"model.weight": "0" * 32}, peers)
+    with pytest.raises(ValueError, match=r"model\.weight: the rank at \[1\].* has \[4, 2\] in memory"):
+        verify("step-1", {"model": {"weight": misplaced(rank, 4)}}, {"model.weight": "0" * 32}, peers)
     assert dist.get_rank() == rank

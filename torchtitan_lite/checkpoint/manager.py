@@ -33,6 +33,7 @@ from torchtitan_lite.checkpoint.interval import SavePolicy, Tick, build_save_pol
 from torchtitan_lite.checkpoint.leaving import Leaving, how_to_leave
 from torchtitan_lite.checkpoint.load_source import LoadSource, new_run, newest_step
 from torchtitan_lite.checkpoint.preemption import PreemptionWatch
+from torchtitan_lite.checkpoint.replicas import build_replicas
 from torchtitan_lite.checkpoint.restore import RNG, Restore
 from torchtitan_lite.checkpoint.resume_report import ResumeReport
 from torchtitan_lite.checkpoint.rng import RngState
@@ -94,7 +95,7 @@ class CheckpointManager:
         self._store = store or CheckpointStore(dump_folder / config.folder)
         self._export_store = CheckpointStore(dump_folder / config.export_folder) if config.export_folder else None
         self._peers = peers or Peers(timeout)
-        plans = PlanCache(self._peers)
+        plans = PlanCache(self._peers, build_replicas(self._model.parameter_names, self._small_states))
         self._saver = saver or build_saver(config, self._peers, plans)
         self._sync_saver = SyncSaver(self._peers, plans)
         self._step_policy, self._clock_policy = split(save_policy or build_save_policy(config))

@@ -183,8 +183,11 @@ class Restore:
         )
 
     def _read_small(self, name: str) -> dict[str, Any]:
-        own = self._small[name].state_dict()
-        return as_ours(name, self._stored.read_state(name, own), own, self._stored)
+        state = self._small[name]
+        own = state.state_dict()
+        of_others = getattr(state, "is_of_another_rank", None)
+        read = self._stored.read_state(name, own, *([of_others] if of_others else []))
+        return as_ours(name, read, own, self._stored)
 
     def _verify(self) -> None:
         rules = build_load_rules(self._config.checkpoint)

@@ -4,7 +4,7 @@ What a state is made of (names, containers, dtypes, shapes, shardings) is compar
 the ranks agree in one small exchange whether it is the same for all of them. If it is, the plan is the
 last one and nothing else travels. If it is not, on any rank, all plan anew: each rank proves that its
 state can be put together again, DCP makes its items, the coordinator gives what several ranks hold to
-one of them, balanced, and lays out every file. Planning happens before staging, while the caller waits,
+one of them (replicas.py), balanced, and lays out every file. Planning happens before staging, while the caller waits,
 so that a rank stages what it writes and nothing else.
 """
 
@@ -29,6 +29,7 @@ from torchtitan_lite.checkpoint.description import Description, PlannedFile
 from torchtitan_lite.checkpoint.file_image import FileLayout, Spec
 from torchtitan_lite.checkpoint.joint_structure import joint
 from torchtitan_lite.checkpoint.kinds import difference
+from torchtitan_lite.checkpoint.replicas import Replicas
 from torchtitan_lite.checkpoint.shards import knows_its_parts, part_of
 from torchtitan_lite.checkpoint.structure import Branch, decode, encode, flatten, paths_of, rebuild
 from torchtitan_lite.distributed.consensus import Peers
@@ -94,9 +95,11 @@ class Planned:
 class PlanCache:
     """Plans saves, and remembers the last plan."""
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: Peers, replicas: Replicas | None = None) -> None:
         self._peers = peers
         self._examined: _Examined | None = None
+        self._replicas = replicas or Replicas()
+        self._is_compared = False
         self._plan: RankPlan | None = None
         self.num_made = 0
         """How often a plan had to be made."""
@@ -104,7 +107,8 @@ class PlanCache:
     def plan(self, state: State, check: Callable[[], None] | None = None) -> Planned:
         """What this rank writes of `state`. **Collective**.
 
-        Whatever fails on one rank, `check` included, is raised on every rank.
+        Whatever fails on one rank, `check` included, is raised on every rank. The first time with a `check`, which is
+        the first save of a run, the ranks compare what all of them have to have alike.
         """
         flat: State = {}
         examined: _Examined | None = None
@@ -125,16 +129,20 @@ class PlanCache:
         assert examined is not None, "else all failed together"
         if together is _Verdict.CHANGED or self._plan is None:
             self._plan = self._examined = None
-            self._plan = self._make(flat, examined.structure)
+            self._plan = self._make(state, flat, examined.structure)
             self._examined = examined
             self.num_made += 1
+        if check is not None and not self._is_compared:
+            self._is_compared = True
+            self._replicas.compare(state, flat, self._peers)
         return Planned(self._plan, flat)
 
-    def _make(self, flat: State, structure: Branch) -> RankPlan:
+    def _make(self, state: State, flat: State, structure: Branch) -> RankPlan:
         local: SavePlan | None = None
         failure: Exception | None = None
         try:
             local = _local_plan(flat, structure)
+            local = dataclasses.replace(local, storage_data=self._replicas.of_lowest_rank(state, local.items))
         except Exception as error:
             failure = error
         answers = _Answers(failure or local)
@@ -161,7 +169,7 @@ class _Answers:
             whole.append(plan)
         kept = balanced(whole)
         reduced = [
-            dataclasses.replace(plan, items=[plan.items[number] for number in numbers])
+            dataclasses.replace(plan, items=[plan.items[number] for number in numbers], storage_data=None)
             for plan, numbers in zip(whole, kept, strict=True)
         ]
         # DCP's own: chunk by chunk into one metadata, and a look whether every tensor is whole. The paths of keys come
@@ -184,8 +192,9 @@ class _Answers:
 def balanced(plans: Sequence[SavePlan]) -> list[list[int]]:
     """For each rank the numbers of those of its items that it writes: each item once, the bytes spread evenly.
 
-    What only one rank has is its own. The rest goes, the largest first, to whoever has least of those that hold it
-    (Graham's rule: at most 4/3 of the best possible). Objects go to the lowest rank.
+    What only one rank has is its own. Objects, and the items whose numbers are a plan's storage data, go to the lowest
+    rank that has them. The rest goes, the largest first, to whoever has least of those that hold it (Graham's rule: at
+    most 4/3 of the best possible).
     """
     holders: dict[MetadataIndex, list[tuple[int, int]]] = {}
     for rank, plan in enumerate(plans):
@@ -197,7 +206,8 @@ def balanced(plans: Sequence[SavePlan]) -> list[list[int]]:
     for held in holders.values():
         rank, number = held[0]
         num_bytes = _num_bytes(plans[rank].items[number])
-        if len(held) == 1 or num_bytes == 0:
+        is_the_lowest_ranks = any(number in (plans[rank].storage_data or ()) for rank, number in held)
+        if len(held) == 1 or num_bytes == 0 or is_the_lowest_ranks:
             load[rank] += num_bytes
             kept[rank].append(number)
         else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,17 @@ from torchtitan_lite.checkpoint.shards import parts_of
 from torchtitan_lite.checkpoint.state.optimizer_state import OF_OPTIMIZERS, Slot, tensors_in
 from torchtitan_lite.checkpoint.stored_model import StoredModel
 from torchtitan_lite.checkpoint.stored_optimizer import StoredOptimizer
-from torchtitan_lite.checkpoint.structure import find, rebuild
+from torchtitan_lite.checkpoint.structure import find, rebuild, without
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch
 from torchtitan_lite.log import logger
 
 State = dict[str, Any]
 _ALL = "all"
+
+
+def _nothing(key: str) -> bool:
+    return False
 
 
 class StoredCheckpoint:
@@ -146,11 +150,12 @@ class StoredCheckpoint:
         return flat | ({OF_OPTIMIZERS: self.read_state(name, {})} if self.has_state(name) else {})
 
     @no_collection()
-    def read_state(self, name: str, own: State) -> State:
+    def read_state(self, name: str, own: State, leave_out: Callable[[str], bool] = _nothing) -> State:
         """The nested state `name` as it was saved; sharded tensors are read into those of `own`. **Collective**.
 
-        Raises `CheckpointMismatch` on every rank if the checkpoint has no such state, or one with other tensors, or
-        is so old that its keys have no types and `own` does not tell them.
+        Top-level entries of it that `leave_out` says so of are not read. Raises `CheckpointMismatch` on every rank if the
+        checkpoint has no such state, or one with other tensors, or is so old that its keys have no types and `own` does
+        not tell them.
         """
         prefix = f"{name}."
         live, _ = flatten_state_dict({name: own})
@@ -160,13 +165,14 @@ class StoredCheckpoint:
         mismatched = compare_tensors({key: sharded[key] for key in stored}, stored)
         missing = KeyReport(missing=[name] if own and not self.has_state(name) else [])
         self._refuse_together(merged(missing, mismatched))
-        target = {key: sharded.get(key, self._placeholder(key)) for key in self.keys(prefix)}
+        wanted = [key for key in self.keys(prefix) if not leave_out(key.removeprefix(prefix).partition(".")[0])]
+        target = {key: sharded.get(key, self._placeholder(key)) for key in wanted}
         self._read(target)
         structure = self.contents.structure
         if structure is None:
             return self._retyped(name, target, own)
         branch = find(structure, name)
-        return {} if branch is None else rebuild(branch, target, prefix)
+        return {} if branch is None else rebuild(without(branch, leave_out), target, prefix)
 
     def _retyped(self, name: str, flat: State, own: State) -> State:
         """The nested state `name` of a checkpoint that has the names of `flat`, and not the types of their keys."""

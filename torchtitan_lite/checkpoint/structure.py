@@ -118,6 +118,13 @@ def find(structure: Branch, name: str) -> Branch | None:
     return None
 
 
+def without(structure: Branch, leave_out: Callable[[str], bool]) -> Branch:
+    """The container but for those of its own entries that `leave_out` says so of, by name."""
+    kept = [at for at, key in enumerate(structure.keys) if not leave_out(str(key))]
+    children = [structure.children[at] for at in kept]
+    return branch_of(structure.kind, [structure.keys[at] for at in kept], children)
+
+
 def empty_like(value: Mapping[Any, Any]) -> Any:
     """An empty mapping of the kind of `value`; a dict if that is none that is kept."""
     return _MAKERS[_kind_of(value) or "dict"]()

@@ -8,7 +8,7 @@ of two, so that its shape, and with it the plan of a save, is the same for long 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -22,6 +22,8 @@ _LEAST = 1024
 class TrainState:
     """A `Stateful`. `n_tokens_seen` counts over all ranks."""
 
+    may_differ_between_ranks: ClassVar[tuple[str, ...]] = ("run_seconds", "productive_seconds")
+    """Each rank has a clock of its own."""
     step: int = 0
     n_tokens_seen: int = 0
     skipped_steps: int = 0

@@ -17,7 +17,13 @@ from torchtitan_lite.checkpoint.key_report import compare_tensors
 from torchtitan_lite.checkpoint.kinds import refuse_expanded
 from torchtitan_lite.checkpoint.state import fsdp1
 from torchtitan_lite.checkpoint.state.in_place import no_self_copies
-from torchtitan_lite.checkpoint.state.names import EXTRA_STATE, clean_names, merge_disjoint, refuse_lazy
+from torchtitan_lite.checkpoint.state.names import (
+    EXTRA_STATE,
+    clean_names,
+    merge_disjoint,
+    named_parameters,
+    refuse_lazy,
+)
 from torchtitan_lite.errors import CheckpointMismatch
 
 
@@ -36,6 +42,10 @@ class ModelWrapper:
         state = merge_disjoint([{names[key]: value for key, value in raw.items()} for _, raw, names in self._raw()])
         refuse_expanded(tensors_of(state))
         return state
+
+    def parameter_names(self) -> set[str]:
+        """Return the names that are parameters; the rest of `state_dict` is buffers and what modules add."""
+        return {name for names in named_parameters(self.parts).values() for name in names}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take exactly the keys that `state_dict` has; raise `CheckpointMismatch` before anything is changed."""
