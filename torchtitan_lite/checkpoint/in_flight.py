@@ -88,14 +88,15 @@ class InFlight:
     ) -> None:
         """Sets off a save of `state`; nothing may be in flight. **Collective**.
 
-        `fence` raises `LeaseLost` if the folder is no longer this job's; asked on the coordinator, before the commit.
+        `fence` raises `LeaseLost` if the folder is no longer this job's; asked on the coordinator, before anything
+        there is touched and before the commit.
         """
         assert self._save is None, "settle() comes first"
         began = self._clock()
         self._on_event("save_started", step, kind=kind.value)
         faults.set_step(step)
         faults.point("save")
-        target = Target(store, step, kind, origin, fence=fence, check=lambda: self._preflight(step, kind, store))
+        target = Target(store, step, kind, origin, fence=fence, check=lambda: self._preflight(step, kind, store, fence))
         save = _Save(saver.save(state, target), kind, store, began_seconds=began)
         save.pending.durable.add_done_callback(lambda _: self._when_over(save))
         save.stall_seconds = self._clock() - began
@@ -169,9 +170,10 @@ class InFlight:
         finally:
             save.over.set_result(None)
 
-    def _preflight(self, step: int, kind: CheckpointKind, store: CheckpointStore) -> None:
-        """Refuses a save for which the disk has no room: it would fail all the same, half-way."""
+    def _preflight(self, step: int, kind: CheckpointKind, store: CheckpointStore, fence: Callable[[], None]) -> None:
+        """Refuses a save that would fail half-way: the folder is another job's by now, or the disk has no room."""
         if self._peers.is_coordinator:
+            fence()  # First: making room, and then staging, remove what a save of the other job has staged.
             self._upkeep.make_sure_of_room(step, kind, store)
 
     def _report_saved(self, save: _Save) -> None:

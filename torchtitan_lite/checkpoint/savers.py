@@ -34,7 +34,7 @@ from torchtitan_lite.checkpoint.writer import CommittingWriter, RankContent, Tar
 from torchtitan_lite.checkpoint.writer_process import WriterProcess
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.consensus import Peers
-from torchtitan_lite.errors import CheckpointError, SaveFailed
+from torchtitan_lite.errors import CheckpointError, LeaseLost, SaveFailed
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.block_writer import Bounced, InPlace, write_blocks
@@ -333,8 +333,9 @@ def _in_thread(work: Callable[[], T]) -> Future[T]:
 
 def _refused(step: int, error: Exception) -> PendingSave:
     """A save that failed on every rank before anything of it was there."""
-    failure = error if isinstance(error, SaveFailed) else SaveFailed(step, f"{type(error).__name__}: {error}")
-    return PendingSave(step, _done(None), _failed(failure))
+    if not isinstance(error, SaveFailed | LeaseLost):
+        error = SaveFailed(step, f"{type(error).__name__}: {error}")
+    return PendingSave(step, _done(None), _failed(error))
 
 
 def _done(value: T) -> Future[T]:

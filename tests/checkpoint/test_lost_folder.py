@@ -1,0 +1,79 @@
+"""A job that lost its folder to another one leaves alone what the other has there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.tiny_run import TinyRun
+from torchtitan_lite.errors import LeaseLost
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.lease import Lease
+
+THEIRS = "__0_9.distcp"
+"""A file that no rank of ours writes."""
+
+
+class OtherJob:
+    """Takes a folder that is ours, as it may once we were silent for too long, and begins to save step 2."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._lease = Lease(root, run_id="other")  # Of this process, so it does not have to wait.
+
+    def take_over(self) -> None:
+        self._lease.take()
+        staging = self._root / layout.staging_dir(2)
+        staging.mkdir(exist_ok=True)
+        (staging / THEIRS).write_bytes(b"what the other job has staged")
+
+    def release(self) -> None:
+        self._lease.release()
+
+    def assert_is_as_it_was(self) -> None:
+        self._lease.check()
+        staging = self._root / layout.staging_dir(2)
+        assert (staging / THEIRS).read_bytes() == b"what the other job has staged"
+        assert sorted(path.name for path in self._root.iterdir()) == ["step-1", staging.name, layout.LOCK]
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def started(folder: Path, mode: str, stack: ExitStack) -> tuple[TinyRun, OtherJob]:
+    """Start a run that saves every step and has saved the first, and a job that has not taken its folder yet."""
+    run = TinyRun(folder, async_mode=mode, interval=1, keep_latest_k=1)
+    other = OtherJob(run.folder)
+    stack.callback(other.release)
+    run.steps(1)
+    assert run.manager.newest_step() == 1
+    return run, other
+
+
+def test_a_folder_that_is_lost_during_a_save_keeps_what_the_other_job_staged(
+    tmp_path: Path, mode: str, stack: ExitStack
+) -> None:
+    run, other = started(tmp_path, mode, stack)
+    run.saver.before_write = lambda path: other.take_over()
+    with pytest.raises(LeaseLost), run.manager:
+        run.steps(4)
+    other.assert_is_as_it_was()
+    assert run.happened("purged") == []
+
+
+def test_a_folder_that_was_lost_before_a_save_keeps_what_the_other_job_staged(
+    tmp_path: Path, mode: str, stack: ExitStack
+) -> None:
+    run, other = started(tmp_path, mode, stack)
+    other.take_over()
+    with pytest.raises(LeaseLost), run.manager:
+        run.steps(4)
+    other.assert_is_as_it_was()
+    assert not (run.folder / layout.staging_dir(2) / layout.data_file(0, 0)).exists()
+    assert run.happened("purged") == []
