@@ -130,6 +130,26 @@ def test_a_finished_branch_is_finished_and_the_trunk_it_left_does_not_count(star
     assert start_run().manager.newest_step() == 4
 
 
+def test_where_the_whole_branch_is_damaged_the_run_goes_on_from_the_trunk_as_a_new_one(start_run: StartRun) -> None:
+    trunk = _train_to(start_run, 6)
+    _go_back(start_run, 2, steps=2)
+    ids = {step: _lineage(trunk.root / f"step-{step}")["run_id"] for step in (2, 3, 4)}
+    for step in (3, 4):
+        data = trunk.root / f"step-{step}" / "__0_0.distcp"
+        data.write_bytes(bytes(data.stat().st_size))
+    run = start_run(interval=2)
+    assert run.manager.load()
+    assert run.train_state.step == 2
+    run.train(4)
+    run.manager.close()
+    new = _lineage(run.root / "step-4")
+    assert new["run_id"] not in ids.values()
+    assert (new["parent_step"], new["branch_point"], new["abandons"]) == (2, None, [])
+    again = start_run(interval=2)
+    assert again.manager.load()
+    assert again.train_state.step == 4
+
+
 def _train_to(start_run: StartRun, steps: int) -> SmallRun:
     run = start_run(interval=2)
     run.manager.load()

@@ -138,3 +138,44 @@ def test_an_initial_path_without_a_checkpoint_is_refused(store: CheckpointStore,
 def test_an_initial_path_is_not_looked_at_on_a_restart(store: CheckpointStore) -> None:
     commit(store, 1)
     assert chosen(store, initial_load_path="nowhere") is not None
+
+
+def of_branch(store: CheckpointStore, step: int, lineage: Lineage) -> None:
+    staging = store.stage(step)
+    (staging / ".metadata").write_bytes(b"of dcp")
+    manifest = Manifest(
+        step=step, kind=CheckpointKind.FULL, created_at=1.0, world_size=1, versions={}, files={}, lineage=lineage
+    )
+    store.commit(step, manifest)
+
+
+def test_a_run_that_falls_back_behind_the_branch_which_abandoned_it_is_a_new_one(store: CheckpointStore) -> None:
+    """What the old run saves from here on would be taken for what the branch has abandoned."""
+    commit(store, 2)
+    commit(store, 4)
+    branch = Lineage("branch", parent_step=2, branch_point=2, abandons=((4, "run1"),))
+    of_branch(store, 3, branch)
+    of_branch(store, 5, Lineage("branch", parent_step=3, branch_point=2))
+    source = choose_source(store, -1, Checkpoint(), passed_over=(3, 5))
+    assert source is not None
+    assert source.step == 2
+    assert source.lineage.run_id not in ("run1", "branch")
+    assert source.lineage == Lineage(source.lineage.run_id, parent_step=2)
+
+
+def test_a_run_that_falls_back_within_the_branch_stays_the_same_run(store: CheckpointStore) -> None:
+    commit(store, 2)
+    commit(store, 4)
+    of_branch(store, 3, Lineage("branch", parent_step=2, branch_point=2, abandons=((4, "run1"),)))
+    of_branch(store, 5, Lineage("branch", parent_step=3, branch_point=2))
+    source = choose_source(store, -1, Checkpoint(), passed_over=(5,))
+    assert source is not None
+    assert (source.step, source.lineage) == (3, Lineage("branch", parent_step=3, branch_point=2))
+
+
+def test_a_run_that_falls_back_where_nothing_was_abandoned_stays_the_same_run(store: CheckpointStore) -> None:
+    commit(store, 2)
+    commit(store, 4)
+    source = choose_source(store, -1, Checkpoint(), passed_over=(4,))
+    assert source is not None
+    assert (source.step, source.lineage) == (2, Lineage("run1", parent_step=2))
