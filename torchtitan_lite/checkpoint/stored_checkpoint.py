@@ -153,9 +153,9 @@ class StoredCheckpoint:
     def read_state(self, name: str, own: State, leave_out: Callable[[str], bool] = _nothing) -> State:
         """The nested state `name` as it was saved; sharded tensors are read into those of `own`. **Collective**.
 
-        Top-level entries of it that `leave_out` says so of are not read. Raises `CheckpointMismatch` on every rank if the
-        checkpoint has no such state, or one with other tensors, or is so old that its keys have no types and `own` does
-        not tell them.
+        Top-level entries of it that `leave_out` says so of are not read. Raises `CheckpointMismatch` on every rank if
+        the checkpoint has no such state, or one with other tensors, or is so old that its keys have no types and `own`
+        does not tell them.
         """
         prefix = f"{name}."
         live, _ = flatten_state_dict({name: own})
