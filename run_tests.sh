@@ -10,11 +10,12 @@
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/env.sh"
 
 selection=(-m "not slow and not exhaustive")
+thorough=(--hypothesis-profile thorough)
 arguments=()
 for argument in "$@"; do
     case $argument in
-    --all) selection=(-m "not exhaustive") ;;
-    --exhaustive) selection=() ;;
+    --all) selection=(-m "not exhaustive" "${thorough[@]}") ;;
+    --exhaustive) selection=("${thorough[@]}") ;;
     *) arguments+=("$argument") ;;
     esac
 done

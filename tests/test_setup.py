@@ -38,6 +38,8 @@ exit "${result:-0}"
 SET_UP = ["venv", "pip install --disable-pip-version-check -c requirements.txt -e .[test]"]
 IN_TWO = "pytest -n 2 --dist loadfile --no-loadscope-reorder"
 FAST = f"{IN_TWO} -m not slow and not exhaustive"
+THOROUGH = "--hypothesis-profile thorough"
+ALL = f"{IN_TWO} -m not exhaustive {THOROUGH}"
 
 
 class Machine:
@@ -153,14 +155,14 @@ def test_a_failing_pip_ends_with_3_and_is_tried_again(machine: Machine) -> None:
 
 def test_ci_runs_the_slow_tests_too_and_ends_as_pytest_does(machine: Machine) -> None:
     assert machine.run(".ci/run", PYTEST_EXIT="5").returncode == 5
-    assert machine.asked()[-1] == f"{IN_TWO} -m not exhaustive"
+    assert machine.asked()[-1] == ALL
 
 
 def test_pytest_gets_the_arguments_as_they_are(machine: Machine) -> None:
     machine.run("run_tests.sh", "-k", "a or b", "--all", "tests/store")
-    assert machine.asked()[-1] == f"{IN_TWO} -m not exhaustive -k a or b tests/store"
+    assert machine.asked()[-1] == f"{ALL} -k a or b tests/store"
     machine.run("run_tests.sh", "--exhaustive", "-n", "0")
-    assert machine.asked()[-1] == f"{IN_TWO} -n 0"
+    assert machine.asked()[-1] == f"{IN_TWO} {THOROUGH} -n 0"
 
 
 def is_environment() -> bool:

@@ -72,6 +72,7 @@ print("compared")
 """
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_rank_is_the_one_that_dcp_makes_of_its_tensors() -> None:
     assert _output_of(["-c", COMPARE_WITH_DCP]) == "compared\n"
 

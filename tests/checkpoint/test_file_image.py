@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from torchtitan_lite.checkpoint.file_image import FileImage, FileLayout
 from torchtitan_lite.checkpoint.torch_item import object_item
 
@@ -48,7 +49,7 @@ def test_every_item_is_what_torch_would_load() -> None:
     assert torch.load(io.BytesIO(whole[image.layout.end :]), weights_only=True) == {"n": 1}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(data=st.data())
 def test_any_range_is_the_same_range_of_the_whole(data: st.DataObject) -> None:
     image = image_of(views(), b"objects")

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.data.numbered import Numbered, loader
+from tests.examples import examples
 from tests.store.crashing import NEVER, Contents, Crash, Cut, contents, steps_of
 from torchtitan_lite.checkpoint.load_source import LoadSource, choose_source, new_run
 from torchtitan_lite.config.job_config import Checkpoint
@@ -270,4 +271,4 @@ def purge_all_but(count: int, store: CheckpointStore) -> None:
 
 
 TestOneFolder = OneFolder.TestCase
-TestOneFolder.settings = settings(max_examples=500, stateful_step_count=15, deadline=None)
+TestOneFolder.settings = settings(max_examples=examples(500), stateful_step_count=15, deadline=None)

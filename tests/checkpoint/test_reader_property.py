@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from tests.checkpoint.boxes import Box, grids, inside, partitions, shapes
 from tests.checkpoint.with_manifest import add_manifest, flip
+from tests.examples import examples
 from torchtitan_lite.checkpoint import reader, regions
 from torchtitan_lite.checkpoint.reader import CheckpointReader
 from torchtitan_lite.checkpoint.stored_checkpoint import StoredCheckpoint
@@ -140,7 +141,7 @@ def views(draw: st.DrawFn, shape: tuple[int, ...], dtype: torch.dtype) -> torch.
     return room.permute([order.index(dim) for dim in range(len(shape))])
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=examples(120))
 @given(st.data())
 def test_any_part_of_any_checkpoint_is_read_as_dcp_reads_it(data: st.DataObject) -> None:
     shape = data.draw(shapes())
@@ -196,7 +197,7 @@ def load_everything(folder: Path) -> None:
     assert all(torch.equal(model[f"w{i}"], numbers((300, 500), torch.float32, i)) for i in range(4))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.floats(0, 1, exclude_max=True), st.sampled_from(["__0_0.distcp", ".metadata", "manifest.json"]))
 def test_a_byte_that_is_not_what_it_was_is_found_wherever_it_is(saved: Path, where: float, name: str) -> None:
     path = saved / name

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.small_run import target
 from tests.checkpoint.tiny_run import TinyRun, same_everywhere
+from tests.examples import examples
 from tests.ranks import on_two_ranks
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.replicas import Replicas
@@ -102,7 +103,7 @@ def plan_of(sizes: dict[str, int]) -> SavePlan:
     return create_default_local_save_plan({name: torch.empty(size) for name, size in sizes.items()}, False)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(st.integers(1, 1000), min_size=1, max_size=40),
     st.integers(1, 8),

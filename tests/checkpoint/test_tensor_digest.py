@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from torchtitan_lite.checkpoint import tensor_digest
 from torchtitan_lite.checkpoint.tensor_digest import BLOCK_WORDS, Digest, digest_chunk, finish
 
@@ -76,7 +77,7 @@ def sharded(draw: st.DrawFn) -> tuple[torch.Tensor, list[list[int]]]:
     return random_tensor(shape, draw(st.sampled_from(DTYPES)), draw(st.integers(0, 99))), cuts
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(sharded(), st.booleans())
 def test_the_chunks_of_any_grid_of_shards_add_up_to_the_whole_tensor(case: tuple, copy: bool) -> None:
     tensor, cuts = case
@@ -132,7 +133,7 @@ def test_digests_in_old_manifests_stay_valid(tensor: torch.Tensor, sums: str, fi
     assert (digest.to_hex(), finish(digest, tensor.dtype, tensor.shape).to_hex()) == (sums, finished)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.sampled_from(DTYPES), st.integers(0, 2**32), st.integers(0, 7))
 def test_a_flipped_bit_anywhere_changes_the_digest(dtype: torch.dtype, where: int, bit: int) -> None:
     tensor = random_tensor((211, 100), dtype)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from tests.data.numbered import Numbered, ids, loader
+from tests.examples import examples
 from torchtitan_lite.data.loader import TokenLoader
 
 WINDOWS, BATCH = 24, 12
@@ -188,4 +189,4 @@ class Run(RuleBasedStateMachine):
 
 
 TestNoBranchRepeatsOrSkipsASample = Run.TestCase
-TestNoBranchRepeatsOrSkipsASample.settings = settings(max_examples=500, stateful_step_count=15)
+TestNoBranchRepeatsOrSkipsASample.settings = settings(max_examples=examples(500), stateful_step_count=15)

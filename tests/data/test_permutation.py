@@ -7,12 +7,13 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from torchtitan_lite.data.permutation import shuffled
 
 SEEDS = st.integers(0, 2**63 - 1)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.integers(1, 700), SEEDS, st.integers(0, 1000))
 def test_each_element_comes_exactly_once(size: int, seed: int, epoch: int) -> None:
     order = [shuffled(position, size=size, seed=seed, epoch=epoch) for position in range(size)]
