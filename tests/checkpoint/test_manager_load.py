@@ -414,3 +414,27 @@ def test_a_tied_tensor_that_is_not_there_is_refused_with_what_leaves_it_out(tmp_
             else:
                 with pytest.raises(CheckpointMismatch, match=r"same tensor as embedding.*load_exclude=head\.weight"):
                     manager.load()
+
+
+class Stateless:
+    """A loader that has the methods and no state, as wrappers around a plain DataLoader have."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise AssertionError("there is nothing to load")
+
+
+def test_a_loader_whose_state_is_empty_is_warned_of_at_a_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for load in (False, True):
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        with CheckpointManager(Stateless(), [model], [optimizer], [], {}, job_config(tmp_path)) as manager:
+            if load:
+                assert manager.load()
+            else:
+                manager.save(1, force=True)
+    assert "dataloader: it has no state, here and in the checkpoint: the data begin from their start" in caplog.text

@@ -204,9 +204,10 @@ def test_a_rolled_back_run_that_is_at_the_step_saved_before_saves_it_again(start
     run.train(6, last=False)
     run.manager.save(6, force=True)
     assert run.manager.load(2)
-    run.train(5, last=False)
+    run.train(4, last=False)
     watch.receive(signal.SIGTERM)
     run.step()
-    assert run.manager.preempted_by == 0
     run.step()
-    assert [info.lineage.parent_step for info in CheckpointStore(run.root).committed() if info.step == 7] == [2]
+    assert run.manager.preempted_by == signal.SIGTERM
+    (lineage,) = [info.lineage for info in CheckpointStore(run.root).committed() if info.step == 6]
+    assert (lineage.parent_step, lineage.branch_point) == (2, 2)

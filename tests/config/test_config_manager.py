@@ -96,9 +96,9 @@ def test_a_list_is_separated_by_commas_or_spaces_quoted_or_not(words):
 
 
 def test_a_list_in_toml_is_a_list_and_may_be_emptied_again(toml):
-    file = toml('[checkpoint]\nexclude_from_loading = ["dataloader", "train_state"]\npreemption_signals = []\n')
+    file = toml('[checkpoint]\nexclude_from_loading = ["dataloader", "rng"]\npreemption_signals = []\n')
     checkpoint = parse_config(file).checkpoint
-    assert checkpoint.exclude_from_loading == ("dataloader", "train_state")
+    assert checkpoint.exclude_from_loading == ("dataloader", "rng")
     assert checkpoint.preemption_signals == ()
     assert parse_config([*file, "--checkpoint.exclude_from_loading="]).checkpoint.exclude_from_loading == ()
 

@@ -300,6 +300,8 @@ class CheckpointManager:
             logger.info("Beginning from %s.", source.path)
         elif wanted not in (-1, source.step):
             logger.info("Step %d was gone back to already; going on from step %d of that branch.", wanted, source.step)
+        if source.lineage.counts_again:
+            logger.info("Steps are counted from the start again; the first save sets the old run's aside.")
 
     def _tell_what_is_passed_over(self, wanted: int) -> None:
         for path in self._store.unmanaged() if self._peers.is_coordinator and wanted == -1 else []:

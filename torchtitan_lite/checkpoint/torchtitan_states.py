@@ -32,8 +32,12 @@ def why_it_begins_fresh(name: str, state: Stateful, contents: Contents) -> str:
     """Return why the run's `state` is not taken from the checkpoint though it is loaded whole; empty if it is."""
     if name == _LOADER and _is_of_torchtitan(contents) and not _has_positions(state.state_dict()):
         return "dataloader: its state is torchtitan's, and not read: the data begin from their start"
-    if isinstance(state, torch.amp.GradScaler) and not any(key.startswith(f"{name}.") for key in contents):
+    if any(key.startswith(f"{name}.") for key in contents):
+        return ""
+    if isinstance(state, torch.amp.GradScaler):
         return f"{name}: not in the checkpoint, which was saved without a gradient scaler: a fresh one begins"
+    if name == _LOADER and not state.state_dict():
+        return "dataloader: it has no state, here and in the checkpoint: the data begin from their start"
     return ""
 
 

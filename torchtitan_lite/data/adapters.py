@@ -115,5 +115,6 @@ def _check_kind(given: object, module: str, name: str) -> None:
         raise ExtraMissing(module.partition(".")[0]) from error
     if not isinstance(given, kind):
         raise ConfigError(
-            f"dataloader: expected a {module}.{name}, found a {type(given).__name__}, which has no state."
+            f"dataloader: expected a {module}.{name}, found a {type(given).__name__}, which has no state. "
+            f"Make it a {name}: without a state, a resume begins the data again from their start."
         )
