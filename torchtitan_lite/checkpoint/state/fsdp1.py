@@ -36,7 +36,9 @@ def sharded_state_dicts(module: nn.Module) -> Iterator[None]:
         yield
         return
     with warnings.catch_warnings():
+        # Of torch's own calls within.
         warnings.filterwarnings("ignore", message="FSDP.state_dict_type", category=FutureWarning)
+        warnings.filterwarnings("ignore", module=r"torch\.distributed\.", category=UserWarning)
         with FullyShardedDataParallel.state_dict_type(
             module, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig()
         ):

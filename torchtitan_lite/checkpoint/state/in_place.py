@@ -1,12 +1,10 @@
-"""A `load_state_dict` that copies no tensor onto itself.
+"""A `load_state_dict` over tensors that were read in place.
 
-A load reads into the tensors that `state_dict` returned. Most of them are views of the live parameters,
-and to copy each onto itself would read and write the model's memory once more. `Tensor.copy_` does
-nothing where source and target are one tensor object, so each module is handed its own parameters for
-such views, after all its load hooks have seen plain tensors, as they would from a file.
-
-A hook may also give a live tensor's memory to another name (a swap): copying it while its source is
-being overwritten would mix the two, so such a view is cloned first.
+A load reads into the tensors that `state_dict` returned, and most of them are views of the live ones.
+`Tensor.copy_` does nothing where source and target are the same view, so handing all of them to
+`load_state_dict` costs nothing. But a load hook may give the memory of one live tensor to another name
+(a swap), and copying it while it is being overwritten would mix the two: such a view is cloned first,
+after all hooks of the module.
 """
 
 from __future__ import annotations
@@ -22,13 +20,14 @@ from torch.distributed.tensor import DTensor
 
 
 @contextmanager
-def no_self_copies(root: nn.Module) -> Iterator[None]:
-    """Let `root.load_state_dict` within find its live tensors in the dict at no cost."""
-    live = _Live(root)
+def no_mixing(root: nn.Module) -> Iterator[None]:
+    """Let `root.load_state_dict` within copy no live tensor's memory into another one's while both change."""
+    rewriting = {id(each): each for each in root.modules() if _rewrites(each)}
+    live = _Live(root) if rewriting else None
     handles = [
-        module.register_load_state_dict_pre_hook(live.hand_out)  # type: ignore[no-untyped-call]  # torch's is not typed
-        for module in {id(each): each for each in root.modules()}.values()
-        if not isinstance(module, torch.jit.ScriptModule)
+        module.register_load_state_dict_pre_hook(live.clone_strays)  # type: ignore[no-untyped-call]  # torch's is not typed
+        for module in rewriting.values()
+        if live is not None
     ]
     try:
         yield
@@ -45,45 +44,34 @@ class _Live:
         self._tensors = dict(named)
         self._storages = {_storage(tensor) for tensor in self._tensors.values()} - {0}
 
-    def hand_out(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Be the last load hook of `module`; see the module's docstring."""
-        rewrites = len(module._load_state_dict_pre_hooks) > 1 or _has_its_own_way(module)
+    def clone_strays(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Be the last load hook of `module`: what is live memory under another name than its own is a copy then."""
         for key, value in state_dict.items():
             if not isinstance(value, torch.Tensor) or not key.startswith(prefix):
                 continue
-            tensor = self._tensors.get(key)
-            is_own = "." not in key[len(prefix) :]
-            if tensor is not None and _is_same_memory(value, tensor):
-                state_dict[key] = tensor if is_own else value
-            elif (is_own or rewrites) and _storage(value) in self._storages:
+            if _storage(value) in self._storages and not _is_same_view(value, self._tensors.get(key)):
                 state_dict[key] = value.clone()
 
 
-def _has_its_own_way(module: nn.Module) -> bool:
-    return type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+def _rewrites(module: nn.Module) -> bool:
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
+    has_its_own_way = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+    return has_its_own_way or bool(module._load_state_dict_pre_hooks)
 
 
-def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if isinstance(a, DTensor) != isinstance(b, DTensor):
+def _is_same_view(a: torch.Tensor, b: torch.Tensor | None) -> bool:
+    if b is None or isinstance(a, DTensor) != isinstance(b, DTensor):
         return False
     if isinstance(a, DTensor) and isinstance(b, DTensor):
         if a.placements != b.placements or a.shape != b.shape:
             return False
         a, b = a._local_tensor, b._local_tensor
-    if (a.dtype, a.shape, a.stride()) != (b.dtype, b.shape, b.stride()) or a.device != b.device:
-        return False
-    return a.numel() > 0 and _address(a) == _address(b) != 0
+    return (a.dtype, a.shape, a.stride(), a.data_ptr()) == (b.dtype, b.shape, b.stride(), b.data_ptr())
 
 
 def _storage(tensor: torch.Tensor) -> int:
     try:
         return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # Tensors that are made of others have no memory of their own.
-        return 0
-
-
-def _address(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.data_ptr()
-    except (RuntimeError, NotImplementedError):
         return 0

@@ -16,7 +16,7 @@ from torch import nn
 from torchtitan_lite.checkpoint.key_report import compare_tensors
 from torchtitan_lite.checkpoint.kinds import refuse_expanded
 from torchtitan_lite.checkpoint.state import fsdp1
-from torchtitan_lite.checkpoint.state.in_place import no_self_copies
+from torchtitan_lite.checkpoint.state.in_place import no_mixing
 from torchtitan_lite.checkpoint.state.names import (
     EXTRA_STATE,
     clean_names,
@@ -62,7 +62,7 @@ class ModelWrapper:
         for part, raw, names in self._raw():
             # The dict is the module's own: its `_metadata` has the versions that load hooks go by.
             raw.update({key: state_dict[name] for key, name in names.items()})
-            with torch.no_grad(), fsdp1.sharded_state_dicts(part), no_self_copies(part):
+            with torch.no_grad(), fsdp1.sharded_state_dicts(part), no_mixing(part):
                 part.load_state_dict(raw)
 
     def _raw(self) -> list[tuple[nn.Module, dict[str, Any], dict[str, str]]]:
