@@ -23,7 +23,8 @@ def start(folder: Path, recipe: Recipe, **options: Any) -> tuple[Any, Any, Check
     model = recipe.model()
     optimizer = recipe.build(model)
     seams = {"saver": options.pop("saver")} if "saver" in options else {}
-    return model, optimizer, CheckpointManager(None, model, optimizer, None, {}, job_config(folder, **options), **seams)
+    manager = CheckpointManager(None, [model], [optimizer], [], {}, job_config(folder, **options), **seams)
+    return model, optimizer, manager
 
 
 def test_every_optimizer_of_torch_has_a_recipe() -> None:

@@ -1,0 +1,314 @@
+"""Optimizers whose state is not one tensor of its parameter's shape each, and saves that raise."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from tests.checkpoint.small_run import Lent, job_config, same
+from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.checkpoint.savers import ProcessSaver
+from torchtitan_lite.checkpoint.stateful import OptimizerWrapper
+from torchtitan_lite.errors import CheckpointMismatch, ConfigError, SaveFailed
+
+
+class Preconditioned(Optimizer):
+    """State of many kinds: a list of tensors, a nest, a name that is a number, moments of another dtype."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "scale": torch.tensor(2.0)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["factors"] = [torch.ones(size) for size in parameter.shape]
+                    state["nest"] = {"sums": torch.zeros(2), "count": 0}
+                    state["exact"] = torch.zeros_like(parameter, dtype=torch.float64)
+                    state["signs"] = torch.zeros_like(parameter, dtype=torch.int8)
+                    state["history"] = []
+                for factor in state["factors"]:
+                    factor += parameter.grad.mean()
+                state["nest"]["count"] += 1
+                state["nest"]["sums"] += state["nest"]["count"]
+                state["exact"] += parameter.grad.double() / 3
+                state["signs"] = parameter.grad.sign().to(torch.int8)
+                state["history"] = [*state["history"], parameter.grad.clone()][-2:]
+                parameter -= group["lr"] / group["scale"] * state["exact"].float() * state["factors"][0].mean()
+
+
+class WithGlobalState(torch.optim.SGD):
+    """State that belongs to no parameter."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
+        shared = self.state["global"]
+        shared["count"] = shared.get("count", 0) + 1
+        shared["sum"] = shared.get("sum", torch.zeros(3)) + 0.5
+        super().step(closure)
+
+
+class Lookahead(Optimizer):
+    """A wrapper, with slow weights among the state of the optimizer that it wraps; without hooks of its own."""
+
+    def __init__(self, base: Optimizer) -> None:
+        self.base = base
+        self.param_groups, self.defaults = base.param_groups, base.defaults
+        self.state = defaultdict(dict)
+        # As libraries have it that leave out __init__.
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
+        self.base.step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                slow = self.base.state[parameter].setdefault("slow", parameter.clone())
+                slow.lerp_(parameter, 0.5)
+                parameter.copy_(slow)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.base.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.base.load_state_dict(state_dict)
+        self.param_groups = self.base.param_groups
+
+
+class Delegating:
+    """No subclass of anything, as wrappers of mixed-precision libraries are."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+
+class OwnForm(torch.optim.SGD):
+    """A state dict that is not as torch's."""
+
+    def state_dict(self) -> dict[str, Any]:
+        buffers = [self.state[parameter].get("momentum_buffer") for parameter in self.param_groups[0]["params"]]
+        return {"buffers": buffers, "lr": self.param_groups[0]["lr"], "version": 7}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert state_dict["version"] == 7
+        self.param_groups[0]["lr"] = state_dict["lr"]
+        for parameter, buffer in zip(self.param_groups[0]["params"], state_dict["buffers"], strict=True):
+            self.state[parameter]["momentum_buffer"] = buffer
+
+
+def with_empty_group(model: nn.Module) -> Optimizer:
+    groups = [{"params": list(model.parameters())}, {"params": [], "lr": 0.7, "weight_decay": 0.3}]
+    return torch.optim.AdamW(groups, lr=0.1)
+
+
+BUILDS: dict[str, Callable[[nn.Module], Any]] = {
+    "lists of tensors": lambda model: Preconditioned(model.parameters()),
+    "state of no parameter": lambda model: WithGlobalState(model.parameters(), lr=0.1, momentum=0.9),
+    "a wrapper": lambda model: Lookahead(torch.optim.AdamW(model.parameters())),
+    "a wrapper of no class": lambda model: Delegating(torch.optim.AdamW(model.parameters())),
+    "a form of its own": lambda model: OwnForm(model.parameters(), lr=0.1, momentum=0.9),
+    "an empty group": with_empty_group,
+    "a tensor lr": lambda model: torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1)),
+}
+
+
+def start(folder: Path, build: Callable[[nn.Module], Any], **options: Any) -> tuple[Any, Any, CheckpointManager]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    optimizer = build(model)
+    seams = {"saver": options.pop("saver")} if "saver" in options else {}
+    return (
+        model,
+        optimizer,
+        CheckpointManager(None, [model], [optimizer], [], {}, job_config(folder, **options), **seams),
+    )
+
+
+def train(model: nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        model(torch.full((2, 3), float(step))).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_it_goes_on_as_if_it_had_never_stopped(
+    tmp_path: Path, name: str, mode: str, process_saver: ProcessSaver
+) -> None:
+    lent = {"saver": Lent(process_saver)} if mode == "async_with_pinned_mem" else {}
+    model, optimizer, manager = start(tmp_path, BUILDS[name], async_mode=mode, interval=3, **lent)
+    with manager:
+        for step in range(1, 4):
+            train(model, optimizer, range(step, step + 1))
+            manager.save(step)
+        manager.maybe_wait_for_staging()
+        at_save = _copied(optimizer.state_dict())
+        train(model, optimizer, range(4, 6))
+    again, other, loading = start(tmp_path, BUILDS[name])
+    with loading:
+        assert loading.load()
+    assert same(other.state_dict(), at_save)
+    train(again, other, range(4, 6))
+    assert same(dict(again.state_dict()), dict(model.state_dict()))
+    assert same(other.state_dict(), optimizer.state_dict())
+
+
+def test_moments_of_a_higher_precision_than_the_parameter_keep_their_bits(tmp_path: Path) -> None:
+    """Optimizer.load_state_dict alone would cast them."""
+    model, optimizer, manager = start(tmp_path, BUILDS["lists of tensors"])
+    train(model, optimizer, range(1, 4))
+    with manager:
+        manager.save(1, force=True)
+    seen: list[torch.dtype] = []
+    again, other, loading = start(tmp_path, BUILDS["lists of tensors"])
+    other.register_load_state_dict_post_hook(
+        lambda loaded: seen.extend(loaded.state[parameter]["exact"].dtype for parameter in again.parameters())
+    )
+    with loading:
+        assert loading.load()
+    assert seen == [torch.float64] * 4
+    state = other.state[again[0].weight]
+    assert (state["exact"].dtype, state["signs"].dtype) == (torch.float64, torch.int8)
+
+
+def test_a_form_of_its_own_is_refused_where_parts_of_the_model_are_on_several_ranks(tmp_path: Path) -> None:
+    parts = [nn.ModuleDict({name: nn.Linear(2, 2)}) for name in ("a", "b")]
+    optimizer = OwnForm([parameter for part in parts for parameter in part.parameters()], lr=0.1)
+    with pytest.raises(ConfigError, match=r"optimizers\[0\] \(OwnForm\): its state_dict\(\) is not of the form"):
+        CheckpointManager(None, parts, optimizer, None, {}, job_config(tmp_path))
+
+
+def test_another_optimizer_than_the_one_that_was_saved_is_refused(tmp_path: Path) -> None:
+    model, optimizer, manager = start(tmp_path, lambda model: torch.optim.AdamW(model.parameters()))
+    train(model, optimizer, range(1, 2))
+    with manager:
+        manager.save(1, force=True)
+    _, _, loading = start(tmp_path, lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    with (
+        loading,
+        pytest.raises(CheckpointMismatch, match=r"another optimizer's: it has .*betas.* and lacks .*momentum"),
+    ):
+        loading.load()
+
+
+def test_parameters_of_one_group_that_had_other_settings_are_refused(tmp_path: Path) -> None:
+    def decaying(model: nn.Module, *, split: bool) -> Optimizer:
+        first, second = model[0].parameters(), model[1].parameters()  # type: ignore[index]  # it is a Sequential
+        groups = [{"params": first, "weight_decay": 0.1}, {"params": second, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups if split else model.parameters())
+
+    _, _, manager = start(tmp_path, lambda model: decaying(model, split=True))
+    with manager:
+        manager.save(1, force=True)
+    _, _, loading = start(tmp_path, lambda model: decaying(model, split=False))
+    with (
+        loading,
+        pytest.raises(CheckpointMismatch, match=r"weight_decay: 0.0 in the checkpoint, beside 0.1 of 0.weight"),
+    ):
+        loading.load()
+
+
+@pytest.mark.parametrize("strictness", ["warn", "ignore"])
+def test_state_of_a_parameter_of_another_size_is_not_read(tmp_path: Path, strictness: str) -> None:
+    model, optimizer, manager = start(tmp_path, lambda model: torch.optim.AdamW(model.parameters()))
+    train(model, optimizer, range(1, 3))
+    with manager:
+        manager.save(2, force=True)
+    again = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
+    other = torch.optim.AdamW(again.parameters())
+    config = job_config(tmp_path, load_strictness=strictness)
+    with CheckpointManager(None, [again], [other], [], {}, config) as loading:
+        assert loading.load()
+    assert not other.state.get(again[1].weight) and not other.state.get(again[1].bias)
+    assert same(dict(other.state[again[0].weight]), dict(optimizer.state[model[0].weight]))
+
+
+def test_a_step_that_raises_costs_a_save_nothing(tmp_path: Path, mode: str) -> None:
+    """Nothing is stepped for a save, so lr, gradients and averages stay what they are."""
+
+    def raising(*_: Any) -> None:
+        raise RuntimeError("a step that no save may take")
+
+    model, optimizer, manager = start(
+        tmp_path, lambda model: torch.optim.AdamW(model.parameters(), lr=0.5), async_mode=mode, interval=100
+    )
+    model(torch.ones(1, 3)).sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    optimizer.register_step_pre_hook(raising)
+    with manager:
+        manager.reset()
+        assert not manager.save(1)
+    assert optimizer.param_groups[0]["lr"] == 0.5 and optimizer.param_groups[0]["weight_decay"] == 0.01
+    assert same([parameter.grad for parameter in model.parameters()], gradients)
+
+
+def test_an_average_in_a_step_hook_is_the_same_with_saves_and_without(tmp_path: Path, mode: str) -> None:
+    def average(folder: Path, *, interval: int) -> torch.Tensor:
+        model, optimizer, manager = start(
+            folder, lambda model: torch.optim.SGD(model.parameters(), lr=0.1), async_mode=mode, interval=interval
+        )
+        kept = torch.zeros(4, 3)
+        optimizer.register_step_post_hook(lambda *_: kept.lerp_(model[0].weight.detach() + torch.rand(()), 0.5))
+        with manager:
+            for step in range(1, 4):
+                train(model, optimizer, range(step, step + 1))
+                manager.save(step)
+        return kept
+
+    assert torch.equal(average(tmp_path / "never", interval=100), average(tmp_path / "always", interval=1))
+
+
+def test_state_that_an_older_checkpoint_made_for_parameters_that_never_stepped_is_loaded(tmp_path: Path) -> None:
+    model, optimizer, manager = start(tmp_path, lambda model: torch.optim.AdamW(model.parameters()))
+    for parameter in model.parameters():
+        made = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+        optimizer.state[parameter] = {"step": torch.tensor(0.0), **made}
+    with manager:
+        manager.save(1, force=True)
+    again, other, loading = start(tmp_path, lambda model: torch.optim.AdamW(model.parameters()))
+    with loading:
+        assert loading.load()
+    assert same(dict(other.state[again[1].bias]), dict(optimizer.state[model[1].bias]))
+
+
+def test_an_object_in_the_state_that_could_not_be_loaded_again_is_refused_by_name(tmp_path: Path) -> None:
+    model, optimizer, manager = start(tmp_path, lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer.state[model[0].weight]["generator"] = torch.Generator()
+    with manager, pytest.raises(SaveFailed, match=r"optimizer\.state\.0\.weight\.generator"):
+        manager.save(1, force=True)
+
+
+def test_a_tied_parameter_finds_its_state_under_any_of_its_names() -> None:
+    class Tied(nn.Module):
+        def __init__(self, *order: str) -> None:
+            super().__init__()
+            shared = nn.Parameter(torch.ones(2))
+            for name in order:
+                self.register_parameter(name, shared)
+
+    model = Tied("head", "embedding")
+    optimizer = torch.optim.Adam(model.parameters())
+    wrapper = OptimizerWrapper([model], [optimizer])
+    slot = wrapper.slots()["head"]
+    assert tuple(slot.names) == ("head", "embedding")
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copied(inner) for key, inner in value.items()}
+    return [_copied(inner) for inner in value] if isinstance(value, list) else value
