@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import random
 import zlib
+from collections import Counter, OrderedDict, defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,13 @@ PLAIN_SINCE: dict[int, dict[str, Any]] = {
         "raw": b"\x00\xff",
         "pair": (1, (2.5, "x"), [3, None]),
         "nested": {"deeper": {"list": [1, {"two": 2}, (3,)]}},
+    },
+    3: {
+        "typed": {1: "one", "1x": {}, True.__int__() + 1: {(1, "a"): 2.5, None: {}}, b"k": [{}, {"x": 1}]},
+        "counted": Counter({30: 1, 80: 2}),
+        "ordered": OrderedDict([("z", 1), ("a", {})]),
+        "by_default": defaultdict(list, {3: [1]}),
+        "hollow": [{}, {"a": [{}]}],
     },
 }
 """What the state `plain` holds besides a tensor, by the first version of the format that brings it back as it was."""
