@@ -136,3 +136,162 @@ def test_where_the_c_library_has_no_exchange_nothing_is_done(tmp_path: Path, mon
     monkeypatch.setattr(durable, "_renameat2", lambda: None)
     assert durable.exchange(a, b) is False
     assert (names(a), names(b)) == (["of a"], ["of b"])
+
+
+def can_exchange(folder: Path) -> bool:
+    """Return whether the system can swap two names in `folder`."""
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    a, b = two_folders(folder / "probe")
+    return renameat2 is not None and renameat2(-100, os.fsencode(a), -100, os.fsencode(b), 2) == 0
+
+
+def test_an_exchange_swaps_wherever_the_system_can_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not can_exchange(tmp_path):
+        pytest.skip("the system has no exchange of names here")
+    a, b = two_folders(tmp_path)
+    assert durable.exchange(a, b) is True
+    assert (names(a), names(b)) == (["of b"], ["of a"])
+    monkeypatch.chdir(tmp_path)
+    assert durable.exchange(Path("a"), Path("b")) is True
+    assert (names(a), names(b)) == (["of a"], ["of b"])
+
+
+def test_a_file_that_is_created_over_another_is_empty_and_readable_by_others(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"of an earlier attempt")
+    path.chmod(0o600)
+    umask = os.umask(0o022)
+    try:
+        for there in (path, tmp_path / "new"):
+            fd = durable.create(there, direct=False)
+            assert os.fstat(fd).st_size == 0
+            os.close(fd)
+    finally:
+        os.umask(umask)
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o644
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_room_is_asked_for_from_the_first_byte_to_the_last_until_no_signal_interrupts_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[object] = []
+
+    def note(*arguments: object) -> int:
+        asked.append(arguments)
+        return 0
+
+    fallocate = Refusing([errno.EINTR, errno.EINTR], note)
+    monkeypatch.setattr(durable, "_fallocate", lambda: fallocate)
+    durable.allocate(7, 5 << 30)
+    assert (asked, fallocate.num_calls) == ([(7, 0, 0, 5 << 30)], 3)
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV])
+def test_where_the_system_cannot_tell_whether_there_is_room_nothing_is_done(
+    monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    fallocate = Refusing([code])
+    monkeypatch.setattr(durable, "_fallocate", lambda: fallocate)
+    durable.allocate(7, 100)
+    assert fallocate.num_calls == 1
+    monkeypatch.setattr(durable, "_fallocate", lambda: None)
+    durable.allocate(7, 100)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO])
+def test_where_there_is_no_room_it_is_the_systems_error(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    fallocate = Refusing([code])
+    monkeypatch.setattr(durable, "_fallocate", lambda: fallocate)
+    with pytest.raises(OSError) as caught:
+        durable.allocate(7, 100)
+    assert (caught.value.errno, caught.value.strerror) == (code, os.strerror(code))
+    assert fallocate.num_calls == 1
+
+
+def test_room_that_was_allocated_is_taken_on_the_disk(base: Path) -> None:
+    num_bytes = 64 << 10
+    with (base / "probe").open("wb") as probe, (base / "file").open("wb") as file:
+        if ctypes.CDLL(None).fallocate(probe.fileno(), 0, ctypes.c_long(0), ctypes.c_long(num_bytes)) != 0:
+            pytest.skip("the file system cannot allocate")
+        durable.allocate(file.fileno(), num_bytes)
+        status = os.fstat(file.fileno())
+    assert (status.st_size, status.st_blocks * 512 >= num_bytes) == (num_bytes, True)
+
+
+def test_a_file_is_written_over_a_longer_one(tmp_path: Path) -> None:
+    for data in (b"longer", b"old", b""):
+        durable.write_file(tmp_path / "file", data)
+        assert (tmp_path / "file").read_bytes() == data
+
+
+def test_a_folder_that_another_rank_makes_at_the_same_moment_is_no_error(tmp_path: Path) -> None:
+    class SecondToMakeIt(durable.Durable):
+        def make_dir(self, path: Path) -> None:
+            super().make_dir(path)
+            if path == tmp_path / "outputs":
+                (path / "checkpoint").mkdir()
+
+    SecondToMakeIt().make_dir(tmp_path / "outputs" / "checkpoint" / "step-1.staging")
+    assert (tmp_path / "outputs" / "checkpoint" / "step-1.staging").is_dir()
+
+
+@pytest.mark.parametrize("operation", ["rename", "replace"])
+def test_a_file_that_is_renamed_takes_the_place_of_another(tmp_path: Path, operation: str) -> None:
+    (tmp_path / "a").write_bytes(b"of a")
+    (tmp_path / "b").write_bytes(b"of b")
+    getattr(durable, operation)(tmp_path / "a", tmp_path / "b")
+    assert (names(tmp_path), (tmp_path / "b").read_bytes()) == (["b"], b"of a")
+
+
+def test_a_link_is_removed_and_what_it_points_to_is_not(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"kept")
+    (tmp_path / "link").symlink_to("file")
+    durable.remove_file(tmp_path / "link")
+    assert names(tmp_path) == ["file"]
+    with pytest.raises(FileNotFoundError):
+        durable.remove_file(tmp_path / "link")
+
+
+def test_bytes_go_where_they_belong_and_the_file_ends_where_it_should(tmp_path: Path) -> None:
+    fd = durable.create(tmp_path / "file", direct=False)
+    assert durable.write_at(fd, memoryview(b"end"), 5) == 3
+    assert durable.write_at(fd, memoryview(b"begin"), 0) == 5
+    durable.set_size(fd, 7)
+    os.close(fd)
+    assert (tmp_path / "file").read_bytes() == b"beginen"
+
+
+def test_a_file_for_which_no_disk_has_room_is_refused_by_the_system_itself(base: Path) -> None:
+    with (base / "probe").open("wb") as probe, (base / "file").open("wb") as file:
+        if ctypes.CDLL(None).fallocate(probe.fileno(), 0, ctypes.c_long(0), ctypes.c_long(4096)) != 0:
+            pytest.skip("the file system cannot allocate")
+        with pytest.raises(OSError) as caught:
+            durable.allocate(file.fileno(), 1 << 61)
+    assert caught.value.errno in (errno.ENOSPC, errno.EFBIG)
+
+
+def test_where_the_c_library_has_neither_call_nothing_is_allocated_and_nothing_swapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = (durable._fallocate, durable._renameat2)
+    a, b = two_folders(tmp_path)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(ctypes, "CDLL", lambda *arguments, **settings: object())
+            for call in calls:
+                call.cache_clear()
+            with (tmp_path / "file").open("wb") as file:
+                durable.allocate(file.fileno(), 4096)
+                assert os.fstat(file.fileno()).st_size == 0
+            assert durable.exchange(a, b) is False
+    finally:
+        for call in calls:
+            call.cache_clear()
+    assert (names(a), names(b)) == (["of a"], ["of b"])
+
+
+def test_what_is_synced_as_a_folder_must_be_one(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(NotADirectoryError):
+        durable.fsync_dir(tmp_path / "file")
