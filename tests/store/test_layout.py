@@ -59,3 +59,18 @@ def test_data_files_are_told_from_the_rest() -> None:
     assert layout.data_file(3, 0) == "__3_0.distcp"
     assert layout.is_data_file("__3_0.distcp")
     assert not any(map(layout.is_data_file, (layout.METADATA, layout.MANIFEST, "__3.distcp", "__3_0.distcp.bak")))
+
+
+def test_what_is_abandoned_gets_a_foreign_name_with_its_run_in_it() -> None:
+    names = [layout.abandoned_dir(5, "a1b2", number) for number in (1, 2)]
+    assert names == ["step-5.abandoned-a1b2", "step-5.abandoned-a1b2-2"]
+    parsers = (layout.parse_step, layout.parse_staging, layout.parse_trash, layout.parse_replaced)
+    assert not any(parse(name) is not None for parse in parsers for name in names)
+
+
+def test_names_that_other_versions_and_people_look_for_are_what_they_always_were() -> None:
+    assert (layout.METADATA, layout.MANIFEST) == (".metadata", "manifest.json")
+    assert (layout.LOCK, layout.FINDINGS) == ("writer.lock", "findings.json")
+    assert (layout.step_dir(5), layout.staging_dir(5)) == ("step-5", "step-5.staging")
+    assert (layout.trash_dir(5, 2), layout.replaced_dir(5, 2)) == (".trash-step-5-2", ".replaced-step-5-2")
+    assert layout.temporary("manifest.json") == ".manifest.json.tmp"

@@ -114,6 +114,17 @@ def test_nothing_is_asked_of_checkpoints_while_none_would_go() -> None:
     assert to_purge(KeepAll(), [info(1), info(2), info(3)], is_sound=is_sound) == []
 
 
+def test_only_full_checkpoints_are_looked_at() -> None:
+    looked_at: list[int] = []
+
+    def is_sound(found: CheckpointInfo) -> bool:
+        looked_at.append(found.step)
+        return True
+
+    assert steps(to_purge(KeepLatest(1), [info(1), weights(2), info(3)], is_sound=is_sound)) == [1]
+    assert looked_at == [1, 3]
+
+
 @given(INFOS, st.integers(1, 5), st.sets(st.integers(0, 50)), st.sets(st.integers(0, 50)))
 def test_whatever_is_broken_the_last_good_one_stays(
     committed: list[CheckpointInfo], k: int, sound: set[int], good: set[int]
