@@ -6,7 +6,7 @@ the same state go on alike, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,46 @@ class Loader:
         self.state = {"position": state_dict["position"], "seen": list(state_dict["seen"])}
 
 
-class SmallRun:
+class Run:
+    """What every small run has: AdamW over `model`, a falling rate, counters, a manager. Seams are the manager's."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: JobConfig,
+        *,
+        lr: float = 0.1,
+        dataloader: Any = None,
+        states: dict[str, Any] | None = None,
+        seams: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda done: 1 / (1 + done))
+        self.train_state = TrainState()
+        self.manager = CheckpointManager(
+            dataloader,
+            [model],
+            [self.optimizer],
+            [self.scheduler],
+            {"train_state": self.train_state} | (states or {}),
+            config,
+            **(seams or {}),
+        )
+
+    def take_step(self, loss: Callable[[], Tensor]) -> float:
+        """One step of the optimizer and the schedule; returns the loss."""
+        self.train_state.step += 1
+        value = loss()
+        value.backward()  # type: ignore[no-untyped-call]  # torch's gap
+        self.manager.maybe_wait_for_staging()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        return value.item()
+
+
+class SmallRun(Run):
     """One run, or the part of it between two restarts. Options of `[checkpoint]` and seams go to its manager."""
 
     def __init__(
@@ -106,20 +145,14 @@ class SmallRun:
         **checkpoint: Any,
     ) -> None:
         torch.manual_seed(seed)
-        self.model = Tiny()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda done: 1 / (1 + done))
-        self.loader, self.train_state, self.events, self.clock = Loader(), TrainState(), Events(), Clock()
+        self.loader, self.events, self.clock = Loader(), Events(), Clock()
         self.root = folder / "checkpoint"
-        given: dict[str, Any] = {"clock": self.clock, "on_event": self.events} | (seams or {})
-        self.manager = CheckpointManager(
-            self.loader,
-            [self.model],
-            [self.optimizer],
-            [self.scheduler],
-            {"train_state": self.train_state} | (states or {}),
+        super().__init__(
+            Tiny(),
             job_config(folder, **checkpoint),
-            **given,
+            dataloader=self.loader,
+            states=states,
+            seams={"clock": self.clock, "on_event": self.events} | (seams or {}),
         )
 
     def __enter__(self) -> SmallRun:
@@ -130,14 +163,8 @@ class SmallRun:
 
     def step(self, *, last: bool = False) -> bool:
         """One optimizer step, then the manager is asked; whether it saved."""
-        self.train_state.step += 1
-        loss = self.model(next(self.loader)).square().mean()
-        loss.backward()
-        self.manager.maybe_wait_for_staging()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.scheduler.step()
-        self.train_state.record_loss(loss.item(), loss.item())
+        loss = self.take_step(lambda: self.model(next(self.loader)).square().mean())
+        self.train_state.record_loss(loss, loss)
         return self.manager.save(self.train_state.step, force=last)
 
     def train(self, steps: int, *, last: bool = True) -> None:

@@ -22,13 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.checkpoint.small_run import Lent, job_config, same
+from tests.checkpoint.small_run import Lent, Run, job_config, same
 from tests.ranks import LASTING
 from torchtitan_lite.checkpoint.interval import AnyOf, AtStep, SavePolicy
-from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.savers import PendingSave, ProcessSaver, Saver, State, build_saver
 from torchtitan_lite.checkpoint.stateful import ModelWrapper, OptimizerWrapper, Stateful
-from torchtitan_lite.checkpoint.train_state import TrainState
 from torchtitan_lite.checkpoint.writer import Target
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.consensus import Peers
@@ -38,7 +36,7 @@ from torchtitan_lite.store.store import CheckpointStore
 TIMEOUT_SECONDS = 30
 
 
-class TinyRun:
+class TinyRun(Run):
     """Model, optimizer and manager. `checkpoint` are keys of that config section, `seams` the manager's keywords."""
 
     def __init__(
@@ -55,35 +53,24 @@ class TinyRun:
         self.folder = folder / config.checkpoint.folder
         self.sharded = dist.is_initialized()
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 3))
+        model = nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 3))
         if self.sharded:
-            fully_shard(self.model, mesh=_mesh())
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (step + 1))
-        self.train_state = TrainState()
+            fully_shard(model, mesh=_mesh())
         self.events: list[tuple[str, int, dict[str, Any]]] = []
         self.saver = ObservedSaver(inner_saver or _build_saver(config.checkpoint))
-        self.manager = CheckpointManager(
-            dataloader,
-            [self.model],
-            [self.optimizer],
-            [self.scheduler],
-            {"train_state": self.train_state},
-            config,
-            **{"saver": self.saver, "on_event": self._on_event, **(seams or {})},
-        )
+        observed = {"saver": self.saver, "on_event": self._on_event}
+        super().__init__(model, config, dataloader=dataloader, seams={**observed, **(seams or {})})
 
     def step(self) -> int:
         """One optimizer step; returns its number."""
-        self.train_state.step += 1
+        self.take_step(self._loss)
+        return self.train_state.step
+
+    def _loss(self) -> Tensor:
         batch = torch.randn(4, 5, generator=torch.Generator().manual_seed(self.train_state.step))
         mine = batch.chunk(2)[dist.get_rank()] if self.sharded else batch
-        self.model(mine).square().mean().backward()
-        self.manager.maybe_wait_for_staging()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.scheduler.step()
-        return self.train_state.step
+        loss: Tensor = self.model(mine).square().mean()
+        return loss
 
     def steps(self, last: int, *, force: bool = False) -> list[int]:
         """Trains up to step `last`, the manager asked after each; returns the steps that were saved."""

@@ -29,12 +29,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.checkpoint.small_run import job_config
+from tests.checkpoint.small_run import Run, job_config
 from tests.forked import server
 from tests.ranks import join_group
 from torchtitan_lite import faults, log
-from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.checkpoint.train_state import TrainState
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.distributed.environment import fault_spec
 
@@ -135,40 +133,32 @@ def start(order: Order) -> Started:
     return Started(order, codes)
 
 
-class Run:
-    """Model, optimizer, schedule and manager of one rank; its losses depend on all of them and on the generators."""
+class KilledRun(Run):
+    """The run of one rank; its losses depend on all of its state and on the generators."""
 
     def __init__(self, order: Order, record: _Record) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(512, 1024), nn.Dropout(0.1), nn.Tanh(), nn.Linear(1024, 512))
-        fully_shard(self.model, mesh=init_device_mesh("cpu", (RANKS,)))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (step + 1))
-        self.state = TrainState()
-        self.manager = CheckpointManager(
-            None,
-            [self.model],
-            [self.optimizer],
-            [self.scheduler],
-            {"train_state": self.state},
+        model = nn.Sequential(nn.Linear(512, 1024), nn.Dropout(0.1), nn.Tanh(), nn.Linear(1024, 512))
+        fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
+        super().__init__(
+            model,
             job_config(order.folder, interval=INTERVAL, keep_latest_k=KEPT, async_mode=order.mode, timeout_seconds=30),
-            peers=Peers(TIMEOUT),
-            on_event=record.on_event,
+            lr=0.01,
+            seams={"peers": Peers(TIMEOUT), "on_event": record.on_event},
         )
+        self.state = self.train_state
         torch.manual_seed(dist.get_rank())
 
     def train(self) -> str:
         """One step; its loss, exact."""
-        self.state.step += 1
+        loss = self.take_step(self._loss)
+        self.state.record_loss(loss, loss)
+        return loss.hex()
+
+    def _loss(self) -> torch.Tensor:
         batch = torch.randn(8, 512, generator=torch.Generator().manual_seed(self.state.step)).chunk(RANKS)
-        loss = (self.model(batch[dist.get_rank()]) - 1).square().mean()
-        loss.backward()
-        self.manager.maybe_wait_for_staging()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.scheduler.step()
-        self.state.record_loss(loss.item(), loss.item())
-        return float(loss.item()).hex()
+        loss: torch.Tensor = (self.model(batch[dist.get_rank()]) - 1).square().mean()
+        return loss
 
     def change(self) -> None:
         """The parameters are others, of the same step."""
@@ -233,7 +223,7 @@ def _serve(order: Order, rank: int) -> None:
 
 
 def _train(order: Order, rank: int, record: _Record) -> None:
-    run = Run(order, record)
+    run = KilledRun(order, record)
     with run.manager:
         if run.manager.load():
             record.write("resumed", run.state.step)
