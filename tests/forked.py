@@ -100,7 +100,10 @@ class _As:
     def __enter__(self) -> None:
         import torch
 
+        from tests.loaded import warn_as_python_does
+
         torch.set_num_threads(1)
+        warn_as_python_does()
 
     def __exit__(self, *error: object) -> None:
         atexit._run_exitfuncs()

@@ -84,7 +84,7 @@ def test_a_finished_run_says_so_and_asked_for_more_goes_on_from_the_last_full_on
         (["--toml", '[checkpoint]\ninterval = "5"'], 2, ["checkpoint.interval", "5"]),
         (["--toml", "[chekpoint]\ninterval = 5"], 2, ["chekpoint", "checkpoint"]),
         (["--checkpoint.load_step", "7"], 1, ["step 7", "--checkpoint.load_step"]),
-        (["--checkpoint.initial_load_path", "nowhere"], 1, ["nowhere", "no .metadata"]),
+        (["--checkpoint.initial_load_path", "nowhere"], 1, ["nowhere", "no such file or folder"]),
         (["--training.global_batch_size", "3"], 2, ["training.global_batch_size", "2 and 4 would do"]),
     ],
 )
