@@ -11,55 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.checkpoint.memory import peak_above_before
+from tests.checkpoint.odd_objects import FusedQkv, ScaledLinear
 from tests.checkpoint.small_run import Lent, job_config, same
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.savers import ProcessSaver
 from torchtitan_lite.checkpoint.stateful import ModelWrapper
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError
-
-
-class ScaledLinear(nn.Linear):
-    """Like Transformer Engine's: what its scales are is extra state, of a size that grows."""
-
-    def __init__(self, form: str) -> None:
-        super().__init__(3, 3)
-        self.form, self.scales = form, torch.zeros(0)
-
-    def get_extra_state(self) -> Any:
-        if self.form == "tensor":
-            return self.scales.clone()
-        if self.form == "dict":
-            return {"scales": self.scales.clone(), "recipe": {"margin": len(self.scales), "kind": "delayed"}}
-        return len(self.scales)
-
-    def set_extra_state(self, state: Any) -> None:
-        if self.form == "tensor":
-            self.scales = state
-        elif self.form == "dict":
-            self.scales = state["scales"]
-            assert state["recipe"] == {"margin": len(self.scales), "kind": "delayed"}
-        else:
-            self.scales = torch.ones(state)
-
-
-class FusedQkv(nn.Module):
-    """One weight in memory, three in a state dict, as the names of other models are."""
-
-    def __init__(self, *, copies: bool = True) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(6, 4))
-        self.copies = copies
-        self.loads = 0
-        self.register_state_dict_post_hook(lambda *given: self._split(*given))
-        self.register_load_state_dict_pre_hook(self._fuse)
-
-    def _split(self, _: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
-        for name, part in zip("qkv", state.pop(prefix + "weight").chunk(3), strict=True):
-            state[f"{prefix}{name}.weight"] = part.clone() if self.copies else part
-
-    def _fuse(self, _: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
-        self.loads += 1
-        state[prefix + "weight"] = torch.cat([state.pop(f"{prefix}{name}.weight") for name in "qkv"])
 
 
 class Versioned(nn.Linear):

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from tests.checkpoint.odd_objects import FusedQkv, OwnForm, ScaledLinear
 from tests.checkpoint.optimizers_of_torch import state_of
 from tests.checkpoint.small_run import job_config, same
-from tests.checkpoint.test_model_takes_back import FusedQkv, ScaledLinear
 from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.stateful import ModelWrapper, OptimizerWrapper
@@ -219,3 +219,17 @@ def test_partial_sums_are_refused_by_name(rank: int, tmp_path: Path) -> None:
     optimizer.state[model.first.weight]["sum"] = DTensor.from_local(torch.ones(7, 5), mesh, [Partial()])
     with managed(tmp_path, model, optimizer) as manager, pytest.raises((SaveFailed, TypeError), match="partial sums"):
         manager.save(1, force=True)
+
+
+@on_two_ranks
+def test_a_state_dict_of_another_form_is_refused_where_each_rank_has_a_stage_of_its_own(
+    rank: int, tmp_path: Path
+) -> None:
+    stage = nn.ModuleDict({f"layer{rank}": nn.Linear(2, 2)})
+    optimizer = OwnForm(stage.parameters(), lr=0.1)
+    with managed(tmp_path, stage, optimizer) as manager, pytest.raises(ConfigError, match="no rank's state dict would"):
+        manager.load()
+    whole_model = nn.Linear(2, 2)
+    with managed(tmp_path, whole_model, OwnForm(whole_model.parameters(), lr=0.1)) as manager:
+        assert manager.save(1, force=True)
+        assert manager.load()

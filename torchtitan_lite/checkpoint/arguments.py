@@ -33,7 +33,7 @@ def check_arguments(dataloader: Any, states: Any, job_config: Any) -> None:
         raise ConfigError(f"job_config: expected a JobConfig, found {_kind(job_config)}. {_ORDER}")
     _check_dataloader(dataloader)
     _check_states(states)
-    _check_exclusions(job_config.checkpoint.exclude_from_loading, states)
+    _check_exclusions(job_config.checkpoint.exclude_from_loading, states or {})
 
 
 def refuse_dry_run(config: Checkpoint) -> None:

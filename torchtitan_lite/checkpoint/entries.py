@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torchtitan_lite.checkpoint.contents import Contents
+from torchtitan_lite.checkpoint.plain_value import MAX_DEPTH
 from torchtitan_lite.checkpoint.structure import Path, find, rebuild
+from torchtitan_lite.errors import CheckpointDamaged
 
 
 class Leaf(NamedTuple):
@@ -30,6 +32,8 @@ def entries(contents: Contents, prefix: str) -> dict[str, list[Leaf]]:
         if not key.startswith(prefix):
             continue
         path = contents.paths.get(key, ())
+        if len(path) > MAX_DEPTH:
+            raise CheckpointDamaged(contents.path, f"{key} lies in {len(path)} containers, more than any state has")
         if len(path) > depth and (not prefix or f"{path[0]}." == prefix):
             found.setdefault(str(path[depth]), []).append(Leaf(key, tuple(path[depth + 1 :])))
         else:

@@ -241,6 +241,7 @@ class CheckpointManager:
         try:
             self._preemption.start()
             self._guard.start()
+            self._optimizer.refuse_where_parts_differ(self._peers)
             if not self._config.load_only:
                 self._peers.decide(self._recover)
                 self._saver.start()

@@ -21,6 +21,7 @@ from torchtitan_lite.checkpoint.load_source import LoadSource, choose_source
 from torchtitan_lite.checkpoint.resume_report import ResumeReport
 from torchtitan_lite.checkpoint.rng import RngState
 from torchtitan_lite.checkpoint.state.model import tensors_of
+from torchtitan_lite.checkpoint.state.optimizer_state import Slot
 from torchtitan_lite.checkpoint.stateful import ModelWrapper, OptimizerWrapper, Stateful
 from torchtitan_lite.checkpoint.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.torchtitan_states import as_ours, why_it_begins_fresh
@@ -73,9 +74,10 @@ class Restore:
         self._peers = peers
         self._topology = topology
         self._model = model
-        self._model_state = model.state_dict()
         self._optimizer = optimizer if optimizer and everything and "optimizer" not in excluded else None
-        self._slots = self._optimizer.slots() if self._optimizer else {}
+        self._model_state: dict[str, Any] = {}
+        self._slots: dict[str, Slot] = {}
+        peers.raise_together(_error_of(self._ask_the_owners, None))
         self._small = {name: s for name, s in small_states.items() if everything and name not in excluded}
         self._restores_rng = everything and RNG not in excluded
         # Weights that a new run begins with may have any precision: an export has another one than training.
@@ -83,6 +85,10 @@ class Restore:
         self._stored = StoredCheckpoint(
             source.path, peers, build_load_rules(config.checkpoint), verify=config.checkpoint.verify_on_load
         )
+
+    def _ask_the_owners(self, _: None) -> None:
+        self._model_state = self._model.state_dict()
+        self._slots = self._optimizer.slots() if self._optimizer else {}
 
     def report(self) -> ResumeReport:
         """What `run` would do. Small states that can check theirs without taking it are asked."""
@@ -220,7 +226,7 @@ class Restore:
         )
 
 
-def _error_of(call: Any, state: dict[str, Any]) -> Exception | None:
+def _error_of(call: Any, state: dict[str, Any] | None) -> Exception | None:
     try:
         call(state)
     except Exception as error:

@@ -7,6 +7,7 @@ state that the checkpoint has, sharded as its parameter. See `optimizer_state` f
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,7 +32,14 @@ from torchtitan_lite.checkpoint.state.optimizer_state import (
     by_name,
     flat,
 )
+from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import ConfigError
+
+_NOT_OF_ONE_RANK = (
+    "its state_dict() is not of the form of torch.optim (state by number of the parameter, and param_groups), and its "
+    "parameters are sharded or in several model parts: no rank's state dict would be the state of all. "
+    "Use it in one process or with DDP, or one with torch.optim's form."
+)
 
 
 class OptimizerWrapper:
@@ -106,6 +114,18 @@ class OptimizerWrapper:
                 self._names.setdefault(parameter, (f"{state}.{name}",))
         _refuse_strangers(self._optimizers, self._names)
 
+    def refuse_where_parts_differ(self, peers: Peers) -> None:
+        """Raise ConfigError on every rank if an optimizer's state dict is carried whole and ranks have other models.
+
+        **Collective**.
+        """
+        whole = [owner.optimizer for owner in self._owners if isinstance(owner, WholeOwner)]
+        names = hashlib.blake2b("\n".join(sorted(names[0] for names in self._names.values())).encode()).hexdigest()
+        gathered = peers.gather((type(whole[0]).__name__ if whole else "", names))
+        kind = next((kind for kind, _ in gathered if kind), "")
+        if kind and len({names for _, names in gathered}) > 1:
+            raise ConfigError(f"{kind}: {_NOT_OF_ONE_RANK}")
+
     def has_state(self) -> bool:
         """Return whether every trained parameter has stepped, or was loaded."""
         return all(
@@ -127,12 +147,7 @@ def _owner(
         return PlainOwner(optimizer, names)
     is_sharded = any(isinstance(parameter, DTensor) for parameter in held)
     if is_sharded or len(parts) > 1:
-        kind = "sharded" if is_sharded else "in several model parts"
-        raise ConfigError(
-            f"optimizers[{number}] ({type(optimizer).__name__}): its state_dict() is not of the form of torch.optim "
-            f"(state by number of the parameter, and param_groups), and its parameters are {kind}: no rank's state "
-            "dict would be the state of all. Use it in one process or with DDP, or one with torch.optim's form."
-        )
+        raise ConfigError(f"optimizers[{number}] ({type(optimizer).__name__}): {_NOT_OF_ONE_RANK}")
     return WholeOwner(optimizer)
 
 

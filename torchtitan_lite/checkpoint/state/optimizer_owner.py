@@ -10,7 +10,7 @@ ranks have the same.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any, Protocol
 
@@ -226,11 +226,19 @@ def exact_dtypes(optimizer: Any) -> Iterator[None]:
     """Let `optimizer.load_state_dict` within keep the dtypes of what it is given.
 
     `torch.optim.Optimizer` casts state to its parameter's dtype, which loses bits of moments that are kept in a higher
-    precision, and turns integers into floating numbers. An optimizer with a way of its own is left to it.
+    precision, and turns integers into floating numbers. An optimizer with a way of its own is left to it, but one that
+    it wraps is not.
     """
-    if not isinstance(optimizer, Optimizer) or type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+    held = [each for each in (optimizer, *vars(optimizer).values()) if isinstance(each, Optimizer)]
+    with ExitStack() as stack:
+        for each in held:
+            if type(each).load_state_dict is Optimizer.load_state_dict:
+                stack.enter_context(_exact_dtypes(each))
         yield
-        return
+
+
+@contextmanager
+def _exact_dtypes(optimizer: Optimizer) -> Iterator[None]:
     given: dict[str, Any] = {}
 
     def note(_: Optimizer, state_dict: dict[str, Any]) -> None:

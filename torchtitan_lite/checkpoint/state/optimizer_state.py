@@ -154,6 +154,7 @@ def _empty_sharded(shape: torch.Size, dtype: torch.dtype, like: DTensor, layout:
     mesh, spelt = like.device_mesh, layout.split(",")
     # On a mesh of another kind the ranks hold the whole; where it is sharded is for the optimizer to say.
     placements: list[Placement] = [Replicate() for _ in range(mesh.ndim)]
+    sharded = {f"shard{dim}": Shard(dim) for dim in range(len(shape))}
     if len(spelt) == mesh.ndim:
-        placements = [Shard(int(word[5:])) if word.startswith("shard") else Replicate() for word in spelt]
+        placements = [sharded.get(word, Replicate()) for word in spelt]
     return torch.distributed.tensor.empty(shape, dtype=dtype, device_mesh=mesh, placements=placements)
