@@ -56,6 +56,9 @@ from torchtitan_lite.store.store import CheckpointStore
 class CheckpointManager:
     """Saves and loads a run: model, optimizers, LR schedulers, dataloader and any further `Stateful`s in `states`.
 
+    Model, optimizers and schedulers are one object or a list; of the last two there may be none. Raises ConfigError
+    for an argument that is something else.
+
     Nothing is touched by the constructor; `load`, `save` or `reset` open what is needed. Use it as a context
     manager, or call `close`.
     """

@@ -1,8 +1,9 @@
 """A run put back as a checkpoint has it.
 
-Whatever can refuse comes first, on all ranks together: keys and shapes, the configuration, then the
-small states (another corpus, say). Only then are tensors of the model touched, and after that only
-the machine can fail. The random generators come last, so that nothing draws from them in between.
+What can be found out beforehand comes first, on all ranks together: keys and shapes, the configuration,
+then the small states (another corpus, say). Only then are tensors of the model touched; after that the
+machine can fail, or a load hook of the user, and what fails on one rank is the error of all. The random
+generators come last, so that nothing draws from them in between.
 """
 
 from __future__ import annotations
@@ -104,7 +105,10 @@ class Restore:
 
     @no_collection()
     def run(self) -> None:
-        """Raises `CheckpointMismatch` and what a state refuses with, on every rank, before the model is touched."""
+        """Raises `CheckpointMismatch` and what a state refuses with, on every rank, before the model is touched.
+
+        Raises also what a load hook of an optimizer or a module raises, on every rank, when it is.
+        """
         self._agree_that_it_can_be_read()
         report = self._report(self._keys(), ())
         if report.refusals:
