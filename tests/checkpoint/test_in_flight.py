@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
@@ -19,7 +20,7 @@ from torchtitan_lite.checkpoint.savers import PendingSave, State, SyncSaver
 from torchtitan_lite.checkpoint.upkeep import Upkeep
 from torchtitan_lite.checkpoint.writer import Target
 from torchtitan_lite.distributed.consensus import Peers
-from torchtitan_lite.errors import SaveFailed
+from torchtitan_lite.errors import LeaseLost, SaveFailed
 from torchtitan_lite.store.durable import DISK, Durable
 from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.retention import KeepAll, KeepLatest, RetentionPolicy
@@ -145,6 +146,7 @@ def test_a_failure_waits_until_the_ranks_agreed_on_it(root: Path) -> None:
     assert case.events.steps("save_failed") == []
     failure = case.in_flight.settle()
     assert isinstance(failure, SaveFailed)
+    assert failure is case.saver.durable.exception()
     assert case.events.steps("save_failed") == [1]
     assert not case.in_flight.failed
 
@@ -260,3 +262,215 @@ def test_a_save_is_over_when_retention_is(root: Path) -> None:
     assert told == [[1]]
     case.in_flight.poll()
     assert case.events.steps("committed") == [1, 2]
+
+
+class Slow(SyncSaver):
+    """Saves in three seconds, while the caller waits."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(PEERS)
+        self._clock = clock
+
+    def save(self, state: State, target: Target) -> PendingSave:
+        self._clock.seconds += 3
+        return super().save(state, target)
+
+
+def test_a_save_that_the_caller_waits_for_stalls_training_for_all_of_it(root: Path) -> None:
+    case = Case(root)
+    case.in_flight.begin(1, {}, CheckpointKind.FULL, CheckpointStore(root), Slow(case.clock), ORIGIN)
+    assert case.events.figures("staged") == {"stall_seconds": 3}
+    case.clock.seconds += 10
+    case.in_flight.poll()
+    figures = case.events.figures("committed")
+    assert (figures["seconds"], figures["stall_seconds"]) == (3, 3)
+    assert (case.in_flight.last_durable, case.in_flight.last_seconds) == (1, 3)
+
+
+def test_waiting_for_the_end_of_a_save_is_training_that_stood_still_too(root: Path) -> None:
+    case = Case(root)
+    case.begin(1)
+    case.clock.seconds += 5
+    wait = case.saver.durable.exception
+
+    def waited(timeout: float | None = None) -> BaseException | None:
+        if not case.saver.durable.done():
+            case.clock.seconds += 4
+            case.saver.complete()
+        return wait(timeout)
+
+    case.saver.durable.exception = waited  # type: ignore[method-assign]  # time passes while somebody waits
+    case.in_flight.settle()
+    figures = case.events.figures("committed")
+    assert (figures["seconds"], figures["stall_seconds"]) == (9, 4)
+
+
+def test_the_step_in_flight_is_known_until_it_is_settled(root: Path) -> None:
+    case = Case(root)
+    assert case.in_flight.step is None
+    case.begin(7)
+    assert (case.in_flight.step, case.in_flight.failed) == (7, False)
+    case.saver.complete()
+    assert case.in_flight.step == 7
+    case.in_flight.settle()
+    assert case.in_flight.step is None
+    assert (case.in_flight.last_durable, case.in_flight.last_seconds) == (7, 0)
+
+
+def test_a_failed_save_does_not_become_the_last_durable_one(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    case = Case(root)
+    case.save(1)
+    case.save(2, FullDisk("rename"))
+    assert case.in_flight.last_durable == 1
+    assert "the save of step 2 failed" in caplog.text
+    assert "(failed save 1 of at most 3 in a row)" in caplog.text
+
+
+def test_whatever_a_saver_fails_with_is_a_failed_save_of_that_step(root: Path) -> None:
+    case = Case(root)
+    case.begin(4)
+    case.saver.durable.set_exception(ValueError("an odd state"))
+    failure = case.in_flight.settle()
+    assert failure is not None
+    assert (failure.step, failure.cause) == (4, "ValueError: an odd state")
+    assert case.events.figures("save_failed") == {"reason": "ValueError: an odd state", "in_a_row": 1}
+
+
+def test_a_lost_folder_is_no_failed_save_but_the_end_of_the_run(root: Path) -> None:
+    for end in (InFlight.settle, InFlight.outcome):
+        case = Case(root)
+        case.begin(1)
+        case.saver.durable.set_exception(LeaseLost(str(root), "another job"))
+        with pytest.raises(LeaseLost):
+            end(case.in_flight)
+        assert case.events.steps("save_failed") == []
+        assert case.in_flight.step is None
+
+
+def test_the_group_of_saves_is_in_doubt_if_and_only_if_a_save_did_not_end_in_time(root: Path) -> None:
+    peers, events = Peers(timedelta(seconds=60)), Events()
+    for saver, is_in_doubt in ((SyncSaver(peers), False), (HeldSaver(), True)):
+        in_flight = InFlight(
+            peers, Upkeep(KeepAll(), events), timeout_seconds=0.0, max_failed_saves=3, clock=Clock(), on_event=events
+        )
+        in_flight.begin(1, {}, CheckpointKind.FULL, CheckpointStore(root), saver, ORIGIN)
+        in_flight.settle()
+        assert peers.is_group_in_doubt == is_in_doubt
+
+
+def test_settling_waits_for_retention_too(root: Path) -> None:
+    """Else the next save could begin while the thread of this one still removes folders."""
+    case = Case(root, KeepLatest(1))
+    case.save(1)
+    case.save(2)
+    waiting = threading.Event()
+
+    class Late(Durable):
+        """Begins to remove once somebody waits for the save."""
+
+        def remove_tree(self, path: Path) -> None:
+            assert waiting.wait(60)
+            super().remove_tree(path)
+
+    case.begin(3, Late())
+    wait = case.saver.durable.exception
+
+    def waited(timeout: float | None = None) -> BaseException | None:
+        waiting.set()
+        return wait(timeout)
+
+    case.saver.durable.exception = waited  # type: ignore[method-assign]  # to see when somebody waits
+    thread = threading.Thread(target=case.saver.complete)
+    thread.start()
+    case.in_flight.settle()
+    told = [(name, step) for name, step, _ in case.events.told if name in ("purged", "committed")]
+    thread.join()
+    assert told[-2:] == [("purged", 2), ("committed", 3)]
+
+
+class SecondRank(Peers):
+    """As another rank than the first sees the ranks."""
+
+    rank = 1  # type: ignore[assignment]  # for a property
+
+
+def test_only_the_coordinator_looks_after_the_folder_and_tells_of_a_save(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    case = Case(root)
+    for step in (1, 2):
+        case.save(step)
+    events, saver = Events(), HeldSaver()
+    upkeep = Upkeep(KeepLatest(1), events)
+    peers = SecondRank(timedelta(seconds=60))
+    in_flight = InFlight(peers, upkeep, timeout_seconds=60, max_failed_saves=3, clock=Clock(), on_event=events)
+    store = CheckpointStore(root, free_bytes=lambda path: 0)
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "torchtitan_lite"):
+        in_flight.begin(3, {}, CheckpointKind.FULL, store, saver, ORIGIN)
+        saver.durable.set_result(None)
+        in_flight.poll()
+    assert in_flight.last_durable == 3
+    assert [name for name, *_ in events.told] == ["save_started", "staged"]
+    assert [record for record in caplog.records if record.name == "torchtitan_lite"] == []
+    store.stage(4)
+    in_flight.begin(4, {}, CheckpointKind.FULL, store, saver, ORIGIN)
+    saver.durable.set_exception(SaveFailed(4, "of the disk"))
+    assert in_flight.settle() is not None
+    assert case.names() == ["step-1", "step-2", "step-4.staging"]
+
+
+def test_room_is_asked_for_on_the_coordinator_alone(root: Path) -> None:
+    Case(root).save(1)
+    full = CheckpointStore(root, free_bytes=lambda path: 0)
+    for peers, is_refused in ((PEERS, True), (SecondRank(timedelta(seconds=60)), False)):
+        targets: list[Target] = []
+        saver = HeldSaver()
+        save = saver.save
+
+        def noted(state: State, target: Target, save: Any = save, targets: list[Target] = targets) -> PendingSave:
+            targets.append(target)
+            pending: PendingSave = save(state, target)
+            return pending
+
+        saver.save = noted  # type: ignore[method-assign]  # to have the target
+        in_flight = InFlight(
+            peers,
+            Upkeep(KeepAll(), Events()),
+            timeout_seconds=60,
+            max_failed_saves=3,
+            clock=Clock(),
+            on_event=Events(),
+        )
+        in_flight.begin(2, {}, CheckpointKind.FULL, full, saver, ORIGIN)
+        if is_refused:
+            with pytest.raises(SaveFailed, match="room for"):
+                targets[0].check()
+        else:
+            targets[0].check()
+
+
+def test_weights_alone_are_told_as_such(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    case = Case(root)
+    with caplog.at_level(logging.INFO, "torchtitan_lite"):
+        case.save(1)
+        case.save(2, kind=CheckpointKind.WEIGHTS_ONLY)
+    assert "saved step 1: " in caplog.text
+    assert "saved step 2 (weights only): " in caplog.text
+    assert [figures["kind"] for name, _, figures in case.events.told if name == "save_started"] == [
+        "full",
+        "weights_only",
+    ]
+
+
+def test_a_save_needs_as_much_room_as_the_one_before_it_took(root: Path) -> None:
+    case = Case(root)
+    case.save(1)
+    needed = CheckpointStore(root).get(1).nbytes
+    for free, step in ((needed, 2), (needed - 1, 3)):
+        store = CheckpointStore(root, free_bytes=lambda path, free=free: free)
+        case.in_flight.begin(step, {"weight": torch.ones(3)}, CheckpointKind.FULL, store, case.saver, ORIGIN)
+        case.saver.complete()
+        failure = case.in_flight.settle()
+        assert (failure is None) == (free == needed)
+    assert case.names() == ["step-1", "step-2"]
