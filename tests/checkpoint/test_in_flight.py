@@ -320,7 +320,7 @@ def test_the_step_in_flight_is_known_until_it_is_settled(root: Path) -> None:
 def test_a_failed_save_does_not_become_the_last_durable_one(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     case = Case(root)
     case.save(1)
-    case.save(2, FullDisk("rename"))
+    case.save(2, FailingDisk("rename"))
     assert case.in_flight.last_durable == 1
     assert "the save of step 2 failed" in caplog.text
     assert "(failed save 1 of at most 3 in a row)" in caplog.text

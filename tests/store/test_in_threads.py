@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 
 import pytest
 
@@ -89,3 +91,55 @@ def test_where_the_system_has_no_more_threads_those_that_are_there_do_all_of_it(
 
 def test_where_there_is_nothing_to_do_nothing_is_done() -> None:
     in_threads([], 2, lambda: lambda item: pytest.fail("there is no item"))
+
+
+def test_an_interrupt_in_the_moment_in_which_the_caller_begins_is_not_lost() -> None:
+    def interrupt(frame: FrameType, event: str, argument: object) -> None:
+        if (frame.f_code.co_name, frame.f_globals["__name__"]) == ("run", in_threads.__module__):
+            raise KeyboardInterrupt
+
+    before = sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            in_threads(range(3), 1, lambda: lambda item: None)
+    finally:
+        sys.settrace(before)
+
+
+def test_a_caller_that_is_interrupted_while_it_waits_for_the_others_goes_on_waiting_and_then_says_so() -> None:
+    caller, begun, ended = threading.get_ident(), threading.Event(), threading.Event()
+
+    def is_waiting() -> bool:
+        frame: FrameType | None = sys._current_frames()[caller]
+        names = []
+        while frame is not None:
+            names.append(frame.f_code.co_name)
+            frame = frame.f_back
+        return names[0] == "wait" and "_wait_for" in names
+
+    def interrupt(*_: object) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    def make_worker() -> Callable[[int], None]:
+        if threading.get_ident() == caller:
+            begun.wait()  # It finds no item.
+        return work
+
+    def work(item: int) -> None:
+        begun.set()
+        while not is_waiting():
+            pass
+        signal.pthread_kill(caller, signal.SIGINT)
+        interrupted.wait()
+        ended.set()
+
+    interrupted = threading.Event()
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            in_threads(range(1), 2, make_worker)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended.is_set()

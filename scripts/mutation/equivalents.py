@@ -1,0 +1,37 @@
+"""The list of equivalent mutants: changes that no test can tell from what stands there, each with its reason."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from mutation.operators import Mutant
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+FILE = Path(__file__).with_name("equivalents.toml")
+
+
+class Equivalents:
+    """`[[equivalent]]` tables: file, line (as it stands there, stripped), operator, becomes (the new node), why.
+
+    `nth` where several mutants of a file are the same in all of that; the first if it is left out.
+    """
+
+    def __init__(self, file: Path = FILE) -> None:
+        tables = tomllib.loads(file.read_text(encoding="utf-8"))["equivalent"] if file.exists() else []
+        self._reasons = {(t["file"], t["line"], t["operator"], t["becomes"], t.get("nth", 1)): t["why"] for t in tables}
+
+    def reason(self, mutant: Mutant) -> str | None:
+        """Why `mutant` is equivalent; None where it is not listed."""
+        return self._reasons.get(mutant.key)
+
+    def stale(self, mutants: Iterable[Mutant]) -> list[str]:
+        """The entries for the files of `mutants` that are none of them: the line has changed, or is gone."""
+        keys = {mutant.key for mutant in mutants}
+        files = {path for path, *_ in keys}
+        return [": ".join(map(str, key)) for key in self._reasons if key[0] in files and key not in keys]
