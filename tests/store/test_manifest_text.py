@@ -1,0 +1,126 @@
+"""The text of manifest.json, byte by byte: readers of other versions and people with a pager rely on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from torchtitan_lite.errors import CheckpointDamaged
+from torchtitan_lite.store.digest import BLOCK_BYTES
+from torchtitan_lite.store.lineage import Lineage
+from torchtitan_lite.store.manifest import CheckpointKind, FileRecord, Manifest, Table, seal
+
+MANIFEST = Manifest(
+    step=500,
+    kind=CheckpointKind.FULL,
+    created_at=1700000000,
+    world_size=2,
+    versions={"torch": "2.13.0"},
+    files={"__1_0.distcp": FileRecord(20), "__0_0.distcp": FileRecord.of(b"bytes")},
+    lineage=Lineage("a1", parent_step=400, branch_point=300, abandons=((350, "b2"), (450, "b2"))),
+    tensors=Table({"w": {"dtype": "float32", "shape": [2], "chunks": [["__0_0.distcp", 0, [0], [2]]]}}),
+    objects=Table({"n": {"value": 3}}),
+    structure=Table({"root": {"kind": "dict", "keys": ["w", "n"]}}),
+    extra={"mesh": [2, 1]},
+)
+LINES = [
+    "{",
+    '"format_version": 3,',
+    '"step": 500,',
+    '"kind": "full",',
+    '"created_at": 1700000000.0,',
+    '"world_size": 2,',
+    '"versions": {"torch":"2.13.0"},',
+    '"lineage": {"run_id":"a1","parent_step":400,"branch_point":300,"abandons":[[350,"b2"],[450,"b2"]]},',
+    '"files": {"__0_0.distcp":{"size":5,"digest":"DIGEST","blocks":"BLOCKS"},'
+    '"__1_0.distcp":{"size":20,"digest":"","blocks":""}},',
+    '"extra": {"mesh":[2,1]},',
+    '"objects": {"n":{"value":3}},',
+    '"tensors": {"w":{"dtype":"float32","shape":[2],"chunks":[["__0_0.distcp",0,[0],[2]]]}},',
+    '"structure": {"root":{"kind":"dict","keys":["w","n"]}},',
+]
+
+
+def test_every_field_has_a_line_and_the_last_one_is_the_digest_of_all_before() -> None:
+    text = MANIFEST.to_json().decode()
+    *lines, digest, end, nothing = text.split("\n")
+    record = MANIFEST.files["__0_0.distcp"]
+    assert lines == [line.replace("DIGEST", record.digest).replace("BLOCKS", record.blocks.hex()) for line in LINES]
+    assert (end, nothing) == ("}", "")
+    assert digest.startswith('"digest": "')
+    assert seal("\n".join(lines).removesuffix(",").encode()) == text.encode()
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_a_number_that_json_has_not_is_not_written(number: float) -> None:
+    with pytest.raises(ValueError, match="JSON compliant"):
+        dataclasses.replace(MANIFEST, extra={"loss": number}).to_json()
+    with pytest.raises(ValueError, match="JSON compliant"):
+        dataclasses.replace(MANIFEST, tensors=Table({"w": {"scale": number}})).to_json()
+
+
+@pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity"])
+@pytest.mark.parametrize("table", ["objects", "extra"])
+def test_a_number_that_json_has_not_is_damage_and_is_named(constant: str, table: str) -> None:
+    lines = {"objects": '"objects": {"n":{"value":%s}},', "extra": '"extra": {"n":%s},'}
+    text = "\n".join(LINES).replace("DIGEST", "").replace("BLOCKS", "").removesuffix(",")
+    changed = "\n".join(lines[table] % constant if line.startswith(f'"{table}"') else line for line in text.split("\n"))
+    with pytest.raises(CheckpointDamaged, match=f"{constant} is no JSON number"):
+        Manifest.parse(seal(changed.encode())).objects.get("n")
+
+
+@pytest.mark.parametrize(
+    ("size", "num_bytes", "is_sound"),
+    [
+        (0, 8, False),
+        (1, 8, True),
+        (1, 16, False),
+        (BLOCK_BYTES, 8, True),
+        (BLOCK_BYTES + 1, 8, False),
+        (BLOCK_BYTES + 1, 16, True),
+        (BLOCK_BYTES + 1, 15, False),
+        (5 * BLOCK_BYTES, 40, True),
+        (1, 0, True),
+    ],
+)
+def test_a_file_has_a_digest_of_eight_bytes_for_each_block_or_none(size: int, num_bytes: int, is_sound: bool) -> None:
+    manifest = dataclasses.replace(MANIFEST, files={"__0_0.distcp": FileRecord(size, bytes(num_bytes))})
+    if is_sound:
+        assert Manifest.parse(manifest.to_json()) == manifest
+    else:
+        with pytest.raises(CheckpointDamaged, match=f"found {num_bytes} bytes"):
+            Manifest.parse(manifest.to_json())
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../a", "a\\b", "a\0b"])
+def test_a_name_that_is_no_file_of_the_folder_is_damage(name: str) -> None:
+    manifest = dataclasses.replace(MANIFEST, files={name: FileRecord(1)})
+    with pytest.raises(CheckpointDamaged, match="is not the name of a file"):
+        Manifest.parse(manifest.to_json())
+
+
+def test_a_table_is_read_when_it_is_first_looked_into_and_names_its_file_when_it_is_none() -> None:
+    text = "\n".join(LINES).replace("DIGEST", "").replace("BLOCKS", "").removesuffix(",")
+    damaged = seal(text.replace('"objects": {"n":{', '"objects": {"n":{{').encode())
+    manifest = Manifest.parse(damaged, "step-5/manifest.json")
+    assert "w" in manifest.tensors
+    with pytest.raises(CheckpointDamaged) as caught:
+        manifest.objects.get("n")
+    assert caught.value.path == "step-5/manifest.json"
+
+
+@pytest.mark.parametrize(("entries", "found"), [('{"n":3}', "n: expected dict, found int"), ("{1:2}", "property name")])
+def test_a_table_of_anything_but_objects_is_damage(entries: str, found: str) -> None:
+    text = "\n".join(LINES).replace("DIGEST", "").replace("BLOCKS", "").removesuffix(",")
+    changed = text.replace('{"n":{"value":3}}', entries)
+    with pytest.raises(CheckpointDamaged, match=found):
+        Manifest.parse(seal(changed.encode())).objects.get("n")
+
+
+def test_what_is_no_object_in_the_place_of_a_table_is_damage() -> None:
+    text = "\n".join(LINES).replace("DIGEST", "").replace("BLOCKS", "").removesuffix(",")
+    changed = text.replace('{"n":{"value":3}}', "[]")
+    with pytest.raises(CheckpointDamaged, match="objects: expected dict, found list"):
+        Manifest.parse(seal(changed.encode()))
