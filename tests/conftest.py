@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _kind(item: pytest.Item) -> int:
-    """What a test starts: jobs, ranks, nothing."""
-    if item.path.parent.name in ("e2e", "resharding"):
+    """How long a test may take: it starts jobs or is slow, it needs ranks, neither."""
+    if item.path.parent.name in ("e2e", "resharding") or item.get_closest_marker("slow"):
         return 0
     return 1 if {"two_ranks", "four_ranks"} & set(getattr(item, "fixturenames", ())) else 2
