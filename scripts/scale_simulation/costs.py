@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from scale_simulation.plans import Mesh, Planned, item_of, num_bytes, plans
+from scale_simulation.plans import Mesh, Planned, item_of, num_bytes, plans, plans_of_dcp
 from torchtitan_lite.checkpoint.collection import no_collection
 from torchtitan_lite.checkpoint.contents import Contents
 from torchtitan_lite.checkpoint.description import Description
@@ -44,7 +44,7 @@ MAX_TEXT_BYTES = 256 << 20
 
 def stock(tensors: Sequence[Planned], mesh: Mesh) -> Figures:
     """DCP's DefaultSavePlanner and FileSystemWriter, first and repeated save, without and with plan caching."""
-    sent = [pickle.dumps(plan) for plan in plans(tensors, mesh)]
+    sent = [pickle.dumps(plan) for plan in plans_of_dcp(tensors, mesh)]
 
     def plan() -> tuple[list[SavePlan], Metadata, list[bytes]]:
         received = [pickle.loads(data) for data in sent]

@@ -7,6 +7,7 @@ ceil(size / ranks) rows, the last ranks with less or nothing); tests compare the
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -105,8 +106,15 @@ def num_bytes(tensors: Sequence[Planned]) -> int:
     return 4 * sum(torch.Size(tensor.shape).numel() for tensor in tensors if tensor.kind != "own")
 
 
-def plans(tensors: Sequence[Planned], mesh: Mesh) -> Iterator[SavePlan]:
+def plans_of_dcp(tensors: Sequence[Planned], mesh: Mesh) -> Iterator[SavePlan]:
     """Each rank's plan of `tensors`, as DCP's planner makes it of the rank's state dict."""
+    for plan in plans(tensors, mesh):
+        paths = {item.index.fqn: tuple(item.index.fqn.split(".", 1)) for item in plan.items}
+        yield dataclasses.replace(plan, planner_data=paths)
+
+
+def plans(tensors: Sequence[Planned], mesh: Mesh) -> Iterator[SavePlan]:
+    """Each rank's plan of `tensors`, as the package makes it: DCP's items, and the containers in place of paths."""
     for rank in range(mesh.size):
         items = [item_of(tensor, rank, mesh) for tensor in tensors]
         state: dict[str, dict[str, int]] = {}

@@ -64,7 +64,8 @@ def test_sigterm_during_the_load_ends_the_job_before_it_trains_a_step(tmp_path: 
 
 @pytest.mark.slow
 def test_sigterm_while_the_model_is_compiled_is_acted_on_after_two_steps_at_the_latest(tmp_path: Path) -> None:
-    with start(tmp_path / "run", *ARGUMENTS, "--training.compile") as job:
+    # Cold: the compiler starts workers of its own, which a forked process does not get.
+    with start(tmp_path / "run", *ARGUMENTS, "--training.compile", cold=True) as job:
         job.wait_until(lambda job: "Training starts at step 1," in job.log)
         send(job.processes[0].pid, signal.SIGTERM)
         assert job.wait() == [143], job.log
