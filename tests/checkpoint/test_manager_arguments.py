@@ -76,3 +76,8 @@ def test_a_path_as_the_dump_folder_is_saved_into(tmp_path: Path) -> None:
     with manager(tmp_path, job_config=config) as saving:
         assert saving.save(1, force=True)
     assert (tmp_path / "checkpoint" / "step-1").is_dir()
+
+
+def test_a_run_without_optimizer_schedule_or_further_states_is_taken(tmp_path: Path) -> None:
+    with CheckpointManager(None, nn.Linear(1, 1), None, None, None, job_config(tmp_path)) as saving:
+        assert saving.save(1, force=True)
