@@ -1,0 +1,112 @@
+"""Which cases there are: one entry changed at a time, for the page, and all pairs of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tests.ranks import Ranks
+from tests.zoo import outcome
+from tests.zoo.extras import EXTRAS
+from tests.zoo.models import MODELS
+from tests.zoo.outcome import DIFFERS, Outcome
+from tests.zoo.pairs import covering
+from tests.zoo.run import MODES, OPTIMIZERS, Case
+from tests.zoo.schedules import RECIPES
+from tests.zoo.wrappers import FSDP2, PLAIN, WRAPPERS
+
+Group = Callable[[int], Ranks]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A case to be resumed as it was, or, with `loaded_under`, under another wrapper."""
+
+    case: Case
+    loaded_under: str = ""
+
+
+SAME = {PLAIN: "1 process", FSDP2: "FSDP2 on 2 ranks"}
+ACROSS = {PLAIN: "1 process, then FSDP2 on 2", FSDP2: "FSDP2 on 2, then 1 process"}
+
+
+def columns(kind: str, entry: str) -> dict[str, Cell]:
+    """Return the cells of one row of the page, by column."""
+    case = replace(_base(kind, entry), **{kind: entry})
+    if kind == "wrapper":
+        others = {f"then {under}": Cell(case, under) for under in WRAPPERS[entry].others}
+        return {"as it was": Cell(case), **others}
+    here = {name: Cell(replace(case, wrapper=wrapper)) for wrapper, name in SAME.items()}
+    if kind in ("scheduler", "mode"):
+        return here
+    there = {
+        name: Cell(replace(case, wrapper=wrapper), FSDP2 if wrapper == PLAIN else PLAIN)
+        for wrapper, name in ACROSS.items()
+    }
+    return here | there
+
+
+KINDS = {
+    "optimizer": list(OPTIMIZERS),
+    "scheduler": list(RECIPES),
+    "model": list(MODELS),
+    "wrapper": list(WRAPPERS),
+    "extra": list(EXTRAS),
+    "mode": list(MODES),
+}
+
+
+def pairs() -> list[Case]:
+    """Return cases in which every two entries come together; of optimizers, one for each class."""
+    classes = {recipe.kind: name for name, recipe in OPTIMIZERS.items()}
+    kinds = KINDS | {"optimizer": sorted(classes.values(), key=lambda name: name != "AdamW-fused=True")}
+
+    def case(row: tuple[str, ...]) -> Case:
+        return Case(**dict(zip(kinds, row, strict=True)))
+
+    return [case(row) for row in covering(kinds, lambda row: case(row).is_offered)]
+
+
+def find(cell: Cell, folder: Path, group: Group) -> Outcome:
+    """Return what comes of `cell`, on as many ranks as it takes."""
+    case = cell.case
+    if not cell.loaded_under:
+        return _on(group(case.world_size), "resume", folder=folder, case=case)
+    saved = _on(group(case.world_size), "save", folder=folder, case=case)
+    if saved.kind != outcome.EQUAL:
+        return saved
+    then = case.under(cell.loaded_under)
+    return _on(group(then.world_size), "load", folder=folder, case=then, saved_by=case.world_size)
+
+
+@contextmanager
+def groups() -> Iterator[Group]:
+    """Lend groups of ranks by their number; a group of one has no process group."""
+    with ExitStack() as stack:
+        made: dict[int, Ranks] = {}
+
+        def group(world_size: int) -> Ranks:
+            if world_size not in made:
+                made[world_size] = Ranks(world_size, grouped=world_size > 1, deadline_seconds=150)
+                stack.callback(made[world_size].close)
+            return made[world_size]
+
+        yield group
+
+
+def _base(kind: str, entry: str) -> Case:
+    return Case(model="sparse Embedding") if kind == "optimizer" and entry.startswith("SparseAdam") else Case()
+
+
+def _on(ranks: Ranks, way: str, **arguments: Any) -> Outcome:
+    reports = ranks.reports(outcome.on_rank, way=way, arguments=arguments)
+    found = [
+        Outcome(DIFFERS, f"a rank failed: {report.failure.strip().splitlines()[-1]}")
+        if report.failure
+        else report.value
+        for report in reports
+    ]
+    return Outcome.of_ranks(found)

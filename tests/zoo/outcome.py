@@ -1,0 +1,139 @@
+"""What comes of a case, and the two ways to find out: resume as it was, and resume on other processes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.zoo.run import Case, Run
+from tests.zoo.snapshot import assembled, difference
+from torchtitan_lite.errors import ConfigError, SaveFailed
+
+EQUAL, REFUSED, NOT_OFFERED, DIFFERS = "equal", "refused", "not offered by torch", "DIFFERS"
+IN_ORDER = (DIFFERS, NOT_OFFERED, REFUSED, EQUAL)
+SAVED_AT, LAST = 3, 8
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One of the four, and the sentence that goes with it."""
+
+    kind: str
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.why}" if self.why else self.kind
+
+    @staticmethod
+    def of_ranks(outcomes: Sequence[Outcome]) -> Outcome:
+        """Return what ranks have found together: only all of them can have found it equal."""
+        kinds = {outcome.kind for outcome in outcomes}
+        worst = min(outcomes, key=lambda outcome: IN_ORDER.index(outcome.kind))
+        if len(kinds) > 1 and worst.kind != DIFFERS:
+            return Outcome(DIFFERS, "; ".join(f"rank {rank}: {outcome}" for rank, outcome in enumerate(outcomes)))
+        return worst
+
+
+def on_rank(rank: int, way: str, arguments: dict[str, Any]) -> Outcome:
+    """Return what `resume`, `save` or `load` finds, in a process that has nothing else to do. **Collective**."""
+    if not gc.get_freeze_count():
+        gc.freeze()  # A load collects garbage twice, which is half of a small case's time with torch's objects in it.
+    found: Outcome = {"resume": resume, "save": save, "load": load}[way](rank, **arguments)
+    return found
+
+
+def resume(rank: int, folder: Path, case: Case) -> Outcome:
+    """Compare eight steps with three, new objects, and five. **Collective**."""
+    try:
+        straight = Run(case, rank, seed=0)
+        losses = straight.train(LAST)
+    except Exception as error:
+        return Outcome(NOT_OFFERED, _sentence(error))
+    try:
+        found = _save(rank, folder, case, losses)
+    except (ConfigError, SaveFailed) as refusal:
+        return Outcome(REFUSED, _sentence(refusal))
+    except Exception as error:
+        return Outcome(DIFFERS, f"the save raised {type(error).__name__}: {_sentence(error)}")
+    if isinstance(found, str):
+        return Outcome(DIFFERS, found)
+    try:
+        again = Run(case, rank, seed=1)
+        with again.manager(folder, verify_resume=True) as manager:
+            if not manager.load() or manager.loaded_step != SAVED_AT:
+                return Outcome(DIFFERS, f"nothing of step {SAVED_AT} was loaded")
+        different = difference(found, again.snapshot(), "after the load")
+        again.step = SAVED_AT
+        resumed = [] if different else again.train(LAST)
+    except Exception as error:
+        return Outcome(DIFFERS, f"the resume raised {type(error).__name__}: {_sentence(error)}")
+    different = different or difference(losses[SAVED_AT:], resumed, "losses")
+    different = different or difference(straight.snapshot(), again.snapshot(), "at the end")
+    return Outcome(DIFFERS, different) if different else Outcome(EQUAL)
+
+
+def save(rank: int, folder: Path, case: Case) -> Outcome:
+    """Save at step 3, and what each rank holds then in a file of its own. **Collective**."""
+    try:
+        Run(case, rank, seed=0).train(LAST)
+    except Exception as error:
+        return Outcome(NOT_OFFERED, _sentence(error))
+    try:
+        run = Run(case, rank, seed=0)
+        with run.manager(folder) as manager:
+            run.train(SAVED_AT, manager)
+    except (ConfigError, SaveFailed) as refusal:
+        return Outcome(REFUSED, _sentence(refusal))
+    except Exception as error:
+        return Outcome(DIFFERS, f"the save raised {type(error).__name__}: {_sentence(error)}")
+    torch.save(_shared(run), folder / f"held-{rank}.pt")
+    return Outcome(EQUAL)
+
+
+def load(rank: int, folder: Path, case: Case, saved_by: int) -> Outcome:
+    """Load what `save` saved on `saved_by` ranks and compare all of it, bit for bit. **Collective**."""
+    try:
+        Run(case, rank, seed=0).train(LAST)
+    except Exception as error:
+        return Outcome(NOT_OFFERED, _sentence(error))
+    try:
+        again = Run(case, rank, seed=1)
+        with again.manager(folder, load_only=True, verify_resume=True) as manager:
+            if not manager.load():
+                return Outcome(DIFFERS, "nothing was loaded")
+        again.step = SAVED_AT
+        held = [torch.load(folder / f"held-{each}.pt", weights_only=False) for each in range(saved_by)]
+        different = difference(assembled(held), _shared(again), "after the load")
+        again.train(LAST)
+    except Exception as error:
+        return Outcome(DIFFERS, f"the resume raised {type(error).__name__}: {_sentence(error)}")
+    return Outcome(DIFFERS, different) if different else Outcome(EQUAL)
+
+
+def _save(rank: int, folder: Path, case: Case, losses: list[float]) -> Any:
+    """Return what the run held when it was saved; a sentence if the save changed how it goes on."""
+    run = Run(case, rank, seed=0)
+    with run.manager(folder) as manager:
+        before = run.train(SAVED_AT, manager)
+        held = run.snapshot()
+        after = run.train(SAVED_AT + 2, manager)
+    different = difference(losses[: SAVED_AT + 2], before + after, "losses of the run that was saved")
+    return different or held
+
+
+def _shared(run: Run) -> dict[str, Any]:
+    """Return what does not belong to one topology."""
+    snapshot = run.snapshot()
+    snapshot["extra"].pop("mine", None)
+    return {key: value for key, value in snapshot.items() if key not in ("all buffers", "random")}
+
+
+def _sentence(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(lines) or type(error).__name__
+    return text if len(text) <= 400 else f"{text[:397]}..."

@@ -1,0 +1,67 @@
+"""Few cases in which every two entries of any two kinds come together."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+
+Row = tuple[str, ...]
+Pair = tuple[int, str, int, str]
+
+
+def covering(kinds: Mapping[str, Sequence[str]], fits: Callable[[Row], bool]) -> list[Row]:
+    """Return rows, an entry of each kind, that hold every pair which some row that fits holds; the same ones always.
+
+    What no pair asks for is the first entry of its kind.
+    """
+    entries = list(kinds.values())
+    missing = dict.fromkeys(
+        (i, a, j, b)
+        for i, j in itertools.combinations(range(len(entries)), 2)
+        for a, b in itertools.product(entries[i], entries[j])
+    )
+    rows = []
+    while missing:
+        pair = next(iter(missing))
+        row = _row_with(pair, entries, missing, fits)
+        missing.pop(pair)
+        if row is not None:
+            rows.append(row)
+            for held in pairs_of(row):
+                missing.pop(held, None)
+    return rows
+
+
+def pairs_of(row: Row) -> list[Pair]:
+    """Return the pairs that `row` holds."""
+    return [(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(row)), 2)]
+
+
+def _row_with(
+    pair: Pair, entries: Sequence[Sequence[str]], missing: Mapping[Pair, None], fits: Callable[[Row], bool]
+) -> Row | None:
+    """Return a row with `pair` that holds many of the `missing` pairs; None if none fits."""
+    i, a, j, b = pair
+    row = [kind[0] for kind in entries]
+    row[i], row[j] = a, b
+    free = [at for at in range(len(entries)) if at not in (i, j)]
+    if not fits(tuple(row)):
+        options = itertools.product(*(entries[at] for at in free))
+        for chosen in options:
+            for at, entry in zip(free, chosen, strict=True):
+                row[at] = entry
+            if fits(tuple(row)):
+                break
+        else:
+            return None
+    for at in free:
+        best = _num_missing(row, missing)
+        for entry in entries[at]:
+            tried = [*row[:at], entry, *row[at + 1 :]]
+            if (count := _num_missing(tried, missing)) > best and fits(tuple(tried)):
+                row, best = tried, count
+    return tuple(row)
+
+
+def _num_missing(row: Sequence[str], missing: Mapping[Pair, None]) -> int:
+    return sum(pair in missing for pair in pairs_of(tuple(row)))
