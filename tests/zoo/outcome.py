@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
 
-from tests.zoo.run import Case, Run
-from tests.zoo.snapshot import assembled, difference
+from tests.zoo.run import Case, Run, quiet
+from tests.zoo.snapshot import assembled, difference, of_flat_pieces
 from torchtitan_lite.errors import ConfigError, SaveFailed
 
 EQUAL, REFUSED, NOT_OFFERED, DIFFERS = "equal", "refused", "not offered by torch", "DIFFERS"
@@ -110,6 +111,8 @@ def load(rank: int, folder: Path, case: Case, saved_by: int) -> Outcome:
         held = [torch.load(folder / f"held-{each}.pt", weights_only=False) for each in range(saved_by)]
         different = difference(assembled(held), _shared(again), "after the load")
         again.train(LAST)
+    except ConfigError as refusal:  # What other ranks need, the ranks that saved could not know.
+        return Outcome(REFUSED, _sentence(refusal))
     except Exception as error:
         return Outcome(DIFFERS, f"the resume raised {type(error).__name__}: {_sentence(error)}")
     return Outcome(DIFFERS, different) if different else Outcome(EQUAL)
@@ -129,6 +132,10 @@ def _save(rank: int, folder: Path, case: Case, losses: list[float]) -> Any:
 def _shared(run: Run) -> dict[str, Any]:
     """Return what does not belong to one topology."""
     snapshot = run.snapshot()
+    if isinstance(run.module, FullyShardedDataParallel):
+        with quiet():
+            parameters, states = of_flat_pieces(run.module, run.optimizers)
+        snapshot["model"]["parameters"], snapshot["optimizer"]["state"] = parameters, states
     snapshot["extra"].pop("mine", None)
     return {key: value for key, value in snapshot.items() if key not in ("all buffers", "random")}
 

@@ -12,6 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    StateDictType,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -59,9 +65,8 @@ def assembled(pieces: Sequence[Any]) -> Any:
         keys = list(dict.fromkeys(key for each in pieces for key in each))
         made = {key: assembled([each[key] for each in pieces if key in each]) for key in keys}
         return made if type(first) is dict else type(first)(made)
-    if isinstance(first, list | tuple):
-        made_list = [assembled(items) for items in zip(*pieces, strict=True)]
-        return made_list if isinstance(first, list) else tuple(made_list)
+    if type(first) in (list, tuple):
+        return type(first)([assembled(items) for items in zip(*pieces, strict=True)])
     return first
 
 
@@ -139,6 +144,19 @@ def optimizer_state(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[
                 state[names[parameter]] = dict(optimizer.state.get(parameter, {}))
                 settings[names[parameter]] = {key: value for key, value in group.items() if key != "params"}
     return {"state": {name: state[name] for name in sorted(state)}, "settings": settings}
+
+
+def of_flat_pieces(module: FullyShardedDataParallel, optimizers: Sequence[Optimizer]) -> tuple[Any, Any]:
+    """Return the whole parameters and the whole optimizer states of a model under FSDP1, by name. **Collective**."""
+    kind = StateDictType.FULL_STATE_DICT
+    configs = FullStateDictConfig(rank0_only=False), FullOptimStateDictConfig(rank0_only=False)
+    with FullyShardedDataParallel.state_dict_type(module, kind, *configs):
+        state = module.state_dict()
+        parameters = {name: state[name] for name in plain_names(module, module.named_parameters())}
+        states: dict[str, Any] = {}
+        for optimizer in optimizers:
+            states.update(FullyShardedDataParallel.optim_state_dict(module, optimizer)["state"])
+    return in_pieces(parameters), in_pieces({name: states[name] for name in sorted(states)})
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

@@ -1,0 +1,85 @@
+"""The page docs/what_resumes.md: what came of each case, in a table for each kind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from tests.zoo.outcome import EQUAL, Outcome
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "what_resumes.md"
+
+HEADINGS = {
+    "optimizer": ("Optimizers", "Every class of `torch.optim`, some with several settings."),
+    "scheduler": ("LR schedulers", "Every class of `torch.optim.lr_scheduler`, and `SWALR`."),
+    "model": ("Models", "What a model has besides plain layers."),
+    "wrapper": ("Wrappers", "What is put around the model, and what its checkpoint was loaded under then."),
+    "extra": ("Besides", "What a run has besides a model, an optimizer and a schedule."),
+    "mode": ("Modes", "`checkpoint.async_mode`; the third differs from `async` only in where it writes."),
+}
+
+HEAD = """\
+# What resumes
+
+Look up whether your optimizer, schedule, model or wrapper comes back as it was.
+Every cell was tried, with torch {version} on CPUs; `python -m tests.zoo` tries them again and writes this page.
+
+- **equal**: eight steps, and three, a checkpoint, new objects and five more steps came to the same, bit for bit.
+  That is the losses, LR, parameters, buffers, optimizer states, other states and generators.
+  Where the page says *then*, other processes loaded the checkpoint, and all that was saved was there, bit for bit.
+- **refused**: the constructor or the first save says so, in the sentence that is given.
+- **not offered by torch**: torch itself raises when it trains this, without a checkpoint.
+
+Unless a table says otherwise, the model is a few plain layers, trained by AdamW with LambdaLR in one process.
+"""
+
+
+def render(cells: Mapping[str, Mapping[str, Mapping[str, Outcome]]], pairs: Sequence[Outcome]) -> str:
+    """Return the page; `cells` are by kind, entry and column."""
+    lines = [HEAD.format(version=torch.__version__.partition("+")[0])]
+    for kind, rows in cells.items():
+        title, about = HEADINGS[kind]
+        lines += [f"## {title}", "", about, "", *_table(kind, rows), ""]
+    lines += ["## Pairs", "", _of_pairs(pairs), ""]
+    return "\n".join(lines)
+
+
+def _table(kind: str, rows: Mapping[str, Mapping[str, Outcome]]) -> list[str]:
+    if kind == "wrapper":
+        header = ["wrapper", "as it was", "then"]
+        body = [[name, str(row["as it was"]), _then(row)] for name, row in rows.items()]
+    else:
+        header = [kind, *next(iter(rows.values()))]
+        body = [[name, *map(str, row.values())] for name, row in rows.items()]
+    notes: dict[str, int] = {}
+    lines = [header, ["---"] * len(header), *([_cell(each, notes) for each in row] for row in body)]
+    table = [f"| {' | '.join(line)} |" for line in lines]
+    return table if not notes else [*table, "", *(f"{number}. {why}" for why, number in notes.items())]
+
+
+def _cell(text: str, notes: dict[str, int]) -> str:
+    """Return `text`, or what kind it is with the number of its sentence below the table."""
+    kind, colon, why = text.partition(": ")
+    if not colon:
+        return text
+    escaped = why.replace("<", "\\<").replace("|", "\\|")
+    return f"{kind} ({notes.setdefault(escaped, len(notes) + 1)})"
+
+
+def _then(row: Mapping[str, Outcome]) -> str:
+    kinds = {name.removeprefix("then "): outcome for name, outcome in row.items() if name != "as it was"}
+    if all(outcome.kind == EQUAL for outcome in kinds.values()):
+        return f"equal under {' and under '.join(kinds)}"
+    return "; ".join(str(outcome) for outcome in kinds.values() if outcome.kind != EQUAL)
+
+
+def _of_pairs(pairs: Sequence[Outcome]) -> str:
+    counts = Counter(outcome.kind for outcome in pairs)
+    found = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+    return (
+        f"Any two entries of two of these tables also came together in one of {len(pairs)} cases, "
+        f"where torch takes both: {found}."
+    )
