@@ -134,7 +134,7 @@ def _shared(run: Run) -> dict[str, Any]:
     snapshot = run.snapshot()
     if isinstance(run.module, FullyShardedDataParallel):
         with quiet():
-            parameters, states = of_flat_pieces(run.module, run.optimizers)
+            parameters, states = of_flat_pieces(run.module, snapshot)
         snapshot["model"]["parameters"], snapshot["optimizer"]["state"] = parameters, states
     snapshot["extra"].pop("mine", None)
     return {key: value for key, value in snapshot.items() if key not in ("all buffers", "random")}

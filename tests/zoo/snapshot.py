@@ -11,13 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    FullyShardedDataParallel,
-    StateDictType,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -146,17 +142,27 @@ def optimizer_state(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[
     return {"state": {name: state[name] for name in sorted(state)}, "settings": settings}
 
 
-def of_flat_pieces(module: FullyShardedDataParallel, optimizers: Sequence[Optimizer]) -> tuple[Any, Any]:
-    """Return the whole parameters and the whole optimizer states of a model under FSDP1, by name. **Collective**."""
-    kind = StateDictType.FULL_STATE_DICT
-    configs = FullStateDictConfig(rank0_only=False), FullOptimStateDictConfig(rank0_only=False)
-    with FullyShardedDataParallel.state_dict_type(module, kind, *configs):
-        state = module.state_dict()
-        parameters = {name: state[name] for name in plain_names(module, module.named_parameters())}
-        states: dict[str, Any] = {}
-        for optimizer in optimizers:
-            states.update(FullyShardedDataParallel.optim_state_dict(module, optimizer)["state"])
-    return in_pieces(parameters), in_pieces({name: states[name] for name in sorted(states)})
+def of_flat_pieces(module: FullyShardedDataParallel, held: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the whole parameters and optimizer states, by name, of which `held` has this rank's. **Collective**.
+
+    FSDP1 cuts a parameter as it lies in memory, so the ranks' pieces are the whole, one after the other. torch's own
+    full state dict is no help: on CPUs all states of a parameter are one memory in it (torch 2.13).
+    """
+    with FullyShardedDataParallel.summon_full_params(module, writeback=False):
+        shapes = {name: each.shape for name, each in plain_names(module, module.named_parameters()).items()}
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, (held["model"]["parameters"], held["optimizer"]["state"]))
+
+    def joined(shape: torch.Size, pieces: Sequence[Piece]) -> Piece:
+        memory = pieces[0].memory if not pieces[0].shape else torch.cat([each.memory for each in pieces]).view(shape)
+        return Piece.of(memory)
+
+    parameters, states = {}, {}
+    for name, shape in shapes.items():
+        parameters[name] = joined(shape, [own[name] for own, _ in ranks])
+        having = [own[name] for _, own in ranks if own[name]]
+        states[name] = {key: joined(shape, [own[key] for own in having]) for key in (having or [{}])[0]}
+    return parameters, {name: states[name] for name in sorted(states)}
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
