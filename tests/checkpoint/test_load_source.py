@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan_lite.checkpoint.load_source import LoadSource, choose_source
+from torchtitan_lite.checkpoint.load_source import LoadSource, choose_source, new_run
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import CheckpointMismatch, CheckpointNotFound
 from torchtitan_lite.store.lineage import Lineage
@@ -179,3 +179,85 @@ def test_a_run_that_falls_back_where_nothing_was_abandoned_stays_the_same_run(st
     source = choose_source(store, -1, Checkpoint(), passed_over=(4,))
     assert source is not None
     assert (source.step, source.lineage) == (2, Lineage("run1", parent_step=2))
+
+
+def test_a_step_that_is_asked_for_begins_a_branch_and_will_not_be_replaced(store: CheckpointStore) -> None:
+    commit(store, 2)
+    commit(store, 4)
+    plain_dcp(store.root / "step-3")
+    for step in (2, 3):
+        source = chosen(store, step)
+        assert source is not None
+        assert source.lineage.run_id != "run1"
+        assert source.lineage == Lineage(source.lineage.run_id, parent_step=step, branch_point=step)
+        assert (source.is_explicit, source.initial, source.model_only) == (True, False, False)
+    newest = chosen(store)
+    assert newest is not None
+    assert (newest.is_explicit, newest.lineage) == (False, Lineage("run1", parent_step=4))
+
+
+def test_a_step_that_a_branch_began_at_is_that_branchs_newest_unless_a_new_one_is_asked_for(
+    store: CheckpointStore,
+) -> None:
+    commit(store, 2)
+    commit(store, 4)
+    of_branch(store, 3, Lineage("branch", parent_step=2, branch_point=2, abandons=((4, "run1"),)))
+    again, other, anew = chosen(store, 2), chosen(store, 3), chosen(store, 2, new_branch=True)
+    assert again is not None and other is not None and anew is not None
+    assert (again.step, again.lineage.run_id, again.is_explicit) == (3, "branch", False)
+    assert (other.step, other.lineage.branch_point, other.is_explicit) == (3, 3, True)
+    assert (anew.step, anew.lineage.branch_point, anew.is_explicit) == (2, 2, True)
+    assert len({"run1", "branch", other.lineage.run_id, anew.lineage.run_id}) == 4
+
+
+def with_origin(store: CheckpointStore, step: int) -> Path:
+    """Commit a step whose manifest says of which run it is."""
+    extra = {"topology": "2 ranks", "config": {"training": {"steps": 9}}, "tensor_digests": {"model.w": "ab"}}
+    (store.stage(step) / ".metadata").write_bytes(b"of dcp")
+    manifest = Manifest(
+        step=step,
+        kind=CheckpointKind.FULL,
+        created_at=1.0,
+        world_size=2,
+        versions={},
+        files={},
+        lineage=Lineage("run1"),
+        extra=extra,
+    )
+    return store.commit(step, manifest).path
+
+
+def test_a_source_tells_of_the_run_that_saved_it(store: CheckpointStore, tmp_path: Path) -> None:
+    path = with_origin(store, 5)
+    elsewhere = CheckpointStore(tmp_path / "elsewhere")
+    sources = [
+        chosen(store),
+        chosen(store, 5),
+        chosen(elsewhere, initial_load_path=str(path), initial_load_model_only=False),
+    ]
+    for source in sources:
+        assert source is not None
+        assert (source.topology, source.config) == ("2 ranks", {"training": {"steps": 9}})
+        assert source.tensor_digests == {"model.w": "ab"}
+    unknown = chosen(elsewhere, initial_load_path=str(plain_dcp(tmp_path / "plain")))
+    assert unknown is not None
+    assert (unknown.topology, unknown.config, unknown.tensor_digests, unknown.nbytes) == ("", {}, {}, 0)
+
+
+@pytest.mark.parametrize(("model_only", "step"), [(True, 0), (False, 5)])
+def test_another_runs_checkpoint_is_gone_on_with_from_its_step_unless_only_its_model_is_taken(
+    store: CheckpointStore, tmp_path: Path, model_only: bool, step: int
+) -> None:
+    path = with_origin(CheckpointStore(tmp_path / "another"), 5)
+    source = chosen(store, initial_load_path=str(path), initial_load_model_only=model_only)
+    assert source is not None
+    assert (source.path, source.step, source.model_only) == (path, step, model_only)
+    assert (source.initial, source.is_explicit) == (True, True)
+    assert source.lineage == Lineage(source.lineage.run_id)
+    assert source.lineage.run_id != "run1"
+
+
+def test_every_new_run_has_an_id_of_its_own_that_may_stand_in_a_folders_name() -> None:
+    ids = {new_run().run_id for _ in range(50)}
+    assert len(ids) == 50
+    assert all(run_id.isalnum() for run_id in ids)
