@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import platform
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,10 +20,10 @@ from torchtitan_lite.store.holder import Holder
 READ_TEXT = Path.read_text
 
 
-@pytest.fixture
-def process() -> Iterator[subprocess.Popen[str]]:
-    """Start a process that waits until its standard input ends, under a name with brackets and spaces in it."""
-    rename = "pathlib.Path('/proc/self/comm').write_text(') Z 1 (')"
+@contextmanager
+def started() -> Iterator[subprocess.Popen[str]]:
+    """Start a process that waits until its standard input ends; its name has brackets, spaces and no UTF-8 in it."""
+    rename = r"pathlib.Path('/proc/self/comm').write_bytes(b') Z 1 (\xff')"
     code = f"import pathlib, sys; {rename}; print(flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -29,8 +32,14 @@ def process() -> Iterator[subprocess.Popen[str]]:
         yield process
 
 
+@pytest.fixture(scope="module")
+def process() -> Iterator[subprocess.Popen[str]]:
+    with started() as process:
+        yield process
+
+
 def holder_of(pid: int) -> Holder:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     return dataclasses.replace(Holder.this_process("theirs", 1_700_000_000), pid=pid, started=int(fields[19]))
 
 
@@ -78,10 +87,10 @@ def test_a_process_of_another_user_is_judged_by_its_start_time_where_that_can_be
     assert dataclasses.replace(holder, started=holder.started + 1).has_ended() is not hidden
 
 
-def test_of_a_process_in_another_pid_space_it_is_not_known_that_it_has_ended(process: subprocess.Popen[str]) -> None:
-    holder = holder_of(process.pid)
-    process.kill()
-    process.wait()
+def test_of_a_process_in_another_pid_space_it_is_not_known_that_it_has_ended() -> None:
+    with started() as process:
+        holder = holder_of(process.pid)
+        process.kill()
     assert holder.has_ended()
     assert not dataclasses.replace(holder, space="another kernel pid:[1]").has_ended()
 
@@ -111,3 +120,101 @@ def test_the_pid_space_of_this_process_is_its_boot_and_its_pid_namespace() -> No
     boot, namespace = Holder.this_process("ours", 0).space.split(" ")
     assert boot == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     assert namespace == str(Path("/proc/self/ns/pid").readlink())
+
+
+def test_where_the_boot_is_not_told_in_plain_letters_the_host_s_name_is_the_pid_space(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def garbled(path: Path, *arguments: str, **settings: str) -> str:
+        return b"\xff".decode("ascii")
+
+    monkeypatch.setattr(Path, "read_text", garbled)
+    monkeypatch.setattr("torchtitan_lite.store.holder._state_and_start", lambda pid: ("S", 1))
+    assert Holder.this_process("ours", 0).space == platform.node()
+
+
+def say(monkeypatch: pytest.MonkeyPatch, pid: int, stat: str) -> None:
+    """Let /proc/PID/stat hold `stat`."""
+
+    def read_text(path: Path, *arguments: str, **settings: str) -> str:
+        return stat if path == Path(f"/proc/{pid}/stat") else READ_TEXT(path, *arguments, **settings)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+
+
+STAT = "41 (python) {state} " + " ".join(["1"] * 18) + " 500 1 1"
+"""The fields after the name are the third to the 24th; the 22nd is the start time."""
+
+
+@pytest.mark.parametrize(("state", "ended"), [*((state, False) for state in "RSDTtIW"), ("Z", True), ("X", True)])
+def test_a_process_that_is_dead_and_not_waited_for_has_ended_and_one_in_any_other_state_has_not(
+    process: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, state: str, ended: bool
+) -> None:
+    holder = dataclasses.replace(holder_of(process.pid), started=500)
+    say(monkeypatch, process.pid, STAT.format(state=state))
+    assert holder.has_ended() is ended
+    assert dataclasses.replace(holder, started=501).has_ended()
+
+
+@pytest.mark.parametrize("num_fields", [0, 1, 18, 19])
+def test_of_a_process_whose_state_is_cut_short_nothing_is_known_but_that_it_lives(
+    process: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, num_fields: int
+) -> None:
+    holder = holder_of(process.pid)
+    fields = STAT.format(state="Z").partition(") ")[2].split()[:num_fields]
+    say(monkeypatch, process.pid, f"41 (python) {' '.join(fields)}")
+    assert not holder.has_ended()
+
+
+SOUND = Holder("t0ken", "r1", "node7", "boot pid:[1]", 41, 5, 1_700_000_000)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *((field, value) for field in ("token", "run_id", "host", "space") for value in (5, None, ["a"])),
+        *(("pid", value) for value in (0, -1, 2**31, 1.5, "41", True, None)),
+        *(("started", value) for value in (-1, 2**63, 1.5, "5", True, None)),
+        *(("since", value) for value in (-1, 253402300800, 1.5, "5", True, None)),
+    ],
+)
+def test_a_lock_file_with_a_wrong_field_names_no_holder(field: str, value: object) -> None:
+    document = json.loads(SOUND.to_bytes(1, 0))
+    assert Holder.parse(json.dumps(document).encode()) == SOUND
+    assert Holder.parse(json.dumps(document | {field: value}).encode()) is None
+    del document[field]
+    assert Holder.parse(json.dumps(document).encode()) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("pid", 1), ("pid", 2**31 - 1), ("started", 0), ("started", 2**63 - 1), ("since", 0), ("since", 253402300799)],
+)
+def test_the_least_and_the_largest_number_of_a_field_are_read_back_and_can_be_shown(field: str, value: int) -> None:
+    change: dict[str, Any] = {field: value}
+    holder = dataclasses.replace(SOUND, **change)
+    assert Holder.parse(holder.to_bytes(3, 7)) == holder
+    assert str(holder).startswith("run r1 (process ")
+
+
+def test_a_lock_file_says_who_holds_it_with_a_beat_and_a_time_at_its_end() -> None:
+    data = SOUND.to_bytes(12, 1_700_000_007.9)
+    assert data.endswith(b'"beat":           12, "at":   1700000007}\n')
+    assert {len(SOUND.to_bytes(beat, at)) for beat, at in ((0, 0), (1, 1.5), (10**11, 10**11))} == {len(data)}
+    assert json.loads(data)["beat"] == 12
+    assert str(SOUND) == "run r1 (process 41 on node7, since 2023-11-14 22:13:20 UTC)"
+
+
+@pytest.mark.parametrize("field", ["space", "pid", "started"])
+def test_a_process_is_its_pid_space_its_pid_and_its_start_time(field: str) -> None:
+    other = dataclasses.replace(SOUND, token="other", run_id="r2", host="node8", since=0)
+    assert SOUND.is_same_process_as(other)
+    change: dict[str, Any] = {field: "another" if field == "space" else 77}
+    assert not SOUND.is_same_process_as(dataclasses.replace(other, **change))
+
+
+def test_each_taking_by_a_process_has_a_token_of_its_own() -> None:
+    one, two = (Holder.this_process("ours", 5.9) for _ in range(2))
+    assert one.token != two.token
+    assert (one.pid, one.host, one.since, one.run_id) == (os.getpid(), platform.node(), 5, "ours")
+    assert one.is_same_process_as(two) and not one.has_ended()
