@@ -1,0 +1,85 @@
+"""What DCP raises comes out as one of our errors: the worst of what any rank found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch.distributed.checkpoint.api import CheckpointException
+
+from torchtitan_lite.checkpoint import dcp
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, LeaseLost, SaveFailed
+
+DAMAGED = CheckpointDamaged("step-4", "a byte is wrong")
+OTHER_DAMAGE = CheckpointDamaged("step-4", "another byte is wrong")
+UNREADABLE = CheckpointUnreadable("step-4", "EIO")
+LOST = LeaseLost("checkpoint", "run theirs")
+
+
+def raised(monkeypatch: pytest.MonkeyPatch, call: str, *failures: BaseException) -> BaseException:
+    """What comes out of `call` when DCP reports `failures`, the first of rank 0, the next of rank 1 ..."""
+    whole = CheckpointException(call, {rank: (error, None) for rank, error in enumerate(failures)})  # type: ignore[misc]  # no traceback
+
+    def fail(*arguments: Any, **settings: Any) -> None:
+        raise whole
+
+    monkeypatch.setattr(dcp, f"dcp_{call}", fail)
+    with pytest.raises(Exception) as caught:
+        if call == "load":
+            dcp.load({}, None, None, None, "step-4")  # type: ignore[arg-type]  # none is looked at
+        else:
+            dcp.save({}, None, None, None, 4)  # type: ignore[arg-type]
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("failures", "worst"),
+    [
+        ((DAMAGED,), DAMAGED),
+        ((DAMAGED, OTHER_DAMAGE), DAMAGED),
+        ((DAMAGED, UNREADABLE), UNREADABLE),
+        ((UNREADABLE, DAMAGED), UNREADABLE),
+    ],
+)
+def test_a_load_raises_that_the_machine_failed_on_any_rank_before_what_another_found(
+    monkeypatch: pytest.MonkeyPatch, failures: tuple[BaseException, ...], worst: BaseException
+) -> None:
+    assert raised(monkeypatch, "load", *failures) is worst
+
+
+def test_a_load_that_failed_with_what_is_not_ours_on_any_rank_proves_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = raised(monkeypatch, "load", DAMAGED, MemoryError("no memory"))
+    assert isinstance(error, CheckpointUnreadable)
+    assert "rank 0: CheckpointDamaged" in str(error) and "rank 1: MemoryError: no memory" in str(error)
+
+
+def test_a_save_raises_that_the_folder_was_lost_before_what_else_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert raised(monkeypatch, "save", OSError("no space"), LOST) is LOST
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4, 9])
+def test_a_save_names_the_failures_of_three_ranks_and_counts_the_rest(
+    monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    error = raised(monkeypatch, "save", *[OSError(f"disk {rank}") for rank in range(ranks)])
+    assert isinstance(error, SaveFailed)
+    named = [rank for rank in range(ranks) if f"rank {rank}: OSError: disk {rank}" in str(error)]
+    assert named == [*range(min(ranks, 3))]
+    assert (f"and {ranks - 3} more ranks" in str(error)) == (ranks > 3)
+    assert dcp.is_group_whole(error)
+
+
+@pytest.mark.parametrize("call", ["load", "save"])
+def test_what_dcp_itself_cannot_do_is_one_of_our_errors_and_the_ranks_may_be_apart(
+    monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def fail(*arguments: Any, **settings: Any) -> None:
+        raise RuntimeError("Connection reset by peer")
+
+    monkeypatch.setattr(dcp, f"dcp_{call}", fail)
+    with pytest.raises((SaveFailed, CheckpointUnreadable), match="RuntimeError: Connection reset by peer") as caught:
+        if call == "load":
+            dcp.load({}, None, None, None, "step-4")  # type: ignore[arg-type]  # none is looked at
+        else:
+            dcp.save({}, None, None, None, 4)  # type: ignore[arg-type]
+    assert not dcp.is_group_whole(caught.value)

@@ -1,0 +1,147 @@
+"""Pickles are read as what they say: as `pickle` reads plain values, and nothing of what it would do for others."""
+
+from __future__ import annotations
+
+import collections
+import pickle
+import struct
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtitan_lite.checkpoint.inert_pickle import InertPickleError, Instance, Kind, Persistent, parse
+
+POINT = Kind("Point")
+TABLE: dict[tuple[str, str], object] = {("shapes", "Point"): POINT, ("shapes", "ORIGIN"): "the origin"}
+
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.text(min_size=250, max_size=260),
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.text() | st.integers() | st.booleans() | st.none(), inner)
+    ),
+    max_leaves=15,
+)
+
+
+def typed(value: Any) -> Any:
+    """With every type, which == does not look at."""
+    if isinstance(value, dict):
+        return {(type(key), key): typed(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value), [typed(item) for item in value]
+    return type(value), value
+
+
+@settings(max_examples=150)
+@given(plain, st.integers(2, pickle.HIGHEST_PROTOCOL))
+def test_plain_values_come_out_as_pickle_reads_them(value: Any, protocol: int) -> None:
+    assert typed(parse(pickle.dumps(value, protocol), {})) == typed(value)
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_what_occurs_again_is_found_again_however_much_there_is(protocol: int) -> None:
+    names = [f"name {number}" for number in range(300)]
+    value = [*names, *names, tuple(names[:1]), tuple(names[:2]), tuple(names[:3]), tuple(names[:4]), names]
+    assert parse(pickle.dumps(value, protocol), {}) == value
+
+
+@settings(max_examples=100)
+@given(plain, st.integers(2, pickle.HIGHEST_PROTOCOL), st.data())
+def test_a_pickle_that_is_cut_is_refused(value: Any, protocol: int, data: st.DataObject) -> None:
+    whole = pickle.dumps(value, protocol)
+    with pytest.raises(InertPickleError):
+        parse(whole[: data.draw(st.integers(0, len(whole) - 1))], {})
+
+
+@pytest.mark.parametrize(
+    ("pickled", "found"),
+    [
+        (b"\x80\x04X\xff\x00\x00\x00ab.", "255 bytes at byte 7 are more than there are"),
+        (b"\x80\x04\x8c\xffab.", "the string at byte 3 is longer than what there is"),
+        (b"\x80\x04\x95\x00.", "8 bytes at byte 3 are more than there are"),
+        (b"\x80\x04.", "it is no whole pickle"),
+        (b"\x80\x04NN.", "it is no whole pickle"),
+        (b"\x80\x04N\x86.", "a tuple of 2 has only 1 items"),
+        (b"\x80\x04NN\x87.", "a tuple of 3 has only 2 items"),
+        (b"\x80\x04h\x05.", "it is no whole pickle"),
+        (b"\x80\x04NNa.", "items are appended to a NoneType"),
+        (b"\x80\x04N(Ne.", "items are appended to a NoneType"),
+        (b"\x80\x04]NNs.", "items are set in a list"),
+        (b"\x80\x04}(NNNu.", "a key is none that a checkpoint has"),
+        (b"\x80\x04}]Ns.", "a key is none that a checkpoint has"),
+        (b"\x80\x04NNR.", "a NoneType is called"),
+        (b"\x80\x04cshapes\nPoint\nNR.", "a Kind is called"),
+        (b"\x80\x04cshapes\nORIGIN\n)R.", "a str is called"),
+        (b"\x80\x04cshapes\nPoint\nNb.", "a Kind is given attributes"),
+        (b"\x80\x04cshapes\nPoint\n)RNb]b]b.", "a Instance is given attributes"),
+        (b"\x80\x04cos\nsystem\n.", "it asks for os.system, which no checkpoint needs"),
+        (b"\x80\x04\x8c\x02osN\x93.", "a class is not named by strings"),
+        (b"\x80\x04N\x8c\x02os\x93.", "a class is not named by strings"),
+        (b"\x80\x04i", r"operation b'i' at byte 2 is none that it needs"),
+    ],
+)
+def test_what_no_checkpoint_has_is_refused_and_named(pickled: bytes, found: str) -> None:
+    with pytest.raises(InertPickleError, match=found):
+        parse(pickled, TABLE)
+
+
+def test_every_length_of_a_number_is_read() -> None:
+    for number in (0, 1, 255, 256, 65535, 65536, 2**31 - 1, 2**31, -1, -(2**31), -(2**31) - 1, 2**200, -(2**200)):
+        assert parse(pickle.dumps(number, 2), {}) == number
+    assert parse(b"\x80\x02\x8a\x00.", {}) == 0
+    assert parse(b"\x80\x02G" + struct.pack(">d", 0.1) + b".", {}) == 0.1
+
+
+def test_a_call_leaves_an_instance_with_what_it_was_given() -> None:
+    calls: list[tuple[Kind, tuple[Any, ...]]] = []
+    pickled = b"\x80\x04cshapes\nPoint\nK\x03\x85R(K\x01K\x02e(K\x04K\x05u}b."
+    point = parse(pickled, TABLE, lambda kind, args: calls.append((kind, args)))
+    assert type(point) is Instance
+    assert (point.kind, point.args, point.items, point.members, point.state) == (POINT, (3,), [1, 2], {4: 5}, {})
+    assert calls == [(POINT, (3,))]
+
+
+def test_a_call_that_the_judge_refuses_is_not_made() -> None:
+    def refuse(kind: Kind, args: tuple[Any, ...]) -> None:
+        raise InertPickleError(f"{kind.name} of {args}")
+
+    with pytest.raises(InertPickleError, match=r"Point of \(3,\)"):
+        parse(b"\x80\x04\x8c\x06shapes\x8c\x05Point\x93K\x03\x85\x81.", TABLE, refuse)
+
+
+def test_a_real_class_is_read_as_what_its_pickle_says() -> None:
+    table = {("collections", "OrderedDict"): Kind("OrderedDict")}
+    read = parse(pickle.dumps(collections.OrderedDict(a=1), 2), table)
+    assert (read.kind.name, read.args, read.members) == ("OrderedDict", (), {"a": 1})
+
+
+def test_what_stands_outside_the_pickle_is_named() -> None:
+    read = parse(b"\x80\x02\x8c\x03key\x85Q.", {})
+    assert type(read) is Persistent
+    assert read.id == ("key",)
+
+
+@pytest.mark.parametrize(
+    ("key", "is_taken"),
+    [
+        *(((), True), ((1, "a", (None, 2.5)), True), (tuple(range(999)), True), (tuple(range(1000)), False)),
+        *(((1, (2, (3, b"bytes"))), False), (((),) * 999, True), ((((),) * 2,) * 500, False)),
+    ],
+    ids=lambda key: repr(key)[:30],
+)
+def test_a_tuple_is_a_key_if_it_is_small_and_of_plain_parts(key: tuple[Any, ...], is_taken: bool) -> None:
+    pickled = pickle.dumps({key: 1}, 2)
+    if is_taken:
+        assert parse(pickled, {}) == {key: 1}
+    else:
+        with pytest.raises(InertPickleError):
+            parse(pickled, {})
