@@ -97,6 +97,8 @@ def difference(expected: Any, found: Any, where: str = "") -> str:
             return f"{where}: expected {len(expected)} items, found {len(found)}"
         pairs = zip(expected, found, strict=True)
         return next(filter(None, (difference(a, b, f"{where}[{at}]") for at, (a, b) in enumerate(pairs))), "")
+    if isinstance(expected, set | frozenset):  # Equal sets may have other orders.
+        return difference(sorted(map(_typed, expected), key=repr), sorted(map(_typed, found), key=repr), where)
     return "" if repr(expected) == repr(found) else f"{where}: expected {_short(expected)}, found {_short(found)}"
 
 
