@@ -108,7 +108,7 @@ def test_of_rows_in_several_dimensions_the_least_gap_counts() -> None:
 
 def test_dimensions_that_lie_together_in_both_are_one_row() -> None:
     target = torch.zeros(3, 2, 2, LONG_ROW)[:, :1]
-    box = source((3, 1, 2, LONG_ROW), (4 * LONG_ROW, 2 * LONG_ROW, LONG_ROW, 1))
+    box = source((3, 1, 2, LONG_ROW), (4 * LONG_ROW, 7, LONG_ROW, 1))  # Where there is one row, its stride is nothing.
     pieces = straight(box, target)
     assert pieces is not None
     assert [len(piece.into) for piece in pieces] == [8 * LONG_ROW] * 3
@@ -125,6 +125,15 @@ def test_a_transposed_tensor_is_read_straight_where_it_lies_as_it_is_stored() ->
     assert torch.equal(target, expected(source((LONG_ROW, 5), (1, LONG_ROW))))
 
 
+def test_a_small_transposed_tensor_is_one_piece_too() -> None:
+    target = torch.zeros(2, 3).t()
+    pieces = straight(source((3, 2), (1, 3)), target)
+    assert pieces is not None
+    assert [len(piece.into) for piece in pieces] == [24]
+    read(pieces, file_of(6))
+    assert target.tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
 def test_elements_that_are_stored_once_and_wanted_often_are_not_read_straight() -> None:
     assert straight(source((3, LONG_ROW), (0, 1)), torch.zeros(3, LONG_ROW)) is None
 
@@ -139,7 +148,7 @@ class Subclass(torch.Tensor):
         torch.zeros(4, dtype=torch.float64),
         torch.zeros(4).as_subclass(Subclass),
         torch.zeros(4, dtype=torch.complex64).imag,
-        torch.zeros(4, dtype=torch.complex64).conj().imag,
+        torch._neg_view(torch.zeros(4)),
         torch.zeros(4, device="meta"),
         torch.zeros(4).to_sparse(),
     ],
@@ -187,8 +196,18 @@ SMALL = 4096
         (source((3, 5000)).part((0, 17), (3, 2000)), torch.zeros(3, 2000, dtype=torch.float64)),
         (source((2, 3, 700), (2100, 1, 3)), torch.zeros(2, 3, 700)),
         (source((1, 9, 1, 999), (1, 5000, 1, 3)), torch.zeros(1, 9, 1, 999)),
+        (source((2, 2, 2), (400, 400, 400)), torch.zeros(2, 2, 2)),
     ],
-    ids=["dtype", "target lies otherwise", "cast", "source lies otherwise", "box", "three dimensions", "gaps"],
+    ids=[
+        "dtype",
+        "target lies otherwise",
+        "cast",
+        "source lies otherwise",
+        "box",
+        "three dimensions",
+        "gaps",
+        "overlap",
+    ],
 )
 def test_parts_are_small_and_make_up_the_whole(of: Source, target: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(regions, "STAGED_BYTES", SMALL)
@@ -204,6 +223,13 @@ def test_parts_are_small_and_make_up_the_whole(of: Source, target: Tensor, monke
         read(pieces, data)
         part.finish()
     assert torch.equal(target, expected(of).to(target.dtype))
+
+
+def test_what_lies_between_long_rows_is_not_read() -> None:
+    """Neither where they are read straight nor where they come by way of other memory."""
+    box = source((4, 3 * LONG_ROW)).part((0, LONG_ROW), (4, LONG_ROW))
+    [part] = staged(box, torch.zeros(4, LONG_ROW, dtype=torch.float64))
+    assert [len(piece.into) for piece in part.begin()] == [LONG_RUN_BYTES] * 4
 
 
 def test_what_is_no_larger_than_a_part_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
