@@ -38,6 +38,8 @@ from mutation.tree import LOADED, Run, Tree
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("torchtitan_lite/store", "torchtitan_lite/checkpoint")
 TESTS = ("tests/store", "tests/checkpoint", "tests/resharding", "tests/e2e", "tests/test_faults.py")
+FIRST_FILES = 3
+"""Whose quick tests are run before all others."""
 GRACE_SECONDS = 5.0
 """Of the processor: what a test may take beyond what it takes when it is traced."""
 
@@ -168,19 +170,28 @@ def _tried(mutant: Mutant, tree: Tree, tests: list[Test], slow: bool) -> Outcome
         return Outcome(status, by, round(time.monotonic() - begun, 1))
 
     with tree.changed(mutant.path, mutant.text()):
-        while tests:
-            run = _run(tree, tests, "not slow")
-            killer = _killer(run)
-            if killer is None:
-                break
-            suspect = next((test for test in tests if test.nodeid == run.started and test.is_heavy), None)
-            # What waits for processes may fail on a busy machine: such a test has to fail twice.
-            if suspect is None or _killer(_run(tree, [suspect], "not slow")) is not None:
-                return outcome("killed", killer)
-            tests = tests[tests.index(suspect) + 1 :]
+        for part in _parts(tests):
+            while part:
+                run = _run(tree, part, "not slow")
+                killer = _killer(run)
+                if killer is None:
+                    break
+                suspect = next((test for test in part if test.nodeid == run.started and test.is_heavy), None)
+                # What waits for processes may fail on a busy machine: such a test has to fail twice.
+                if suspect is None or _killer(_run(tree, [suspect], "not slow")) is not None:
+                    return outcome("killed", killer)
+                part = part[part.index(suspect) + 1 :]
         if slow and tests and (killer := _killer(_run(tree, tests, "slow"))) is not None:
             return outcome("killed", killer)
     return outcome("SURVIVED", f"{len(tests)} tests")
+
+
+def _parts(tests: Sequence[Test]) -> Iterator[list[Test]]:
+    """`tests` in two: most mutants die in the first, and to collect all files takes longer than its tests."""
+    files = list(dict.fromkeys(test.file for test in tests))[:FIRST_FILES]
+    first = [test for test in tests if test.file in files and not test.is_heavy]
+    yield first
+    yield [test for test in tests if test not in first]
 
 
 def _run(tree: Tree, tests: list[Test], mark: str) -> Run:

@@ -54,3 +54,13 @@ def test_a_history_of_another_length_mostly_has_the_same_shape() -> None:
     loaded = TrainState()
     loaded.load_state_dict(state.state_dict())
     assert loaded == state
+
+
+def test_a_history_has_the_next_power_of_two_as_its_length_and_1024_at_least() -> None:
+    lengths = {}
+    for count in (0, 1, 1023, 1024, 1025, 2048, 2049):
+        state = TrainState(log_steps=[*range(count)], global_avg_losses=[1.0] * count, global_max_losses=[1.0] * count)
+        taken = state.state_dict()
+        assert len({taken[name].shape for name in ("log_steps", "global_avg_losses", "global_max_losses")}) == 1
+        lengths[count] = len(taken["log_steps"])
+    assert lengths == {0: 1024, 1: 1024, 1023: 1024, 1024: 1024, 1025: 2048, 2048: 2048, 2049: 4096}
