@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -718,3 +719,20 @@ def test_a_heartbeat_that_hangs_in_the_disk_is_not_waited_for_and_brings_no_lock
     thread.join(30)
     assert not thread.is_alive()
     assert (root / "writer.lock").read_bytes() == ELSEWHERE.to_bytes(1, 1_700_000_001)
+
+
+def test_a_lock_file_that_this_user_may_not_write_is_succeeded_where_the_folder_allows_it(
+    root: Path, new_lease: Callable[..., Lease], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(root, here(pid=2**22 + 1))  # more than any process has
+    real_open = Path.open
+
+    def refuse(path: Path, mode: str = "r", *arguments: Any, **settings: Any) -> Any:
+        if mode == "r+b" and path.name == "writer.lock" and holder_of(root).run_id == "theirs":  # type: ignore[union-attr]  # there is one
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real_open(path, mode, *arguments, **settings)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    lease = new_lease(sleep=never)
+    lease.take()
+    lease.check()

@@ -194,3 +194,19 @@ def test_an_abandoned_step_is_not_found_even_while_it_still_has_its_name(tmp_pat
         (tmp_path / name).rename(tmp_path / name.partition(".")[0])
     with pytest.raises(CheckpointNotFound, match=r"it has 2, 3\)"):
         store.get(6)
+
+
+@pytest.mark.parametrize(
+    ("lineage", "last_kept"),
+    [
+        (Lineage("run"), None),
+        (Lineage("run", branch_point=0), 0),
+        (Lineage("run", branch_point=4), 4),
+        (Lineage("run", counts_again=True), -1),
+        (Lineage("run", branch_point=4, counts_again=True), -1),
+    ],
+)
+def test_a_run_that_counts_again_keeps_no_step_of_another_a_branch_those_up_to_its_point(
+    lineage: Lineage, last_kept: int | None
+) -> None:
+    assert lineage.last_kept == last_kept

@@ -739,3 +739,30 @@ def test_where_the_system_refuses_to_swap_names_a_step_is_replaced_all_the_same(
     save(store, 5, b"old")
     assert data_of(save(store, 5, b"new")) == b"new"
     assert names(root) == ["step-5"]
+
+
+def test_two_stores_are_in_the_same_place_however_it_is_spelt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "outputs")
+    monkeypatch.chdir(tmp_path)
+    one = CheckpointStore(tmp_path / "outputs" / "checkpoint")
+    for spelling in ("outputs/checkpoint", "link/checkpoint", "outputs/../outputs/checkpoint"):
+        assert one.is_in_the_same_place_as(CheckpointStore(Path(spelling)))
+    for spelling in ("outputs", "outputs/checkpoint/x", "checkpoint"):
+        assert not one.is_in_the_same_place_as(CheckpointStore(Path(spelling)))
+
+
+def test_findings_are_text_with_a_line_for_each(store: CheckpointStore, root: Path) -> None:
+    save(store, 5)
+    aside = store.quarantine(5, ["block 3 of a file", ".metadata is missing"])
+    expected = [
+        "{",
+        '  "step": 5,',
+        '  "findings": [',
+        '    "block 3 of a file",',
+        '    ".metadata is missing"',
+        "  ]",
+        "}",
+        "",
+    ]
+    assert (aside / "findings.json").read_text().split("\n") == expected

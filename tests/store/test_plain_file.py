@@ -1,0 +1,80 @@
+"""Files of a checkpoint are looked at where they are, and what is no file is refused by its kind."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from torchtitan_lite.errors import CheckpointUnsafe
+from torchtitan_lite.store.plain_file import is_plain_name, opened, read_plain, sizes_of
+
+
+def test_the_sizes_of_those_files_that_are_there_are_told(tmp_path: Path) -> None:
+    for name, size in (("a", 3), ("c", 0), ("d", 5000)):
+        (tmp_path / name).write_bytes(bytes(size))
+    assert sizes_of(tmp_path, ["a", "b", "c", "e", "d"]) == {"a": 3, "c": 0, "d": 5000}
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/etc/passwd", "a\\b", "a\0"])
+def test_a_name_that_leads_out_of_the_folder_is_refused(tmp_path: Path, name: str) -> None:
+    assert not is_plain_name(name)
+    with pytest.raises(CheckpointUnsafe, match="is not the name of a file"):
+        sizes_of(tmp_path, [name])
+
+
+@pytest.mark.parametrize("name", ["a", "...", ".metadata", "__0_0.distcp", "a b"])
+def test_any_other_name_is_that_of_a_file(name: str) -> None:
+    assert is_plain_name(name)
+
+
+def test_what_is_no_file_is_refused_and_its_kind_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"bytes")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+        kinds = {"link": "a symbolic link", "folder": "a folder", "pipe": "a pipe", "socket": "a socket"}
+        for name, kind in kinds.items():
+            for look in (
+                lambda name: sizes_of(tmp_path, [name]),
+                lambda name: read_plain(tmp_path / name, 100),
+            ):
+                with pytest.raises(CheckpointUnsafe, match=f"expected a file, found {kind}"):
+                    look(name)
+    with pytest.raises(CheckpointUnsafe, match="expected a file, found a device"):
+        read_plain(Path("/dev/zero"), 100)
+
+
+def test_a_file_is_read_up_to_its_limit_and_not_beyond(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"12345")
+    assert read_plain(tmp_path / "file", 5) == b"12345"
+    with pytest.raises(CheckpointUnsafe, match="expected at most 4 bytes, found 5"):
+        read_plain(tmp_path / "file", 4)
+
+
+def test_what_the_system_refuses_is_its_own_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), opened(tmp_path / "none"):
+        pass
+    with pytest.raises(OSError) as caught, opened(tmp_path / ("x" * 300)):
+        pass
+    assert caught.value.errno == errno.ENAMETOOLONG
+
+
+def test_a_descriptor_is_closed_however_its_use_ends(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"bytes")
+    (tmp_path / "folder").mkdir()
+    used: list[int] = []
+    with pytest.raises(KeyboardInterrupt), opened(tmp_path / "file") as fd:
+        used.append(fd)
+        raise KeyboardInterrupt
+    with pytest.raises(OSError):
+        os.fstat(used[0])
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # it has no paths to keep
+    with pytest.raises(CheckpointUnsafe), opened(tmp_path / "folder"):
+        pass
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
