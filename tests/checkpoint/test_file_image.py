@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
+from torchtitan_lite.checkpoint import file_image
 from torchtitan_lite.checkpoint.file_image import FileImage, FileLayout
 from torchtitan_lite.checkpoint.torch_item import object_item
 
@@ -75,3 +76,11 @@ def test_items_follow_one_another_without_gaps_on_borders_of_64_bytes() -> None:
     for start, end, place in zip(image.layout.starts, ends, image.layout.places, strict=True):
         assert (start % 64, place.data_at % 64, end - start - place.item_bytes < 64) == (0, 0, True)
     assert b"\xee" * 3 not in part(image, 0, image.num_bytes)
+
+
+def test_what_is_copied_in_between_is_a_mebibyte_at_most_or_one_element() -> None:
+    tensor = torch.arange(3 * 700_000, dtype=torch.float32).reshape(700_000, 3).T
+    pieces = [piece for piece, _ in file_image._pieces(tensor, 0, tensor.nbytes)]
+    assert max(piece.nbytes for piece in pieces) <= 1 << 20
+    assert len(pieces) <= 3 * (-(-700_000 * 4 // (1 << 20)))
+    assert torch.equal(torch.cat([piece.reshape(-1) for piece in pieces]), tensor.reshape(-1))

@@ -294,3 +294,13 @@ def test_format_utils_reads_a_full_checkpoint(start_run: StartRun, tmp_path: Pat
     state = as_one_file(run.root / "step-1", tmp_path / "x.pt")
     assert same(state["model"], run.contents()["model"])
     assert state["dataloader"] == {"position": 1, "seen": [0]}
+
+
+def test_a_manager_that_is_closed_gives_the_folder_free(start_run: StartRun) -> None:
+    """Another process would wait for the whole time-out otherwise."""
+    run = start_run(interval=2)
+    run.train(2)
+    assert (run.root / "writer.lock").exists()
+    run.manager.close()
+    run.manager.close()
+    assert not (run.root / "writer.lock").exists()
