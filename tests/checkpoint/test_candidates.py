@@ -1,0 +1,246 @@
+"""Which checkpoint is taken when some are damaged, and what becomes of those."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.small_run import Events
+from torchtitan_lite.checkpoint.fallback import Candidates
+from torchtitan_lite.checkpoint.load_source import LoadSource
+from torchtitan_lite.config.job_config import Checkpoint
+from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.errors import AllCheckpointsDamaged, CheckpointDamaged, CheckpointUnreadable
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.lineage import Lineage
+from torchtitan_lite.store.manifest import CheckpointKind, FileRecord, Manifest
+from torchtitan_lite.store.store import CheckpointStore
+
+PEERS = Peers(timedelta(seconds=60))
+DATA = "__0_0.distcp"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    """Steps 2, 4 and 6."""
+    store = CheckpointStore(tmp_path / "checkpoint")
+    for step in (2, 4, 6):
+        commit(store, step)
+    return store
+
+
+def commit(store: CheckpointStore, step: int) -> Path:
+    staging = store.stage(step)
+    (staging / DATA).write_bytes(b"data")
+    (staging / layout.METADATA).write_bytes(b"of dcp")
+    manifest = Manifest(
+        step=step,
+        kind=CheckpointKind.FULL,
+        created_at=1.0,
+        world_size=1,
+        versions={},
+        files={DATA: FileRecord(4)},
+        lineage=Lineage("run1"),
+    )
+    return store.commit(step, manifest).path
+
+
+class Load:
+    """Takes a source, unless its step is one of those that `found` says are damaged."""
+
+    def __init__(self, found: Mapping[int, Exception] | None = None) -> None:
+        self._found = found or {}
+        self.tried: list[int] = []
+
+    def __call__(self, source: LoadSource) -> None:
+        self.tried.append(source.step)
+        if source.step in self._found:
+            raise self._found[source.step]
+
+
+def damaged(store: CheckpointStore, *steps: int, keys: int = 0) -> dict[int, Exception]:
+    names = [f"key{number}" for number in range(keys)]
+    return {step: CheckpointDamaged(str(store.root / f"step-{step}"), f"bits of {step}", names) for step in steps}
+
+
+def candidates(store: CheckpointStore, wanted: int = -1, **config: Any) -> tuple[Candidates, Events]:
+    events = Events()
+    return Candidates(store, wanted, Checkpoint(**config), PEERS, events), events
+
+
+def names(store: CheckpointStore) -> list[str]:
+    return sorted(path.name for path in store.root.iterdir())
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(b"dat")
+
+
+def unseal(folder: Path) -> None:
+    (folder / layout.MANIFEST).write_bytes(b"{")
+
+
+def test_the_newest_is_taken_and_nothing_is_changed(store: CheckpointStore) -> None:
+    load = Load()
+    found, events = candidates(store)
+    source = found.take(load)
+    assert source is not None
+    assert (source.step, load.tried, events.told, found.damaged) == (6, [6], [], {})
+    assert names(store) == ["step-2", "step-4", "step-6"]
+
+
+def test_where_there_is_none_nothing_is_loaded(tmp_path: Path) -> None:
+    load = Load()
+    found, events = candidates(CheckpointStore(tmp_path / "none"))
+    assert found.take(load) is None
+    assert found.first() is None
+    assert (load.tried, events.told) == ([], [])
+
+
+def test_each_that_proves_damaged_is_told_and_set_aside_once_another_was_loaded(
+    store: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    load = Load(damaged(store, 4, 6, keys=3))
+    found, events = candidates(store)
+    source = found.take(load)
+    assert source is not None
+    assert (source.step, load.tried) == (2, [6, 4, 2])
+    assert names(store) == ["step-2", "step-4.corrupt", "step-6.corrupt"]
+    keys = ["key0", "key1", "key2"]
+    assert events.told == [
+        ("fallback", 2, {"damaged_step": 6, "finding": "bits of 6", "keys": keys}),
+        ("fallback", 2, {"damaged_step": 4, "finding": "bits of 4", "keys": keys}),
+        ("quarantined", 4, {"path": str(store.root / "step-4.corrupt")}),
+        ("quarantined", 6, {"path": str(store.root / "step-6.corrupt")}),
+    ]
+    for step in (4, 6):
+        assert f"step {step} is damaged: " in caplog.text
+        assert f"Fell back from step {step} to step 2: " in caplog.text
+    told = json.loads((store.root / "step-6.corrupt" / layout.FINDINGS).read_text())
+    assert told["step"] == 6
+    assert "bits of 6" in told["findings"][0]
+
+
+def test_an_event_names_a_hundred_keys_at_most(store: CheckpointStore) -> None:
+    for count, named in ((100, 100), (101, 100)):
+        found, events = candidates(store, load_only=True)
+        found.take(Load(damaged(store, 6, keys=count)))
+        assert events.figures("fallback")["keys"] == [f"key{number}" for number in range(named)]
+
+
+def test_one_whose_files_have_another_size_is_not_even_tried(store: CheckpointStore) -> None:
+    cut(store.root / "step-6" / DATA)
+    load = Load()
+    found, events = candidates(store)
+    assert found.first() is not None
+    assert (found.damaged.keys(), names(store)) == ({6}, ["step-2", "step-4", "step-6"])
+    assert found.take(load) is not None
+    assert load.tried == [4]
+    assert DATA in events.figures("fallback")["finding"]
+    assert names(store) == ["step-2", "step-4", "step-6.corrupt"]
+
+
+def test_sizes_are_not_looked_at_where_nothing_is_to_be_verified(store: CheckpointStore) -> None:
+    cut(store.root / "step-6" / DATA)
+    load = Load()
+    found, _ = candidates(store, verify_on_load="off")
+    assert found.take(load) is not None
+    assert load.tried == [6]
+
+
+def test_a_step_that_was_asked_for_is_not_replaced_by_another_and_stays(store: CheckpointStore) -> None:
+    for load, spoil in ((Load(damaged(store, 4)), lambda: None), (Load(), lambda: cut(store.root / "step-4" / DATA))):
+        spoil()
+        found, events = candidates(store, wanted=4)
+        with pytest.raises(CheckpointDamaged, match="step-4"):
+            found.take(load)
+        assert (events.told, names(store)) == ([], ["step-2", "step-4", "step-6"])
+
+
+def test_what_is_damaged_beside_a_step_that_was_asked_for_is_left_alone(store: CheckpointStore) -> None:
+    unseal(store.root / "step-6")
+    found, events = candidates(store, wanted=2)
+    source = found.take(Load())
+    assert source is not None
+    assert (source.step, events.told, names(store)) == (2, [], ["step-2", "step-4", "step-6"])
+
+
+def test_a_damaged_manifest_is_told_of_if_it_is_newer_than_what_is_taken(store: CheckpointStore) -> None:
+    for step in (2, 6):
+        unseal(store.root / f"step-{step}")
+    found, events = candidates(store)
+    source = found.take(Load())
+    assert source is not None
+    assert (source.step, events.steps("quarantined")) == (4, [6])
+    assert names(store) == ["step-2", "step-4", "step-6.corrupt"]
+
+
+@pytest.mark.parametrize("spoil", [lambda folder: cut(folder / DATA), unseal], ids=["sizes", "manifests"])
+def test_where_all_are_damaged_each_is_named_and_stays(store: CheckpointStore, spoil: Callable[[Path], None]) -> None:
+    for step in (2, 4, 6):
+        spoil(store.root / f"step-{step}")
+    load = Load()
+    found, events = candidates(store)
+    with pytest.raises(AllCheckpointsDamaged) as raised:
+        found.take(load)
+    assert sorted(raised.value.findings) == [2, 4, 6]
+    assert (load.tried, events.told, names(store)) == ([], [], ["step-2", "step-4", "step-6"])
+
+
+def test_another_runs_checkpoint_does_not_hide_that_all_of_the_runs_own_are_damaged(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    beginning = str(commit(CheckpointStore(tmp_path / "another"), 9))
+    found, _ = candidates(store, initial_load_path=beginning)
+    with pytest.raises(AllCheckpointsDamaged):
+        found.take(Load(damaged(store, 2, 4, 6)))
+    for step in (2, 4, 6):
+        unseal(store.root / f"step-{step}")
+    found, _ = candidates(store, initial_load_path=beginning)
+    with pytest.raises(AllCheckpointsDamaged):
+        found.take(Load())
+    assert names(store) == ["step-2", "step-4", "step-6"]
+
+
+def test_another_runs_checkpoint_that_is_damaged_is_not_replaced_and_stays(tmp_path: Path) -> None:
+    another = CheckpointStore(tmp_path / "another")
+    path = commit(another, 9)
+    cut(path / DATA)
+    empty = CheckpointStore(tmp_path / "checkpoint")
+    load = Load({0: CheckpointDamaged(str(path), "it is cut")})
+    found, events = candidates(empty, initial_load_path=str(path))
+    with pytest.raises(CheckpointDamaged, match="it is cut"):
+        found.take(load)
+    assert (load.tried, events.told, names(another)) == ([0], [], ["step-9"])
+
+
+def test_a_run_that_only_loads_tells_of_damage_and_renames_nothing(store: CheckpointStore) -> None:
+    found, events = candidates(store, load_only=True)
+    source = found.take(Load(damaged(store, 6)))
+    assert source is not None
+    assert (source.step, events.steps("fallback"), events.steps("quarantined")) == (4, [4], [])
+    assert names(store) == ["step-2", "step-4", "step-6"]
+
+
+def test_an_error_of_the_machine_ends_the_load_and_is_no_damage(store: CheckpointStore) -> None:
+    found, events = candidates(store)
+    failures = damaged(store, 6) | {4: CheckpointUnreadable("step-4", "EIO")}
+    with pytest.raises(CheckpointUnreadable):
+        found.take(Load(failures))
+    assert (events.told, names(store)) == ([], ["step-2", "step-4", "step-6"])
+
+
+def test_what_was_found_damaged_before_is_not_tried_again(store: CheckpointStore) -> None:
+    found, _ = candidates(store, load_only=True)
+    load = Load(damaged(store, 6))
+    found.take(load)
+    first = found.first()
+    assert first is not None
+    assert first.step == 4
+    found.take(load)
+    assert load.tried == [6, 4, 4]
