@@ -22,8 +22,14 @@ from torch.optim import Optimizer
 
 from torchtitan_lite.checkpoint.state import fsdp1
 from torchtitan_lite.checkpoint.state.names import clean_names
-from torchtitan_lite.checkpoint.state.optimizer_state import Group, OptimizerState, flat_layouts, tensors_in
-from torchtitan_lite.errors import CheckpointMismatch
+from torchtitan_lite.checkpoint.state.optimizer_state import (
+    Group,
+    OptimizerState,
+    flat_layouts,
+    refuse_unsharded,
+    tensors_in,
+)
+from torchtitan_lite.errors import CheckpointMismatch, ConfigError
 
 _NOT_SETTINGS = ("params", "param_names")
 GLOBAL, OTHER, EMPTY_GROUPS, WHOLE = "global", "other", "empty_groups", "whole"
@@ -97,6 +103,7 @@ class PlainOwner:
         return dict(flat_layouts(state, likes))
 
     def take(self, states: Mapping[str, Any], settings: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
+        refuse_unsharded(states, self.likes())
         own = self.optimizer.state_dict()
         names = self._numbered(own)
         new = {number: states[name] for number, name in names.items() if name in states}
@@ -140,8 +147,14 @@ class Fsdp1Owner:
 
     def read(self) -> OptimizerState:
         with fsdp1.sharded_state_dicts(self._module):
-            own = FullyShardedDataParallel.optim_state_dict(self._module, self.optimizer)
+            own = self._own()
         states = self._cleaned(own["state"])
+        for name, state in states.items():
+            if any(tensor.dim() > 0 and tensor.numel() == 0 for tensor in tensors_in(state)):
+                raise ConfigError(
+                    f"optimizer.state.{name}: its parameter has no elements, and FSDP1 loads no state of such a one. "
+                    "Leave it out of the optimizer, or use fully_shard."
+                )
         groups = []
         for group in own["param_groups"]:
             names = clean_names(self._module, group["params"])
@@ -153,7 +166,7 @@ class Fsdp1Owner:
 
     def take(self, states: Mapping[str, Any], settings: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
         with fsdp1.sharded_state_dicts(self._module):
-            own = FullyShardedDataParallel.optim_state_dict(self._module, self.optimizer)
+            own = self._own()
             raw_names = [raw for group in own["param_groups"] for raw in group["params"]]
             names = clean_names(self._module, raw_names)
             groups = []
@@ -166,6 +179,19 @@ class Fsdp1Owner:
             )
         with exact_dtypes(self.optimizer):
             self.optimizer.load_state_dict(loadable)
+
+    def _own(self) -> dict[str, Any]:
+        try:
+            return FullyShardedDataParallel.optim_state_dict(self._module, self.optimizer)
+        except RuntimeError as error:
+            if "is not in the optimizer state" not in str(error):
+                raise
+            # FSDP1 moves the state of all parameters in a flat one together.
+            raise ConfigError(
+                f"{type(self.optimizer).__name__}: FSDP1 gives the state of an optimizer only if that has one for each "
+                f"trained parameter of a wrapped module, and here {error} Use one optimizer for each wrapped module, "
+                "with state for each parameter, or fully_shard."
+            ) from error
 
     def _cleaned(self, by_raw_name: Mapping[str, Any]) -> dict[str, Any]:
         names = clean_names(self._module, by_raw_name)

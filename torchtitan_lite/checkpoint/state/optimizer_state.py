@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from torchtitan_lite.errors import CheckpointMismatch, ConfigError
+
 STATE, SETTINGS, LAYOUTS, OF_OPTIMIZERS = "state", "param_groups", "layouts", "optimizers"
 
 
@@ -86,15 +88,36 @@ def flat(state: OptimizerState) -> Iterator[tuple[str, Any]]:
 def flat_layouts(state: OptimizerState, like: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
     """Yield how tensors are sharded that are not as their parameter, which `like` has by name.
 
-    Raises TypeError for a tensor that is not the same on all ranks, and says where its parts belong by nothing.
+    Raises TypeError for a tensor that is not the same on all ranks, and says where its parts belong by nothing;
+    ConfigError for DTensors within lists or dicts, of which a load could make plain tensors only.
     """
     for name, own in state.states.items():
         for key, value in own.items():
             where = f"optimizer.{STATE}.{name}.{key}"
             for tensor in tensors_in(value):
                 _refuse_local(where, tensor, like[name])
+                if isinstance(tensor, DTensor) and tensor is not value:
+                    raise ConfigError(
+                        f"{where} is a {type(value).__name__} with DTensors in it, of which a load would make plain "
+                        "tensors. Use an optimizer that keeps tensors by themselves in its state, which LBFGS does "
+                        "not, or train without fully_shard."
+                    )
             if isinstance(value, DTensor) and value.shape != like[name].shape:
                 yield f"{LAYOUTS}.{name}.{key}", ",".join(map(_spelt, value.placements))
+
+
+def refuse_unsharded(states: Mapping[str, Mapping[Any, Any]], like: Mapping[str, torch.Tensor]) -> None:
+    """Raise `CheckpointMismatch` for stored state in lists or dicts that a sharded parameter cannot go with."""
+    for name, own in states.items():
+        for key, value in own.items() if isinstance(like[name], DTensor) else ():
+            if isinstance(value, torch.Tensor) or all(each.numel() <= 1 for each in tensors_in(value)):
+                continue
+            raise CheckpointMismatch(
+                "the optimizer's state dict",
+                f"  {STATE}.{name}.{key} is a {type(value).__name__} with tensors in it, and nothing says how they are "
+                "sharded. Resume without fully_shard, or begin the optimizer's state from scratch with "
+                "--checkpoint.exclude_from_loading=optimizer.",
+            )
 
 
 def by_name(flat_state: Mapping[str, Any], names: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:

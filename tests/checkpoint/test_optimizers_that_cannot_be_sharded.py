@@ -1,0 +1,114 @@
+"""Optimizers whose state under FSDP nothing could put back: refused by name, and never half loaded."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.optim import Optimizer
+
+from tests.checkpoint.optimizers_of_torch import Regression, train_step
+from tests.checkpoint.small_run import job_config
+from tests.ranks import Ranks, on_two_ranks
+from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.errors import CheckpointMismatch, ConfigError
+
+
+def lbfgs(model: nn.Module) -> Optimizer:
+    return torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, history_size=3)
+
+
+def manager_of(folder: Path, model: nn.Module, *optimizers: Optimizer, **options: Any) -> CheckpointManager:
+    return CheckpointManager(None, model, optimizers, None, {}, job_config(folder, **options))
+
+
+def sharded() -> nn.Module:
+    torch.manual_seed(0)
+    model = Regression().requires_grad_(True)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    return model
+
+
+def fsdp1(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return FullyShardedDataParallel(model, use_orig_params=True, device_mesh=mesh, device_id=torch.device("cpu"))
+
+
+@on_two_ranks
+def test_state_in_lists_is_refused_at_the_save_under_fsdp2(rank: int, tmp_path: Path) -> None:
+    model = sharded()
+    optimizer = lbfgs(model)
+    for step in (1, 2):
+        train_step(model, optimizer, step, late=True)
+    refusal = r"optimizer\.state\.first\.weight\.\w+ is a list.*fully_shard"
+    with manager_of(tmp_path, model, optimizer) as manager, pytest.raises(ConfigError, match=refusal):
+        manager.save(2, force=True)
+
+
+def load_sharded(rank: int, folder: Path) -> None:
+    model = sharded()
+    before = [each.to_local().clone() for each in model.parameters()]  # type: ignore[operator]  # DTensors
+    manager = manager_of(folder, model, lbfgs(model), load_only=True)
+    refusal = r"first\.weight\.old_dirs is a list (.|\n)*exclude_from_loading=optimizer"
+    with manager, pytest.raises(CheckpointMismatch, match=refusal):
+        manager.load()
+    now = [each.to_local() for each in model.parameters()]  # type: ignore[operator]  # DTensors
+    assert all(map(torch.equal, before, now))
+
+
+def test_state_in_lists_is_refused_at_the_load_under_fsdp2(tmp_path: Path, two_ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    model = Regression().requires_grad_(True)
+    optimizer = lbfgs(model)
+    for step in (1, 2):
+        train_step(model, optimizer, step, late=True)
+    with manager_of(tmp_path, model, optimizer) as manager:
+        manager.save(2, force=True)
+    two_ranks.run(load_sharded, folder=tmp_path)
+
+
+@on_two_ranks
+def test_two_optimizers_for_one_module_under_fsdp1_are_refused_at_the_first_save(rank: int, tmp_path: Path) -> None:
+    model = fsdp1(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    first, *others = model.parameters()
+    optimizers = torch.optim.SGD([first], lr=0.1, momentum=0.9), torch.optim.AdamW(others, lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    with manager_of(tmp_path, model, *optimizers) as manager, pytest.raises(ConfigError, match=r"SGD.*fully_shard"):
+        manager.save(1, force=True)
+
+
+class WithEmpty(nn.Module):
+    """A parameter without elements beside one with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        return y + self.empty.sum()
+
+
+@on_two_ranks
+def test_a_parameter_without_elements_under_fsdp1_is_refused_at_the_first_save(rank: int, tmp_path: Path) -> None:
+    """FSDP1 drops a part of its state at a load, and the optimizer then raises on one rank."""
+    model = fsdp1(WithEmpty())
+    optimizer = torch.optim.RMSprop(model.parameters(), momentum=0.9)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    with (
+        manager_of(tmp_path, model, optimizer) as manager,
+        pytest.raises(ConfigError, match="empty"),
+    ):
+        manager.save(1, force=True)
