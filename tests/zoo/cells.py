@@ -62,7 +62,10 @@ KINDS = {
 def pairs() -> list[Case]:
     """Return cases in which every two entries come together; of optimizers, one for each class."""
     classes = {recipe.kind: name for name, recipe in OPTIMIZERS.items()}
-    kinds = KINDS | {"optimizer": sorted(classes.values(), key=lambda name: name != "AdamW-fused=True")}
+    kinds = KINDS | {
+        "optimizer": sorted(classes.values(), key=lambda name: not name.startswith("AdamW")),
+        "wrapper": [name for name in WRAPPERS if name != "FSDP1"],  # refused whatever is in it
+    }
 
     def case(row: tuple[str, ...]) -> Case:
         return Case(**dict(zip(kinds, row, strict=True)))

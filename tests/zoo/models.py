@@ -170,11 +170,11 @@ class Late(nn.Module):
         super().__init__()
         self.early = nn.Linear(width, width)
         self.late = nn.Linear(width, width)
-        self.step = 0
+        self.is_late = False
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.early(x)
-        return y + self.late(x) if self.step >= LATE else y
+        return y + self.late(x) if self.is_late else y
 
 
 class Sparse(nn.Module):
@@ -190,17 +190,29 @@ class Sparse(nn.Module):
 
 
 class OddSizes(nn.Module):
-    """Sizes that nothing divides: one row, three, a parameter without elements."""
+    """Sizes that nothing divides: one row, and three."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.three = nn.Linear(width, 3, bias=False)
         self.back = nn.Linear(3, width)
         self.one = nn.Parameter(torch.ones(1, width))
-        self.empty = nn.Parameter(torch.zeros(0, width))
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.back(self.three(x)) * self.one
+        return y
+
+
+class Empty(nn.Module):
+    """A parameter without elements."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.empty = nn.Parameter(torch.zeros(0, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
         return y + self.empty.sum()
 
 
@@ -275,6 +287,7 @@ MODELS: dict[str, Callable[[int], nn.Module]] = {
     "late-used parameters": Late,
     "sparse Embedding": Sparse,
     "odd sizes": OddSizes,
+    "an empty parameter": Empty,
     "a scalar parameter": Scalar,
     "several dtypes": Precisions,
     "channels last": Convolution,
@@ -286,4 +299,4 @@ def set_step(model: nn.Module, step: int) -> None:
     """Let the late parts of `model` know the step."""
     for module in model.modules():
         if isinstance(module, Late):
-            module.step = step
+            module.is_late = step >= LATE

@@ -20,11 +20,27 @@ from tests.zoo.extras import EXTRAS, SCALER, TWO_GROUPS, TWO_OPTIMIZERS, is_spar
 from tests.zoo.models import BATCH, INPUT, MODELS, Subject, set_step
 from tests.zoo.schedules import RECIPES
 from tests.zoo.snapshot import in_pieces, model_state, optimizer_state
-from tests.zoo.wrappers import PLAIN, WRAPPERS, Stage
+from tests.zoo.wrappers import FSDP2, PLAIN, TP, WRAPPERS, Stage
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 
 OPTIMIZERS = {str(recipe): recipe for recipe in recipes()}
 MODES = ("disabled", "async")
+SPARSE = "sparse Embedding"
+_FSDP2 = {FSDP2, "HSDP", TP, "TP x FSDP2, uneven"}
+_SHARDED = {*_FSDP2, "FSDP1 with a mesh"}
+NOT_TOGETHER = {
+    SPARSE: _SHARDED,
+    "an empty parameter": _FSDP2,
+    "a scalar parameter": _SHARDED,
+    "several dtypes": _SHARDED,
+    "channels last": _FSDP2,
+    "swa_utils.AveragedModel": _SHARDED,
+    "Rprop": _FSDP2,
+    "Adafactor": _FSDP2,
+    "LBFGS": {SCALER, TWO_GROUPS, TP, "TP x FSDP2, uneven", "PP"},
+    SCALER: {"PP"},
+}
+"""What torch does not train together: no row of pairs has the two, so that the others of the row are tried."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +65,11 @@ class Case:
 
     @property
     def is_offered(self) -> bool:
-        """Whether torch can train it at all, as far as that is plain without trying."""
-        has_rows = self.optimizer != "SparseAdam" or self.model == "sparse Embedding"
-        one_group = self.optimizer != "LBFGS" or self.extra not in (SCALER, TWO_GROUPS)
-        return has_rows and one_group and not (self.wrapper == "PP" and (self.extra == SCALER or self.is_closure))
-
-    @property
-    def is_closure(self) -> bool:
-        """Whether the optimizer evaluates the loss by itself."""
-        return self.optimizer.startswith("LBFGS")
+        """Whether torch can train it at all; see `NOT_TOGETHER`."""
+        chosen = {self.model, self.optimizer.partition("-")[0], self.scheduler, self.wrapper, self.extra}
+        if self.optimizer.startswith("SparseAdam") and self.model != SPARSE:
+            return False
+        return not any(first in chosen and chosen & others for first, others in NOT_TOGETHER.items())
 
     def under(self, wrapper: str) -> Case:
         """Return the same model under another wrapper."""
@@ -83,7 +95,8 @@ class Run:
             if case.extra == TWO_OPTIMIZERS and self.schedulers:
                 self.schedulers[0] = torch.optim.lr_scheduler.ExponentialLR(self.optimizers[0], 0.6)
             self.states = EXTRAS[case.extra](self)
-        torch.manual_seed(seed + 1000 + rank)  # Ranks drop other units.
+        # Ranks drop other units, but for those that have to come to the same.
+        torch.manual_seed(seed + 1000 + (rank // 2 if case.wrapper.startswith(TP) else rank))
 
     def manager(self, folder: Path, **options: Any) -> CheckpointManager:
         """Return the manager of this run."""

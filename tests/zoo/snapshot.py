@@ -133,13 +133,18 @@ def model_state(module: nn.Module) -> dict[str, Any]:
 
 
 def optimizer_state(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """Return the state and the settings of each parameter, by its name."""
+    """Return the state and the settings of each parameter, by its name.
+
+    What FSDP1 keeps of a parameter on other ranks alone is left out: some optimizers make empty state for it.
+    """
+    is_flat = isinstance(module, FullyShardedDataParallel)
     names = {parameter: name for name, parameter in plain_names(module, module.named_parameters()).items()}
     state, settings = {}, {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                state[names[parameter]] = dict(optimizer.state.get(parameter, {}))
+                is_elsewhere = is_flat and parameter.numel() == 0
+                state[names[parameter]] = {} if is_elsewhere else dict(optimizer.state.get(parameter, {}))
                 settings[names[parameter]] = {key: value for key, value in group.items() if key != "params"}
     return {"state": {name: state[name] for name in sorted(state)}, "settings": settings}
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.zoo.models import Subject
+from tests.zoo.models import BATCH, INPUT, OUTPUT, Subject
 
 EVEN, UNEVEN = 8, 7
 Loss = Callable[[Tensor], Tensor]
@@ -45,13 +45,16 @@ class Stage(Wrapped):
 
     def __init__(self, model: Subject) -> None:
         rank = dist.get_rank()
+        width = model.down.in_features  # type: ignore[union-attr]  # it is no None before the model is cut
         if rank == 0:
             model.down = None
             model.middle = None
         else:
             model.up = None
         super().__init__(model)
-        stage = PipelineStage(model, rank, 2, torch.device("cpu"))
+        # With examples, for torch would find the shapes by a forward pass on garbage, which buffers keep.
+        examples = [torch.empty(BATCH // 2, size) for size in (INPUT, width, OUTPUT)]
+        stage = PipelineStage(model, rank, 2, torch.device("cpu"), examples[rank], examples[rank + 1])
         self._schedule = ScheduleGPipe(stage, 2, loss_fn=lambda output, target: loss_of(output))
 
     def forward_backward(self, batch: Tensor, scale: Callable[[Tensor], Tensor]) -> float:
@@ -130,7 +133,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "torch.compile": Wrapper(1, _compiled, (FSDP2,)),
     "module.compile": Wrapper(1, _compiled_in_place, (FSDP2,)),
     "activation checkpointing": Wrapper(1, _recomputed, (FSDP2,)),
-    "DDP": Wrapper(2, lambda model: Wrapped(DistributedDataParallel(model)), (PLAIN,)),
+    "DDP": Wrapper(2, lambda model: Wrapped(DistributedDataParallel(model, find_unused_parameters=True)), (PLAIN,)),
     "FSDP1": Wrapper(2, _fsdp1, (PLAIN,)),
     "FSDP1 with a mesh": Wrapper(2, _fsdp1_with_mesh, (PLAIN,)),
     FSDP2: Wrapper(2, _fsdp2, (PLAIN, TP)),
