@@ -1,5 +1,6 @@
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,6 +98,27 @@ def test_a_newer_format_is_named_and_is_not_called_damage() -> None:
         ({"files": {"__0_0.distcp": {"size": -1}}}, "size: expected at least 0"),
         ({"files": {"../secret": {"size": 1}}}, "'../secret' is not the name of a file"),
         ({"files": {"..": {"size": 1}}}, "'..' is not the name of a file"),
+        ({"files": {".": {"size": 1}}}, "'.' is not the name of a file"),
+        ({"files": {"": {"size": 1}}}, "'' is not the name of a file"),
+        ({"files": {"a\\b": {"size": 1}}}, "is not the name of a file"),
+        ({"files": {"a\0": {"size": 1}}}, "is not the name of a file"),
+        *(
+            ({"files": {"a": {"size": 10, "blocks": blocks}}}, f"blocks: expected str, found {kind}")
+            for blocks, kind in ((5, "int"), (None, "NoneType"), (["aa"], "list"), (1.5, "float"), (True, "bool"))
+        ),
+        ({"files": {"a": {"size": 10, "blocks": "no hex"}}}, "non-hexadecimal number"),
+        ({"files": {"a": {"size": 10, "blocks": "aa" * 7}}}, "a: expected the digests of 1 blocks, found 7 bytes"),
+        ({"files": {"a": {"size": 10, "blocks": "aa" * 16}}}, "a: expected the digests of 1 blocks, found 16 bytes"),
+        ({"files": {"a": {"size": 1 << 21, "blocks": "aa" * 8}}}, "a: expected the digests of 2 blocks, found 8 bytes"),
+        ({"files": {"a": {"size": 0, "blocks": "aa" * 8}}}, "a: expected the digests of 0 blocks, found 8 bytes"),
+        ({"created_at": 5}, "created_at: expected float, found int"),
+        ({"world_size": "2"}, "world_size: expected int, found str"),
+        ({"kind": ["full"]}, "kind: expected str, found list"),
+        ({"extra": None}, "extra: expected dict, found NoneType"),
+        ({"lineage": {"run_id": "../up"}}, "lineage: run_id: expected letters and digits"),
+        ({"tensors": []}, "tensors: expected dict, found list"),
+        ({"tensors": {"w": 5}}, "w: expected dict, found int"),
+        ({"objects": {"n": ["path"]}}, "n: expected dict, found list"),
     ],
 )
 def test_a_wrong_field_is_damage_and_is_named(fields: dict[str, Any], finding: str) -> None:
@@ -129,7 +151,7 @@ def test_a_torn_manifest_is_damage_wherever_it_is_torn() -> None:
             Manifest.parse(data[:length])
 
 
-@given(st.integers(0, len(MANIFEST.to_json()) - 2), st.integers(0, 255))
+@given(st.integers(0, len(MANIFEST.to_json()) - 1), st.integers(0, 255))
 def test_any_changed_byte_is_damage_and_never_a_newer_format(position: int, byte: int) -> None:
     data = bytearray(MANIFEST.to_json())
     assume(data[position] != byte)
@@ -158,3 +180,82 @@ def test_a_file_is_digested_in_blocks_that_cover_it() -> None:
     assert record.blocks == block_digest(data[:BLOCK_BYTES]) + block_digest(b"tail")
     assert len(record.digest) == 32
     assert FileRecord.of(data[:-1]).digest != record.digest
+
+
+def with_line(name: str, text: str) -> bytes:
+    """The manifest with a table `name` that stands, as `text`, on a line of its own."""
+    lines = MANIFEST.to_json().decode().split("\n")
+    found = [f'"{name}": {text},' if line.startswith(f'"{name}": ') else line for line in lines]
+    assert found != lines
+    return seal("\n".join(found).partition(',\n"digest"')[0].encode())
+
+
+@pytest.mark.parametrize("name", ["tensors", "objects"])
+@pytest.mark.parametrize("text", ['{"w" 5}', '{"w": NaN}', '{"w": 5}', '{"w": []}', '{"w": {"a": Infinity}}', "{,}"])
+def test_a_table_that_is_none_is_damage_once_it_is_looked_into(name: str, text: str) -> None:
+    manifest = Manifest.parse(with_line(name, text), "step-5/manifest.json")
+    for look in (len, list, lambda table: table["w"], lambda table: "w" in table):
+        with pytest.raises(CheckpointDamaged, match=r"step-5/manifest\.json") as caught:
+            look(getattr(manifest, name))
+        assert caught.value.path == "step-5/manifest.json"
+
+
+def test_a_table_is_read_when_it_is_first_looked_into_and_goes_on_the_way_it_came() -> None:
+    data = with_line("tensors", '{ "v": {"dtype": "int8"},  "w": {} }')
+    manifest = Manifest.parse(data)
+    assert dict(manifest.tensors) == {"v": {"dtype": "int8"}, "w": {}}
+    assert manifest.tensors.text == '{ "v": {"dtype": "int8"},  "w": {} }'
+    assert manifest.to_json() == data
+
+
+def test_the_lines_of_a_manifest_are_what_other_versions_read() -> None:
+    manifest = dataclasses.replace(MANIFEST, files={"b": FileRecord.of(b"abc"), "a": FileRecord(10)})
+    assert manifest.to_json().decode().split("\n")[:-3] == [
+        "{",
+        '"format_version": 3,',
+        '"step": 500,',
+        '"kind": "full",',
+        '"created_at": 1700000000.25,',
+        '"world_size": 2,',
+        '"versions": {"torch":"2.13.0"},',
+        '"lineage": {"run_id":"unknown","parent_step":null,"branch_point":null,"abandons":[]},',
+        '"files": {"a":{"size":10,"digest":"","blocks":""},'
+        '"b":{"size":3,"digest":"e9fba89c0802d511a476890dbb651ee2","blocks":"78af5f94892f3950"}},',
+        '"extra": {"run_id":"r1","mesh":[2,1]},',
+        '"objects": {"n":{"value":3}},',
+        '"tensors": {"w":{"dtype":"float32","shape":[2],"chunks":[["__0_0.distcp",0,[0],[2]]]}},',
+        '"structure": {"root":{"kind":"dict","keys":["w","n"]}},',
+    ]
+
+
+def test_what_is_no_json_number_is_not_written() -> None:
+    for manifest in (
+        dataclasses.replace(MANIFEST, extra={"loss": float("nan")}),
+        dataclasses.replace(MANIFEST, created_at=float("inf")),
+    ):
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            manifest.to_json()
+
+
+def test_a_time_that_is_no_number_of_seconds_is_damage() -> None:
+    data = MANIFEST.to_json().replace(b"1700000000.25", b"1e999")
+    with pytest.raises(CheckpointDamaged, match="created_at: expected seconds, found inf"):
+        Manifest.parse(seal(data.partition(b',\n"digest"')[0]))
+
+
+def test_a_manifest_whose_seal_is_wrong_says_which_one_it_has() -> None:
+    data = MANIFEST.to_json()
+    digest = data[-36:-4].decode()
+    with pytest.raises(CheckpointDamaged, match=f"its own digest is not the {digest} of its last line"):
+        Manifest.parse(data.replace(b'"step": 500', b'"step": 501'))
+    with pytest.raises(CheckpointDamaged, match="its last line is not its digest"):
+        Manifest.parse(data.removesuffix(b"\n"))
+
+
+def test_the_manifest_of_a_folder_is_the_one_in_it(tmp_path: Path) -> None:
+    assert Manifest.of_folder(tmp_path) is None
+    (tmp_path / "manifest.json").write_bytes(MANIFEST.to_json())
+    assert Manifest.of_folder(tmp_path) == MANIFEST
+    (tmp_path / "manifest.json").write_bytes(b"{")
+    with pytest.raises(CheckpointDamaged, match=str(tmp_path / "manifest.json")):
+        Manifest.of_folder(tmp_path)

@@ -28,7 +28,7 @@ FORMAT_VERSION = 3
 """1 had no digests and no table of tensors; until 2 each entry of a table had its path, without types of keys."""
 
 _TABLES = ("tensors", "objects", "structure")
-_LAST_LINE = re.compile(rb',\n"digest": "([0-9a-f]{32})"\n}\n?')
+_LAST_LINE = re.compile(rb',\n"digest": "([0-9a-f]{32})"\n}\n')
 _LAST_LINE_BYTES = len(',\n"digest": ""\n}\n') + 32
 
 NAN_IN = "nan_in"
@@ -284,7 +284,8 @@ def _file(files: dict[str, Any], name: str) -> FileRecord:
     if name in ("", ".", "..") or any(character in name for character in "/\\\0"):
         raise ValueError(f"files: {name!r} is not the name of a file")
     record: dict[str, Any] = _value(files, name, dict)
-    size, blocks = _number(record, "size", 0), bytes.fromhex(record.get("blocks", ""))
+    size = _number(record, "size", 0)
+    blocks = bytes.fromhex(_value(record, "blocks", str)) if "blocks" in record else b""
     if blocks and len(blocks) != DIGEST_BYTES * num_blocks(size):
         raise ValueError(f"{name}: expected the digests of {num_blocks(size)} blocks, found {len(blocks)} bytes")
     return FileRecord(size, blocks)

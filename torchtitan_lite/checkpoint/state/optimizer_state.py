@@ -109,7 +109,7 @@ def flat_layouts(state: OptimizerState, like: Mapping[str, torch.Tensor]) -> Ite
 def refuse_unsharded(states: Mapping[str, Mapping[Any, Any]], like: Mapping[str, torch.Tensor]) -> None:
     """Raise `CheckpointMismatch` for stored state in lists or dicts that a sharded parameter cannot go with."""
     for name, own in states.items():
-        for key, value in own.items() if isinstance(like[name], DTensor) else ():
+        for key, value in own.items() if isinstance(like.get(name), DTensor) else ():
             if isinstance(value, torch.Tensor) or all(each.numel() <= 1 for each in tensors_in(value)):
                 continue
             raise CheckpointMismatch(
