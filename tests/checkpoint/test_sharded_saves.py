@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.tiny_run import TinyRun, at_steps, differing, same_everywhere
+from tests.checkpoint.tiny_run import TIMEOUT_SECONDS, TinyRun, at_steps, differing, same_everywhere
 from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint.savers import ProcessSaver
 from torchtitan_lite.distributed.consensus import Peers
@@ -130,7 +130,7 @@ def test_a_signal_on_one_rank_makes_all_save_the_same_step_and_leave(rank: int, 
 
 @on_two_ranks
 def test_a_dead_writer_process_is_replaced_by_the_next_save(rank: int, tmp_path: Path) -> None:
-    saver = ProcessSaver(Peers(timedelta(seconds=30)), timeout_seconds=30)
+    saver = ProcessSaver(Peers(timedelta(seconds=TIMEOUT_SECONDS)), timeout_seconds=TIMEOUT_SECONDS)
     process = saver.process
     run = TinyRun(tmp_path, inner_saver=saver, seams={"save_policy": at_steps(1, 2, 5)})
 

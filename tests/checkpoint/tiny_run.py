@@ -33,7 +33,8 @@ from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.store import CheckpointStore
 
-TIMEOUT_SECONDS = 30
+TIMEOUT_SECONDS = 120
+"""To wait for what comes at once where the machine is idle: a writer process that starts, a peer, a save."""
 
 
 class TinyRun(Run):
