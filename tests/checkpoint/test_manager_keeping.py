@@ -287,8 +287,9 @@ def test_a_load_tells_what_it_reads_and_how_long_that_takes(start_run: StartRun)
 def test_the_manifest_says_topology_and_config_of_the_run(start_run: StartRun) -> None:
     for topology in (None, "dp_shard 1"):
         run = start_run(interval=1, seams={"topology": topology})
+        run.manager.load()
         run.step()
-        document = json.loads((run.root / "step-1" / layout.MANIFEST).read_bytes())
+        document = json.loads((run.root / f"step-{run.train_state.step}" / layout.MANIFEST).read_bytes())
         assert document["extra"]["topology"] == (topology or "1 ranks")
         assert document["extra"]["config"]["checkpoint"]["interval"] == 1
         assert document["world_size"] == 1

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.foreign_folders import save_plain
 from tests.checkpoint.small_run import SmallRun, Tiny, job_config, same
+from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.stateful import LRSchedulerWrapper, ModelWrapper, OptimizerWrapper
 from torchtitan_lite.errors import CheckpointMismatch, CheckpointNotFound, ConfigError, CorpusChanged
@@ -25,6 +26,21 @@ def saved_run(start_run: StartRun, steps: int = 3, **options: Any) -> SmallRun:
     run.train(steps)
     run.manager.close()
     return run
+
+
+def test_a_fault_that_is_named_happens_once_the_checkpoint_is_chosen_and_before_anything_changes(
+    start_run: StartRun,
+) -> None:
+    saved_run(start_run, steps=1)
+    run = start_run()
+    before = run.contents()
+    faults.install("EIO@load:step=1", rank=0)
+    try:
+        with pytest.raises(OSError, match="Input/output error"):
+            run.manager.load()
+    finally:
+        faults.install("", rank=0)
+    assert same(run.contents(), before)
 
 
 def test_a_fresh_start_is_said_and_changes_nothing(start_run: StartRun, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 import sys
 import threading
 from collections.abc import Callable
@@ -20,6 +22,8 @@ from torchtitan_lite.checkpoint.writer import Target
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.store.manifest import FileRecord
 from torchtitan_lite.store.store import CheckpointStore
+
+IOPRIO_GET = {"x86_64": 252, "aarch64": 31}
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a priority for each thread")
 
@@ -47,6 +51,16 @@ def test_a_thread_that_gives_way_takes_along_what_it_starts_and_leaves_the_other
     assert _nice_in_thread(both) == min(before + NICE, 19)
     assert _nice_of_this_thread() == before
     assert _nice_in_thread(_nice_of_this_thread) == before
+
+
+@pytest.mark.skipif(platform.machine() not in IOPRIO_GET, reason="the system call's number is not known here")
+def test_on_the_disk_it_comes_last_of_those_that_get_anything() -> None:
+    def class_and_level() -> int:
+        give_way()
+        return ctypes.CDLL(None).syscall(IOPRIO_GET[platform.machine()], 1, 0)
+
+    best_effort = 2
+    assert divmod(_nice_in_thread(class_and_level), 1 << 13) == (best_effort, 7)
 
 
 def test_where_another_priority_is_refused_what_is_written_is_written_all_the_same(

@@ -125,6 +125,15 @@ def test_each_item_is_written_once_and_no_rank_has_much_more_than_its_share(
     assert max(loads) - min(loads) <= max(sizes), "the last one given away went to whoever had least"
 
 
+def test_what_is_one_byte_goes_to_whoever_has_least_and_what_is_nothing_to_the_first_that_has_it() -> None:
+    plans = [plan_of({"own": 9, "empty": 0}), plan_of({"empty": 0})]
+    for plan in plans:
+        plan.items.extend(
+            create_default_local_save_plan({"byte": torch.empty(1, dtype=torch.int8)}, False).items  # Both have it.
+        )
+    assert balanced(plans) == [[0, 1], [1]]
+
+
 @on_two_ranks
 def test_a_change_on_one_rank_makes_a_new_plan_on_both(rank: int, tmp_path: Path) -> None:
     plans = PlanCache(Peers(timedelta(seconds=30)))

@@ -102,6 +102,13 @@ def test_closing_waits_for_the_save_under_way(store: CheckpointStore) -> None:
     assert saved_weight(store) == [1, 1, 1]
 
 
+def test_closing_says_nothing_of_a_save_that_is_over(store: CheckpointStore, caplog: pytest.LogCaptureFixture) -> None:
+    saver = ThreadSaver(PEERS)
+    begin(saver, store, {"weight": torch.ones(3)}).durable.result(DEADLINE_SECONDS)
+    saver.close(DEADLINE_SECONDS)
+    assert [record.message for record in caplog.records if "still being written" in record.message] == []
+
+
 class StuckDisk(Durable):
     """Renames when it is let go, and not before."""
 
@@ -131,6 +138,7 @@ def test_a_save_that_nobody_waits_for_any_more_keeps_its_copy_to_itself(store: C
     disk = StuckDisk()
     saver = ThreadSaver(PEERS)
     stuck = begin(saver, CheckpointStore(store.root, durable=disk), {"weight": torch.ones(3)})
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "checkpoint"), "none keeps us here"
     next_one = begin(saver, store, {"weight": torch.zeros(3)}, step=2)
     assert next_one.staged.done()
     disk.let_go.set()

@@ -50,6 +50,26 @@ def test_names_and_paths_are_dcps(state: Any) -> None:
     assert paths_of(structure) == paths
 
 
+def nested(depth: int) -> Any:
+    state: Any = 0
+    for _ in range(depth):
+        state = {"in": state}
+    return state
+
+
+def test_a_state_is_taken_as_deep_as_it_can_be_read_again() -> None:
+    deepest = nested(MAX_DEPTH)
+    flat, structure = flatten(deepest)
+    assert rebuild(through_json(structure), flat) == deepest
+    with pytest.raises(ValueError, match="nested more than"):
+        flatten(nested(MAX_DEPTH + 1))
+
+
+def test_half_a_pair_of_surrogates_is_refused_as_a_key() -> None:
+    with pytest.raises(TypeError, match="would not come back"):
+        flatten({"a": {"\ud800": 0}})
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [
