@@ -16,11 +16,13 @@ import pytest
 
 from torchtitan_lite import faults
 from torchtitan_lite.errors import CheckpointUnreadable
-from torchtitan_lite.store import block_reader
-from torchtitan_lite.store.block_reader import BlockReader, DamagedRange, Piece
+from torchtitan_lite.store import block_reader, page_cache
+from torchtitan_lite.store.block_reader import BlockReader, DamagedRange
 from torchtitan_lite.store.digest import BLOCK_BYTES
 from torchtitan_lite.store.durable import O_DIRECT
 from torchtitan_lite.store.manifest import FileRecord
+from torchtitan_lite.store.page_cache import look_into_cache
+from torchtitan_lite.store.read_requests import Piece
 
 SIZE = 6 * BLOCK_BYTES + 777
 PREADV = os.preadv
@@ -121,7 +123,7 @@ def test_where_the_page_cache_cannot_be_looked_into_all_is_read_through_it(
     path: Path, requests: Requests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forget(path)
-    monkeypatch.setattr(block_reader, "_libc", lambda: None)
+    monkeypatch.setattr(page_cache, "_libc", lambda: None)
     read(path, [(0, SIZE)], direct=True)
     assert requests.made
     assert not any(request.direct for request in requests.made)
@@ -223,7 +225,7 @@ def paged(tmp_path: Path) -> Iterator[int]:
 
 
 def is_cached(fd: int, begin: int, end: int) -> bool:
-    with block_reader._look_into_cache(fd, PAGES * mmap.PAGESIZE) as has:
+    with look_into_cache(fd, PAGES * mmap.PAGESIZE) as has:
         if has is None:
             pytest.skip("the system does not tell")
         return has(begin, end)
@@ -254,6 +256,6 @@ def test_a_file_that_cannot_be_mapped_is_not_looked_into(path: Path, monkeypatch
         def mmap(self, *arguments: object) -> int | None:
             return ctypes.c_void_p(-1).value
 
-    monkeypatch.setattr(block_reader, "_libc", NoMaps)
-    with path.open("rb") as file, block_reader._look_into_cache(file.fileno(), 10) as has:
+    monkeypatch.setattr(page_cache, "_libc", NoMaps)
+    with path.open("rb") as file, look_into_cache(file.fileno(), 10) as has:
         assert has is None

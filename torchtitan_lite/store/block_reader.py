@@ -20,7 +20,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from torchtitan_lite import faults
 from torchtitan_lite.errors import CheckpointUnreadable
@@ -29,12 +28,19 @@ from torchtitan_lite.store.digest import BLOCK_BYTES, DIGEST_BYTES, BlockDigest,
 from torchtitan_lite.store.durable import O_DIRECT
 from torchtitan_lite.store.in_threads import in_threads
 from torchtitan_lite.store.manifest import FileRecord
+from torchtitan_lite.store.page_cache import look_into_cache
 from torchtitan_lite.store.plain_file import opened
+from torchtitan_lite.store.read_requests import (
+    REQUEST_BYTES,
+    Piece,
+    Segment,
+    after,
+    by_block,
+    in_order,
+    portions,
+    segments,
+)
 
-REQUEST_BYTES = 4 * BLOCK_BYTES
-"""The largest read; a whole number of blocks."""
-GAP_BYTES = 256 << 10
-"""Without digests, a gap between two pieces up to this size is read rather than skipped."""
 ALIGNMENT = 4096
 """Bytes. Direct I/O wants memory, offset and length to be multiples of the disk's sector, 512 or 4096."""
 THREADS = 3
@@ -44,25 +50,10 @@ ATTEMPTS = 3
 PAUSE_SECONDS = 0.1
 """Before the second attempt; twice as long before each further one."""
 
-PORTION_BYTES = BLOCK_BYTES // 2
-"""Read and hashed at a time: what is read from and what is read into fit into a core's cache together."""
 
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
-_LOOKS = 9
-"""Pages of a range that are asked for, from the first to the last."""
-_MANY_PIECES = 32
-"""In one block: so many small reads are slower than one read and a copy."""
 _LARGE_COPY = 32 << 10
 """Bytes from which a copy lets other threads run."""
-
-
-class Piece(NamedTuple):
-    """Bytes of a file, and where they go."""
-
-    at: int
-    """The first byte in the file."""
-    into: memoryview
-    """Writable bytes; as many are read."""
 
 
 class DamagedRange(ValueError):
@@ -91,8 +82,8 @@ class BlockReader:
         """
         blocks = record.blocks if record is not None else b""
         with self._file(path, record) as file:
-            segments = list(_segments(pieces, file.size, bool(blocks)))
-            self._run(segments, lambda segment, buffers: file.read(segment, blocks, buffers))
+            requests = list(segments(pieces, file.size, bool(blocks)))
+            self._run(requests, lambda segment, buffers: file.read(segment, blocks, buffers))
 
     def verify(self, path: Path, record: FileRecord, blocks: Sequence[int]) -> None:
         """Returns if each of `blocks` (ascending) has its digest. Raises as `read` does."""
@@ -106,7 +97,7 @@ class BlockReader:
             if record is not None and size != record.size:
                 raise DamagedRange(path, min(size, record.size), record.size, f"it has {size} bytes")
             direct = self._open_direct(path, stack) if self.direct and O_DIRECT else None
-            cached = stack.enter_context(_look_into_cache(fd, size)) if direct is not None else None
+            cached = stack.enter_context(look_into_cache(fd, size)) if direct is not None else None
             yield _File(path, size, fd, direct if cached is not None else None, cached, self.pause)
 
     def _open_direct(self, path: Path, stack: ExitStack) -> int | None:
@@ -116,17 +107,17 @@ class BlockReader:
             _tell(path, error)
             return None
 
-    def _run(self, segments: Sequence[_Segment], read: Callable[[_Segment, _Buffers], None]) -> None:
-        """`read` has been called with each of `segments`, by several threads; raises the worst of what it raised."""
-        count = max(1, min(self.threads, len(segments)))
+    def _run(self, requests: Sequence[Segment], read: Callable[[Segment, _Buffers], None]) -> None:
+        """`read` has been called with each of `requests`, by several threads; raises the worst of what it raised."""
+        count = max(1, min(self.threads, len(requests)))
         while len(self._buffers) < count:
             self._buffers.append(_Buffers())
         free, failures = self._buffers[:count], list[Exception]()
 
-        def make_worker() -> Callable[[_Segment], None]:
+        def make_worker() -> Callable[[Segment], None]:
             buffers = free.pop()
 
-            def work(segment: _Segment) -> None:
+            def work(segment: Segment) -> None:
                 try:
                     if not failures:
                         read(segment, buffers)
@@ -135,7 +126,7 @@ class BlockReader:
 
             return work
 
-        in_threads(segments, count, make_worker)
+        in_threads(requests, count, make_worker)
         if failures:
             raise next((error for error in failures if not isinstance(error, DamagedRange)), failures[0])
 
@@ -150,14 +141,6 @@ class _Buffers:
         self.scratch = memoryview(mmap.mmap(-1, BLOCK_BYTES))
 
 
-class _Segment(NamedTuple):
-    """One request: bytes [begin, end) of the file, of which `pieces` are wanted."""
-
-    begin: int
-    end: int
-    pieces: list[Piece]
-
-
 @dataclass
 class _File:
     """An open file, direct as long as the system takes it."""
@@ -169,21 +152,21 @@ class _File:
     cached: Callable[[int, int], bool] | None
     pause: Callable[[float], None]
 
-    def read(self, segment: _Segment, blocks: bytes, buffers: _Buffers) -> None:
+    def read(self, segment: Segment, blocks: bytes, buffers: _Buffers) -> None:
         """The pieces of `segment` hold their bytes, checked against `blocks` unless these are empty."""
         if segment.end > self.size:
             raise DamagedRange(self.path, self.size, segment.end, f"the file ends after {self.size} bytes")
         if self.direct is not None and self.cached is not None and not self.cached(segment.begin, segment.end):
             self._read_through_bounce(segment, blocks, buffers, self.direct)
             return
-        for part in _by_block(segment):
-            pieces = _in_order(part)
+        for part in by_block(segment):
+            pieces = in_order(part)
             if pieces is None:
                 self._read_through_bounce(part, blocks, buffers, None)
             else:
                 self._read_straight(part, pieces, blocks, buffers)
 
-    def _read_straight(self, part: _Segment, pieces: list[Piece], blocks: bytes, buffers: _Buffers) -> None:
+    def _read_straight(self, part: Segment, pieces: list[Piece], blocks: bytes, buffers: _Buffers) -> None:
         """`part`, within one block, read into its places; what nobody wants goes into the scratch memory."""
         places: list[memoryview] = []
         at, unused = part.begin, 0
@@ -203,25 +186,25 @@ class _File:
     def _filled_and_digested(self, places: list[memoryview], at: int) -> bytes:
         """The digest of what was read into `places`: each portion is hashed while it lies in the processor's cache."""
         digest = BlockDigest()
-        for portion in _portions(places):
+        for portion in portions(places):
             self._fill(portion, at)
             for place in portion:
                 digest.update(place)
                 at += len(place)
         return digest.digest()
 
-    def _read_through_bounce(self, segment: _Segment, blocks: bytes, buffers: _Buffers, direct: int | None) -> None:
+    def _read_through_bounce(self, segment: Segment, blocks: bytes, buffers: _Buffers, direct: int | None) -> None:
         begin = segment.begin - segment.begin % ALIGNMENT
         self._fill_bounce(buffers, begin, segment.end, direct)
         wrong = self._wrong_blocks(segment, begin, blocks, buffers) if blocks else []
         _scatter(segment.pieces, begin, buffers)
         if wrong:
             # What is right has gone to its place: the buffer is needed for reading again.
-            for part in _by_block(segment):
+            for part in by_block(segment):
                 if part.begin in wrong:
                     self._read_again(part, blocks, buffers)
 
-    def _wrong_blocks(self, segment: _Segment, begin: int, blocks: bytes, buffers: _Buffers) -> list[int]:
+    def _wrong_blocks(self, segment: Segment, begin: int, blocks: bytes, buffers: _Buffers) -> list[int]:
         """Where blocks of `segment` begin that have another digest; they are in the bounce buffer."""
         wrong = []
         for block in range(segment.begin, segment.end, BLOCK_BYTES):
@@ -230,7 +213,7 @@ class _File:
                 wrong.append(block)
         return wrong
 
-    def _read_again(self, part: _Segment, blocks: bytes, buffers: _Buffers) -> None:
+    def _read_again(self, part: Segment, blocks: bytes, buffers: _Buffers) -> None:
         """`part`, one block, holds what it should. Raises `DamagedRange` if a second look does not find it either."""
         self._fill_bounce(buffers, part.begin, part.end, self.direct)
         found = block_digest(buffers.bounce[: part.end - part.begin])
@@ -261,7 +244,7 @@ class _File:
         wanted = sum(map(len, places)) if at_least is None else at_least
         done = 0
         while done < wanted:
-            rest = _after(places, done) if done else places
+            rest = after(places, done) if done else places
 
             def read(rest: list[memoryview] = rest, done: int = done) -> int:
                 faults.point("read", path=self.path)
@@ -274,94 +257,6 @@ class _File:
             if fd is not None and done < wanted and done % ALIGNMENT:
                 return False
         return True
-
-
-def _portions(places: list[memoryview]) -> Iterator[list[memoryview]]:
-    """`places`, in order, cut into lists of at most `PORTION_BYTES`."""
-    portion: list[memoryview] = []
-    room = PORTION_BYTES
-    for place in places:
-        while len(place) > room:
-            yield [*portion, place[:room]]
-            place, portion, room = place[room:], [], PORTION_BYTES
-        portion.append(place)
-        room -= len(place)
-    if portion:
-        yield portion
-
-
-def _after(places: list[memoryview], done: int) -> list[memoryview]:
-    """What of `places` comes after the first `done` bytes."""
-    rest = []
-    for place in places:
-        skipped = min(done, len(place))
-        done -= skipped
-        if skipped < len(place):
-            rest.append(place[skipped:])
-    return rest
-
-
-def _segments(pieces: Sequence[Piece], size: int, by_block: bool) -> Iterator[_Segment]:
-    """`pieces` as requests, in the order of the file; with `by_block`, of whole blocks."""
-    gap = 0 if by_block else GAP_BYTES
-    first = last = 0
-    together: list[Piece] = []
-    for piece in sorted(pieces, key=_at):
-        for part in _split(piece, REQUEST_BYTES):
-            begin = part.at
-            end = begin + len(part.into)
-            if by_block:
-                begin -= begin % BLOCK_BYTES
-                # Nothing past the end of the file is covered up: reading it is an error.
-                end = max(end, min(-(-max(end, begin + 1) // BLOCK_BYTES) * BLOCK_BYTES, size))
-            if together and begin <= last + gap and begin // REQUEST_BYTES == first // REQUEST_BYTES:
-                together.append(part)
-                last = max(end, last)
-                continue
-            if first < last:
-                yield _Segment(first, last, together)
-            first, last, together = begin, end, [part]
-    if first < last:
-        yield _Segment(first, last, together)
-
-
-def _split(piece: Piece, unit: int) -> Sequence[Piece]:
-    """`piece` cut where the file has multiples of `unit`."""
-    at, into = piece
-    if len(into) <= unit - at % unit:
-        return (piece,)
-    parts, done = [], 0
-    while done < len(into):
-        part = into[done : done + unit - (at + done) % unit]
-        parts.append(Piece(at + done, part))
-        done += len(part)
-    return parts
-
-
-def _by_block(segment: _Segment) -> Iterator[_Segment]:
-    """`segment` cut where blocks of the file begin."""
-    if segment.begin // BLOCK_BYTES == (segment.end - 1) // BLOCK_BYTES:
-        yield segment
-        return
-    parts: dict[int, list[Piece]] = {}
-    for piece in segment.pieces:
-        for part in _split(piece, BLOCK_BYTES):
-            parts.setdefault(part.at // BLOCK_BYTES, []).append(part)
-    for block in range(segment.begin // BLOCK_BYTES, -(-segment.end // BLOCK_BYTES)):
-        begin, end = max(block * BLOCK_BYTES, segment.begin), min((block + 1) * BLOCK_BYTES, segment.end)
-        yield _Segment(begin, end, parts.get(block, []))
-
-
-def _in_order(part: _Segment) -> list[Piece] | None:
-    """The pieces of `part` if they can be read straight into their places: few, and none of the same bytes."""
-    if len(part.pieces) > _MANY_PIECES:
-        return None
-    at = part.begin
-    for piece in part.pieces:
-        if piece.at < at:
-            return None
-        at = piece.at + len(piece.into)
-    return [piece for piece in part.pieces if len(piece.into)]
 
 
 def _scatter(pieces: Sequence[Piece], begin: int, buffers: _Buffers) -> None:
@@ -398,53 +293,6 @@ def _patiently(
             logger.warning("%s: %s; reading again.", path, error.strerror)
             pause(PAUSE_SECONDS * 2 ** (attempt - 1))
     raise AssertionError("unreachable")
-
-
-@contextmanager
-def _look_into_cache(fd: int, size: int) -> Iterator[Callable[[int, int], bool] | None]:
-    """Tells whether the page cache has a range of the file `fd`, by some of its pages; None where it cannot be told.
-
-    Pages come and go by neighbours, and either way reads the same bytes: to look at each takes as long as to read some.
-    """
-    libc = _libc()
-    address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0) if libc is not None and size else None
-    if libc is None or address in (None, _MAP_FAILED):
-        yield None
-        return
-
-    def has(begin: int, end: int) -> bool:
-        state = ctypes.c_ubyte()
-        first, last = begin // mmap.PAGESIZE, (end - 1) // mmap.PAGESIZE
-        for number in range(_LOOKS):
-            page = first + (last - first) * number // (_LOOKS - 1)
-            if libc.mincore(address + page * mmap.PAGESIZE, 1, ctypes.byref(state)) == 0 and not state.value & 1:
-                return False
-        return True
-
-    try:
-        yield has
-    finally:
-        libc.munmap(address, size)
-
-
-_MAP_FAILED = ctypes.c_void_p(-1).value
-
-
-@cache
-def _libc() -> Any:
-    """The C library with mincore; None where it has none."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "mincore"):
-        return None
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
-    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-    return libc
-
-
-def _at(piece: Piece) -> int:
-    return piece.at
 
 
 def _tell(path: Path, refusal: OSError) -> None:

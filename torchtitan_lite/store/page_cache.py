@@ -1,0 +1,56 @@
+"""Which parts of a file the page cache has."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+_LOOKS = 9
+"""Pages of a range that are asked for, from the first to the last."""
+
+
+@contextmanager
+def look_into_cache(fd: int, size: int) -> Iterator[Callable[[int, int], bool] | None]:
+    """Tells whether the page cache has a range of the file `fd`, by some of its pages; None where it cannot be told.
+
+    Pages come and go by neighbours, and either way reads the same bytes: to look at each takes as long as to read some.
+    """
+    libc = _libc()
+    address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0) if libc is not None and size else None
+    if libc is None or address in (None, _MAP_FAILED):
+        yield None
+        return
+
+    def has(begin: int, end: int) -> bool:
+        state = ctypes.c_ubyte()
+        first, last = begin // mmap.PAGESIZE, (end - 1) // mmap.PAGESIZE
+        for number in range(_LOOKS):
+            page = first + (last - first) * number // (_LOOKS - 1)
+            if libc.mincore(address + page * mmap.PAGESIZE, 1, ctypes.byref(state)) == 0 and not state.value & 1:
+                return False
+        return True
+
+    try:
+        yield has
+    finally:
+        libc.munmap(address, size)
+
+
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+@cache
+def _libc() -> Any:
+    """The C library with mincore; None where it has none."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "mincore"):
+        return None
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    return libc
