@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import mmap
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +39,7 @@ from torchtitan_lite.store.read_requests import (
     portions,
     segments,
 )
+from torchtitan_lite.store.request_memory import request_memory
 
 ALIGNMENT = 4096
 """Bytes. Direct I/O wants memory, offset and length to be multiples of the disk's sector, 512 or 4096."""
@@ -110,6 +110,7 @@ class BlockReader:
     def _run(self, requests: Sequence[Segment], read: Callable[[Segment, _Buffers], None]) -> None:
         """`read` has been called with each of `requests`, by several threads; raises the worst of what it raised."""
         count = max(1, min(self.threads, len(requests)))
+        self._buffers = [each for each in self._buffers if each.process == os.getpid()]  # A forked child has none.
         while len(self._buffers) < count:
             self._buffers.append(_Buffers())
         free, failures = self._buffers[:count], list[Exception]()
@@ -135,10 +136,10 @@ class _Buffers:
     """One thread's memory."""
 
     def __init__(self) -> None:
-        # A mapping begins at a page's border; what is never used of it is never taken.
-        self.bounce = memoryview(mmap.mmap(-1, REQUEST_BYTES + 2 * ALIGNMENT))
+        self.bounce = request_memory(REQUEST_BYTES + 2 * ALIGNMENT)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.bounce))
-        self.scratch = memoryview(mmap.mmap(-1, BLOCK_BYTES))
+        self.scratch = request_memory(BLOCK_BYTES)
+        self.process = os.getpid()
 
 
 @dataclass

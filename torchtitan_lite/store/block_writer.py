@@ -24,6 +24,7 @@ from torchtitan_lite.store.digest import BLOCK_BYTES, digest_blocks
 from torchtitan_lite.store.durable import DISK, O_DIRECT, Durable
 from torchtitan_lite.store.in_threads import in_threads
 from torchtitan_lite.store.manifest import FileRecord
+from torchtitan_lite.store.request_memory import request_memory
 
 REQUEST_BYTES = 4 * BLOCK_BYTES
 """Of one write. Larger ones are no faster; each thread holds a bounce buffer of this size."""
@@ -62,7 +63,7 @@ class Bounced:
         self._fill = fill
 
     def reader(self) -> Callable[[int, int], memoryview]:
-        buffer = memoryview(mmap.mmap(-1, REQUEST_BYTES))
+        buffer = request_memory(REQUEST_BYTES)
 
         def read(begin: int, end: int) -> memoryview:
             self._fill(buffer, begin, end)
