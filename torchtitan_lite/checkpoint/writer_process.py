@@ -230,8 +230,19 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _command(socket_fd: int, ignored: Sequence[int], rank: int) -> list[str]:
-    # Not `-m`: the package may have been found through sys.path, which a new interpreter does not share.
-    root = str(Path(__file__).resolve().parents[2])
     call = f"serve({socket_fd}, {os.getpid()}, {list(ignored)}, {rank}, {faults.installed()!r})"
-    code = f"import sys; sys.path.insert(0, {root!r}); from {__name__} import serve; {call}"
-    return [sys.executable, "-c", code]
+    return [sys.executable, "-c", f"import sys; sys.path[:] = {_search_path()}; from {__name__} import serve; {call}"]
+
+
+def _search_path() -> list[str]:
+    """Return where the process looks for modules: the standard library, this package, then what the trainer has.
+
+    Not as `-c` or `-m` would have it: the working directory comes first there, and a file in it that is named like a
+    module of the standard library would end the process. `-P` leaves it out, but only from Python 3.11 on.
+    """
+    library = Path(os.__file__).parent
+    zipped = library.parent / f"python{sys.version_info.major}{sys.version_info.minor}.zip"
+    standard = [path for path in sys.path if Path(path) in (zipped, library, library / "lib-dynload")]
+    # The package may have been found through sys.path, which a new interpreter does not share.
+    root = str(Path(__file__).resolve().parents[2])
+    return list(dict.fromkeys([*standard, root, *(path for path in sys.path if Path(path).is_absolute())]))
