@@ -52,7 +52,7 @@ class Trainer:
 
     def __init__(self, config: JobConfig, world: World) -> None:
         self.config, self.world = config, world
-        self.dump_folder = Path(config.job.dump_folder)
+        self.dump_folder = Path(config.job.dump_folder).absolute()
         seed = config.training.seed if config.training.seed is not None else random.SystemRandom().randrange(2**31)
         self.seed = broadcast_from_first(seed, world.device)
         self.peers = Peers(timedelta(seconds=config.checkpoint.timeout_seconds))

@@ -41,3 +41,28 @@ def test_the_writer_process_takes_the_standard_library_and_not_what_lies_in_the_
     script = SAVER + 'process.write(Path("written").absolute(), arena, 5, step=1)\nprocess.close()\n'
     assert run(script, tmp_path) == (0, "")
     assert (tmp_path / "written").read_bytes() == b"hello"
+
+
+RELATIVE = """
+import os
+from pathlib import Path
+from tests.checkpoint.small_run import SmallRun
+
+os.mkdir("elsewhere")
+with SmallRun(Path("run"), interval=1, keep_latest_k=2, async_mode="MODE", export_folder="export",
+              model_weights_only=True) as run:
+    run.step()
+    os.chdir("elsewhere")
+    run.step()
+    run.step()
+    run.step(last=True)
+    run.manager.close()
+    print(run.manager._in_flight.last_durable)
+"""
+
+
+def test_a_change_of_the_working_directory_during_a_save_changes_nothing(tmp_path: Path, mode: str) -> None:
+    assert run(RELATIVE.replace("MODE", mode), tmp_path) == (0, "4\n")
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoint").iterdir()) == ["step-3", "step-4"]
+    assert [path.name for path in (tmp_path / "run" / "export").iterdir()] == ["step-4"]
+    assert list((tmp_path / "elsewhere").iterdir()) == []

@@ -31,7 +31,7 @@ class RunMetrics:
     """Figures of this rank; the first rank writes them. A context manager."""
 
     def __init__(self, config: JobConfig, world: World, *, flops_per_token: float) -> None:
-        dump_folder = Path(config.job.dump_folder)
+        dump_folder = Path(config.job.dump_folder).absolute()
         self.timer = StepTimer()
         """Times the parts of a step: data, forward, backward, optimizer."""
         self._flops_per_token = flops_per_token

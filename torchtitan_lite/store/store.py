@@ -39,7 +39,7 @@ class CheckpointStore:
     """The checkpoints in the folder `root`, which need not exist yet. What the disk refuses is raised as OSError."""
 
     def __init__(self, root: Path, *, durable: Durable = DISK, free_bytes: Callable[[Path], int] = free_bytes) -> None:
-        self.root = Path(root)
+        self.root = Path(root).absolute()  # A save in a thread outlasts a change of the working directory.
         self._durable = durable
         self._free_bytes = free_bytes
 
