@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from tests.checkpoint.small_run import Lent, target
 from tests.disks import FailingDisk
+from tests.forked import run_code
 from torchtitan_lite.checkpoint.file_image import FileImage, FileLayout
 from torchtitan_lite.checkpoint.savers import PendingSave, ProcessSaver, Saver, SyncSaver, ThreadSaver, build_saver
 from torchtitan_lite.checkpoint.staging import HostCopier, Stager
@@ -188,3 +189,41 @@ def test_making_and_closing_one_starts_nothing() -> None:
         saver = build_saver(Checkpoint(async_mode=mode), PEERS)
         assert threading.active_count() == before
         saver.close(DEADLINE_SECONDS)
+
+
+GROWING = """
+import threading
+from datetime import timedelta
+from pathlib import Path
+import torch
+from tests.checkpoint.small_run import target
+from torchtitan_lite.checkpoint.file_image import FileImage, FileLayout
+from torchtitan_lite.checkpoint.savers import ThreadSaver
+from torchtitan_lite.checkpoint.staging import HostCopier, Stager
+from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.store.durable import Durable
+from torchtitan_lite.store.store import CheckpointStore
+
+class Held(Durable):
+    def __init__(self):
+        self.let_go = threading.Event()
+    def make_dir(self, path):
+        assert self.let_go.wait(60)
+        super().make_dir(path)
+
+disk = Held()
+stager = Stager(HostCopier(), pin=False)
+saver = ThreadSaver(Peers(timedelta(seconds=60)), stager=stager)
+pending = saver.save({"weight": torch.ones(4 << 20)}, target(CheckpointStore(Path("checkpoint"), durable=disk), 1))
+saver.prepare(lambda: {"weight": torch.ones(16 << 20)})
+stager.take(FileImage(FileLayout([]), []))  # Waits until what is prepared is there.
+disk.let_go.set()
+print(pending.durable.result(60).nbytes >> 20)
+saver.close(60)
+"""
+
+
+def test_a_state_that_grew_during_the_first_save_leaves_the_copy_of_that_save_alone(tmp_path: Path) -> None:
+    log = tmp_path / "printed.log"
+    process = run_code(GROWING, log, dict(os.environ), tmp_path)
+    assert (process.wait(DEADLINE_SECONDS), log.read_text()) == (0, "16\n")

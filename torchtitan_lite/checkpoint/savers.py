@@ -163,7 +163,9 @@ class ThreadSaver:
         except Exception as error:
             logger.debug("No plan for saves yet: %s", error)
             return
-        self._stager.prepare(image.num_bytes)
+        # The arena is exchanged for a larger one, which the thread must not be writing from.
+        if self._under_way.done():
+            self._stager.prepare(image.num_bytes)
 
     def save(self, state: State, target: Target) -> PendingSave:
         try:
