@@ -30,6 +30,8 @@ PLACES = {
 }
 """Key to first byte and number of bytes: blocks 3 and 4 hold no tensor, and block 5 is short."""
 OBJECT_AT = 3 * BLOCK_BYTES - 512
+NEXT_AT = 4 * BLOCK_BYTES
+"""Another object, that begins where a block does."""
 
 
 @pytest.fixture
@@ -38,7 +40,8 @@ def folder(tmp_path: Path) -> Path:
     item = object_item(list(range(200)))
     assert 512 < len(item) < BLOCK_BYTES, "it ends in block 3"
     data = bytearray((bytes(range(251)) * (BLOCK_BYTES // 50 + 1))[: 5 * BLOCK_BYTES + 100])
-    data[OBJECT_AT : OBJECT_AT + len(item)] = item
+    for at in (OBJECT_AT, NEXT_AT):
+        data[at : at + len(item)] = item
     files = {DATA: bytes(data), "__1_0.distcp": bytes(data[: BLOCK_BYTES + 10]), "__2_0.distcp": bytes(10)}
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
@@ -47,7 +50,9 @@ def folder(tmp_path: Path) -> Path:
         for key, (at, size) in PLACES.items()
     }
     beside = {"dtype": "uint8", "shape": [8], "path": ["beside"], "chunks": [["__1_0.distcp", 0, [0], [8]]]}
-    objects = {"numbers": {"path": ["numbers"], "item": [DATA, OBJECT_AT, len(item)]}}
+    objects = {
+        key: {"path": [key], "item": [DATA, at, len(item)]} for key, at in (("numbers", OBJECT_AT), ("next", NEXT_AT))
+    }
     write_manifest(tmp_path, files, tensors | {"beside": beside}, objects)
     return tmp_path
 
