@@ -7,6 +7,7 @@ state is ShardedTensor, which no plan of ours can carry.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,7 +32,10 @@ def is_fsdp1(module: nn.Module) -> bool:
 
 @contextmanager
 def sharded_state_dicts(module: nn.Module) -> Iterator[None]:
-    """Give FSDP1's state dicts as shards within; change nothing for modules without it."""
+    """Give FSDP1's state dicts as shards within; change nothing for modules without it.
+
+    Whatever raises within, the parameters are sharded again. Raise ConfigError for a hook that takes one's name away.
+    """
     if not is_fsdp1(module):
         yield
         return
@@ -42,7 +46,12 @@ def sharded_state_dicts(module: nn.Module) -> Iterator[None]:
         with FullyShardedDataParallel.state_dict_type(
             module, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig()
         ):
-            yield
+            try:
+                yield
+            except BaseException as error:
+                _shard_again(module)
+                _explain(error)
+                raise
 
 
 def refuse_without_mesh(parts: Sequence[nn.Module]) -> None:
@@ -64,3 +73,21 @@ def like_of_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return FSDP1's sharded parameters and buffers by name: what its optimizer's state is sharded like. Collective."""
     with sharded_state_dicts(module):
         return {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
+
+
+def _shard_again(module: nn.Module) -> None:
+    """Leave the whole parameters that torch lends to a state dict, and keeps when that raises (torch 2.6 to 2.13)."""
+    for each in reversed(list(module.modules())):
+        lent = getattr(each, "_unshard_params_ctx", {}) if isinstance(each, FullyShardedDataParallel) else {}
+        while lent:
+            lent.popitem()[1].__exit__(None, None, None)
+
+
+def _explain(error: BaseException) -> None:
+    """Raise ConfigError in the place of FSDP1's assertion that each parameter is in the state dict."""
+    lost = re.match(r"FSDP assumes (\S+) is in the state_dict", str(error))
+    if isinstance(error, AssertionError) and lost:
+        raise ConfigError(
+            f"model: {lost[1]} is not in the state dict under its name, because a state-dict hook took it out or "
+            "renamed it, and FSDP1 gives no state dict then. Take the hook away, or use fully_shard."
+        ) from error

@@ -1,0 +1,62 @@
+"""What raises while FSDP1 gives its state dict: refused by name, and the model goes on as it was."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from tests.checkpoint.odd_objects import FusedQkv
+from tests.checkpoint.small_run import job_config
+from tests.ranks import on_two_ranks
+from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.errors import ConfigError
+
+
+def fsdp1(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return FullyShardedDataParallel(model, use_orig_params=True, device_mesh=mesh, device_id=torch.device("cpu"))
+
+
+def manager_of(folder: Path, model: nn.Module, **options: Any) -> CheckpointManager:
+    return CheckpointManager(None, model, None, None, {}, job_config(folder, **options))
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+@on_two_ranks
+def test_a_hook_that_renames_parameters_is_refused_by_name_at_each_save(rank: int, tmp_path: Path, mode: str) -> None:
+    model = fsdp1(nn.Sequential(nn.Linear(4, 4), FusedQkv()))
+    with manager_of(tmp_path, model, interval=2, async_mode=mode) as manager:
+        assert not manager.save(1)  # An asynchronous mode asks for the state here already.
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=r"model: 1\.weight is not in the state dict .*fully_shard"):
+                manager.save(2)
+
+
+@on_two_ranks
+def test_a_hook_that_raises_leaves_the_parameters_sharded(rank: int, tmp_path: Path) -> None:
+    model = fsdp1(nn.Sequential(fsdp1(nn.Linear(4, 4)), nn.Linear(4, 4)))
+    raising = [True]
+
+    def hook(*_: Any) -> None:
+        if raising:
+            raise OSError("the hook's own")
+
+    model.get_submodule("0")._fsdp_wrapped_module.register_state_dict_post_hook(hook)
+    model(torch.ones(2, 4))
+    before = [each.clone() for each in model.parameters()]
+    with manager_of(tmp_path, model) as manager:
+        with pytest.raises(OSError, match="the hook's own"):
+            manager.save(1, force=True)
+        assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+        model(torch.ones(2, 4)).sum().backward()
+        raising.clear()
+        assert manager.save(2, force=True)
