@@ -65,8 +65,8 @@ class PerRank:
         if rank < saved:
             return True
         if not self._is_fresh_allowed:
-            found = f"of each of {saved} ranks" if saved else "once for all ranks, not by PerRank"
-            do = f"Resume on {saved} ranks" if saved else "Load it with the state itself"
+            found = f"of {_count(saved)}" if saved else "once for all ranks, not by PerRank"
+            do = f"Resume on {_count(saved)}" if saved else "Load it with the state itself"
             raise ConfigError(
                 f"PerRank({type(self._state).__name__}): the checkpoint has this state {found}, and none for rank "
                 f"{rank} of {num_ranks}. {do}, give PerRank on_missing='fresh' to begin such ranks from scratch, or "
@@ -78,16 +78,24 @@ class PerRank:
         rank, num_ranks = _place()
         if rank > 0 or saved == num_ranks:
             return
-        what = f"{type(self._state).__name__} of {saved} ranks is loaded by {num_ranks}"
+        what = f"{type(self._state).__name__} of {_count(saved)} is loaded by {num_ranks}"
         if saved > num_ranks:
-            logger.warning("%s: those of ranks %d to %d are not taken.", what, num_ranks, saved - 1)
-        else:
-            logger.warning("%s: ranks %d to %d begin from scratch.", what, saved, num_ranks - 1)
+            logger.warning("%s: %s not taken.", what, _those_from(num_ranks, saved, "is", "are"))
+        elif self._is_fresh_allowed:
+            logger.warning("%s: %s from scratch.", what, _those_from(saved, num_ranks, "begins", "begin"))
 
 
 def _own(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     # Of a mapping without entries nothing is stored.
     return dict(state_dict.get(_name(_place()[0]), {}))
+
+
+def _count(num_ranks: int) -> str:
+    return "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+
+
+def _those_from(first: int, end: int, does: str, do: str) -> str:
+    return f"rank {first} {does}" if end - first == 1 else f"ranks {first} to {end - 1} {do}"
 
 
 def _name(rank: int) -> str:
