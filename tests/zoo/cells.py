@@ -18,7 +18,8 @@ from tests.zoo.run import MODES, OPTIMIZERS, Case
 from tests.zoo.schedules import RECIPES
 from tests.zoo.wrappers import FSDP2, PLAIN, WRAPPERS
 
-Group = Callable[[int], Ranks]
+Group = Callable[[int, bool], Ranks]
+"""Lends ranks by their number; those that resume are not those that saved."""
 
 
 @dataclass(frozen=True)
@@ -76,26 +77,27 @@ def pairs() -> list[Case]:
 def find(cell: Cell, folder: Path, group: Group) -> Outcome:
     """Return what comes of `cell`, on as many ranks as it takes."""
     case = cell.case
-    if not cell.loaded_under:
-        return _on(group(case.world_size), "resume", folder=folder, case=case)
-    saved = _on(group(case.world_size), "save", folder=folder, case=case)
+    saved = _on(group(case.world_size, False), "save", folder=folder, case=case)
     if saved.kind != outcome.EQUAL:
         return saved
+    if not cell.loaded_under:
+        return _on(group(case.world_size, True), "resume", folder=folder, case=case)
     then = case.under(cell.loaded_under)
-    return _on(group(then.world_size), "load", folder=folder, case=then, saved_by=case.world_size)
+    return _on(group(then.world_size, True), "load", folder=folder, case=then, saved_by=case.world_size)
 
 
 @contextmanager
 def groups() -> Iterator[Group]:
-    """Lend groups of ranks by their number; a group of one has no process group."""
+    """Lend groups of ranks; a group of one has no process group."""
     with ExitStack() as stack:
-        made: dict[int, Ranks] = {}
+        made: dict[tuple[int, bool], Ranks] = {}
 
-        def group(world_size: int) -> Ranks:
-            if world_size not in made:
-                made[world_size] = Ranks(world_size, grouped=world_size > 1, deadline_seconds=150)
-                stack.callback(made[world_size].close)
-            return made[world_size]
+        def group(world_size: int, resumes: bool) -> Ranks:
+            which = (world_size, resumes)
+            if which not in made:
+                made[which] = Ranks(world_size, grouped=world_size > 1, deadline_seconds=150)
+                stack.callback(made[which].close)
+            return made[which]
 
         yield group
 

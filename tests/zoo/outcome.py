@@ -1,4 +1,4 @@
-"""What comes of a case, and the two ways to find out: resume as it was, and resume on other processes."""
+"""What comes of a case: some processes save, and others go on, in the same way or in one of their own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from tests.zoo.run import Case, Run, quiet
 from tests.zoo.snapshot import assembled, difference, of_flat_pieces
-from torchtitan_lite.errors import ConfigError, SaveFailed
+from torchtitan_lite.errors import CheckpointMismatch, ConfigError, SaveFailed
 
 EQUAL, REFUSED, NOT_OFFERED, DIFFERS = "equal", "refused", "not offered by torch", "DIFFERS"
 IN_ORDER = (DIFFERS, NOT_OFFERED, REFUSED, EQUAL)
@@ -41,59 +41,55 @@ class Outcome:
 
 
 def on_rank(rank: int, way: str, arguments: dict[str, Any]) -> Outcome:
-    """Return what `resume`, `save` or `load` finds, in a process that has nothing else to do. **Collective**."""
+    """Return what `save`, `resume` or `load` finds, in a process that has nothing else to do. **Collective**."""
     if not gc.get_freeze_count():
         gc.freeze()  # A load collects garbage twice, which is half of a small case's time with torch's objects in it.
-    found: Outcome = {"resume": resume, "save": save, "load": load}[way](rank, **arguments)
+    found: Outcome = {"save": save, "resume": resume, "load": load}[way](rank, **arguments)
     return found
 
 
-def resume(rank: int, folder: Path, case: Case) -> Outcome:
-    """Compare eight steps with three, new objects, and five. **Collective**."""
+def save(rank: int, folder: Path, case: Case) -> Outcome:
+    """Take eight steps; take them again with a save at the third, and go on. **Collective**.
+
+    Each rank's file has what the two held.
+    """
     try:
         straight = Run(case, rank, seed=0)
         losses = straight.train(LAST)
     except Exception as error:
         return Outcome(NOT_OFFERED, _sentence(error))
     try:
-        found = _save(rank, folder, case, losses)
+        run = Run(case, rank, seed=0)
+        with run.manager(folder) as manager:
+            before = run.train(SAVED_AT, manager)
+            held, shared = run.snapshot(), _shared(run)
+            after = run.train(SAVED_AT + 2, manager)
     except (ConfigError, SaveFailed) as refusal:
         return Outcome(REFUSED, _sentence(refusal))
     except Exception as error:
         return Outcome(DIFFERS, f"the save raised {type(error).__name__}: {_sentence(error)}")
-    if isinstance(found, str):
-        return Outcome(DIFFERS, found)
+    different = difference(losses[: SAVED_AT + 2], before + after, "losses of the run that was saved")
+    ends = {"losses": losses[SAVED_AT:], "end": straight.snapshot()}
+    torch.save({"held": held, "shared": shared} | ends, folder / f"held-{rank}.pt")
+    return Outcome(DIFFERS, different) if different else Outcome(EQUAL)
+
+
+def resume(rank: int, folder: Path, case: Case) -> Outcome:
+    """Load what `save` saved in another process, take five steps and compare with its eight. **Collective**."""
+    expected = torch.load(folder / f"held-{rank}.pt", weights_only=False)
     try:
         again = Run(case, rank, seed=1)
         with again.manager(folder, verify_resume=True) as manager:
             if not manager.load() or manager.loaded_step != SAVED_AT:
                 return Outcome(DIFFERS, f"nothing of step {SAVED_AT} was loaded")
-        different = difference(found, again.snapshot(), "after the load")
+        different = difference(expected["held"], again.snapshot(), "after the load")
         again.step = SAVED_AT
         resumed = [] if different else again.train(LAST)
     except Exception as error:
         return Outcome(DIFFERS, f"the resume raised {type(error).__name__}: {_sentence(error)}")
-    different = different or difference(losses[SAVED_AT:], resumed, "losses")
-    different = different or difference(straight.snapshot(), again.snapshot(), "at the end")
+    different = different or difference(expected["losses"], resumed, "losses")
+    different = different or difference(expected["end"], again.snapshot(), "at the end")
     return Outcome(DIFFERS, different) if different else Outcome(EQUAL)
-
-
-def save(rank: int, folder: Path, case: Case) -> Outcome:
-    """Save at step 3, and what each rank holds then in a file of its own. **Collective**."""
-    try:
-        Run(case, rank, seed=0).train(LAST)
-    except Exception as error:
-        return Outcome(NOT_OFFERED, _sentence(error))
-    try:
-        run = Run(case, rank, seed=0)
-        with run.manager(folder) as manager:
-            run.train(SAVED_AT, manager)
-    except (ConfigError, SaveFailed) as refusal:
-        return Outcome(REFUSED, _sentence(refusal))
-    except Exception as error:
-        return Outcome(DIFFERS, f"the save raised {type(error).__name__}: {_sentence(error)}")
-    torch.save(_shared(run), folder / f"held-{rank}.pt")
-    return Outcome(EQUAL)
 
 
 def load(rank: int, folder: Path, case: Case, saved_by: int) -> Outcome:
@@ -102,31 +98,24 @@ def load(rank: int, folder: Path, case: Case, saved_by: int) -> Outcome:
         Run(case, rank, seed=0).train(LAST)
     except Exception as error:
         return Outcome(NOT_OFFERED, _sentence(error))
+    again = Run(case, rank, seed=1)
+    fresh = again.snapshot()
     try:
-        again = Run(case, rank, seed=1)
         with again.manager(folder, load_only=True, verify_resume=True) as manager:
             if not manager.load():
                 return Outcome(DIFFERS, "nothing was loaded")
         again.step = SAVED_AT
-        held = [torch.load(folder / f"held-{each}.pt", weights_only=False) for each in range(saved_by)]
+        held = [torch.load(folder / f"held-{each}.pt", weights_only=False)["shared"] for each in range(saved_by)]
         different = difference(assembled(held), _shared(again), "after the load")
         again.train(LAST)
-    except ConfigError as refusal:  # What other ranks need, the ranks that saved could not know.
-        return Outcome(REFUSED, _sentence(refusal))
+    except (ConfigError, CheckpointMismatch) as refusal:  # What other ranks need, those that saved could not know.
+        trained = ("model", "optimizer")
+        now = again.snapshot()
+        touched = difference([fresh[key] for key in trained], [now[key] for key in trained], "after the refusal")
+        return Outcome(DIFFERS, touched) if touched else Outcome(REFUSED, _sentence(refusal))
     except Exception as error:
         return Outcome(DIFFERS, f"the resume raised {type(error).__name__}: {_sentence(error)}")
     return Outcome(DIFFERS, different) if different else Outcome(EQUAL)
-
-
-def _save(rank: int, folder: Path, case: Case, losses: list[float]) -> Any:
-    """Return what the run held when it was saved; a sentence if the save changed how it goes on."""
-    run = Run(case, rank, seed=0)
-    with run.manager(folder) as manager:
-        before = run.train(SAVED_AT, manager)
-        held = run.snapshot()
-        after = run.train(SAVED_AT + 2, manager)
-    different = difference(losses[: SAVED_AT + 2], before + after, "losses of the run that was saved")
-    return different or held
 
 
 def _shared(run: Run) -> dict[str, Any]:

@@ -30,7 +30,8 @@ all_pairs = cache(pairs)
 def group(two_ranks: Ranks, four_ranks: Ranks) -> Iterator[Group]:
     """Ranks by their number."""
     with groups() as own:
-        yield lambda size: {2: two_ranks, 4: four_ranks}.get(size) or own(size)
+        shared = {2: two_ranks, 4: four_ranks}
+        yield lambda size, resumes: own(size, resumes) if resumes or size == 1 else shared[size]
 
 
 def test_every_scheduler_of_torch_has_a_recipe() -> None:

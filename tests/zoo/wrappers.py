@@ -52,8 +52,11 @@ class Stage(Wrapped):
         else:
             model.up = None
         super().__init__(model)
-        # With examples, for torch would find the shapes by a forward pass on garbage, which buffers keep.
-        examples = [torch.empty(BATCH // 2, size) for size in (INPUT, width, OUTPUT)]
+        # With examples, for torch would find the shapes by a forward pass on garbage, which buffers keep. All but the
+        # input need gradients: torch sends back those that the examples ask for.
+        examples = [
+            torch.empty(BATCH // 2, size, requires_grad=at > 0) for at, size in enumerate((INPUT, width, OUTPUT))
+        ]
         stage = PipelineStage(model, rank, 2, torch.device("cpu"), examples[rank], examples[rank + 1])
         self._schedule = ScheduleGPipe(stage, 2, loss_fn=lambda output, target: loss_of(output))
 
