@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.small_run import Events
+from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.fallback import Candidates
 from torchtitan_lite.checkpoint.load_source import LoadSource
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.consensus import Peers
-from torchtitan_lite.errors import AllCheckpointsDamaged, CheckpointDamaged, CheckpointUnreadable
+from torchtitan_lite.errors import AllCheckpointsDamaged, CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointKind, FileRecord, Manifest
@@ -23,6 +25,7 @@ from torchtitan_lite.store.store import CheckpointStore
 
 PEERS = Peers(timedelta(seconds=60))
 DATA = "__0_0.distcp"
+RUN = Lineage("run1")
 
 
 @pytest.fixture
@@ -34,7 +37,7 @@ def store(tmp_path: Path) -> CheckpointStore:
     return store
 
 
-def commit(store: CheckpointStore, step: int) -> Path:
+def commit(store: CheckpointStore, step: int, lineage: Lineage = RUN) -> Path:
     staging = store.stage(step)
     (staging / DATA).write_bytes(b"data")
     (staging / layout.METADATA).write_bytes(b"of dcp")
@@ -45,7 +48,7 @@ def commit(store: CheckpointStore, step: int) -> Path:
         world_size=1,
         versions={},
         files={DATA: FileRecord(4)},
-        lineage=Lineage("run1"),
+        lineage=lineage,
     )
     return store.commit(step, manifest).path
 
@@ -159,7 +162,9 @@ def test_a_step_that_was_asked_for_is_not_replaced_by_another_and_stays(store: C
         found, events = candidates(store, wanted=4)
         with pytest.raises(CheckpointDamaged, match="step-4"):
             found.take(load)
-        assert (events.told, names(store)) == ([], ["step-2", "step-4", "step-6"])
+        assert [event for event, *_ in events.told] == ["load_failed"]
+        assert events.steps("load_failed") == [4]
+        assert names(store) == ["step-2", "step-4", "step-6"]
 
 
 def test_what_is_damaged_beside_a_step_that_was_asked_for_is_left_alone(store: CheckpointStore) -> None:
@@ -216,7 +221,8 @@ def test_another_runs_checkpoint_that_is_damaged_is_not_replaced_and_stays(tmp_p
     found, events = candidates(empty, initial_load_path=str(path))
     with pytest.raises(CheckpointDamaged, match="it is cut"):
         found.take(load)
-    assert (load.tried, events.told, names(another)) == ([0], [], ["step-9"])
+    assert events.told == [("load_failed", 0, {"path": str(path), "finding": "it is cut"})]
+    assert (load.tried, names(another)) == ([0], ["step-9"])
 
 
 def test_a_run_that_only_loads_tells_of_damage_and_renames_nothing(store: CheckpointStore) -> None:
@@ -232,7 +238,8 @@ def test_an_error_of_the_machine_ends_the_load_and_is_no_damage(store: Checkpoin
     failures = damaged(store, 6) | {4: CheckpointUnreadable("step-4", "EIO")}
     with pytest.raises(CheckpointUnreadable):
         found.take(Load(failures))
-    assert (events.told, names(store)) == ([], ["step-2", "step-4", "step-6"])
+    assert events.told == [("load_failed", 4, {"path": "step-4", "finding": "EIO"})]
+    assert names(store) == ["step-2", "step-4", "step-6"]
 
 
 def test_what_was_found_damaged_before_is_not_tried_again(store: CheckpointStore) -> None:
@@ -244,3 +251,104 @@ def test_what_was_found_damaged_before_is_not_tried_again(store: CheckpointStore
     assert first.step == 4
     found.take(load)
     assert load.tried == [6, 4, 4]
+
+
+def test_a_step_that_was_asked_for_and_has_a_damaged_manifest_is_an_event_that_names_the_file(
+    store: CheckpointStore,
+) -> None:
+    unseal(store.root / "step-4")
+    found, events = candidates(store, wanted=4)
+    with pytest.raises(CheckpointDamaged, match=r"step-4 is damaged: manifest\.json: "):
+        found.take(Load())
+    [(event, step, figures)] = events.told
+    assert (event, step, figures["path"]) == ("load_failed", 4, str(store.root / "step-4"))
+    assert figures["finding"].startswith("manifest.json: ")
+
+
+def test_damage_on_a_branch_that_goes_on_is_told_and_set_aside(store: CheckpointStore) -> None:
+    for step in (6, 8):
+        commit(store, step, Lineage("branch", 4, 4, ((6, "run1"),)))
+    unseal(store.root / "step-8")
+    found, events = candidates(store, wanted=4)
+    source = found.take(Load())
+    assert source is not None
+    assert (source.step, events.steps("fallback"), events.steps("quarantined")) == (6, [6], [8])
+
+
+def test_what_no_checkpoint_needs_is_damage_that_names_the_file(store: CheckpointStore) -> None:
+    for path, finding in ((store.root / "step-6" / DATA, f"{DATA}: a pipe"), (store.root / "step-6", "a pipe")):
+        found, events = candidates(store, load_only=True)
+        source = found.take(Load({6: CheckpointUnsafe(str(path), "a pipe")}))
+        assert source is not None
+        assert (source.step, events.figures("fallback")["finding"]) == (4, finding)
+
+
+@pytest.mark.parametrize("verify", ["full", "off"])
+def test_a_step_that_is_removed_while_it_is_read_is_chosen_again(
+    store: CheckpointStore, verify: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried = []
+
+    def load(source: LoadSource) -> None:
+        tried.append(source.step)
+        if len(tried) == 1:
+            commit(CheckpointStore(store.root), 8)
+            shutil.rmtree(source.path)
+            raise CheckpointUnreadable(str(source.path), "FileNotFoundError")
+
+    found, events = candidates(store, load_only=True, verify_on_load=verify)
+    source = found.take(load)
+    assert source is not None
+    assert (source.step, tried, events.told, found.damaged) == (8, [6, 8], [], {})
+    assert "Step 6 was removed while it was read" in caplog.text
+
+
+def test_a_step_that_another_one_replaced_while_it_was_read_is_read_again(store: CheckpointStore) -> None:
+    tried = []
+
+    def load(source: LoadSource) -> None:
+        tried.append(source.step)
+        if len(tried) == 1:
+            commit(CheckpointStore(store.root), 6)
+            raise CheckpointDamaged(str(source.path), "half of it is another")
+
+    found, events = candidates(store, load_only=True)
+    assert found.take(load) is not None
+    assert (tried, events.told) == ([6, 6], [])
+
+
+def unreadable(step: int) -> str:
+    return f"EIO@listing:step={step},times=always"
+
+
+@pytest.fixture
+def machine_fails() -> Iterator[Callable[[int], None]]:
+    """Makes the manifest of a step unreadable."""
+    yield lambda step: faults.install(unreadable(step), rank=0)
+    faults.install("", rank=0)
+
+
+def test_an_older_step_that_the_system_does_not_give_is_a_warning(
+    store: CheckpointStore, machine_fails: Callable[[int], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    machine_fails(2)
+    found, events = candidates(store)
+    source = found.take(Load(damaged(store, 6)))
+    assert source is not None
+    assert (source.step, events.steps("quarantined")) == (4, [6])
+    assert names(store) == ["step-2", "step-4", "step-6.corrupt"]
+    told = [line for line in caplog.messages if "neither counted nor removed" in line]
+    assert len(told) == 1
+    assert "step-2" in told[0] and "Input/output error" in told[0]
+
+
+def test_a_newer_step_that_the_system_does_not_give_ends_the_start(
+    store: CheckpointStore, machine_fails: Callable[[int], None]
+) -> None:
+    machine_fails(6)
+    found, events = candidates(store)
+    with pytest.raises(CheckpointUnreadable, match=r"step-6 could not be read: .*Input/output error"):
+        found.take(Load())
+    assert events.steps("load_failed") == [6]
+    assert candidates(store, wanted=4)[0].take(Load()) is not None
+    assert names(store) == ["step-2", "step-4", "step-6"]

@@ -188,3 +188,55 @@ def test_a_dry_run_falls_back_too_and_changes_nothing(trained: SmallRun, start_r
     with pytest.raises(AllCheckpointsDamaged):
         start_run(interval=2).manager.dry_run()
     assert trained.names() == ["step-2", "step-4", "step-6"]
+
+
+def test_damage_to_the_manifest_names_the_file_wherever_it_is_told(
+    trained: SmallRun, start_run: StartRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    flip(trained.root / "step-6" / "manifest.json", 40)
+    run = start_run(interval=2)
+    assert run.manager.load()
+    assert run.events.figures("fallback")["finding"].startswith("manifest.json: ")
+    assert "Fell back from step 6 to step 4: manifest.json: " in caplog.text
+    [finding] = json.loads((trained.root / "step-6.corrupt" / "findings.json").read_text())["findings"]
+    assert finding.startswith("manifest.json: ")
+
+
+@pytest.mark.parametrize("name", [DATA, ".metadata", "manifest.json"])
+def test_what_is_no_file_is_damage_and_the_next_older_one_is_resumed_from(
+    name: str, trained: SmallRun, start_run: StartRun, tmp_path: Path
+) -> None:
+    path = trained.root / "step-6" / name
+    path.rename(tmp_path / "outside")
+    path.symlink_to(tmp_path / "outside")
+    run = start_run(interval=2)
+    assert run.manager.load()
+    assert run.train_state.step == 4
+    assert name in run.events.figures("fallback")["finding"]
+    assert run.names() == ["step-2", "step-4", "step-6.corrupt"]
+
+
+class Removes:
+    """Its first load removes a folder, as the job that writes there may."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def state_dict(self) -> dict[str, int]:
+        return {"n": 1}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def test_a_reader_whose_step_is_removed_while_it_reads_chooses_again(tmp_path: Path, start_run: StartRun) -> None:
+    removes = Removes(tmp_path / "none")
+    writer = start_run(interval=2, states={"removes": removes})
+    writer.train(6)
+    reader = start_run(load_only=True, states={"removes": Removes(writer.root / "step-6")})
+    assert reader.manager.load()
+    assert (reader.manager.loaded_step, reader.train_state.step) == (4, 4)
+    assert reader.events.steps("fallback") == []
+    straight = start_run(tmp_path / "straight", interval=2, states={"removes": removes})
+    straight.train(4)
+    assert same(reader.contents(), straight.contents())

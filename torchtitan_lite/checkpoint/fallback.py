@@ -9,20 +9,32 @@ and an error of the machine is no proof of damage. Every function is **collectiv
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.load_source import LoadSource, choose_source
 from torchtitan_lite.checkpoint.upkeep import OnEvent
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.consensus import Peers
-from torchtitan_lite.errors import AllCheckpointsDamaged, CheckpointDamaged
+from torchtitan_lite.errors import (
+    AllCheckpointsDamaged,
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointUnreadable,
+    CheckpointUnsafe,
+)
 from torchtitan_lite.log import logger
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.known_manifests import damage_in
 from torchtitan_lite.store.store import CheckpointStore
 
 _MOST_KEYS = 100
 """In an event."""
+_MOST_FINDINGS = 10
+"""In a message: of files of another size there may be thousands."""
 
 
 @dataclass
@@ -38,20 +50,27 @@ class Candidates:
     """Whether `wanted` itself is meant, not the newest of a branch that was begun there."""
     damaged: dict[int, CheckpointDamaged] = field(default_factory=dict)
     """What was found to be damaged so far, by step; the same on every rank."""
+    _chosen: tuple[int, ...] | None = field(default=None, init=False, repr=False)
+    """The identity of the manifest of the one that was chosen last; coordinator."""
 
     def take(self, load: Callable[[LoadSource], None]) -> LoadSource | None:
         """The first one that `load` does not find damaged, loaded; None if there is none to begin with.
 
-        Raises `AllCheckpointsDamaged` if there were some, and `CheckpointDamaged` for one that was asked for.
+        Raises `AllCheckpointsDamaged` if there were some, and `CheckpointDamaged` or `CheckpointUnsafe` for one that
+        was asked for. One that is not there any more, removed by the job that writes the folder, is chosen again.
         """
-        while (source := self.first()) is not None:
+        while (source := self._first_of(self._asked_for)) is not None:
             try:
                 load(source)
-            except CheckpointDamaged as error:
-                if source.is_explicit:
+            except (CheckpointDamaged, CheckpointUnsafe, CheckpointUnreadable) as error:
+                if self._is_gone(source):
+                    self._warn("Step %d was removed while it was read. Choosing again.", source.step)
+                    continue
+                if source.is_explicit or isinstance(error, CheckpointUnreadable):
+                    self._tell_of_failure(source.step, error)
                     raise
-                self.damaged[source.step] = error
-                self._warn("step %d is damaged: %s. Trying an older one.", source.step, error.told)
+                self.damaged[source.step] = damage = _as_damage(source, error)
+                self._warn("step %d is damaged: %s. Trying an older one.", source.step, damage.told)
             else:
                 self._set_damaged_aside(source)
                 return source
@@ -62,10 +81,23 @@ class Candidates:
 
         None if there is none to begin with. Raises as `take` does.
         """
-        source, self.damaged = self.peers.decide(self._choose)
+        return self._first_of(self._choose)
+
+    def _first_of(
+        self, choose: Callable[[], tuple[LoadSource | None, dict[int, CheckpointDamaged]]]
+    ) -> LoadSource | None:
+        source, self.damaged = self.peers.decide(choose)
         if source is None and self.damaged:
             raise AllCheckpointsDamaged(str(self.store.root), {step: e.told for step, e in self.damaged.items()})
         return source
+
+    def _asked_for(self) -> tuple[LoadSource | None, dict[int, CheckpointDamaged]]:
+        """As `_choose`; that a step which was asked for cannot be loaded is an event."""
+        try:
+            return self._choose()
+        except (CheckpointDamaged, CheckpointUnsafe, CheckpointUnreadable) as error:
+            self._tell_of_failure(layout.parse_step(Path(error.path).name) or max(self.wanted, 0), error)
+            raise
 
     def _choose(self) -> tuple[LoadSource | None, dict[int, CheckpointDamaged]]:
         """The next candidate whose manifest and file sizes are right, and what was found on the way to it."""
@@ -74,25 +106,48 @@ class Candidates:
             source = choose_source(self.store, self.wanted, self.config, damaged, is_exact=self.is_exact)
             newer = {step: error for step, error in self.store.damaged().items() if self._is_newer(step, source)}
             damaged = newer | damaged
+            self._refuse_what_may_be_newer(source)
             if source is None or source.initial or self.config.verify_on_load == "off":
                 break
             if not (findings := self._size_findings(source)):
                 break
-            error = CheckpointDamaged(str(source.path), "; ".join(findings))
+            if _identity(source.path) is None:
+                continue
+            error = CheckpointDamaged(str(source.path), "; ".join(findings[:_MOST_FINDINGS]))
             if source.is_explicit:
                 raise error
             damaged[source.step] = error
         if self.wanted == -1 and damaged and (source is None or source.initial):
             # Beginning anew over what is damaged would hide that it is.
             source = None
+        self._chosen = None if source is None else _identity(source.path)
         return source, damaged
 
+    def _refuse_what_may_be_newer(self, source: LoadSource | None) -> None:
+        """Raise for a step beyond `source` that the system does not give: going on without it might lose it."""
+        for step, error in sorted(self.store.unreadable().items(), reverse=True):
+            if self._is_newer(step, source):
+                raise error
+
     def _is_newer(self, step: int, source: LoadSource | None) -> bool:
-        return self.wanted == -1 and (source is None or source.initial or step > source.step)
+        if source is None or source.initial:
+            return self.wanted == -1
+        # Beside a step that was asked for everything is left alone; a branch that goes on has its own newest.
+        return step > source.step and (self.wanted == -1 or not source.is_explicit)
 
     def _size_findings(self, source: LoadSource) -> list[str]:
         info = next((info for info in self.store.committed() if info.path == source.path), None)
         return [] if info is None else self.store.check_sizes(info)
+
+    def _is_gone(self, source: LoadSource) -> bool:
+        """Whether `source`, one of several, was removed or replaced meanwhile; the same on every rank."""
+        if source.is_explicit:
+            return False
+        return self.peers.decide(lambda: _identity(source.path) != self._chosen)
+
+    def _tell_of_failure(self, step: int, error: CheckpointError) -> None:
+        finding = error.cause if isinstance(error, CheckpointUnreadable) else getattr(error, "finding", "")
+        self.on_event("load_failed", step, path=getattr(error, "path", ""), finding=finding)
 
     def _set_damaged_aside(self, source: LoadSource) -> None:
         if not self.damaged:
@@ -116,3 +171,19 @@ class Candidates:
             faults.point("quarantine", step=step)
             moved[step] = str(self.store.quarantine(step, [error.told]))
         return moved
+
+
+def _identity(folder: Path) -> tuple[int, ...] | None:
+    """What another checkpoint in the place of `folder` would not have the same; None where there is none."""
+    try:
+        found = (folder / layout.MANIFEST).lstat()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        # What a network filesystem says of a file that another host removed; else the error will be met again.
+        return None if error.errno == errno.ESTALE else (error.errno or 0,)
+    return found.st_dev, found.st_ino, found.st_mtime_ns
+
+
+def _as_damage(source: LoadSource, error: CheckpointDamaged | CheckpointUnsafe) -> CheckpointDamaged:
+    return damage_in(source.path, error) if isinstance(error, CheckpointUnsafe) else error
