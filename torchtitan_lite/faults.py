@@ -44,6 +44,7 @@ POINTS: Mapping[str, str] = MappingProxyType(
         "quarantine": "a damaged checkpoint is about to be set aside; coordinator",
         "recover": "what an earlier end left is about to be looked for; coordinator",
         "load": "a checkpoint was chosen and is about to be loaded; every rank",
+        "listing": "the manifest of a step in the folder is about to be looked at; coordinator",
         "read": "a part of a checkpoint's file, in one request, is about to be read",
         "lease": "the lease of the folder is about to be taken or looked at again; coordinator",
         "heartbeat": "the lease's heartbeat is about to be renewed; coordinator",

@@ -31,6 +31,7 @@ from torchtitan_lite.checkpoint.structure import Branch, Path, decode, paths_of
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnsafe
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Manifest
+from torchtitan_lite.store.manifest_fields import bare, shown
 from torchtitan_lite.store.plain_file import is_plain_name
 
 Shape = tuple[int, ...]
@@ -102,6 +103,8 @@ class Contents:
     """The keys that lead to each in the nested state dict; DCP's planner data."""
     structure: Branch | None = None
     """The containers of the nested state; None where the checkpoint does not say more than `paths`."""
+    described_in: str = layout.MANIFEST
+    """The file that says all this."""
 
     @classmethod
     def of_manifest(cls, manifest: Manifest, path: str) -> Contents:
@@ -119,8 +122,9 @@ class Contents:
                 return cls(path, tensors, objects, *_structure(manifest.structure["root"], tensors, objects, path))
             for key, entry in (*manifest.tensors.items(), *manifest.objects.items()):
                 paths[key] = _path(entry["path"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointDamaged(path, f"the manifest's entry of {key} ({type(error).__name__}: {error})") from None
+        except (IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+            told = f"{layout.MANIFEST}: the entry of {bare(key)} ({type(error).__name__}: {error!s:.200})"
+            raise CheckpointDamaged(path, told) from None
         return cls(path, tensors, objects, paths)
 
     def __iter__(self) -> Iterator[str]:
@@ -141,23 +145,22 @@ class Contents:
         """
         for file in self.files():
             if not is_plain_name(file):
-                raise CheckpointUnsafe(self.path, f"{file!r} is not the name of a file in it")
+                raise CheckpointUnsafe(self.path, f"{self.described_in}: {shown(file)} is not the name of a file in it")
         for key, tensor in self.tensors.items():
             finding = _misfit(tensor)
             if finding:
-                raise CheckpointDamaged(self.path, f"{key}: {finding}")
+                raise CheckpointDamaged(self.path, f"{self.described_in}: {bare(key)}: {finding}")
         for file, begin, num_bytes, key in self._ranges():
             if file not in files:
-                raise CheckpointDamaged(self.path, f"{file} is missing; {key} is in it")
+                raise CheckpointDamaged(self.path, f"{bare(file)} is missing; {bare(key)} is in it")
             # Where nothing is said to lie may be anywhere: nothing is read there.
             if begin < 0 or num_bytes < 0 or (num_bytes and begin + num_bytes > files[file]):
-                raise CheckpointDamaged(
-                    self.path,
-                    f"{file} has {files[file]} bytes; {key} is in bytes {begin} to {begin + num_bytes} of it",
-                )
+                told = f"{bare(file)} has {files[file]} bytes; {bare(key)} is in bytes {begin} to {begin + num_bytes}"
+                raise CheckpointDamaged(self.path, f"{told} of it")
         whole = sum(tensor.nbytes for tensor in self.tensors.values())
         if whole > sum(files.values()):
-            raise CheckpointDamaged(self.path, f"tensors of {whole} bytes cannot be in files of {sum(files.values())}")
+            told = f"{self.described_in}: tensors of {whole} bytes cannot be in files of {sum(files.values())}"
+            raise CheckpointDamaged(self.path, told)
 
     def to_metadata(self) -> Metadata:
         """The same in DCP's own words."""
@@ -232,7 +235,7 @@ def _dtype(name: Any) -> torch.dtype:
 
 
 def _path(value: Any) -> Path:
-    if not {*map(type, _list(value))} <= {str, int}:
+    if not _list(value) or not {*map(type, value)} <= {str, int}:
         raise ValueError("expected a path of names and numbers")
     return tuple(value)
 

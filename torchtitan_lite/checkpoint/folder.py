@@ -18,13 +18,10 @@ from torchtitan_lite.checkpoint.safe_metadata import read_metadata
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import FileRecord, Manifest
-from torchtitan_lite.store.plain_file import read_plain, sizes_of
+from torchtitan_lite.store.plain_file import sizes_of
 
 Verify = Literal["off", "size", "full"]
 """What is compared with the manifest: nothing; the files' sizes; these and every byte that is read."""
-
-MAX_MANIFEST_BYTES = 1 << 30
-"""Of a manifest. One of 10,000 tensors in 1,000 shards each is about as large."""
 
 
 class CheckpointFolder:
@@ -36,13 +33,11 @@ class CheckpointFolder:
 
     @cached_property
     def manifest(self) -> Manifest | None:
-        """Ours; None if it is another's checkpoint. Raises `CheckpointDamaged`, `FormatTooNew`."""
+        """Ours; None if it is another's checkpoint. Raises `CheckpointDamaged`, `CheckpointUnsafe`, `FormatTooNew`."""
         path = self.path / layout.MANIFEST
         try:
             with no_collection():
-                return Manifest.parse(read_plain(path, MAX_MANIFEST_BYTES), str(path))
-        except FileNotFoundError:
-            return None
+                return Manifest.of_folder(self.path)
         except OSError as error:
             raise CheckpointUnreadable(str(path), _told(error)) from error
 

@@ -7,6 +7,7 @@ Looks at names alone, and reads no file.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -32,7 +33,8 @@ _FROM_TORCH_SAVE = (
 def checked_initial_path(given: str) -> Path:
     """Return the folder `given` if it holds a checkpoint. Raise `CheckpointNotFound`, saying what it is instead."""
     path = Path(given)
-    if not _SCHEME.match(given) and (path / layout.METADATA).is_file():
+    # What is called so and is no file is refused when it is read, by what it is.
+    if not _SCHEME.match(given) and os.path.lexists(path / layout.METADATA):
         return path
     raise CheckpointNotFound(given, None, finding=_finding(given, path))
 

@@ -17,13 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.checkpoint.folder import CheckpointFolder
 from torchtitan_lite.checkpoint.initial_path import checked_initial_path
 from torchtitan_lite.checkpoint.seed import is_seed
 from torchtitan_lite.config.job_config import Checkpoint
-from torchtitan_lite.errors import CheckpointMismatch
+from torchtitan_lite.errors import CheckpointMismatch, CheckpointUnreadable
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage
-from torchtitan_lite.store.manifest import NAN_IN, CheckpointInfo, CheckpointKind, Manifest
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
+from torchtitan_lite.store.manifest_fields import NAN_IN
 from torchtitan_lite.store.store import CheckpointStore
 
 _TRAIN_STATE = "train_state"
@@ -85,13 +87,20 @@ def choose_source(
 
 def newest_step(store: CheckpointStore, config: Checkpoint) -> int:
     """The newest committed step, full or weights only, of what a load would go on with; -1 if there is none."""
-    committed = [info for info in store.committed() if not store.check_sizes(info)]
+    committed = [info for info in store.committed() if _is_whole(info, store)]
     if config.load_step != -1:
         committed = [info for info in committed if is_branch_of(info, config.load_step, config)]
     full = [info for info in committed if info.kind is CheckpointKind.FULL]
     if full and _with_exclusions(_committed(full[-1]), config).lineage.counts_again:
         return -1
     return max((info.step for info in committed), default=-1)
+
+
+def _is_whole(info: CheckpointInfo, store: CheckpointStore) -> bool:
+    try:
+        return not store.check_sizes(info)
+    except CheckpointUnreadable:
+        return False  # If it matters, the load that follows says so.
 
 
 def is_branch_of(info: CheckpointInfo | None, step: int, config: Checkpoint) -> bool:
@@ -187,20 +196,20 @@ def _initial(config: Checkpoint) -> LoadSource:
 
 def _step_of(path: Path) -> int:
     """The step of the checkpoint at `path`: its manifest says it, or where another tool wrote it, its name; else 0."""
-    manifest = Manifest.of_folder(path)
+    manifest = CheckpointFolder(path).manifest
     return manifest.step if manifest is not None else layout.parse_step(path.absolute().name) or 0
 
 
 def _with_origin(source: LoadSource) -> LoadSource:
     """`source` with what its manifest, if it has one, says of the run that saved it."""
-    manifest = Manifest.of_folder(source.path)
+    manifest = CheckpointFolder(source.path).manifest
     if manifest is None:
         return source
     extra = manifest.extra
     return dataclasses.replace(
         source,
-        topology=str(extra.get("topology", "")),
-        config=dict(extra.get("config", {})),
-        tensor_digests=dict(extra.get("tensor_digests", {})),
+        topology=extra.get("topology", ""),
+        config=extra.get("config", {}),
+        tensor_digests=extra.get("tensor_digests", {}),
         has_nan=bool(extra.get(NAN_IN)),
     )

@@ -10,6 +10,7 @@ those are encoded, and proven, once.
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +23,13 @@ from torchtitan_lite.checkpoint.plain_value import NotPlain, encode
 from torchtitan_lite.checkpoint.safe_load import UnsafeItem, load_item
 from torchtitan_lite.checkpoint.torch_item import CALL_OF_BYTES, OBJECT_GRAIN, SafePickle, object_item
 from torchtitan_lite.store.digest import text_digest
+from torchtitan_lite.store.plain_file import DESCRIPTION_RATIO
 
 _MAX_IN_MANIFEST_BYTES = 64 << 10
 """An object whose item is larger stands in its rank's file alone: the manifest is read whole, by every rank."""
+_MAX_RATIO = DESCRIPTION_RATIO
+"""So does one whose JSON is so many times as long as its item (a list of one string, again and again): beside so little
+data the manifest would be refused as too large."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ class ObjectItems:
             item = _saved_by_torch(key, value)
         else:
             item = object_item(value)
-            if len(item) <= _MAX_IN_MANIFEST_BYTES:
+            if len(item) <= _MAX_IN_MANIFEST_BYTES and len(json.dumps(plain)) <= _MAX_RATIO * len(item):
                 return _Encoded(item, plain, True)
         self._prove(key, value, item)
         return _Encoded(item, None, False)

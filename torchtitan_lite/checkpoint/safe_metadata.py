@@ -15,10 +15,10 @@ from torchtitan_lite.checkpoint.contents import DTYPES, Chunk, Contents, Item, S
 from torchtitan_lite.checkpoint.inert_pickle import InertPickleError, Instance, Kind, parse
 from torchtitan_lite.errors import CheckpointUnreadable, CheckpointUnsafe
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.plain_file import read_plain
+from torchtitan_lite.store.plain_file import read_description
 
-MAX_BYTES = 1 << 30
-"""Of `.metadata`. A state of 10,000 tensors in 1,000 shards each is about as large."""
+_ENDING = b"."
+"""Of every pickle."""
 
 _DCP = ".".join(("torch", "distributed", "checkpoint", "metadata"))
 _SHARDED = ".".join(("torch", "distributed", "_shard", "sharded_tensor", "metadata"))
@@ -53,11 +53,11 @@ _TABLE: dict[tuple[str, str], object] = {
 def read_metadata(folder: Path) -> Contents:
     """What the `.metadata` in `folder` says that there is. Raises `CheckpointUnsafe`, or the system's OSError."""
     path = folder / layout.METADATA
-    data = read_plain(path, MAX_BYTES)
+    data = read_description(path, _ENDING)
     try:
         return _contents(parse(data, _TABLE), str(folder))
-    except (InertPickleError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointUnsafe(str(path), f"it is not metadata as DCP writes it: {error}") from None
+    except (InertPickleError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise CheckpointUnsafe(str(path), f"it is not metadata as DCP writes it: {error!s:.300}") from None
 
 
 def _contents(metadata: Any, path: str) -> Contents:
@@ -77,7 +77,7 @@ def _contents(metadata: Any, path: str) -> Contents:
         num_chunks += len(tensors[key].chunks)
         if num_chunks > len(storage):
             raise InertPickleError("there are more chunks than places where they lie")
-    return Contents(path, tensors, objects, _paths(fields.get("planner_data")))
+    return Contents(path, tensors, objects, _paths(fields.get("planner_data")), described_in=layout.METADATA)
 
 
 def _storage(described: Mapping[Any, Any], path: str) -> dict[tuple[str, tuple[int, ...] | None], Item]:
@@ -124,7 +124,7 @@ def _paths(planner_data: Any) -> dict[str, tuple[str | int, ...]]:
         return {}
     paths = {}
     for key, path in planner_data.items():
-        if type(key) is not str or type(path) is not tuple or not {*map(type, path)} <= {str, int}:
+        if type(key) is not str or type(path) is not tuple or not path or not {*map(type, path)} <= {str, int}:
             raise InertPickleError("a path in the state dict is not made of names and numbers")
         paths[key] = path
     return paths

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torchtitan_lite import faults
+from torchtitan_lite.errors import CheckpointUnreadable
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 from torchtitan_lite.store.retention import RetentionPolicy, to_purge
@@ -74,7 +75,7 @@ class Upkeep:
             store.committed(),
             protected=good & {max(good, default=-1)},
             known_good=good,
-            is_sound=lambda info: not store.check_sizes(info),
+            is_sound=lambda info: _is_sound(info, store),
         )
 
     def abandon(self, step: int, store: CheckpointStore) -> None:
@@ -83,3 +84,11 @@ class Upkeep:
             store.abandon(step)
         except OSError as error:
             logger.warning("Could not remove what the failed save of step %d left: %s", step, error)
+
+
+def _is_sound(info: CheckpointInfo, store: CheckpointStore) -> bool:
+    try:
+        return not store.check_sizes(info)
+    except CheckpointUnreadable as error:
+        logger.warning("%s is not looked at, and neither counted nor removed: %s", info.path, error.cause)
+        return False

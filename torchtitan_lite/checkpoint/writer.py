@@ -32,7 +32,8 @@ from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage, abandoned_by
-from torchtitan_lite.store.manifest import NAN_IN, CheckpointInfo, CheckpointKind, FileRecord, Manifest
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, FileRecord, Manifest
+from torchtitan_lite.store.manifest_fields import NAN_IN
 from torchtitan_lite.store.store import CheckpointStore
 
 

@@ -11,7 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeGuard, TypeVar
+
+MAX_ABANDONED = 100_000
+"""Checkpoints that one commit sets aside."""
+_RUN_ID_LETTERS = 64
 
 
 @dataclass(frozen=True)
@@ -49,12 +53,15 @@ class Lineage:
     def from_json(cls, document: dict[str, Any]) -> Lineage:
         """The lineage in `document`; raises ValueError naming the field that is wrong."""
         pairs = document.get("abandons", [])
-        if not isinstance(pairs, list) or not all(_is_pair(pair) for pair in pairs):
-            raise ValueError(f"lineage: abandons: expected pairs of step and run id, found {pairs!r}")
+        if not isinstance(pairs, list) or len(pairs) > MAX_ABANDONED or not all(_is_pair(pair) for pair in pairs):
+            raise ValueError(
+                f"lineage: abandons: expected pairs of step and run id, {MAX_ABANDONED} at most, found {pairs!r:.100}"
+            )
         run_id = document.get("run_id")
-        # It is part of a folder's name once the checkpoint is abandoned.
-        if not isinstance(run_id, str) or not run_id.isalnum():
-            raise ValueError(f"lineage: run_id: expected letters and digits, found {run_id!r}")
+        if not _is_run_id(run_id):
+            raise ValueError(
+                f"lineage: run_id: expected letters and digits, {_RUN_ID_LETTERS} at most, found {run_id!r:.100}"
+            )
         return cls(
             run_id=run_id,
             parent_step=_step(document, "parent_step"),
@@ -91,21 +98,20 @@ def abandoned_by(run_id: str, branch_point: int | None, committed: Iterable[OfAR
 
 
 def _is_pair(pair: object) -> bool:
-    return (
-        isinstance(pair, list)
-        and len(pair) == 2
-        and _is_step(pair[0])
-        and isinstance(pair[1], str)
-        and pair[1].isalnum()
-    )
+    return isinstance(pair, list) and len(pair) == 2 and _is_step(pair[0]) and _is_run_id(pair[1])
+
+
+def _is_run_id(value: object) -> TypeGuard[str]:
+    # It is part of a folder's name once the checkpoint is abandoned.
+    return isinstance(value, str) and len(value) <= _RUN_ID_LETTERS and value.isascii() and value.isalnum()
 
 
 def _is_step(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
 def _step(document: dict[str, Any], name: str) -> int | None:
     value = document.get(name)
     if value is not None and not _is_step(value):
-        raise ValueError(f"lineage: {name}: expected a step or null, found {value!r}")
+        raise ValueError(f"lineage: {name}: expected a step or null, found {value!r:.100}")
     return value

@@ -1,20 +1,17 @@
 """What a folder of checkpoints holds.
 
-A `Listing` is the names in the folder at one moment, sorted into ours and foreign ones; `find` looks
-into the folders that may hold a step. Reading changes nothing, so any rank and any tool may do it.
-A checkpoint counts by its own manifest alone: its name must be its step's, and it must be a folder,
-not a link to one.
+A `Listing` is the names in the folder at one moment, sorted into ours and foreign ones. No file is
+opened; what the manifests in the folders say is for `known_manifests` to look at.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable
 from pathlib import Path
 
-from torchtitan_lite.errors import CheckpointDamaged
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.manifest import NAN_IN, CheckpointInfo, Manifest
 
 
 class Listing:
@@ -33,6 +30,11 @@ class Listing:
         for step in {step for step, _ in self._numbered(layout.parse_replaced)}:
             places.setdefault(step, []).extend(self.replaced(step))
         return dict(sorted(places.items()))
+
+    def steps(self) -> set[int]:
+        """The steps that something is called after: a checkpoint, what was replaced, or a save under way."""
+        under_way = {step for name in self.names if (step := layout.parse_staging(name)) is not None}
+        return under_way | self.places().keys()
 
     def replaced(self, step: int) -> list[Path]:
         """What was replaced under the name of `step`, latest first."""
@@ -64,43 +66,6 @@ class Listing:
         return [found for name in self.names if (found := parse(name))]
 
 
-def find(step: int, places: Sequence[Path]) -> CheckpointInfo | None:
-    """The first intact checkpoint of `step` in `places`. Raises CheckpointDamaged where all there is, is damaged."""
-    damage: CheckpointDamaged | None = None
-    for folder in places:
-        try:
-            info = _inspect(folder, step)
-        except CheckpointDamaged as error:
-            damage = damage or error
-        else:
-            if info is not None:
-                return info
-    if damage is not None:
-        raise damage
-    return None
-
-
-def find_intact(step: int, places: Sequence[Path]) -> CheckpointInfo | None:
-    """As `find`, damage being as good as nothing."""
-    try:
-        return find(step, places)
-    except CheckpointDamaged:
-        return None
-
-
-def describe(folder: Path, manifest: Manifest) -> CheckpointInfo:
-    """What `manifest` says of the checkpoint in `folder`."""
-    return CheckpointInfo(
-        manifest.step,
-        folder,
-        manifest.kind,
-        manifest.created_at,
-        manifest.nbytes,
-        manifest.lineage,
-        has_nan=bool(manifest.extra.get(NAN_IN)),
-    )
-
-
 def is_folder(path: Path) -> bool:
     """Whether `path` is a folder, and not a link to one."""
     return path.is_dir() and not path.is_symlink()
@@ -110,18 +75,7 @@ def is_unmanaged(folder: Path) -> bool:
     """Whether `folder` holds a checkpoint's files and no manifest."""
     if not is_folder(folder):
         return False
-    names = {path.name for path in folder.iterdir()}
-    return layout.MANIFEST not in names and any(name == layout.METADATA or layout.is_data_file(name) for name in names)
-
-
-def _inspect(folder: Path, step: int) -> CheckpointInfo | None:
-    path = folder / layout.MANIFEST
-    if not is_folder(folder):
-        return None
-    try:
-        manifest = Manifest.parse(path.read_bytes(), str(path))
-    except (FileNotFoundError, IsADirectoryError):
-        return None
-    if manifest.step != step:
-        raise CheckpointDamaged(str(path), f"it is the manifest of step {manifest.step}")
-    return describe(folder, manifest)
+    if os.path.lexists(folder / layout.MANIFEST):
+        return False
+    with os.scandir(folder) as entries:
+        return any(entry.name == layout.METADATA or layout.is_data_file(entry.name) for entry in entries)

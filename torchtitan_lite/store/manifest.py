@@ -12,17 +12,27 @@ from __future__ import annotations
 
 import enum
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
 from torchtitan_lite.errors import CheckpointDamaged, FormatTooNew
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.digest import DIGEST_BYTES, digest_blocks, file_digest, num_blocks, text_digest
 from torchtitan_lite.store.lineage import Lineage
+from torchtitan_lite.store.manifest_fields import (
+    extra,
+    file_name,
+    kind_of,
+    number,
+    refuse_constant,
+    seconds,
+    table,
+    value_of,
+)
+from torchtitan_lite.store.plain_file import read_description
 
 FORMAT_VERSION = 3
 """1 had no digests and no table of tensors; until 2 each entry of a table had its path, without types of keys."""
@@ -31,10 +41,7 @@ _TABLES = ("tensors", "objects", "structure")
 _LAST_LINE = re.compile(rb',\n"digest": "([0-9a-f]{32})"\n}\n')
 _LAST_LINE_BYTES = len(',\n"digest": ""\n}\n') + 32
 
-NAN_IN = "nan_in"
-"""In `extra`: the keys of weights in which NaN was seen when they were saved; not there if none was."""
-
-T = TypeVar("T")
+_ENDING = b'"\n}\n'
 
 UNKNOWN = Lineage("unknown")
 """Of a checkpoint whose manifest names no run."""
@@ -98,10 +105,10 @@ class Table(Mapping[str, Any]):
     def __init__(self, entries: Mapping[str, Any] | None = None) -> None:
         self._made = dict(entries or {})
         self._path = ""
-        self._text: str | None = None
+        self._text: bytes | None = None
 
     @classmethod
-    def of_text(cls, text: str, path: str) -> Table:
+    def of_text(cls, text: bytes, path: str) -> Table:
         """The table that `text`, which stands in `path`, is; looking into one that is none raises CheckpointDamaged."""
         table = cls()
         table._text, table._path = text, path
@@ -118,19 +125,19 @@ class Table(Mapping[str, Any]):
         return len(self._entries)
 
     @property
-    def text(self) -> str:
+    def text(self) -> bytes:
         """As JSON, on one line."""
         if self._text is None:
-            self._text = _dump(self._made)
+            self._text = _dump(self._made).encode()
         return self._text
 
     @property
     def _entries(self) -> dict[str, Any]:
         if not hasattr(self, "_made"):
             try:
-                self._made = _checked_table(json.loads(self._text or "", parse_constant=_refuse))
+                self._made = table(json.loads(self._text or b"", parse_constant=refuse_constant))
             except (ValueError, RecursionError) as error:
-                raise CheckpointDamaged(self._path, str(error)) from None
+                raise damage_to(self._path, error) from None
         return self._made
 
 
@@ -178,18 +185,23 @@ class Manifest:
             "lineage": _dump(self.lineage.to_json()),
             "files": _dump({name: _file_json(record) for name, record in sorted(self.files.items())}),
             "extra": _dump(self.extra),
-            "objects": self.objects.text,
-            "tensors": self.tensors.text,
-            "structure": self.structure.text,
         }
-        text = "{\n" + ",\n".join(f'"{name}": {line}' for name, line in lines.items())
-        return seal(text.encode())
+        tables = {"objects": self.objects, "tensors": self.tensors, "structure": self.structure}
+        told = [f'"{name}": {line}'.encode() for name, line in lines.items()]
+        told += [f'"{name}": '.encode() + entries.text for name, entries in tables.items()]
+        return seal(b"{\n" + b",\n".join(told))
 
     @classmethod
     def of_folder(cls, folder: Path) -> Manifest | None:
-        """The manifest in `folder`; None where there is none. Raises as `parse` does."""
+        """The manifest in `folder`; None where there is none.
+
+        Raises as `parse` does, `CheckpointUnsafe` for what is no file or too large to be one, or the system's OSError.
+        """
         path = folder / layout.MANIFEST
-        return cls.parse(path.read_bytes(), str(path)) if path.is_file() else None
+        try:
+            return cls.parse(read_description(path, _ENDING), str(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
 
     @classmethod
     def parse(cls, data: bytes, path: str = layout.MANIFEST) -> Manifest:
@@ -197,14 +209,19 @@ class Manifest:
         try:
             sealed = _is_sealed(data)
             document, tables = _document(data, path)
-            version = _number(document, "format_version", 1)
+            version = number(document, "format_version", 1)
             if version > 1 and not sealed:
                 raise ValueError("its last line is not its digest")
             if version <= FORMAT_VERSION:
                 return _manifest(document, tables)
         except (ValueError, RecursionError) as error:
-            raise CheckpointDamaged(path, str(error)) from None
+            raise damage_to(path, error) from None
         raise FormatTooNew(path, version, FORMAT_VERSION)
+
+
+def damage_to(path: str, error: Exception) -> CheckpointDamaged:
+    """Return that the checkpoint whose file `path` is, is damaged: `error`, which says what is wrong with the file."""
+    return CheckpointDamaged(str(Path(path).parent), f"{Path(path).name}: {error}")
 
 
 def seal(text: bytes) -> bytes:
@@ -231,91 +248,54 @@ def _file_json(record: FileRecord) -> dict[str, Any]:
 
 def _document(data: bytes, path: str) -> tuple[dict[str, Any], dict[str, Table]]:
     """The fields in `data`, and its tables, unread where they stand on lines of their own, as `to_json` writes them."""
-    tables = {}
+    tables: dict[str, Table] = {}
     lines = []
+    begin = 0
+    # Line by line: the tables are nearly all of it, and are not to be in memory three times.
+    while begin < len(data):
+        end = data.find(b"\n", begin)
+        end = len(data) if end < 0 else end
+        name = next((name for name in _TABLES if data.startswith(b'"%s": {' % name.encode(), begin, end)), None)
+        if name is None or not data.endswith(b"},", begin, end):
+            lines.append(data[begin:end])
+        else:
+            tables[name] = Table.of_text(data[begin + len(f'"{name}": ') : end - 1], path)
+        begin = end + 1
     try:
-        for line in data.decode().split("\n"):
-            name = next((name for name in _TABLES if line.startswith(f'"{name}": {{') and line.endswith("},")), None)
-            if name is None:
-                lines.append(line)
-            else:
-                tables[name] = Table.of_text(line[len(f'"{name}": ') : -1], path)
-        document = json.loads("\n".join(lines), parse_constant=_refuse)
+        document = json.loads(b"\n".join(lines).decode(), parse_constant=refuse_constant)
     except ValueError as error:
         raise ValueError(f"it is not JSON ({error})") from None
     if not isinstance(document, dict):
-        raise ValueError(f"expected a JSON object, found {_kind(document)}")
+        raise ValueError(f"expected a JSON object, found {kind_of(document)}")
     for name in _TABLES:
         if name in document:
-            tables[name] = Table(_checked_table(_value(document, name, dict)))
+            tables[name] = Table(table(value_of(document, name, dict)))
     return document, tables
 
 
-def _checked_table(entries: Any) -> dict[str, Any]:
-    if not isinstance(entries, dict):
-        raise ValueError(f"expected a JSON object, found {_kind(entries)}")
-    for key, entry in entries.items():
-        if type(entry) is not dict:
-            raise ValueError(f"{key}: expected dict, found {_kind(entry)}")
-    return entries
-
-
 def _manifest(document: dict[str, Any], tables: dict[str, Table]) -> Manifest:
-    versions: dict[str, Any] = _value(document, "versions", dict)
-    files: dict[str, Any] = _value(document, "files", dict)
+    versions: dict[str, Any] = value_of(document, "versions", dict)
+    files: dict[str, Any] = value_of(document, "files", dict)
     return Manifest(
-        format_version=_number(document, "format_version", 1),
-        step=_number(document, "step", 0),
-        kind=CheckpointKind(_value(document, "kind", str)),
-        created_at=_seconds(document, "created_at"),
-        world_size=_number(document, "world_size", 1),
-        versions={name: _value(versions, name, str) for name in versions},
-        files={name: _file(files, name) for name in files},
-        lineage=Lineage.from_json(_value(document, "lineage", dict)),
+        format_version=number(document, "format_version", 1),
+        step=number(document, "step", 0),
+        kind=CheckpointKind(value_of(document, "kind", str)),
+        created_at=seconds(document, "created_at"),
+        world_size=number(document, "world_size", 1),
+        versions={name: value_of(versions, name, str) for name in versions},
+        files={file_name(name): _file(files, name) for name in files},
+        lineage=Lineage.from_json(value_of(document, "lineage", dict)),
         tensors=tables.get("tensors", Table()),
         objects=tables.get("objects", Table()),
         structure=tables.get("structure", Table()),
-        extra=_value(document, "extra", dict),
+        extra=extra(document),
     )
 
 
 def _file(files: dict[str, Any], name: str) -> FileRecord:
-    # A checkpoint is a flat folder: a name that could lead out of it is nobody's file.
-    if name in ("", ".", "..") or any(character in name for character in "/\\\0"):
-        raise ValueError(f"files: {name!r} is not the name of a file")
-    record: dict[str, Any] = _value(files, name, dict)
-    size = _number(record, "size", 0)
-    blocks = bytes.fromhex(_value(record, "blocks", str)) if "blocks" in record else b""
+    record: dict[str, Any] = value_of(files, name, dict)
+    size = number(record, "size", 0)
+    blocks = bytes.fromhex(value_of(record, "blocks", str)) if "blocks" in record else b""
     if blocks and len(blocks) != DIGEST_BYTES * num_blocks(size):
         raise ValueError(f"{name}: expected the digests of {num_blocks(size)} blocks, found {len(blocks)} bytes")
     return FileRecord(size, blocks)
-
-
-def _number(document: dict[str, Any], name: str, low: int) -> int:
-    value = _value(document, name, int)
-    if value < low:
-        raise ValueError(f"{name}: expected at least {low}, found {value}")
-    return value
-
-
-def _seconds(document: dict[str, Any], name: str) -> float:
-    value = _value(document, name, float)
-    if not math.isfinite(value):
-        raise ValueError(f"{name}: expected seconds, found {value}")
-    return value
-
-
-def _value(document: dict[str, Any], name: str, kind: type[T]) -> T:
-    value: object = document.get(name)
-    if not isinstance(value, kind) or isinstance(value, bool):
-        found = _kind(value) if name in document else "nothing"
-        raise ValueError(f"{name}: expected {kind.__name__}, found {found}")
-    return value
-
-
-def _kind(value: object) -> str:
-    return type(value).__name__
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON number")

@@ -13,17 +13,25 @@ import functools
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torchtitan_lite import faults
-from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, SaveFailed
+from torchtitan_lite.errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    CheckpointUnreadable,
+    SaveFailed,
+)
 from torchtitan_lite.log import logger, readable_bytes
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.durable import DISK, Durable
-from torchtitan_lite.store.lineage import Lineage, without_abandoned
-from torchtitan_lite.store.listing import Listing, describe, find, find_intact, is_folder, is_unmanaged
+from torchtitan_lite.store.known_manifests import KnownManifests, describe
+from torchtitan_lite.store.lineage import MAX_ABANDONED, Lineage, without_abandoned
+from torchtitan_lite.store.listing import Listing, is_folder, is_unmanaged
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, FileRecord, Manifest
+from torchtitan_lite.store.plain_file import allowed_description_bytes, size_finding
 
 
 def free_bytes(folder: Path) -> int:
@@ -38,10 +46,18 @@ def nothing() -> None:
 class CheckpointStore:
     """The checkpoints in the folder `root`, which need not exist yet. What the disk refuses is raised as OSError."""
 
-    def __init__(self, root: Path, *, durable: Durable = DISK, free_bytes: Callable[[Path], int] = free_bytes) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        durable: Durable = DISK,
+        free_bytes: Callable[[Path], int] = free_bytes,
+        now_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
         self.root = Path(root).absolute()  # A save in a thread outlasts a change of the working directory.
         self._durable = durable
         self._free_bytes = free_bytes
+        self._manifests = KnownManifests(now_ns)
 
     @property
     def durable(self) -> Durable:
@@ -58,7 +74,9 @@ class CheckpointStore:
 
     def intact(self) -> list[CheckpointInfo]:
         """As `committed`, with those that are abandoned and could not be set aside yet."""
-        found = (find_intact(step, places) for step, places in Listing(self.root).places().items())
+        all_places = Listing(self.root).places()
+        self._manifests.forget_all_but({place for places in all_places.values() for place in places})
+        found = (self._manifests.find_intact(step, places) for step, places in all_places.items())
         return [info for info in found if info is not None]
 
     def unmanaged(self) -> list[Path]:
@@ -75,20 +93,27 @@ class CheckpointStore:
 
     def damaged(self) -> dict[int, CheckpointDamaged]:
         """What is wrong with each step-N whose manifest is damaged, and of which there is no other one, by step."""
-        found: dict[int, CheckpointDamaged] = {}
+        return {step: error for step, error in self._faults().items() if isinstance(error, CheckpointDamaged)}
+
+    def unreadable(self) -> dict[int, CheckpointUnreadable]:
+        """What the system says of each step-N whose manifest it does not give, by step: nothing is known of these."""
+        return {step: error for step, error in self._faults().items() if isinstance(error, CheckpointUnreadable)}
+
+    def _faults(self) -> dict[int, CheckpointDamaged | CheckpointUnreadable]:
+        found: dict[int, CheckpointDamaged | CheckpointUnreadable] = {}
         for step, places in Listing(self.root).places().items():
             try:
-                find(step, places)
-            except CheckpointDamaged as error:
+                self._manifests.find(step, places)
+            except (CheckpointDamaged, CheckpointUnreadable) as error:
                 found[step] = error
         return found
 
     def get(self, step: int) -> CheckpointInfo:
         """The committed checkpoint of `step`, unless one abandons it.
 
-        Raises CheckpointNotFound, CheckpointDamaged or FormatTooNew.
+        Raises CheckpointNotFound, CheckpointDamaged, CheckpointUnreadable or FormatTooNew.
         """
-        info = find(step, Listing(self.root).places().get(step, []))
+        info = self._manifests.find(step, Listing(self.root).places().get(step, []))
         committed = self.committed()
         if info is None or info not in committed:
             raise CheckpointNotFound(str(self.root), step, [info.step for info in committed])
@@ -97,15 +122,16 @@ class CheckpointStore:
     def check_sizes(self, info: CheckpointInfo) -> list[str]:
         """What is wrong with the sizes of the files of `info`, one sentence each; empty if all are as committed.
 
-        Changes nothing, reads the manifest alone. Raises FormatTooNew, and OSError where the machine does not answer.
+        Changes nothing, opens no file but the manifest. Raises FormatTooNew, and CheckpointUnreadable where the machine
+        does not answer.
         """
         try:
-            manifest = Manifest.of_folder(info.path)
+            sizes = self._manifests.sizes(info)
+            findings = [size_finding(info.path / name, size) for name, size in sorted(sizes.items())]
         except CheckpointDamaged as error:
-            return [f"{layout.MANIFEST}: {error.finding}"]
-        if manifest is None:
-            return [f"{layout.MANIFEST} is missing"]
-        findings = (_finding(info.path / name, record.size) for name, record in sorted(manifest.files.items()))
+            return [error.finding]
+        except OSError as error:
+            raise CheckpointUnreadable(str(info.path), f"{type(error).__name__}: {error}") from error
         return [finding for finding in findings if finding]
 
     def preflight(self, step: int, needed_bytes: int, make_room: Callable[[], object] = nothing) -> None:
@@ -190,6 +216,9 @@ class CheckpointStore:
         logger.warning("step %d is damaged and is now %s: %s", step, aside, "; ".join(findings))
         try:
             text = json.dumps({"step": step, "findings": list(findings)}, indent=2) + "\n"
+            if os.path.lexists(aside / layout.FINDINGS):
+                # What has its name may be a link that leads out of the folder, or a pipe without a reader.
+                self._durable.remove_file(aside / layout.FINDINGS)
             self._durable.write_file(aside / layout.FINDINGS, text.encode())
             self._durable.fsync_dir(aside)
         except OSError as error:
@@ -236,7 +265,7 @@ class CheckpointStore:
         with (staging / layout.METADATA).open("rb") as file:
             self._durable.fsync_file(file.fileno())
         faults.point("manifest", step=step, path=staging / layout.MANIFEST)
-        self._durable.write_file(staging / layout.MANIFEST, sealed.to_json())
+        self._durable.write_file(staging / layout.MANIFEST, _readable(sealed))
         faults.point("seal", step=step, path=staging)
         self._durable.fsync_dir(staging)
         return sealed
@@ -252,11 +281,11 @@ class CheckpointStore:
     def _put_in_place(self, step: int, fence: Callable[[], object]) -> None:
         """What was staged is called step-N; what was called so is called something else."""
         staging, final = self._staging(step), self._final(step)
-        if find_intact(step, [final]) is not None:
+        if self._manifests.find_intact(step, [final]) is not None:
             fence()
             # Its manifest goes, and with it the names of what it abandons.
             self._finish_abandoning()
-        is_there, is_intact = os.path.lexists(final), find_intact(step, [final]) is not None
+        is_there, is_intact = os.path.lexists(final), self._manifests.find_intact(step, [final]) is not None
         fence()
         if is_intact and self._durable.exchange(staging, final):
             return
@@ -304,12 +333,17 @@ class CheckpointStore:
 
     def _set_aside(self, abandons: Sequence[tuple[int, str]]) -> list[Path]:
         """The checkpoints in `abandons` are called so, wherever they stand; returns their new names."""
-        moved = []
+        left: dict[int, set[str]] = {}
         for step, run_id in abandons:
-            for path in [self._final(step), self._staging(step), *Listing(self.root).replaced(step)]:
-                info = find_intact(step, [path])
-                if info is not None and info.run_id == run_id:
-                    aside = Listing(self.root).free(functools.partial(layout.abandoned_dir, step, run_id))
+            left.setdefault(step, set()).add(run_id)
+        listing = Listing(self.root)
+        moved = []
+        # Manifests may name any number of steps: of those that are there each place is looked at once.
+        for step in sorted(left.keys() & listing.steps()):
+            for path in [self._final(step), self._staging(step), *listing.replaced(step)]:
+                info = self._manifests.find_intact(step, [path])
+                if info is not None and info.run_id in left[step]:
+                    aside = Listing(self.root).free(functools.partial(layout.abandoned_dir, step, info.run_id))
                     self._durable.rename(path, aside)
                     logger.info("step %d is of a branch that was left; it is now %s", step, aside.name)
                     moved.append(aside)
@@ -319,8 +353,8 @@ class CheckpointStore:
 
     def _warn_of_damage(self, step: int, places: Sequence[Path]) -> None:
         try:
-            find(step, places)
-        except CheckpointDamaged as error:
+            self._manifests.find(step, places)
+        except (CheckpointDamaged, CheckpointUnreadable) as error:
             logger.warning("passing over step %d: %s", step, error)
 
     def _put_back(self) -> list[Path]:
@@ -334,7 +368,7 @@ class CheckpointStore:
 
     def _superseded(self, step: int, listing: Listing) -> list[Path]:
         replaced = listing.replaced(step)
-        return replaced if replaced and find_intact(step, [self._final(step)]) else []
+        return replaced if replaced and self._manifests.find_intact(step, [self._final(step)]) else []
 
     def _discard(self, path: Path, step: int) -> None:
         """`path` is no checkpoint any more, durably, then its bytes are gone: never half of it under its own name."""
@@ -356,23 +390,27 @@ class CheckpointStore:
         return self.root / layout.staging_dir(step)
 
 
+def _readable(manifest: Manifest) -> bytes:
+    """The text of `manifest`. Raises SaveFailed for one that would be refused when it is read."""
+    text = manifest.to_json()
+    data_bytes = manifest.nbytes - manifest.files[layout.METADATA].size
+    if len(text) > (most := allowed_description_bytes(data_bytes)):
+        raise SaveFailed(
+            manifest.step,
+            f"{layout.MANIFEST} would have {len(text)} bytes, and beside {data_bytes} bytes of data it is read up to "
+            f"{most}; give the state fewer or larger entries",
+        )
+    if len(manifest.lineage.abandons) > MAX_ABANDONED:
+        raise SaveFailed(
+            manifest.step,
+            f"it would set aside {len(manifest.lineage.abandons)} checkpoints, and {MAX_ABANDONED} is the most; remove "
+            "some, or start in another --job.dump_folder",
+        )
+    return text
+
+
 def _size(path: Path, step: int) -> int:
     try:
         return path.stat().st_size
     except FileNotFoundError:
         raise SaveFailed(step, f"{path} is missing") from None
-
-
-def _finding(path: Path, expected_bytes: int) -> str:
-    """What is wrong with the size of the file `path`; empty if nothing is."""
-    try:
-        if path.stat().st_size == expected_bytes and path.is_file():
-            return ""
-        # Opening it makes a network filesystem look again, so that a size of before is not taken for damage.
-        with path.open("rb") as file:
-            found_bytes = os.fstat(file.fileno()).st_size
-    except FileNotFoundError:
-        return f"{path.name} is missing"
-    except IsADirectoryError:
-        return f"{path.name} is a folder"
-    return "" if found_bytes == expected_bytes else f"{path.name} has {found_bytes} bytes, not {expected_bytes}"

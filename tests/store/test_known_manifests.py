@@ -1,0 +1,235 @@
+"""The manifests of a folder are looked at, each opened once, and what cannot be looked at stops nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtitan_lite import faults
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, SaveFailed
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.lineage import MAX_ABANDONED, Lineage
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, FileRecord, Manifest
+from torchtitan_lite.store.plain_file import DESCRIPTION_BYTES
+from torchtitan_lite.store.store import CheckpointStore
+
+DATA = "__0_0.distcp"
+KEPT = 120
+LATER_NS = 10**9
+RUN = Lineage("run1")
+
+_seen: list[tuple[str, str]] | None = None
+
+
+def _watch(event: str, args: tuple[Any, ...]) -> None:
+    if _seen is not None and event in ("open", "os.listdir", "os.scandir"):
+        _seen.append((event, str(args[0])))
+
+
+sys.addaudithook(_watch)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    global _seen
+    yield
+    _seen = None
+    faults.install("", rank=0)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    """Whose clock says that every file was written a while ago."""
+    return CheckpointStore(tmp_path / "checkpoint", now_ns=lambda: time.time_ns() + LATER_NS)
+
+
+def watched() -> list[tuple[str, str]]:
+    """What is opened and listed from now on."""
+    global _seen
+    _seen = []
+    return _seen
+
+
+def manifest(step: int, lineage: Lineage = RUN, **fields: Any) -> Manifest:
+    made = Manifest(
+        step=step,
+        kind=CheckpointKind.FULL,
+        created_at=1.0,
+        world_size=1,
+        versions={},
+        files={DATA: FileRecord(4), layout.METADATA: FileRecord(6)},
+        lineage=lineage,
+    )
+    return dataclasses.replace(made, **fields)
+
+
+def put(root: Path, made: Manifest, name: str = "") -> Path:
+    """A folder with this manifest, as if it had been committed."""
+    folder = root / (name or layout.step_dir(made.step))
+    folder.mkdir(parents=True)
+    (folder / DATA).write_bytes(b"data")
+    (folder / layout.METADATA).write_bytes(b"of dcp")
+    (folder / layout.MANIFEST).write_bytes(made.to_json())
+    return folder
+
+
+def save(store: CheckpointStore, step: int, lineage: Lineage = RUN) -> CheckpointInfo:
+    staging = store.stage(step)
+    (staging / DATA).write_bytes(b"data")
+    (staging / layout.METADATA).write_bytes(b"of dcp")
+    return store.commit(step, dataclasses.replace(manifest(step, lineage), files={DATA: FileRecord(4)}))
+
+
+def steps(store: CheckpointStore) -> list[int]:
+    return [info.step for info in store.committed()]
+
+
+def test_a_commit_opens_no_kept_manifest_that_was_seen_before(store: CheckpointStore) -> None:
+    for step in range(1, KEPT + 1):
+        put(store.root, manifest(step))
+    seen = watched()
+    save(store, KEPT + 1)
+    assert sorted(opened_of(seen)) == sorted(layout.step_dir(step) for step in range(1, KEPT + 1))
+    save(store, KEPT + 2)
+    seen.clear()
+    save(store, KEPT + 3)
+    for info in store.committed():
+        store.check_sizes(info)
+    assert opened_of(seen) == [layout.step_dir(KEPT + 2), layout.step_dir(KEPT + 3)]
+
+
+def opened_of(seen: list[tuple[str, str]]) -> list[str]:
+    """The checkpoints whose manifests were opened, in order."""
+    paths = [Path(path) for event, path in seen if event == "open"]
+    return [path.parent.name for path in paths if path.name == layout.MANIFEST and "staging" not in path.parent.name]
+
+
+def test_a_manifest_that_was_changed_is_read_again(store: CheckpointStore) -> None:
+    for step in (2, 4):
+        put(store.root, manifest(step))
+    assert steps(store) == [2, 4]
+    path = store.root / "step-4" / layout.MANIFEST
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"run1", b"run2"))
+    assert steps(store) == [2]
+    with pytest.raises(CheckpointDamaged, match=r"step-4 is damaged: manifest\.json: its own digest"):
+        store.get(4)
+    path.write_bytes(data)
+    assert steps(store) == [2, 4]
+    path.unlink()
+    assert (steps(store), store.damaged()) == ([2], {})
+
+
+def test_a_manifest_that_was_changed_within_a_tick_of_the_clock_is_read_again(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, now_ns=lambda: 0)
+    path = put(tmp_path, manifest(4)) / layout.MANIFEST
+    data, before = path.read_bytes(), path.stat()
+    assert steps(store) == [4]
+    path.write_bytes(data.replace(b"run1", b"run2"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert steps(store) == []
+
+
+def test_one_that_another_took_the_place_of_is_read_again(store: CheckpointStore) -> None:
+    save(store, 4, Lineage("run1"))
+    assert [info.run_id for info in store.committed()] == ["run1"]
+    save(store, 4, Lineage("run2"))
+    assert [info.run_id for info in store.committed()] == ["run2"]
+
+
+@pytest.mark.parametrize("code", ["EIO", "EACCES", "ESTALE"])
+def test_a_step_that_the_system_does_not_give_is_one_warning_and_stops_no_commit(
+    store: CheckpointStore, code: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (2, 4):
+        put(store.root, manifest(step))
+    faults.install(f"{code}@listing:step=2,times=always", rank=0)
+    for step in (6, 8):
+        save(store, step)
+    store.recover()
+    assert steps(store) == [4, 6, 8]
+    assert (store.damaged(), list(store.unreadable())) == ({}, [2])
+    told = [line for line in caplog.messages if "neither counted nor removed" in line]
+    assert len(told) == 1
+    assert str(store.root / "step-2") in told[0]
+    with pytest.raises(CheckpointUnreadable, match="step-2 could not be read"):
+        store.get(2)
+    faults.install("", rank=0)
+    assert steps(store) == [2, 4, 6, 8]
+
+
+def test_a_step_that_the_system_does_not_give_is_kept_when_it_is_saved_again(store: CheckpointStore) -> None:
+    put(store.root, manifest(2))
+    faults.install("EIO@listing:path=step-2/manifest.json,times=always", rank=0)
+    save(store, 2, Lineage("run2"))
+    assert sorted(path.name for path in store.root.iterdir()) == ["step-2", "step-2.foreign"]
+
+
+@pytest.mark.parametrize("name", ["step-5", ".replaced-step-5-1"])
+def test_what_a_manifest_abandons_by_the_thousand_is_looked_for_once(store: CheckpointStore, name: str) -> None:
+    put(store.root, manifest(5, Lineage("run0")), name)
+    abandons = [
+        *((step, "aa") for step in range(10_000)),
+        *((5, f"b{number}") for number in range(10_000)),
+        (5, "run0"),
+    ]
+    made = manifest(7, Lineage("run1", abandons=tuple(abandons)))
+    assert len(made.to_json()) < DESCRIPTION_BYTES
+    put(store.root, made)
+    seen = watched()
+    store.recover()
+    assert len(seen) < 40
+    assert sorted(path.name for path in store.root.iterdir()) == ["step-5.abandoned-run0", "step-7"]
+
+
+def test_more_than_is_ever_abandoned_is_damage_and_is_not_written(store: CheckpointStore) -> None:
+    abandons = tuple((step, "aa") for step in range(MAX_ABANDONED + 1))
+    with pytest.raises(CheckpointDamaged, match=f"lineage: abandons: expected .* {MAX_ABANDONED} at most"):
+        Manifest.parse(manifest(7, Lineage("run1", abandons=abandons)).to_json())
+    staging = store.stage(7)
+    (staging / DATA).write_bytes(bytes(1 << 20))
+    (staging / layout.METADATA).write_bytes(b"of dcp")
+    made = manifest(7, Lineage("run1", abandons=abandons), files={DATA: FileRecord(1 << 20)})
+    with pytest.raises(SaveFailed, match=f"it would set aside {MAX_ABANDONED + 1} checkpoints"):
+        store.commit(7, made)
+
+
+def test_a_manifest_that_would_be_refused_as_too_large_fails_its_save(store: CheckpointStore) -> None:
+    staging = store.stage(7)
+    (staging / DATA).write_bytes(b"data")
+    (staging / layout.METADATA).write_bytes(b"of dcp")
+    made = manifest(7, extra={"note": "x" * DESCRIPTION_BYTES}, files={DATA: FileRecord(4)})
+    with pytest.raises(SaveFailed, match=r"manifest\.json would have .* bytes"):
+        store.commit(7, made)
+    assert steps(store) == []
+
+
+def test_a_manifest_may_be_as_large_as_the_data_beside_it_can_need(store: CheckpointStore) -> None:
+    made = manifest(7, extra={"note": "x" * DESCRIPTION_BYTES})
+    folder = put(store.root, made)
+    assert "manifest.json: expected at most" in store.damaged()[7].finding
+    os.truncate(folder / DATA, 1 << 20)
+    (folder / layout.MANIFEST).touch()
+    store = CheckpointStore(store.root)
+    assert (steps(store), store.damaged()) == ([7], {})
+
+
+@pytest.mark.parametrize("what", ["link", "pipe"])
+def test_findings_do_not_go_where_their_name_leads(store: CheckpointStore, tmp_path: Path, what: str) -> None:
+    folder = put(store.root, manifest(5))
+    (tmp_path / "mine").write_text("precious")
+    if what == "link":
+        (folder / layout.FINDINGS).symlink_to(tmp_path / "mine")
+    else:
+        os.mkfifo(folder / layout.FINDINGS)
+    aside = store.quarantine(5, ["bits"])
+    assert (tmp_path / "mine").read_text() == "precious"
+    assert "bits" in (aside / layout.FINDINGS).read_text()
+    assert not (aside / layout.FINDINGS).is_symlink()

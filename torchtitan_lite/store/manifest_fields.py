@@ -1,0 +1,122 @@
+"""Fields of `manifest.json`, each with its type and range.
+
+What is returned is of the type that is asked for and within its range; anything else is a ValueError
+that names the field and shows no more than a few words of what was found there.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NoReturn, TypeVar
+
+from torchtitan_lite.store.plain_file import is_plain_name
+
+NAN_IN = "nan_in"
+"""In `extra`: the keys of weights in which NaN was seen when they were saved; not there if none was."""
+
+MAX_CONFIG_DEPTH = 8
+"""Containers within containers in a value of the configuration."""
+
+_INT64 = 1 << 63
+
+T = TypeVar("T")
+
+
+def value_of(document: dict[str, Any], name: str, kind: type[T]) -> T:
+    """Return the field `name`, which is of `kind`."""
+    value: object = document.get(name)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        found = kind_of(value) if name in document else "nothing"
+        raise ValueError(f"{bare(name)}: expected {kind.__name__}, found {found}")
+    return value
+
+
+def number(document: dict[str, Any], name: str, low: int) -> int:
+    """Return the whole number `name`, of at least `low` and 64 bits."""
+    value = value_of(document, name, int)
+    if value < low:
+        raise ValueError(f"{name}: expected at least {low}, found {value!r:.40}")
+    if value >= _INT64:
+        raise ValueError(f"{name}: expected a number of 64 bits, found {value!r:.40}")
+    return value
+
+
+def seconds(document: dict[str, Any], name: str) -> float:
+    """Return the time `name`, a finite number."""
+    value = value_of(document, name, float)
+    if not math.isfinite(value):
+        raise ValueError(f"{name}: expected seconds, found {value}")
+    return value
+
+
+def table(entries: Any) -> dict[str, Any]:
+    """Return `entries`, an object of objects whose keys are text."""
+    if not isinstance(entries, dict):
+        raise ValueError(f"expected a JSON object, found {kind_of(entries)}")
+    for key, entry in entries.items():
+        if type(entry) is not dict:
+            raise ValueError(f"{bare(key)}: expected dict, found {kind_of(entry)}")
+    _refuse_halves(entries)
+    return entries
+
+
+def file_name(name: str) -> str:
+    """Return `name`, that of a file in the checkpoint's folder, which is flat."""
+    if not is_plain_name(name):
+        raise ValueError(f"files: {shown(name)} is not the name of a file")
+    return name
+
+
+def extra(document: dict[str, Any]) -> dict[str, Any]:
+    """Return `extra`: what a load looks at in it has its type; the rest may be anything."""
+    values: dict[str, Any] = value_of(document, "extra", dict)
+    for name, kind in (("topology", str), ("config", dict), ("tensor_digests", dict), (NAN_IN, list)):
+        if name in values and type(values[name]) is not kind:
+            raise ValueError(f"extra.{name}: expected {kind.__name__}, found {kind_of(values[name])}")
+    for section, keys in values.get("config", {}).items():
+        if type(keys) is not dict:
+            raise ValueError(f"extra.config.{bare(section)}: expected dict, found {kind_of(keys)}")
+        if not _is_shallow(keys, MAX_CONFIG_DEPTH):
+            raise ValueError(f"extra.config.{bare(section)}: it is nested more than {MAX_CONFIG_DEPTH} deep")
+    digests = values.get("tensor_digests", {})
+    if not {*map(type, digests.values())} <= {str}:
+        raise ValueError("extra.tensor_digests: expected texts, found something else")
+    _refuse_halves(digests)
+    return values
+
+
+def kind_of(value: object) -> str:
+    """Return the type of `value`, by name."""
+    return type(value).__name__
+
+
+def shown(text: str) -> str:
+    """Return the beginning of `text`, for a message."""
+    return repr(text[:100])
+
+
+def bare(name: str) -> str:
+    """Return the beginning of `name`, for a message, without quotes."""
+    return shown(name)[1:-1]
+
+
+def refuse_constant(constant: str) -> NoReturn:
+    """Raise for NaN and the infinities, which JSON does not have."""
+    raise ValueError(f"{constant} is no JSON number")
+
+
+def _refuse_halves(entries: dict[str, Any]) -> None:
+    """Raise for a key with half a surrogate pair, which is no text and cannot be printed."""
+    try:
+        "".join(entries).encode()
+    except UnicodeEncodeError:
+        key = next(key for key in entries if any("\ud800" <= letter <= "\udfff" for letter in key))
+        raise ValueError(f"{shown(key)} is no text") from None
+
+
+def _is_shallow(value: object, depth: int) -> bool:
+    if not isinstance(value, dict | list):
+        return True
+    items = value.values() if isinstance(value, dict) else value
+    items = value.values() if isinstance(value, dict) else value
+    return depth > 0 and all(_is_shallow(item, depth - 1) for item in items)
