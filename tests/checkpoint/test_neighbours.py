@@ -66,3 +66,86 @@ def test_a_change_of_the_working_directory_during_a_save_changes_nothing(tmp_pat
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoint").iterdir()) == ["step-3", "step-4"]
     assert [path.name for path in (tmp_path / "run" / "export").iterdir()] == ["step-4"]
     assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+QUIET = """
+import multiprocessing, os, signal, sys, time, warnings
+from pathlib import Path
+from tests.checkpoint.small_run import SmallRun
+warnings.simplefilter("ignore")  # Later versions of Python warn of any fork beside threads.
+WATCHED = ("SIGTERM", "SIGUSR1", "SIGINT")
+fork = multiprocessing.get_context("fork")
+
+def start(mode, folder="run", **options):
+    return SmallRun(Path(folder), interval=1, async_mode=mode, preemption_signals=WATCHED, **options)
+"""
+
+CHILDREN = """
+with start("MODE") as run:
+    run.step()
+    with fork.Pool(2) as pool:
+        print(pool.map(abs, [-1, -2]))
+    child = fork.Process(target=time.sleep, args=(60,))
+    child.start()
+    child.terminate()
+    child.join()
+    run.step()
+    run.step()
+    print(child.exitcode, run.manager.preempted_by)
+    run.manager.close()
+    print(run.committed())
+"""
+
+
+def test_pools_and_terminated_children_neither_preempt_the_run_nor_live_on(tmp_path: Path, mode: str) -> None:
+    printed = "[1, 2]\n-15 0\n[1, 2, 3]\n"
+    assert run(QUIET + CHILDREN.replace("MODE", mode), tmp_path) == (0, printed)
+
+
+SIGNALLED_AT_ONCE = """
+with start("disabled") as run:
+    run.step()
+    codes = set()
+    for _ in range(30):
+        if (child := os.fork()) == 0:
+            time.sleep(60)
+            os._exit(3)
+        os.kill(child, signal.SIGTERM)
+        codes.add(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    run.step()
+    run.step()
+    print(codes, run.manager.preempted_by)
+"""
+
+
+def test_a_signal_that_comes_right_after_the_fork_ends_the_child_and_is_not_the_runs(tmp_path: Path) -> None:
+    assert run(QUIET + SIGNALLED_AT_ONCE, tmp_path) == (0, "{-15} 0\n")
+
+
+INHERITED = """
+def sockets():
+    links = {entry: os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
+    return {link for link in links.values() if link.startswith("socket:")}
+
+before = sockets()
+with start("async_with_pinned_mem") as run:
+    run.step()
+    opened = sockets() - before
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        inherited = sockets() & opened
+        found = [len(inherited), signal.set_wakeup_fd(-1), signal.getsignal(signal.SIGTERM) is signal.SIG_DFL]
+        os.write(writing, repr(found).encode())
+        run.manager.close()  # Of the parent's nothing is closed.
+        time.sleep(60)
+        os._exit(3)
+    print(len(opened) >= 3, os.read(reading, 100).decode())
+    run.step()
+    run.manager.close()  # The child lives.
+    print(run.committed())
+    os.kill(child, signal.SIGKILL)
+"""
+
+
+def test_a_forked_child_has_none_of_our_sockets_and_handlers_and_closing_does_not_wait_for_it(tmp_path: Path) -> None:
+    assert run(QUIET + INHERITED, tmp_path) == (0, "True [0, -1, True]\n[1, 2]\n")

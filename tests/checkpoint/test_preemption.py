@@ -218,3 +218,88 @@ def test_beside_the_main_thread_there_is_a_warning_and_no_watch(caplog: pytest.L
 def test_a_signal_that_this_system_has_not_is_refused() -> None:
     with pytest.raises(ConfigError, match="'SIGNIX' is not a signal that can be caught"):
         PreemptionWatch(("SIGNIX",), 60)
+
+
+def test_two_watches_both_hear_whichever_closes_first_and_the_last_one_restores_what_was_before() -> None:
+    script = """
+def mine(number, frame):
+    print("mine")
+signal.signal(signal.SIGUSR1, mine)
+for first in (0, 1):
+    two = [watch("SIGUSR1"), watch("SIGUSR1", "SIGTERM")]
+    noted.clear()
+    send(signal.SIGUSR1)
+    assert noted.wait(30)
+    two.pop(first).close()
+    other = two[0]
+    print([other.received == signal.SIGUSR1])
+    other.close()
+    send(signal.SIGUSR1)
+    print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, signal.set_wakeup_fd(-1))
+"""
+    assert output(script) == ["[True]", "mine", "True", "-1"] * 2
+
+
+def test_a_watch_hears_after_another_one_was_closed() -> None:
+    script = """
+first, second = watch("SIGUSR1", "SIGTERM"), watch("SIGUSR1")
+first.close()
+print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
+send(signal.SIGUSR1)
+assert noted.wait(30)
+second.close()
+print(first.received, second.received == signal.SIGUSR1)
+"""
+    assert output(script) == ["True", "0", "True"]
+
+
+def test_a_handler_that_somebody_installed_meanwhile_stays() -> None:
+    script = """
+w = watch("SIGUSR1")
+signal.signal(signal.SIGUSR1, lambda number, frame: print("theirs"))
+send(signal.SIGUSR1)
+assert noted.wait(30)
+w.close()
+send(signal.SIGUSR1)
+print(w.received == signal.SIGUSR1)
+"""
+    assert output(script) == ["theirs", "theirs", "True"]
+
+
+def test_other_wakeup_descriptors_hear_what_they_would_hear_and_take_nothing_away() -> None:
+    script = """
+import socket
+ours, theirs = socket.socketpair()
+theirs.setblocking(False)
+signal.signal(signal.SIGUSR2, lambda number, frame: None)
+signal.set_wakeup_fd(theirs.fileno())
+w = watch("SIGUSR1")
+send(signal.SIGUSR2)
+print(list(ours.recv(8)) == [signal.SIGUSR2])
+signal.set_wakeup_fd(theirs.fileno())
+send(signal.SIGUSR1)
+assert noted.wait(30)
+print(list(ours.recv(8)) == [signal.SIGUSR1])
+w.close()
+print(signal.set_wakeup_fd(-1) == theirs.fileno())
+"""
+    assert output(script) == ["True", "True", "True"]
+
+
+def test_ctrl_c_that_is_not_watched_is_pythons_as_often_as_it_comes() -> None:
+    script = """
+def interrupt():
+    try:
+        send(signal.SIGINT)
+        threading.Event().wait(30)
+    except KeyboardInterrupt:
+        print("interrupted")
+
+w = watch("SIGTERM")
+interrupt()
+send(signal.SIGTERM)
+assert noted.wait(30)  # Signals are looked at in their order: the first one was.
+interrupt()
+w.close()
+"""
+    assert output(script) == ["interrupted"] * 2

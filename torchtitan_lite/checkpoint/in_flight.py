@@ -15,6 +15,7 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 
 from torchtitan_lite import faults
+from torchtitan_lite.checkpoint.forks import forget_in_children
 from torchtitan_lite.checkpoint.savers import PendingSave, Saver, State
 from torchtitan_lite.checkpoint.upkeep import OnEvent, Upkeep
 from torchtitan_lite.checkpoint.writer import Origin, Target, free
@@ -65,6 +66,7 @@ class InFlight:
         """The step that was saved last, durably."""
         self.last_seconds: float | None = None
         """How long that save took, from its beginning until it was durable."""
+        forget_in_children(self)
 
     @property
     def step(self) -> int | None:
@@ -106,6 +108,10 @@ class InFlight:
     def forget_lineage(self) -> None:
         """Another checkpoint was loaded: what was saved before is no step of the run that goes on. Any rank."""
         self.last_durable = None
+
+    def forget(self) -> None:
+        """Have nothing in flight, in a child that was just forked: the thread that saves is its parent's."""
+        self._save = None
 
     def wait_for_staging(self) -> None:
         """Returns when the state may change. Not collective. Raises `SaveFailed` if that takes too long."""

@@ -28,6 +28,7 @@ from torchtitan_lite.checkpoint import arguments
 from torchtitan_lite.checkpoint.export import DTYPES, weights_only
 from torchtitan_lite.checkpoint.fallback import Candidates
 from torchtitan_lite.checkpoint.first_save import FirstSave
+from torchtitan_lite.checkpoint.forks import forget_in_children
 from torchtitan_lite.checkpoint.in_flight import InFlight
 from torchtitan_lite.checkpoint.interval import SavePolicy, Tick, build_save_policy, build_skips_when_busy, split
 from torchtitan_lite.checkpoint.leaving import Leaving, how_to_leave
@@ -223,6 +224,10 @@ class CheckpointManager:
             in_reverse.callback(self._in_flight.settle)
             in_reverse.callback(self._consensus.drain)
 
+    def forget(self) -> None:
+        """Nothing is open, in a child that was just forked: closing it there touches nothing of the parent's."""
+        self._is_open = False
+
     def __enter__(self) -> CheckpointManager:
         return self
 
@@ -241,6 +246,7 @@ class CheckpointManager:
             return
         arguments.refuse_dry_run(self._config)
         self._is_open = True
+        forget_in_children(self)
         try:
             self._preemption.start()
             self._guard.start()

@@ -13,34 +13,25 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-import select
 import signal
-import socket
 import threading
 import time
 from collections.abc import Sequence
-from types import FrameType
 
+from torchtitan_lite.checkpoint.signals import HUB
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
-
-CLOSE = 0
-"""Written to the pipe instead of a signal's number."""
 
 
 class PreemptionWatch:
     """Remembers the first of `signals` that arrives; ends the process `grace_seconds` after it, with exit code 1."""
 
     def __init__(self, signals: Sequence[str], grace_seconds: float) -> None:
-        self._signals = [_number(name) for name in signals]
+        self.numbers: Sequence[int] = [_number(name) for name in signals]
         self._grace_seconds = grace_seconds
         self._received = 0
         self._deadline: float | None = None
         self._leaving = False
-        self._thread: threading.Thread | None = None
-        self._before: dict[int, signal._HANDLER] = {}
-        self._wakeup_before = -1
-        self._pipe: tuple[socket.socket, socket.socket] | None = None
 
     @property
     def received(self) -> int:
@@ -53,18 +44,12 @@ class PreemptionWatch:
 
     def start(self) -> None:
         """Watches from now on. Main thread (elsewhere Python has no signals: a warning, and no watch). Idempotent."""
-        if self._thread is not None or not self._signals:
+        if HUB.has(self) or not self.numbers:
             return
         if threading.current_thread() is not threading.main_thread():
             logger.warning("Signals can only be watched from the main thread: a preemption will not be saved.")
             return
-        self._pipe = socket.socketpair()
-        for end in self._pipe:
-            end.setblocking(False)
-        self._wakeup_before = signal.set_wakeup_fd(self._pipe[1].fileno(), warn_on_full_buffer=False)
-        self._before = {number: signal.signal(number, _leave_it_to_the_watch) for number in self._signals}
-        self._thread = threading.Thread(target=self._watch, args=(self._pipe[0],), name="preemption", daemon=True)
-        self._thread.start()
+        HUB.add(self)
 
     def leave(self) -> None:
         """The ranks agreed to leave: from `close` on the signals are ignored, for as soon as the first rank has left,
@@ -72,39 +57,30 @@ class PreemptionWatch:
         self._leaving = True
 
     def close(self) -> None:
-        """Ends the watch and the deadline; restores what was before, unless the ranks are leaving. Idempotent."""
-        if self._thread is None or self._pipe is None:
-            return
-        for number, before in self._before.items():
-            signal.signal(number, signal.SIG_IGN if self._leaving else before)
-        signal.set_wakeup_fd(self._wakeup_before)
-        self._pipe[1].send(bytes([CLOSE]))
-        self._thread.join()
-        for end in self._pipe:
-            end.close()
-        self._thread = self._pipe = self._deadline = None
+        """Ends the watch and the deadline; restores what was before, unless the ranks are leaving. Idempotent.
 
-    def _watch(self, pipe: socket.socket) -> None:
-        while True:
-            seconds = None if self._deadline is None else self.seconds_left()
-            if not select.select([pipe], [], [], seconds)[0]:
-                self._end_now()
-            for number in pipe.recv(64):
-                if number == CLOSE:
-                    return
-                if number == signal.SIGINT:
-                    # Not signal.signal: that is the main thread's, which may be inside a collective.
-                    ctypes.CDLL(None).signal(number, 0)
-                if number in self._signals and self._deadline is None:
-                    self._deadline = time.monotonic() + self._grace_seconds
-                    self._note(number)
+        Of a signal that another watch of this process hears too, the last one restores it.
+        """
+        if HUB.has(self):
+            HUB.remove(self, ignore=self._leaving)
+            self._deadline = None
+
+    def hear(self, number: int) -> None:
+        """A signal arrived, one of those that are watched. Called in a thread."""
+        if number == signal.SIGINT:
+            # Not signal.signal: that is the main thread's, which may be inside a collective.
+            ctypes.CDLL(None).signal(number, 0)
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self._grace_seconds
+            self._note(number)
 
     def _note(self, number: int) -> None:
         self._received = number
         again = " Press Ctrl-C again to end at once." if number == signal.SIGINT else ""
         logger.info("Received %s: all ranks save and leave after this step.%s", signal.Signals(number).name, again)
 
-    def _end_now(self) -> None:
+    def time_is_up(self) -> None:
+        """The process ends."""
         logger.error(
             "%s came %.0f s ago and this rank could not leave: its peers are gone, or saving takes longer. Ending. "
             "If the scheduler waits longer, raise --checkpoint.preemption_grace_seconds.",
@@ -112,10 +88,6 @@ class PreemptionWatch:
             self._grace_seconds,
         )
         os._exit(1)
-
-
-def _leave_it_to_the_watch(number: int, frame: FrameType | None) -> None:
-    """A handler has to be there for Python to write to the wakeup pipe."""
 
 
 def _number(name: str) -> int:

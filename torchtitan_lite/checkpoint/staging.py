@@ -39,6 +39,7 @@ class StagingArena:
 
     def __init__(self, num_bytes: int, *, pin: bool) -> None:
         self.num_bytes = num_bytes
+        self._pid = os.getpid()
         self.fd = _anonymous_file(num_bytes)
         self.memory = mmap.mmap(self.fd, max(num_bytes, 1))
         self.address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
@@ -63,7 +64,8 @@ class StagingArena:
             self._pinned = False
         if self.fd >= 0:
             # A writer process, or a worker that was forked, may have it open or mapped: it is to hold no memory of it.
-            os.ftruncate(self.fd, 0)
+            if os.getpid() == self._pid:
+                os.ftruncate(self.fd, 0)
             os.close(self.fd)
             self.fd = -1
 

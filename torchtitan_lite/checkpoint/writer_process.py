@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Protocol
 
 from torchtitan_lite import faults, log
+from torchtitan_lite.checkpoint.forks import forget_in_children
 from torchtitan_lite.checkpoint.priority import give_way
 from torchtitan_lite.errors import WriterProcessDied
 from torchtitan_lite.store.block_writer import InPlace, write_blocks
@@ -76,6 +78,7 @@ class WriterProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._arena: Arena | None = None
+        forget_in_children(self)
 
     @property
     def pid(self) -> int | None:
@@ -129,7 +132,7 @@ class WriterProcess:
     def close(self) -> None:
         """Ends the process, at the latest by killing it. Idempotent; nothing may be under way."""
         if self._connection is not None:
-            self._connection.close()
+            _hang_up(self._connection)
             self._connection = None
         self._arena = None
         if self._process is not None:
@@ -139,6 +142,16 @@ class WriterProcess:
                 log.logger.warning("Writer process %d did not end by itself; killing it.", self._process.pid)
                 self._process.kill()
                 self._wait_for_the_killed_one()
+            self._process = None
+
+    def forget(self) -> None:
+        """Have no process, in a child that was just forked; that of the parent goes on."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        self._arena = None
+        if self._process is not None:
+            self._process.returncode = 0  # Popen would look for a process that is no child of this one.
             self._process = None
 
     def _wait_for_the_killed_one(self) -> None:
@@ -210,6 +223,15 @@ def _map(fd: int, num_bytes: int) -> mmap.mmap:
         return mmap.mmap(fd, max(num_bytes, 1))
     finally:
         os.close(fd)
+
+
+def _hang_up(connection: Connection) -> None:
+    """Close `connection` for whoever has a copy of this end, too."""
+    end = socket.socket(fileno=connection.fileno())
+    with suppress(OSError):  # The other end is gone already.
+        end.shutdown(socket.SHUT_RDWR)
+    end.detach()
+    connection.close()
 
 
 def _die_with(trainer_pid: int) -> None:
