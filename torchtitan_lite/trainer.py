@@ -115,11 +115,13 @@ class Trainer:
             if self.config.checkpoint.create_seed_checkpoint:
                 self.checkpointer.save(0, force=True)
                 return 0
-            if self._is_finished():
+            if ended := self.checkpointer.ended():
+                logger.info("Training completed: %s", ended.told(self.config.training.steps))
+                self.metrics.on_event("finished", ended.step)
                 return 0
             if self.checkpointer.load():
                 self._resume()
-            return self._left() or self._train()
+            return self._left() or (self._finish() if self._has_no_step_left() else self._train())
 
     def _resume(self) -> None:
         state = self.train_state
@@ -129,8 +131,15 @@ class Trainer:
             self.metrics.on_event("resumed", state.step)
 
     def _dry_run(self) -> int:
+        steps = self.config.training.steps
+        if ended := self.checkpointer.ended():
+            logger.info("It would end at once. Training completed: %s", ended.told(steps))
+            return 0
         report = self.checkpointer.dry_run()
         logger.info("%s", report or f"No checkpoint in {self.dump_folder}: it would be a fresh start.")
+        if report is not None and report.step >= steps and not report.refusals:
+            export = ", but its weights would be exported" if self.config.checkpoint.export_folder else ""
+            logger.info("Nothing is left to train after step %d%s.", report.step, export)
         return 1 if report is not None and report.refusals else 0
 
     def _train(self) -> int:
@@ -171,8 +180,20 @@ class Trainer:
                     return left
                 if state.step == first:
                     shorten_timeouts(self.mesh, config.comm)
+        return self._completed()
+
+    def _has_no_step_left(self) -> bool:
+        return self.train_state.step >= self.config.training.steps or self.loader.has_ended
+
+    def _finish(self) -> int:
+        """Leave what a run that is loaded at its last step has not left yet, without training."""
+        logger.info("Nothing is left to train after step %d.", self.train_state.step)
+        self.checkpointer.finish(self.train_state.step)
+        return self._completed()
+
+    def _completed(self) -> int:
         logger.info("Training completed")
-        self.metrics.on_event("finished", state.step)
+        self.metrics.on_event("finished", self.train_state.step)
         return 0
 
     def _left(self) -> int:
@@ -248,24 +269,8 @@ class Trainer:
     def _end_of_data(self) -> int:
         step = self.train_state.step
         logger.info("The data ends after step %d (training.max_epochs).", step)
-        if step != self.checkpointer.loaded_step:
-            self.checkpointer.save(step, force=True)
-        self.metrics.on_event("finished", step)
-        return 0
-
-    def _is_finished(self) -> bool:
-        checkpoint, steps = self.config.checkpoint, self.config.training.steps
-        newest = self.checkpointer.newest_step()
-        if newest < steps:
-            return False
-        logger.info(
-            "Training completed: step %d of %d is in %s. To go on, raise --training.steps.",
-            newest,
-            steps,
-            self.dump_folder / checkpoint.folder,
-        )
-        self.metrics.on_event("finished", newest)
-        return True
+        self.checkpointer.save(step, force=True)
+        return self._completed()
 
     def _traces_samples(self) -> bool:
         """Whether this rank is the first of those that take the same data."""

@@ -87,13 +87,18 @@ def choose_source(
 
 def newest_step(store: CheckpointStore, config: Checkpoint) -> int:
     """The newest committed step, full or weights only, of what a load would go on with; -1 if there is none."""
+    return max((info.step for info in of_the_run(store, config)), default=-1)
+
+
+def of_the_run(store: CheckpointStore, config: Checkpoint) -> list[CheckpointInfo]:
+    """Return what is committed, full or weights only, of what a load would go on with, by ascending step."""
     committed = [info for info in store.committed() if _is_whole(info, store)]
     if config.load_step != -1:
         committed = [info for info in committed if is_branch_of(info, config.load_step, config)]
     full = [info for info in committed if info.kind is CheckpointKind.FULL]
     if full and _with_exclusions(_committed(full[-1]), config).lineage.counts_again:
-        return -1
-    return max((info.step for info in committed), default=-1)
+        return []
+    return committed
 
 
 def _is_whole(info: CheckpointInfo, store: CheckpointStore) -> bool:

@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint import arguments
+from torchtitan_lite.checkpoint.ending import Ended, ended_run, export_of
 from torchtitan_lite.checkpoint.export import DTYPES, weights_only
 from torchtitan_lite.checkpoint.fallback import Candidates
 from torchtitan_lite.checkpoint.first_save import FirstSave
@@ -210,6 +211,30 @@ class CheckpointManager:
         self._in_flight.settle()
         return self._peers.decide(lambda: newest_step(self._store, self._config))
 
+    def ended(self) -> Ended | None:
+        """Return how the run ended if it is done, all that it was to leave being there. Nothing is opened or changed.
+
+        None while there is something to train, to save or to export.
+        """
+        if not self._config.enable_checkpoint:
+            return None
+        return self._peers.decide(lambda: ended_run(self._store, self._export_store, self._job_config))
+
+    def finish(self, step: int) -> None:
+        """Make what a run that was loaded at `step`, its last one, has not left: the export. Durable on return.
+
+        Raises `SaveFailed` if a second try fails too.
+        """
+        export = self._export_store
+        if not self._config.enable_checkpoint or self._config.load_only or export is None:
+            return
+        self._open()
+        self._first_save.check()
+        self._in_flight.settle()
+        run_id = self._lineage.run_id
+        if self._peers.decide(lambda: export_of(step, run_id, export, self._job_config) is None):
+            self._export(step)
+
     def close(self) -> None:
         """Waits for the save in flight, reports how it ended, and ends threads and processes. Idempotent."""
         if not self._is_open:
@@ -389,7 +414,7 @@ class CheckpointManager:
         if not self._config.model_weights_only or self._export_store is not None:
             logger.info("Saving a full checkpoint at last step, step %d.", step)
             self._save_and_wait(step, self._full_state(), CheckpointKind.FULL, self._store)
-        if self._config.model_weights_only:
+        if self._config.model_weights_only or self._export_store is not None:
             self._export(step)
 
     def _export(self, step: int) -> None:

@@ -323,8 +323,8 @@ class Checkpoint:
     """dtype of floating tensors in the weights-only checkpoint."""
 
     export_folder: str = ""
-    """Folder for the weights-only checkpoint, inside dump_folder. The last step is then saved in full as well; empty:
-    in its place."""
+    """Folder for the weights-only checkpoint, inside dump_folder; if set, it is made, and the last step is saved in
+    full as well. Empty: in its place, with model_weights_only."""
 
     create_seed_checkpoint: bool = False
     """Save freshly initialised weights as step-0 and leave; one process only."""

@@ -40,7 +40,8 @@ def parse_config(argv: Sequence[str]) -> JobConfig:
     in_file = read_toml(find_config_file(file)) if file is not None else []
     last = {setting.key: setting for setting in (*in_file, *given)}
     config = _parse(_arguments(_without_foreign(last.values())))
-    if config.checkpoint.export_dtype != "float32" and not config.checkpoint.model_weights_only:
+    exports = config.checkpoint.model_weights_only or config.checkpoint.export_folder
+    if config.checkpoint.export_dtype != "float32" and not exports:
         logger.warning("checkpoint.export_dtype has no effect without checkpoint.model_weights_only")
     return config
 

@@ -100,14 +100,19 @@ class TokenLoader:
         return self
 
     def __next__(self) -> Tensor:
-        start, stop = self._next_position, self._next_position + self._global_batch_size
-        if self._end_position is not None and stop > self._end_position:
+        if self.has_ended:
             raise StopIteration
+        start, stop = self._next_position, self._next_position + self._global_batch_size
         first = start + self._first
         positions = range(first, first + self._share)
         windows = [self._window(position) for position in positions]
         self._next_position, self._last_positions = stop, positions
         return torch.from_numpy(np.stack(windows)).view(-1, self._local_batch_size, self._dataset.seq_len + 1)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no whole step of data is left."""
+        return self._end_position is not None and self._next_position + self._global_batch_size > self._end_position
 
     @property
     def last_positions(self) -> range:

@@ -1,0 +1,155 @@
+"""Done means all of it: what a run is to leave is there when it says so, and a rerun makes what is missing.
+
+A run with an export is killed at each point between its last full save and the end of the export, and the
+same command is given again: the export is there, its weights are those of the full checkpoint bit for bit,
+and no step was trained for it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from tests.e2e.jobs import Job, read_lines, run, start
+
+STEPS = "--training.steps=2"
+TRACED = "--training.trace_samples"
+EXPORT = ("--checkpoint.export_folder=export", "--checkpoint.model_weights_only", "--checkpoint.export_dtype=bfloat16")
+ENDED_BY_DATA = "--training.max_epochs=1"
+IN_EXPORT = "path=export/step-2.staging/*"
+
+POINTS = {
+    "committed": "",  # of the full checkpoint: nothing of the export was begun
+    "save": "after=1",
+    "preflight": "after=1",
+    "plan": "after=1",
+    "open": IN_EXPORT,
+    "write": IN_EXPORT,
+    "fsync": IN_EXPORT,
+    "metadata": "after=1",
+    "manifest": "after=1",
+    "seal": "after=1",
+    "commit": "after=1",
+    "committed+1": "after=1",
+}
+"""Points of the last step, with what else is asked for so that the export is meant."""
+FAST = "commit"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The dump folder of a run of two steps that was asked for no export."""
+    return run(tmp_path_factory.mktemp("finished") / "run", STEPS, TRACED).dump_folder
+
+
+@pytest.fixture
+def copied(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    "point", [pytest.param(point, marks=[] if point == FAST else [pytest.mark.slow]) for point in POINTS]
+)
+def test_killed_between_the_last_save_and_the_end_of_the_export_a_rerun_makes_the_export(
+    point: str, tmp_path: Path
+) -> None:
+    conditions = ",".join(filter(None, ("step=2", POINTS[point])))
+    fault = {"TORCHTITAN_LITE_FAULT": f"kill@{point.partition('+')[0]}:{conditions}"}
+    with start(tmp_path / "run", STEPS, TRACED, *EXPORT, environment=fault) as job:
+        assert job.wait() == [-9], job.log
+    assert "step-2" in job.checkpoints, "the full one was saved before"
+    _makes_the_export_and_trains_nothing(tmp_path / "run")
+
+
+@pytest.mark.slow  # two jobs of two ranks
+def test_ranks_of_which_one_was_killed_before_the_export_make_it_when_started_again(tmp_path: Path) -> None:
+    fault = {"TORCHTITAN_LITE_FAULT": "kill@plan:step=2,rank=1,after=1"}
+    timeouts = ("--comm.init_timeout_seconds=10", "--checkpoint.timeout_seconds=10")
+    with start(tmp_path / "run", STEPS, TRACED, *EXPORT, *timeouts, ranks=2, environment=fault) as job:
+        assert job.processes[1].wait(60) == -9
+        job.kill()
+    _makes_the_export_and_trains_nothing(tmp_path / "run", ranks=2)
+
+
+def test_a_finished_run_that_is_asked_for_an_export_makes_it_once(copied: Path) -> None:
+    _makes_the_export_and_trains_nothing(copied)
+
+
+@pytest.mark.slow  # two more starts of a job
+def test_an_export_of_another_precision_is_made_too_and_one_that_is_cut_short_again(copied: Path) -> None:
+    run(copied, STEPS, *EXPORT)
+    run(copied, STEPS, *EXPORT, "--checkpoint.export_dtype=float32")
+    assert _dtypes(copied / "export" / "step-2") == {torch.float32}
+    (cut,) = (copied / "export" / "step-2").glob("*.distcp")
+    cut.write_bytes(cut.read_bytes()[:-1])
+    run(copied, STEPS, *EXPORT)
+    _is_the_export_of(copied)
+
+
+@pytest.mark.slow  # three starts of a job
+@pytest.mark.parametrize("export", [(), ("--checkpoint.model_weights_only",), EXPORT], ids=["full", "weights", "both"])
+def test_a_run_that_the_data_ended_is_finished_and_trains_nothing_again(
+    export: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "corpus.txt").write_text("a line of the corpus\n" * 60)
+    data = ("--training.dataset=text", f"--training.dataset_path={tmp_path}/corpus.txt", ENDED_BY_DATA)
+    arguments = ("--training.steps=100", "--checkpoint.interval=4", TRACED, *data, *export)
+    first = run(tmp_path / "run", *arguments)
+    assert first.log.count("Training completed") == 1
+    last = max(first.losses())
+    assert 4 < last < 100 and last % 4, "the data ends between two periodic saves"
+    if export == EXPORT:
+        shutil.rmtree(tmp_path / "run" / "export")
+    again = run(tmp_path / "run", *arguments)
+    _trained_nothing(again, first.losses())
+    assert again.log.count("Training completed") == 1
+    if export == EXPORT:
+        _is_the_export_of(tmp_path / "run", last)
+    more = run(tmp_path / "run", *arguments, "--training.max_epochs=2")
+    assert max(more.losses()) > last
+
+
+def _makes_the_export_and_trains_nothing(folder: Path, *, ranks: int = 1) -> None:
+    before = {line["step"]: line["loss_metrics/global_avg_loss"] for line in read_lines(folder / "metrics.jsonl")}
+    job = run(folder, STEPS, TRACED, *EXPORT, ranks=ranks)
+    _trained_nothing(job, before)
+    _is_the_export_of(folder)
+    assert job.events()[-1]["event"] == "finished"
+    assert job.log.count("Training completed") == 1
+    again = run(folder, STEPS, TRACED, *EXPORT, ranks=ranks)
+    assert "Training completed: step 2 of 2 is in" in again.log
+    assert "Loading the checkpoint" not in again.log, "a run that has all of it looks, and ends"
+
+
+def _trained_nothing(job: Job, before: dict[int, float]) -> None:
+    assert job.losses() == before
+    assert "Training starts" not in job.log
+    for trace in (job.dump_folder / "samples").iterdir():
+        assert [line["step"] for line in read_lines(trace)] == sorted(before)
+
+
+def _is_the_export_of(folder: Path, step: int = 2) -> None:
+    """The export has the weights of the full checkpoint, cast, bit for bit, and nothing else is there."""
+    assert sorted(path.name for path in (folder / "export").iterdir()) == [f"step-{step}"]
+    full = _as_one_file(folder / "checkpoint" / f"step-{step}")["model"]
+    exported = _as_one_file(folder / "export" / f"step-{step}")
+    assert exported.keys() == full.keys()
+    for name, tensor in full.items():
+        assert torch.equal(exported[name], tensor.bfloat16()), name
+
+
+def _dtypes(checkpoint: Path) -> set[torch.dtype]:
+    return {tensor.dtype for tensor in _as_one_file(checkpoint).values()}
+
+
+def _as_one_file(checkpoint: Path) -> dict[str, Any]:
+    file = checkpoint.parent.parent / "one.pt"
+    dcp_to_torch_save(checkpoint, file)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    file.unlink()
+    return loaded

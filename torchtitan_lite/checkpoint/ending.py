@@ -1,0 +1,96 @@
+"""Whether a run has ended, and all that it was to leave is there.
+
+A run is done when its last full checkpoint and, with an export folder, the export of that very step are
+there; without one, the weights-only step does as well. The last step is `training.steps`, or an earlier one
+where the data ended, which only the checkpoint that was made for the end shows: an export or a weights-only
+step below the number of steps that its run had. Looks at manifests and sizes of files, and changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lite.checkpoint.load_source import of_the_run
+from torchtitan_lite.config.job_config import JobConfig
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
+from torchtitan_lite.store.store import CheckpointStore
+
+_SAYS_WHERE_DATA_END = ("dataset", "dataset_path", "dataset_text_key", "seq_len", "max_epochs")
+"""Keys of [training]: while they are what they were, the data ends where it ended."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A run that is done: its last step, and the folders that hold it."""
+
+    step: int
+    folders: tuple[Path, ...]
+    by_data: bool = False
+    """Whether the data ended, before the last of `training.steps`."""
+
+    def told(self, steps: int) -> str:
+        """Return what a person who asked for `steps` is told of it, and how to go on."""
+        where = " and ".join(str(folder) for folder in self.folders)
+        if self.by_data:
+            return f"the data ended at step {self.step}, which is in {where}. To go on, raise --training.max_epochs."
+        if self.step > steps:
+            return (
+                f"step {self.step} is in {where}, beyond --training.steps={steps}. "
+                f"To go on, raise --training.steps above {self.step}."
+            )
+        return f"step {self.step} of {steps} is in {where}. To go on, raise --training.steps."
+
+
+def ended_run(store: CheckpointStore, export: CheckpointStore | None, config: JobConfig) -> Ended | None:
+    """Return how the run in `store` ended; None while there is something to train, to save or to export.
+
+    `export` holds the exports, if the run makes them. Coordinator.
+    """
+    steps = of_the_run(store, config.checkpoint)
+    if export is not None:
+        steps = [info for info in steps if info.kind is CheckpointKind.FULL]
+    if not steps:
+        return None
+    last = steps[-1]
+    made_last = last if export is None else export_of(last.step, last.run_id, export, config)
+    if made_last is None:
+        return None
+    by_data = last.step < config.training.steps
+    if by_data and not _was_ended_by_data(made_last, config):
+        return None
+    return Ended(last.step, (store.root,) if export is None else (store.root, export.root), by_data)
+
+
+def export_of(step: int, run_id: str, export: CheckpointStore, config: JobConfig) -> CheckpointInfo | None:
+    """Return the whole export in `export` of `step` of the run `run_id`, as `config` wants it; None if it is not there.
+
+    One of another run, as of a branch that was left, is not it, and neither is one of another dtype. Coordinator.
+    """
+    info = next((info for info in export.committed() if info.step == step), None)
+    if info is None or info.run_id != run_id or export.check_sizes(info):
+        return None
+    dtype = _section(info, "checkpoint").get("export_dtype", config.checkpoint.export_dtype)
+    return info if {dtype} == {config.checkpoint.export_dtype} else None
+
+
+def _was_ended_by_data(made_last: CheckpointInfo, config: JobConfig) -> bool:
+    if made_last.kind is not CheckpointKind.WEIGHTS_ONLY:
+        return False  # A full one is made before the end, too.
+    then, now = _section(made_last, "training"), config.to_dict()["training"]
+    steps = then.get("steps")
+    return (
+        isinstance(steps, int)
+        and made_last.step < steps
+        and bool(then.get("max_epochs"))
+        and all(then.get(name) == now[name] for name in _SAYS_WHERE_DATA_END)
+    )
+
+
+def _section(info: CheckpointInfo, name: str) -> dict[str, Any]:
+    """The section `name` of the configuration that made `info`; empty where its manifest has none."""
+    manifest = Manifest.of_folder(info.path)
+    config = manifest.extra.get("config") if manifest is not None else None
+    section = config.get(name) if isinstance(config, dict) else None
+    return section if isinstance(section, dict) else {}
