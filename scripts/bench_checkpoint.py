@@ -63,7 +63,7 @@ class Settings:
 
 
 def main() -> int:
-    """The command; the exit code is 0 unless a contender loaded something else than it saved, or there is no room."""
+    """The command; the exit code is 0 unless what was loaded is not what was saved, or the folder does not do."""
     args = _arguments().parse_args()
     if args.child:
         return _child(json.loads(args.child))
@@ -75,6 +75,9 @@ def main() -> int:
         return 0
     settings = Settings.of(args)
     place = Path(args.folder or ".").absolute()
+    if not place.is_dir():
+        print(f"{place} is no folder: make it first, or name another --folder", file=sys.stderr)
+        return 2
     needed = _needed_bytes(settings)
     if (free := shutil.disk_usage(place).free) < needed:
         print(

@@ -142,3 +142,11 @@ def _output_of(arguments: list[str]) -> str:
     )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
+
+
+def test_a_folder_that_is_not_there_is_one_sentence(
+    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_checkpoint.py", "--quick", "--folder", str(tmp_path / "gone")])
+    assert bench.main() == 2
+    assert capsys.readouterr().err == f"{tmp_path}/gone is no folder: make it first, or name another --folder\n"
