@@ -63,6 +63,7 @@ COLLECTIVES = (
 )
 NAMES_ON_DISK = (
     *("step-", ".metadata", ".distcp", "manifest.json", ".staging", ".corrupt", ".abandoned", ".trash", ".replaced"),
+    ".weights",
     "writer.lock",
 )
 DANGEROUS_ON_DISK = (

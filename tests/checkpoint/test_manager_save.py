@@ -274,7 +274,7 @@ def test_weights_alone_never_replace_a_full_checkpoint(start_run: StartRun, capl
     assert "--checkpoint.export_folder" in caplog.text
 
 
-def test_training_on_replaces_the_weights_by_the_full_checkpoint(
+def test_training_on_gives_the_name_of_the_weights_to_the_full_checkpoint(
     start_run: StartRun, caplog: pytest.LogCaptureFixture
 ) -> None:
     start_run(interval=2, model_weights_only=True).train(4)
@@ -285,7 +285,7 @@ def test_training_on_replaces_the_weights_by_the_full_checkpoint(
     with caplog.at_level(logging.INFO, "torchtitan_lite"):
         run.train(4, last=False)
     assert CheckpointStore(run.root).get(4).kind is CheckpointKind.FULL
-    assert "step 4: a full checkpoint replaces the weights_only one." in caplog.messages
+    assert "The weights-only step 4 is now step-4.weights: a full checkpoint takes its name" in caplog.messages
 
 
 def test_format_utils_reads_a_full_checkpoint(start_run: StartRun, tmp_path: Path) -> None:

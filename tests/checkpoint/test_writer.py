@@ -106,7 +106,7 @@ def test_a_step_saved_again_is_the_new_one(store: CheckpointStore) -> None:
     assert [file.name for file in store.root.iterdir()] == ["step-3"]
 
 
-def test_a_full_checkpoint_in_the_place_of_weights_alone_is_told(
+def test_a_full_checkpoint_that_takes_the_name_of_weights_alone_is_told(
     store: CheckpointStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(store, kind=CheckpointKind.WEIGHTS_ONLY)
@@ -114,7 +114,7 @@ def test_a_full_checkpoint_in_the_place_of_weights_alone_is_told(
         save(store)
         save(store)
     assert [r.message for r in caplog.records if r.name == "torchtitan_lite"] == [
-        "step 3: a full checkpoint replaces the weights_only one."
+        "The weights-only step 3 is now step-3.weights: a full checkpoint takes its name"
     ]
     assert store.get(3).kind is CheckpointKind.FULL
 

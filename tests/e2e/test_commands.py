@@ -70,9 +70,9 @@ def test_a_finished_run_says_so_and_asked_for_more_goes_on_from_the_last_full_on
     assert "Training completed: step 6 of 6 is in" in again.log
     longer = run(exported, "--training.steps=8", "--checkpoint.interval=3")
     assert "Training starts at step 4," in longer.log
-    assert longer.checkpoints == ["step-3", "step-6", "step-8"]
+    assert longer.checkpoints == ["step-3", "step-6", "step-6.weights", "step-8"]
     manifest = json.loads((exported / "checkpoint" / "step-6" / "manifest.json").read_text())
-    assert manifest["kind"] == "full", "training on through its step replaced the weights-only checkpoint"
+    assert manifest["kind"] == "full", "training on through its step took the name of the weights-only one"
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,6 @@ from torchtitan_lite.checkpoint.description import PlacedObject
 from torchtitan_lite.checkpoint.nan_check import names_with_nan
 from torchtitan_lite.checkpoint.save_plan import RankPlan
 from torchtitan_lite.checkpoint.tensor_digest import Digest, digest_chunk, finish
-from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage, abandoned_by
@@ -153,7 +152,6 @@ class CommittingWriter(StorageWriter):
                 **({NAN_IN: nan_in} if nan_in else {}),
             },
         )
-        self._tell_what_is_replaced()
         self.committed = target.store.commit(target.step, manifest, target.fence)
         if nan_in:
             logger.warning(
@@ -201,15 +199,6 @@ class CommittingWriter(StorageWriter):
             for key, digest in total.items()
             if isinstance(tensor := described[key], TensorStorageMetadata)
         }
-
-    def _tell_what_is_replaced(self) -> None:
-        step, kind = self._target.step, self._target.kind
-        try:
-            there = self._target.store.get(step)
-        except CheckpointError:
-            return
-        if there.kind is not kind:
-            logger.info("step %d: a %s checkpoint replaces the %s one.", step, kind.value, there.kind.value)
 
 
 def _shares(items: Sequence[WriteItem], written: Sequence[torch.Tensor]) -> dict[str, Digest]:

@@ -73,6 +73,11 @@ def abandoned_dir(step: int, run_id: str, number: int) -> str:
     return f"step-{step}.abandoned-{run_id}" + ("" if number == 1 else f"-{number}")
 
 
+def weights_dir(step: int, number: int) -> str:
+    """A foreign name for the weights-only checkpoint of `step` once a full one has its name; `number` from 1."""
+    return f"step-{step}.weights" if number == 1 else f"step-{step}.weights-{number}"
+
+
 def quarantined(step: int, number: int) -> str:
     """A foreign name for the checkpoint of `step` once it was found damaged; `number` from 1."""
     return f"step-{step}.corrupt" if number == 1 else f"step-{step}.corrupt-{number}"

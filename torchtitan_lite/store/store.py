@@ -184,7 +184,7 @@ class CheckpointStore:
         sealed = self._seal(step, manifest)
         self._durable.fsync_dir(self.root)
         faults.point("commit", step=step, path=self._final(step))
-        self._put_in_place(step, fence)
+        self._put_in_place(sealed, fence)
         faults.point("committed", step=step, path=self._final(step))
         self._durable.fsync_dir(self.root)
         self._finish(step, sealed.lineage)
@@ -278,19 +278,23 @@ class CheckpointStore:
             record = FileRecord.of(path.read_bytes())
         return {layout.METADATA: record}
 
-    def _put_in_place(self, step: int, fence: Callable[[], object]) -> None:
+    def _put_in_place(self, sealed: Manifest, fence: Callable[[], object]) -> None:
         """What was staged is called step-N; what was called so is called something else."""
+        step = sealed.step
         staging, final = self._staging(step), self._final(step)
         if self._manifests.find_intact(step, [final]) is not None:
             fence()
             # Its manifest goes, and with it the names of what it abandons.
             self._finish_abandoning()
-        is_there, is_intact = os.path.lexists(final), self._manifests.find_intact(step, [final]) is not None
+        is_there, there = os.path.lexists(final), self._manifests.find_intact(step, [final])
+        keeps_weights = there is not None and _stay_beside(there, sealed)
         fence()
-        if is_intact and self._durable.exchange(staging, final):
+        if there is not None and not keeps_weights and self._durable.exchange(staging, final):
             return
         if is_there:
-            if is_intact:
+            if keeps_weights:
+                self._set_weights_aside(step)
+            elif there is not None:
                 self._durable.rename(final, Listing(self.root).free_replaced(step))
             else:
                 self._move_aside(step)
@@ -298,6 +302,12 @@ class CheckpointStore:
             self._durable.fsync_dir(self.root)
             fence()
         self._durable.rename(staging, final)
+
+    def _set_weights_aside(self, step: int) -> None:
+        # Not by an exchange: what a crash leaves under the name of a save under way is removed.
+        aside = Listing(self.root).free(functools.partial(layout.weights_dir, step))
+        logger.info("The weights-only step %d is now %s: a full checkpoint takes its name", step, aside.name)
+        self._durable.rename(self._final(step), aside)
 
     def _move_aside(self, step: int) -> None:
         aside = Listing(self.root).free(lambda number: layout.moved_aside(step, number))
@@ -407,6 +417,12 @@ def _readable(manifest: Manifest) -> bytes:
             "some, or start in another --job.dump_folder",
         )
     return text
+
+
+def _stay_beside(there: CheckpointInfo, sealed: Manifest) -> bool:
+    """Whether `there` are exported weights in the place of a full checkpoint, and not of a branch that it abandons."""
+    is_abandoned = (there.step, there.run_id) in sealed.lineage.abandons
+    return there.kind is CheckpointKind.WEIGHTS_ONLY and sealed.kind is CheckpointKind.FULL and not is_abandoned
 
 
 def _size(path: Path, step: int) -> int:
