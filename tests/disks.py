@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from torchtitan_lite.store.durable import Durable
 
@@ -68,3 +73,42 @@ class FailingDisk(Durable):
         if self.after <= number < self.after + self.times:
             details: Any = (str(path),) if path is not None else ()
             raise OSError(self.code, os.strerror(self.code), *details)
+
+
+SMALL_BYTES = 2 << 20
+"""Size of a `small_disk`."""
+
+
+@contextmanager
+def small_disk(folder: Path, num_bytes: int = SMALL_BYTES) -> Iterator[Path]:
+    """A file system of its own in `folder`, which need not exist; skips the test where none can be mounted."""
+    folder.mkdir()
+    try:
+        mounted = _mount("-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder))
+    except FileNotFoundError:
+        pytest.skip("there is no mount here")
+    if mounted.returncode != 0:
+        pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(disk: Path, *, leave_bytes: int = 0) -> Path:
+    """A file that takes all that is free on `disk` but so many bytes."""
+    filler = disk / "filler"
+    system = os.statvfs(disk)
+    with filler.open("wb", buffering=0) as file:
+        file.write(bytes(system.f_bavail * system.f_frsize - leave_bytes))
+    return filler
+
+
+def make_read_only(disk: Path) -> None:
+    """Nothing on the `small_disk` can be written or changed any more, by root neither."""
+    mounted = _mount("-o", "remount,ro", str(disk))
+    assert mounted.returncode == 0, mounted.stderr
+
+
+def _mount(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["mount", *arguments], capture_output=True, text=True, check=False)

@@ -295,8 +295,11 @@ class Trainer:
             logger.info("Configuration: %s", config_json(config))
 
     def _write_config(self) -> None:
-        durable.make_dir(self.dump_folder)
-        durable.write_atomically(self.dump_folder / CONFIG_JSON, config_json(self.config).encode())
+        try:
+            durable.make_dir(self.dump_folder)
+            durable.write_atomically(self.dump_folder / CONFIG_JSON, config_json(self.config).encode())
+        except OSError as error:
+            logger.warning("%s was not written: %s. Training goes on.", self.dump_folder / CONFIG_JSON, error)
 
     def _refuse_shared_seed_checkpoint(self) -> None:
         if self.config.checkpoint.create_seed_checkpoint and self.world.world_size > 1:

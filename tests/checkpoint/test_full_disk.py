@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoint.conftest import StartRun
+from tests.disks import fill, small_disk
 
-SIZE_BYTES = 2 << 20
 
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+@pytest.fixture(name="small_disk")
+def make_small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 2 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={SIZE_BYTES}", "tmpfs", str(disk)]
-    try:
-        mounted = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        pytest.skip("there is no mount here")
-    if mounted.returncode != 0:
-        pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", "--lazy", str(disk)], check=True)
-
-
-def fill(disk: Path, leave_bytes: int) -> Path:
-    """A file that takes all but so many bytes."""
-    filler = disk / "filler"
-    filler.write_bytes(bytes(SIZE_BYTES - leave_bytes))
-    return filler
+    with small_disk(tmp_path / "disk") as disk:
+        yield disk
 
 
 def test_training_goes_on_over_a_full_disk_and_saves_when_there_is_room(

@@ -1,9 +1,10 @@
 """A file of JSON objects, one a line, that outlives being killed.
 
 A line is one write, so that a reader sees whole lines; a process killed in the middle leaves at most
-one torn line at the end. Whoever appends next starts on a new line. A write that fails (a full disk)
-is a warning: what is told about a run must not end it. Where a run goes on from a step, the lines
-of later steps are dropped, so that every step stands in the history once.
+one torn line at the end. Whoever appends next starts on a new line. What the disk refuses (it is
+full, the folder is read-only) is one warning until a write succeeds again: what is told about a run
+must not end it. Where a run goes on from a step, the lines of later steps are dropped, so that every
+step stands in the history once.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import itertools
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ class JsonLines:
         self.path = path
         self._fd: int | None = None
         self._is_torn = False
+        self._num_lost = 0
 
     def append(self, record: Mapping[str, Any]) -> None:
         """`record` is the last line of the file. Any thread."""
@@ -35,13 +38,20 @@ class JsonLines:
                 self._open()
             self._write(line)
         except OSError as error:
-            logger.warning("a line for %s was not written: %s", self.path, error)
+            if not self._num_lost:
+                logger.warning("a line for %s was not written: %s. Training goes on.", self.path, error)
+            self._num_lost += 1
+        else:
+            if self._num_lost:
+                logger.warning("%s is written again; %d lines of it are lost", self.path, self._num_lost)
+            self._num_lost = 0
 
     def close(self) -> None:
         """The file is closed; idempotent, and a later line opens it again."""
         if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+            fd, self._fd = self._fd, None
+            with suppress(OSError):  # What a network filesystem says here, it could not write.
+                os.close(fd)
 
     def _open(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,12 +71,16 @@ class JsonLines:
 def start_history(path: Path, loaded_step: int) -> None:
     """The lines of `path` end at `loaded_step`; at 0, a fresh start, the file of an earlier run is moved aside.
 
-    A process that has the file open would go on in the old one: call before any appends.
+    A process that has the file open would go on in the old one: call before any appends. What the disk refuses is a
+    warning, and the older lines stay.
     """
-    if loaded_step:
-        _drop_after(path, loaded_step)
-    else:
-        _move_aside(path)
+    try:
+        if loaded_step:
+            _drop_after(path, loaded_step)
+        else:
+            _move_aside(path)
+    except OSError as error:
+        logger.warning("%s still has the lines of an earlier run: %s. Training goes on.", path, error)
 
 
 def whole_lines(data: bytes) -> list[tuple[bytes, dict[str, Any]]]:
@@ -83,8 +97,14 @@ def _drop_after(path: Path, step: int) -> None:
         return
     data = path.read_bytes()
     kept = b"".join(line for line, record in whole_lines(data) if record.get("step", step + 1) <= step)
-    if kept != data:
+    if kept == data:
+        return
+    try:
         durable.write_atomically(path, kept)
+    except OSError:
+        if not data.startswith(kept):
+            raise
+        os.truncate(path, len(kept))  # Needs no room: what goes is mostly the end.
 
 
 def _move_aside(path: Path) -> None:

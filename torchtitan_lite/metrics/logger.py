@@ -14,10 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
-
 from torchtitan_lite.config.job_config import Metrics
 from torchtitan_lite.metrics.json_lines import JsonLines, start_history
+from torchtitan_lite.metrics.tensorboard_file import TensorBoardFile
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -27,24 +26,22 @@ class MetricsLogger:
 
     def __init__(self, dump_folder: Path, config: Metrics, *, rank: int) -> None:
         self._lines = JsonLines(dump_folder / METRICS_FILE) if rank == 0 else None
-        self._tensorboard_folder = _tensorboard_folder(dump_folder, config, rank)
-        self._tensorboard: SummaryWriter | None = None
+        folder = _tensorboard_folder(dump_folder, config, rank)
+        self._tensorboard = TensorBoardFile(folder) if folder is not None else None
 
     def start(self, loaded_step: int) -> None:
         """The history ends at `loaded_step`; at 0, a fresh start, it is empty. Call before the first `log`."""
         if self._lines is not None:
             start_history(self._lines.path, loaded_step)
-        if self._tensorboard_folder is not None:
-            self._tensorboard = SummaryWriter(self._tensorboard_folder, purge_step=loaded_step + 1)
+        if self._tensorboard is not None:
+            self._tensorboard.start(loaded_step + 1)
 
     def log(self, step: int, tags: Mapping[str, float]) -> None:
         """`tags` of `step` are on file, for whoever reads it now."""
         if self._lines is not None:
             self._lines.append({"step": step} | {tag: _as_json(value) for tag, value in tags.items()})
         if self._tensorboard is not None:
-            for tag, value in tags.items():
-                self._tensorboard.add_scalar(tag, value, step)
-            self._tensorboard.flush()  # else a killed run loses up to two minutes that its restart does not repeat
+            self._tensorboard.log(step, tags)
 
     def close(self) -> None:
         """All files are closed; idempotent."""
@@ -52,7 +49,6 @@ class MetricsLogger:
             self._lines.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
-            self._tensorboard = None
 
     def __enter__(self) -> MetricsLogger:
         return self

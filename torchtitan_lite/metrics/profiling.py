@@ -106,10 +106,14 @@ class Profiler:
 
     def _write_snapshot(self, name: str) -> None:
         path = self._snapshots / name / f"rank{self._rank}_memory_snapshot.pickle"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
-            pickle.dump(torch.cuda.memory._snapshot(), file)
-        logger.info("wrote a memory snapshot of step %d to %s", self._step, path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:
+                pickle.dump(torch.cuda.memory._snapshot(), file)
+        except OSError as error:
+            logger.warning("no memory snapshot of step %d in %s: %s", self._step, path, error)
+        else:
+            logger.info("wrote a memory snapshot of step %d to %s", self._step, path)
 
 
 def _action(num_left: int) -> ProfilerAction:

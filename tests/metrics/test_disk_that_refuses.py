@@ -1,0 +1,93 @@
+"""What is told about a run never ends it: a disk that is full or read-only is one warning for each file."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.disks import fill, make_read_only, small_disk
+from tests.told import warnings_told
+from torchtitan_lite.config.job_config import Metrics
+from torchtitan_lite.metrics.logger import METRICS_FILE, EventLog, MetricsLogger
+
+LOSS = "loss_metrics/global_avg_loss"
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk") as disk:
+        yield disk
+
+
+def log_steps(metrics: MetricsLogger, events: EventLog, steps: range) -> None:
+    for step in steps:
+        metrics.log(step, {LOSS: float(step)})
+        events("committed", step)
+
+
+@pytest.mark.parametrize("refuse", [fill, make_read_only])
+def test_each_file_is_one_warning_on_a_disk_that_refuses_from_the_first_second_on(refuse: object, disk: Path) -> None:
+    assert callable(refuse)
+    refuse(disk)
+    before = threading.active_count()
+    with warnings_told() as told, MetricsLogger(disk, Metrics(enable_tensorboard=True), rank=0) as metrics:
+        events = EventLog(disk / "events.jsonl")
+        metrics.start(0)
+        log_steps(metrics, events, range(1, 30))
+        events.close()
+        assert threading.active_count() == before
+    assert len(told) == 3, told
+    assert all(any(name in line for line in told) for name in ("TensorBoard", METRICS_FILE, "events.jsonl"))
+    assert all("Training goes on." in line for line in told)
+
+
+def test_a_disk_that_fills_up_and_has_room_again_is_written_again(disk: Path) -> None:
+    metrics, events = MetricsLogger(disk, Metrics(enable_tensorboard=True), rank=0), EventLog(disk / "events.jsonl")
+    metrics.start(0)
+    with warnings_told() as told:
+        log_steps(metrics, events, range(1, 3))
+        filler = fill(disk)
+        log_steps(metrics, events, range(3, 300))
+        filler.unlink()
+        log_steps(metrics, events, range(300, 303))
+        metrics.close()
+    assert len(told) == 6, told
+    steps = [json.loads(line)["step"] for line in (disk / METRICS_FILE).read_text().splitlines() if line.endswith("}")]
+    assert {1, 2, 300, 301, 302} <= {*steps} and 299 not in steps
+    scalars = EventAccumulator(str(disk / "tb"))
+    scalars.Reload()
+    shown = [event.step for event in scalars.Scalars(LOSS)]
+    assert {1, 2, 300, 301, 302} <= {*shown} and 299 not in shown
+
+
+def test_a_resume_on_a_full_disk_drops_the_lines_after_the_loaded_step(disk: Path) -> None:
+    lines = [json.dumps({"step": step}) + "\n" for step in range(1, 6)]
+    (disk / METRICS_FILE).write_text("".join(lines))
+    fill(disk)
+    with warnings_told() as told, MetricsLogger(disk, Metrics(), rank=0) as metrics:
+        metrics.start(3)
+    assert (disk / METRICS_FILE).read_text() == "".join(lines[:3])
+    assert told == []
+
+
+def test_a_history_that_cannot_be_cut_is_a_warning(disk: Path) -> None:
+    (disk / METRICS_FILE).write_text('{"step": 1}\n{"step": 2}\n')
+    make_read_only(disk)
+    for loaded_step in (0, 1):
+        with warnings_told() as told, MetricsLogger(disk, Metrics(), rank=0) as metrics:
+            metrics.start(loaded_step)
+        (warning,) = told
+        assert f"{disk / METRICS_FILE} still has the lines of an earlier run" in warning
+
+
+def test_what_could_not_be_begun_leaves_no_file(disk: Path) -> None:
+    fill(disk)
+    with MetricsLogger(disk, Metrics(enable_tensorboard=True), rank=0) as metrics:
+        metrics.start(0)
+        metrics.log(1, {LOSS: 1.0})
+    assert not list(disk.glob("tb/*"))
