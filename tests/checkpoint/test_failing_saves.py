@@ -11,6 +11,7 @@ import pytest
 from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.failing_runs import digests, run_with
 from tests.checkpoint.tiny_run import TinyRun, same_everywhere
+from tests.disks import FailingDisk
 from tests.ranks import on_two_ranks
 from torchtitan_lite import faults
 from torchtitan_lite.errors import SaveFailed
@@ -132,3 +133,15 @@ def test_a_save_for_which_there_is_no_room_is_not_begun(start_run: StartRun, tmp
     free[0] = 1 << 40
     run.step()
     assert run.committed() == [1, 4]
+
+
+@pytest.mark.parametrize(("after", "name"), [(1, ".metadata"), (2, ".metadata"), (3, "manifest.json")])
+def test_a_sync_of_the_coordinator_that_fails_names_the_file(
+    start_run: StartRun, tmp_path: Path, after: int, name: str
+) -> None:
+    disk = FailingDisk("fsync_file", code=errno.EIO, after=after)
+    run = start_run(interval=1, seams={"store": CheckpointStore(tmp_path / "checkpoint", durable=disk)})
+    run.step()
+    assert run.manager.newest_step() == -1
+    reason = run.events.figures("save_failed")["reason"]
+    assert f"Input/output error: '{tmp_path}/checkpoint/step-1.staging/{name}'" in reason

@@ -295,3 +295,31 @@ def test_what_is_synced_as_a_folder_must_be_one(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(NotADirectoryError):
         durable.fsync_dir(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("act", "name"),
+    [
+        (lambda folder: durable.fsync_dir(folder), ""),
+        (lambda folder: durable.write_file(folder / "file", b"x"), "file"),
+        (lambda folder: durable.write_atomically(folder / "file", b"x"), ".file.tmp"),
+        (lambda folder: durable.make_dir(folder / "new"), ""),
+    ],
+    ids=["fsync_dir", "write_file", "write_atomically", "make_dir"],
+)
+def test_a_sync_that_fails_names_what_was_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[Path], None], name: str
+) -> None:
+    def refuse(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError) as caught:
+        act(tmp_path)
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(tmp_path / name))
+
+
+def test_a_rename_that_fails_names_both(tmp_path: Path) -> None:
+    with pytest.raises(OSError) as caught:
+        durable.rename(tmp_path / "none", tmp_path / "other")
+    assert (caught.value.filename, caught.value.filename2) == (str(tmp_path / "none"), str(tmp_path / "other"))

@@ -13,6 +13,8 @@ import errno
 import functools
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,19 @@ O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name `path` in an OSError that names no file, as those of an open file do."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 class Durable:
-    """The real filesystem. Every method raises the OSError that the system gives."""
+    """The real filesystem. Every method raises the OSError that the system gives; it names what a path was given of."""
 
     def rename(self, src: Path, dst: Path) -> None:
         """`src` is called `dst`, atomically; durable once the folder is synced."""
@@ -80,13 +93,14 @@ class Durable:
         """The names in the folder `path` are on the disk."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            os.fsync(fd)
+            with naming(path):
+                os.fsync(fd)
         finally:
             os.close(fd)
 
     def write_file(self, path: Path, data: bytes) -> None:
         """`path` holds `data`, on the disk; its name is durable once the folder is synced."""
-        with path.open("wb") as file:
+        with naming(path), path.open("wb") as file:
             file.write(data)
             file.flush()
             self.fsync_file(file.fileno())

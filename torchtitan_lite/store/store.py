@@ -26,7 +26,7 @@ from torchtitan_lite.errors import (
 )
 from torchtitan_lite.log import logger, readable_bytes
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.durable import DISK, Durable
+from torchtitan_lite.store.durable import DISK, Durable, naming
 from torchtitan_lite.store.known_manifests import KnownManifests, describe
 from torchtitan_lite.store.lineage import MAX_ABANDONED, Lineage, without_abandoned
 from torchtitan_lite.store.listing import Listing, is_folder, is_unmanaged
@@ -262,7 +262,7 @@ class CheckpointStore:
         for path in sorted(staging.iterdir()):
             if path.name not in sealed.files:
                 self._remove(path)
-        with (staging / layout.METADATA).open("rb") as file:
+        with naming(staging / layout.METADATA), (staging / layout.METADATA).open("rb") as file:
             self._durable.fsync_file(file.fileno())
         faults.point("manifest", step=step, path=staging / layout.MANIFEST)
         self._durable.write_file(staging / layout.MANIFEST, _readable(sealed))
