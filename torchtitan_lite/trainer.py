@@ -110,7 +110,8 @@ class Trainer:
         if self.config.checkpoint.dry_run:
             return self._dry_run()
         self.checkpointer.open()  # Before anything in the folder is touched: it may be another job's.
-        self.peers.decide(self._write_config)
+        if not self._only_loads:
+            self.peers.decide(self._write_config)
         with self.metrics, self.checkpointer, closing(self.samples):
             if self.config.checkpoint.create_seed_checkpoint:
                 self.checkpointer.save(0, force=True)
@@ -147,7 +148,8 @@ class Trainer:
         for part in self.model_parts:
             part.train()
         self.metrics.start(state.step)
-        self.peers.decide(lambda: self.samples.start(state.step))  # No rank logs before the first has cut the files.
+        if not self._only_loads:
+            self.peers.decide(lambda: self.samples.start(state.step))  # No rank logs before the first cut the files.
         logger.info(
             "Training starts at step %d, with local batch size %d, global batch size %d, sequence length %d, total "
             "steps %d (warmup %d)",
@@ -275,7 +277,14 @@ class Trainer:
     def _traces_samples(self) -> bool:
         """Whether this rank is the first of those that take the same data."""
         dims, rank = self.plan.dims, self.world.rank
+        if self._only_loads:
+            return False
         return self.config.training.trace_samples and rank % dims.tp == 0 and dims.pp_rank(rank) == 0
+
+    @property
+    def _only_loads(self) -> bool:
+        """Whether nothing is to be written: the folder may be another's, or read-only."""
+        return self.config.checkpoint.enable_checkpoint and self.config.checkpoint.load_only
 
     def _announce(self) -> None:
         config = self.config
@@ -291,6 +300,8 @@ class Trainer:
             config.training.mixed_precision_param,
             self.seed,
         )
+        if self._only_loads:
+            logger.info("This run only loads: it writes nothing into %s, no metrics either", self.dump_folder)
         if config.job.print_args:
             logger.info("Configuration: %s", config_json(config))
 

@@ -386,7 +386,7 @@ class Checkpoint:
     """Also save at step 1, to see early that saving works."""
 
     load_only: bool = False
-    """Load, never save."""
+    """Load, never save; nothing is written into `job.dump_folder`, no metrics either."""
 
     timeout_seconds: int = 1800
     """The longest wait for a save or a load, its collectives included."""

@@ -22,11 +22,14 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class MetricsLogger:
-    """Figures by step, in {dump_folder}/metrics.jsonl (rank 0) and in TensorBoard files (as the config says)."""
+    """Figures by step, in {dump_folder}/metrics.jsonl (rank 0) and in TensorBoard files (as the config says).
 
-    def __init__(self, dump_folder: Path, config: Metrics, *, rank: int) -> None:
-        self._lines = JsonLines(dump_folder / METRICS_FILE) if rank == 0 else None
-        folder = _tensorboard_folder(dump_folder, config, rank)
+    Without `writes` they are nowhere.
+    """
+
+    def __init__(self, dump_folder: Path, config: Metrics, *, rank: int, writes: bool = True) -> None:
+        self._lines = JsonLines(dump_folder / METRICS_FILE) if rank == 0 and writes else None
+        folder = _tensorboard_folder(dump_folder, config, rank) if writes else None
         self._tensorboard = TensorBoardFile(folder) if folder is not None else None
 
     def start(self, loaded_step: int) -> None:

@@ -28,7 +28,7 @@ EVENTS_FILE = "events.jsonl"
 
 
 class RunMetrics:
-    """Figures of this rank; the first rank writes them. A context manager."""
+    """Figures of this rank; the first rank writes them, unless the run only loads. A context manager."""
 
     def __init__(self, config: JobConfig, world: World, *, flops_per_token: float) -> None:
         dump_folder = Path(config.job.dump_folder).absolute()
@@ -36,8 +36,9 @@ class RunMetrics:
         """Times the parts of a step: data, forward, backward, optimizer."""
         self._flops_per_token = flops_per_token
         self._peak = peak_flops(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
-        self._files = MetricsLogger(dump_folder, config.metrics, rank=world.rank)
-        self._events = EventLog(dump_folder / EVENTS_FILE if world.rank == 0 else None)
+        writes = not (config.checkpoint.enable_checkpoint and config.checkpoint.load_only)
+        self._files = MetricsLogger(dump_folder, config.metrics, rank=world.rank, writes=writes)
+        self._events = EventLog(dump_folder / EVENTS_FILE if world.rank == 0 and writes else None)
         self._memory = build_memory_monitor(world.device)
         self.goodput = Goodput()
         """Totals of the run's time."""
