@@ -1,0 +1,49 @@
+"""A model of transformers, with its schedule, in a loop of your own.
+
+Run `python transformers_loop.py 10`, then `python transformers_loop.py 20`: the second call goes on at step 11.
+"""
+
+import sys
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, get_cosine_schedule_with_warmup
+
+from torchtitan_lite import log
+from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.checkpoint.train_state import TrainState
+from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig
+
+TOTAL_STEPS = 20  # What the schedule is made for: the same in every call, wherever this one stops.
+
+log.setup()
+steps = int(sys.argv[1])
+torch.manual_seed(0)
+# Yours may come from GPT2LMHeadModel.from_pretrained(...): what the checkpoint has takes the place of its weights.
+model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2, use_cache=False))
+model.train()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+scheduler = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=4, num_training_steps=TOTAL_STEPS)
+progress = TrainState()
+config = JobConfig(
+    job=Job(dump_folder="outputs_transformers"),
+    checkpoint=Checkpoint(enable_checkpoint=True, interval=5, keep_latest_k=2, async_mode="async"),
+)
+
+with CheckpointManager(None, model, optimizer, scheduler, {"train_state": progress}, config) as manager:
+    manager.load()
+    manager.reset()
+    while progress.step < steps and not manager.preempted_by:
+        # The data follow from the step, so there is no loader to save.
+        tokens = torch.randint(0, 64, (4, 32), generator=torch.Generator().manual_seed(progress.step))
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        manager.maybe_wait_for_staging()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        progress.step += 1
+        print(f"step {progress.step}: loss {loss.item():.9g}")
+        manager.save(progress.step, force=progress.step == steps)
+
+if manager.preempted_by:
+    sys.exit(128 + manager.preempted_by)

@@ -1,0 +1,69 @@
+"""The scripts of docs/examples run, and started again they go on as if they had never stopped."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "docs" / "examples"
+LIBRARIES = {
+    "transformers_loop.py": ["transformers"],
+    "peft_loop.py": ["peft", "transformers"],
+    "timm_loop.py": ["timm"],
+    "lightning_callback.py": ["lightning", "torchdata"],
+    "trainer_callback.py": ["transformers", "accelerate", "torchdata"],
+}
+"""What each script needs that this package does not."""
+STEPS, STOPPED_AT = 20, 8
+DEADLINE_SECONDS = 300.0
+
+
+def test_every_example_is_tried_and_linked_from_the_page_about_own_loops() -> None:
+    page = (ROOT / "docs" / "own_loop.md").read_text(encoding="utf-8")
+    assert sorted(LIBRARIES) == sorted(path.name for path in EXAMPLES.iterdir() if path.suffix == ".py")
+    assert not [name for name in LIBRARIES if f"(examples/{name})" not in page]
+
+
+@pytest.mark.slow  # three cold starts, each with the import of a large library
+@pytest.mark.parametrize("script", LIBRARIES)
+def test_an_example_started_again_has_the_losses_of_a_run_that_never_stopped(script: str, tmp_path: Path) -> None:
+    for library in LIBRARIES[script]:
+        _skip_without(library)
+    straight = _losses(script, STEPS, tmp_path / "straight")
+    first = _losses(script, STOPPED_AT, tmp_path / "stopped")
+    second = _losses(script, STEPS, tmp_path / "stopped")
+    assert list(straight) == [*range(1, STEPS + 1)]
+    assert list(second) == [*range(STOPPED_AT + 1, STEPS + 1)], "it goes on, and begins nothing again"
+    # Nine digits tell any two floats of 32 bits apart.
+    assert first | second == straight
+
+
+def _skip_without(library: str) -> None:
+    try:
+        version(library)
+    except PackageNotFoundError:
+        pytest.skip(f"{library} is not installed")
+
+
+def _losses(script: str, steps: int, folder: Path) -> dict[int, str]:
+    folder.mkdir(exist_ok=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    ended = subprocess.run(
+        [sys.executable, EXAMPLES / script, str(steps)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = re.findall(r"^step (\d+): loss (\S+)$", ended.stdout, re.MULTILINE)
+    return {int(step): loss for step, loss in found}
