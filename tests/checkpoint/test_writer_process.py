@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from torchtitan_lite.checkpoint.priority import NICE
-from torchtitan_lite.checkpoint.savers import ProcessSaver
 from torchtitan_lite.checkpoint.staging import StagingArena
 from torchtitan_lite.checkpoint.writer_process import IGNORED_SIGNALS, WriterProcess
 from torchtitan_lite.errors import WriterProcessDied
@@ -26,11 +25,19 @@ WORDS = b"what is to be written"
 IGNORED_NUMBERS = [signal.Signals[name] for name in IGNORED_SIGNALS]
 
 
+@pytest.fixture(scope="module")
+def lasting() -> Iterator[WriterProcess]:
+    """One for all tests, for it takes seconds to start."""
+    process = WriterProcess(DEADLINE_SECONDS)
+    yield process
+    process.close()
+
+
 @pytest.fixture
-def process(process_saver: ProcessSaver) -> WriterProcess:
-    """One for all tests, for it takes seconds to start; a test that ends it has the next one start it again."""
-    process_saver.start()
-    return process_saver.process
+def process(lasting: WriterProcess) -> WriterProcess:
+    """It runs; a test that ends it has the next one start it again."""
+    lasting.start()
+    return lasting
 
 
 @pytest.fixture
