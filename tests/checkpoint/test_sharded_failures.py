@@ -156,3 +156,41 @@ def test_a_state_that_one_rank_cannot_give_is_an_error_on_both(rank: int, tmp_pa
         run.steps(1)
     assert raised.value.told_elsewhere == (rank == 1) and raised.value.of_rank == 1
     run.manager.close()
+
+
+class RaisesOnce:
+    """A state whose `state_dict` raises the next time if `fails`."""
+
+    def __init__(self) -> None:
+        self.fails = False
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.fails:
+            self.fails = False
+            raise RuntimeError("the disk of the loader is away")
+        return {"fine": 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+@on_two_ranks
+def test_a_state_that_raises_once_on_one_rank_is_one_failed_save_on_both(rank: int, tmp_path: Path, mode: str) -> None:
+    loader = RaisesOnce()
+    run = TinyRun(tmp_path, dataloader=loader, async_mode=mode, seams={"save_policy": at_steps(1, 2, 5)})
+    with run.manager:
+        run.steps(1)
+        run.saver.wait()
+        loader.fails = rank == 1
+        run.steps(6)
+    assert_one_failure(run, "rank 1: RuntimeError: the disk of the loader is away")
+
+
+@on_two_ranks
+def test_a_forced_save_whose_state_raises_once_is_tried_again(rank: int, tmp_path: Path) -> None:
+    loader = RaisesOnce()
+    with (run := TinyRun(tmp_path, dataloader=loader, interval=100)).manager:
+        run.steps(2)
+        loader.fails = rank == 1
+        assert run.steps(3, force=True) == [3]
+        assert run.checkpoints() == ["step-3"]
+    assert [step for step, _, _ in run.happened("save_failed")] == [3]

@@ -40,7 +40,7 @@ from torchtitan_lite.checkpoint.restore import RNG, Restore
 from torchtitan_lite.checkpoint.resume_report import ResumeReport
 from torchtitan_lite.checkpoint.rng import RngState
 from torchtitan_lite.checkpoint.save_plan import PlanCache
-from torchtitan_lite.checkpoint.savers import Saver, State, SyncSaver, build_saver
+from torchtitan_lite.checkpoint.savers import RefusingSaver, Saver, State, SyncSaver, build_saver
 from torchtitan_lite.checkpoint.staging_guard import StagingGuard
 from torchtitan_lite.checkpoint.stateful import LRSchedulerWrapper, ModelWrapper, OptimizerWrapper, Stateful
 from torchtitan_lite.checkpoint.upkeep import OnEvent, Upkeep
@@ -372,7 +372,7 @@ class CheckpointManager:
             due = self._skip(step, agreed.step_in_flight)
         elif due:
             self._in_flight.settle()
-            self._begin(step, self._full_state(), CheckpointKind.FULL, self._store, self._saver)
+            self._begin(step, self._full_state, CheckpointKind.FULL, self._store, self._saver)
             self._in_flight.poll()
         return force or due
 
@@ -388,7 +388,7 @@ class CheckpointManager:
         awaited = self._in_flight.step
         self._in_flight.outcome()  # However it ended: the ranks leave.
         if self._how_to_leave(step, awaited) is Leaving.AFTER_A_SAVE:
-            self._save_and_wait(step, self._full_state(), CheckpointKind.FULL, self._store)
+            self._save_and_wait(step, self._full_state, CheckpointKind.FULL, self._store)
         saved = self._peers.decide(lambda: self._in_flight.last_durable)
         assert saved is not None, "each way to leave has a durable save"
         if saved != step:
@@ -408,12 +408,13 @@ class CheckpointManager:
 
     def _save_last(self, step: int) -> None:
         if self._config.create_seed_checkpoint:
-            self._save_and_wait(step, {"model": self._model.state_dict()}, CheckpointKind.FULL, self._store)
+            seed = CheckpointKind.FULL
+            self._save_and_wait(step, lambda: {"model": self._model.state_dict()}, seed, self._store)
             logger.info("Created seed checkpoint")
             return
         if not self._config.model_weights_only or self._export_store is not None:
             logger.info("Saving a full checkpoint at last step, step %d.", step)
-            self._save_and_wait(step, self._full_state(), CheckpointKind.FULL, self._store)
+            self._save_and_wait(step, self._full_state, CheckpointKind.FULL, self._store)
         if self._config.model_weights_only or self._export_store is not None:
             self._export(step)
 
@@ -427,17 +428,21 @@ class CheckpointManager:
             return
         dtype = DTYPES[self._config.export_dtype]
         logger.info("Saving a model weights only checkpoint in %s at last step, step %d.", dtype, step)
-        state = weights_only(self._model.state_dict(), dtype)
-        self._save_and_wait(step, state, CheckpointKind.WEIGHTS_ONLY, self._export_store or self._store)
+        store = self._export_store or self._store
+        self._save_and_wait(
+            step, lambda: weights_only(self._model.state_dict(), dtype), CheckpointKind.WEIGHTS_ONLY, store
+        )
 
     def _is_saved_in_full(self, step: int) -> bool:
         return any(info.step == step and info.kind is CheckpointKind.FULL for info in self._store.committed())
 
-    def _save_and_wait(self, step: int, state: State, kind: CheckpointKind, store: CheckpointStore) -> None:
+    def _save_and_wait(
+        self, step: int, make_state: Callable[[], State], kind: CheckpointKind, store: CheckpointStore
+    ) -> None:
         """A save that must not fail: it is tried twice, and durable on return. Nothing may be in flight."""
         failure: SaveFailed | None = None
         for _ in range(2):
-            self._begin(step, state, kind, store, self._sync_saver)
+            self._begin(step, make_state, kind, store, self._sync_saver)
             failure = self._in_flight.outcome()
             if failure is None:
                 return
@@ -453,10 +458,17 @@ class CheckpointManager:
             return
         if now or self._peers.highest(not self._optimizer.has_state()) == (0,):
             self._is_prepared = True
-            self._saver.prepare(self._full_state)
+            self._saver.prepare(lambda: self._together(self.loaded_step or 0, self._full_state))
 
-    def _begin(self, step: int, state: State, kind: CheckpointKind, store: CheckpointStore, saver: Saver) -> None:
+    def _begin(
+        self, step: int, make_state: Callable[[], State], kind: CheckpointKind, store: CheckpointStore, saver: Saver
+    ) -> None:
         fence = self._leases[store.root].check
+        state: State = {}
+        try:
+            state = self._together(step, make_state)
+        except SaveFailed as error:
+            saver = RefusingSaver(error)
         self._in_flight.begin(step, state, kind, store, saver, self._origin(), fence)
         self._last_save = Tick(step, self._clock())
 
@@ -473,18 +485,21 @@ class CheckpointManager:
             signal=self._preemption.received,
         )
 
-    def _full_state(self) -> State:
-        """What a full checkpoint holds; a state that one rank cannot give is an error on every rank."""
+    def _together(self, step: int, make_state: Callable[[], State]) -> State:
+        """What `make_state` returns; one that a rank cannot give is a failed save, or wrong usage, on every rank."""
         state: State = {}
         error: Exception | None = None
         try:
-            state = self._own_state()
-        except Exception as raised:
+            state = make_state()
+        except ConfigError as raised:
             error = raised
+        except Exception as raised:
+            error = SaveFailed(step, f"rank {self._peers.rank}: {type(raised).__name__}: {raised}")
+            error.__cause__ = raised
         self._peers.raise_together(error)
         return state
 
-    def _own_state(self) -> State:
+    def _full_state(self) -> State:
         small = {name: state.state_dict() for name, state in self._small_states.items()}
         # A key of its own for each rank: the generators are the one thing that ranks do not share.
         rng = {f"rank{self._peers.rank}": RngState().state_dict()}

@@ -124,6 +124,25 @@ class SyncSaver:
         )
 
 
+class RefusingSaver:
+    """Saves nothing: the state could not be made, on every rank."""
+
+    def __init__(self, error: SaveFailed) -> None:
+        self._error = error
+
+    def start(self) -> None:
+        """Nothing to make."""
+
+    def prepare(self, get_state: Callable[[], State]) -> None:
+        """Nothing to make ready."""
+
+    def save(self, state: State, target: Target) -> PendingSave:
+        return _refused(target.step, self._error)
+
+    def close(self, timeout_seconds: float) -> None:
+        """Nothing to end."""
+
+
 WriteStaged = Callable[[Path, Staged, Target], FileRecord]
 """Makes the file of a staged image, durably."""
 
