@@ -33,6 +33,7 @@ class _Save:
     pending: PendingSave
     kind: CheckpointKind
     store: CheckpointStore
+    fence: Callable[[], None]
     began_seconds: float
     stall_seconds: float = 0.0
     durable_seconds: float = 0.0
@@ -99,7 +100,7 @@ class InFlight:
         faults.set_step(step)
         faults.point("save")
         target = Target(store, step, kind, origin, fence=fence, check=lambda: self._preflight(step, kind, store, fence))
-        save = _Save(saver.save(state, target), kind, store, began_seconds=began)
+        save = _Save(saver.save(state, target), kind, store, fence, began_seconds=began)
         save.pending.durable.add_done_callback(lambda _: self._when_over(save))
         save.stall_seconds = self._clock() - began
         self._save = save
@@ -172,7 +173,7 @@ class InFlight:
                 return
             if (committed := save.pending.durable.result()) is not None:
                 self._upkeep.note_committed(committed, save.store)
-            self._upkeep.purge(save.store)
+            self._upkeep.purge_when_there_is_time(save.store, save.fence)
         finally:
             save.over.set_result(None)
 

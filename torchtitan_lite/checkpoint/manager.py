@@ -43,7 +43,7 @@ from torchtitan_lite.checkpoint.save_plan import PlanCache
 from torchtitan_lite.checkpoint.savers import RefusingSaver, Saver, State, SyncSaver, build_saver
 from torchtitan_lite.checkpoint.staging_guard import StagingGuard
 from torchtitan_lite.checkpoint.stateful import LRSchedulerWrapper, ModelWrapper, OptimizerWrapper, Stateful
-from torchtitan_lite.checkpoint.upkeep import OnEvent, Upkeep
+from torchtitan_lite.checkpoint.upkeep import OnEvent, build_upkeep
 from torchtitan_lite.checkpoint.writer import Origin
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.distributed.consensus import Facts, Peers, StepConsensus
@@ -116,7 +116,7 @@ class CheckpointManager:
             for each in (self._store, self._export_store)
             if each is not None
         }
-        self._upkeep = Upkeep(retention or build_retention(config), self._on_event)
+        self._upkeep = build_upkeep(config, retention or build_retention(config), self._on_event)
         self._in_flight = InFlight(
             self._peers,
             self._upkeep,
@@ -154,6 +154,7 @@ class CheckpointManager:
             return False
         self._open()
         self._in_flight.settle()
+        self._upkeep.wait(self._config.timeout_seconds)
         wanted = step if step != -1 else self._config.load_step
         candidates = Candidates(self._store, wanted, self._config, self._peers, self._on_event, is_exact=step != -1)
         source = candidates.take(lambda source: self._load(wanted, source))
@@ -244,6 +245,7 @@ class CheckpointManager:
             for lease in self._leases.values():
                 in_reverse.callback(lease.release)
             in_reverse.callback(self._preemption.close)
+            in_reverse.callback(self._upkeep.close, self._config.timeout_seconds)
             in_reverse.callback(self._saver.close, self._config.timeout_seconds)
             in_reverse.callback(self._guard.close)
             in_reverse.callback(self._in_flight.settle)

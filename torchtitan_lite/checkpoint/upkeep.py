@@ -1,21 +1,26 @@
 """What keeps a folder of checkpoints in order around the saves: room before one, no leavings after it.
 
-Coordinator only, and never at the same time as another save. Removing is no part of a save: what
-cannot be removed is a warning. Which checkpoints are known to be good (this run committed or loaded
-them) is remembered here, because the newest of these stays whatever the policy says.
+Coordinator only. Removing is no part of a save: what cannot be removed is a warning, and where training
+goes on during a save, it goes on during a removal too, in a thread: no save waits for one, but for room.
+Names change in order with commits, each time after a look at the lease; bytes go whenever they go.
+Which checkpoints are known to be good (this run committed or loaded them) is remembered here, because
+the newest of these stays whatever the policy says.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 from torchtitan_lite import faults
-from torchtitan_lite.errors import CheckpointUnreadable
+from torchtitan_lite.checkpoint.background import Background
+from torchtitan_lite.config.job_config import Checkpoint
+from torchtitan_lite.errors import CheckpointUnreadable, LeaseLost
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 from torchtitan_lite.store.retention import RetentionPolicy, to_purge
-from torchtitan_lite.store.store import CheckpointStore
+from torchtitan_lite.store.store import CheckpointStore, nothing
 
 
 class OnEvent(Protocol):
@@ -27,12 +32,21 @@ class OnEvent(Protocol):
 class Upkeep:
     """Keeps what `retention` says, and what must not go."""
 
-    def __init__(self, retention: RetentionPolicy, on_event: OnEvent) -> None:
+    def __init__(
+        self,
+        retention: RetentionPolicy,
+        on_event: OnEvent,
+        *,
+        in_background: bool = False,
+        timeout_seconds: float = 60.0,
+    ) -> None:
         self._retention = retention
         self._on_event = on_event
         self._known_good: set[int] = set()
         self._num_bytes: dict[tuple[Path, CheckpointKind], int] = {}
         """Of the last checkpoint in a folder, of a kind."""
+        self._background = Background("housekeeping") if in_background else None
+        self._timeout_seconds = timeout_seconds
 
     def note_good(self, step: int) -> None:
         """The full checkpoint of `step` was committed, or loaded, by this run. Any rank."""
@@ -50,10 +64,28 @@ class Upkeep:
         if (store.root, kind) not in self._num_bytes:
             before = [info.nbytes for info in store.committed() if info.kind is kind]
             self._num_bytes[store.root, kind] = before[-1] if before else 0
-        store.preflight(step, self._num_bytes[store.root, kind], make_room=lambda: self.purge(store))
+        store.preflight(step, self._num_bytes[store.root, kind], make_room=lambda: self._make_room(store))
 
-    def purge(self, store: CheckpointStore) -> None:
-        """Nothing is left that is not kept; nothing is removed where the disk does not answer."""
+    def purge_when_there_is_time(self, store: CheckpointStore, fence: Callable[[], None]) -> None:
+        """Nothing is left that is not kept: on return, or later if saves are made in the background too."""
+        if self._background is None:
+            self.purge(store, fence)
+        else:
+            self._background.run(store.root, lambda: self.purge(store, fence))
+
+    def wait(self, seconds: float) -> bool:
+        """Return whether what goes on in the background was over within `seconds`."""
+        return self._background is None or self._background.wait(seconds)
+
+    def close(self, seconds: float) -> None:
+        """Nothing is renamed in the background any more; what was begun is waited for, for `seconds`."""
+        if self._background is not None and not self._background.close(seconds):
+            logger.warning(
+                "A checkpoint is still being removed after %.0f s; the next start removes the rest.", seconds
+            )
+
+    def purge(self, store: CheckpointStore, fence: Callable[[], None] = nothing) -> None:
+        """Nothing is left that is not kept; nothing is removed where the disk does not answer, or is another job's."""
         try:
             superfluous = self._superfluous(store)
         except OSError as error:
@@ -61,12 +93,24 @@ class Upkeep:
             return
         for info in superfluous:
             faults.point("purge", step=info.step)
+            if self._background is not None and self._background.is_closed:
+                return
             try:
-                store.delete(info)
+                with store.exclusive:
+                    fence()
+                    trash = store.discard(info)
+                store.empty(trash)
+            except LeaseLost:
+                return  # The next commit ends the run for it.
             except OSError as error:
                 logger.warning("Could not remove %s, which is no longer kept: %s. It stays.", info.path, error)
             else:
-                self._on_event("purged", info.step, bytes=info.nbytes)
+                if trash:
+                    self._on_event("purged", info.step, bytes=info.nbytes)
+
+    def _make_room(self, store: CheckpointStore) -> None:
+        self.wait(self._timeout_seconds)  # What is being removed is room soon.
+        self.purge(store)
 
     def _superfluous(self, store: CheckpointStore) -> list[CheckpointInfo]:
         good = self._known_good
@@ -92,3 +136,9 @@ def _is_sound(info: CheckpointInfo, store: CheckpointStore) -> bool:
     except CheckpointUnreadable as error:
         logger.warning("%s is not looked at, and neither counted nor removed: %s", info.path, error.cause)
         return False
+
+
+def build_upkeep(config: Checkpoint, retention: RetentionPolicy, on_event: OnEvent) -> Upkeep:
+    """The upkeep of a run: in the background where saves are."""
+    in_background = config.async_mode != "disabled"
+    return Upkeep(retention, on_event, in_background=in_background, timeout_seconds=config.timeout_seconds)

@@ -13,8 +13,10 @@ import functools
 import json
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from torchtitan_lite import faults
@@ -39,6 +41,12 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(next(place for place in (folder, *folder.absolute().parents) if place.is_dir())).free
 
 
+@functools.cache
+def _lock_of(root: Path) -> AbstractContextManager[bool]:
+    """The lock of all stores of this process in one folder."""
+    return threading.RLock()
+
+
 def nothing() -> None:
     """Does nothing."""
 
@@ -58,6 +66,11 @@ class CheckpointStore:
         self._durable = durable
         self._free_bytes = free_bytes
         self._manifests = KnownManifests(now_ns)
+
+    @property
+    def exclusive(self) -> AbstractContextManager[bool]:
+        """Held by what renames here: a purge in the background is ordered with commits by it."""
+        return _lock_of(self.root)
 
     @property
     def durable(self) -> Durable:
@@ -137,12 +150,12 @@ class CheckpointStore:
     def preflight(self, step: int, needed_bytes: int, make_room: Callable[[], object] = nothing) -> None:
         """There is room for a save of `step` that takes `needed_bytes`. Coordinator, while no save is under way.
 
-        Where there is too little, what cut saves left is removed and `make_room` is called. Raises SaveFailed where
+        Where there is too little, `make_room` is called and what cut saves left is removed. Raises SaveFailed where
         there is too little even so: nothing of the save was begun.
         """
         if self._free_bytes(self.root) < needed_bytes:
-            self.recover()
             make_room()
+            self.recover()
             if (free := self._free_bytes(self.root)) < needed_bytes:
                 raise SaveFailed(
                     step,
@@ -158,7 +171,8 @@ class CheckpointStore:
 
     def clear_staging(self, step: int) -> None:
         """The staging folder of `step` holds nothing of an earlier attempt. Coordinator, before any rank writes."""
-        staging = self._superfluous_staging(step)
+        with self.exclusive:
+            staging = self._superfluous_staging(step)
         if is_folder(staging):
             for path in sorted(staging.iterdir()):
                 self._remove(path)
@@ -167,7 +181,8 @@ class CheckpointStore:
 
     def abandon(self, step: int) -> None:
         """The staging folder of `step` is gone. Coordinator, once no rank writes into it."""
-        staging = self._superfluous_staging(step)
+        with self.exclusive:
+            staging = self._superfluous_staging(step)
         if os.path.lexists(staging):
             self._remove(staging)
 
@@ -184,23 +199,45 @@ class CheckpointStore:
         sealed = self._seal(step, manifest)
         self._durable.fsync_dir(self.root)
         faults.point("commit", step=step, path=self._final(step))
-        self._put_in_place(sealed, fence)
-        faults.point("committed", step=step, path=self._final(step))
-        self._durable.fsync_dir(self.root)
-        self._finish(step, sealed.lineage)
+        with self.exclusive:
+            self._put_in_place(sealed, fence)
+            faults.point("committed", step=step, path=self._final(step))
+            self._durable.fsync_dir(self.root)
+            self._finish(step, sealed.lineage)
         return describe(self._final(step), sealed)
 
     def delete(self, info: CheckpointInfo) -> None:
         """The checkpoint of `info` is absent for every reader, durably, then its bytes are gone. Coordinator only."""
+        with self.exclusive:
+            trash = self._discarded(info)
+        self.empty(trash)
+
+    def discard(self, info: CheckpointInfo) -> list[Path]:
+        """Make the checkpoint of `info` absent for every reader, durably. Coordinator only.
+
+        Return what is left of it, for `empty`; nothing if it is another one by now, or gone.
+        """
+        with self.exclusive:
+            if find_intact(info.step, [info.path]) != info:
+                return []
+            return self._discarded(info)
+
+    def empty(self, trash: Sequence[Path]) -> None:
+        """Remove the bytes of what was discarded. Coordinator only; beside anything else but `recover`."""
+        for path in trash:
+            self._remove(path)
+
+    def _discarded(self, info: CheckpointInfo) -> list[Path]:
         # What makes it superfluous may be a rename that is not durable yet.
         self._durable.fsync_dir(self.root)
         # The names of what it abandons go with it, and what it replaced may be just that.
         self._finish_abandoning()
+        trash = []
         for path in Listing(self.root).replaced(info.step):
             # First, or an older checkpoint of the step would be seen once this one is gone.
             if path != info.path:
-                self._discard(path, info.step)
-        self._discard(info.path, info.step)
+                trash.append(self._set_for_removal(path, info.step))
+        return [*trash, self._set_for_removal(info.path, info.step)]
 
     def quarantine(self, step: int, findings: Sequence[str]) -> Path:
         """The damaged checkpoint of `step` has a foreign name, durably, and tells of `findings` if the disk takes it.
@@ -382,10 +419,14 @@ class CheckpointStore:
 
     def _discard(self, path: Path, step: int) -> None:
         """`path` is no checkpoint any more, durably, then its bytes are gone: never half of it under its own name."""
+        self._remove(self._set_for_removal(path, step))
+
+    def _set_for_removal(self, path: Path, step: int) -> Path:
+        """`path` is no checkpoint any more, durably; returns what it is called now."""
         trash = Listing(self.root).free_trash(step)
         self._durable.rename(path, trash)
         self._durable.fsync_dir(self.root)
-        self._remove(trash)
+        return trash
 
     def _remove(self, path: Path) -> None:
         if is_folder(path):

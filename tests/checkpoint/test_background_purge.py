@@ -1,0 +1,114 @@
+"""Old checkpoints go beside the training where saves are made beside it: nobody waits, and nothing else goes."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.conftest import StartRun
+from torchtitan_lite.checkpoint.background import Background
+from torchtitan_lite.checkpoint.upkeep import Upkeep
+from torchtitan_lite.errors import LeaseLost
+from torchtitan_lite.store.durable import Durable
+from torchtitan_lite.store.manifest import CheckpointKind, Manifest
+from torchtitan_lite.store.retention import KeepLatest
+from torchtitan_lite.store.store import CheckpointStore
+
+DEADLINE_SECONDS = 30.0
+
+
+class HeldDisk(Durable):
+    """Removes folders when it is let go, and not before."""
+
+    def __init__(self) -> None:
+        self.let_go = threading.Event()
+        self.in_time = True
+
+    def remove_tree(self, path: Path) -> None:
+        self.in_time &= self.let_go.wait(DEADLINE_SECONDS)
+        super().remove_tree(path)
+
+
+def save(store: CheckpointStore, step: int, created_at: float = 1.0) -> None:
+    (store.stage(step) / ".metadata").write_bytes(b"of dcp")
+    kind = CheckpointKind.FULL
+    store.commit(step, Manifest(step=step, kind=kind, created_at=created_at, world_size=1, versions={}, files={}))
+
+
+@pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])
+def test_training_and_saves_go_on_during_a_removal_that_takes_long(
+    start_run: StartRun, tmp_path: Path, mode: str
+) -> None:
+    disk = HeldDisk()
+    store = CheckpointStore(tmp_path / "checkpoint", durable=disk)
+    run = start_run(interval=1, keep_latest_k=2, async_mode=mode, seams={"store": store})
+    for _ in range(6):
+        run.step()
+    assert run.events.steps("committed") >= [1, 2, 3, 4, 5]
+    assert run.events.steps("purged") == []
+    disk.let_go.set()
+    run.manager.close()
+    assert run.committed() == [5, 6]
+    assert run.events.steps("purged") == [1, 2, 3, 4]
+    assert run.names() == ["step-5", "step-6"]
+    assert disk.in_time
+
+
+def test_closing_waits_for_a_removal_no_longer_than_it_may(
+    start_run: StartRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = HeldDisk()
+    store = CheckpointStore(tmp_path / "checkpoint", durable=disk)
+    run = start_run(interval=1, keep_latest_k=1, async_mode="async", timeout_seconds=1, seams={"store": store})
+    for _ in range(3):
+        run.step()
+    run.manager.close()
+    assert "still being removed after 1 s; the next start removes the rest" in caplog.text
+    assert not disk.let_go.is_set()
+    disk.let_go.set()
+    # It does not go on to the others: the folder may be another job's by now.
+    assert run.manager._upkeep.wait(DEADLINE_SECONDS)
+    assert run.committed() == [2, 3]
+    with start_run(interval=1, keep_latest_k=1) as again:
+        assert again.manager.load()
+        assert again.names() == ["step-2", "step-3"]
+
+
+def test_a_step_that_was_saved_again_meanwhile_stays(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    before = store.get(1)
+    save(store, 1, created_at=2.0)
+    assert store.discard(before) == []
+    assert store.get(1).created_at == 2.0
+
+
+def test_once_the_folder_is_lost_nothing_is_removed(tmp_path: Path) -> None:
+    def lost() -> None:
+        raise LeaseLost(str(tmp_path), "another job")
+
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2):
+        save(store, step)
+    Upkeep(KeepLatest(1), lambda event, step, **figures: None).purge(store, lost)
+    assert [info.step for info in store.committed()] == [1, 2]
+
+
+def test_work_with_the_same_key_that_is_still_to_begin_runs_once_and_all_of_it_in_order() -> None:
+    background, begun, go_on, ran = Background("test"), threading.Event(), threading.Event(), list[str]()
+
+    def first() -> None:
+        begun.set()
+        assert go_on.wait(DEADLINE_SECONDS)
+        ran.append("first")
+
+    background.run("a", first)
+    assert begun.wait(DEADLINE_SECONDS)
+    for name in ("second", "third"):
+        background.run("b", lambda name=name: ran.append(name))  # type: ignore[misc]  # mypy wants one type of lambda
+    assert not background.wait(0)
+    go_on.set()
+    assert background.wait(DEADLINE_SECONDS)
+    assert ran == ["first", "third"]
