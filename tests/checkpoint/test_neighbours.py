@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from tests.forked import run_code
 
 DEADLINE_SECONDS = 120.0
@@ -149,3 +151,84 @@ with start("async_with_pinned_mem") as run:
 
 def test_a_forked_child_has_none_of_our_sockets_and_handlers_and_closing_does_not_wait_for_it(tmp_path: Path) -> None:
     assert run(QUIET + INHERITED, tmp_path) == (0, "True [0, -1, True]\n[1, 2]\n")
+
+
+LEFT = """
+import atexit, logging, threading
+from torchtitan_lite.log import logger, setup
+from torchtitan_lite.store.durable import Durable
+from torchtitan_lite.store.store import CheckpointStore
+setup(0)
+logger.setLevel(logging.WARNING)
+in_main = threading.Event()
+
+class Late(Durable):
+    def make_dir(self, path):
+        if path.name == "step-2.staging":
+            assert in_main.wait(60)
+        super().make_dir(path)
+
+def main():
+    run = start("MODE", seams={"store": CheckpointStore(Path("run/checkpoint"), durable=Late())}, OPTIONS)
+    run.step()
+    run.step()
+    LET_GO
+    LEAVE
+
+main()
+"""
+WAYS_TO_LEAVE = {"sys.exit": (7, "sys.exit(7)"), "an exception": (1, "raise ValueError('x')"), "the end": (0, "return")}
+
+
+def leave(folder: Path, way: str, mode: str, options: str = "", let_go: str = "pass") -> tuple[int, str]:
+    _, leaving = WAYS_TO_LEAVE[way]
+    script = LEFT.replace("MODE", mode).replace("LEAVE", leaving).replace("OPTIONS", options).replace("LET_GO", let_go)
+    return run(QUIET + script, folder)
+
+
+@pytest.mark.parametrize("way", WAYS_TO_LEAVE)
+def test_a_run_that_leaves_without_closing_ends_its_save_first(tmp_path: Path, way: str) -> None:
+    # What is registered last is called first.
+    code, printed = leave(tmp_path, way, "async_with_pinned_mem", let_go="atexit.register(in_main.set)")
+    assert code == WAYS_TO_LEAVE[way][0], printed
+    assert printed.count("not closed: waiting up to 60 s for the save of step 2") == 1, printed
+    steps = [path.name for path in (tmp_path / "run" / "checkpoint").iterdir()]
+    assert sorted(steps) == ["step-1", "step-2", "writer.lock"], printed
+
+
+def test_at_the_exit_a_save_is_waited_for_no_longer_than_the_grace_period(tmp_path: Path) -> None:
+    code, printed = leave(tmp_path, "sys.exit", "async", "preemption_grace_seconds=1")
+    assert code == 7
+    assert "Step 2 is not saved: its save was not over after 1 s." in printed, printed
+
+
+ALONE = """
+import logging
+import torch.distributed as dist
+from torchtitan_lite.log import logger, setup
+from torchtitan_lite.store.durable import Durable
+from torchtitan_lite.store.store import CheckpointStore
+rank = int(os.environ["RANK"])
+setup(0)
+logger.setLevel(logging.WARNING)
+dist.init_process_group("gloo", init_method=f"file://{Path('rendezvous').absolute()}", rank=rank, world_size=2)
+
+class Dying(Durable):
+    def make_dir(self, path):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().make_dir(path)
+
+run = start("async", seams={"store": CheckpointStore(Path("run/checkpoint"), durable=Dying())})
+run.step()
+sys.exit(7)
+"""
+
+
+def test_a_peer_that_is_gone_is_one_line_at_the_exit(tmp_path: Path) -> None:
+    logs = [tmp_path / f"rank{rank}.log" for rank in range(2)]
+    environments = [{**os.environ, "RANK": str(rank)} for rank in range(2)]
+    ranks = [run_code(QUIET + ALONE, *each, tmp_path) for each in zip(logs, environments, strict=True)]
+    assert [rank.wait(DEADLINE_SECONDS) for rank in ranks] == [7, -9]
+    lines = [line for line in logs[0].read_text().splitlines() if "[Gloo]" not in line]
+    assert ["not closed" in lines[0], "Step 1 is not saved: " in lines[1], len(lines)] == [True, True, 2], lines

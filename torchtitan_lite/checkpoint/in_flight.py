@@ -15,6 +15,7 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 
 from torchtitan_lite import faults
+from torchtitan_lite.checkpoint.at_exit import end_at_exit, is_finished
 from torchtitan_lite.checkpoint.forks import forget_in_children
 from torchtitan_lite.checkpoint.savers import PendingSave, Saver, State
 from torchtitan_lite.checkpoint.upkeep import OnEvent, Upkeep
@@ -43,7 +44,7 @@ class _Save:
 
 
 class InFlight:
-    """The save in flight, if there is one. `timeout_seconds` bounds each wait."""
+    """The save in flight, if there is one. `timeout_seconds` bounds each wait, `exit_seconds` that at the exit."""
 
     def __init__(
         self,
@@ -54,8 +55,10 @@ class InFlight:
         max_failed_saves: int,
         clock: Callable[[], float],
         on_event: OnEvent,
+        exit_seconds: float | None = None,
     ) -> None:
         self._peers = peers
+        self._exit_seconds = timeout_seconds if exit_seconds is None else exit_seconds
         self._upkeep = upkeep
         self._timeout_seconds = timeout_seconds
         self._max_failed_saves = max_failed_saves
@@ -104,6 +107,8 @@ class InFlight:
         save.pending.durable.add_done_callback(lambda _: self._when_over(save))
         save.stall_seconds = self._clock() - began
         self._save = save
+        if not save.over.done():
+            end_at_exit(self)
         self._on_event("staged", step, stall_seconds=save.stall_seconds)
 
     def forget_lineage(self) -> None:
@@ -113,6 +118,28 @@ class InFlight:
     def forget(self) -> None:
         """Have nothing in flight, in a child that was just forked: the thread that saves is its parent's."""
         self._save = None
+        is_finished(self)
+
+    def end_at_exit(self) -> None:
+        """Wait for the save in flight, and tell how it ended: nobody will settle it any more. Not collective."""
+        if (save := self._save) is None:
+            return
+        self._save = None
+        step, seconds = save.pending.step, self._exit_seconds
+        logger.warning(
+            "The checkpoint manager was not closed: waiting up to %.0f s for the save of step %d. "
+            "Use it in a with statement, or call close().",
+            seconds,
+            step,
+        )
+        wait_for([save.over], seconds)
+        if not save.pending.durable.done():
+            logger.warning("Step %d is not saved: its save was not over after %.0f s.", step, seconds)
+        elif (failure := save.pending.durable.exception()) is not None:
+            logger.warning("Step %d is not saved: %s", step, next(iter(str(failure).splitlines()), ""))
+        else:
+            self._report_saved(save)
+            self._upkeep.close(seconds)
 
     def wait_for_staging(self) -> None:
         """Returns when the state may change. Not collective. Raises `SaveFailed` if that takes too long."""
@@ -146,6 +173,7 @@ class InFlight:
             return None
         save, began = self._save, self._clock()
         self._save = None
+        is_finished(self)
         failure = _outcome(save.pending, self._timeout_seconds)
         if save.pending.durable.done():
             wait_for([save.over], self._timeout_seconds)

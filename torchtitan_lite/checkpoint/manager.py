@@ -124,6 +124,7 @@ class CheckpointManager:
             max_failed_saves=config.max_failed_saves,
             clock=clock,
             on_event=self._on_event,
+            exit_seconds=min(config.preemption_grace_seconds, config.timeout_seconds),
         )
         self._guard = StagingGuard(own_optimizers, self.maybe_wait_for_staging)
         self._topology = topology or f"{self._peers.world_size} ranks"
