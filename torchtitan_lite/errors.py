@@ -13,6 +13,7 @@
     |  |- SaveFailed (RuntimeError)              a save that did not become durable
     |  |- RunNotLoaded (RuntimeError)            a save over another run's checkpoints, which were not loaded
     |  |- WriterProcessDied (RuntimeError)       the writer process ended or was silent too long
+    |  |- FolderUnusable (OSError)               a folder of checkpoints that the system refuses
     |  |- FolderInUse (RuntimeError)             another job writes the folder
     |  `- LeaseLost (RuntimeError)               another job has taken the folder over
     |- CorpusChanged (ValueError)                the data at resume is not the data of the run
@@ -163,6 +164,17 @@ class WriterProcessDied(CheckpointError, RuntimeError):
     def __init__(self, pid: int, doing: str, finding: str) -> None:
         self.pid, self.doing, self.finding = pid, doing, finding
         super().__init__(f"writer process {pid} {finding} while {doing}. The next save starts a new one.")
+
+
+class FolderUnusable(CheckpointError, OSError):
+    """The system refuses to list, make or write `folder`: `cause`. Nothing was trained."""
+
+    def __init__(self, folder: str, cause: str) -> None:
+        self.folder, self.cause = folder, cause
+        super().__init__(
+            f"{folder} cannot be used for checkpoints: {cause}. "
+            "Make it a folder that this user may write, with room, or set another --job.dump_folder."
+        )
 
 
 class FolderInUse(CheckpointError, RuntimeError):

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoint.conftest import StartRun
-from tests.disks import fill, small_disk
+from tests.checkpoint.small_run import job_config
+from tests.disks import fill, make_read_only, small_disk
+from torchtitan_lite.checkpoint.restore import refuse_early
+from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.errors import FolderUnusable
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.holder import Holder
 
 
 @pytest.fixture(name="small_disk")
@@ -48,3 +58,64 @@ def test_a_save_after_which_the_disk_fills_up_stays(start_run: StartRun, small_d
     assert run.events.steps("save_failed")
     again = start_run(small_disk, load_only=True)
     assert again.manager.load()
+
+
+def stale_staging(disk: Path) -> Path:
+    """What a save that was cut left, and the disk is full with."""
+    staging = disk / "checkpoint" / "step-7.staging"
+    staging.mkdir(parents=True)
+    fill(disk).rename(staging / "__0_0.distcp")
+    return staging
+
+
+def test_a_run_starts_on_a_disk_that_is_full_with_what_a_cut_save_left(start_run: StartRun, small_disk: Path) -> None:
+    staging = stale_staging(small_disk)
+    run = start_run(small_disk, interval=1)
+    assert not run.manager.load()
+    assert not staging.exists()
+    run.train(2)
+    assert run.committed() == [1, 2]
+
+
+def test_a_run_takes_over_from_one_that_was_killed_on_a_disk_that_is_full(
+    start_run: StartRun, small_disk: Path
+) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    holder = replace(Holder.this_process("before", 1.0), pid=ended.pid)
+    (small_disk / "checkpoint").mkdir()
+    lock = small_disk / "checkpoint" / layout.LOCK
+    lock.write_bytes(holder.to_bytes(3, 2.0))
+    staging = stale_staging(small_disk)
+    run = start_run(small_disk, interval=1)
+    run.manager.load()
+    mine = Holder.parse(lock.read_bytes())
+    assert mine is not None and mine.pid == os.getpid() and not staging.exists()
+    run.train(1)
+    run.manager.close()
+    assert run.names() == ["step-1"] and not lock.exists()
+
+
+def test_a_disk_that_is_full_with_something_else_is_one_sentence_and_left_as_it_was(
+    start_run: StartRun, small_disk: Path
+) -> None:
+    (small_disk / "checkpoint").mkdir()
+    fill(small_disk)
+    with pytest.raises(FolderUnusable, match=r"cannot be used for checkpoints: .*No space left on device"):
+        start_run(small_disk).manager.load()
+    assert not list((small_disk / "checkpoint").iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(start_run: StartRun, small_disk: Path, tmp_path: Path) -> None:
+    make_read_only(small_disk)
+    (tmp_path / "file").write_text("in its place")
+    for folder, cause in ((small_disk, "Read-only file system"), (tmp_path / "file", "File exists")):
+        with pytest.raises(FolderUnusable, match=cause) as error:
+            start_run(folder).manager.load()
+        assert str(folder / "checkpoint") in str(error.value) and "--job.dump_folder" in str(error.value)
+
+
+def test_a_file_in_the_place_of_the_dump_folder_is_refused_before_a_model_is_built(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in its place")
+    with pytest.raises(FolderUnusable, match="Not a directory"):
+        refuse_early(job_config(tmp_path / "file"), Peers(timedelta(seconds=60)))

@@ -9,6 +9,7 @@ Every public method is **collective** unless it says otherwise.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import signal
 import time
@@ -53,6 +54,7 @@ from torchtitan_lite.store.lease import Lease
 from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.retention import RetentionPolicy, build_retention
 from torchtitan_lite.store.store import CheckpointStore
+from torchtitan_lite.store.unusable import usable
 
 
 class CheckpointManager:
@@ -112,7 +114,12 @@ class CheckpointManager:
         self._lineage = new_run()
         self._first_save = FirstSave(self._store, config, self._peers)
         self._leases = {
-            each.root: Lease(each.root, run_id=self._lineage.run_id, timeout_seconds=config.lease_timeout_seconds)
+            each.root: Lease(
+                each.root,
+                run_id=self._lineage.run_id,
+                timeout_seconds=config.lease_timeout_seconds,
+                make_room=functools.partial(_recover, each),
+            )
             for each in (self._store, self._export_store)
             if each is not None
         }
@@ -296,12 +303,13 @@ class CheckpointManager:
     def _recover(self) -> None:
         self._refuse_one_folder_for_both()
         faults.point("lease")
-        for lease in self._leases.values():
-            lease.take()
+        for root, lease in self._leases.items():
+            with usable(root):
+                lease.take()
         faults.point("recover")
         for store in filter(None, (self._store, self._export_store)):
-            for path in store.recover():
-                logger.info("Recovered from an earlier end in the middle of a save: %s", path)
+            with usable(store.root):
+                _recover(store)
 
     def _go_on_from(self, source: LoadSource) -> None:
         self._lineage = source.lineage
@@ -521,6 +529,14 @@ def _small_states(
     if lr_schedulers:
         small["lr_scheduler"] = LRSchedulerWrapper(lr_schedulers)
     return small | dict(states)
+
+
+def _recover(store: CheckpointStore) -> bool:
+    """Leave nothing of a cut save in the folder, which is this job's. Return whether there was anything."""
+    recovered = store.recover()
+    for path in recovered:
+        logger.info("Recovered from an earlier end in the middle of a save: %s", path)
+    return bool(recovered)
 
 
 def _nobody_listens(event: str, step: int, /, **figures: Any) -> None:

@@ -29,11 +29,12 @@ from torchtitan_lite.checkpoint.torchtitan_states import as_ours, why_it_begins_
 from torchtitan_lite.checkpoint.verify_resume import verify
 from torchtitan_lite.checkpoint.ways_out import ways_out
 from torchtitan_lite.config.drift import Rule, compare
-from torchtitan_lite.config.job_config import JobConfig
+from torchtitan_lite.config.job_config import Checkpoint, JobConfig
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import CheckpointMismatch
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.store import CheckpointStore
+from torchtitan_lite.store.unusable import usable
 
 RNG = "rng"
 
@@ -47,11 +48,16 @@ def refuse_early(config: JobConfig, peers: Peers) -> None:
     if not checkpoint.enable_checkpoint or checkpoint.create_seed_checkpoint:
         return
     store = CheckpointStore(Path(config.job.dump_folder) / checkpoint.folder)
-    source = peers.decide(lambda: choose_source(store, checkpoint.load_step, checkpoint))
+    source = peers.decide(lambda: _chosen(store, checkpoint))
     if source is not None and not source.model_only and source.config:
         refused = [f"  {change}" for change in compare(source.config, config) if change.rule is Rule.REFUSED]
         if refused:
             raise CheckpointMismatch(str(source.path), "\n".join(refused))
+
+
+def _chosen(store: CheckpointStore, config: Checkpoint) -> LoadSource | None:
+    with usable(store.root):
+        return choose_source(store, config.load_step, config)
 
 
 class Restore:

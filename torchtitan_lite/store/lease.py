@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import itertools
 import os
 import threading
@@ -32,6 +33,7 @@ HEARTBEAT_SECONDS = 2.0
 """Several in the shortest time-out that makes sense, and rare enough to cost a network filesystem nothing."""
 
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _LIMIT_BYTES = 1 << 16
 
 
@@ -39,7 +41,9 @@ class Lease:
     """The right to write the folder `root`, which need not exist yet. Coordinator only.
 
     `timeout_seconds` is for how long a holder of which nothing is known must be silent before it is succeeded: several
-    times its `heartbeat_seconds`. `sleep` waits between two looks, `now` is Unix seconds.
+    times its `heartbeat_seconds`. `sleep` waits between two looks, `now` is Unix seconds. `make_room` removes what cut
+    saves left in the folder and says whether there was any: asked at most once, where the disk is too full for a lock
+    file, and when no other job can take the folder.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class Lease:
         durable: Durable = DISK,
         sleep: Callable[[float], None] = time.sleep,
         now: Callable[[], float] = time.time,
+        make_room: Callable[[], bool] = bool,
     ) -> None:
         self._path = Path(root) / layout.LOCK
         self._run_id = run_id
@@ -60,6 +65,7 @@ class Lease:
         self._durable = durable
         self._sleep = sleep
         self._now = now
+        self._make_room = make_room
         self._heart: _Heart | None = None
 
     def take(self) -> None:
@@ -142,6 +148,14 @@ class Lease:
 
     def _put_first(self, mine: Holder) -> bool:
         """Whether there was no lock file, and it is now of `mine`."""
+        try:
+            return self._link_first(mine)
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+        return self._put_first_without_links(mine)
+
+    def _link_first(self, mine: Holder) -> bool:
         with self._temporary(mine) as temporary:
             try:
                 self._path.hardlink_to(temporary)
@@ -154,23 +168,52 @@ class Lease:
             return True
 
     def _put_first_without_links(self, mine: Holder) -> bool:
+        # Also where there is no room for a second file: an empty lock file keeps others away for the time-out, as that
+        # of a silent holder does, and who takes longer than that to write into it finds out in `check`.
         try:
-            with self._path.open("xb") as file:
-                file.write(mine.to_bytes(0, self._now()))
+            with self._path.open("xb", buffering=0) as file:
+                self._write_in_place(file, mine)
         except FileExistsError:
             return False
+        except OSError:
+            with suppress(FileNotFoundError):
+                self._durable.remove_file(self._path)
+            raise
         return True
 
     def _succeed(self, seen: bytes, mine: Holder) -> bool:
         """Whether the lock file was still as `seen`, and is now of `mine`."""
-        with self._temporary(mine) as temporary, _alone_with(self._path) as found:
+        try:
+            with self._temporary(mine) as temporary, _alone_with(self._path) as found:
+                if found != seen:
+                    return False
+                try:
+                    self._durable.replace(temporary, self._path)
+                except FileNotFoundError:
+                    return False  # As in `_put_first`.
+                return True
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+        return self._succeed_in_place(seen, mine)
+
+    def _succeed_in_place(self, seen: bytes, mine: Holder) -> bool:
+        """As `_succeed`, without a second file: the disk is full, and the old holder's file has its room already."""
+        with _alone_with(self._path) as found:
             if found != seen:
                 return False
-            try:
-                self._durable.replace(temporary, self._path)
-            except FileNotFoundError:
-                return False  # As in `_put_first`.
+            with self._path.open("r+b", buffering=0) as file:
+                self._write_in_place(file, mine)
             return True
+
+    def _write_in_place(self, file: io.FileIO, mine: Holder) -> None:
+        data = mine.to_bytes(0, self._now())
+        try:
+            _write_whole(file, data)
+        except OSError as error:
+            if error.errno not in _NO_ROOM or not self._make_room():
+                raise
+            _write_whole(file, data)
 
     def _make_sure(self, mine: Holder) -> None:
         """No other, from a host whose locks are not seen here, has succeeded the same holder after us."""
@@ -251,6 +294,14 @@ class _Heart:
             file.seek(0)
             file.write(data)
         return True
+
+
+def _write_whole(file: io.FileIO, data: bytes) -> None:
+    """`file` holds `data` and nothing else."""
+    file.seek(0)
+    if file.write(data) < len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file.name))
+    file.truncate()
 
 
 @contextmanager
