@@ -15,6 +15,7 @@ from pathlib import PurePath
 from typing import Any, Literal, get_args
 
 from torchtitan_lite.config.field_types import check_sections, check_types
+from torchtitan_lite.config.folders import refuse_address
 from torchtitan_lite.errors import ConfigError
 
 DtypeName = Literal["float32", "float16", "bfloat16"]
@@ -49,6 +50,7 @@ class Job:
 
     def __post_init__(self) -> None:
         check_types(self, "job")
+        refuse_address("job.dump_folder", self.dump_folder, "Name a folder, and copy it when the run is over.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -415,6 +417,9 @@ class Checkpoint:
 
     def __post_init__(self) -> None:
         check_types(self, "checkpoint")
+        for name in ("folder", "export_folder"):
+            refuse_address(f"checkpoint.{name}", getattr(self, name), "Name a folder inside job.dump_folder.")
+        refuse_address("checkpoint.initial_load_path", self.initial_load_path, "Copy the checkpoint to a folder first.")
         if not self.folder:
             raise ConfigError("checkpoint.folder: expected the name of a folder, found an empty string.")
         _choice("checkpoint.interval_type", self.interval_type, get_args(IntervalType))

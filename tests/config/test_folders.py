@@ -1,0 +1,44 @@
+"""Addresses of object stores are refused where they are configured; a run would write into a folder of that name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtitan_lite.config.job_config import Checkpoint, Job
+from torchtitan_lite.config.manager import parse_config
+from torchtitan_lite.errors import ConfigError
+
+PLACES = [
+    (Job, "dump_folder"),
+    (Checkpoint, "folder"),
+    (Checkpoint, "export_folder"),
+    (Checkpoint, "initial_load_path"),
+]
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/x", "gs://bucket/x", "hf://org/name", "file:///tmp/x"])
+@pytest.mark.parametrize(("section", "name"), PLACES)
+def test_an_address_is_one_sentence_that_names_the_key(section: Any, name: str, address: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        section(**{name: address})
+    message = str(refusal.value)
+    assert f".{name}: expected a folder of a file system, found the address '{address}'" in message
+    assert "\n" not in message
+
+
+def test_an_address_on_the_command_line_is_wrong_usage() -> None:
+    with pytest.raises(ConfigError, match=r"job\.dump_folder: .*'s3://bucket/x'"):
+        parse_config(["--job.dump_folder=s3://bucket/x"])
+
+
+def test_an_address_that_went_through_a_path_is_refused_too() -> None:
+    with pytest.raises(ConfigError, match=r"job\.dump_folder: "):
+        Job(dump_folder=Path("s3://bucket/x"))  # type: ignore[arg-type]  # taken, as in a loop of one's own
+
+
+@pytest.mark.parametrize("folder", ["outputs", "/data/run", "a:b/c", "../x", "C:/x", "./s3:/x"])
+def test_other_names_are_folders(folder: str) -> None:
+    assert Job(dump_folder=folder).dump_folder == folder
