@@ -218,7 +218,7 @@ class CheckpointStore:
         Return what is left of it, for `empty`; nothing if it is another one by now, or gone.
         """
         with self.exclusive:
-            if find_intact(info.step, [info.path]) != info:
+            if self._manifests.find_intact(info.step, [info.path]) != info:
                 return []
             return self._discarded(info)
 
