@@ -106,7 +106,7 @@ def test_losses_of_2024_and_tokens_of_0_3_are_taken_too(start_run: StartRun, tra
 
 def test_a_loader_of_another_corpus_is_not_asked(start_run: StartRun, trained: SmallRun, tmp_path: Path) -> None:
     run = taken_over(start_run, of_0_3(trained, tmp_path / "step-4"))
-    run.manager._small_states["dataloader"] = Refusing()
+    run.manager._run.small["dataloader"] = Refusing()
     assert run.manager.load()
 
 

@@ -20,7 +20,7 @@ from torchtitan_lite.checkpoint.key_report import KeyReport
 from torchtitan_lite.checkpoint.load_rules import build_load_rules, unmatched_globs
 from torchtitan_lite.checkpoint.load_source import LoadSource, choose_source
 from torchtitan_lite.checkpoint.resume_report import ResumeReport
-from torchtitan_lite.checkpoint.rng import RngState
+from torchtitan_lite.checkpoint.rng import RNG, RngState
 from torchtitan_lite.checkpoint.state.model import tensors_of
 from torchtitan_lite.checkpoint.state.optimizer_state import Slot
 from torchtitan_lite.checkpoint.stateful import ModelWrapper, OptimizerWrapper, Stateful
@@ -35,8 +35,6 @@ from torchtitan_lite.errors import CheckpointMismatch
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.store import CheckpointStore
 from torchtitan_lite.store.unusable import usable
-
-RNG = "rng"
 
 
 def refuse_early(config: JobConfig, peers: Peers) -> None:

@@ -15,6 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
+RNG = "rng"
+"""The name of the generators' state in a checkpoint; below it there is a key for each rank."""
+
 _MASK_63 = 2**63 - 1
 
 

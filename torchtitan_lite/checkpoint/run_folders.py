@@ -1,0 +1,77 @@
+"""The folders of a run: its checkpoints, its exports, and the leases that make both this job's.
+
+While a lease is held no other job writes there; what an earlier end left is removed when the folders are taken. The
+coordinator alone calls what touches a folder.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+from torchtitan_lite import faults
+from torchtitan_lite.config.job_config import JobConfig
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.log import logger
+from torchtitan_lite.store.lease import Lease
+from torchtitan_lite.store.store import CheckpointStore
+from torchtitan_lite.store.unusable import usable
+
+
+class RunFolders:
+    """`checkpoints` and, where the run exports, `exports`."""
+
+    def __init__(self, config: JobConfig, run_id: str, checkpoints: CheckpointStore | None = None) -> None:
+        section, dump_folder = config.checkpoint, Path(config.job.dump_folder)
+        self.checkpoints = checkpoints or CheckpointStore(dump_folder / section.folder)
+        self.exports = CheckpointStore(dump_folder / section.export_folder) if section.export_folder else None
+        self._stores = [store for store in (self.checkpoints, self.exports) if store is not None]
+        self._leases = {
+            store.root: Lease(
+                store.root,
+                run_id=run_id,
+                timeout_seconds=section.lease_timeout_seconds,
+                make_room=functools.partial(_recover, store),
+            )
+            for store in self._stores
+        }
+
+    def take(self) -> None:
+        """Make the folders this job's, and remove what an earlier end left there.
+
+        Raises `FolderInUse`, `FolderUnusable`, and `ConfigError` for one folder in both roles.
+        """
+        self._refuse_one_for_both()
+        faults.point("lease")
+        for root, lease in self._leases.items():
+            with usable(root):
+                lease.take()
+        faults.point("recover")
+        for store in self._stores:
+            with usable(store.root):
+                _recover(store)
+
+    def release(self) -> None:
+        """Let other jobs have the folders."""
+        for lease in self._leases.values():
+            lease.release()
+
+    def fence(self, store: CheckpointStore) -> Callable[[], None]:
+        """Return what raises `LeaseLost` once the folder of `store` is another job's."""
+        return self._leases[store.root].check
+
+    def _refuse_one_for_both(self) -> None:
+        if self.exports is not None and self.exports.is_in_the_same_place_as(self.checkpoints):
+            raise ConfigError(
+                f"checkpoint.export_folder: {self.exports.root} is the folder of checkpoints too, where the "
+                "export would take the place of the last full one. Name another folder."
+            )
+
+
+def _recover(store: CheckpointStore) -> bool:
+    """Leave nothing of a cut save in the folder, which is this job's. Return whether there was anything."""
+    recovered = store.recover()
+    for path in recovered:
+        logger.info("Recovered from an earlier end in the middle of a save: %s", path)
+    return bool(recovered)

@@ -1,0 +1,159 @@
+"""The saves of a run: one at a time, and those that must be there on return.
+
+When to save is decided by whoever calls. Every method is **collective**, for the ranks make their states together: one
+that a rank cannot give fails the save on all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from torchtitan_lite.checkpoint.export import DTYPES, weights_only
+from torchtitan_lite.checkpoint.in_flight import InFlight
+from torchtitan_lite.checkpoint.interval import Tick
+from torchtitan_lite.checkpoint.run_folders import RunFolders
+from torchtitan_lite.checkpoint.run_state import RunState, State
+from torchtitan_lite.checkpoint.savers import RefusingSaver, Saver
+from torchtitan_lite.checkpoint.writer import Origin
+from torchtitan_lite.config.job_config import JobConfig
+from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.errors import ConfigError, SaveFailed
+from torchtitan_lite.log import logger
+from torchtitan_lite.store.lineage import Lineage
+from torchtitan_lite.store.manifest import CheckpointKind
+from torchtitan_lite.store.store import CheckpointStore
+
+
+class RunSaves:
+    """Saves `run` into `folders`: `saver` beside training, `sync_saver` where the caller waits."""
+
+    def __init__(
+        self,
+        run: RunState,
+        folders: RunFolders,
+        in_flight: InFlight,
+        saver: Saver,
+        sync_saver: Saver,
+        config: JobConfig,
+        peers: Peers,
+        *,
+        topology: str,
+        lineage: Lineage,
+        clock: Callable[[], float],
+    ) -> None:
+        self._run = run
+        self._folders = folders
+        self._in_flight = in_flight
+        self._saver = saver
+        self._sync_saver = sync_saver
+        self._config = config
+        self._peers = peers
+        self._topology = topology
+        self._clock = clock
+        self._is_prepared = False
+        self.lineage = lineage
+        """Of what is saved from now on."""
+        self.last = Tick(0, clock())
+        """When the last save began, or was left out."""
+
+    def begin(self, step: int) -> None:
+        """Begin a full save beside training; nothing may be in flight."""
+        self._begin(step, self._full, CheckpointKind.FULL, self._folders.checkpoints, self._saver)
+
+    def full(self, step: int) -> None:
+        """Save in full, durably on return; nothing may be in flight. Raises `SaveFailed` if a second try fails too."""
+        self._and_wait(step, self._full, CheckpointKind.FULL, self._folders.checkpoints)
+
+    def last_of_all(self, step: int) -> None:
+        """Save what the config wants of the last step, durably on return. Raises as `full` does."""
+        config, exports = self._config.checkpoint, self._folders.exports
+        if config.create_seed_checkpoint:
+            self._and_wait(step, self._run.seed, CheckpointKind.FULL, self._folders.checkpoints)
+            logger.info("Created seed checkpoint")
+            return
+        if not config.model_weights_only or exports is not None:
+            logger.info("Saving a full checkpoint at last step, step %d.", step)
+            self.full(step)
+        if config.model_weights_only or exports is not None:
+            self.export(step)
+
+    def export(self, step: int) -> None:
+        """Save the weights alone, durably on return. Raises as `full` does."""
+        if self._folders.exports is None and self._peers.decide(lambda: self._is_saved_in_full(step)):
+            logger.warning(
+                "Step %d is saved in full, and stays so: its weights alone would take its place. "
+                "Set --checkpoint.export_folder to have both.",
+                step,
+            )
+            return
+        dtype = DTYPES[self._config.checkpoint.export_dtype]
+        logger.info("Saving a model weights only checkpoint in %s at last step, step %d.", dtype, step)
+        store = self._folders.exports or self._folders.checkpoints
+        self._and_wait(
+            step, lambda: weights_only(self._run.model.state_dict(), dtype), CheckpointKind.WEIGHTS_ONLY, store
+        )
+
+    def leave_out(self, step: int) -> None:
+        """Count the save of `step`, which is not made, for the policies."""
+        self.last = Tick(step, self._clock())
+
+    def prepare(self, step: int, *, now: bool) -> None:
+        """Make the saver ready for a first save, off its path: `now`, or as soon as the optimizers have state.
+
+        Asking an optimizer for state before its first step would make it.
+        """
+        if self._is_prepared or self._config.checkpoint.load_only:
+            return
+        if now or self._peers.highest(not self._run.optimizer.has_state()) == (0,):
+            self._is_prepared = True
+            self._saver.prepare(lambda: self._together(step, self._full))
+
+    def _full(self) -> State:
+        return self._run.full(self._peers.rank)
+
+    def _is_saved_in_full(self, step: int) -> bool:
+        committed = self._folders.checkpoints.committed()
+        return any(info.step == step and info.kind is CheckpointKind.FULL for info in committed)
+
+    def _and_wait(
+        self, step: int, make_state: Callable[[], State], kind: CheckpointKind, store: CheckpointStore
+    ) -> None:
+        failure: SaveFailed | None = None
+        for _ in range(2):
+            self._begin(step, make_state, kind, store, self._sync_saver)
+            failure = self._in_flight.outcome()
+            if failure is None:
+                return
+        assert failure is not None
+        raise failure
+
+    def _begin(
+        self, step: int, make_state: Callable[[], State], kind: CheckpointKind, store: CheckpointStore, saver: Saver
+    ) -> None:
+        state: State = {}
+        try:
+            state = self._together(step, make_state)
+        except SaveFailed as error:
+            saver = RefusingSaver(error)
+        self._in_flight.begin(step, state, kind, store, saver, self._origin(), self._folders.fence(store))
+        self.last = Tick(step, self._clock())
+
+    def _origin(self) -> Origin:
+        durable = self._in_flight.last_durable
+        lineage = self.lineage if durable is None else dataclasses.replace(self.lineage, parent_step=durable)
+        return Origin(lineage, self._topology, self._config.to_dict(), self._config.checkpoint.tensor_digests)
+
+    def _together(self, step: int, make_state: Callable[[], State]) -> State:
+        """What `make_state` returns; one that a rank cannot give is a failed save, or wrong usage, on every rank."""
+        state: State = {}
+        error: Exception | None = None
+        try:
+            state = make_state()
+        except ConfigError as raised:
+            error = raised
+        except Exception as raised:
+            error = SaveFailed(step, f"rank {self._peers.rank}: {type(raised).__name__}: {raised}")
+            error.__cause__ = raised
+        self._peers.raise_together(error)
+        return state

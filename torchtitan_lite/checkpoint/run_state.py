@@ -1,0 +1,65 @@
+"""A run's objects under the names that they have in a checkpoint, and the state of all of them.
+
+The forms in which people have them (one module or a list, no optimizer, several) end here: everything else sees one
+model, one optimizer and named small states. Nothing here decides when a state is taken or where it goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from torchtitan_lite.checkpoint import arguments
+from torchtitan_lite.checkpoint.rng import RNG, RngState
+from torchtitan_lite.checkpoint.stateful import LRSchedulerWrapper, ModelWrapper, OptimizerWrapper, Stateful
+from torchtitan_lite.errors import ConfigError
+
+State = dict[str, Any]
+
+
+class RunState:
+    """`model`, `optimizer` and `small`, the states beside them by name. Raises ConfigError for another argument."""
+
+    def __init__(
+        self,
+        dataloader: Stateful | None,
+        model_parts: nn.Module | Sequence[nn.Module],
+        optimizers: Optimizer | Sequence[Optimizer] | None,
+        lr_schedulers: LRScheduler | Sequence[LRScheduler] | None,
+        states: Mapping[str, Stateful] | None,
+    ) -> None:
+        states = states or {}
+        modules = {name: state for name, state in states.items() if isinstance(state, nn.Module)}
+        self.model = ModelWrapper(arguments.model_parts(model_parts))
+        self.optimizers = arguments.optimizers(optimizers)
+        self.optimizer = OptimizerWrapper(self.model.parts, self.optimizers, modules)
+        self.small = _small_states(dataloader, arguments.lr_schedulers(lr_schedulers), states)
+
+    def full(self, rank: int) -> State:
+        """Return what a full checkpoint holds of this `rank`. Raises what a state raises."""
+        small = {name: state.state_dict() for name, state in self.small.items()}
+        # A key of its own for each rank: the generators are the one thing that ranks do not share.
+        rng = {f"rank{rank}": RngState().state_dict()}
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), **small, RNG: rng}
+
+    def seed(self) -> State:
+        """Return what a seed checkpoint holds: the model."""
+        return {"model": self.model.state_dict()}
+
+
+def _small_states(
+    dataloader: Stateful | None, lr_schedulers: Sequence[LRScheduler], states: Mapping[str, Stateful]
+) -> dict[str, Stateful]:
+    taken = sorted({"model", "optimizer", "lr_scheduler", "dataloader", RNG} & states.keys())
+    if taken:
+        raise ConfigError(f"states: the name {taken[0]!r} is the manager's own. Give your state another name.")
+    small: dict[str, Stateful] = {}
+    if dataloader is not None:
+        small["dataloader"] = dataloader
+    if lr_schedulers:
+        small["lr_scheduler"] = LRSchedulerWrapper(lr_schedulers)
+    return small | dict(states)
