@@ -20,6 +20,7 @@ from torchtitan_lite.checkpoint.forks import forget_in_children
 from torchtitan_lite.checkpoint.savers import PendingSave, Saver, State
 from torchtitan_lite.checkpoint.upkeep import OnEvent, Upkeep
 from torchtitan_lite.checkpoint.writer import Origin, Target, free
+from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import LeaseLost, SaveFailed
 from torchtitan_lite.log import logger, readable_bytes
@@ -254,3 +255,18 @@ def _outcome(pending: PendingSave, timeout_seconds: float) -> SaveFailed | None:
     if failure is None or isinstance(failure, SaveFailed):
         return failure
     return SaveFailed(pending.step, f"{type(failure).__name__}: {failure}")
+
+
+def build_in_flight(
+    config: Checkpoint, peers: Peers, upkeep: Upkeep, clock: Callable[[], float], on_event: OnEvent
+) -> InFlight:
+    """Return what watches the saves of a run."""
+    return InFlight(
+        peers,
+        upkeep,
+        timeout_seconds=config.timeout_seconds,
+        max_failed_saves=config.max_failed_saves,
+        clock=clock,
+        on_event=on_event,
+        exit_seconds=min(config.preemption_grace_seconds, config.timeout_seconds),
+    )

@@ -24,7 +24,7 @@ from torchtitan_lite.checkpoint.departure import Departure
 from torchtitan_lite.checkpoint.ending import Ended, ended_run, export_of
 from torchtitan_lite.checkpoint.first_save import FirstSave
 from torchtitan_lite.checkpoint.forks import forget_in_children
-from torchtitan_lite.checkpoint.in_flight import InFlight
+from torchtitan_lite.checkpoint.in_flight import build_in_flight
 from torchtitan_lite.checkpoint.interval import SavePolicy, Tick, build_save_policy, build_skips_when_busy, split
 from torchtitan_lite.checkpoint.load_source import LoadSource, new_run, newest_step
 from torchtitan_lite.checkpoint.preemption import PreemptionWatch
@@ -39,6 +39,7 @@ from torchtitan_lite.checkpoint.savers import Saver, SyncSaver, build_saver
 from torchtitan_lite.checkpoint.staging_guard import StagingGuard
 from torchtitan_lite.checkpoint.stateful import Stateful
 from torchtitan_lite.checkpoint.upkeep import OnEvent, build_upkeep
+from torchtitan_lite.checkpoint.writer import Origin
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.distributed.consensus import Facts, Peers, StepConsensus
 from torchtitan_lite.log import logger
@@ -96,30 +97,20 @@ class CheckpointManager:
         self._preemption = preemption or PreemptionWatch(config.preemption_signals, config.preemption_grace_seconds)
         self._first_save = FirstSave(self._store, config, self._peers)
         self._upkeep = build_upkeep(config, retention or build_retention(config), self._on_event)
-        self._in_flight = InFlight(
-            self._peers,
-            self._upkeep,
-            timeout_seconds=config.timeout_seconds,
-            max_failed_saves=config.max_failed_saves,
-            clock=clock,
-            on_event=self._on_event,
-            exit_seconds=min(config.preemption_grace_seconds, config.timeout_seconds),
-        )
+        self._in_flight = build_in_flight(config, self._peers, self._upkeep, clock, self._on_event)
         topology = topology or f"{self._peers.world_size} ranks"
-        self._load = RunLoad(
-            self._run, self._store, job_config, self._peers, topology=topology, clock=clock, on_event=self._on_event
-        )
+        self._load = RunLoad(self._run, self._store, job_config, topology, self._peers, clock, self._on_event)
         self._saves = RunSaves(
             self._run,
             self._folders,
             self._in_flight,
             self._saver,
             SyncSaver(self._peers, plans),
-            job_config,
+            config,
+            Origin(lineage, topology, job_config.to_dict(), config.tensor_digests),
             self._peers,
-            topology=topology,
-            lineage=lineage,
-            clock=clock,
+            clock,
+            self._on_event,
         )
         self._departure = Departure(self._preemption, self._saves, self._in_flight, self._peers, self._on_event)
         self._guard = StagingGuard(self._run.optimizers, self.maybe_wait_for_staging)
@@ -220,7 +211,7 @@ class CheckpointManager:
         self._open()
         self._first_save.check()
         self._in_flight.settle()
-        run_id = self._saves.lineage.run_id
+        run_id = self._saves.origin.lineage.run_id
         if self._peers.decide(lambda: export_of(step, run_id, export, self._job_config) is None):
             self._saves.export(step)
 
@@ -273,7 +264,7 @@ class CheckpointManager:
             raise
 
     def _go_on_from(self, source: LoadSource) -> None:
-        self._saves.lineage = source.lineage
+        self._saves.go_on_from(source.lineage)
         self._in_flight.forget_lineage()
         self.loaded_step = source.goes_on_at
         if not source.initial and not source.has_nan:
@@ -295,19 +286,12 @@ class CheckpointManager:
             self._in_flight.outcome()  # However it ended: this save is tried.
             self._saves.last_of_all(step)
         elif due and agreed.step_in_flight >= 0 and self._skips_when_busy:
-            due = self._skip(step, agreed.step_in_flight)
+            due = self._saves.skip(step, agreed.step_in_flight)
         elif due:
             self._in_flight.settle()
             self._saves.begin(step)
             self._in_flight.poll()
         return force or due
-
-    def _skip(self, step: int, in_flight: int) -> bool:
-        """The save of `step` is not made: the one before it was still being written a step ago."""
-        logger.warning("step %d is not saved: the save of step %d is still being written.", step, in_flight)
-        self._on_event("save_skipped", step, in_flight=in_flight)
-        self._saves.leave_out(step)
-        return False
 
     def _facts(self, step: int) -> Facts:
         return Facts(

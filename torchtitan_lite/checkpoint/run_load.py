@@ -30,9 +30,8 @@ class RunLoad:
         run: RunState,
         store: CheckpointStore,
         config: JobConfig,
-        peers: Peers,
-        *,
         topology: str,
+        peers: Peers,
         clock: Callable[[], float],
         on_event: OnEvent,
     ) -> None:

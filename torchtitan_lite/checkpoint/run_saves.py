@@ -15,8 +15,9 @@ from torchtitan_lite.checkpoint.interval import Tick
 from torchtitan_lite.checkpoint.run_folders import RunFolders
 from torchtitan_lite.checkpoint.run_state import RunState, State
 from torchtitan_lite.checkpoint.savers import RefusingSaver, Saver
+from torchtitan_lite.checkpoint.upkeep import OnEvent
 from torchtitan_lite.checkpoint.writer import Origin
-from torchtitan_lite.config.job_config import JobConfig
+from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import ConfigError, SaveFailed
 from torchtitan_lite.log import logger
@@ -35,12 +36,11 @@ class RunSaves:
         in_flight: InFlight,
         saver: Saver,
         sync_saver: Saver,
-        config: JobConfig,
+        config: Checkpoint,
+        origin: Origin,
         peers: Peers,
-        *,
-        topology: str,
-        lineage: Lineage,
         clock: Callable[[], float],
+        on_event: OnEvent,
     ) -> None:
         self._run = run
         self._folders = folders
@@ -49,13 +49,17 @@ class RunSaves:
         self._sync_saver = sync_saver
         self._config = config
         self._peers = peers
-        self._topology = topology
         self._clock = clock
+        self._on_event = on_event
         self._is_prepared = False
-        self.lineage = lineage
-        """Of what is saved from now on."""
+        self.origin = origin
+        """Of what is saved from now on, but for the parent, which is the last step that was durable."""
         self.last = Tick(0, clock())
         """When the last save began, or was left out."""
+
+    def go_on_from(self, lineage: Lineage) -> None:
+        """Save as `lineage` from now on: a checkpoint of it was loaded. Any rank."""
+        self.origin = dataclasses.replace(self.origin, lineage=lineage)
 
     def begin(self, step: int) -> None:
         """Begin a full save beside training; nothing may be in flight."""
@@ -67,7 +71,7 @@ class RunSaves:
 
     def last_of_all(self, step: int) -> None:
         """Save what the config wants of the last step, durably on return. Raises as `full` does."""
-        config, exports = self._config.checkpoint, self._folders.exports
+        config, exports = self._config, self._folders.exports
         if config.create_seed_checkpoint:
             self._and_wait(step, self._run.seed, CheckpointKind.FULL, self._folders.checkpoints)
             logger.info("Created seed checkpoint")
@@ -87,12 +91,19 @@ class RunSaves:
                 step,
             )
             return
-        dtype = DTYPES[self._config.checkpoint.export_dtype]
+        dtype = DTYPES[self._config.export_dtype]
         logger.info("Saving a model weights only checkpoint in %s at last step, step %d.", dtype, step)
         store = self._folders.exports or self._folders.checkpoints
         self._and_wait(
             step, lambda: weights_only(self._run.model.state_dict(), dtype), CheckpointKind.WEIGHTS_ONLY, store
         )
+
+    def skip(self, step: int, in_flight: int) -> bool:
+        """Leave out the save of `step`, for that of `in_flight` was still being written a step ago; return False."""
+        logger.warning("step %d is not saved: the save of step %d is still being written.", step, in_flight)
+        self._on_event("save_skipped", step, in_flight=in_flight)
+        self.leave_out(step)
+        return False
 
     def leave_out(self, step: int) -> None:
         """Count the save of `step`, which is not made, for the policies."""
@@ -103,7 +114,7 @@ class RunSaves:
 
         Asking an optimizer for state before its first step would make it.
         """
-        if self._is_prepared or self._config.checkpoint.load_only:
+        if self._is_prepared or self._config.load_only:
             return
         if now or self._peers.highest(not self._run.optimizer.has_state()) == (0,):
             self._is_prepared = True
@@ -140,9 +151,10 @@ class RunSaves:
         self.last = Tick(step, self._clock())
 
     def _origin(self) -> Origin:
-        durable = self._in_flight.last_durable
-        lineage = self.lineage if durable is None else dataclasses.replace(self.lineage, parent_step=durable)
-        return Origin(lineage, self._topology, self._config.to_dict(), self._config.checkpoint.tensor_digests)
+        durable, lineage = self._in_flight.last_durable, self.origin.lineage
+        if durable is None:
+            return self.origin
+        return dataclasses.replace(self.origin, lineage=dataclasses.replace(lineage, parent_step=durable))
 
     def _together(self, step: int, make_state: Callable[[], State]) -> State:
         """What `make_state` returns; one that a rank cannot give is a failed save, or wrong usage, on every rank."""
