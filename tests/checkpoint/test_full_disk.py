@@ -41,6 +41,7 @@ def test_training_goes_on_over_a_full_disk_and_saves_when_there_is_room(
     assert run.names() == []
     filler.unlink()
     run.train(10)
+    run.manager.close()  # What is superfluous goes beside the training in the asynchronous modes.
     assert run.committed() == [8, 10]
     again = start_run(small_disk, interval=2, async_mode=mode)
     assert again.manager.load()

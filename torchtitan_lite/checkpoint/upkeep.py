@@ -64,7 +64,9 @@ class Upkeep:
         if (store.root, kind) not in self._num_bytes:
             before = [info.nbytes for info in store.committed() if info.kind is kind]
             self._num_bytes[store.root, kind] = before[-1] if before else 0
-        store.preflight(step, self._num_bytes[store.root, kind], make_room=lambda: self._make_room(store))
+        if not store.has_room(self._num_bytes[store.root, kind]):
+            self.wait(self._timeout_seconds)  # What is being removed is room soon, and no leavings of a cut save.
+        store.preflight(step, self._num_bytes[store.root, kind], make_room=lambda: self.purge(store))
 
     def purge_when_there_is_time(self, store: CheckpointStore, fence: Callable[[], None]) -> None:
         """Nothing is left that is not kept: on return, or later if saves are made in the background too."""
@@ -107,10 +109,6 @@ class Upkeep:
             else:
                 if trash:
                     self._on_event("purged", info.step, bytes=info.nbytes)
-
-    def _make_room(self, store: CheckpointStore) -> None:
-        self.wait(self._timeout_seconds)  # What is being removed is room soon.
-        self.purge(store)
 
     def _superfluous(self, store: CheckpointStore) -> list[CheckpointInfo]:
         good = self._known_good

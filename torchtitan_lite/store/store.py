@@ -150,18 +150,22 @@ class CheckpointStore:
     def preflight(self, step: int, needed_bytes: int, make_room: Callable[[], object] = nothing) -> None:
         """There is room for a save of `step` that takes `needed_bytes`. Coordinator, while no save is under way.
 
-        Where there is too little, `make_room` is called and what cut saves left is removed. Raises SaveFailed where
+        Where there is too little, what cut saves left is removed and `make_room` is called. Raises SaveFailed where
         there is too little even so: nothing of the save was begun.
         """
         if self._free_bytes(self.root) < needed_bytes:
-            make_room()
             self.recover()
+            make_room()
             if (free := self._free_bytes(self.root)) < needed_bytes:
                 raise SaveFailed(
                     step,
                     f"{self.root} has room for {readable_bytes(free)}, the last save took "
                     f"{readable_bytes(needed_bytes)}; remove something, or keep fewer with --checkpoint.keep_latest_k",
                 )
+
+    def has_room(self, needed_bytes: int) -> bool:
+        """Return whether `needed_bytes` may still be written."""
+        return self._free_bytes(self.root) >= needed_bytes
 
     def stage(self, step: int) -> Path:
         """The folder that a save of `step` writes into; it exists, durably. Any rank; idempotent."""
