@@ -127,13 +127,14 @@ class InFlight:
             return
         self._save = None
         step, seconds = save.pending.step, self._exit_seconds
-        logger.warning(
-            "The checkpoint manager was not closed: waiting up to %.0f s for the save of step %d. "
-            "Use it in a with statement, or call close().",
-            seconds,
-            step,
-        )
-        wait_for([save.over], seconds)
+        if not save.over.done():
+            logger.warning(
+                "The checkpoint manager was not closed: waiting up to %.0f s for the save of step %d. "
+                "Use it in a with statement, or call close().",
+                seconds,
+                step,
+            )
+            wait_for([save.over], seconds)
         if not save.pending.durable.done():
             logger.warning("Step %d is not saved: its save was not over after %.0f s.", step, seconds)
         elif (failure := save.pending.durable.exception()) is not None:
