@@ -209,5 +209,5 @@ def test_a_tensor_that_is_not_what_its_placement_says_is_refused_on_every_rank(r
 def test_a_check_after_loading_that_fails_on_one_rank_fails_on_both(rank: int, tmp_path: Path) -> None:
     peers = Peers(timedelta(seconds=30))
     with pytest.raises(ValueError, match=r"model\.weight: the rank at \[1\].* has \[4, 2\] in memory"):
-        verify("step-1", {"model": {"weight": misplaced(rank, 4)}}, {"model.weight": "0" * 32}, peers)
+        verify("step-1", lambda: {"model": {"weight": misplaced(rank, 4)}}, {"model.weight": "0" * 32}, peers)
     assert dist.get_rank() == rank

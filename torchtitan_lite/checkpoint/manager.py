@@ -258,7 +258,7 @@ class CheckpointManager:
             self._run.optimizer.refuse_where_parts_differ(self._peers)
             if not self._config.load_only:
                 self._peers.decide(self._folders.take)
-                self._saver.start()
+                self._peers.together(self._saver.start)
         except BaseException:
             self.close()
             raise

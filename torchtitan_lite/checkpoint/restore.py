@@ -17,7 +17,7 @@ import torch
 
 from torchtitan_lite.checkpoint.collection import no_collection
 from torchtitan_lite.checkpoint.key_report import KeyReport
-from torchtitan_lite.checkpoint.load_rules import build_load_rules, unmatched_globs
+from torchtitan_lite.checkpoint.load_rules import LoadRules, build_load_rules, unmatched_globs
 from torchtitan_lite.checkpoint.load_source import LoadSource, choose_source
 from torchtitan_lite.checkpoint.resume_report import ResumeReport
 from torchtitan_lite.checkpoint.rng import RNG, RngState
@@ -103,7 +103,7 @@ class Restore:
         for name, state in self._taken.items():
             check = getattr(state, "check_state", None)
             if check is not None and name not in keys.missing:
-                error = _error_of(check, self._read_small(name))
+                error = _error_of(check, self._read_small(name))  # Its own errors are everybody's already.
                 refused += [found for found in self._peers.gather(str(error or "")) if found][:1]
         return self._report(keys, refused)
 
@@ -176,7 +176,7 @@ class Restore:
         return {name: state for name, state in self._small.items() if name not in self._fresh}
 
     def _keys(self) -> KeyReport:
-        states = [name for name, state in self._taken.items() if state.state_dict()]
+        states = self._peers.together(lambda: [name for name, state in self._taken.items() if state.state_dict()])
         return self._stored.report(self._model_state, self._slots, states, cast=self._cast)
 
     def _report(self, keys: KeyReport, refused_states: Sequence[str]) -> ResumeReport:
@@ -198,7 +198,7 @@ class Restore:
 
     def _read_small(self, name: str) -> dict[str, Any]:
         state = self._small[name]
-        own = state.state_dict()
+        own = self._peers.together(state.state_dict)
         of_others = getattr(state, "is_of_another_rank", None)
         read = self._stored.read_state(name, own, *([of_others] if of_others else []))
         return as_ours(name, read, own, self._stored)
@@ -211,20 +211,23 @@ class Restore:
                 "strictness there is nothing to compare with."
             )
             return
+        verify(str(self._source.path), lambda: self._state_to_verify(rules), self._source.tensor_digests, self._peers)
+
+    def _state_to_verify(self, rules: LoadRules) -> dict[str, Any]:
         # A new state dict: the one that was read into may be copies, which say nothing of the model.
         model = {fqn: value for fqn, value in self._model.state_dict().items() if rules.wants(fqn)}
         state: dict[str, Any] = {"model": model, **{name: state.state_dict() for name, state in self._taken.items()}}
         if self._optimizer is not None:
             own = self._optimizer.state_dict()
             state["optimizer"] = {key: own[key] for key in own if rules.wants(key.partition(".")[2].rpartition(".")[0])}
-        verify(str(self._source.path), state, self._source.tensor_digests, self._peers)
+        return state
 
     def _restore_rng(self) -> None:
         rng, rank = RngState(), self._peers.rank
         key = f"{RNG}.rank{rank}"
         has_own = bool(self._stored.keys(f"{key}.")) and self._source.topology == self._topology
         if all(self._peers.gather(has_own)):
-            rng.load_state_dict(self._stored.read_state(key, {}))
+            self._peers.raise_together(_error_of(rng.load_state_dict, self._stored.read_state(key, {})))
             return
         rng.derive(torch.initial_seed(), self._source.step, rank)
         logger.info(

@@ -88,9 +88,7 @@ class StoredCheckpoint:
 
     def read_objects(self, keys: Sequence[str]) -> State:
         """Return the objects under `keys`, none of which is a tensor. **Collective**."""
-        read: State = dict.fromkeys(keys)
-        self._read(read)
-        return read
+        return self._read(lambda: dict.fromkeys(keys))
 
     @no_collection()
     def report(
@@ -102,14 +100,19 @@ class StoredCheckpoint:
         `CheckpointMismatch` on every rank, whatever the rules, if a tensor's memory is not what its placement says, on
         one.
         """
-        self._peers.raise_together(_misplaced(str(self.path), model, slots))
-        reports = [
-            self._model.report(model, cast=cast),
-            KeyReport(missing=[name for name in states if not self.has_state(name)]),
-        ]
-        if slots:
-            reports.append(self._optimizer.report(slots))
-        return self._of_all_ranks(merged(*reports))
+
+        def own() -> KeyReport:
+            if error := _misplaced(str(self.path), model, slots):
+                raise error
+            reports = [
+                self._model.report(model, cast=cast),
+                KeyReport(missing=[name for name in states if not self.has_state(name)]),
+            ]
+            if slots:
+                reports.append(self._optimizer.report(slots))
+            return merged(*reports)
+
+        return self._of_all_ranks(own)
 
     def check(
         self, model: Mapping[str, Any], slots: Mapping[str, Slot], states: Sequence[str] = (), *, cast: bool = False
@@ -131,10 +134,9 @@ class StoredCheckpoint:
         there, with the model's shapes and, unless `cast`, its dtypes; else `CheckpointMismatch` on every rank before
         a byte is read. **Collective**.
         """
-        self._judge(self._of_all_ranks(self._model.report(model, cast=cast)))
-        targets = self._model.targets(model, cast=cast)
-        self._read(targets)
-        return self._model.assembled(model, targets)
+        self._judge(self._of_all_ranks(lambda: self._model.report(model, cast=cast)))
+        read = self._read(lambda: self._model.targets(model, cast=cast))
+        return self._peers.together(lambda: self._model.assembled(model, read))
 
     @no_collection()
     def read_optimizer(self, slots: Mapping[str, Slot]) -> State:
@@ -142,10 +144,9 @@ class StoredCheckpoint:
 
         Settings that this version of torch has and the checkpoint has not (`param_groups.*`) are not in it.
         """
-        self._judge(self._of_all_ranks(self._optimizer.report(slots)))
-        targets = self._optimizer.targets(slots)
-        self._read(targets)
-        flat = self._optimizer.assembled(slots, targets)
+        self._judge(self._of_all_ranks(lambda: self._optimizer.report(slots)))
+        read = self._read(lambda: self._optimizer.targets(slots))
+        flat = self._peers.together(lambda: self._optimizer.assembled(slots, read))
         name = f"optimizer.{OF_OPTIMIZERS}"
         return flat | ({OF_OPTIMIZERS: self.read_state(name, {})} if self.has_state(name) else {})
 
@@ -158,21 +159,26 @@ class StoredCheckpoint:
         does not tell them.
         """
         prefix = f"{name}."
-        live, _ = flatten_state_dict({name: own})
-        sharded = {key: value for key, value in live.items() if isinstance(value, DTensor)}
-        tensors = {key: tensor for key, tensor in self.contents.tensors.items() if key in sharded}
-        stored = {key: TensorLike(torch.Size(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
-        mismatched = compare_tensors({key: sharded[key] for key in stored}, stored)
-        missing = KeyReport(missing=[name] if own and not self.has_state(name) else [])
-        self._refuse_together(merged(missing, mismatched))
+        sharded = self._peers.together(lambda: self._sharded(name, own))
         wanted = [key for key in self.keys(prefix) if not leave_out(key.removeprefix(prefix).partition(".")[0])]
-        target = {key: sharded.get(key, self._placeholder(key)) for key in wanted}
-        self._read(target)
+        target = self._read(lambda: {key: sharded.get(key, self._placeholder(key)) for key in wanted})
         structure = self.contents.structure
         if structure is None:
             return self._retyped(name, target, own)
         branch = find(structure, name)
         return {} if branch is None else rebuild(without(branch, leave_out), target, prefix)
+
+    def _sharded(self, name: str, own: State) -> dict[str, DTensor]:
+        """The sharded tensors of `own`, by flat key. Raises `CheckpointMismatch` if they are not the checkpoint's."""
+        live, _ = flatten_state_dict({name: own})
+        sharded = {key: value for key, value in live.items() if isinstance(value, DTensor)}
+        tensors = {key: tensor for key, tensor in self.contents.tensors.items() if key in sharded}
+        stored = {key: TensorLike(torch.Size(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
+        mismatched = compare_tensors({key: sharded[key] for key in stored}, stored)
+        report = merged(KeyReport(missing=[name] if own and not self.has_state(name) else []), mismatched)
+        if report:
+            raise CheckpointMismatch(str(self.path), str(report))
+        return sharded
 
     def _retyped(self, name: str, flat: State, own: State) -> State:
         """The nested state `name` of a checkpoint that has the names of `flat`, and not the types of their keys."""
@@ -188,9 +194,18 @@ class StoredCheckpoint:
         self._peers.raise_together(error)
         return nested
 
-    def _read(self, flat: State) -> None:
+    def _read(self, make: Callable[[], State]) -> State:
+        """What `make` returns, read into; if one rank has no memory for its part, that is the error of all."""
+        flat: State = {}
+        failure: Exception | None = None
+        try:
+            flat = make()
+        except Exception as error:
+            failure = error
         # One entry: DCP looks at each at length.
-        dcp.load({_ALL: flat}, self._reader, _OwnPlanner(self._folder), self._peers.group, str(self.path))
+        planner = _OwnPlanner(self._folder, failure)
+        dcp.load({_ALL: flat}, self._reader, planner, self._peers.group, str(self.path))
+        return flat
 
     @cached_property
     def _model(self) -> StoredModel:
@@ -200,10 +215,11 @@ class StoredCheckpoint:
     def _optimizer(self) -> StoredOptimizer:
         return StoredOptimizer(self.contents, self._rules, self._model.names("model." if self.keys("model.") else ""))
 
-    def _of_all_ranks(self, report: KeyReport) -> KeyReport:
+    def _of_all_ranks(self, own: Callable[[], KeyReport]) -> KeyReport:
         """One report of all ranks: unexpected is only what none of them has, for each may have a part of the model."""
-        reports = self._peers.gather(report)
-        unexpected = [key for key in report.unexpected if all(key in other.unexpected for other in reports)]
+        reports = self._peers.gather_made(own)
+        mine = reports[self._peers.rank].unexpected
+        unexpected = [key for key in mine if all(key in other.unexpected for other in reports)]
         together = merged(*reports)
         return KeyReport(
             missing=list(dict.fromkeys(together.missing)), unexpected=unexpected, mismatched=together.mismatched
@@ -212,9 +228,6 @@ class StoredCheckpoint:
     def _placeholder(self, key: str) -> Any:
         stored = self.contents.tensors.get(key)
         return torch.empty(stored.shape, dtype=stored.dtype, device="cpu") if stored is not None else None
-
-    def _refuse_together(self, report: KeyReport) -> None:
-        self._peers.raise_together(CheckpointMismatch(str(self.path), str(report)) if report else None)
 
 
 def _below(name: str, path: Sequence[str | int] | None, key: str) -> tuple[str | int, ...]:
@@ -238,8 +251,9 @@ class _OwnPlanner(LoadPlanner):
     Its own is made before it sends: what does not fit on one rank ends the load before a byte moves on any.
     """
 
-    def __init__(self, folder: CheckpointFolder) -> None:
+    def __init__(self, folder: CheckpointFolder, failure: Exception | None) -> None:
         self._folder = folder
+        self._failure = failure
         self._state: State = {}
         self._wanted = Wanted()
 
@@ -248,6 +262,8 @@ class _OwnPlanner(LoadPlanner):
 
     @no_collection()
     def create_local_plan(self) -> LoadPlan:
+        if self._failure is not None:
+            raise self._failure
         contents, self._wanted = self._folder.contents, Wanted()
         for key, target in self._state.items():
             if key in contents.objects:

@@ -6,7 +6,7 @@ each rank digests its own shards, the ranks add up, each shard once, and the sum
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from torchtitan_lite.errors import CheckpointMismatch
 from torchtitan_lite.log import logger
 
 
-def verify(path: str, state: dict[str, Any], expected: Mapping[str, str], peers: Peers) -> None:
-    """Raise `CheckpointMismatch` on every rank, naming the first tensor of `state` that is not as `expected`.
+def verify(path: str, make_state: Callable[[], dict[str, Any]], expected: Mapping[str, str], peers: Peers) -> None:
+    """Raise `CheckpointMismatch` on every rank, naming the first tensor of `make_state()` that is not as `expected`.
 
     `expected` is the manifest's digests by key; what is in only one of the two is skipped. What fails on one rank is
     raised on every rank. **Collective**.
@@ -29,17 +29,9 @@ def verify(path: str, state: dict[str, Any], expected: Mapping[str, str], peers:
     if not expected:
         logger.warning("%s has no tensor digests: nothing to verify. Save with --checkpoint.tensor_digests.", path)
         return
-    tensors = {key: t for key, t in flatten_state_dict(state)[0].items() if isinstance(t, torch.Tensor)}
-    own: dict[str, dict[Shape, Digest]] = {}
-    error: Exception | None = None
-    try:
-        own = {key: _own(key, tensor) for key, tensor in tensors.items() if key in expected}
-    except Exception as raised:
-        error = raised
-    peers.raise_together(error)
-    found = _add_up(peers.gather(own))
-    described = peers.gather({key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()})
-    dtypes_and_shapes = {key: value for per_rank in described for key, value in per_rank.items()}
+    per_rank = peers.gather_made(lambda: _shares(make_state(), expected))
+    found = _add_up([own for own, _ in per_rank])
+    dtypes_and_shapes = {key: value for _, described in per_rank for key, value in described.items()}
     for key, digest in sorted(found.items()):
         if digest is None or finish(digest, *dtypes_and_shapes[key]).to_hex() != expected[key]:
             raise CheckpointMismatch(path, f"  {key} is not, after loading, what was saved")
@@ -47,6 +39,15 @@ def verify(path: str, state: dict[str, Any], expected: Mapping[str, str], peers:
         logger.warning("None of the tensors of %s has the name that it was saved under: nothing was verified.", path)
         return
     logger.info("Verified %d tensors: they are what was saved.", len(found))
+
+
+def _shares(
+    state: dict[str, Any], expected: Mapping[str, str]
+) -> tuple[dict[str, dict[Shape, Digest]], dict[str, tuple[torch.dtype, Shape]]]:
+    """Return what this rank adds to the sum of each tensor, and dtype and shape of each."""
+    tensors = {key: t for key, t in flatten_state_dict(state)[0].items() if isinstance(t, torch.Tensor)}
+    own = {key: _own(key, tensor) for key, tensor in tensors.items() if key in expected}
+    return own, {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
 
 
 def _own(key: str, tensor: torch.Tensor) -> dict[Shape, Digest]:

@@ -13,7 +13,7 @@ All methods are collective unless they say otherwise.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -170,6 +170,32 @@ class Peers:
         dist.all_gather_object(gathered, mine, group=self._talk)
         return cast(list[T], gathered)
 
+    def together(self, make: Callable[[], T]) -> T:
+        """What `make` returned on this rank; raises on every rank what it raised on one, as `raise_together`."""
+        made: T | None = None
+        error: Exception | None = None
+        try:
+            made = make()
+        except Exception as raised:
+            error = raised
+        self.raise_together(error)
+        return cast(T, made)
+
+    def gather_made(self, make: Callable[[], T]) -> list[T]:
+        """What `make` returned on each rank, by rank; raises what it raised on one. One exchange for both."""
+        made: T | None = None
+        error: Exception | None = None
+        try:
+            made = make()
+        except Exception as raised:
+            error = raised
+        if self.world_size == 1:
+            self._raise_first([error], error)
+            return [cast(T, made)]
+        outcomes = self.gather((made, error and _portable(error)))
+        self._raise_first([found for _, found in outcomes], error)
+        return [cast(T, value) for value, _ in outcomes]
+
     def highest(self, *mine: int) -> tuple[int, ...]:
         """Of each of the numbers the highest of all ranks', on every rank."""
         if self.world_size == 1:
@@ -209,6 +235,10 @@ class Peers:
         if self.world_size > 1:
             errors = [None] * self.world_size
             dist.all_gather_object(errors, error and _portable(error), group=self._talk)
+        self._raise_first(errors, error)
+
+    def _raise_first(self, errors: Sequence[Exception | None], error: Exception | None) -> None:
+        """Raise the first of `errors`, which are by rank; this rank's is `error`."""
         for rank, found in enumerate(errors):
             if found is not None:
                 own = error if rank == self.rank and error is not None else found

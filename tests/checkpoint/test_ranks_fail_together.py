@@ -1,0 +1,128 @@
+"""Two ranks, one of which raises where it is alone: both raise the same at once, and neither waits for the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.tiny_run import TinyRun, at_steps
+from tests.ranks import on_two_ranks
+from torchtitan_lite.checkpoint.savers import SyncSaver
+from torchtitan_lite.checkpoint.state.optimizer_state import Slot
+from torchtitan_lite.checkpoint.stored_checkpoint import StoredCheckpoint
+from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.errors import CheckpointUnreadable
+
+PEERS_SECONDS = 60
+
+
+class Failing:
+    """A state that raises where it is told to."""
+
+    def __init__(self) -> None:
+        self.fails_in = ""
+
+    def state_dict(self) -> dict[str, Any]:
+        self._maybe_raise("state_dict")
+        return {"position": 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._maybe_raise("load_state_dict")
+
+    def _maybe_raise(self, place: str) -> None:
+        if place == self.fails_in:
+            raise RuntimeError(f"rank 1 raised in {place}")
+
+
+def saved(folder: Path, **options: Any) -> TinyRun:
+    """A run that was saved at step 1; a new one of it."""
+    with (run := TinyRun(folder, dataloader=Failing(), seams={"save_policy": at_steps(1)}, **options)).manager:
+        run.steps(1)
+    return TinyRun(folder, dataloader=Failing(), **options)
+
+
+@on_two_ranks
+def test_a_state_that_raises_during_a_load(rank: int, tmp_path: Path) -> None:
+    for place in ("state_dict", "load_state_dict"):
+        run = saved(tmp_path / place)
+        state: Any = run.manager._small_states["dataloader"]
+        state.fails_in = place if rank == 1 else ""
+        with pytest.raises(RuntimeError, match=f"rank 1 raised in {place}"), run.manager:
+            run.manager.load()
+
+
+@on_two_ranks
+def test_an_optimizer_and_a_model_that_raise_during_a_load(rank: int, tmp_path: Path) -> None:
+    def raises(*_: Any) -> None:
+        raise RuntimeError("rank 1 raised in its hook")
+
+    hooks: list[Callable[[TinyRun], Any]] = [
+        lambda run: run.optimizer.register_load_state_dict_pre_hook(raises),
+        lambda run: run.optimizer.register_state_dict_post_hook(raises),
+        lambda run: run.model.register_load_state_dict_post_hook(raises),
+        lambda run: run.model.register_state_dict_post_hook(raises),
+    ]
+    for number, hook in enumerate(hooks):
+        run = saved(tmp_path / str(number))
+        if rank == 1:
+            hook(run)
+        with pytest.raises(RuntimeError, match="rank 1 raised in its hook"), run.manager:
+            run.manager.load()
+
+
+@on_two_ranks
+def test_a_model_that_raises_when_what_was_loaded_is_verified(rank: int, tmp_path: Path) -> None:
+    run = saved(tmp_path, tensor_digests=True, verify_resume=True)
+    is_loaded: list[bool] = []
+
+    def note(*_: Any) -> None:
+        is_loaded.append(True)
+
+    def raise_then(*_: Any) -> None:
+        if is_loaded:
+            raise RuntimeError("rank 1 raised when it was verified")
+
+    if rank == 1:
+        run.model.register_load_state_dict_post_hook(note)
+        run.model.register_state_dict_post_hook(raise_then)
+    with pytest.raises(RuntimeError, match="rank 1 raised when it was verified"), run.manager:
+        run.manager.load()
+
+
+class Unplaced(Slot):
+    """There is no memory for the state of this parameter."""
+
+    def empty(self, *_: Any, **__: Any) -> torch.Tensor:
+        raise MemoryError("no memory for it on rank 1")
+
+
+@on_two_ranks
+def test_a_rank_that_has_no_memory_for_what_is_read(rank: int, tmp_path: Path) -> None:
+    run = saved(tmp_path)
+    slots = run.manager._optimizer.slots()
+    if rank == 1:
+        slots = {name: Unplaced(**slot.__dict__) for name, slot in slots.items()}
+    stored = StoredCheckpoint(run.folder / "step-1", Peers(timedelta(seconds=PEERS_SECONDS)))
+    with pytest.raises(CheckpointUnreadable, match="rank 1: MemoryError: no memory for it on rank 1"):
+        stored.read_optimizer(slots)
+    run.manager.close()
+
+
+class Unstartable(SyncSaver):
+    """A saver that cannot start, on one rank."""
+
+    def start(self) -> None:
+        if self._peers.rank == 1:
+            raise OSError(11, "rank 1 cannot start a process")
+
+
+@on_two_ranks
+def test_a_saver_that_cannot_be_started(rank: int, tmp_path: Path) -> None:
+    run = TinyRun(tmp_path, inner_saver=Unstartable(Peers(timedelta(seconds=PEERS_SECONDS))))
+    with pytest.raises(OSError, match="rank 1 cannot start a process"), run.manager:
+        run.manager.load()
