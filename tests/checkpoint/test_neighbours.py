@@ -153,6 +153,23 @@ def test_a_forked_child_has_none_of_our_sockets_and_handlers_and_closing_does_no
     assert run(QUIET + INHERITED, tmp_path) == (0, "True [0, -1, True]\n[1, 2]\n")
 
 
+TWO = """
+with start("async", "a") as a, start("async", "b") as b:
+    a.step(), b.step()
+    os.kill(os.getpid(), signal.SIGTERM)
+    while not (a.manager._preemption.received and b.manager._preemption.received):
+        time.sleep(0.01)
+    for run in (a, b):
+        run.step(), run.step()
+        run.manager.close()
+        print(run.manager.preempted_by, run.committed())
+"""
+
+
+def test_of_two_managers_in_one_process_both_save_and_leave_for_a_signal(tmp_path: Path) -> None:
+    assert run(QUIET + TWO, tmp_path) == (0, "15 [1, 2, 3]\n15 [1, 2, 3]\n")
+
+
 LEFT = """
 import atexit, logging, threading
 from torchtitan_lite.log import logger, setup

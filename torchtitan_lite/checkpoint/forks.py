@@ -9,27 +9,23 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Protocol
+from collections.abc import Callable
+
+_FORGET: set[weakref.WeakMethod[Callable[[], None]]] = set()
 
 
-class HeldByOne(Protocol):
-    """Something of one process."""
+def forget_in_children(forget: Callable[[], None]) -> None:
+    """Have `forget` called in every child that this process forks: nothing was begun there, and its parent's goes on.
 
-    def forget(self) -> None:
-        """Be as if nothing had been begun; nothing of the parent's may change. Called in a child."""
-
-
-_HELD: weakref.WeakSet[HeldByOne] = weakref.WeakSet()
-
-
-def forget_in_children(held: HeldByOne) -> None:
-    """Have `held.forget()` called in every child that this process forks."""
-    _HELD.add(held)
+    It is a method, which is called while its object is there.
+    """
+    _FORGET.add(weakref.WeakMethod(forget, _FORGET.discard))
 
 
 def _forget_all() -> None:
-    for held in list(_HELD):
-        held.forget()
+    for method in list(_FORGET):
+        if (forget := method()) is not None:
+            forget()
 
 
 if hasattr(os, "register_at_fork"):

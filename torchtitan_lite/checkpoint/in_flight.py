@@ -71,7 +71,7 @@ class InFlight:
         """The step that was saved last, durably."""
         self.last_seconds: float | None = None
         """How long that save took, from its beginning until it was durable."""
-        forget_in_children(self)
+        forget_in_children(self.forget)
 
     @property
     def step(self) -> int | None:

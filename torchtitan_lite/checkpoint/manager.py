@@ -229,10 +229,6 @@ class CheckpointManager:
             in_reverse.callback(self._in_flight.settle)
             in_reverse.callback(self._consensus.drain)
 
-    def forget(self) -> None:
-        """Nothing is open, in a child that was just forked: closing it there touches nothing of the parent's."""
-        self._is_open = False
-
     def __enter__(self) -> CheckpointManager:
         return self
 
@@ -251,7 +247,7 @@ class CheckpointManager:
             return
         arguments.refuse_dry_run(self._config)
         self._is_open = True
-        forget_in_children(self)
+        forget_in_children(self._forget)
         try:
             self._preemption.start()
             self._guard.start()
@@ -262,6 +258,10 @@ class CheckpointManager:
         except BaseException:
             self.close()
             raise
+
+    def _forget(self) -> None:
+        """Nothing is open, in a child that was just forked: closing it there touches nothing of the parent's."""
+        self._is_open = False
 
     def _go_on_from(self, source: LoadSource) -> None:
         self._saves.go_on_from(source.lineage)

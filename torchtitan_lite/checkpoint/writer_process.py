@@ -78,7 +78,7 @@ class WriterProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._arena: Arena | None = None
-        forget_in_children(self)
+        forget_in_children(self.forget)
 
     @property
     def pid(self) -> int | None:
