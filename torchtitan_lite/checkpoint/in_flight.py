@@ -126,7 +126,7 @@ class InFlight:
         if (save := self._save) is None:
             return
         self._save = None
-        step, seconds = save.pending.step, self._exit_seconds
+        step, seconds, began = save.pending.step, self._exit_seconds, self._clock()
         if not save.over.done():
             logger.warning(
                 "The checkpoint manager was not closed: waiting up to %.0f s for the save of step %d. "
@@ -141,7 +141,7 @@ class InFlight:
             logger.warning("Step %d is not saved: %s", step, next(iter(str(failure).splitlines()), ""))
         else:
             self._report_saved(save)
-            self._upkeep.close(seconds)
+            self._upkeep.close(max(0.0, seconds - (self._clock() - began)))
 
     def wait_for_staging(self) -> None:
         """Returns when the state may change. Not collective. Raises `SaveFailed` if that takes too long."""
