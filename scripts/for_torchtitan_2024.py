@@ -1,0 +1,116 @@
+"""Make a folder that torchtitan of November 2024 loads whole, out of a full checkpoint of this package.
+
+    python scripts/for_torchtitan_2024.py outputs/checkpoint/step-100 titan/checkpoint/step-100 --dp-ranks 8
+
+Model, optimizer and learning rate are files of the checkpoint itself, linked where the disk allows it and copied where
+not. In the place of our `train_state` and `dataloader` are torchtitan's: the step, its three lists of losses in their
+form, and for each data-parallel rank a dataloader that begins. The checkpoint is verified, and left as it is.
+docs/partial_loads.md says why it takes this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import io
+import os
+import pickle
+import shutil
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # A clone need not be installed.
+
+from torchtitan_lite.checkpoint.folder import CheckpointFolder  # noqa: E402  # after the line above
+from torchtitan_lite.checkpoint.stored_checkpoint import StoredCheckpoint  # noqa: E402  # as above
+from torchtitan_lite.checkpoint.train_state import TrainState  # noqa: E402  # as above
+from torchtitan_lite.distributed.consensus import Peers  # noqa: E402  # as above
+from torchtitan_lite.errors import TorchtitanLiteError  # noqa: E402  # as above
+from torchtitan_lite.store import layout  # noqa: E402  # as above
+from torchtitan_lite.store.block_reader import BlockReader  # noqa: E402  # as above
+from torchtitan_lite.store.digest import DIGEST_BYTES  # noqa: E402  # as above
+
+ADDED_FILE = "__torchtitan.distcp"
+STEP = "train_state.step"
+LISTS = ("log_steps", "global_avg_losses", "global_max_losses")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path, help="a full checkpoint of this package, a folder step-N")
+    parser.add_argument("target", type=Path, help="the folder to make, called step-N too")
+    parser.add_argument("--dp-ranks", type=int, default=1, help="data-parallel ranks of torchtitan's job (default: 1)")
+    arguments = parser.parse_args()
+    try:
+        convert(arguments.checkpoint, arguments.target, arguments.dp_ranks)
+    except (TorchtitanLiteError, ValueError, OSError) as error:
+        sys.exit(str(error))
+
+
+def convert(checkpoint: Path, target: Path, dp_ranks: int = 1) -> None:
+    """Make `target`. Raise ValueError where it exists, or where `checkpoint` is damaged or no full one of ours."""
+    if target.exists():
+        raise ValueError(f"{target} exists. Remove it, or name another folder.")
+    if not (checkpoint / layout.MANIFEST).exists():
+        raise ValueError(f"{checkpoint} is no checkpoint of this package: expected {layout.MANIFEST} in it.")
+    stored = StoredCheckpoint(checkpoint, Peers(timedelta(seconds=60)))
+    if "train_state.log_steps" not in stored.contents:
+        raise ValueError(f"{checkpoint} has no train_state with losses. Expected a full checkpoint of the Trainer.")
+    for name, record in CheckpointFolder(checkpoint).records.items():
+        BlockReader().verify(checkpoint / name, record, range(len(record.blocks) // DIGEST_BYTES))
+    progress = TrainState()
+    progress.load_state_dict(stored.read_state("train_state", progress.state_dict()))
+    added: dict[str, Any] = {f"train_state.{name}": _saved(getattr(progress, name)) for name in LISTS}
+    # An empty position is what torchdata's loader takes for none.
+    added |= {f"dataloader.dp_rank_{rank}": pickle.dumps({}) for rank in range(dp_ranks)}
+    unfinished = target.with_name(f".{target.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    for file in checkpoint.glob("*.distcp"):
+        _link(file, unfinished / file.name)
+    _add(FileSystemReader(checkpoint).read_metadata(), added, unfinished)
+    unfinished.rename(target)
+
+
+def _saved(value: Any) -> io.BytesIO:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer
+
+
+def _link(file: Path, link: Path) -> None:
+    try:
+        os.link(file, link)
+    except OSError:
+        shutil.copyfile(file, link)
+
+
+def _add(metadata: Any, added: dict[str, Any], folder: Path) -> None:
+    """Write `added`, and the metadata that names it in the place of what only we have in these states."""
+    kept = {
+        key
+        for key in metadata.state_dict_metadata
+        if key == STEP or not key.startswith(("train_state.", "dataloader."))
+    }
+    places = {index: place for index, place in metadata.storage_data.items() if index.fqn in kept}
+    with (folder / ADDED_FILE).open("wb") as file:
+        for key, value in added.items():
+            item = _saved(value).getvalue()
+            places[MetadataIndex(key)] = _StorageInfo(ADDED_FILE, file.tell(), len(item))
+            file.write(item)
+    described = {key: metadata.state_dict_metadata[key] for key in kept} | dict.fromkeys(added, BytesStorageMetadata())
+    paths = {key: metadata.planner_data[key] for key in kept} | {key: tuple(key.split(".")) for key in added}
+    whole = dataclasses.replace(metadata, state_dict_metadata=described, planner_data=paths, storage_data=places)
+    (folder / layout.METADATA).write_bytes(pickle.dumps(whole))
+
+
+if __name__ == "__main__":
+    main()
