@@ -7,7 +7,8 @@ from datetime import timedelta
 from pathlib import Path
 
 from tests.checkpoint.conftest import StartRun
-from torchtitan_lite.checkpoint.savers import ThreadSaver, write_in_place
+from tests.checkpoint.small_run import Lent
+from torchtitan_lite.checkpoint.savers import PendingSave, State, ThreadSaver, write_in_place
 from torchtitan_lite.checkpoint.staging import Staged
 from torchtitan_lite.checkpoint.writer import Target
 from torchtitan_lite.distributed.consensus import Peers
@@ -71,3 +72,25 @@ def test_memory_is_that_of_one_save(start_run: StartRun) -> None:
     arena = disk.saver._stager.arena
     run.train(8)
     assert disk.saver._stager.arena is arena
+
+
+class Noting(Lent):
+    """Knows the last save."""
+
+    def save(self, state: State, target: Target) -> PendingSave:
+        self.pending = super().save(state, target)
+        return self.pending
+
+
+def test_a_save_that_ended_since_the_last_step_leaves_nothing_out(start_run: StartRun) -> None:
+    disk = SlowDisk()
+    saver = Noting(disk.saver)
+    run = start_run(interval=2, when_busy="skip", async_mode="async", seams={"saver": saver})
+    for _ in range(3):
+        run.step()
+    disk.may_write.set()
+    saver.pending.durable.result(60)
+    run.step()
+    assert run.events.steps("save_skipped") == []
+    run.manager.close()
+    assert run.committed() == [2, 4]

@@ -83,6 +83,11 @@ class InFlight:
         """Whether this rank knows that the save in flight failed. Not collective."""
         return self._save is not None and _failed(self._save.pending.durable)
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether the save in flight is neither durable nor failed on this rank. Not collective."""
+        return self._save is not None and not self._save.pending.durable.done()
+
     def begin(
         self,
         step: int,

@@ -285,13 +285,19 @@ class CheckpointManager:
         if force:
             self._in_flight.outcome()  # However it ended: this save is tried.
             self._saves.last_of_all(step)
-        elif due and agreed.step_in_flight >= 0 and self._skips_when_busy:
-            due = self._saves.skip(step, agreed.step_in_flight)
+        elif due and self._skips_when_busy and (busy_with := self._busy_with(agreed)) >= 0:
+            due = self._saves.skip(step, busy_with)
         elif due:
             self._in_flight.settle()
             self._saves.begin(step)
             self._in_flight.poll()
         return force or due
+
+    def _busy_with(self, agreed: Facts) -> int:
+        """Return the step that a rank is still writing, -1 if none is: as it is now, not as it was a step ago."""
+        if agreed.step_in_flight < 0:
+            return -1
+        return self._peers.highest(agreed.step_in_flight if self._in_flight.is_writing else -1)[0]
 
     def _facts(self, step: int) -> Facts:
         return Facts(

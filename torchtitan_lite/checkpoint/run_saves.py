@@ -99,7 +99,7 @@ class RunSaves:
         )
 
     def skip(self, step: int, in_flight: int) -> bool:
-        """Leave out the save of `step`, for that of `in_flight` was still being written a step ago; return False."""
+        """Leave out the save of `step`, for that of `in_flight` is still being written; return False."""
         logger.warning("step %d is not saved: the save of step %d is still being written.", step, in_flight)
         self._on_event("save_skipped", step, in_flight=in_flight)
         self.leave_out(step)
