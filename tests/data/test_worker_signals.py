@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.forked import run_code
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.data.adapters import StatefulDataLoaderAdapter
 
@@ -106,3 +107,28 @@ def test_this_process_handles_signals_as_before() -> None:
     before = [signal.getsignal(number) for number in SIGNALS]
     list(StatefulDataLoaderAdapter(loader(num_workers=0), rank=0, num_ranks=1))
     assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+LEFT_IN_THE_MIDDLE = """
+import sys, warnings
+warnings.simplefilter("ignore")
+from tests.data.test_worker_signals import loader
+from torchtitan_lite.data.adapters import StatefulDataLoaderAdapter
+
+adapter = StatefulDataLoaderAdapter(loader(num_workers=2), rank=0, num_ranks=1)
+batches = iter(adapter)
+print(*{*next(batches).tolist(), *next(batches).tolist()}, flush=True)
+sys.kept = batches  # to the end, as the variables of a main script are
+"""
+
+
+def test_a_process_that_leaves_its_loop_in_the_middle_of_an_epoch_ends_with_its_workers(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    process = run_code(LEFT_IN_THE_MIDDLE, log, dict(os.environ))
+    try:
+        assert process.wait(60) == 0, log.read_text()
+    finally:
+        process.kill()
+    for pid in map(int, log.read_text().split()):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

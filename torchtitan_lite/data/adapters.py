@@ -8,8 +8,11 @@ iterating: an iteration that is under way does not notice.
 
 from __future__ import annotations
 
+import atexit
 import importlib
+import os
 import signal
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -26,7 +29,8 @@ class StatefulDataLoaderAdapter:
     handed out. The wrapped loader gives each rank its share, say by a sampler; it does not check the corpus.
 
     Workers ignore `preemption_signals`, of which a launcher sends one to every process: else they would be gone before
-    the ranks have saved. Their `worker_init_fn` is called after that.
+    the ranks have saved. Their `worker_init_fn` is called after that. They end when this process does, in the middle of
+    an epoch too.
     """
 
     def __init__(
@@ -41,9 +45,14 @@ class StatefulDataLoaderAdapter:
         self._loader, self._rank, self._num_ranks = loader, rank, num_ranks
         # torch has no other door: what is set here is what the workers of the next iteration begin with.
         loader.worker_init_fn = partial(_begin_worker, tuple(preemption_signals), loader.worker_init_fn)
+        # Before torch's own handlers and multiprocessing's, which end workers by SIGTERM and wait for them.
+        atexit.register(_end_workers, weakref.ref(self), os.getpid())
+        self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._loader)
+        iterator: Iterator[Any] = iter(self._loader)
+        self._iterators.add(iterator)
+        return iterator
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of where this rank stands."""
@@ -59,6 +68,19 @@ class StatefulDataLoaderAdapter:
                 f"{self._loader.num_workers}. Set num_workers={state['num_workers']}, or {START_ANEW}."
             )
         self._loader.load_state_dict(state["loader"])
+
+
+def _end_workers(of: weakref.ref[StatefulDataLoaderAdapter], pid: int) -> None:
+    """Leave no worker of the adapter's loader; runs at exit of the process `pid`, and does nothing in a fork of it."""
+    adapter = of()
+    if adapter is None or os.getpid() != pid:
+        return
+    # The loader makes one by itself when it is asked for its state first.
+    for iterator in {*adapter._iterators, getattr(adapter._loader, "_iterator", None)}:
+        for worker in getattr(iterator, "_workers", ()):
+            if worker.is_alive():
+                worker.kill()  # They have nothing to lose, and ignore SIGTERM.
+                worker.join()
 
 
 class HuggingFaceStreamAdapter:
