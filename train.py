@@ -3,6 +3,7 @@
 import sys
 
 from torchtitan_lite import faults, log
+from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.config.manager import parse_config_or_exit
 from torchtitan_lite.distributed.environment import fault_spec, launched
 from torchtitan_lite.errors import ConfigError, TorchtitanLiteError
@@ -20,6 +21,16 @@ def main(arguments: list[str]) -> int:
     config = parse_config_or_exit(arguments)
 
     # Only now: torch takes seconds to import, and a wrong key or --help must not.
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    code = record(_run)(config, rank)
+    return code if code is not None else 0
+
+
+def _run(config: JobConfig, rank: int) -> int:
+    """Run the job. What it does not expect stands, with its traceback, in torchrun's report, whatever the rank."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
     from torchtitan_lite.distributed.process_group import process_group
     from torchtitan_lite.trainer import Trainer
 
@@ -32,6 +43,8 @@ def main(arguments: list[str]) -> int:
         if not error.told_elsewhere:
             whose = f" (rank {error.of_rank})" if error.of_rank else ""
             log.logger.error("%s: %s%s", type(error).__name__, error, whose)
+            if rank:
+                get_error_handler().record_exception(error)  # The launcher may show the first rank's output alone.
         return 2 if isinstance(error, ConfigError) else 1
 
 
