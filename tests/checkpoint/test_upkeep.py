@@ -143,7 +143,7 @@ def test_an_export_that_this_run_committed_is_no_full_checkpoint_that_is_known_t
     for step in (2, 3):
         folder.save(step)
     upkeep.purge(folder.store)
-    assert folder.names() == ["step-1", "step-3"]
+    assert folder.names() == ["step-1", "step-2.weights", "step-3"]
 
 
 def test_a_save_for_which_there_is_room_removes_nothing(folder: Folder, events: Events) -> None:
