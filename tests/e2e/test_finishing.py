@@ -153,3 +153,14 @@ def _as_one_file(checkpoint: Path) -> dict[str, Any]:
     loaded: dict[str, Any] = torch.load(file, weights_only=True)
     file.unlink()
     return loaded
+
+
+@pytest.mark.slow  # three starts of a job
+def test_a_dry_run_says_that_a_finished_run_would_end_and_what_one_without_its_export_would_do(copied: Path) -> None:
+    dry = (STEPS, "--checkpoint.dry_run")
+    assert "It would end at once. Training completed: step 2 of 2 is in" in run(copied, *dry).log
+    lacking = run(copied, *dry, *EXPORT).log
+    assert "Nothing is left to train after step 2, but its weights would be exported" in lacking
+    assert not (copied / "export").exists()
+    run(copied, STEPS, "--checkpoint.model_weights_only", "--checkpoint.export_folder=export")
+    assert "It would end at once." in run(copied, *dry, "--checkpoint.export_folder=export").log
