@@ -112,3 +112,9 @@ def test_a_missing_step_is_told_what_there_is() -> None:
     )
     assert "it has no checkpoint" in str(errors.CheckpointNotFound("outputs/checkpoint", 700))
     assert ".metadata" in str(errors.CheckpointNotFound("nowhere", None))
+
+
+@every_error
+def test_a_cause_that_is_a_sentence_ends_in_one_full_stop(kind: type[TorchtitanLiteError]) -> None:
+    texts = {name: f"{value}." for name, value in fields_of(kind).items() if name in ("cause", "finding")}
+    assert ".." not in str(kind(**fields_of(kind) | texts))

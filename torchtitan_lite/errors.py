@@ -52,6 +52,11 @@ def _rebuild(kind: type[TorchtitanLiteError], fields: dict[str, Any]) -> Torchti
     return error
 
 
+def _clause(text: str) -> str:
+    """`text` as a part of a sentence: what another error says ends with a full stop of its own."""
+    return text.strip().removesuffix(".")
+
+
 class ConfigError(TorchtitanLiteError, ValueError):
     """Wrong usage: a config file, a key, a value or a combination of them."""
 
@@ -70,7 +75,7 @@ class CheckpointNotFound(CheckpointError, FileNotFoundError):
         super().__init__(
             f"step {step} is not in {folder} ({there}). Set --checkpoint.load_step to {mend}."
             if step is not None
-            else f"{folder} holds no checkpoint: {finding or 'there is no .metadata file in it'}."
+            else f"{folder} holds no checkpoint: {_clause(finding) or 'there is no .metadata file in it'}."
         )
 
 
@@ -93,7 +98,7 @@ class CheckpointDamaged(CheckpointError, ValueError):
     def told(self) -> str:
         """The finding with some of the keys."""
         more = f" and {len(self.keys) - 3} more" if len(self.keys) > 3 else ""
-        return self.finding + (f" (in it: {', '.join(self.keys[:3])}{more})" if self.keys else "")
+        return _clause(self.finding) + (f" (in it: {', '.join(self.keys[:3])}{more})" if self.keys else "")
 
 
 class AllCheckpointsDamaged(CheckpointError, ValueError):
@@ -114,8 +119,8 @@ class CheckpointUnsafe(CheckpointError, ValueError):
     def __init__(self, path: str, finding: str) -> None:
         self.path, self.finding = path, finding
         super().__init__(
-            f"{path} is not read: {finding}. Nothing in it was run. If you know where it comes from, load it with "
-            "torch's own tools and save it again; else choose another checkpoint with --checkpoint.load_step."
+            f"{path} is not read: {_clause(finding)}. Nothing in it was run. If you know where it comes from, load it "
+            "with torch's own tools and save it again; else choose another checkpoint with --checkpoint.load_step."
         )
 
 
@@ -124,7 +129,9 @@ class CheckpointUnreadable(CheckpointError, RuntimeError):
 
     def __init__(self, path: str, cause: str) -> None:
         self.path, self.cause = path, cause
-        super().__init__(f"{path} could not be read: {cause}. Choose another step with --checkpoint.load_step.")
+        super().__init__(
+            f"{path} could not be read: {_clause(cause)}. Choose another step with --checkpoint.load_step."
+        )
 
 
 class FormatTooNew(CheckpointError, RuntimeError):
@@ -143,7 +150,7 @@ class SaveFailed(CheckpointError, RuntimeError):
 
     def __init__(self, step: int, cause: str) -> None:
         self.step, self.cause = step, cause
-        super().__init__(f"the save of step {step} failed: {cause}. Earlier checkpoints are untouched.")
+        super().__init__(f"the save of step {step} failed: {_clause(cause)}. Earlier checkpoints are untouched.")
 
 
 class RunNotLoaded(CheckpointError, RuntimeError):
@@ -172,7 +179,7 @@ class FolderUnusable(CheckpointError, OSError):
     def __init__(self, folder: str, cause: str) -> None:
         self.folder, self.cause = folder, cause
         super().__init__(
-            f"{folder} cannot be used for checkpoints: {cause}. "
+            f"{folder} cannot be used for checkpoints: {_clause(cause)}. "
             "Make it a folder that this user may write, with room, or set another --job.dump_folder."
         )
 

@@ -294,3 +294,13 @@ def test_the_manifest_says_topology_and_config_of_the_run(start_run: StartRun) -
         assert document["extra"]["config"]["checkpoint"]["interval"] == 1
         assert document["world_size"] == 1
         run.manager.close()
+
+
+def test_the_log_says_when_a_periodic_save_begins_and_what_is_deleted(
+    start_run: StartRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "torchtitan_lite"):
+        start_run(interval=1, keep_latest_k=1).train(3)
+    said = [line for line in caplog.messages if line.startswith(("Saving", "Deleted"))]
+    last = "Saving a full checkpoint at last step, step 3."
+    assert said == ["Saving step 1", "Saving step 2", "Deleted step 1", last, "Deleted step 2"]

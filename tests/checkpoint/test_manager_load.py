@@ -454,3 +454,15 @@ def test_a_loader_whose_state_is_empty_is_warned_of_at_a_resume(
             else:
                 manager.save(1, force=True)
     assert "dataloader: it has no state, here and in the checkpoint: the data begin from their start" in caplog.text
+
+
+def test_the_log_names_the_step_of_the_checkpoint_that_a_run_begins_with(
+    start_run: StartRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = start_run(tmp_path / "base", interval=2)
+    base.train(2)
+    run = start_run(tmp_path / "tuned", initial_load_path=str(base.root / "step-2"))
+    with caplog.at_level("INFO", "torchtitan_lite"):
+        assert run.manager.load()
+    assert "Loading the checkpoint at step 2." in caplog.messages
+    assert run.manager.loaded_step is None

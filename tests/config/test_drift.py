@@ -87,3 +87,25 @@ def _stored(config: JobConfig) -> dict[str, Any]:
 def test_values_that_would_lose_a_checkpoint_are_refused(section: Any, values: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         section(**values)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        (Checkpoint(export_folder="export"), Checkpoint(), "checkpoint.export_folder: export -> (none)"),
+        (Checkpoint(), Checkpoint(export_folder="export"), "checkpoint.export_folder: (none) -> export"),
+    ],
+)
+def test_an_empty_value_is_not_a_blank(before: Checkpoint, now: Checkpoint, said: str) -> None:
+    (change,) = compare(_stored(JobConfig(checkpoint=before)), JobConfig(checkpoint=now))
+    assert str(change).startswith(f"{said}  honoured")
+
+
+def test_a_value_that_was_not_set_is_not_called_none() -> None:
+    (change,) = compare(_stored(JobConfig()), JobConfig(training=Training(seed=3)))
+    assert str(change).startswith("training.seed: (none) -> 3")
+
+
+def test_of_another_global_batch_the_data_alone_warns() -> None:
+    (change,) = compare(_stored(JobConfig()), JobConfig(training=Training(global_batch_size=16)))
+    assert change.rule is Rule.HONOURED

@@ -57,6 +57,14 @@ class LoadSource:
     has_nan: bool = False
     """Whether NaN was seen in its weights when they were saved."""
 
+    found_at: int | None = None
+    """The step at which it was saved, where the run that begins with it does not go on from there."""
+
+    @property
+    def saved_at(self) -> int:
+        """The step at which it was saved."""
+        return self.step if self.found_at is None else self.found_at
+
     @property
     def goes_on_at(self) -> int | None:
         """The step that the run goes on from; None if it counts from the start."""
@@ -186,7 +194,8 @@ def _committed(info: CheckpointInfo) -> LoadSource:
 
 def _initial(config: Checkpoint) -> LoadSource:
     path = checked_initial_path(config.initial_load_path)
-    step = 0 if config.initial_load_model_only else _step_of(path)
+    saved_at = _step_of(path)
+    step = 0 if config.initial_load_model_only else saved_at
     return _with_origin(
         LoadSource(
             path,
@@ -195,6 +204,7 @@ def _initial(config: Checkpoint) -> LoadSource:
             lineage=new_run(),
             initial=True,
             is_explicit=True,
+            found_at=saved_at,
         )
     )
 

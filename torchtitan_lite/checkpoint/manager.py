@@ -289,6 +289,7 @@ class CheckpointManager:
             due = self._saves.skip(step, busy_with)
         elif due:
             self._in_flight.settle()
+            logger.info("Saving step %d", step)
             self._saves.begin(step)
             self._in_flight.poll()
         return force or due

@@ -67,7 +67,7 @@ class RunLoad:
     def _load(self, wanted: int, source: LoadSource) -> None:
         self._report_choice(wanted, source)
         began = self._clock()
-        logger.info("Loading the checkpoint at step %d.", source.step)
+        logger.info("Loading the checkpoint at step %d.", source.saved_at)
         self._on_event("load_started", source.step, path=str(source.path))
         faults.set_step(source.step)
         faults.point("load")

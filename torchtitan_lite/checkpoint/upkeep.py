@@ -108,6 +108,7 @@ class Upkeep:
                 logger.warning("Could not remove %s, which is no longer kept: %s. It stays.", info.path, error)
             else:
                 if trash:
+                    logger.info("Deleted step %d", info.step)
                     self._on_event("purged", info.step, bytes=info.nbytes)
 
     def _superfluous(self, store: CheckpointStore) -> list[CheckpointInfo]:

@@ -40,7 +40,6 @@ WARNED = {
     "lr_scheduler.decay_type": "the curve is the new one, at the step reached",
     "lr_scheduler.min_lr_factor": "the curve is the new one, at the step reached",
     "training.steps": "the learning rate's curve stretches to the new number of steps",
-    "training.global_batch_size": "a step takes this many samples from now on, from the next sample",
     "training.max_norm": "the new value counts from the next step on",
     "training.mixed_precision_param": "the run goes on, not bit for bit",
     "training.seed": "dropout and sample order go on as they were; the seed of the checkpoint stays",
@@ -120,4 +119,5 @@ def _plain(value: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
-    return ", ".join(map(str, value)) or "(none)" if isinstance(value, list | tuple) else str(value)
+    text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return text if text and value is not None else "(none)"
