@@ -45,9 +45,9 @@ class StatefulDataLoaderAdapter:
         self._loader, self._rank, self._num_ranks = loader, rank, num_ranks
         # torch has no other door: what is set here is what the workers of the next iteration begin with.
         loader.worker_init_fn = partial(_begin_worker, tuple(preemption_signals), loader.worker_init_fn)
-        # Before torch's own handlers and multiprocessing's, which end workers by SIGTERM and wait for them.
-        atexit.register(_end_workers, weakref.ref(self), os.getpid())
         self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
+        # Runs before multiprocessing's own handler, which ends workers by SIGTERM and waits for them.
+        atexit.register(_end_workers, self._iterators, weakref.ref(loader), os.getpid())
 
     def __iter__(self) -> Iterator[Any]:
         iterator: Iterator[Any] = iter(self._loader)
@@ -70,13 +70,12 @@ class StatefulDataLoaderAdapter:
         self._loader.load_state_dict(state["loader"])
 
 
-def _end_workers(of: weakref.ref[StatefulDataLoaderAdapter], pid: int) -> None:
-    """Leave no worker of the adapter's loader; runs at exit of the process `pid`, and does nothing in a fork of it."""
-    adapter = of()
-    if adapter is None or os.getpid() != pid:
+def _end_workers(iterators: weakref.WeakSet[Any], loader: weakref.ref[Any], pid: int) -> None:
+    """Leave no worker of `iterators`; runs at exit of the process `pid`, and does nothing in a fork of it."""
+    if os.getpid() != pid:
         return
     # The loader makes one by itself when it is asked for its state first.
-    for iterator in {*adapter._iterators, getattr(adapter._loader, "_iterator", None)}:
+    for iterator in {*iterators, getattr(loader(), "_iterator", None)}:
         for worker in getattr(iterator, "_workers", ()):
             if worker.is_alive():
                 worker.kill()  # They have nothing to lose, and ignore SIGTERM.
