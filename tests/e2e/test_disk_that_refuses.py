@@ -1,0 +1,53 @@
+"""Jobs on a disk that is full or read-only: training goes on where it can, and what ends a job is one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.disks import fill, make_read_only, small_disk
+from tests.e2e.jobs import start
+
+pytestmark = pytest.mark.slow  # a job or two in each
+
+STEPS = ("--training.steps=4", "--checkpoint.interval=2", "--metrics.enable_tensorboard")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk with less room than a checkpoint takes."""
+    with small_disk(tmp_path / "disk") as disk:
+        yield disk
+
+
+def test_a_job_starts_on_a_disk_that_a_cut_save_filled_and_trains_to_its_end(disk: Path) -> None:
+    staging = disk / "checkpoint" / "step-9.staging"
+    staging.mkdir(parents=True)
+    fill(disk).rename(staging / "__0_0.distcp")
+    with start(disk, *STEPS) as job:
+        assert job.wait() == [1]
+    assert "Training starts at step 1," in job.log and "step:  4  loss: " in job.log
+    assert [event["step"] for event in job.events("save_failed")][:1] == [2]
+    assert "SaveFailed: the save of step 4 failed: " in job.log and "Traceback" not in job.log, job.log
+    assert job.checkpoints == []
+
+
+def test_a_job_that_saves_nothing_ends_well_on_a_disk_that_refuses_from_the_first_second_on(disk: Path) -> None:
+    make_read_only(disk)
+    with start(disk, *STEPS, "--checkpoint.no_enable_checkpoint", "--training.trace_samples") as job:
+        assert job.wait() == [0], job.log
+    assert "step:  4  loss: " in job.log and "Training completed" in job.log
+    warnings = [line for line in job.log.splitlines() if "WARNING" in line and str(disk) in line]
+    assert len(warnings) == 5, "config.json, metrics, TensorBoard, events and samples: one each\n" + job.log
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(disk: Path, tmp_path: Path) -> None:
+    make_read_only(disk)
+    (tmp_path / "file").write_text("in its place")
+    for folder in (disk, tmp_path / "file"):
+        with start(tmp_path / "run", *STEPS, f"--job.dump_folder={folder}") as job:
+            assert job.wait() == [1]
+        (error,) = [line for line in job.log.splitlines() if "FolderUnusable: " in line]
+        assert str(folder) in error and "Traceback" not in job.log and "Training starts" not in job.log, job.log
