@@ -122,6 +122,8 @@ class Contents:
                 return cls(path, tensors, objects, *_structure(manifest.structure["root"], tensors, objects, path))
             for key, entry in (*manifest.tensors.items(), *manifest.objects.items()):
                 paths[key] = _path(entry["path"])
+        except CheckpointDamaged:
+            raise
         except (IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
             told = f"{layout.MANIFEST}: the entry of {bare(key)} ({type(error).__name__}: {error!s:.200})"
             raise CheckpointDamaged(path, told) from None
@@ -138,21 +140,25 @@ class Contents:
         """The names of all files that something lies in."""
         return {file for file, *_ in self._ranges()}
 
-    def check(self, files: Mapping[str, int]) -> None:
-        """Returns if all of it can be in `files` (name to size in bytes) and every tensor is covered exactly once.
-
-        Raises `CheckpointUnsafe` for names that lead out of the folder, `CheckpointDamaged` for the rest.
-        """
+    def check_names(self) -> None:
+        """Raise `CheckpointUnsafe` for the name of a file that could be anywhere else than in the folder."""
         for file in self.files():
             if not is_plain_name(file):
                 raise CheckpointUnsafe(self.path, f"{self.described_in}: {shown(file)} is not the name of a file in it")
+
+    def check(self, files: Mapping[str, int]) -> None:
+        """Returns if all of it can be in `files` (name to size in bytes) and every tensor is covered exactly once.
+
+        Call `check_names` before. Raises `CheckpointDamaged`.
+        """
         for key, tensor in self.tensors.items():
             finding = _misfit(tensor)
             if finding:
                 raise CheckpointDamaged(self.path, f"{self.described_in}: {bare(key)}: {finding}")
         for file, begin, num_bytes, key in self._ranges():
             if file not in files:
-                raise CheckpointDamaged(self.path, f"{bare(file)} is missing; {bare(key)} is in it")
+                told = f"{bare(file)} is missing; {bare(key)} is in it, says {self.described_in}"
+                raise CheckpointDamaged(self.path, told)
             # Where nothing is said to lie may be anywhere: nothing is read there.
             if begin < 0 or num_bytes < 0 or (num_bytes and begin + num_bytes > files[file]):
                 told = f"{bare(file)} has {files[file]} bytes; {bare(key)} is in bytes {begin} to {begin + num_bytes}"

@@ -47,6 +47,7 @@ class CheckpointFolder:
         """What is in it, checked. Raises `CheckpointDamaged` or `CheckpointUnsafe` if that cannot be so."""
         try:
             contents = self._contents()
+            contents.check_names()
             sizes = sizes_of(self.path, contents.files() | set(self._recorded))
         except OSError as error:
             raise CheckpointUnreadable(str(self.path), _told(error)) from error
