@@ -43,7 +43,7 @@ from torchtitan_lite.store.retention import KeepLatest, to_purge
 from torchtitan_lite.store.store import CheckpointStore
 
 FOREIGN = ("notes", "step-2.bak", "step-007", "step-3.corrupted")
-ASIDE = (".corrupt", ".abandoned-", ".foreign")
+ASIDE = (".corrupt", ".abandoned-", ".foreign", ".weights")
 IN_MEMORY = Path("/dev/shm")
 FULL = CheckpointKind.FULL
 
