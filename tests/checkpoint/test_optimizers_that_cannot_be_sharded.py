@@ -112,3 +112,16 @@ def test_a_parameter_without_elements_under_fsdp1_is_refused_at_the_first_save(r
         pytest.raises(ConfigError, match="empty"),
     ):
         manager.save(1, force=True)
+
+
+@on_two_ranks
+def test_state_of_a_parameter_in_another_memory_order_is_refused_under_fsdp1(rank: int, tmp_path: Path) -> None:
+    model = fsdp1(nn.Sequential(nn.Conv2d(2, 2, 3)).to(memory_format=torch.channels_last))  # type: ignore[call-overload]  # torch's stub lacks it
+    adam = torch.optim.Adam(model.parameters())
+    model(torch.randn(1, 2, 4, 4)).sum().backward()
+    adam.step()
+    refusal = r"optimizer\.state\.0\.weight: .*channels_last.* contiguous"
+    with manager_of(tmp_path / "adam", model, adam) as manager, pytest.raises(ConfigError, match=refusal):
+        manager.save(1, force=True)
+    with manager_of(tmp_path / "sgd", model, torch.optim.SGD(model.parameters())) as manager:
+        assert manager.save(1, force=True)

@@ -75,6 +75,17 @@ def like_of_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
         return {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
 
 
+def names_in_another_order(module: nn.Module) -> list[str]:
+    """Return the raw names of parameters whose memory is not in the order of their dimensions (torch 2.6 to 2.13)."""
+    names = []
+    for prefix, each in module.named_modules():
+        handle = getattr(each, "_handle", None) if isinstance(each, FullyShardedDataParallel) else None
+        flat = getattr(handle, "flat_param", None)
+        kept = zip(getattr(flat, "_fqns", ()), getattr(flat, "_contiguities", ()), strict=False)
+        names += [f"{prefix}.{name}" if prefix else name for name, is_contiguous in kept if not is_contiguous]
+    return names
+
+
 def _shard_again(module: nn.Module) -> None:
     """Leave the whole parameters that torch lends to a state dict, and keeps when that raises (torch 2.6 to 2.13)."""
     for each in reversed(list(module.modules())):

@@ -149,7 +149,13 @@ class Fsdp1Owner:
         with fsdp1.sharded_state_dicts(self._module):
             own = self._own()
         states = self._cleaned(own["state"])
+        in_another_order = set(clean_names(self._module, fsdp1.names_in_another_order(self._module)).values())
         for name, state in states.items():
+            if name in in_another_order and any(tensor.dim() > 0 for tensor in tensors_in(state)):
+                raise ConfigError(
+                    f"optimizer.state.{name}: its parameter is in another memory format, such as channels_last, and "
+                    "FSDP1 puts state of such a one back in another order. Make the parameter contiguous."
+                )
             if any(tensor.dim() > 0 and tensor.numel() == 0 for tensor in tensors_in(state)):
                 raise ConfigError(
                     f"optimizer.state.{name}: its parameter has no elements, and FSDP1 loads no state of such a one. "
