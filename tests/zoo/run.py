@@ -24,7 +24,7 @@ from tests.zoo.wrappers import FSDP2, PLAIN, TP, WRAPPERS, Stage
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 
 OPTIMIZERS = {str(recipe): recipe for recipe in recipes()}
-MODES = ("disabled", "async")
+MODES = ("disabled", "async", "async_with_pinned_mem")
 SPARSE = "sparse Embedding"
 _FSDP2 = {FSDP2, "HSDP", TP, "TP x FSDP2, uneven"}
 _SHARDED = {*_FSDP2, "FSDP1 with a mesh"}
@@ -37,8 +37,8 @@ NOT_TOGETHER = {
     "swa_utils.AveragedModel": _SHARDED,
     "Rprop": _FSDP2,
     "Adafactor": _FSDP2,
-    "LBFGS": {SCALER, TWO_GROUPS, TP, "TP x FSDP2, uneven", "PP"},
-    SCALER: {"PP"},
+    "LBFGS": {SCALER, TWO_GROUPS, TP, "TP x FSDP2, uneven", "PP"},  # Stages decide how often they evaluate, each alone.
+    SCALER: {"PP"},  # A stage without the loss has nothing to scale, and its scaler no scale.
 }
 """What torch does not train together: no row of pairs has the two, so that the others of the row are tried."""
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import Replicate
@@ -100,27 +101,33 @@ def _fsdp1(model: Subject) -> Wrapped:
     return Wrapped(FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu")))
 
 
+@cache
+def _mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """Return the one mesh of this process: the groups of each have threads, and nothing ends them."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
 def _fsdp1_with_mesh(model: Subject) -> Wrapped:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = _mesh((dist.get_world_size(),))
     return Wrapped(
         FullyShardedDataParallel(model, use_orig_params=True, device_mesh=mesh, device_id=torch.device("cpu"))
     )
 
 
 def _fsdp2(model: Subject) -> Wrapped:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = _mesh((dist.get_world_size(),))
     fully_shard(model.middle, mesh=mesh)  # type: ignore[arg-type]  # it is no None before a pipeline is cut
     fully_shard(model, mesh=mesh)
     return Wrapped(model)
 
 
 def _hsdp(model: Subject) -> Wrapped:
-    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    fully_shard(model, mesh=_mesh((2, 2), ("replicate", "shard")))
     return Wrapped(model)
 
 
 def _tensor_parallel_fsdp2(model: Subject) -> Wrapped:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = _mesh((2, 2), ("dp", "tp"))
     plan = {
         "up": ColwiseParallel(output_layouts=Replicate()),
         "down": RowwiseParallel(input_layouts=Replicate()),
