@@ -18,7 +18,7 @@ HEADINGS = {
     "model": ("Models", "What a model has besides plain layers."),
     "wrapper": ("Wrappers", "What is put around the model, and what its checkpoint was loaded under then."),
     "extra": ("Besides", "What a run has besides a model, an optimizer and a schedule."),
-    "mode": ("Modes", "`checkpoint.async_mode`; the third differs from `async` only in where it writes."),
+    "mode": ("Modes", "What `checkpoint.async_mode` is."),
 }
 
 HEAD = """\
@@ -27,11 +27,13 @@ HEAD = """\
 Look up whether your optimizer, schedule, model or wrapper comes back as it was.
 Every cell was tried, with torch {version} on CPUs; `python -m tests.zoo` tries them again and writes this page.
 
-- **equal**: eight steps, and three, a checkpoint, new objects and five more steps came to the same, bit for bit.
+- **equal**: eight steps, and three, a checkpoint and five more in other processes came to the same, bit for bit.
   That is the losses, LR, parameters, buffers, optimizer states, other states and generators.
-  Where the page says *then*, other processes loaded the checkpoint, and all that was saved was there, bit for bit.
-- **refused**: the constructor or the first save says so, in the sentence that is given.
-- **not offered by torch**: torch itself raises when it trains this, without a checkpoint.
+  Where the page says *then*, the other processes had the model in another form: all that was saved was there,
+  bit for bit, and the losses of the next five steps were the same to 1e-3.
+- **refused**: an error names the thing and says what to do, in the sentence that is given.
+  The constructor raises it, or the first save; a load, where the checkpoint does not go with other processes.
+- **not offered by torch**: torch itself raises the sentence that is given when it trains this without a checkpoint.
 
 Unless a table says otherwise, the model is a few plain layers, trained by AdamW with LambdaLR in one process.
 """
@@ -80,6 +82,7 @@ def _of_pairs(pairs: Sequence[Outcome]) -> str:
     counts = Counter(outcome.kind for outcome in pairs)
     found = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
     return (
-        f"Any two entries of two of these tables also came together in one of {len(pairs)} cases, "
+        "Any two entries of two of these tables (of optimizers one of each class, and not FSDP1 without a mesh) "
+        f"also came together in one of {len(pairs)} cases, "
         f"where torch takes both: {found}."
     )

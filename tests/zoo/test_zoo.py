@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.checkpoint.optimizers_of_torch import optimizers_of_torch
 from tests.ranks import Ranks
 from tests.zoo.cells import KINDS, Cell, Group, columns, find, groups, pairs
-from tests.zoo.outcome import DIFFERS, EQUAL
+from tests.zoo.outcome import DIFFERS, EQUAL, Outcome
+from tests.zoo.page import PAGE, render
 from tests.zoo.pairs import covering, pairs_of
 from tests.zoo.run import Case
 from tests.zoo.schedules import RECIPES, schedulers_of_torch
@@ -53,7 +57,36 @@ def test_the_rows_hold_every_pair_that_fits() -> None:
     assert len(rows) < 25
 
 
-@pytest.mark.exhaustive  # Some 350 cases.
+def shape(page: str) -> list[str]:
+    """Return the lines of a page with the cells' outcomes, their sentences and all numbers left out."""
+    rows = [
+        f"{line.split(' | ')[0]} {line.count(' | ')}" if line.startswith("| ") else re.sub(r"\d+(\.\d+)*", "N", line)
+        for line in page.splitlines()
+        if not re.match(r"\d+\. ", line)
+    ]
+    return re.sub(r"\n{2,}", "\n", "\n".join(rows)).partition("## Pairs")[0].splitlines()
+
+
+def test_the_page_is_as_its_command_writes_it() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    written_with = re.findall(r"with torch (\S+) on CPUs", page)
+    if written_with != [torch.__version__.partition("+")[0]]:
+        pytest.skip(f"another torch has other classes; the page is of {written_with}")
+    equal = Outcome(EQUAL)
+    cells = {k: {entry: dict.fromkeys(columns(k, entry), equal) for entry in entries} for k, entries in KINDS.items()}
+    assert shape(page) == shape(render(cells, [equal])), "write the page again: python -m tests.zoo"
+    names = [kind.__name__ for kind in optimizers_of_torch()] + schedulers_of_torch()
+    assert not [name for name in names if not re.search(rf"^\| {name}\b", page, re.MULTILINE)]
+
+
+def test_no_cell_of_the_page_differs_and_each_that_is_not_equal_says_why() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert DIFFERS not in page
+    assert not re.findall(r"\| (?:refused|not offered by torch) (?!\()", page)
+
+
+# 416 cases: 392 s of processor time on a busy machine, so some 3 minutes of two cores.
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_any_two_entries_go_on_together_or_are_refused_by_name(
     tmp_path_factory: pytest.TempPathFactory, group: Group, wrapper: str
@@ -63,8 +96,11 @@ def test_any_two_entries_go_on_together_or_are_refused_by_name(
     assert not [f"{case}: {outcome}" for case, outcome in found.items() if outcome.kind == DIFFERS]
 
 
-@pytest.mark.exhaustive  # Each is a save and a load on two groups of ranks.
-@pytest.mark.parametrize("kind", KINDS)
+# Each is a save and a load on two groups of ranks. All take a minute of two cores; the wrappers' stand for them.
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.slow if kind == "wrapper" else pytest.mark.exhaustive) for kind in KINDS],
+)
 def test_what_is_loaded_on_other_processes_is_what_was_saved(
     tmp_path_factory: pytest.TempPathFactory, group: Group, kind: str
 ) -> None:
