@@ -31,7 +31,7 @@ from torchtitan_lite.checkpoint.ways_out import ways_out
 from torchtitan_lite.config.drift import Rule, compare
 from torchtitan_lite.config.job_config import Checkpoint, JobConfig
 from torchtitan_lite.distributed.consensus import Peers
-from torchtitan_lite.errors import CheckpointMismatch
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable, CheckpointUnsafe
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.store import CheckpointStore
 from torchtitan_lite.store.unusable import usable
@@ -46,7 +46,10 @@ def refuse_early(config: JobConfig, peers: Peers) -> None:
     if not checkpoint.enable_checkpoint or checkpoint.create_seed_checkpoint:
         return
     store = CheckpointStore(Path(config.job.dump_folder) / checkpoint.folder)
-    source = peers.decide(lambda: _chosen(store, checkpoint))
+    try:
+        source = peers.decide(lambda: _chosen(store, checkpoint))
+    except (CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe):
+        return  # The load finds it again, and reports it in an event.
     if source is not None and not source.model_only and source.config:
         refused = [f"  {change}" for change in compare(source.config, config) if change.rule is Rule.REFUSED]
         if refused:
