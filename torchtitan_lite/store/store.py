@@ -239,8 +239,10 @@ class CheckpointStore:
         trash = []
         for path in Listing(self.root).replaced(info.step):
             # First, or an older checkpoint of the step would be seen once this one is gone.
-            if path != info.path:
+            if path != info.path and not self._stays_beside(path, info.step):
                 trash.append(self._set_for_removal(path, info.step))
+            elif path != info.path:
+                self._set_weights_aside(path, info.step)
         return [*trash, self._set_for_removal(info.path, info.step)]
 
     def quarantine(self, step: int, findings: Sequence[str]) -> Path:
@@ -280,13 +282,12 @@ class CheckpointStore:
             # have synced either. What is seen from here on is there for good.
             self._durable.fsync_dir(self.root.parent)
             self._durable.fsync_dir(self.root)
-        for path, step in superseded:
-            self._discard(path, step)
+        let_go = [self._let_go(path, step) for path, step in superseded]
         for path in leavings:
             self._remove(path)
         if leavings:
             self._durable.fsync_dir(self.root)
-        return [*put_back, *(path for path, _ in superseded), *leavings]
+        return [*put_back, *let_go, *leavings]
 
     def _seal(self, step: int, manifest: Manifest) -> Manifest:
         """The staging folder holds the files of the returned manifest, and it, and nothing else, durably."""
@@ -333,9 +334,7 @@ class CheckpointStore:
         if there is not None and not keeps_weights and self._durable.exchange(staging, final):
             return
         if is_there:
-            if keeps_weights:
-                self._set_weights_aside(step)
-            elif there is not None:
+            if there is not None:
                 self._durable.rename(final, Listing(self.root).free_replaced(step))
             else:
                 self._move_aside(step)
@@ -343,12 +342,6 @@ class CheckpointStore:
             self._durable.fsync_dir(self.root)
             fence()
         self._durable.rename(staging, final)
-
-    def _set_weights_aside(self, step: int) -> None:
-        # Not by an exchange: what a crash leaves under the name of a save under way is removed.
-        aside = Listing(self.root).free(functools.partial(layout.weights_dir, step))
-        logger.info("The weights-only step %d is now %s: a full checkpoint takes its name", step, aside.name)
-        self._durable.rename(self._final(step), aside)
 
     def _move_aside(self, step: int) -> None:
         aside = Listing(self.root).free(lambda number: layout.moved_aside(step, number))
@@ -361,7 +354,7 @@ class CheckpointStore:
             self._set_aside(lineage.abandons)
             for path in [self._staging(step), *Listing(self.root).replaced(step)]:
                 if os.path.lexists(path):
-                    self._discard(path, step)
+                    self._let_go(path, step)
         except OSError as error:
             logger.warning("step %d is saved; what it replaced could not be removed: %s", step, error)
 
@@ -421,6 +414,32 @@ class CheckpointStore:
         replaced = listing.replaced(step)
         return replaced if replaced and self._manifests.find_intact(step, [self._final(step)]) else []
 
+    def _let_go(self, path: Path, step: int) -> Path:
+        """`path`, which was replaced, is no checkpoint any more; returns what it is or was called."""
+        if self._stays_beside(path, step):
+            return self._set_weights_aside(path, step)
+        self._discard(path, step)
+        return path
+
+    def _stays_beside(self, path: Path, step: int) -> bool:
+        """Whether `path` are exported weights that a full checkpoint of `step` replaced: they stay, by another name."""
+        weights = self._manifests.find_intact(step, [path])
+        full = self._manifests.find_intact(step, [self._final(step)])
+        return (
+            path != self._staging(step)
+            and weights is not None
+            and full is not None
+            and weights.kind is CheckpointKind.WEIGHTS_ONLY
+            and full.kind is CheckpointKind.FULL
+        )
+
+    def _set_weights_aside(self, path: Path, step: int) -> Path:
+        aside = Listing(self.root).free(functools.partial(layout.weights_dir, step))
+        self._durable.rename(path, aside)
+        self._durable.fsync_dir(self.root)
+        logger.info("The weights-only step %d is now %s: a full checkpoint takes its name", step, aside.name)
+        return aside
+
     def _discard(self, path: Path, step: int) -> None:
         """`path` is no checkpoint any more, durably, then its bytes are gone: never half of it under its own name."""
         self._remove(self._set_for_removal(path, step))
@@ -465,7 +484,10 @@ def _readable(manifest: Manifest) -> bytes:
 
 
 def _stay_beside(there: CheckpointInfo, sealed: Manifest) -> bool:
-    """Whether `there` are exported weights in the place of a full checkpoint, and not of a branch that it abandons."""
+    """Whether `there` are exported weights in the place of a full checkpoint, and not of a branch that it abandons.
+
+    Not an exchange then: what a crash leaves under the name of a save under way is removed.
+    """
     is_abandoned = (there.step, there.run_id) in sealed.lineage.abandons
     return there.kind is CheckpointKind.WEIGHTS_ONLY and sealed.kind is CheckpointKind.FULL and not is_abandoned
 
