@@ -15,9 +15,9 @@ import pytest
 from torchtitan_lite import faults
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, SaveFailed
 from torchtitan_lite.store import layout
+from torchtitan_lite.store.described import DESCRIPTION_BYTES
 from torchtitan_lite.store.lineage import MAX_ABANDONED, Lineage
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, FileRecord, Manifest
-from torchtitan_lite.store.plain_file import DESCRIPTION_BYTES
 from torchtitan_lite.store.store import CheckpointStore
 
 DATA = "__0_0.distcp"

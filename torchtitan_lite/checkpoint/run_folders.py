@@ -7,16 +7,16 @@ coordinator alone calls what touches a folder.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from torchtitan_lite import faults
 from torchtitan_lite.config.job_config import JobConfig
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.errors import ConfigError, FolderUnusable, TorchtitanLiteError
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.lease import Lease
 from torchtitan_lite.store.store import CheckpointStore
-from torchtitan_lite.store.unusable import usable
 
 
 class RunFolders:
@@ -67,6 +67,17 @@ class RunFolders:
                 f"checkpoint.export_folder: {self.exports.root} is the folder of checkpoints too, where the "
                 "export would take the place of the last full one. Name another folder."
             )
+
+
+@contextmanager
+def usable(folder: Path) -> Iterator[None]:
+    """Raise `FolderUnusable` for an OSError in the block; errors of this package pass."""
+    try:
+        yield
+    except TorchtitanLiteError:
+        raise
+    except OSError as error:
+        raise FolderUnusable(str(folder), str(error)) from error
 
 
 def _recover(store: CheckpointStore) -> bool:

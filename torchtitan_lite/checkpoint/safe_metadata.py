@@ -15,7 +15,7 @@ from torchtitan_lite.checkpoint.contents import DTYPES, Chunk, Contents, Item, S
 from torchtitan_lite.checkpoint.inert_pickle import InertPickleError, Instance, Kind, parse
 from torchtitan_lite.errors import CheckpointUnreadable, CheckpointUnsafe
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.plain_file import read_description
+from torchtitan_lite.store.described import read_description
 
 _ENDING = b"."
 """Of every pickle."""

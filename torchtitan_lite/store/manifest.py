@@ -20,6 +20,7 @@ from typing import Any
 
 from torchtitan_lite.errors import CheckpointDamaged, FormatTooNew
 from torchtitan_lite.store import layout
+from torchtitan_lite.store.described import read_description
 from torchtitan_lite.store.digest import DIGEST_BYTES, digest_blocks, file_digest, num_blocks, text_digest
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest_fields import (
@@ -32,7 +33,6 @@ from torchtitan_lite.store.manifest_fields import (
     table,
     value_of,
 )
-from torchtitan_lite.store.plain_file import read_description
 
 FORMAT_VERSION = 3
 """1 had no digests and no table of tensors; until 2 each entry of a table had its path, without types of keys."""
