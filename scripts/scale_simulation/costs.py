@@ -29,9 +29,9 @@ from torchtitan_lite.checkpoint.save_plan import _Answers
 from torchtitan_lite.checkpoint.stored_checkpoint import _regions
 from torchtitan_lite.checkpoint.writer import RankFile
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.digest import DIGEST_BYTES, num_blocks
+from torchtitan_lite.store.digest import DIGEST_BYTES, FileRecord, num_blocks
 from torchtitan_lite.store.lineage import Lineage
-from torchtitan_lite.store.manifest import CheckpointKind, FileRecord, Manifest, Table
+from torchtitan_lite.store.manifest import CheckpointKind, Manifest, Table
 
 Figures = dict[str, float]
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from torchtitan_lite.checkpoint.savers import PendingSave, State, ThreadSaver, w
 from torchtitan_lite.checkpoint.staging import Staged
 from torchtitan_lite.checkpoint.writer import Target
 from torchtitan_lite.distributed.consensus import Peers
-from torchtitan_lite.store.manifest import FileRecord
+from torchtitan_lite.store.digest import FileRecord
 
 
 class SlowDisk:

@@ -24,7 +24,8 @@ from tests.checkpoint.small_run import same
 from tests.ranks import Ranks
 from torchtitan_lite.errors import AllCheckpointsDamaged
 from torchtitan_lite.store.block_writer import Bounced, write_blocks
-from torchtitan_lite.store.manifest import FORMAT_VERSION, FileRecord, Manifest
+from torchtitan_lite.store.digest import FileRecord
+from torchtitan_lite.store.manifest import FORMAT_VERSION, Manifest
 from torchtitan_lite.store.store import CheckpointStore
 
 FOLDERS = sorted((path for path in GOLDEN.glob("format-*/*")), key=lambda path: (len(path.parts[-2]), path.parts[-2:]))

@@ -28,8 +28,9 @@ from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.data.loader import TokenLoader
 from torchtitan_lite.errors import CheckpointNotFound
 from torchtitan_lite.store import layout
+from torchtitan_lite.store.digest import FileRecord
 from torchtitan_lite.store.lineage import Lineage, abandoned_by
-from torchtitan_lite.store.manifest import CheckpointKind, FileRecord, Manifest
+from torchtitan_lite.store.manifest import CheckpointKind, Manifest
 from torchtitan_lite.store.retention import KeepLatest, to_purge
 from torchtitan_lite.store.store import CheckpointStore
 

@@ -20,7 +20,7 @@ from torchtitan_lite.checkpoint.savers import ThreadSaver, write_in_place
 from torchtitan_lite.checkpoint.staging import Staged
 from torchtitan_lite.checkpoint.writer import Target
 from torchtitan_lite.distributed.consensus import Peers
-from torchtitan_lite.store.manifest import FileRecord
+from torchtitan_lite.store.digest import FileRecord
 from torchtitan_lite.store.store import CheckpointStore
 
 IOPRIO_GET = {"x86_64": 252, "aarch64": 31}

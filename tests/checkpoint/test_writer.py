@@ -18,7 +18,8 @@ from tests.disks import FailingDisk
 from torchtitan_lite.checkpoint.savers import SyncSaver
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import SaveFailed
-from torchtitan_lite.store.manifest import CheckpointKind, FileRecord, Manifest
+from torchtitan_lite.store.digest import FileRecord
+from torchtitan_lite.store.manifest import CheckpointKind, Manifest
 from torchtitan_lite.store.store import CheckpointStore
 
 PEERS = Peers(timedelta(seconds=60))

@@ -16,7 +16,7 @@ from torchtitan_lite.checkpoint.priority import NICE
 from torchtitan_lite.checkpoint.staging import StagingArena
 from torchtitan_lite.checkpoint.writer_process import IGNORED_SIGNALS, WriterProcess
 from torchtitan_lite.errors import WriterProcessDied
-from torchtitan_lite.store.manifest import FileRecord
+from torchtitan_lite.store.digest import FileRecord
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_SECONDS = 60.0

@@ -30,9 +30,8 @@ from torchtitan_lite.store.block_writer import (
     aligned,
     write_blocks,
 )
-from torchtitan_lite.store.digest import BLOCK_BYTES
+from torchtitan_lite.store.digest import BLOCK_BYTES, FileRecord
 from torchtitan_lite.store.durable import DISK, O_DIRECT, Durable
-from torchtitan_lite.store.manifest import FileRecord
 
 DATA = random.Random(0).randbytes(4 * REQUEST_BYTES + 3)
 BORDERS = [0, 1, 511, 512, 4095, 4096, 4097, BLOCK_BYTES, REQUEST_BYTES, REQUEST_BYTES + BLOCK_BYTES]

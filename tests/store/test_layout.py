@@ -1,6 +1,7 @@
 import pytest
 
 from torchtitan_lite.store import layout
+from torchtitan_lite.store.durable import temporary_name
 
 FOREIGN = (
     "foo",
@@ -73,4 +74,4 @@ def test_names_that_other_versions_and_people_look_for_are_what_they_always_were
     assert (layout.LOCK, layout.FINDINGS) == ("writer.lock", "findings.json")
     assert (layout.step_dir(5), layout.staging_dir(5)) == ("step-5", "step-5.staging")
     assert (layout.trash_dir(5, 2), layout.replaced_dir(5, 2)) == (".trash-step-5-2", ".replaced-step-5-2")
-    assert layout.temporary("manifest.json") == ".manifest.json.tmp"
+    assert temporary_name("manifest.json") == ".manifest.json.tmp"

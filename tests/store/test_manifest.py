@@ -8,8 +8,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from torchtitan_lite.errors import CheckpointDamaged, FormatTooNew
-from torchtitan_lite.store.digest import BLOCK_BYTES, block_digest
-from torchtitan_lite.store.manifest import FORMAT_VERSION, CheckpointKind, FileRecord, Manifest, Table, seal
+from torchtitan_lite.store.digest import BLOCK_BYTES, FileRecord, block_digest
+from torchtitan_lite.store.manifest import FORMAT_VERSION, CheckpointKind, Manifest, Table, seal
 
 ADDED_LATER = ("tensors", "objects", "structure")
 MANIFEST = Manifest(

@@ -8,9 +8,9 @@ import math
 import pytest
 
 from torchtitan_lite.errors import CheckpointDamaged
-from torchtitan_lite.store.digest import BLOCK_BYTES
+from torchtitan_lite.store.digest import BLOCK_BYTES, FileRecord
 from torchtitan_lite.store.lineage import Lineage
-from torchtitan_lite.store.manifest import CheckpointKind, FileRecord, Manifest, Table, seal
+from torchtitan_lite.store.manifest import CheckpointKind, Manifest, Table, seal
 
 MANIFEST = Manifest(
     step=500,

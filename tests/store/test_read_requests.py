@@ -18,9 +18,8 @@ from torchtitan_lite import faults
 from torchtitan_lite.errors import CheckpointUnreadable
 from torchtitan_lite.store import block_reader, page_cache
 from torchtitan_lite.store.block_reader import BlockReader, DamagedRange
-from torchtitan_lite.store.digest import BLOCK_BYTES
+from torchtitan_lite.store.digest import BLOCK_BYTES, FileRecord
 from torchtitan_lite.store.durable import O_DIRECT
-from torchtitan_lite.store.manifest import FileRecord
 from torchtitan_lite.store.page_cache import look_into_cache
 from torchtitan_lite.store.read_requests import Piece
 

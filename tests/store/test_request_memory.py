@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_lite.store.block_reader import BlockReader
-from torchtitan_lite.store.manifest import FileRecord
+from torchtitan_lite.store.digest import FileRecord
 from torchtitan_lite.store.read_requests import Piece
 from torchtitan_lite.store.request_memory import HUGE_PAGE_BYTES, request_memory
 

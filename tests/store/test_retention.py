@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.store import layout
+from torchtitan_lite.store.digest import FileRecord
 from torchtitan_lite.store.lineage import Lineage
-from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, FileRecord, Manifest
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.retention import KeepAll, KeepLatest, build_retention, to_purge
 from torchtitan_lite.store.store import CheckpointStore
 

@@ -37,8 +37,9 @@ from tests.store.recording import DROPPED, Disk, Lost, Recorder, lay_out
 from torchtitan_lite.errors import LeaseLost
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.block_writer import Bounced, write_blocks
+from torchtitan_lite.store.digest import FileRecord
 from torchtitan_lite.store.lineage import Lineage, abandoned_by
-from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, FileRecord, Manifest
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.retention import KeepLatest, to_purge
 from torchtitan_lite.store.store import CheckpointStore
 

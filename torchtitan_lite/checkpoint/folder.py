@@ -17,7 +17,8 @@ from torchtitan_lite.checkpoint.contents import Contents
 from torchtitan_lite.checkpoint.safe_metadata import read_metadata
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.manifest import FileRecord, Manifest
+from torchtitan_lite.store.digest import FileRecord
+from torchtitan_lite.store.manifest import Manifest
 from torchtitan_lite.store.plain_file import sizes_of
 
 Verify = Literal["off", "size", "full"]

@@ -38,7 +38,8 @@ from torchtitan_lite.errors import CheckpointError, LeaseLost, SaveFailed
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.block_writer import Bounced, InPlace, write_blocks
-from torchtitan_lite.store.manifest import CheckpointInfo, FileRecord
+from torchtitan_lite.store.digest import FileRecord
+from torchtitan_lite.store.manifest import CheckpointInfo
 
 State = dict[str, Any]
 T = TypeVar("T")

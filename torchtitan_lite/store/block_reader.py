@@ -23,10 +23,9 @@ from pathlib import Path
 from torchtitan_lite import faults
 from torchtitan_lite.errors import CheckpointUnreadable
 from torchtitan_lite.log import logger
-from torchtitan_lite.store.digest import BLOCK_BYTES, DIGEST_BYTES, BlockDigest, block_digest
+from torchtitan_lite.store.digest import BLOCK_BYTES, DIGEST_BYTES, BlockDigest, FileRecord, block_digest
 from torchtitan_lite.store.durable import O_DIRECT
 from torchtitan_lite.store.in_threads import in_threads
-from torchtitan_lite.store.manifest import FileRecord
 from torchtitan_lite.store.page_cache import look_into_cache
 from torchtitan_lite.store.plain_file import opened
 from torchtitan_lite.store.read_requests import (

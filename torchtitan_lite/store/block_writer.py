@@ -20,10 +20,9 @@ from typing import Protocol
 
 from torchtitan_lite import faults
 from torchtitan_lite.log import logger
-from torchtitan_lite.store.digest import BLOCK_BYTES, digest_blocks
+from torchtitan_lite.store.digest import BLOCK_BYTES, FileRecord, digest_blocks
 from torchtitan_lite.store.durable import DISK, O_DIRECT, Durable
 from torchtitan_lite.store.in_threads import in_threads
-from torchtitan_lite.store.manifest import FileRecord
 from torchtitan_lite.store.request_memory import request_memory
 
 REQUEST_BYTES = 4 * BLOCK_BYTES

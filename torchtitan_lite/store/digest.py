@@ -9,6 +9,7 @@ who means it.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -42,6 +43,26 @@ def file_digest(blocks: bytes, size: int) -> str:
     state = xxhash.xxh3_128(blocks)
     state.update(size.to_bytes(8, "big"))
     return state.hexdigest()
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What is known of one file."""
+
+    size: int
+    """In bytes."""
+    blocks: bytes = b""
+    """The digests of its blocks, one after another; empty if it has none."""
+
+    @classmethod
+    def of(cls, data: bytes) -> FileRecord:
+        """The record of a file that holds `data`."""
+        return cls(len(data), digest_blocks(data))
+
+    @property
+    def digest(self) -> str:
+        """32 hexadecimal digits: the digest of the file; empty if it has none."""
+        return file_digest(self.blocks, self.size) if self.blocks else ""
 
 
 def text_digest(parts: Iterable[ReadableBuffer]) -> str:

@@ -18,8 +18,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.store import layout
-
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _NO_ALLOCATION = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
@@ -107,7 +105,7 @@ class Durable:
 
     def write_atomically(self, path: Path, data: bytes) -> None:
         """`path` holds what it held before or `data`, whole, whenever it is read; on return `data`, durably."""
-        temporary = path.with_name(layout.temporary(path.name))
+        temporary = path.with_name(temporary_name(path.name))
         self.write_file(temporary, data)
         self.replace(temporary, path)
         self.fsync_dir(path.parent)
@@ -127,6 +125,11 @@ class Durable:
         self.make_dir(path.parent)
         path.mkdir(exist_ok=True)
         self.fsync_dir(path.parent)
+
+
+def temporary_name(name: str) -> str:
+    """Name under which the next contents of the file `name` are written, in the same folder."""
+    return f".{name}.tmp"
 
 
 @functools.cache

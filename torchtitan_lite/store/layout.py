@@ -98,11 +98,6 @@ def is_data_file(name: str) -> bool:
     return _DATA_FILE.fullmatch(name) is not None
 
 
-def temporary(name: str) -> str:
-    """Name under which the next contents of the file `name` are written, in the same folder."""
-    return f".{name}.tmp"
-
-
 def _one(pattern: re.Pattern[str], name: str) -> int | None:
     match = pattern.fullmatch(name)
     return int(match[1]) if match else None

@@ -26,7 +26,7 @@ from torchtitan_lite import faults
 from torchtitan_lite.errors import FolderInUse, LeaseLost
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.durable import DISK, Durable
+from torchtitan_lite.store.durable import DISK, Durable, temporary_name
 from torchtitan_lite.store.holder import Holder
 
 HEARTBEAT_SECONDS = 2.0
@@ -233,7 +233,7 @@ class Lease:
     @contextmanager
     def _temporary(self, mine: Holder) -> Iterator[Path]:
         """The lock file of `mine`, whole, under a name that nobody else uses."""
-        path = self._path.with_name(layout.temporary(f"{layout.LOCK}.{mine.token}"))
+        path = self._path.with_name(temporary_name(f"{layout.LOCK}.{mine.token}"))
         try:
             self._durable.write_file(path, mine.to_bytes(0, self._now()))
             yield path
@@ -243,7 +243,7 @@ class Lease:
 
     def _clear_temporaries(self) -> None:
         """Nothing is left of those that were killed while they took it; those that are at it now notice."""
-        for path in self._path.parent.glob(layout.temporary(f"{layout.LOCK}.*")):
+        for path in self._path.parent.glob(temporary_name(f"{layout.LOCK}.*")):
             with suppress(FileNotFoundError):
                 self._durable.remove_file(path)
 

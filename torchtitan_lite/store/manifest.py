@@ -21,7 +21,7 @@ from typing import Any
 from torchtitan_lite.errors import CheckpointDamaged, FormatTooNew
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.described import read_description
-from torchtitan_lite.store.digest import DIGEST_BYTES, digest_blocks, file_digest, num_blocks, text_digest
+from torchtitan_lite.store.digest import DIGEST_BYTES, FileRecord, num_blocks, text_digest
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest_fields import (
     extra,
@@ -77,26 +77,6 @@ class CheckpointInfo:
     def run_id(self) -> str:
         """The run it is of."""
         return self.lineage.run_id
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """What is known of one file."""
-
-    size: int
-    """In bytes."""
-    blocks: bytes = b""
-    """The digests of its blocks, one after another (store/digest.py); empty if it has none."""
-
-    @classmethod
-    def of(cls, data: bytes) -> FileRecord:
-        """The record of a file that holds `data`."""
-        return cls(len(data), digest_blocks(data))
-
-    @property
-    def digest(self) -> str:
-        """32 hexadecimal digits: the digest of the file; empty if it has none."""
-        return file_digest(self.blocks, self.size) if self.blocks else ""
 
 
 class Table(Mapping[str, Any]):
