@@ -13,13 +13,13 @@ import torch
 
 from checkpoint_bench.contenders import Pending
 from checkpoint_bench.states import BenchState, llama_args
-from torchtitan_lite.checkpoint.collection import no_collection
 from torchtitan_lite.checkpoint.folder import Verify
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.savers import PendingSave, Saver, State, build_saver
 from torchtitan_lite.checkpoint.state.optimizer_state import Slot, by_name
 from torchtitan_lite.checkpoint.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.writer import Origin, Target
+from torchtitan_lite.collection import no_collection
 from torchtitan_lite.config.job_config import AsyncMode, Checkpoint, Job, JobConfig
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.models.llama.model import Transformer

@@ -12,9 +12,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from torchtitan_lite.checkpoint.collection import no_collection
 from torchtitan_lite.checkpoint.contents import Contents
 from torchtitan_lite.checkpoint.safe_metadata import read_metadata
+from torchtitan_lite.collection import no_collection
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.digest import FileRecord

@@ -23,12 +23,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from torchtitan_lite.checkpoint.collection import no_collection
 from torchtitan_lite.checkpoint.contents import Chunk, Item, Shape
 from torchtitan_lite.checkpoint.folder import CheckpointFolder, Verify
 from torchtitan_lite.checkpoint.regions import Source, Staged, contiguous_strides, is_inside, staged, straight, whole
 from torchtitan_lite.checkpoint.safe_load import UnsafeItem, load_item
 from torchtitan_lite.checkpoint.stock_item import Layout, locate
+from torchtitan_lite.collection import no_collection
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable, CheckpointUnsafe
 from torchtitan_lite.store.block_reader import BlockReader, DamagedRange
 from torchtitan_lite.store.digest import BLOCK_BYTES, DIGEST_BYTES

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from torchtitan_lite.checkpoint.collection import no_collection
 from torchtitan_lite.checkpoint.key_report import KeyReport
 from torchtitan_lite.checkpoint.load_rules import LoadRules, build_load_rules, unmatched_globs
 from torchtitan_lite.checkpoint.load_source import LoadSource, choose_source
@@ -29,6 +28,7 @@ from torchtitan_lite.checkpoint.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.torchtitan_states import as_ours, why_it_begins_fresh
 from torchtitan_lite.checkpoint.verify_resume import verify
 from torchtitan_lite.checkpoint.ways_out import ways_out
+from torchtitan_lite.collection import no_collection
 from torchtitan_lite.config.drift import Rule, compare
 from torchtitan_lite.config.job_config import Checkpoint, JobConfig
 from torchtitan_lite.distributed.consensus import Peers
