@@ -32,11 +32,11 @@ sys.path.insert(0, str(ROOT))  # A clone need not be installed.
 from torchtitan_lite.checkpoint.folder import CheckpointFolder  # noqa: E402  # after the line above
 from torchtitan_lite.checkpoint.stored_checkpoint import StoredCheckpoint  # noqa: E402  # as above
 from torchtitan_lite.checkpoint.train_state import TrainState  # noqa: E402  # as above
+from torchtitan_lite.disk.block_reader import BlockReader  # noqa: E402  # as above
+from torchtitan_lite.disk.digest import DIGEST_BYTES  # noqa: E402  # as above
 from torchtitan_lite.distributed.consensus import Peers  # noqa: E402  # as above
 from torchtitan_lite.errors import TorchtitanLiteError  # noqa: E402  # as above
 from torchtitan_lite.store import layout  # noqa: E402  # as above
-from torchtitan_lite.store.block_reader import BlockReader  # noqa: E402  # as above
-from torchtitan_lite.store.digest import DIGEST_BYTES  # noqa: E402  # as above
 
 ADDED_FILE = "__torchtitan.distcp"
 STEP = "train_state.step"

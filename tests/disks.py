@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan_lite.store.durable import Durable
+from torchtitan_lite.disk.durable import Durable
 
 
 class FailingDisk(Durable):

@@ -34,7 +34,7 @@ LAYERS = {
 }
 """Each part imports from lower numbers only; parts with the same number do not know one another."""
 
-WITHOUT_TORCH = ("__init__", "errors", "faults", "log", "store", "config")
+WITHOUT_TORCH = ("__init__", "errors", "faults", "log", "disk", "store", "config")
 UNKNOWN_TO_CHECKPOINT = ("models", "data", "trainer", "metrics", "optim", "parallelisms")
 TENSORBOARD = ("tensorboard", "torch.utils.tensorboard", "tensorboardX")
 COLLECTIVES = (
@@ -224,7 +224,7 @@ def _texts(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
 
 def test_only_durable_syncs_renames_and_removes_trees() -> None:
     findings = []
-    for module in modules_outside("store.durable"):
+    for module in modules_outside("disk.durable"):
         findings += [module.at(node, f"uses {used}") for node, used in module.uses() if used in DANGEROUS_ON_DISK]
         findings += [
             module.at(node, "renames a path") for node in ast.walk(module.tree) if _renames_a_path(module, node)

@@ -27,6 +27,7 @@ from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.config.manager import config_json
 from torchtitan_lite.data.dataset import VOCAB_SIZE
 from torchtitan_lite.data.loader import TokenLoader, build_dataloader, global_batch_size
+from torchtitan_lite.disk import durable
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.distributed.process_group import World, shorten_timeouts
 from torchtitan_lite.distributed.reduce import broadcast_from_first, max_over_ranks, mean_over_ranks
@@ -42,7 +43,6 @@ from torchtitan_lite.parallelisms.forward_backward import build_forward_backward
 from torchtitan_lite.parallelisms.parallelize_llama import parallelize_llama
 from torchtitan_lite.parallelisms.pipeline_llama import Stage, cut_to_stage
 from torchtitan_lite.parallelisms.plan import build_plan
-from torchtitan_lite.store import durable
 
 CONFIG_JSON = "config.json"
 

@@ -12,8 +12,8 @@ import os
 import shutil
 from pathlib import Path
 
-from torchtitan_lite.store import block_reader, block_writer
-from torchtitan_lite.store.in_threads import in_threads
+from torchtitan_lite.disk import block_reader, block_writer
+from torchtitan_lite.disk.in_threads import in_threads
 
 REQUEST_BYTES = block_writer.REQUEST_BYTES
 NAME = "raw"

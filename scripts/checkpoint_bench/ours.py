@@ -21,9 +21,10 @@ from torchtitan_lite.checkpoint.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.writer import Origin, Target
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.config.job_config import AsyncMode, Checkpoint, Job, JobConfig
+from torchtitan_lite.disk import block_writer
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.models.llama.model import Transformer
-from torchtitan_lite.store import block_writer, layout
+from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.store import CheckpointStore

@@ -28,8 +28,8 @@ from torchtitan_lite.checkpoint.save_plan import _Answers
 from torchtitan_lite.checkpoint.stored_checkpoint import _regions
 from torchtitan_lite.checkpoint.writer import RankFile
 from torchtitan_lite.collection import no_collection
+from torchtitan_lite.disk.digest import DIGEST_BYTES, FileRecord, num_blocks
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.digest import DIGEST_BYTES, FileRecord, num_blocks
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest, Table
 

@@ -11,8 +11,8 @@ from tests.checkpoint.small_run import Lent
 from torchtitan_lite.checkpoint.savers import PendingSave, State, ThreadSaver, write_in_place
 from torchtitan_lite.checkpoint.staging import Staged
 from torchtitan_lite.checkpoint.writer import Target
+from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.distributed.consensus import Peers
-from torchtitan_lite.store.digest import FileRecord
 
 
 class SlowDisk:

@@ -16,10 +16,10 @@ from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.fallback import Candidates
 from torchtitan_lite.checkpoint.load_source import LoadSource
 from torchtitan_lite.config.job_config import Checkpoint
+from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import AllCheckpointsDamaged, CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.digest import FileRecord
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest
 from torchtitan_lite.store.store import CheckpointStore

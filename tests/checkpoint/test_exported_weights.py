@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.small_run import same
 from tests.store.crashing import Crash, Cut, contents
+from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.digest import FileRecord
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest
 from torchtitan_lite.store.store import CheckpointStore

@@ -12,8 +12,8 @@ import torch
 
 from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.small_run import SmallRun
+from torchtitan_lite.disk.digest import BLOCK_BYTES
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.digest import BLOCK_BYTES
 from torchtitan_lite.store.manifest import Manifest
 
 FLIPS = 50

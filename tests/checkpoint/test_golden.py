@@ -22,9 +22,9 @@ from tests.checkpoint import golden_run
 from tests.checkpoint.golden_run import BUFFERS, GOLDEN, PARAMETERS, STEP, WRITERS, GoldenRun, expected
 from tests.checkpoint.small_run import same
 from tests.ranks import Ranks
+from torchtitan_lite.disk.block_writer import Bounced, write_blocks
+from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import AllCheckpointsDamaged
-from torchtitan_lite.store.block_writer import Bounced, write_blocks
-from torchtitan_lite.store.digest import FileRecord
 from torchtitan_lite.store.manifest import FORMAT_VERSION, Manifest
 from torchtitan_lite.store.store import CheckpointStore
 

@@ -19,9 +19,9 @@ from torchtitan_lite.checkpoint.in_flight import InFlight
 from torchtitan_lite.checkpoint.savers import PendingSave, State, SyncSaver
 from torchtitan_lite.checkpoint.upkeep import Upkeep
 from torchtitan_lite.checkpoint.writer import Target
+from torchtitan_lite.disk.durable import DISK, Durable
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import LeaseLost, SaveFailed
-from torchtitan_lite.store.durable import DISK, Durable
 from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.retention import KeepAll, KeepLatest, RetentionPolicy
 from torchtitan_lite.store.store import CheckpointStore

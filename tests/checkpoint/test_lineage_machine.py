@@ -26,9 +26,9 @@ from tests.store.crashing import NEVER, Contents, Crash, Cut, contents, steps_of
 from torchtitan_lite.checkpoint.load_source import LoadSource, choose_source, new_run
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.data.loader import TokenLoader
+from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import CheckpointNotFound
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.digest import FileRecord
 from torchtitan_lite.store.lineage import Lineage, abandoned_by
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest
 from torchtitan_lite.store.retention import KeepLatest, to_purge

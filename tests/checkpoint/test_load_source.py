@@ -9,8 +9,8 @@ import pytest
 
 from torchtitan_lite.checkpoint.load_source import LoadSource, choose_source, new_run
 from torchtitan_lite.config.job_config import Checkpoint
+from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import CheckpointMismatch, CheckpointNotFound
-from torchtitan_lite.store.digest import FileRecord
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest
 from torchtitan_lite.store.store import CheckpointStore

@@ -18,7 +18,7 @@ SAVER = """
 import sys
 from pathlib import Path
 from torchtitan_lite.checkpoint.staging import StagingArena
-from torchtitan_lite.checkpoint.writer_process import WriterProcess
+from torchtitan_lite.disk.writer_process import WriterProcess
 
 arena = StagingArena(4096, pin=False)
 arena.memory[:5] = b"hello"
@@ -173,7 +173,7 @@ def test_of_two_managers_in_one_process_both_save_and_leave_for_a_signal(tmp_pat
 LEFT = """
 import atexit, logging, threading
 from torchtitan_lite.log import logger, setup
-from torchtitan_lite.store.durable import Durable
+from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.store.store import CheckpointStore
 setup(0)
 logger.setLevel(logging.WARNING)
@@ -223,7 +223,7 @@ ALONE = """
 import logging
 import torch.distributed as dist
 from torchtitan_lite.log import logger, setup
-from torchtitan_lite.store.durable import Durable
+from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.store.store import CheckpointStore
 rank = int(os.environ["RANK"])
 setup(0)

@@ -14,10 +14,10 @@ from torchtitan_lite.checkpoint import reader
 from torchtitan_lite.checkpoint.folder import CheckpointFolder
 from torchtitan_lite.checkpoint.reader import CheckpointReader, Region, Wanted
 from torchtitan_lite.checkpoint.torch_item import object_item
+from torchtitan_lite.disk.block_reader import BlockReader
+from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
+from torchtitan_lite.disk.read_requests import Piece
 from torchtitan_lite.errors import CheckpointDamaged
-from torchtitan_lite.store.block_reader import BlockReader
-from torchtitan_lite.store.digest import BLOCK_BYTES, FileRecord
-from torchtitan_lite.store.read_requests import Piece
 
 DATA = "__0_0.distcp"
 PLACES = {

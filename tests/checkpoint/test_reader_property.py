@@ -40,9 +40,9 @@ from tests.examples import examples
 from torchtitan_lite.checkpoint import reader, regions
 from torchtitan_lite.checkpoint.reader import CheckpointReader
 from torchtitan_lite.checkpoint.stored_checkpoint import StoredCheckpoint
+from torchtitan_lite.disk.block_reader import BlockReader
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import CheckpointDamaged
-from torchtitan_lite.store.block_reader import BlockReader
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -15,7 +15,7 @@ from tests.checkpoint.tiny_run import TinyRun, differing
 from tests.ranks import on_two_ranks
 from tests.store.refusals import told
 from torchtitan_lite import faults
-from torchtitan_lite.store.durable import O_DIRECT
+from torchtitan_lite.disk.durable import O_DIRECT
 from torchtitan_lite.store.manifest import Manifest
 
 pytestmark = pytest.mark.skipif(not O_DIRECT, reason="the system has no direct I/O")

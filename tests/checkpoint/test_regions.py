@@ -11,7 +11,7 @@ from torch import Tensor
 from torchtitan_lite.checkpoint import regions
 from torchtitan_lite.checkpoint.contents import Chunk, Item
 from torchtitan_lite.checkpoint.regions import Source, contiguous_strides, staged, straight, whole
-from torchtitan_lite.store.read_requests import GAP_BYTES, Piece
+from torchtitan_lite.disk.read_requests import GAP_BYTES, Piece
 
 FLOAT = torch.float32
 LONG_RUN_BYTES = 16 << 10

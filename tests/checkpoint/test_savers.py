@@ -21,9 +21,9 @@ from torchtitan_lite.checkpoint.file_image import FileImage, FileLayout
 from torchtitan_lite.checkpoint.savers import PendingSave, ProcessSaver, Saver, SyncSaver, ThreadSaver, build_saver
 from torchtitan_lite.checkpoint.staging import HostCopier, Stager
 from torchtitan_lite.config.job_config import Checkpoint
+from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import SaveFailed
-from torchtitan_lite.store.durable import Durable
 from torchtitan_lite.store.store import CheckpointStore
 
 PEERS = Peers(timedelta(seconds=60))
@@ -201,7 +201,7 @@ from torchtitan_lite.checkpoint.file_image import FileImage, FileLayout
 from torchtitan_lite.checkpoint.savers import ThreadSaver
 from torchtitan_lite.checkpoint.staging import HostCopier, Stager
 from torchtitan_lite.distributed.consensus import Peers
-from torchtitan_lite.store.durable import Durable
+from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.store.store import CheckpointStore
 
 class Held(Durable):

@@ -17,7 +17,7 @@ from tests.checkpoint import wrappers_of_2024
 from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.damage import flip
 from tests.checkpoint.small_run import SmallRun, Tiny, same
-from torchtitan_lite.store.block_reader import DamagedRange
+from torchtitan_lite.disk.block_reader import DamagedRange
 
 
 class Theirs:

@@ -17,7 +17,7 @@ from tests.forked import run_script
 from tests.resharding.jobs import TOPOLOGIES
 from torchtitan_lite.config.drift import ALLOWED_BY_EXCLUSION, IGNORED, REFUSED, WARNED, Rule, rule_of
 from torchtitan_lite.config.keys import KEYS, SECTIONS, meaning_of
-from torchtitan_lite.store.digest import FileRecord
+from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest
 
 ROOT = Path(__file__).parents[2]

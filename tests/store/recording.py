@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from torchtitan_lite.store.durable import Durable
+from torchtitan_lite.disk.durable import Durable
 
 NEVER = 10**9
 Leaf = bytes | Path | None

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.store.crashing import Contents, Crash, Cut, contents, steps_of
-from torchtitan_lite.store.digest import FileRecord
+from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.store import CheckpointStore
 

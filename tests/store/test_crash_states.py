@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from tests.store.recording import Contents, Disk, Event, Lost, Recorder, Renaming, Sync, Tree, lay_out
+from torchtitan_lite.disk.block_writer import Bounced, write_blocks
+from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.block_writer import Bounced, write_blocks
-from torchtitan_lite.store.digest import FileRecord
-from torchtitan_lite.store.durable import Durable
 from torchtitan_lite.store.lineage import Lineage, abandoned_by
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest
 from torchtitan_lite.store.store import CheckpointStore

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from torchtitan_lite import faults
+from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, SaveFailed
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.described import DESCRIPTION_BYTES
-from torchtitan_lite.store.digest import FileRecord
 from torchtitan_lite.store.lineage import MAX_ABANDONED, Lineage
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.store import CheckpointStore

@@ -1,7 +1,7 @@
 import pytest
 
+from torchtitan_lite.disk.durable import temporary_name
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.durable import temporary_name
 
 FOREIGN = (
     "foo",

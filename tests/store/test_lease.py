@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from tests.store.crashing import Crash, Cut
+from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.errors import FolderInUse, LeaseLost
-from torchtitan_lite.store.durable import Durable
 from torchtitan_lite.store.holder import Holder
 from torchtitan_lite.store.lease import Lease
 from torchtitan_lite.store.store import CheckpointStore

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.store.crashing import Contents, Cut, contents
+from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import CheckpointNotFound
-from torchtitan_lite.store.digest import FileRecord
 from torchtitan_lite.store.lineage import Lineage, abandoned_by, without_abandoned
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest
 from torchtitan_lite.store.store import CheckpointStore

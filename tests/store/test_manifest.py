@@ -7,8 +7,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord, block_digest
 from torchtitan_lite.errors import CheckpointDamaged, FormatTooNew
-from torchtitan_lite.store.digest import BLOCK_BYTES, FileRecord, block_digest
 from torchtitan_lite.store.manifest import FORMAT_VERSION, CheckpointKind, Manifest, Table, seal
 
 ADDED_LATER = ("tensors", "objects", "structure")

@@ -7,8 +7,8 @@ import math
 
 import pytest
 
+from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
 from torchtitan_lite.errors import CheckpointDamaged
-from torchtitan_lite.store.digest import BLOCK_BYTES, FileRecord
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest, Table, seal
 

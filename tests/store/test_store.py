@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.disks import FailingDisk
+from torchtitan_lite.disk import durable
+from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, FormatTooNew, SaveFailed
-from torchtitan_lite.store import durable
-from torchtitan_lite.store.digest import FileRecord
-from torchtitan_lite.store.durable import Durable
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest, seal
 from torchtitan_lite.store.store import CheckpointStore, free_bytes

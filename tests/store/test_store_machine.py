@@ -34,10 +34,10 @@ from hypothesis.stateful import (
 
 from tests.store.crashing import Crash
 from tests.store.recording import DROPPED, Disk, Lost, Recorder, lay_out
+from torchtitan_lite.disk.block_writer import Bounced, write_blocks
+from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import LeaseLost
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.block_writer import Bounced, write_blocks
-from torchtitan_lite.store.digest import FileRecord
 from torchtitan_lite.store.lineage import Lineage, abandoned_by
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.retention import KeepLatest, to_purge

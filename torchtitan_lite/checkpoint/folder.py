@@ -15,11 +15,11 @@ from typing import Literal
 from torchtitan_lite.checkpoint.contents import Contents
 from torchtitan_lite.checkpoint.safe_metadata import read_metadata
 from torchtitan_lite.collection import no_collection
+from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.disk.plain_file import sizes_of
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.digest import FileRecord
 from torchtitan_lite.store.manifest import Manifest
-from torchtitan_lite.store.plain_file import sizes_of
 
 Verify = Literal["off", "size", "full"]
 """What is compared with the manifest: nothing; the files' sizes; these and every byte that is read."""

@@ -23,7 +23,6 @@ from torchtitan_lite.checkpoint import arguments
 from torchtitan_lite.checkpoint.departure import Departure
 from torchtitan_lite.checkpoint.ending import Ended, ended_run, export_of
 from torchtitan_lite.checkpoint.first_save import FirstSave
-from torchtitan_lite.checkpoint.forks import forget_in_children
 from torchtitan_lite.checkpoint.in_flight import build_in_flight
 from torchtitan_lite.checkpoint.interval import SavePolicy, Tick, build_save_policy, build_skips_when_busy, split
 from torchtitan_lite.checkpoint.load_source import LoadSource, new_run, newest_step
@@ -41,6 +40,7 @@ from torchtitan_lite.checkpoint.stateful import Stateful
 from torchtitan_lite.checkpoint.upkeep import OnEvent, build_upkeep
 from torchtitan_lite.checkpoint.writer import Origin
 from torchtitan_lite.config.job_config import JobConfig
+from torchtitan_lite.disk.forks import forget_in_children
 from torchtitan_lite.distributed.consensus import Facts, Peers, StepConsensus
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.retention import RetentionPolicy, build_retention

@@ -29,11 +29,11 @@ from torchtitan_lite.checkpoint.regions import Source, Staged, contiguous_stride
 from torchtitan_lite.checkpoint.safe_load import UnsafeItem, load_item
 from torchtitan_lite.checkpoint.stock_item import Layout, locate
 from torchtitan_lite.collection import no_collection
+from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
+from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES
+from torchtitan_lite.disk.plain_file import opened
+from torchtitan_lite.disk.read_requests import Piece
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable, CheckpointUnsafe
-from torchtitan_lite.store.block_reader import BlockReader, DamagedRange
-from torchtitan_lite.store.digest import BLOCK_BYTES, DIGEST_BYTES
-from torchtitan_lite.store.plain_file import opened
-from torchtitan_lite.store.read_requests import Piece
 
 BATCH_BYTES = 24 << 20
 """Memory of all that is read somewhere else first, at a time."""

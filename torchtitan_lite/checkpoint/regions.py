@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from torchtitan_lite.checkpoint.contents import Chunk, Shape
-from torchtitan_lite.store.read_requests import GAP_BYTES, Piece
+from torchtitan_lite.disk.read_requests import GAP_BYTES, Piece
 
 STAGED_BYTES = 8 << 20
 """Memory that one part on its way takes at most (more only if a single element is larger)."""

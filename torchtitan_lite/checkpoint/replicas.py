@@ -19,9 +19,9 @@ import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
 from torchtitan_lite.checkpoint.shards import Part, parts_of
+from torchtitan_lite.disk.digest import text_digest
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.log import logger
-from torchtitan_lite.store.digest import text_digest
 
 SHOWN = 4
 """Keys that a warning names; the rest is a count."""

@@ -26,19 +26,19 @@ from torchtitan_lite.checkpoint import dcp
 from torchtitan_lite.checkpoint.agreed_planner import AgreedPlanner
 from torchtitan_lite.checkpoint.file_image import FileImage
 from torchtitan_lite.checkpoint.object_items import ObjectItems
-from torchtitan_lite.checkpoint.priority import give_way
 from torchtitan_lite.checkpoint.save_plan import PlanCache, Planned
 from torchtitan_lite.checkpoint.staging import Staged, Stager, build_stager
 from torchtitan_lite.checkpoint.staging_watch import DO_NOT_WATCH, StagingWatch, build_staging_watch
 from torchtitan_lite.checkpoint.writer import CommittingWriter, RankContent, Target
-from torchtitan_lite.checkpoint.writer_process import WriterProcess
 from torchtitan_lite.config.job_config import Checkpoint
+from torchtitan_lite.disk.block_writer import Bounced, InPlace, write_blocks
+from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.disk.priority import give_way
+from torchtitan_lite.disk.writer_process import WriterProcess
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import CheckpointError, LeaseLost, SaveFailed
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.block_writer import Bounced, InPlace, write_blocks
-from torchtitan_lite.store.digest import FileRecord
 from torchtitan_lite.store.manifest import CheckpointInfo
 
 State = dict[str, Any]

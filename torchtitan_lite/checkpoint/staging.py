@@ -23,8 +23,8 @@ from typing import Any, Protocol
 import torch
 
 from torchtitan_lite.checkpoint.file_image import FileImage, FileLayout, Place, copy_bytes
+from torchtitan_lite.disk.in_threads import in_threads
 from torchtitan_lite.log import logger
-from torchtitan_lite.store.in_threads import in_threads
 
 THREADS = 2
 """One core copies about half as fast as the memory can."""

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torchtitan_lite import faults
-from torchtitan_lite.checkpoint.background import Background
 from torchtitan_lite.config.job_config import Checkpoint
+from torchtitan_lite.disk.background import Background
 from torchtitan_lite.errors import CheckpointUnreadable, LeaseLost
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind

@@ -28,9 +28,9 @@ from torchtitan_lite.checkpoint.description import PlacedObject
 from torchtitan_lite.checkpoint.nan_check import names_with_nan
 from torchtitan_lite.checkpoint.save_plan import RankPlan
 from torchtitan_lite.checkpoint.tensor_digest import Digest, digest_chunk, finish
+from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.digest import FileRecord
 from torchtitan_lite.store.lineage import Lineage, abandoned_by
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.manifest_fields import NAN_IN

@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.disk import durable
 from torchtitan_lite.log import logger
-from torchtitan_lite.store import durable
 
 
 class JsonLines:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from torchtitan_lite.disk.plain_file import opened
 from torchtitan_lite.errors import CheckpointUnsafe
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.plain_file import opened
 
 DESCRIPTION_BYTES = 512 << 10
 """Of `manifest.json` or `.metadata`, whatever the data. In memory JSON takes up to 30 times as much, a pickle 72."""

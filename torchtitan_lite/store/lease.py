@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from torchtitan_lite import faults
+from torchtitan_lite.disk.durable import DISK, Durable, temporary_name
 from torchtitan_lite.errors import FolderInUse, LeaseLost
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.durable import DISK, Durable, temporary_name
 from torchtitan_lite.store.holder import Holder
 
 HEARTBEAT_SECONDS = 2.0

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.disk.digest import DIGEST_BYTES, FileRecord, num_blocks, text_digest
 from torchtitan_lite.errors import CheckpointDamaged, FormatTooNew
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.described import read_description
-from torchtitan_lite.store.digest import DIGEST_BYTES, FileRecord, num_blocks, text_digest
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest_fields import (
     extra,

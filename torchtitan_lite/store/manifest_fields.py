@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any, NoReturn, TypeVar
 
-from torchtitan_lite.store.plain_file import is_plain_name
+from torchtitan_lite.disk.plain_file import is_plain_name
 
 NAN_IN = "nan_in"
 """In `extra`: the keys of weights in which NaN was seen when they were saved; not there if none was."""

@@ -20,6 +20,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from torchtitan_lite import faults
+from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.disk.durable import DISK, Durable, naming
+from torchtitan_lite.disk.plain_file import size_finding
 from torchtitan_lite.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -29,13 +32,10 @@ from torchtitan_lite.errors import (
 from torchtitan_lite.log import logger, readable_bytes
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.described import allowed_description_bytes
-from torchtitan_lite.store.digest import FileRecord
-from torchtitan_lite.store.durable import DISK, Durable, naming
 from torchtitan_lite.store.known_manifests import KnownManifests, describe
 from torchtitan_lite.store.lineage import MAX_ABANDONED, Lineage, without_abandoned
 from torchtitan_lite.store.listing import Listing, is_folder, is_unmanaged
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
-from torchtitan_lite.store.plain_file import size_finding
 
 
 def free_bytes(folder: Path) -> int:

@@ -17,12 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from torchtitan_lite import faults
+from torchtitan_lite.disk import block_reader
+from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
+from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
+from torchtitan_lite.disk.durable import O_DIRECT
+from torchtitan_lite.disk.read_requests import REQUEST_BYTES, Piece
 from torchtitan_lite.errors import CheckpointUnreadable, CheckpointUnsafe
-from torchtitan_lite.store import block_reader
-from torchtitan_lite.store.block_reader import BlockReader, DamagedRange
-from torchtitan_lite.store.digest import BLOCK_BYTES, FileRecord
-from torchtitan_lite.store.durable import O_DIRECT
-from torchtitan_lite.store.read_requests import REQUEST_BYTES, Piece
 
 SIZE = 2 * REQUEST_BYTES + BLOCK_BYTES + 12345
 

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Protocol
 
 from torchtitan_lite import faults
+from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord, digest_blocks
+from torchtitan_lite.disk.durable import DISK, O_DIRECT, Durable
+from torchtitan_lite.disk.in_threads import in_threads
+from torchtitan_lite.disk.request_memory import request_memory
 from torchtitan_lite.log import logger
-from torchtitan_lite.store.digest import BLOCK_BYTES, FileRecord, digest_blocks
-from torchtitan_lite.store.durable import DISK, O_DIRECT, Durable
-from torchtitan_lite.store.in_threads import in_threads
-from torchtitan_lite.store.request_memory import request_memory
 
 REQUEST_BYTES = 4 * BLOCK_BYTES
 """Of one write. Larger ones are no faster; each thread holds a bounce buffer of this size."""

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_lite.disk.plain_file import is_plain_name, opened, read_plain, sizes_of
 from torchtitan_lite.errors import CheckpointUnsafe
-from torchtitan_lite.store.plain_file import is_plain_name, opened, read_plain, sizes_of
 
 
 def test_the_sizes_of_those_files_that_are_there_are_told(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.store import durable
+from torchtitan_lite.disk import durable
 
 
 def names(folder: Path) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchtitan_lite.store.digest import (
+from torchtitan_lite.disk.digest import (
     BLOCK_BYTES,
     DIGEST_BYTES,
     BlockDigest,

@@ -21,14 +21,12 @@ from functools import cache
 from pathlib import Path
 
 from torchtitan_lite import faults
-from torchtitan_lite.errors import CheckpointUnreadable
-from torchtitan_lite.log import logger
-from torchtitan_lite.store.digest import BLOCK_BYTES, DIGEST_BYTES, BlockDigest, FileRecord, block_digest
-from torchtitan_lite.store.durable import O_DIRECT
-from torchtitan_lite.store.in_threads import in_threads
-from torchtitan_lite.store.page_cache import look_into_cache
-from torchtitan_lite.store.plain_file import opened
-from torchtitan_lite.store.read_requests import (
+from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, BlockDigest, FileRecord, block_digest
+from torchtitan_lite.disk.durable import O_DIRECT
+from torchtitan_lite.disk.in_threads import in_threads
+from torchtitan_lite.disk.page_cache import look_into_cache
+from torchtitan_lite.disk.plain_file import opened
+from torchtitan_lite.disk.read_requests import (
     REQUEST_BYTES,
     Piece,
     Segment,
@@ -38,7 +36,9 @@ from torchtitan_lite.store.read_requests import (
     portions,
     segments,
 )
-from torchtitan_lite.store.request_memory import request_memory
+from torchtitan_lite.disk.request_memory import request_memory
+from torchtitan_lite.errors import CheckpointUnreadable
+from torchtitan_lite.log import logger
 
 ALIGNMENT = 4096
 """Bytes. Direct I/O wants memory, offset and length to be multiples of the disk's sector, 512 or 4096."""

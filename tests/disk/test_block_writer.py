@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tests.disks import FailingDisk
 from tests.store.refusals import told
 from torchtitan_lite import faults
-from torchtitan_lite.store.block_writer import (
+from torchtitan_lite.disk.block_writer import (
     ALIGNMENT,
     REQUEST_BYTES,
     Bounced,
@@ -30,8 +30,8 @@ from torchtitan_lite.store.block_writer import (
     aligned,
     write_blocks,
 )
-from torchtitan_lite.store.digest import BLOCK_BYTES, FileRecord
-from torchtitan_lite.store.durable import DISK, O_DIRECT, Durable
+from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
+from torchtitan_lite.disk.durable import DISK, O_DIRECT, Durable
 
 DATA = random.Random(0).randbytes(4 * REQUEST_BYTES + 3)
 BORDERS = [0, 1, 511, 512, 4095, 4096, 4097, BLOCK_BYTES, REQUEST_BYTES, REQUEST_BYTES + BLOCK_BYTES]

@@ -30,11 +30,11 @@ from pathlib import Path
 from typing import Protocol
 
 from torchtitan_lite import faults, log
-from torchtitan_lite.checkpoint.forks import forget_in_children
-from torchtitan_lite.checkpoint.priority import give_way
+from torchtitan_lite.disk.block_writer import InPlace, write_blocks
+from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.disk.forks import forget_in_children
+from torchtitan_lite.disk.priority import give_way
 from torchtitan_lite.errors import WriterProcessDied
-from torchtitan_lite.store.block_writer import InPlace, write_blocks
-from torchtitan_lite.store.digest import FileRecord
 
 IGNORED_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
 """What a scheduler or a launcher sends to process groups, besides what the trainer itself leaves for."""

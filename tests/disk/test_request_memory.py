@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.store.block_reader import BlockReader
-from torchtitan_lite.store.digest import FileRecord
-from torchtitan_lite.store.read_requests import Piece
-from torchtitan_lite.store.request_memory import HUGE_PAGE_BYTES, request_memory
+from torchtitan_lite.disk.block_reader import BlockReader
+from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.disk.read_requests import Piece
+from torchtitan_lite.disk.request_memory import HUGE_PAGE_BYTES, request_memory
 
 
 @pytest.mark.parametrize("num_bytes", [1, 4096, HUGE_PAGE_BYTES, 2 * HUGE_PAGE_BYTES + 8192])

@@ -15,13 +15,13 @@ from typing import NamedTuple
 import pytest
 
 from torchtitan_lite import faults
+from torchtitan_lite.disk import block_reader, page_cache
+from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
+from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
+from torchtitan_lite.disk.durable import O_DIRECT
+from torchtitan_lite.disk.page_cache import look_into_cache
+from torchtitan_lite.disk.read_requests import Piece
 from torchtitan_lite.errors import CheckpointUnreadable
-from torchtitan_lite.store import block_reader, page_cache
-from torchtitan_lite.store.block_reader import BlockReader, DamagedRange
-from torchtitan_lite.store.digest import BLOCK_BYTES, FileRecord
-from torchtitan_lite.store.durable import O_DIRECT
-from torchtitan_lite.store.page_cache import look_into_cache
-from torchtitan_lite.store.read_requests import Piece
 
 SIZE = 6 * BLOCK_BYTES + 777
 PREADV = os.preadv

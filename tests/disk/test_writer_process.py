@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.checkpoint.priority import NICE
 from torchtitan_lite.checkpoint.staging import StagingArena
-from torchtitan_lite.checkpoint.writer_process import IGNORED_SIGNALS, WriterProcess
+from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.disk.priority import NICE
+from torchtitan_lite.disk.writer_process import IGNORED_SIGNALS, WriterProcess
 from torchtitan_lite.errors import WriterProcessDied
-from torchtitan_lite.store.digest import FileRecord
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_SECONDS = 60.0
@@ -179,7 +179,7 @@ def test_closing_one_that_was_never_started_is_nothing() -> None:
 
 PARENT = """
 import sys, time
-from torchtitan_lite.checkpoint.writer_process import WriterProcess
+from torchtitan_lite.disk.writer_process import WriterProcess
 process = WriterProcess(timeout_seconds=60)
 process.start()
 print(process.pid, flush=True)

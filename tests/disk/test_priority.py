@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from tests.checkpoint.small_run import target
-from torchtitan_lite.checkpoint.priority import NICE, give_way
 from torchtitan_lite.checkpoint.savers import ThreadSaver, write_in_place
 from torchtitan_lite.checkpoint.staging import Staged
 from torchtitan_lite.checkpoint.writer import Target
+from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.disk.priority import NICE, give_way
 from torchtitan_lite.distributed.consensus import Peers
-from torchtitan_lite.store.digest import FileRecord
 from torchtitan_lite.store.store import CheckpointStore
 
 IOPRIO_GET = {"x86_64": 252, "aarch64": 31}

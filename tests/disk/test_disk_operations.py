@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from torchtitan_lite import faults
-from torchtitan_lite.store import durable
-from torchtitan_lite.store.block_writer import Bounced, write_blocks
-from torchtitan_lite.store.durable import Durable
+from torchtitan_lite.disk import durable
+from torchtitan_lite.disk.block_writer import Bounced, write_blocks
+from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.store.holder import Holder
 
 ZEROS = Bounced(5000, lambda buffer, begin, end: None)

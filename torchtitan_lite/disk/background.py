@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable
 
-from torchtitan_lite.checkpoint.priority import give_way
+from torchtitan_lite.disk.priority import give_way
 from torchtitan_lite.log import logger
 
 

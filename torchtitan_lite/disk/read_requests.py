@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from torchtitan_lite.store.digest import BLOCK_BYTES
+from torchtitan_lite.disk.digest import BLOCK_BYTES
 
 REQUEST_BYTES = 4 * BLOCK_BYTES
 """The largest read; a whole number of blocks."""

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.store.block_writer import ALIGNMENT, Bounced, InPlace, write_blocks
-from torchtitan_lite.store.digest import FileRecord
-from torchtitan_lite.store.durable import Durable
+from torchtitan_lite.disk.block_writer import ALIGNMENT, Bounced, InPlace, write_blocks
+from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.store.lease import Lease
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.store import CheckpointStore
