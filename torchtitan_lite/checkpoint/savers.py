@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lite import faults
-from torchtitan_lite.checkpoint import dcp
 from torchtitan_lite.checkpoint.agreed_planner import AgreedPlanner
 from torchtitan_lite.checkpoint.file_image import FileImage
 from torchtitan_lite.checkpoint.object_items import ObjectItems
@@ -35,6 +34,7 @@ from torchtitan_lite.disk.block_writer import Bounced, InPlace, write_blocks
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.priority import give_way
 from torchtitan_lite.disk.writer_process import WriterProcess
+from torchtitan_lite.distributed import dcp
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import CheckpointError, LeaseLost, SaveFailed
 from torchtitan_lite.log import logger

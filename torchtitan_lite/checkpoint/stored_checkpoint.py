@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.checkpoint import dcp
 from torchtitan_lite.checkpoint.contents import Chunk, Contents, Shape, StoredTensor
 from torchtitan_lite.checkpoint.folder import CheckpointFolder, Verify
 from torchtitan_lite.checkpoint.key_report import KeyReport, TensorLike, compare_tensors, merged
@@ -34,6 +33,7 @@ from torchtitan_lite.checkpoint.stored_model import StoredModel
 from torchtitan_lite.checkpoint.stored_optimizer import StoredOptimizer
 from torchtitan_lite.checkpoint.structure import find, rebuild, without
 from torchtitan_lite.collection import no_collection
+from torchtitan_lite.distributed import dcp
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch
 from torchtitan_lite.log import logger

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torchtitan_lite.checkpoint import dcp
+from torchtitan_lite.distributed import dcp
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, LeaseLost, SaveFailed
 
 DAMAGED = CheckpointDamaged("step-4", "a byte is wrong")
