@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.conftest import StartRun
-from torchtitan_lite.checkpoint.upkeep import Upkeep
 from torchtitan_lite.disk.background import Background
 from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.errors import LeaseLost
+from torchtitan_lite.store.housekeeping import Upkeep
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest
 from torchtitan_lite.store.retention import KeepLatest
 from torchtitan_lite.store.store import CheckpointStore

@@ -17,11 +17,11 @@ from tests.checkpoint.small_run import ORIGIN, Clock, Events
 from tests.disks import FailingDisk
 from torchtitan_lite.checkpoint.in_flight import InFlight
 from torchtitan_lite.checkpoint.savers import PendingSave, State, SyncSaver
-from torchtitan_lite.checkpoint.upkeep import Upkeep
 from torchtitan_lite.checkpoint.writer import Target
 from torchtitan_lite.disk.durable import DISK, Durable
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import LeaseLost, SaveFailed
+from torchtitan_lite.store.housekeeping import Upkeep
 from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.retention import KeepAll, KeepLatest, RetentionPolicy
 from torchtitan_lite.store.store import CheckpointStore

@@ -11,9 +11,9 @@ from torchtitan_lite.checkpoint.in_flight import InFlight
 from torchtitan_lite.checkpoint.leaving import Leaving, how_to_leave
 from torchtitan_lite.checkpoint.preemption import PreemptionWatch
 from torchtitan_lite.checkpoint.run_saves import RunSaves
-from torchtitan_lite.checkpoint.upkeep import OnEvent
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.log import logger
+from torchtitan_lite.store.housekeeping import OnEvent
 
 
 class Departure:

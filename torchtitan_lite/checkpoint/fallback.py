@@ -16,7 +16,6 @@ from pathlib import Path
 
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.load_source import LoadSource, choose_source
-from torchtitan_lite.checkpoint.upkeep import OnEvent
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import (
@@ -28,6 +27,7 @@ from torchtitan_lite.errors import (
 )
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
+from torchtitan_lite.store.housekeeping import OnEvent
 from torchtitan_lite.store.known_manifests import damage_in
 from torchtitan_lite.store.store import CheckpointStore
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.savers import PendingSave, Saver, State
-from torchtitan_lite.checkpoint.upkeep import OnEvent, Upkeep
 from torchtitan_lite.checkpoint.writer import Origin, Target, free
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.at_exit import end_at_exit, is_finished
@@ -24,6 +23,7 @@ from torchtitan_lite.disk.forks import forget_in_children
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import LeaseLost, SaveFailed
 from torchtitan_lite.log import logger, readable_bytes
+from torchtitan_lite.store.housekeeping import OnEvent, Upkeep
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 from torchtitan_lite.store.store import CheckpointStore
 

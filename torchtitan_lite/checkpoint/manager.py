@@ -29,7 +29,6 @@ from torchtitan_lite.checkpoint.load_source import LoadSource, new_run, newest_s
 from torchtitan_lite.checkpoint.preemption import PreemptionWatch
 from torchtitan_lite.checkpoint.replicas import build_replicas
 from torchtitan_lite.checkpoint.resume_report import ResumeReport
-from torchtitan_lite.checkpoint.run_folders import RunFolders
 from torchtitan_lite.checkpoint.run_load import RunLoad
 from torchtitan_lite.checkpoint.run_saves import RunSaves
 from torchtitan_lite.checkpoint.run_state import RunState
@@ -37,13 +36,14 @@ from torchtitan_lite.checkpoint.save_plan import PlanCache
 from torchtitan_lite.checkpoint.savers import Saver, SyncSaver, build_saver
 from torchtitan_lite.checkpoint.staging_guard import StagingGuard
 from torchtitan_lite.checkpoint.stateful import Stateful
-from torchtitan_lite.checkpoint.upkeep import OnEvent, build_upkeep
 from torchtitan_lite.checkpoint.writer import Origin
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.disk.forks import forget_in_children
 from torchtitan_lite.distributed.consensus import Facts, Peers, StepConsensus
 from torchtitan_lite.log import logger
+from torchtitan_lite.store.housekeeping import OnEvent, build_upkeep
 from torchtitan_lite.store.retention import RetentionPolicy, build_retention
+from torchtitan_lite.store.run_folders import RunFolders
 from torchtitan_lite.store.store import CheckpointStore
 
 

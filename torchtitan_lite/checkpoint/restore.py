@@ -20,7 +20,6 @@ from torchtitan_lite.checkpoint.load_rules import LoadRules, build_load_rules, u
 from torchtitan_lite.checkpoint.load_source import LoadSource, choose_source
 from torchtitan_lite.checkpoint.resume_report import ResumeReport
 from torchtitan_lite.checkpoint.rng import RNG, RngState
-from torchtitan_lite.checkpoint.run_folders import usable
 from torchtitan_lite.checkpoint.state.model import tensors_of
 from torchtitan_lite.checkpoint.state.optimizer_state import Slot
 from torchtitan_lite.checkpoint.stateful import ModelWrapper, OptimizerWrapper, Stateful
@@ -34,6 +33,7 @@ from torchtitan_lite.config.job_config import Checkpoint, JobConfig
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable, CheckpointUnsafe
 from torchtitan_lite.log import logger
+from torchtitan_lite.store.run_folders import usable
 from torchtitan_lite.store.store import CheckpointStore
 
 

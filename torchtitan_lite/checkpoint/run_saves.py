@@ -12,17 +12,17 @@ from collections.abc import Callable
 from torchtitan_lite.checkpoint.export import DTYPES, weights_only
 from torchtitan_lite.checkpoint.in_flight import InFlight
 from torchtitan_lite.checkpoint.interval import Tick
-from torchtitan_lite.checkpoint.run_folders import RunFolders
 from torchtitan_lite.checkpoint.run_state import RunState, State
 from torchtitan_lite.checkpoint.savers import RefusingSaver, Saver
-from torchtitan_lite.checkpoint.upkeep import OnEvent
 from torchtitan_lite.checkpoint.writer import Origin
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import ConfigError, SaveFailed
 from torchtitan_lite.log import logger
+from torchtitan_lite.store.housekeeping import OnEvent
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointKind
+from torchtitan_lite.store.run_folders import RunFolders
 from torchtitan_lite.store.store import CheckpointStore
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from torchtitan_lite import faults
-from torchtitan_lite.checkpoint.upkeep import Upkeep
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.errors import SaveFailed
 from torchtitan_lite.store import layout
+from torchtitan_lite.store.housekeeping import Upkeep
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.retention import KeepAll, KeepLatest
 from torchtitan_lite.store.store import CheckpointStore
