@@ -23,6 +23,7 @@ LAYERS = {
     "disk": 2,
     "store": 3,
     "distributed": 4,
+    "checkpoint.schedule": 4,
     "checkpoint": 9,
     "models": 10,
     "data": 10,
@@ -255,7 +256,7 @@ def test_only_distributed_calls_a_collective() -> None:
     assert not findings, "\n" + "\n".join(findings)
 
 
-@pytest.mark.parametrize("policies", ["checkpoint.interval", "store.retention"])
+@pytest.mark.parametrize("policies", ["checkpoint.schedule.interval", "store.retention"])
 def test_policies_read_no_clock(policies: str) -> None:
     findings = [
         module.at(node, f"imports {imported}")

@@ -14,8 +14,8 @@ import pytest
 
 from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.small_run import Clock, SmallRun
-from torchtitan_lite.checkpoint.preemption import PreemptionWatch
 from torchtitan_lite.checkpoint.savers import PendingSave, State, SyncSaver
+from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
 from torchtitan_lite.checkpoint.writer import Target
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import FolderInUse

@@ -24,9 +24,7 @@ from torchtitan_lite.checkpoint.departure import Departure
 from torchtitan_lite.checkpoint.ending import Ended, ended_run, export_of
 from torchtitan_lite.checkpoint.first_save import FirstSave
 from torchtitan_lite.checkpoint.in_flight import build_in_flight
-from torchtitan_lite.checkpoint.interval import SavePolicy, Tick, build_save_policy, build_skips_when_busy, split
 from torchtitan_lite.checkpoint.load_source import LoadSource, new_run, newest_step
-from torchtitan_lite.checkpoint.preemption import PreemptionWatch
 from torchtitan_lite.checkpoint.replicas import build_replicas
 from torchtitan_lite.checkpoint.resume_report import ResumeReport
 from torchtitan_lite.checkpoint.run_load import RunLoad
@@ -34,6 +32,14 @@ from torchtitan_lite.checkpoint.run_saves import RunSaves
 from torchtitan_lite.checkpoint.run_state import RunState
 from torchtitan_lite.checkpoint.save_plan import PlanCache
 from torchtitan_lite.checkpoint.savers import Saver, SyncSaver, build_saver
+from torchtitan_lite.checkpoint.schedule.interval import (
+    SavePolicy,
+    Tick,
+    build_save_policy,
+    build_skips_when_busy,
+    split,
+)
+from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
 from torchtitan_lite.checkpoint.staging_guard import StagingGuard
 from torchtitan_lite.checkpoint.stateful import Stateful
 from torchtitan_lite.checkpoint.writer import Origin

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from torchtitan_lite.checkpoint.signals import HUB
+from torchtitan_lite.checkpoint.schedule.signals import HUB
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
 

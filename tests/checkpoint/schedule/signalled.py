@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 
-from torchtitan_lite.checkpoint.preemption import PreemptionWatch
+from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
 
 
 class Told(PreemptionWatch):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan_lite.checkpoint.interval import (
+from torchtitan_lite.checkpoint.schedule.interval import (
     AnyOf,
     AtStep,
     EverySeconds,

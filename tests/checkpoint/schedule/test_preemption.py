@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.checkpoint.preemption import PreemptionWatch
+from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
 from torchtitan_lite.errors import ConfigError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DEADLINE_SECONDS = 60
 
 PRELUDE = """
 import logging, os, signal, sys, threading
-from torchtitan_lite.checkpoint.preemption import PreemptionWatch
+from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
 from torchtitan_lite.log import logger
 
 noted = threading.Event()

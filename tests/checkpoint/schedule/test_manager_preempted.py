@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.conftest import StartRun
-from tests.checkpoint.signalled import Told
+from tests.checkpoint.schedule.signalled import Told
 from tests.checkpoint.small_run import Clock, SmallRun
 from tests.disks import FailingDisk
 from torchtitan_lite.checkpoint.savers import PendingSave, ThreadSaver

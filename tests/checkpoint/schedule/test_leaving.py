@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_lite.checkpoint.leaving import Leaving, how_to_leave
+from torchtitan_lite.checkpoint.schedule.leaving import Leaving, how_to_leave
 
 AT_ONCE, AWAITED, SAVE = Leaving.AT_ONCE, Leaving.WITH_THE_SAVE_AWAITED, Leaving.AFTER_A_SAVE
 

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.checkpoint.signalled import Told
+from tests.checkpoint.schedule.signalled import Told
 from tests.checkpoint.small_run import Clock
 from tests.checkpoint.tiny_run import TIMEOUT_SECONDS, TinyRun, differing, same_everywhere
 from tests.ranks import on_two_ranks
-from torchtitan_lite.checkpoint.preemption import PreemptionWatch
+from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
 
 
 class Watch(PreemptionWatch):
