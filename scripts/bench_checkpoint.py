@@ -34,7 +34,7 @@ from checkpoint_bench.contenders import Contender, is_installed
 from checkpoint_bench.raw_copied import RawCopied
 from checkpoint_bench.samples import Samples
 
-from torchtitan_lite.checkpoint.tensor_digest import digest_chunk
+from torchtitan_lite.checkpoint.format.tensor_digest import digest_chunk
 
 WORKLOADS = ("llama", "small", "fsdp2")
 

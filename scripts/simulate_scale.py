@@ -27,7 +27,7 @@ import torch
 from scale_simulation.costs import Figures, num_bytes, our_repeated_seconds, ours, stock
 from scale_simulation.plans import Mesh, Planned, mesh_of, state_of
 
-from torchtitan_lite.checkpoint.torch_item import tensor_frame
+from torchtitan_lite.checkpoint.format.torch_item import tensor_frame
 
 KINDS = ("matrix", "vector", "number", "own")
 POINTS = [

@@ -24,6 +24,7 @@ LAYERS = {
     "store": 3,
     "distributed": 4,
     "checkpoint.schedule": 4,
+    "checkpoint.format": 4,
     "checkpoint": 9,
     "models": 10,
     "data": 10,

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from scale_simulation.plans import Mesh, Planned, item_of, num_bytes, plans, plans_of_dcp
-from torchtitan_lite.checkpoint.contents import Contents
-from torchtitan_lite.checkpoint.description import Description
+from torchtitan_lite.checkpoint.format.contents import Contents
+from torchtitan_lite.checkpoint.format.description import Description
 from torchtitan_lite.checkpoint.save_plan import _Answers
 from torchtitan_lite.checkpoint.stored_checkpoint import _regions
 from torchtitan_lite.checkpoint.writer import RankFile

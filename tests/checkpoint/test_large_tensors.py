@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from tests.checkpoint.memory import MIB, peak_above_before, untouched_zeros
 from tests.checkpoint.small_run import target
 from tests.ranks import Ranks
+from torchtitan_lite.checkpoint.format.torch_item import tensor_frame
 from torchtitan_lite.checkpoint.savers import SyncSaver
 from torchtitan_lite.checkpoint.stock_item import locate
 from torchtitan_lite.checkpoint.stored_checkpoint import StoredCheckpoint
-from torchtitan_lite.checkpoint.torch_item import tensor_frame
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.store.store import CheckpointStore
 

@@ -32,7 +32,7 @@ from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.small_run import target
 from tests.checkpoint.tensor_layouts import bits, every_tensor, random_bits, zeros, zeros_like
 from tests.ranks import Ranks, join_group
-from torchtitan_lite.checkpoint.contents import DTYPES
+from torchtitan_lite.checkpoint.format.contents import DTYPES
 from torchtitan_lite.checkpoint.reader import CheckpointReader
 from torchtitan_lite.checkpoint.savers import ProcessSaver, Saver, SyncSaver, ThreadSaver
 from torchtitan_lite.checkpoint.stateful import LRSchedulerWrapper, ModelWrapper, OptimizerWrapper

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from tests.checkpoint.small_run import Lent, target
 from tests.disks import FailingDisk
 from tests.forked import run_code
-from torchtitan_lite.checkpoint.file_image import FileImage, FileLayout
+from torchtitan_lite.checkpoint.format.file_image import FileImage, FileLayout
 from torchtitan_lite.checkpoint.savers import PendingSave, ProcessSaver, Saver, SyncSaver, ThreadSaver, build_saver
 from torchtitan_lite.checkpoint.staging import HostCopier, Stager
 from torchtitan_lite.config.job_config import Checkpoint
@@ -197,7 +197,7 @@ from datetime import timedelta
 from pathlib import Path
 import torch
 from tests.checkpoint.small_run import target
-from torchtitan_lite.checkpoint.file_image import FileImage, FileLayout
+from torchtitan_lite.checkpoint.format.file_image import FileImage, FileLayout
 from torchtitan_lite.checkpoint.savers import ThreadSaver
 from torchtitan_lite.checkpoint.staging import HostCopier, Stager
 from torchtitan_lite.distributed.consensus import Peers

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from torchtitan_lite.checkpoint.file_image import FileImage, FileLayout
+from torchtitan_lite.checkpoint.format.file_image import FileImage, FileLayout
+from torchtitan_lite.checkpoint.format.torch_item import object_item
 from torchtitan_lite.checkpoint.staging import HostCopier, Staged, Stager, StagingArena
-from torchtitan_lite.checkpoint.torch_item import object_item
 
 
 @pytest.fixture

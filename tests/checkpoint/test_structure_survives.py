@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.optim import lr_scheduler
 
 from tests.checkpoint.conftest import MODES
-from tests.checkpoint.nests import nests
+from tests.checkpoint.format.nests import nests
 from tests.checkpoint.small_run import job_config, target
 from tests.ranks import on_two_ranks
-from torchtitan_lite.checkpoint.kinds import difference
+from torchtitan_lite.checkpoint.format.kinds import difference
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.savers import ProcessSaver, Saver, SyncSaver, ThreadSaver
 from torchtitan_lite.checkpoint.stateful import ModelWrapper

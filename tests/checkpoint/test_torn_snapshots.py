@@ -12,7 +12,7 @@ import torch
 
 from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.small_run import target
-from torchtitan_lite.checkpoint.file_image import FileImage
+from torchtitan_lite.checkpoint.format.file_image import FileImage
 from torchtitan_lite.checkpoint.savers import PendingSave, State, ThreadSaver
 from torchtitan_lite.checkpoint.staging import HostCopier, Stager, StagingArena
 from torchtitan_lite.checkpoint.staging_watch import watch

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torchtitan_lite.checkpoint.contents import Contents
-from torchtitan_lite.checkpoint.structure import Path, find, rebuild
+from torchtitan_lite.checkpoint.format.contents import Contents
+from torchtitan_lite.checkpoint.format.structure import Path, find, rebuild
 from torchtitan_lite.errors import CheckpointDamaged
 from torchtitan_lite.store.plain_value import MAX_DEPTH
 

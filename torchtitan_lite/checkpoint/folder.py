@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from torchtitan_lite.checkpoint.contents import Contents
+from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.safe_metadata import read_metadata
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.disk.digest import FileRecord

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from torchtitan_lite.checkpoint.contents import Chunk, Item, Shape
 from torchtitan_lite.checkpoint.folder import CheckpointFolder, Verify
+from torchtitan_lite.checkpoint.format.contents import Chunk, Item, Shape
 from torchtitan_lite.checkpoint.regions import Source, Staged, contiguous_strides, is_inside, staged, straight, whole
 from torchtitan_lite.checkpoint.safe_load import UnsafeItem, load_item
 from torchtitan_lite.checkpoint.stock_item import Layout, locate

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchtitan_lite.checkpoint.contents import Chunk, Shape
+from torchtitan_lite.checkpoint.format.contents import Chunk, Shape
 from torchtitan_lite.disk.read_requests import GAP_BYTES, Piece
 
 STAGED_BYTES = 8 << 20

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
-from torchtitan_lite.checkpoint.shards import Part, parts_of
+from torchtitan_lite.checkpoint.format.shards import Part, parts_of
 from torchtitan_lite.disk.digest import text_digest
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.log import logger

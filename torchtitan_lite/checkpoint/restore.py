@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_lite.checkpoint.key_report import KeyReport
+from torchtitan_lite.checkpoint.format.key_report import KeyReport
 from torchtitan_lite.checkpoint.load_rules import LoadRules, build_load_rules, unmatched_globs
 from torchtitan_lite.checkpoint.load_source import LoadSource, choose_source
 from torchtitan_lite.checkpoint.resume_report import ResumeReport

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.key_report import KeyReport
+from torchtitan_lite.checkpoint.format.key_report import KeyReport
 from torchtitan_lite.config.drift import Change, Rule
 
 

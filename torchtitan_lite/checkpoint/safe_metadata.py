@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.checkpoint.contents import DTYPES, Chunk, Contents, Item, StoredObject, StoredTensor
+from torchtitan_lite.checkpoint.format.contents import DTYPES, Chunk, Contents, Item, StoredObject, StoredTensor
 from torchtitan_lite.checkpoint.inert_pickle import InertPickleError, Instance, Kind, parse
 from torchtitan_lite.errors import CheckpointUnreadable, CheckpointUnsafe
 from torchtitan_lite.store import layout

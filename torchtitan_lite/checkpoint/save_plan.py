@@ -24,13 +24,13 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import faults
-from torchtitan_lite.checkpoint.description import Description, PlannedFile
-from torchtitan_lite.checkpoint.file_image import FileLayout, Spec
-from torchtitan_lite.checkpoint.joint_structure import joint
-from torchtitan_lite.checkpoint.kinds import difference
+from torchtitan_lite.checkpoint.format.description import Description, PlannedFile
+from torchtitan_lite.checkpoint.format.file_image import FileLayout, Spec
+from torchtitan_lite.checkpoint.format.joint_structure import joint
+from torchtitan_lite.checkpoint.format.kinds import difference
+from torchtitan_lite.checkpoint.format.shards import knows_its_parts, part_of
+from torchtitan_lite.checkpoint.format.structure import Branch, decode, encode, flatten, paths_of, rebuild
 from torchtitan_lite.checkpoint.replicas import Replicas
-from torchtitan_lite.checkpoint.shards import knows_its_parts, part_of
-from torchtitan_lite.checkpoint.structure import Branch, decode, encode, flatten, paths_of, rebuild
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.store import layout

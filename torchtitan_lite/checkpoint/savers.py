@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.agreed_planner import AgreedPlanner
-from torchtitan_lite.checkpoint.file_image import FileImage
+from torchtitan_lite.checkpoint.format.file_image import FileImage
 from torchtitan_lite.checkpoint.object_items import ObjectItems
 from torchtitan_lite.checkpoint.save_plan import PlanCache, Planned
 from torchtitan_lite.checkpoint.staging import Staged, Stager, build_stager

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
-from torchtitan_lite.checkpoint.file_image import FileImage, FileLayout, Place, copy_bytes
+from torchtitan_lite.checkpoint.format.file_image import FileImage, FileLayout, Place, copy_bytes
 from torchtitan_lite.disk.in_threads import in_threads
 from torchtitan_lite.log import logger
 

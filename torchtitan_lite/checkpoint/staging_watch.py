@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 import xxhash
 
-from torchtitan_lite.checkpoint.file_image import FileImage, copy_bytes
+from torchtitan_lite.checkpoint.format.file_image import FileImage, copy_bytes
 from torchtitan_lite.checkpoint.staging import Staged
 from torchtitan_lite.config.job_config import Checkpoint
 

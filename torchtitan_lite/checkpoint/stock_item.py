@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchtitan_lite.checkpoint.contents import DTYPES, Shape
+from torchtitan_lite.checkpoint.format.contents import DTYPES, Shape
 from torchtitan_lite.checkpoint.inert_pickle import InertPickleError, Instance, Kind, Persistent, parse
 
 Read = Callable[[int, int], bytes]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_lite.checkpoint.contents import Contents
+from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.safe_load import UnsafeItem, load_item
 from torchtitan_lite.checkpoint.stateful import Stateful
 from torchtitan_lite.checkpoint.stored_checkpoint import StoredCheckpoint

@@ -13,8 +13,8 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.checkpoint.shards import Shape, parts_of
-from torchtitan_lite.checkpoint.tensor_digest import Digest, digest_chunk, finish
+from torchtitan_lite.checkpoint.format.shards import Shape, parts_of
+from torchtitan_lite.checkpoint.format.tensor_digest import Digest, digest_chunk, finish
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import CheckpointMismatch
 from torchtitan_lite.log import logger

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.checkpoint.shards import part_of
+from torchtitan_lite.checkpoint.format.shards import part_of
 
 _CHUNK = 1 << 20  # elements a pass; about 40 MiB of int64 temporaries
 _FIELD_MEAN = 12 * 65535 // 2

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtitan_lite.checkpoint.key_report import compare_tensors
-from torchtitan_lite.checkpoint.kinds import refuse_expanded
+from torchtitan_lite.checkpoint.format.key_report import compare_tensors
+from torchtitan_lite.checkpoint.format.kinds import refuse_expanded
 from torchtitan_lite.checkpoint.state import fsdp1
 from torchtitan_lite.checkpoint.state.in_place import no_mixing
 from torchtitan_lite.checkpoint.state.names import (

@@ -18,8 +18,8 @@ import xxhash
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tests.checkpoint import golden_run
-from tests.checkpoint.golden_run import BUFFERS, GOLDEN, PARAMETERS, STEP, WRITERS, GoldenRun, expected
+from tests.checkpoint.format import golden_run
+from tests.checkpoint.format.golden_run import BUFFERS, GOLDEN, PARAMETERS, STEP, WRITERS, GoldenRun, expected
 from tests.checkpoint.small_run import same
 from tests.ranks import Ranks
 from torchtitan_lite.disk.block_writer import Bounced, write_blocks

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
-from torchtitan_lite.checkpoint.file_image import FileLayout
-from torchtitan_lite.checkpoint.structure import Branch, encode
+from torchtitan_lite.checkpoint.format.file_image import FileLayout
+from torchtitan_lite.checkpoint.format.structure import Branch, encode
 from torchtitan_lite.store.manifest import Table
 
 DCP_VERSION = "1.0.0"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torchtitan_lite.checkpoint.key_report import SHOWN, KeyReport, TensorLike, compare_tensors
+from torchtitan_lite.checkpoint.format.key_report import SHOWN, KeyReport, TensorLike, compare_tensors
 
 FP32 = torch.zeros(2, 3)
 

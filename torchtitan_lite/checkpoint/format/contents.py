@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from torchtitan_lite.checkpoint.structure import Branch, Path, decode, paths_of
+from torchtitan_lite.checkpoint.format.structure import Branch, Path, decode, paths_of
 from torchtitan_lite.disk.plain_file import is_plain_name
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnsafe
 from torchtitan_lite.store import layout, plain_value

@@ -19,7 +19,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torchtitan_lite.checkpoint.shards import box_of, parts_of
+from torchtitan_lite.checkpoint.format.shards import box_of, parts_of
 
 UNEVEN = (1, 5, 7, 9, 13, 17, 33, 97, 105)
 

@@ -12,13 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from tests.checkpoint.nests import nests
+from tests.checkpoint.format.nests import nests
 from tests.checkpoint.with_manifest import write_manifest
-from torchtitan_lite.checkpoint.contents import Contents
 from torchtitan_lite.checkpoint.folder import CheckpointFolder
-from torchtitan_lite.checkpoint.joint_structure import joint
-from torchtitan_lite.checkpoint.kinds import difference
-from torchtitan_lite.checkpoint.structure import MAX_DEPTH, Branch, decode, encode, find, flatten, paths_of, rebuild
+from torchtitan_lite.checkpoint.format.contents import Contents
+from torchtitan_lite.checkpoint.format.joint_structure import joint
+from torchtitan_lite.checkpoint.format.kinds import difference
+from torchtitan_lite.checkpoint.format.structure import (
+    MAX_DEPTH,
+    Branch,
+    decode,
+    encode,
+    find,
+    flatten,
+    paths_of,
+    rebuild,
+)
 from torchtitan_lite.errors import CheckpointDamaged
 from torchtitan_lite.store.manifest import seal
 

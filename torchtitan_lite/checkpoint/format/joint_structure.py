@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from torchtitan_lite.checkpoint.structure import Branch, branch_of
+from torchtitan_lite.checkpoint.format.structure import Branch, branch_of
 
 
 def joint(structures: Iterable[Branch]) -> Branch:

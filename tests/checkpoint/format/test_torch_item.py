@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchtitan_lite.checkpoint.torch_item import ALIGNMENT, OBJECT_GRAIN, object_item, tensor_frame
+from torchtitan_lite.checkpoint.format.torch_item import ALIGNMENT, OBJECT_GRAIN, object_item, tensor_frame
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from torchtitan_lite.checkpoint import file_image
-from torchtitan_lite.checkpoint.file_image import FileImage, FileLayout
-from torchtitan_lite.checkpoint.torch_item import object_item
+from torchtitan_lite.checkpoint.format import file_image
+from torchtitan_lite.checkpoint.format.file_image import FileImage, FileLayout
+from torchtitan_lite.checkpoint.format.torch_item import object_item
 
 
 def image_of(tensors: list[torch.Tensor], objects: bytes = b"") -> FileImage:

@@ -12,7 +12,7 @@ import ast
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchtitan_lite.checkpoint.structure import Branch, Path, empty_like, flatten, rebuild
+from torchtitan_lite.checkpoint.format.structure import Branch, Path, empty_like, flatten, rebuild
 
 MAX_HOLES = 100_000
 """Empty mappings in a list, of which there is no trace."""

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from tests.checkpoint.small_run import job_config
-from torchtitan_lite.checkpoint.contents import Chunk
-from torchtitan_lite.checkpoint.file_image import FileImage, FileLayout
+from torchtitan_lite.checkpoint.format.contents import Chunk
+from torchtitan_lite.checkpoint.format.file_image import FileImage, FileLayout
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.reader import CheckpointReader, Region, Wanted
 from torchtitan_lite.checkpoint.regions import Source

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from torchtitan_lite.checkpoint import tensor_digest
-from torchtitan_lite.checkpoint.tensor_digest import BLOCK_WORDS, Digest, digest_chunk, finish
+from torchtitan_lite.checkpoint.format import tensor_digest
+from torchtitan_lite.checkpoint.format.tensor_digest import BLOCK_WORDS, Digest, digest_chunk, finish
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,

@@ -27,7 +27,7 @@ from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import FORMAT_VERSION, Manifest
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDEN = Path(__file__).parents[2] / "golden"
 STEP = 7
 WRITERS = {"one-process": 1, "two-ranks": 2}
 """Name of a folder to the number of processes that wrote what is in it."""

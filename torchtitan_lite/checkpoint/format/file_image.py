@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchtitan_lite.checkpoint.torch_item import ALIGNMENT, Frame, tensor_frame
+from torchtitan_lite.checkpoint.format.torch_item import ALIGNMENT, Frame, tensor_frame
 
 Spec = tuple[torch.dtype, tuple[int, ...]]
 """dtype and shape of a dense tensor."""

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import lr_scheduler
 
 from tests.checkpoint.small_run import target
-from torchtitan_lite.checkpoint.older_structure import Untyped, retyped
+from torchtitan_lite.checkpoint.format.older_structure import Untyped, retyped
 from torchtitan_lite.checkpoint.savers import SyncSaver
 from torchtitan_lite.checkpoint.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.distributed.consensus import Peers
