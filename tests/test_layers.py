@@ -25,6 +25,7 @@ LAYERS = {
     "distributed": 4,
     "checkpoint.schedule": 4,
     "checkpoint.format": 4,
+    "checkpoint.state": 5,
     "checkpoint": 9,
     "models": 10,
     "data": 10,

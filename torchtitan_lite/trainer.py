@@ -21,8 +21,8 @@ from torch import Tensor
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.restore import refuse_early
-from torchtitan_lite.checkpoint.stateful import Stateful
-from torchtitan_lite.checkpoint.train_state import TrainState
+from torchtitan_lite.checkpoint.state.stateful import Stateful
+from torchtitan_lite.checkpoint.state.train_state import TrainState
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.config.manager import config_json
 from torchtitan_lite.data.dataset import VOCAB_SIZE

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from tests.checkpoint.small_run import SmallRun
-from torchtitan_lite.checkpoint.stateful import ModelWrapper, OptimizerWrapper
+from torchtitan_lite.checkpoint.state.stateful import ModelWrapper, OptimizerWrapper
 
 TOKENS_OF_RANK = 640
 

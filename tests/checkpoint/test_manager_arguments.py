@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from tests.checkpoint.small_run import Loader, job_config
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.checkpoint.train_state import TrainState
+from torchtitan_lite.checkpoint.state.train_state import TrainState
 from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig
 from torchtitan_lite.errors import ConfigError
 

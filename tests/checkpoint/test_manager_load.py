@@ -16,7 +16,7 @@ from tests.checkpoint.foreign_folders import save_plain
 from tests.checkpoint.small_run import SmallRun, Tiny, job_config, same
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.checkpoint.stateful import LRSchedulerWrapper, ModelWrapper, OptimizerWrapper
+from torchtitan_lite.checkpoint.state.stateful import LRSchedulerWrapper, ModelWrapper, OptimizerWrapper
 from torchtitan_lite.errors import CheckpointMismatch, CheckpointNotFound, ConfigError, CorpusChanged
 
 

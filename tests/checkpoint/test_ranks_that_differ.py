@@ -20,8 +20,8 @@ from tests.ranks import Ranks, on_two_ranks
 from tests.told import warnings_told
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.replicas import _digest
-from torchtitan_lite.checkpoint.stateful import ModelWrapper, PerRank, Stateful
-from torchtitan_lite.checkpoint.train_state import TrainState
+from torchtitan_lite.checkpoint.state.stateful import ModelWrapper, PerRank, Stateful
+from torchtitan_lite.checkpoint.state.train_state import TrainState
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError
 
 

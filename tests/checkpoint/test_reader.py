@@ -19,7 +19,7 @@ from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.folder import Verify
 from torchtitan_lite.checkpoint.reader import CheckpointReader
 from torchtitan_lite.checkpoint.state.optimizer_state import Slot
-from torchtitan_lite.checkpoint.stateful import OptimizerWrapper
+from torchtitan_lite.checkpoint.state.stateful import OptimizerWrapper
 from torchtitan_lite.checkpoint.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable, CheckpointUnsafe

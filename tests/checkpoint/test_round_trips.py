@@ -35,7 +35,7 @@ from tests.ranks import Ranks, join_group
 from torchtitan_lite.checkpoint.format.contents import DTYPES
 from torchtitan_lite.checkpoint.reader import CheckpointReader
 from torchtitan_lite.checkpoint.savers import ProcessSaver, Saver, SyncSaver, ThreadSaver
-from torchtitan_lite.checkpoint.stateful import LRSchedulerWrapper, ModelWrapper, OptimizerWrapper
+from torchtitan_lite.checkpoint.state.stateful import LRSchedulerWrapper, ModelWrapper, OptimizerWrapper
 from torchtitan_lite.checkpoint.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.store.store import CheckpointStore

@@ -26,7 +26,7 @@ from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.replicas import Replicas
 from torchtitan_lite.checkpoint.save_plan import PlanCache, balanced
 from torchtitan_lite.checkpoint.savers import SyncSaver
-from torchtitan_lite.checkpoint.stateful import ModelWrapper, OptimizerWrapper
+from torchtitan_lite.checkpoint.state.stateful import ModelWrapper, OptimizerWrapper
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.store.store import CheckpointStore
 

@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from tests.checkpoint.odd_objects import FusedQkv, OwnForm, ScaledLinear
-from tests.checkpoint.optimizers_of_torch import state_of
 from tests.checkpoint.small_run import job_config, same
+from tests.checkpoint.state.odd_objects import FusedQkv, OwnForm, ScaledLinear
+from tests.checkpoint.state.optimizers_of_torch import state_of
 from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.checkpoint.stateful import ModelWrapper, OptimizerWrapper
+from torchtitan_lite.checkpoint.state.stateful import ModelWrapper, OptimizerWrapper
 from torchtitan_lite.errors import ConfigError, SaveFailed
 
 

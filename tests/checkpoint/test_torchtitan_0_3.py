@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from tests.checkpoint.small_run import Loader
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.checkpoint.train_state import TrainState
+from torchtitan_lite.checkpoint.state.train_state import TrainState
 from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig, LRScheduler, Optimizer
 from torchtitan_lite.models.llama.args import ModelArgs
 from torchtitan_lite.models.llama.model import Transformer

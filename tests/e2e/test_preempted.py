@@ -30,7 +30,7 @@ SIGNALLED_WHILE_LOADING = """
 import logging, os, signal, sys, threading
 sys.path.insert(0, os.getcwd())
 import train
-from torchtitan_lite.checkpoint.train_state import TrainState
+from torchtitan_lite.checkpoint.state.train_state import TrainState
 noted, load_state_dict = threading.Event(), TrainState.load_state_dict
 
 class Note(logging.Handler):

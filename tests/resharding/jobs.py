@@ -154,7 +154,7 @@ def _digests(trainer: Any) -> dict[str, str]:
     import torch
     from torch.distributed.tensor import DTensor
 
-    from torchtitan_lite.checkpoint.stateful import ModelWrapper, OptimizerWrapper
+    from torchtitan_lite.checkpoint.state.stateful import ModelWrapper, OptimizerWrapper
 
     model = ModelWrapper(trainer.model_parts).state_dict()
     optimizer = OptimizerWrapper(trainer.model_parts, trainer.optimizers).state_dict()

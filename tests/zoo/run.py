@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tests.checkpoint.optimizers_of_torch import recipes
 from tests.checkpoint.small_run import job_config
+from tests.checkpoint.state.optimizers_of_torch import recipes
 from tests.zoo.extras import EXTRAS, SCALER, TWO_GROUPS, TWO_OPTIMIZERS, is_sparse, states_of
 from tests.zoo.models import BATCH, INPUT, MODELS, Subject, set_step
 from tests.zoo.schedules import RECIPES

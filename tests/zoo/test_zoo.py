@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoint.optimizers_of_torch import optimizers_of_torch
+from tests.checkpoint.state.optimizers_of_torch import optimizers_of_torch
 from tests.ranks import Ranks
 from tests.zoo.cells import KINDS, Cell, Group, columns, find, groups, pairs
 from tests.zoo.outcome import DIFFERS, EQUAL, Outcome

@@ -19,7 +19,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchtitan_lite.checkpoint import arguments
 from torchtitan_lite.checkpoint.departure import Departure
 from torchtitan_lite.checkpoint.ending import Ended, ended_run, export_of
 from torchtitan_lite.checkpoint.first_save import FirstSave
@@ -29,7 +28,6 @@ from torchtitan_lite.checkpoint.replicas import build_replicas
 from torchtitan_lite.checkpoint.resume_report import ResumeReport
 from torchtitan_lite.checkpoint.run_load import RunLoad
 from torchtitan_lite.checkpoint.run_saves import RunSaves
-from torchtitan_lite.checkpoint.run_state import RunState
 from torchtitan_lite.checkpoint.save_plan import PlanCache
 from torchtitan_lite.checkpoint.savers import Saver, SyncSaver, build_saver
 from torchtitan_lite.checkpoint.schedule.interval import (
@@ -41,7 +39,9 @@ from torchtitan_lite.checkpoint.schedule.interval import (
 )
 from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
 from torchtitan_lite.checkpoint.staging_guard import StagingGuard
-from torchtitan_lite.checkpoint.stateful import Stateful
+from torchtitan_lite.checkpoint.state import arguments
+from torchtitan_lite.checkpoint.state.run_state import RunState
+from torchtitan_lite.checkpoint.state.stateful import Stateful
 from torchtitan_lite.checkpoint.writer import Origin
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.disk.forks import forget_in_children

@@ -14,7 +14,7 @@ from torchtitan_lite.checkpoint.fallback import Candidates
 from torchtitan_lite.checkpoint.load_source import LoadSource
 from torchtitan_lite.checkpoint.restore import Restore
 from torchtitan_lite.checkpoint.resume_report import ResumeReport
-from torchtitan_lite.checkpoint.run_state import RunState
+from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.log import logger

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.optimizers_of_torch import Recipe, optimizers_of_torch, recipes, state_of, train_step
 from tests.checkpoint.small_run import Lent, job_config, same
+from tests.checkpoint.state.optimizers_of_torch import Recipe, optimizers_of_torch, recipes, state_of, train_step
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.savers import ProcessSaver
 

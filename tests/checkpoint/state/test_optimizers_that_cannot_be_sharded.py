@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.optim import Optimizer
 
-from tests.checkpoint.optimizers_of_torch import Regression, train_step
 from tests.checkpoint.small_run import job_config
+from tests.checkpoint.state.optimizers_of_torch import Regression, train_step
 from tests.ranks import Ranks, on_two_ranks
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tests.checkpoint.odd_objects import OwnForm
 from tests.checkpoint.small_run import Lent, job_config, same
+from tests.checkpoint.state.odd_objects import OwnForm
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.savers import ProcessSaver
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError, SaveFailed

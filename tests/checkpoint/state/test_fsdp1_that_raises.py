@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from tests.checkpoint.odd_objects import FusedQkv
 from tests.checkpoint.small_run import job_config
+from tests.checkpoint.state.odd_objects import FusedQkv
 from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.errors import ConfigError

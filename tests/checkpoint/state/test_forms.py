@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from tests.checkpoint.optimizers_of_torch import Regression, state_of, train_step
 from tests.checkpoint.small_run import job_config, same
+from tests.checkpoint.state.optimizers_of_torch import Regression, state_of, train_step
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.checkpoint.stateful import LRSchedulerWrapper
-from torchtitan_lite.checkpoint.train_state import TrainState
+from torchtitan_lite.checkpoint.state.stateful import LRSchedulerWrapper
+from torchtitan_lite.checkpoint.state.train_state import TrainState
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError
 
 

@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchtitan_lite.checkpoint import arguments
-from torchtitan_lite.checkpoint.rng import RNG, RngState
-from torchtitan_lite.checkpoint.stateful import LRSchedulerWrapper, ModelWrapper, OptimizerWrapper, Stateful
+from torchtitan_lite.checkpoint.state import arguments
+from torchtitan_lite.checkpoint.state.rng import RNG, RngState
+from torchtitan_lite.checkpoint.state.stateful import LRSchedulerWrapper, ModelWrapper, OptimizerWrapper, Stateful
 from torchtitan_lite.errors import ConfigError
 
 State = dict[str, Any]

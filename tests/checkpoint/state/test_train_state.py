@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torchtitan_lite.checkpoint.train_state import TrainState
+from torchtitan_lite.checkpoint.state.train_state import TrainState
 
 
 def trained() -> TrainState:

@@ -16,7 +16,7 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
 
 if TYPE_CHECKING:
-    from torchtitan_lite.checkpoint.stateful import Stateful
+    from torchtitan_lite.checkpoint.state.stateful import Stateful
 
 OnMissing = Literal["refuse", "fresh"]
 _RANKS = "ranks"

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.checkpoint.memory import peak_above_before
-from tests.checkpoint.odd_objects import FusedQkv, ScaledLinear
 from tests.checkpoint.small_run import Lent, job_config, same
+from tests.checkpoint.state.odd_objects import FusedQkv, ScaledLinear
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.savers import ProcessSaver
-from torchtitan_lite.checkpoint.stateful import ModelWrapper
+from torchtitan_lite.checkpoint.state.stateful import ModelWrapper
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError
 
 
