@@ -26,6 +26,7 @@ LAYERS = {
     "checkpoint.schedule": 4,
     "checkpoint.format": 4,
     "checkpoint.state": 5,
+    "checkpoint.untrusted": 6,
     "checkpoint": 9,
     "models": 10,
     "data": 10,

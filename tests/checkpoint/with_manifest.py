@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.checkpoint.safe_load import load_item
-from torchtitan_lite.checkpoint.safe_metadata import read_metadata
-from torchtitan_lite.checkpoint.stock_item import locate
+from torchtitan_lite.checkpoint.untrusted.safe_load import load_item
+from torchtitan_lite.checkpoint.untrusted.safe_metadata import read_metadata
+from torchtitan_lite.checkpoint.untrusted.stock_item import locate
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest, Table

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from torchtitan_lite.checkpoint.format.contents import Contents
-from torchtitan_lite.checkpoint.safe_metadata import read_metadata
+from torchtitan_lite.checkpoint.untrusted.safe_metadata import read_metadata
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.plain_file import sizes_of

@@ -26,8 +26,8 @@ from torch.futures import Future
 from torchtitan_lite.checkpoint.folder import CheckpointFolder, Verify
 from torchtitan_lite.checkpoint.format.contents import Chunk, Item, Shape
 from torchtitan_lite.checkpoint.regions import Source, Staged, contiguous_strides, is_inside, staged, straight, whole
-from torchtitan_lite.checkpoint.safe_load import UnsafeItem, load_item
-from torchtitan_lite.checkpoint.stock_item import Layout, locate
+from torchtitan_lite.checkpoint.untrusted.safe_load import UnsafeItem, load_item
+from torchtitan_lite.checkpoint.untrusted.stock_item import Layout, locate
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
 from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES

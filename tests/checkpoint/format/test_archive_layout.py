@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from torchtitan_lite.checkpoint.format.torch_item import Frame, object_item, tensor_frame
-from torchtitan_lite.checkpoint.stock_item import Layout, locate
+from torchtitan_lite.checkpoint.untrusted.stock_item import Layout, locate
 
 LIMIT = 2**32 - 1
 """From here on a number does not fit into the 32 bits of a plain zip archive."""

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from tests.checkpoint.boxes import Box, grids, partitions, shapes
 from tests.checkpoint.with_manifest import add_manifest
 from torchtitan_lite.checkpoint.format.contents import DTYPES, Chunk, Contents, StoredTensor
-from torchtitan_lite.checkpoint.safe_metadata import read_metadata
+from torchtitan_lite.checkpoint.untrusted.safe_metadata import read_metadata
 from torchtitan_lite.errors import CheckpointDamaged
 
 FILE = "__0_0.distcp"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from torchtitan_lite.checkpoint.stock_item import Layout, locate
+from torchtitan_lite.checkpoint.untrusted.stock_item import Layout, locate
 
 WANTED = torch.arange(10, dtype=torch.float32)
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_lite.checkpoint.inert_pickle import InertPickleError, Instance, Kind, Persistent, parse
+from torchtitan_lite.checkpoint.untrusted.inert_pickle import InertPickleError, Instance, Kind, Persistent, parse
 
 POINT = Kind("Point")
 TABLE: dict[tuple[str, str], object] = {("shapes", "Point"): POINT, ("shapes", "ORIGIN"): "the origin"}

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_lite.checkpoint.inert_pickle import InertPickleError, Instance, Kind, parse
+from torchtitan_lite.checkpoint.untrusted.inert_pickle import InertPickleError, Instance, Kind, parse
 
 
 class UnsafeItem(ValueError):

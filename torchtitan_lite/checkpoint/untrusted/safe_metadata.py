@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.checkpoint.format.contents import DTYPES, Chunk, Contents, Item, StoredObject, StoredTensor
-from torchtitan_lite.checkpoint.inert_pickle import InertPickleError, Instance, Kind, parse
+from torchtitan_lite.checkpoint.untrusted.inert_pickle import InertPickleError, Instance, Kind, parse
 from torchtitan_lite.errors import CheckpointUnreadable, CheckpointUnsafe
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.described import read_description

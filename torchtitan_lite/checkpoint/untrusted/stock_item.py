@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchtitan_lite.checkpoint.format.contents import DTYPES, Shape
-from torchtitan_lite.checkpoint.inert_pickle import InertPickleError, Instance, Kind, Persistent, parse
+from torchtitan_lite.checkpoint.untrusted.inert_pickle import InertPickleError, Instance, Kind, Persistent, parse
 
 Read = Callable[[int, int], bytes]
 """Bytes [offset, offset + count) of the item; fewer only at its end."""

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.conftest import StartRun
-from tests.checkpoint.hostile_folders import CASES, DATA, MANIFEST, METADATA, PLAIN_CASES, WARMING, probe
 from tests.checkpoint.memory import MIB
+from tests.checkpoint.untrusted.hostile_folders import CASES, DATA, MANIFEST, METADATA, PLAIN_CASES, WARMING, probe
 from tests.forked import Forked
 
 MOST_BYTES = 64 * MIB
