@@ -27,6 +27,7 @@ LAYERS = {
     "checkpoint.format": 4,
     "checkpoint.state": 5,
     "checkpoint.untrusted": 6,
+    "checkpoint.staging": 6,
     "checkpoint": 9,
     "models": 10,
     "data": 10,

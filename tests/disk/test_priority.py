@@ -16,7 +16,7 @@ import torch
 
 from tests.checkpoint.small_run import target
 from torchtitan_lite.checkpoint.savers import ThreadSaver, write_in_place
-from torchtitan_lite.checkpoint.staging import Staged
+from torchtitan_lite.checkpoint.staging.stager import Staged
 from torchtitan_lite.checkpoint.writer import Target
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.priority import NICE, give_way

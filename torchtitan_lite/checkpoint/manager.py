@@ -38,7 +38,7 @@ from torchtitan_lite.checkpoint.schedule.interval import (
     split,
 )
 from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
-from torchtitan_lite.checkpoint.staging_guard import StagingGuard
+from torchtitan_lite.checkpoint.staging.guard import StagingGuard
 from torchtitan_lite.checkpoint.state import arguments
 from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.checkpoint.state.stateful import Stateful

@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from torchtitan_lite.checkpoint.format.file_image import FileImage, copy_bytes
-from torchtitan_lite.checkpoint.staging import Staged
+from torchtitan_lite.checkpoint.staging.stager import Staged
 from torchtitan_lite.config.job_config import Checkpoint
 
 Compare = Callable[[Staged], None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torchtitan_lite.checkpoint.staging_guard import StagingGuard
+from torchtitan_lite.checkpoint.staging.guard import StagingGuard
 
 
 def optimizers(count: int) -> list[torch.optim.SGD]:

@@ -14,8 +14,8 @@ from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.small_run import target
 from torchtitan_lite.checkpoint.format.file_image import FileImage
 from torchtitan_lite.checkpoint.savers import PendingSave, State, ThreadSaver
-from torchtitan_lite.checkpoint.staging import HostCopier, Stager, StagingArena
-from torchtitan_lite.checkpoint.staging_watch import watch
+from torchtitan_lite.checkpoint.staging.stager import HostCopier, Stager, StagingArena
+from torchtitan_lite.checkpoint.staging.watch import watch
 from torchtitan_lite.checkpoint.writer import Target
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import SaveFailed
