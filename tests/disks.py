@@ -1,6 +1,6 @@
 """Disks that refuse: the one stand-in for `Durable` that fails, for the tests of the store and of the checkpoint.
 
-What a real full file system does is tested on one (tests/checkpoint/test_full_disk.py); what a job does under a
+What a real full file system does is tested on one (tests/checkpoint/saving/test_full_disk.py); what a job does under a
 fault of the system, with TORCHTITAN_LITE_FAULT.
 """
 

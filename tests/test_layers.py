@@ -28,6 +28,7 @@ LAYERS = {
     "checkpoint.state": 5,
     "checkpoint.untrusted": 6,
     "checkpoint.staging": 6,
+    "checkpoint.saving": 7,
     "checkpoint": 9,
     "models": 10,
     "data": 10,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.small_run import Lent, SmallRun
-from torchtitan_lite.checkpoint.savers import ProcessSaver
+from torchtitan_lite.checkpoint.saving.savers import ProcessSaver
 from torchtitan_lite.distributed.consensus import Peers
 
 MODES = ("disabled", "async", "async_with_pinned_mem")

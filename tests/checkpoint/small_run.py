@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.checkpoint.savers import PendingSave, Saver, State
+from torchtitan_lite.checkpoint.saving.savers import PendingSave, Saver, State
+from torchtitan_lite.checkpoint.saving.writer import Origin, Target
 from torchtitan_lite.checkpoint.state.train_state import TrainState
-from torchtitan_lite.checkpoint.writer import Origin, Target
 from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage

@@ -17,7 +17,7 @@ from tests.checkpoint.small_run import Lent, target
 from tests.checkpoint.tiny_run import TinyRun
 from tests.ranks import Ranks
 from torchtitan_lite.checkpoint.format.file_image import FileImage, FileLayout
-from torchtitan_lite.checkpoint.savers import ProcessSaver, Saver, SyncSaver, ThreadSaver
+from torchtitan_lite.checkpoint.saving.savers import ProcessSaver, Saver, SyncSaver, ThreadSaver
 from torchtitan_lite.checkpoint.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.store.store import CheckpointStore

@@ -34,7 +34,7 @@ from tests.checkpoint.tensor_layouts import bits, every_tensor, random_bits, zer
 from tests.ranks import Ranks, join_group
 from torchtitan_lite.checkpoint.format.contents import DTYPES
 from torchtitan_lite.checkpoint.reader import CheckpointReader
-from torchtitan_lite.checkpoint.savers import ProcessSaver, Saver, SyncSaver, ThreadSaver
+from torchtitan_lite.checkpoint.saving.savers import ProcessSaver, Saver, SyncSaver, ThreadSaver
 from torchtitan_lite.checkpoint.state.stateful import LRSchedulerWrapper, ModelWrapper, OptimizerWrapper
 from torchtitan_lite.checkpoint.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.distributed.consensus import Peers

@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor
 
 from tests.checkpoint.small_run import Lent, Run, job_config, same
 from tests.ranks import LASTING
-from torchtitan_lite.checkpoint.savers import PendingSave, ProcessSaver, Saver, State, build_saver
+from torchtitan_lite.checkpoint.saving.savers import PendingSave, ProcessSaver, Saver, State, build_saver
+from torchtitan_lite.checkpoint.saving.writer import Target
 from torchtitan_lite.checkpoint.schedule.interval import AnyOf, AtStep, SavePolicy
 from torchtitan_lite.checkpoint.state.stateful import ModelWrapper, OptimizerWrapper, Stateful
-from torchtitan_lite.checkpoint.writer import Target
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.store import layout

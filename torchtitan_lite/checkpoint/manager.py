@@ -19,17 +19,18 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchtitan_lite.checkpoint.departure import Departure
 from torchtitan_lite.checkpoint.ending import Ended, ended_run, export_of
-from torchtitan_lite.checkpoint.first_save import FirstSave
-from torchtitan_lite.checkpoint.in_flight import build_in_flight
 from torchtitan_lite.checkpoint.load_source import LoadSource, new_run, newest_step
-from torchtitan_lite.checkpoint.replicas import build_replicas
 from torchtitan_lite.checkpoint.resume_report import ResumeReport
 from torchtitan_lite.checkpoint.run_load import RunLoad
-from torchtitan_lite.checkpoint.run_saves import RunSaves
-from torchtitan_lite.checkpoint.save_plan import PlanCache
-from torchtitan_lite.checkpoint.savers import Saver, SyncSaver, build_saver
+from torchtitan_lite.checkpoint.saving.departure import Departure
+from torchtitan_lite.checkpoint.saving.first_save import FirstSave
+from torchtitan_lite.checkpoint.saving.in_flight import build_in_flight
+from torchtitan_lite.checkpoint.saving.replicas import build_replicas
+from torchtitan_lite.checkpoint.saving.run_saves import RunSaves
+from torchtitan_lite.checkpoint.saving.save_plan import PlanCache
+from torchtitan_lite.checkpoint.saving.savers import Saver, SyncSaver, build_saver
+from torchtitan_lite.checkpoint.saving.writer import Origin
 from torchtitan_lite.checkpoint.schedule.interval import (
     SavePolicy,
     Tick,
@@ -42,7 +43,6 @@ from torchtitan_lite.checkpoint.staging.guard import StagingGuard
 from torchtitan_lite.checkpoint.state import arguments
 from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.checkpoint.state.stateful import Stateful
-from torchtitan_lite.checkpoint.writer import Origin
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.disk.forks import forget_in_children
 from torchtitan_lite.distributed.consensus import Facts, Peers, StepConsensus

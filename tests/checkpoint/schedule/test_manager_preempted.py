@@ -14,7 +14,7 @@ from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.schedule.signalled import Told
 from tests.checkpoint.small_run import Clock, SmallRun
 from tests.disks import FailingDisk
-from torchtitan_lite.checkpoint.savers import PendingSave, ThreadSaver
+from torchtitan_lite.checkpoint.saving.savers import PendingSave, ThreadSaver
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.store.store import CheckpointStore
 

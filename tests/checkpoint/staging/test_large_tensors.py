@@ -20,7 +20,7 @@ from tests.checkpoint.memory import MIB, peak_above_before, untouched_zeros
 from tests.checkpoint.small_run import target
 from tests.ranks import Ranks
 from torchtitan_lite.checkpoint.format.torch_item import tensor_frame
-from torchtitan_lite.checkpoint.savers import SyncSaver
+from torchtitan_lite.checkpoint.saving.savers import SyncSaver
 from torchtitan_lite.checkpoint.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.untrusted.stock_item import locate
 from torchtitan_lite.distributed.consensus import Peers

@@ -14,7 +14,7 @@ from tests.checkpoint.memory import peak_above_before
 from tests.checkpoint.small_run import Lent, job_config, same
 from tests.checkpoint.state.odd_objects import FusedQkv, ScaledLinear
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.checkpoint.savers import ProcessSaver
+from torchtitan_lite.checkpoint.saving.savers import ProcessSaver
 from torchtitan_lite.checkpoint.state.stateful import ModelWrapper
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError
 

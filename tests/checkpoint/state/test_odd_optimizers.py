@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from tests.checkpoint.small_run import Lent, job_config, same
 from tests.checkpoint.state.odd_objects import OwnForm
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.checkpoint.savers import ProcessSaver
+from torchtitan_lite.checkpoint.saving.savers import ProcessSaver
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError, SaveFailed
 
 

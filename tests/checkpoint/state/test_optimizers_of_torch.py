@@ -12,7 +12,7 @@ import torch
 from tests.checkpoint.small_run import Lent, job_config, same
 from tests.checkpoint.state.optimizers_of_torch import Recipe, optimizers_of_torch, recipes, state_of, train_step
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.checkpoint.savers import ProcessSaver
+from torchtitan_lite.checkpoint.saving.savers import ProcessSaver
 
 FEW = [recipe for recipe in recipes() if recipe.kind.__name__ in ("SGD", "AdamW", "NAdam", "SparseAdam", "LBFGS")]
 """Of the kinds that differ in what they make when: enough for what does not depend on the optimizer."""

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.failing_runs import digests, run_with
+from tests.checkpoint.saving.failing_runs import digests, run_with
 from tests.checkpoint.tiny_run import TinyRun, at_steps, differing, same_everywhere
 from tests.disks import FailingDisk
 from tests.ranks import on_two_ranks
 from torchtitan_lite import faults
-from torchtitan_lite.checkpoint.savers import ThreadSaver
+from torchtitan_lite.checkpoint.saving.savers import ThreadSaver
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import ConfigError, SaveFailed
 from torchtitan_lite.store.store import CheckpointStore

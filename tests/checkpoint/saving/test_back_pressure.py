@@ -8,9 +8,9 @@ from pathlib import Path
 
 from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.small_run import Lent
-from torchtitan_lite.checkpoint.savers import PendingSave, State, ThreadSaver, write_in_place
+from torchtitan_lite.checkpoint.saving.savers import PendingSave, State, ThreadSaver, write_in_place
+from torchtitan_lite.checkpoint.saving.writer import Target
 from torchtitan_lite.checkpoint.staging.stager import Staged
-from torchtitan_lite.checkpoint.writer import Target
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.distributed.consensus import Peers
 

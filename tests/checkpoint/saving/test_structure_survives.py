@@ -26,7 +26,7 @@ from tests.checkpoint.small_run import job_config, target
 from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint.format.kinds import difference
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.checkpoint.savers import ProcessSaver, Saver, SyncSaver, ThreadSaver
+from torchtitan_lite.checkpoint.saving.savers import ProcessSaver, Saver, SyncSaver, ThreadSaver
 from torchtitan_lite.checkpoint.state.stateful import ModelWrapper
 from torchtitan_lite.checkpoint.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.distributed.consensus import Peers

@@ -26,8 +26,8 @@ import torchtitan_lite
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.format.description import PlacedObject
 from torchtitan_lite.checkpoint.format.tensor_digest import Digest, digest_chunk, finish
-from torchtitan_lite.checkpoint.nan_check import names_with_nan
-from torchtitan_lite.checkpoint.save_plan import RankPlan
+from torchtitan_lite.checkpoint.saving.nan_check import names_with_nan
+from torchtitan_lite.checkpoint.saving.save_plan import RankPlan
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout

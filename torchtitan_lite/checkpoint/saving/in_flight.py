@@ -15,8 +15,8 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 
 from torchtitan_lite import faults
-from torchtitan_lite.checkpoint.savers import PendingSave, Saver, State
-from torchtitan_lite.checkpoint.writer import Origin, Target, free
+from torchtitan_lite.checkpoint.saving.savers import PendingSave, Saver, State
+from torchtitan_lite.checkpoint.saving.writer import Origin, Target, free
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.at_exit import end_at_exit, is_finished
 from torchtitan_lite.disk.forks import forget_in_children

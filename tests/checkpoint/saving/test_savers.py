@@ -18,7 +18,14 @@ from tests.checkpoint.small_run import Lent, target
 from tests.disks import FailingDisk
 from tests.forked import run_code
 from torchtitan_lite.checkpoint.format.file_image import FileImage, FileLayout
-from torchtitan_lite.checkpoint.savers import PendingSave, ProcessSaver, Saver, SyncSaver, ThreadSaver, build_saver
+from torchtitan_lite.checkpoint.saving.savers import (
+    PendingSave,
+    ProcessSaver,
+    Saver,
+    SyncSaver,
+    ThreadSaver,
+    build_saver,
+)
 from torchtitan_lite.checkpoint.staging.stager import HostCopier, Stager
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.durable import Durable
@@ -198,7 +205,7 @@ from pathlib import Path
 import torch
 from tests.checkpoint.small_run import target
 from torchtitan_lite.checkpoint.format.file_image import FileImage, FileLayout
-from torchtitan_lite.checkpoint.savers import ThreadSaver
+from torchtitan_lite.checkpoint.saving.savers import ThreadSaver
 from torchtitan_lite.checkpoint.staging.stager import HostCopier, Stager
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.disk.durable import Durable

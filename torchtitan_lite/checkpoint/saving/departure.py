@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import signal
 
-from torchtitan_lite.checkpoint.in_flight import InFlight
-from torchtitan_lite.checkpoint.run_saves import RunSaves
+from torchtitan_lite.checkpoint.saving.in_flight import InFlight
+from torchtitan_lite.checkpoint.saving.run_saves import RunSaves
 from torchtitan_lite.checkpoint.schedule.leaving import Leaving, how_to_leave
 from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
 from torchtitan_lite.distributed.consensus import Peers

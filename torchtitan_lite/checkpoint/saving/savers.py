@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lite import faults
-from torchtitan_lite.checkpoint.agreed_planner import AgreedPlanner
 from torchtitan_lite.checkpoint.format.file_image import FileImage
-from torchtitan_lite.checkpoint.object_items import ObjectItems
-from torchtitan_lite.checkpoint.save_plan import PlanCache, Planned
+from torchtitan_lite.checkpoint.saving.agreed_planner import AgreedPlanner
+from torchtitan_lite.checkpoint.saving.object_items import ObjectItems
+from torchtitan_lite.checkpoint.saving.save_plan import PlanCache, Planned
+from torchtitan_lite.checkpoint.saving.writer import CommittingWriter, RankContent, Target
 from torchtitan_lite.checkpoint.staging.stager import Staged, Stager, build_stager
 from torchtitan_lite.checkpoint.staging.watch import DO_NOT_WATCH, StagingWatch, build_staging_watch
-from torchtitan_lite.checkpoint.writer import CommittingWriter, RankContent, Target
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.block_writer import Bounced, InPlace, write_blocks
 from torchtitan_lite.disk.digest import FileRecord

@@ -30,7 +30,7 @@ from torchtitan_lite.checkpoint.format.joint_structure import joint
 from torchtitan_lite.checkpoint.format.kinds import difference
 from torchtitan_lite.checkpoint.format.shards import knows_its_parts, part_of
 from torchtitan_lite.checkpoint.format.structure import Branch, decode, encode, flatten, paths_of, rebuild
-from torchtitan_lite.checkpoint.replicas import Replicas
+from torchtitan_lite.checkpoint.saving.replicas import Replicas
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.store import layout

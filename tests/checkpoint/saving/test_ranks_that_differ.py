@@ -19,7 +19,7 @@ from tests.checkpoint.tiny_run import TinyRun
 from tests.ranks import Ranks, on_two_ranks
 from tests.told import warnings_told
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.checkpoint.replicas import _digest
+from torchtitan_lite.checkpoint.saving.replicas import _digest
 from torchtitan_lite.checkpoint.state.stateful import ModelWrapper, PerRank, Stateful
 from torchtitan_lite.checkpoint.state.train_state import TrainState
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from tests.checkpoint.small_run import same, target
 from tests.disks import FailingDisk
-from torchtitan_lite.checkpoint.savers import SyncSaver
+from torchtitan_lite.checkpoint.saving.savers import SyncSaver
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import SaveFailed

@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from torchtitan_lite.checkpoint.export import DTYPES, weights_only
-from torchtitan_lite.checkpoint.in_flight import InFlight
-from torchtitan_lite.checkpoint.savers import RefusingSaver, Saver
+from torchtitan_lite.checkpoint.saving.export import DTYPES, weights_only
+from torchtitan_lite.checkpoint.saving.in_flight import InFlight
+from torchtitan_lite.checkpoint.saving.savers import RefusingSaver, Saver
+from torchtitan_lite.checkpoint.saving.writer import Origin
 from torchtitan_lite.checkpoint.schedule.interval import Tick
 from torchtitan_lite.checkpoint.state.run_state import RunState, State
-from torchtitan_lite.checkpoint.writer import Origin
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import ConfigError, SaveFailed

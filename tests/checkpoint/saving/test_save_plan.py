@@ -23,9 +23,9 @@ from tests.checkpoint.tiny_run import TinyRun, same_everywhere
 from tests.examples import examples
 from tests.ranks import on_two_ranks
 from torchtitan_lite import faults
-from torchtitan_lite.checkpoint.replicas import Replicas
-from torchtitan_lite.checkpoint.save_plan import PlanCache, balanced
-from torchtitan_lite.checkpoint.savers import SyncSaver
+from torchtitan_lite.checkpoint.saving.replicas import Replicas
+from torchtitan_lite.checkpoint.saving.save_plan import PlanCache, balanced
+from torchtitan_lite.checkpoint.saving.savers import SyncSaver
 from torchtitan_lite.checkpoint.state.stateful import ModelWrapper, OptimizerWrapper
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.store.store import CheckpointStore

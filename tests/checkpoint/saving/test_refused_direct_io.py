@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.failing_runs import run_with
+from tests.checkpoint.saving.failing_runs import run_with
 from tests.checkpoint.tiny_run import TinyRun, differing
 from tests.ranks import on_two_ranks
 from tests.store.refusals import told

@@ -15,9 +15,9 @@ import torch
 
 from tests.checkpoint.small_run import ORIGIN, Clock, Events
 from tests.disks import FailingDisk
-from torchtitan_lite.checkpoint.in_flight import InFlight
-from torchtitan_lite.checkpoint.savers import PendingSave, State, SyncSaver
-from torchtitan_lite.checkpoint.writer import Target
+from torchtitan_lite.checkpoint.saving.in_flight import InFlight
+from torchtitan_lite.checkpoint.saving.savers import PendingSave, State, SyncSaver
+from torchtitan_lite.checkpoint.saving.writer import Target
 from torchtitan_lite.disk.durable import DISK, Durable
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import LeaseLost, SaveFailed
