@@ -29,9 +29,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # A clone need not be installed.
 
-from torchtitan_lite.checkpoint.folder import CheckpointFolder  # noqa: E402  # after the line above
+from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder  # noqa: E402  # after the line above
+from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint  # noqa: E402  # as above
 from torchtitan_lite.checkpoint.state.train_state import TrainState  # noqa: E402  # as above
-from torchtitan_lite.checkpoint.stored_checkpoint import StoredCheckpoint  # noqa: E402  # as above
 from torchtitan_lite.disk.block_reader import BlockReader  # noqa: E402  # as above
 from torchtitan_lite.disk.digest import DIGEST_BYTES  # noqa: E402  # as above
 from torchtitan_lite.distributed.consensus import Peers  # noqa: E402  # as above

@@ -29,6 +29,7 @@ LAYERS = {
     "checkpoint.untrusted": 6,
     "checkpoint.staging": 6,
     "checkpoint.saving": 7,
+    "checkpoint.reading": 7,
     "checkpoint": 9,
     "models": 10,
     "data": 10,

@@ -13,12 +13,12 @@ import torch
 
 from checkpoint_bench.contenders import Pending
 from checkpoint_bench.states import BenchState, llama_args
-from torchtitan_lite.checkpoint.folder import Verify
 from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.checkpoint.reading.folder import Verify
+from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, Saver, State, build_saver
 from torchtitan_lite.checkpoint.saving.writer import Origin, Target
 from torchtitan_lite.checkpoint.state.optimizer_state import Slot, by_name
-from torchtitan_lite.checkpoint.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.config.job_config import AsyncMode, Checkpoint, Job, JobConfig
 from torchtitan_lite.disk import block_writer

@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from scale_simulation.plans import Mesh, Planned, item_of, num_bytes, plans, plans_of_dcp
 from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.format.description import Description
+from torchtitan_lite.checkpoint.reading.stored_checkpoint import _regions
 from torchtitan_lite.checkpoint.saving.save_plan import _Answers
 from torchtitan_lite.checkpoint.saving.writer import RankFile
-from torchtitan_lite.checkpoint.stored_checkpoint import _regions
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.disk.digest import DIGEST_BYTES, FileRecord, num_blocks
 from torchtitan_lite.store import layout

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.conftest import StartRun
-from tests.checkpoint.damage import flip, in_tensor
+from tests.checkpoint.reading.damage import flip, in_tensor
 from tests.checkpoint.small_run import SmallRun, same
 from torchtitan_lite import faults
 from torchtitan_lite.errors import AllCheckpointsDamaged, CheckpointDamaged, CheckpointUnreadable, FormatTooNew

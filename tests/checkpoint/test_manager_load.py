@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from tests.checkpoint.conftest import StartRun
-from tests.checkpoint.foreign_folders import save_plain
+from tests.checkpoint.reading.foreign_folders import save_plain
 from tests.checkpoint.small_run import SmallRun, Tiny, job_config, same
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.manager import CheckpointManager

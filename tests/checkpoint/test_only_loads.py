@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.checkpoint.conftest import StartRun
-from tests.checkpoint.damage import flip
+from tests.checkpoint.reading.damage import flip
 
 _CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.utime")
 

@@ -29,14 +29,14 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tests.checkpoint.conftest import StartRun
+from tests.checkpoint.reading.tensor_layouts import bits, every_tensor, random_bits, zeros, zeros_like
 from tests.checkpoint.small_run import target
-from tests.checkpoint.tensor_layouts import bits, every_tensor, random_bits, zeros, zeros_like
 from tests.ranks import Ranks, join_group
 from torchtitan_lite.checkpoint.format.contents import DTYPES
-from torchtitan_lite.checkpoint.reader import CheckpointReader
+from torchtitan_lite.checkpoint.reading.reader import CheckpointReader
+from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.saving.savers import ProcessSaver, Saver, SyncSaver, ThreadSaver
 from torchtitan_lite.checkpoint.state.stateful import LRSchedulerWrapper, ModelWrapper, OptimizerWrapper
-from torchtitan_lite.checkpoint.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.store.store import CheckpointStore
 

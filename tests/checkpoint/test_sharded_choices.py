@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.checkpoint.foreign_folders import of_0_3
+from tests.checkpoint.reading.foreign_folders import of_0_3
 from tests.checkpoint.small_run import SmallRun, same
 from tests.checkpoint.tiny_run import TinyRun
 from tests.ranks import on_two_ranks

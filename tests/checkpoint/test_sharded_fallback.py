@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.checkpoint.damage import flip
+from tests.checkpoint.reading.damage import flip
 from tests.checkpoint.tiny_run import TinyRun, at_steps, differing, same_everywhere
 from tests.ranks import on_two_ranks
 from torchtitan_lite import faults

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.folder import CheckpointFolder
+from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.config.job_config import EXCLUDABLE_STATES
 from torchtitan_lite.errors import CheckpointError
 

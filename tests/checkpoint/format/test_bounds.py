@@ -15,10 +15,10 @@ from tests.checkpoint.small_run import job_config
 from torchtitan_lite.checkpoint.format.contents import Chunk
 from torchtitan_lite.checkpoint.format.file_image import FileImage, FileLayout
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.checkpoint.reader import CheckpointReader, Region, Wanted
-from torchtitan_lite.checkpoint.regions import Source
+from torchtitan_lite.checkpoint.reading.reader import CheckpointReader, Region, Wanted
+from torchtitan_lite.checkpoint.reading.regions import Source
+from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.state.train_state import TrainState
-from torchtitan_lite.checkpoint.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import CheckpointMismatch
 

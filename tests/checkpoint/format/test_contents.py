@@ -16,7 +16,7 @@ from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from tests.checkpoint.boxes import Box, grids, partitions, shapes
+from tests.checkpoint.reading.boxes import Box, grids, partitions, shapes
 from tests.checkpoint.with_manifest import add_manifest
 from torchtitan_lite.checkpoint.format.contents import DTYPES, Chunk, Contents, StoredTensor
 from torchtitan_lite.checkpoint.untrusted.safe_metadata import read_metadata

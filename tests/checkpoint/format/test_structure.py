@@ -14,7 +14,6 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from tests.checkpoint.format.nests import nests
 from tests.checkpoint.with_manifest import write_manifest
-from torchtitan_lite.checkpoint.folder import CheckpointFolder
 from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.format.joint_structure import joint
 from torchtitan_lite.checkpoint.format.kinds import difference
@@ -28,6 +27,7 @@ from torchtitan_lite.checkpoint.format.structure import (
     paths_of,
     rebuild,
 )
+from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.errors import CheckpointDamaged
 from torchtitan_lite.store.manifest import seal
 

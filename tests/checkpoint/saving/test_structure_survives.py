@@ -26,9 +26,9 @@ from tests.checkpoint.small_run import job_config, target
 from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint.format.kinds import difference
 from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.saving.savers import ProcessSaver, Saver, SyncSaver, ThreadSaver
 from torchtitan_lite.checkpoint.state.stateful import ModelWrapper
-from torchtitan_lite.checkpoint.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import CheckpointError, CheckpointMismatch, SaveFailed
 from torchtitan_lite.store.store import CheckpointStore

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from tests.checkpoint.memory import MIB, peak_above_before, untouched_zeros
+from tests.checkpoint.reading.memory import MIB, peak_above_before, untouched_zeros
 from tests.checkpoint.small_run import target
 from tests.ranks import Ranks
 from torchtitan_lite.checkpoint.format.torch_item import tensor_frame
+from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.saving.savers import SyncSaver
-from torchtitan_lite.checkpoint.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.untrusted.stock_item import locate
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.store.store import CheckpointStore

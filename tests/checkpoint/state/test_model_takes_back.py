@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.checkpoint.memory import peak_above_before
+from tests.checkpoint.reading.memory import peak_above_before
 from tests.checkpoint.small_run import Lent, job_config, same
 from tests.checkpoint.state.odd_objects import FusedQkv, ScaledLinear
 from torchtitan_lite.checkpoint.manager import CheckpointManager

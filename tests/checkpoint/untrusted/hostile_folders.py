@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from tests.checkpoint.memory import peak_above_before
+from tests.checkpoint.reading.memory import peak_above_before
 from tests.checkpoint.small_run import SmallRun
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.store.manifest import seal

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.conftest import StartRun
-from tests.checkpoint.memory import MIB
+from tests.checkpoint.reading.memory import MIB
 from tests.checkpoint.untrusted.hostile_folders import CASES, DATA, MANIFEST, METADATA, PLAIN_CASES, WARMING, probe
 from tests.forked import Forked
 

@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from tests.checkpoint.small_run import same
 from tests.checkpoint.with_manifest import add_manifest, flip
 from torchtitan_lite import faults
-from torchtitan_lite.checkpoint.folder import Verify
-from torchtitan_lite.checkpoint.reader import CheckpointReader
+from torchtitan_lite.checkpoint.reading.folder import Verify
+from torchtitan_lite.checkpoint.reading.reader import CheckpointReader
+from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.state.optimizer_state import Slot
 from torchtitan_lite.checkpoint.state.stateful import OptimizerWrapper
-from torchtitan_lite.checkpoint.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable, CheckpointUnsafe
 

@@ -21,17 +21,17 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.checkpoint.folder import CheckpointFolder, Verify
 from torchtitan_lite.checkpoint.format.contents import Chunk, Contents, Shape, StoredTensor
 from torchtitan_lite.checkpoint.format.key_report import KeyReport, TensorLike, compare_tensors, merged
 from torchtitan_lite.checkpoint.format.older_structure import Untyped, retyped
 from torchtitan_lite.checkpoint.format.shards import parts_of
 from torchtitan_lite.checkpoint.format.structure import find, rebuild, without
-from torchtitan_lite.checkpoint.load_rules import EVERYTHING, LoadRules
-from torchtitan_lite.checkpoint.reader import CheckpointReader, Region, Wanted
+from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder, Verify
+from torchtitan_lite.checkpoint.reading.load_rules import EVERYTHING, LoadRules
+from torchtitan_lite.checkpoint.reading.reader import CheckpointReader, Region, Wanted
+from torchtitan_lite.checkpoint.reading.stored_model import StoredModel
+from torchtitan_lite.checkpoint.reading.stored_optimizer import StoredOptimizer
 from torchtitan_lite.checkpoint.state.optimizer_state import OF_OPTIMIZERS, Slot, tensors_in
-from torchtitan_lite.checkpoint.stored_model import StoredModel
-from torchtitan_lite.checkpoint.stored_optimizer import StoredOptimizer
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.distributed import dcp
 from torchtitan_lite.distributed.consensus import Peers

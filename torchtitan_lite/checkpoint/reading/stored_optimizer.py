@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from torchtitan_lite.checkpoint.entries import Leaf, assembled, at_path, entries
 from torchtitan_lite.checkpoint.format.contents import Contents, StoredTensor
 from torchtitan_lite.checkpoint.format.key_report import KeyReport
-from torchtitan_lite.checkpoint.load_rules import LoadRules
+from torchtitan_lite.checkpoint.reading.entries import Leaf, assembled, at_path, entries
+from torchtitan_lite.checkpoint.reading.load_rules import LoadRules
 from torchtitan_lite.checkpoint.state.optimizer_state import LAYOUTS, SETTINGS, STATE, Slot, split_key
 
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}

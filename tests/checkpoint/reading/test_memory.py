@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoint.memory import MIB, peak_above_before, status_bytes
+from tests.checkpoint.reading.memory import MIB, peak_above_before, status_bytes
 from tests.checkpoint.small_run import Lent, target
 from tests.checkpoint.tiny_run import TinyRun
 from tests.ranks import Ranks
 from torchtitan_lite.checkpoint.format.file_image import FileImage, FileLayout
+from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.saving.savers import ProcessSaver, Saver, SyncSaver, ThreadSaver
-from torchtitan_lite.checkpoint.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.store.store import CheckpointStore
 

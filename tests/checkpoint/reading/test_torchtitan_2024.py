@@ -13,9 +13,9 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint import load as dcp_load
 
 from scripts.for_torchtitan_2024 import convert
-from tests.checkpoint import wrappers_of_2024
 from tests.checkpoint.conftest import StartRun
-from tests.checkpoint.damage import flip
+from tests.checkpoint.reading import wrappers_of_2024
+from tests.checkpoint.reading.damage import flip
 from tests.checkpoint.small_run import SmallRun, Tiny, same
 from torchtitan_lite.disk.block_reader import DamagedRange
 

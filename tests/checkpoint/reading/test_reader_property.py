@@ -34,12 +34,12 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from tests.checkpoint.boxes import Box, grids, inside, partitions, shapes
+from tests.checkpoint.reading.boxes import Box, grids, inside, partitions, shapes
 from tests.checkpoint.with_manifest import add_manifest, flip
 from tests.examples import examples
-from torchtitan_lite.checkpoint import reader, regions
-from torchtitan_lite.checkpoint.reader import CheckpointReader
-from torchtitan_lite.checkpoint.stored_checkpoint import StoredCheckpoint
+from torchtitan_lite.checkpoint.reading import reader, regions
+from torchtitan_lite.checkpoint.reading.reader import CheckpointReader
+from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.disk.block_reader import BlockReader
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import CheckpointDamaged

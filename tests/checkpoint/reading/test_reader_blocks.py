@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tests.checkpoint.with_manifest import flip, write_manifest
-from torchtitan_lite.checkpoint import reader
-from torchtitan_lite.checkpoint.folder import CheckpointFolder
 from torchtitan_lite.checkpoint.format.torch_item import object_item
-from torchtitan_lite.checkpoint.reader import CheckpointReader, Region, Wanted
+from torchtitan_lite.checkpoint.reading import reader
+from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
+from torchtitan_lite.checkpoint.reading.reader import CheckpointReader, Region, Wanted
 from torchtitan_lite.disk.block_reader import BlockReader
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
 from torchtitan_lite.disk.read_requests import Piece

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchtitan_lite.checkpoint import regions
 from torchtitan_lite.checkpoint.format.contents import Chunk, Item
-from torchtitan_lite.checkpoint.regions import Source, contiguous_strides, staged, straight, whole
+from torchtitan_lite.checkpoint.reading import regions
+from torchtitan_lite.checkpoint.reading.regions import Source, contiguous_strides, staged, straight, whole
 from torchtitan_lite.disk.read_requests import GAP_BYTES, Piece
 
 FLOAT = torch.float32

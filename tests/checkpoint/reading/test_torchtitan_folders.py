@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.checkpoint.conftest import StartRun
-from tests.checkpoint.foreign_folders import TOKENS_OF_RANK, of_0_3, of_2024, save_plain
+from tests.checkpoint.reading.foreign_folders import TOKENS_OF_RANK, of_0_3, of_2024, save_plain
 from tests.checkpoint.small_run import SmallRun, same
 from torchtitan_lite.checkpoint.untrusted.safe_load import UnsafeItem, load_item
 from torchtitan_lite.errors import CheckpointMismatch, CheckpointUnsafe, CorpusChanged

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from torchtitan_lite.checkpoint.entries import Leaf, entries
 from torchtitan_lite.checkpoint.format.contents import Contents, StoredObject
+from torchtitan_lite.checkpoint.reading.entries import Leaf, entries
 
 
 def contents(**paths: tuple[str | int, ...] | None) -> Contents:

@@ -23,9 +23,17 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from torchtitan_lite.checkpoint.folder import CheckpointFolder, Verify
 from torchtitan_lite.checkpoint.format.contents import Chunk, Item, Shape
-from torchtitan_lite.checkpoint.regions import Source, Staged, contiguous_strides, is_inside, staged, straight, whole
+from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder, Verify
+from torchtitan_lite.checkpoint.reading.regions import (
+    Source,
+    Staged,
+    contiguous_strides,
+    is_inside,
+    staged,
+    straight,
+    whole,
+)
 from torchtitan_lite.checkpoint.untrusted.safe_load import UnsafeItem, load_item
 from torchtitan_lite.checkpoint.untrusted.stock_item import Layout, locate
 from torchtitan_lite.collection import no_collection
