@@ -30,6 +30,7 @@ LAYERS = {
     "checkpoint.staging": 6,
     "checkpoint.saving": 7,
     "checkpoint.reading": 7,
+    "checkpoint.resume": 8,
     "checkpoint": 9,
     "models": 10,
     "data": 10,

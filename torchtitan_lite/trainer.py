@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.checkpoint.restore import refuse_early
+from torchtitan_lite.checkpoint.resume.restore import refuse_early
 from torchtitan_lite.checkpoint.state.stateful import Stateful
 from torchtitan_lite.checkpoint.state.train_state import TrainState
 from torchtitan_lite.config.job_config import JobConfig

@@ -19,10 +19,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchtitan_lite.checkpoint.ending import Ended, ended_run, export_of
-from torchtitan_lite.checkpoint.load_source import LoadSource, new_run, newest_step
-from torchtitan_lite.checkpoint.resume_report import ResumeReport
-from torchtitan_lite.checkpoint.run_load import RunLoad
+from torchtitan_lite.checkpoint.resume.ending import Ended, ended_run, export_of
+from torchtitan_lite.checkpoint.resume.load_source import LoadSource, new_run, newest_step
+from torchtitan_lite.checkpoint.resume.resume_report import ResumeReport
+from torchtitan_lite.checkpoint.resume.run_load import RunLoad
 from torchtitan_lite.checkpoint.saving.departure import Departure
 from torchtitan_lite.checkpoint.saving.first_save import FirstSave
 from torchtitan_lite.checkpoint.saving.in_flight import build_in_flight

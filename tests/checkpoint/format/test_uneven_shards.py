@@ -19,8 +19,8 @@ from tests.checkpoint.small_run import job_config
 from tests.ranks import Ranks, on_two_ranks
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
+from torchtitan_lite.checkpoint.resume.verify_resume import verify
 from torchtitan_lite.checkpoint.state.train_state import TrainState
-from torchtitan_lite.checkpoint.verify_resume import verify
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import CheckpointMismatch, SaveFailed
 

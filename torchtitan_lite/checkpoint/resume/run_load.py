@@ -10,10 +10,10 @@ import gc
 from collections.abc import Callable
 
 from torchtitan_lite import faults
-from torchtitan_lite.checkpoint.fallback import Candidates
-from torchtitan_lite.checkpoint.load_source import LoadSource
-from torchtitan_lite.checkpoint.restore import Restore
-from torchtitan_lite.checkpoint.resume_report import ResumeReport
+from torchtitan_lite.checkpoint.resume.fallback import Candidates
+from torchtitan_lite.checkpoint.resume.load_source import LoadSource
+from torchtitan_lite.checkpoint.resume.restore import Restore
+from torchtitan_lite.checkpoint.resume.resume_report import ResumeReport
 from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.distributed.consensus import Peers

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.checkpoint.load_source import of_the_run
+from torchtitan_lite.checkpoint.resume.load_source import of_the_run
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.store import CheckpointStore

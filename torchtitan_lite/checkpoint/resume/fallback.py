@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchtitan_lite import faults
-from torchtitan_lite.checkpoint.load_source import LoadSource, choose_source
+from torchtitan_lite.checkpoint.resume.load_source import LoadSource, choose_source
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import (

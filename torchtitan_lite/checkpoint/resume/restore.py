@@ -16,17 +16,17 @@ from typing import Any
 import torch
 
 from torchtitan_lite.checkpoint.format.key_report import KeyReport
-from torchtitan_lite.checkpoint.load_source import LoadSource, choose_source
 from torchtitan_lite.checkpoint.reading.load_rules import LoadRules, build_load_rules, unmatched_globs
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.reading.torchtitan_states import as_ours, why_it_begins_fresh
-from torchtitan_lite.checkpoint.resume_report import ResumeReport
+from torchtitan_lite.checkpoint.resume.load_source import LoadSource, choose_source
+from torchtitan_lite.checkpoint.resume.resume_report import ResumeReport
+from torchtitan_lite.checkpoint.resume.verify_resume import verify
+from torchtitan_lite.checkpoint.resume.ways_out import ways_out
 from torchtitan_lite.checkpoint.state.model import tensors_of
 from torchtitan_lite.checkpoint.state.optimizer_state import Slot
 from torchtitan_lite.checkpoint.state.rng import RNG, RngState
 from torchtitan_lite.checkpoint.state.stateful import ModelWrapper, OptimizerWrapper, Stateful
-from torchtitan_lite.checkpoint.verify_resume import verify
-from torchtitan_lite.checkpoint.ways_out import ways_out
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.config.drift import Rule, compare
 from torchtitan_lite.config.job_config import Checkpoint, JobConfig

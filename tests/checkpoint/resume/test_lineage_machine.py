@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.data.numbered import Numbered, loader
 from tests.examples import examples
 from tests.store.crashing import NEVER, Contents, Crash, Cut, contents, steps_of
-from torchtitan_lite.checkpoint.load_source import LoadSource, choose_source, new_run
+from torchtitan_lite.checkpoint.resume.load_source import LoadSource, choose_source, new_run
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.data.loader import TokenLoader
 from torchtitan_lite.disk.digest import FileRecord

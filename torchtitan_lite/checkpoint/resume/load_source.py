@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.checkpoint.initial_path import checked_initial_path
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
-from torchtitan_lite.checkpoint.seed import is_seed
+from torchtitan_lite.checkpoint.resume.initial_path import checked_initial_path
+from torchtitan_lite.checkpoint.resume.seed import is_seed
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import CheckpointMismatch, CheckpointUnreadable
 from torchtitan_lite.store import layout
