@@ -101,4 +101,4 @@ def test_a_model_of_another_shape_is_read_by_nobody(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointMismatch, match=r"model\.0\.weight: shape \[4, 3\] in the checkpoint, \[5, 3\] expected"
     ):
-        stored._read({"model.0.weight": torch.zeros(5, 3)})
+        stored._read(lambda: {"model.0.weight": torch.zeros(5, 3)})

@@ -149,8 +149,9 @@ def test_twenty_saves_leave_no_more_descriptors_and_threads_than_five(
 def descriptors_and_threads(run: TinyRun) -> tuple[list[str], list[str]]:
     """All that this process has open, and its threads, once the save under way is over."""
     run.saver.wait()
+    assert run.manager._upkeep.wait(60)
     for thread in threading.enumerate():
-        if thread.name == "checkpoint":
+        if thread.name in ("checkpoint", "housekeeping"):
             thread.join(60)
     links = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     return sorted(links), sorted(thread.name for thread in threading.enumerate())

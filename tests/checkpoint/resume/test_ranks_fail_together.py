@@ -50,7 +50,7 @@ def saved(folder: Path, **options: Any) -> TinyRun:
 def test_a_state_that_raises_during_a_load(rank: int, tmp_path: Path) -> None:
     for place in ("state_dict", "load_state_dict"):
         run = saved(tmp_path / place)
-        state: Any = run.manager._small_states["dataloader"]
+        state: Any = run.manager._run.small["dataloader"]
         state.fails_in = place if rank == 1 else ""
         with pytest.raises(RuntimeError, match=f"rank 1 raised in {place}"), run.manager:
             run.manager.load()
@@ -104,7 +104,7 @@ class Unplaced(Slot):
 @on_two_ranks
 def test_a_rank_that_has_no_memory_for_what_is_read(rank: int, tmp_path: Path) -> None:
     run = saved(tmp_path)
-    slots = run.manager._optimizer.slots()
+    slots = run.manager._run.optimizer.slots()
     if rank == 1:
         slots = {name: Unplaced(**slot.__dict__) for name, slot in slots.items()}
     stored = StoredCheckpoint(run.folder / "step-1", Peers(timedelta(seconds=PEERS_SECONDS)))
