@@ -1,0 +1,20 @@
+"""Checks of one value in the configuration; each raises a `ConfigError` that names the key."""
+
+from __future__ import annotations
+
+from torchtitan_lite.errors import ConfigError
+
+
+def at_least(name: str, value: int, low: int) -> None:
+    if value < low:
+        raise ConfigError(f"{name}: expected at least {low}, found {value}.")
+
+
+def positive(name: str, value: float) -> None:
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"{name}: expected a positive finite number, found {value}.")
+
+
+def choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name}: expected one of {', '.join(choices)}, found {value!r}.")

@@ -1,0 +1,29 @@
+"""The section [metrics]: what a job logs, and where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchtitan_lite.config.checks import at_least
+from torchtitan_lite.config.field_types import check_types
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """What is logged, and how often."""
+
+    log_freq: int = 10
+    """Steps from one logged step to the next; step 1 is always logged."""
+
+    enable_tensorboard: bool = False
+    """Write TensorBoard files besides metrics.jsonl."""
+
+    save_tb_folder: str = "tb"
+    """Folder for TensorBoard files, inside dump_folder; one folder for the whole run, restarts included."""
+
+    rank_0_only: bool = True
+    """Write TensorBoard from rank 0 only; otherwise each rank has its own folder."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "metrics")
+        at_least("metrics.log_freq", self.log_freq, 1)

@@ -1,0 +1,36 @@
+"""The section [model]: which model is trained, and its sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torchtitan_lite.config.field_types import check_types
+from torchtitan_lite.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Which model is trained."""
+
+    name: Literal["llama3"] = "llama3"
+    """Model family ("llama" is accepted for it)."""
+
+    flavor: str = "debugmodel"
+    """Size: debugmodel, 1B, 8B, 70B or 405B."""
+
+    tokenizer_path: str = "bytes"
+    """Tokenizer: "bytes", the UTF-8 bytes plus BOS and EOS, is the only one."""
+
+    dropout: float = 0.0
+    """Probability of dropping an activation after attention and feed-forward."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "model")
+        if self.tokenizer_path != "bytes":
+            raise ConfigError(
+                f"model.tokenizer_path: expected 'bytes', the only tokenizer there is, found {self.tokenizer_path!r}. "
+                "Set --model.tokenizer_path=bytes."
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            raise ConfigError(f"model.dropout: expected a probability in [0, 1), found {self.dropout}.")

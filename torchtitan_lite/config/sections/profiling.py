@@ -1,0 +1,32 @@
+"""The section [profiling]: profiles of steps and of memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchtitan_lite.config.checks import at_least
+from torchtitan_lite.config.field_types import check_types
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profiling:
+    """Traces of where the time and the memory go."""
+
+    enable_profiling: bool = False
+    """Write a torch.profiler trace every `profile_freq` steps."""
+
+    save_traces_folder: str = "profile_traces"
+    """Folder for traces, inside dump_folder."""
+
+    profile_freq: int = 10
+    """Steps from one trace to the next."""
+
+    enable_memory_snapshot: bool = False
+    """Write a snapshot of the CUDA allocator every `profile_freq` steps (CUDA only)."""
+
+    save_memory_snapshot_folder: str = "memory_snapshot"
+    """Folder for memory snapshots, inside dump_folder."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "profiling")
+        at_least("profiling.profile_freq", self.profile_freq, 1)
