@@ -52,17 +52,21 @@ class Report:
 
 
 class Ranks:
-    """Processes that run cases: the fixtures `two_ranks` and `four_ranks`. Not `grouped`, each case makes its group."""
+    """Processes that run cases: the fixtures `two_ranks` and `four_ranks`. Not `grouped`, each case makes its group.
+
+    With `once` each case has processes of its own, which end after it and destroy no group before.
+    """
 
     def __init__(
         self,
         world_size: int = 2,
         *,
         grouped: bool = True,
+        once: bool = False,
         deadline_seconds: float = DEADLINE_SECONDS,
         grace_seconds: float = GRACE_SECONDS,
     ) -> None:
-        self._world_size, self._grouped = world_size, grouped
+        self._world_size, self._grouped, self._once = world_size, grouped, once
         self._deadline_seconds, self._grace_seconds = deadline_seconds, grace_seconds
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
@@ -85,6 +89,8 @@ class Ranks:
         reports = self._collect()
         if any(report.failure for report in reports):
             self._kill()
+        elif self._once:
+            self.close()
         return reports
 
     def close(self) -> None:
@@ -102,7 +108,7 @@ class Ranks:
         for rank in range(self._world_size):
             ours, theirs = context.Pipe()
             group = (rank, self._world_size, rendezvous if self._grouped else None)
-            process = context.Process(target=_serve, args=(*group, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(*group, self._once, theirs), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -183,7 +189,7 @@ def join_group(rank: int, world_size: int, rendezvous: Path) -> None:
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
 
 
-def _serve(rank: int, world_size: int, rendezvous: Path | None, connection: Connection) -> None:
+def _serve(rank: int, world_size: int, rendezvous: Path | None, once: bool, connection: Connection) -> None:
     """One of the processes: runs cases until the connection ends."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable()
@@ -195,10 +201,10 @@ def _serve(rank: int, world_size: int, rendezvous: Path | None, connection: Conn
         join_group(rank, world_size, rendezvous)
     while order := _next(connection):
         report = _report(rank, *order)
-        if dist.is_initialized() and not report.failure:
+        if dist.is_initialized() and not report.failure and not once:
             _drop_groups()
         connection.send_bytes(pickle.dumps(report))
-    if dist.is_initialized():
+    if dist.is_initialized() and not once:
         dist.barrier()
         dist.destroy_process_group()
     os._exit(0)  # Finalizing an interpreter with torch in it takes a second that no test needs.

@@ -50,3 +50,17 @@ def test_a_rank_that_waits_for_one_that_failed_is_ended(two_ranks: Ranks) -> Non
     reports = two_ranks.reports(raises_on_rank_1)
     assert "on purpose" in reports[1].failure
     assert "came to no end" in reports[0].failure
+
+
+def process_of_sum(rank: int) -> tuple[int, int]:
+    return os.getpid(), sum_of_ranks(rank)
+
+
+def test_ranks_of_one_case_are_new_processes_for_the_next() -> None:
+    ranks = Ranks(once=True)
+    ran = [process for _ in range(2) for process in ranks.run(process_of_sum)]
+    assert [total for _, total in ran] == [3] * 4
+    assert len(dict(ran)) == 4
+    for number, _ in ran:
+        with pytest.raises(ProcessLookupError):
+            os.kill(number, 0)
