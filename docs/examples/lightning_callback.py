@@ -12,8 +12,8 @@ from torch import nn
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan_lite import log
-from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig
+from torchtitan_lite.checkpoint import CheckpointManager
+from torchtitan_lite.config import Checkpoint, Job, JobConfig
 
 TOTAL_STEPS = 20  # What the data are for: the same in every call, wherever this one stops.
 

@@ -11,9 +11,8 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from torchtitan_lite import log
-from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.checkpoint.state.train_state import TrainState
-from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig
+from torchtitan_lite.checkpoint import CheckpointManager, TrainState
+from torchtitan_lite.config import Checkpoint, Job, JobConfig
 
 log.setup()
 steps = int(sys.argv[1])

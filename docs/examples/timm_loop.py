@@ -12,9 +12,8 @@ from timm.scheduler import CosineLRScheduler
 from torch import nn
 
 from torchtitan_lite import log
-from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.checkpoint.state.train_state import TrainState
-from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig
+from torchtitan_lite.checkpoint import CheckpointManager, TrainState
+from torchtitan_lite.config import Checkpoint, Job, JobConfig
 
 TOTAL_STEPS = 20  # What the schedule is made for: the same in every call, wherever this one stops.
 

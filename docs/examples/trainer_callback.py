@@ -11,9 +11,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from torchtitan_lite import log
-from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig
-from torchtitan_lite.data.adapters import StatefulDataLoaderAdapter
+from torchtitan_lite.checkpoint import CheckpointManager
+from torchtitan_lite.config import Checkpoint, Job, JobConfig
+from torchtitan_lite.data import StatefulDataLoaderAdapter
 
 TOTAL_STEPS = 20  # What the schedule is made for: the same in every call, wherever this one stops.
 

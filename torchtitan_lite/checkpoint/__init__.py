@@ -1,0 +1,39 @@
+"""What a training loop of your own imports.
+
+    from torchtitan_lite.checkpoint import CheckpointManager, TrainState
+
+A name is loaded when it is asked for, with torch behind it: importing this package alone, as each of its modules does,
+loads nothing. What is not in `__all__` may change its place without notice.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchtitan_lite.checkpoint.manager import CheckpointManager
+    from torchtitan_lite.checkpoint.reading.reader import CheckpointReader
+    from torchtitan_lite.checkpoint.state.per_rank import PerRank
+    from torchtitan_lite.checkpoint.state.stateful import Stateful
+    from torchtitan_lite.checkpoint.state.train_state import TrainState
+
+__all__ = ["CheckpointManager", "CheckpointReader", "PerRank", "Stateful", "TrainState"]
+
+_HOMES = {
+    "CheckpointManager": "torchtitan_lite.checkpoint.manager",
+    "CheckpointReader": "torchtitan_lite.checkpoint.reading.reader",
+    "PerRank": "torchtitan_lite.checkpoint.state.per_rank",
+    "Stateful": "torchtitan_lite.checkpoint.state.stateful",
+    "TrainState": "torchtitan_lite.checkpoint.state.train_state",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,43 @@
+"""What training loops of other people import stays where it is."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PUBLIC = {
+    "torchtitan_lite.checkpoint": ["CheckpointManager", "CheckpointReader", "PerRank", "Stateful", "TrainState"],
+    "torchtitan_lite.config": ["Checkpoint", "Job", "JobConfig"],
+    "torchtitan_lite.data": ["HuggingFaceStreamAdapter", "StatefulDataLoaderAdapter"],
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_these_names_are_public_and_no_others(name: str) -> None:
+    module = importlib.import_module(name)
+    assert sorted(module.__all__) == PUBLIC[name]
+    assert {*PUBLIC[name]} <= {*dir(module)}
+    for each in PUBLIC[name]:
+        assert getattr(module, each).__name__ == each
+        assert getattr(module, each).__doc__
+
+
+def test_a_name_that_is_not_there_is_the_usual_error() -> None:
+    for name in ("torchtitan_lite.checkpoint", "torchtitan_lite.data"):
+        with pytest.raises(AttributeError, match=f"module '{name}' has no attribute 'Manager'"):
+            _ = importlib.import_module(name).Manager
+
+
+def test_the_packages_load_no_torch_until_a_name_is_asked_for() -> None:
+    script = f"import sys, {', '.join(PUBLIC)}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False).returncode == 0
+
+
+def test_type_checkers_are_told_that_the_package_has_types() -> None:
+    assert (ROOT / "torchtitan_lite" / "py.typed").is_file()
+    assert 'torchtitan_lite = ["py.typed"]' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
