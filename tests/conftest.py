@@ -1,7 +1,9 @@
 """What holds for every test: hypothesis runs without deadlines, and the launcher's variables are not ours."""
 
 import os
+import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,3 +37,11 @@ def _kind(item: pytest.Item) -> int:
     if item.path.parent.name in ("e2e", "resharding") or item.get_closest_marker("slow"):
         return 0
     return 1 if {"two_ranks", "four_ranks"} & set(getattr(item, "fixturenames", ())) else 2
+
+
+@pytest.fixture
+def base() -> Iterator[Path]:
+    """A folder in memory where the system has one: for tests that make thousands of folders and sync none."""
+    in_memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=in_memory if os.access(in_memory, os.W_OK) else None) as folder:
+        yield Path(folder)

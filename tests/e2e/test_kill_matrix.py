@@ -66,7 +66,7 @@ SAVES_AGAIN = (
 """A save of a step that is there already, with other contents."""
 
 STARTS = (
-    ("disabled", "rank 0", "recover lease load read", "read+1"),
+    ("disabled", "rank 0", "recover lease listing load read", "read+1"),
     ("disabled", "rank 1", "read", "load read+1"),
     ("disabled", "all", "recover", "load read"),
 )

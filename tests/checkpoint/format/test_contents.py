@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import enum
+import io
 import pickle
 from itertools import product
 from pathlib import Path
@@ -120,3 +122,21 @@ def test_metadata_as_older_versions_of_torch_wrote_it_is_understood(tmp_path: Pa
         (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata, protocol))
         found = read_metadata(tmp_path)
         assert (found.tensors, found.objects, found.paths) == (expected.tensors, expected.objects, {})
+
+
+class OfPython3_11_0(pickle.Pickler):
+    """Writes members of enums as Python 3.11.0 to 3.11.3 do: as attributes of their class."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_metadata_as_older_versions_of_python_wrote_it_is_understood(tmp_path: Path) -> None:
+    dcp_save({"a": torch.ones(2, 3), "b": 1}, checkpoint_id=tmp_path, no_dist=True)
+    expected = read_metadata(tmp_path)
+    buffer = io.BytesIO()
+    OfPython3_11_0(buffer).dump(FileSystemReader(tmp_path).read_metadata())
+    assert b"getattr" in buffer.getvalue()
+    (tmp_path / ".metadata").write_bytes(buffer.getvalue())
+    assert read_metadata(tmp_path) == expected
