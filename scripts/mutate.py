@@ -36,8 +36,8 @@ from mutation.reach import Reach, Test, test_files
 from mutation.tree import LOADED, Run, Tree
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("torchtitan_lite/store", "torchtitan_lite/checkpoint")
-TESTS = ("tests/store", "tests/checkpoint", "tests/resharding", "tests/e2e", "tests/test_faults.py")
+FOLDERS = ("torchtitan_lite/disk", "torchtitan_lite/store", "torchtitan_lite/checkpoint")
+TESTS = ("tests/disk", "tests/store", "tests/checkpoint", "tests/resharding", "tests/e2e", "tests/test_faults.py")
 FIRST_FILES = 3
 """Whose quick tests are run before all others."""
 GRACE_SECONDS = 5.0
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", nargs="*", default=FOLDERS, help="what is changed (store and checkpoint)")
+    parser.add_argument("folders", nargs="*", default=FOLDERS, help="what is changed (disk, store and checkpoint)")
     parser.add_argument("--count", type=int, default=100, help="mutants drawn in each folder (100); 0: all")
     parser.add_argument("--seed", type=int, default=0, help="of the draw (0)")
     parser.add_argument("--only", action="append", default=[], help="FILE:LINE; all mutants there, nothing drawn")
@@ -107,9 +107,11 @@ def _chosen(options: argparse.Namespace) -> Iterator[Mutant]:
             yield from (mutant for mutant in found if mutant.line == int(line))
         return
     for folder in options.folders:
-        files = sorted((options.repository / folder).glob("*.py"))
+        files = sorted((options.repository / folder).rglob("*.py"))
         found = [
-            mutant for file in files for mutant in mutants_of(f"{folder}/{file.name}", file.read_text(encoding="utf-8"))
+            mutant
+            for file in files
+            for mutant in mutants_of(file.relative_to(options.repository).as_posix(), file.read_text(encoding="utf-8"))
         ]
         for entry in Equivalents().stale(found):
             print(f"equivalents.toml has an entry for no mutant: {entry}")
