@@ -31,6 +31,8 @@ class Kind:
     """A class or a function, by name alone."""
 
     name: str
+    only_of: frozenset[str] = frozenset()
+    """It may be called with one of these kinds and a name alone, if there are any here; a member of an enum is so."""
 
 
 class Instance:
@@ -249,6 +251,8 @@ class _Machine:
         kind = self._stack[-1]
         if type(kind) is not Kind or type(args) is not tuple:
             raise InertPickleError(f"a {type(kind).__name__} is called")
+        if kind.only_of and not _is_member(kind, args):
+            raise InertPickleError(f"it asks for {kind.name}, which no checkpoint needs")
         self._judge(kind, args)
         self._stack[-1] = Instance(kind, args)
 
@@ -261,6 +265,11 @@ class _Machine:
 
     def persistent(self) -> None:
         self._stack[-1] = Persistent(self._stack[-1])
+
+
+def _is_member(kind: Kind, args: tuple[Any, ...]) -> bool:
+    """Whether `args` are one of the kinds that `kind` takes, and a name."""
+    return len(args) == 2 and type(args[0]) is Kind and args[0].name in kind.only_of and type(args[1]) is str
 
 
 def _is_small_tuple(key: Any) -> bool:

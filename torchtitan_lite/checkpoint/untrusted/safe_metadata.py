@@ -44,7 +44,9 @@ _TABLE: dict[tuple[str, str], object] = {
     ("torch.serialization", "_get_layout"): Kind("_get_layout"),
     ("collections", "OrderedDict"): Kind("OrderedDict"),
     # Python 3.11.0 to 3.11.3 write the memory format, of an enum, as an attribute of its class. None is looked up here.
-    ("builtins", "getattr"): Kind("getattr"),
+    ("builtins", "getattr"): Kind(
+        "builtins.getattr", only_of=frozenset({"_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING"})
+    ),
     # The folder that the checkpoint was first in.
     **{(m, c): Kind("Path") for m in ("pathlib", "pathlib._local") for c in ("PosixPath", "PurePosixPath")},
     **{(m, c): Kind("Path") for m in ("pathlib", "pathlib._local") for c in ("WindowsPath", "PureWindowsPath")},
