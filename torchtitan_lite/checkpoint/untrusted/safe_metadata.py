@@ -31,6 +31,7 @@ PROPERTIES = Kind("TensorProperties")
 INDEX = Kind("MetadataIndex")
 STORAGE = Kind("_StorageInfo")
 SIZE = Kind("torch.Size")
+_ENUMS = frozenset({"_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING"})
 
 _TABLE: dict[tuple[str, str], object] = {
     **{(_DCP, kind.name): kind for kind in (METADATA, TENSOR, OBJECT, CHUNK, PROPERTIES, INDEX)},
@@ -44,9 +45,7 @@ _TABLE: dict[tuple[str, str], object] = {
     ("torch.serialization", "_get_layout"): Kind("_get_layout"),
     ("collections", "OrderedDict"): Kind("OrderedDict"),
     # Python 3.11.0 to 3.11.3 write the memory format, of an enum, as an attribute of its class. None is looked up here.
-    ("builtins", "getattr"): Kind(
-        "builtins.getattr", only_of=frozenset({"_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING"})
-    ),
+    **{(module, "getattr"): Kind("builtins.getattr", only_of=_ENUMS) for module in ("builtins", "__builtin__")},
     # The folder that the checkpoint was first in.
     **{(m, c): Kind("Path") for m in ("pathlib", "pathlib._local") for c in ("PosixPath", "PurePosixPath")},
     **{(m, c): Kind("Path") for m in ("pathlib", "pathlib._local") for c in ("WindowsPath", "PureWindowsPath")},
