@@ -12,10 +12,18 @@ import pytest
 
 from tests.checkpoint.small_run import Lent, SmallRun
 from torchtitan_lite.checkpoint.saving.savers import ProcessSaver
+from torchtitan_lite.disk import at_exit
 from torchtitan_lite.distributed.consensus import Peers
 
 MODES = ("disabled", "async", "async_with_pinned_mem")
 StartRun = Callable[..., SmallRun]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _saves_that_are_left_behind() -> Iterator[None]:
+    """Some tests leave saves under way that never end; the exit of the tests does not wait for them."""
+    yield
+    at_exit._UNFINISHED.clear()
 
 
 @pytest.fixture(scope="session")
