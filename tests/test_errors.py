@@ -108,7 +108,7 @@ def test_an_error_is_drawn_in_the_tree(kind: type[TorchtitanLiteError]) -> None:
 def test_a_missing_step_is_told_what_there_is() -> None:
     assert str(errors.CheckpointNotFound("outputs/checkpoint", 700, [200, 400, 600])) == (
         "step 700 is not in outputs/checkpoint (it has 200, 400, 600). "
-        "Set --checkpoint.load_step to one of these, or -1 for the newest."
+        "Set --checkpoint.load_step to one of these, or -1 for the latest."
     )
     assert "it has no checkpoint" in str(errors.CheckpointNotFound("outputs/checkpoint", 700))
     assert ".metadata" in str(errors.CheckpointNotFound("nowhere", None))

@@ -71,7 +71,7 @@ class CheckpointNotFound(CheckpointError, FileNotFoundError):
     def __init__(self, folder: str, step: int | None, available: Sequence[int] = (), finding: str = "") -> None:
         self.folder, self.step, self.available, self.finding = folder, step, tuple(available), finding
         there = f"it has {', '.join(map(str, available))}" if available else "it has no checkpoint"
-        mend = "one of these, or -1 for the newest" if available else "-1 to start afresh"
+        mend = "one of these, or -1 for the latest" if available else "-1 to start afresh"
         super().__init__(
             f"step {step} is not in {folder} ({there}). Set --checkpoint.load_step to {mend}."
             if step is not None

@@ -57,7 +57,7 @@ class Trainer:
         self.seed = broadcast_from_first(seed, world.device)
         self.peers = Peers(timedelta(seconds=config.checkpoint.timeout_seconds))
         self.args = build_model_args(config.model, vocab_size=VOCAB_SIZE, seq_len=config.training.seq_len)
-        self.plan = self.peers.decide(lambda: build_plan(config, self.args, world.world_size))
+        self.plan = self.peers.on_coordinator(lambda: build_plan(config, self.args, world.world_size))
         self._refuse_shared_seed_checkpoint()
         refuse_early(config, self.peers)
         self.loader = self._build_loader()
@@ -111,7 +111,7 @@ class Trainer:
             return self._dry_run()
         self.checkpointer.open()  # Before anything in the folder is touched: it may be another job's.
         if not self._only_loads:
-            self.peers.decide(self._write_config)
+            self.peers.on_coordinator(self._write_config)
         with self.metrics, self.checkpointer, closing(self.samples):
             if self.config.checkpoint.create_seed_checkpoint:
                 self.checkpointer.save(0, force=True)
@@ -149,7 +149,9 @@ class Trainer:
             part.train()
         self.metrics.start(state.step)
         if not self._only_loads:
-            self.peers.decide(lambda: self.samples.start(state.step))  # No rank logs before the first cut the files.
+            self.peers.on_coordinator(
+                lambda: self.samples.start(state.step)
+            )  # No rank logs before the first cut the files.
         logger.info(
             "Training starts at step %d, with local batch size %d, global batch size %d, sequence length %d, total "
             "steps %d (warmup %d)",

@@ -147,7 +147,7 @@ class OursManaged:
         return Pending(self._manager.maybe_wait_for_staging, self._saver.last.durable)
 
     def settle(self) -> None:
-        self._manager.newest_step()
+        self._manager.latest_step()
 
     def close(self) -> None:
         self._manager.close()

@@ -108,7 +108,7 @@ def opened_by_reset(run: SmallRun) -> None:
 
 
 def opened_by_looking(run: SmallRun) -> None:
-    run.manager.newest_step()
+    run.manager.latest_step()
 
 
 @pytest.mark.parametrize(
@@ -206,12 +206,12 @@ def test_a_checkpoint_that_was_loaded_stays_until_a_newer_one_is_durable_however
     assert again.names() == ["step-3", "step-3.corrupt"]
 
 
-def test_the_newest_step_is_one_whose_files_are_all_there(start_run: StartRun) -> None:
+def test_the_latest_step_is_one_whose_files_are_all_there(start_run: StartRun) -> None:
     run = start_run(interval=1)
     run.train(3)
-    assert run.manager.newest_step() == 3
+    assert run.manager.latest_step() == 3
     (run.root / "step-3" / DATA).write_bytes(b"cut")
-    assert run.manager.newest_step() == 2
+    assert run.manager.latest_step() == 2
 
 
 def test_a_save_that_was_left_out_counts_for_the_clock(start_run: StartRun) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from torchtitan_lite.config.aliases import ALIASES, FORMER_SECTIONS_OF_PARALLELISM, VALUE_ALIASES
-from torchtitan_lite.config.foreign import FOREIGN
 from torchtitan_lite.config.keys import KEYS
 from torchtitan_lite.config.manager import parse_config
+from torchtitan_lite.config.unsupported import UNSUPPORTED
 from torchtitan_lite.errors import ConfigError
 
 NOVEMBER_2024 = str(Path(__file__).with_name("torchtitan_debug_2024_11.toml"))
@@ -110,7 +110,7 @@ def test_every_alias_stands_for_a_key_and_hides_none():
     assert {alias.key for alias in ALIASES.values()} <= set(KEYS)
     assert set(VALUE_ALIASES) <= set(KEYS)
     assert not set(ALIASES) & set(KEYS)
-    assert not set(FOREIGN) & (set(KEYS) | set(ALIASES))
+    assert not set(UNSUPPORTED) & (set(KEYS) | set(ALIASES))
     for section in FORMER_SECTIONS_OF_PARALLELISM:
         moved = {f"{section}.{key.partition('.')[2]}" for key in KEYS if key.startswith("parallelism.")}
         assert not moved & (set(KEYS) | set(ALIASES))

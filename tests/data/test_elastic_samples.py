@@ -131,7 +131,7 @@ class Run(RuleBasedStateMachine):
         self.positions: list[int] = []
         self.windows: list[int] = []
         self.left_windows: list[int] = []
-        self.newest = Saved(self.loaders[0].state_dict(), 0)
+        self.latest = Saved(self.loaders[0].state_dict(), 0)
 
     @rule(count=st.integers(1, 2))
     def train(self, count: int) -> None:
@@ -144,28 +144,28 @@ class Run(RuleBasedStateMachine):
     def save(self) -> Saved:
         states = [one.state_dict() for one in self.loaders]
         assert all(state == states[0] for state in states)
-        self.newest = Saved(states[0], len(self.windows))
-        return self.newest
+        self.latest = Saved(states[0], len(self.windows))
+        return self.latest
 
     @rule(num_ranks=DEGREES)
     def killed_and_resumed(self, num_ranks: int) -> None:
-        self.go_on_from(self.newest, num_ranks)
+        self.continue_from(self.latest, num_ranks)
 
     @rule(num_ranks=DEGREES)
     def preempted_and_resized(self, num_ranks: int) -> None:
-        self.newest = Saved(self.loaders[-1].state_dict(), len(self.windows))
-        self.go_on_from(self.newest, num_ranks)
+        self.latest = Saved(self.loaders[-1].state_dict(), len(self.windows))
+        self.continue_from(self.latest, num_ranks)
 
     @rule(num_ranks=st.sampled_from([1, 2, 3]), batch=st.sampled_from([6, 18]))
     def resumed_with_another_global_batch(self, num_ranks: int, batch: int) -> None:
-        self.go_on_from(self.newest, num_ranks, batch=batch)
+        self.continue_from(self.latest, num_ranks, batch=batch)
 
     @rule(checkpoint=checkpoints, num_ranks=DEGREES)
     def rolled_back(self, checkpoint: Saved, num_ranks: int) -> None:
-        self.newest = checkpoint
-        self.go_on_from(checkpoint, num_ranks)
+        self.latest = checkpoint
+        self.continue_from(checkpoint, num_ranks)
 
-    def go_on_from(self, checkpoint: Saved, num_ranks: int, **options: int) -> None:
+    def continue_from(self, checkpoint: Saved, num_ranks: int, **options: int) -> None:
         self.left_windows = max(self.left_windows, self.windows, key=len)
         # A checkpoint of a branch that was left can hold more than the present branch: its samples are the same.
         self.positions = list(range(checkpoint.taken))

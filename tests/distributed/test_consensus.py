@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import on_two_ranks
-from torchtitan_lite.distributed.consensus import Facts, Peers, StepConsensus
+from torchtitan_lite.distributed.consensus import Peers, StepConsensus, StepFlags
 from torchtitan_lite.errors import CheckpointNotFound, CorpusChanged
 
 TIMEOUT = timedelta(seconds=30)
-NOTHING = Facts()
+NOTHING = StepFlags()
 
 
 class Stubborn(Exception):
@@ -40,8 +40,8 @@ def refuse(error: Exception) -> Callable[[], int]:
 def test_a_fact_of_one_rank_reaches_both_at_the_next_step_and_no_later_one(rank: int) -> None:
     consensus = StepConsensus(TIMEOUT)
     assert consensus.receive() == NOTHING
-    consensus.send(Facts(save_due=rank == 1))
-    assert consensus.receive() == Facts(save_due=True)
+    consensus.send(StepFlags(save_due=rank == 1))
+    assert consensus.receive() == StepFlags(save_due=True)
     consensus.send(NOTHING)
     assert consensus.receive() == NOTHING
 
@@ -49,8 +49,8 @@ def test_a_fact_of_one_rank_reaches_both_at_the_next_step_and_no_later_one(rank:
 @on_two_ranks
 def test_facts_of_both_are_ored_and_the_highest_signal_wins(rank: int) -> None:
     consensus = StepConsensus(TIMEOUT)
-    consensus.send(Facts(save_due=True, signal=10) if rank == 0 else Facts(save_failed=True, signal=15))
-    assert consensus.receive() == Facts(save_due=True, save_failed=True, signal=15)
+    consensus.send(StepFlags(save_due=True, signal=10) if rank == 0 else StepFlags(save_failed=True, signal=15))
+    assert consensus.receive() == StepFlags(save_due=True, save_failed=True, signal=15)
 
 
 @on_two_ranks
@@ -61,7 +61,7 @@ def test_sending_waits_for_nobody(rank: int, tmp_path: Path) -> None:
     if rank == 0:
         os.mkfifo(tmp_path / "after the send")
         Peers(TIMEOUT).raise_together(None)
-        consensus.send(Facts(signal=15))
+        consensus.send(StepFlags(signal=15))
         (tmp_path / "after the send").write_text("rank 1 may send")
     else:
         Peers(TIMEOUT).raise_together(None)
@@ -74,7 +74,7 @@ def test_sending_waits_for_nobody(rank: int, tmp_path: Path) -> None:
 def test_a_drained_exchange_is_over_and_forgotten(rank: int) -> None:
     consensus = StepConsensus(TIMEOUT)
     consensus.drain()
-    consensus.send(Facts(signal=15))
+    consensus.send(StepFlags(signal=15))
     consensus.drain()
     assert consensus.receive() == NOTHING
 
@@ -87,14 +87,14 @@ def test_the_coordinator_decides_for_all(rank: int) -> None:
         asked.append(rank)
         return {"step": rank}
 
-    assert Peers(TIMEOUT).decide(choose) == {"step": 0}
+    assert Peers(TIMEOUT).on_coordinator(choose) == {"step": 0}
     assert asked == ([0] if rank == 0 else [])
 
 
 @on_two_ranks
 def test_what_the_coordinator_refuses_is_raised_on_all_and_told_once(rank: int) -> None:
     with pytest.raises(CheckpointNotFound, match="step 700 is not in there") as raised:
-        Peers(TIMEOUT).decide(refuse(CheckpointNotFound("there", 700, [200, 400])))
+        Peers(TIMEOUT).on_coordinator(refuse(CheckpointNotFound("there", 700, [200, 400])))
     assert (raised.value.folder, raised.value.step, raised.value.available) == ("there", 700, (200, 400))
     assert raised.value.told_elsewhere == (rank == 1)
 
@@ -124,16 +124,16 @@ def test_an_error_that_pickle_cannot_carry_still_reaches_all(rank: int) -> None:
             peers.raise_together(error if rank == 1 else None)
         assert (raised.value is error) == (rank == 1)
         with pytest.raises(Exception, match=str(error)) as raised:
-            peers.decide(refuse(error))
+            peers.on_coordinator(refuse(error))
         assert (raised.value is error) == (rank == 0)
 
 
 def test_one_process_without_a_group_agrees_with_itself() -> None:
     consensus, peers = StepConsensus(TIMEOUT), Peers(TIMEOUT)
-    consensus.send(Facts(save_due=True))
-    assert consensus.receive() == Facts(save_due=True)
+    consensus.send(StepFlags(save_due=True))
+    assert consensus.receive() == StepFlags(save_due=True)
     assert (peers.rank, peers.world_size, peers.is_coordinator, peers.group) == (0, 1, True, None)
-    assert peers.decide(lambda: 5) == 5
+    assert peers.on_coordinator(lambda: 5) == 5
     with pytest.raises(CorpusChanged) as raised:
         peers.raise_together(CorpusChanged(["files"]))
     assert not raised.value.told_elsewhere

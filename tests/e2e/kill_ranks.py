@@ -233,7 +233,7 @@ def _train(order: Order, rank: int, record: _Record) -> None:
             faults.point("step", step=run.state.step)
             run.manager.save(run.state.step, force=run.state.step == STEPS)
             if run.state.step == order.saves_again:
-                run.manager.newest_step()  # Returns once the first save is settled: the faults are for the second.
+                run.manager.latest_step()  # Returns once the first save is settled: the faults are for the second.
                 run.change()
                 faults.install(fault_spec(), rank=rank)
                 run.manager.save(run.state.step)

@@ -45,7 +45,7 @@ def test_an_epoch_over_2_then_4_then_1_processes_takes_every_sample_once(
         with start(folder, *arguments, ranks=ranks) as job:
             job.wait_until(lambda job, step=kill_after: step in job.losses())
             job.kill()
-        assert max(_consumed(job)) > _newest(job), "the kill must lose steps to show anything"
+        assert max(_consumed(job)) > _latest(job), "the kill must lose steps to show anything"
     job = run(folder, *arguments)
     assert [event["step"] for event in job.events("resumed")] == [INTERVAL, 2 * INTERVAL]
     assert f"The data ends after step {STEPS}" in job.log
@@ -63,5 +63,5 @@ def _consumed(job: Job) -> dict[int, list[int]]:
     return taken
 
 
-def _newest(job: Job) -> int:
+def _latest(job: Job) -> int:
     return max(int(name.removeprefix("step-")) for name in job.checkpoints if name.removeprefix("step-").isdigit())

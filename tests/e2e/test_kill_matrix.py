@@ -1,7 +1,7 @@
 """Whatever is killed, and at which point of a save or a load: no acknowledged step is lost, no number is wrong.
 
 A case is one job of two ranks that is killed by a fault at a point (docs/faults.md) and started again in
-the same folder. The second start must go on from the newest step of which the first one was told that it
+the same folder. The second start must go on from the latest step of which the first one was told that it
 is committed, or from a newer one, and from there on have the losses, and at the end the state, of the run
 that nobody killed, bit for bit. A fault that did not come is a failed case.
 """
@@ -73,7 +73,7 @@ STARTS = (
 """The start after a save was cut right before its commit; the third start is the one that goes on."""
 
 DAMAGED = (("disabled", "rank 0", "quarantine", ""), ("disabled", "all", "", "quarantine"))
-"""The start that finds the newest checkpoint damaged; the one before it is the one to go on from."""
+"""The start that finds the latest checkpoint damaged; the one before it is the one to go on from."""
 
 
 LEFT_OUT = {
@@ -272,7 +272,7 @@ def _was_killed(case: Case, killed: Started, tally: Tally) -> None:
 
 
 def _acknowledged(case: Case, starts: list[Started]) -> int:
-    """The newest step that the job was told of as committed, or that must be there because of where it was killed."""
+    """The latest step that the job was told of as committed, or that must be there because of where it was killed."""
     if case.point == "exit":
         return STEPS
     if case.point == "committed":
@@ -292,7 +292,7 @@ def _nothing_is_lost(acknowledged: int, resumed: Started, tally: Tally) -> None:
 def _nothing_is_wrong(starts: list[tuple[Started, Straight]], tally: Tally, besides: Collection[str] = ()) -> None:
     """Every loss of each start, the state at the end of the last one and what it left in the folder are as expected.
 
-    `besides` the newest checkpoints these names are left.
+    `besides` the latest checkpoints these names are left.
     """
     resumed, straight = starts[-1]
     found = {
@@ -313,5 +313,5 @@ def _names(started: Started) -> set[str]:
 
 
 def _kept() -> set[str]:
-    """The newest checkpoints of a run that came to its end."""
+    """The latest checkpoints of a run that came to its end."""
     return {layout.step_dir(step) for step in range(STEPS, 0, -INTERVAL)[:KEPT]}

@@ -28,8 +28,8 @@ def test_the_second_is_refused_by_name_and_takes_over_when_the_first_was_killed(
         assert after["metrics.jsonl"].startswith(before["metrics.jsonl"])
         assert first.processes[0].poll() is None, log
         first.kill()
-        newest = max(step for name in first.checkpoints if (step := parse_step(name)) is not None)
+        latest = max(step for name in first.checkpoints if (step := parse_step(name)) is not None)
         with start(tmp_path / "run", *ARGUMENTS) as third:
             third.wait_until(lambda job: job.events("resumed"))
             assert f"process {pid} on" in third.log and "which has ended" in third.log
-            assert third.events("resumed")[0]["step"] == newest
+            assert third.events("resumed")[0]["step"] == latest

@@ -32,21 +32,21 @@ def save(store: CheckpointStore, step: int, data: bytes) -> CheckpointInfo:
     return store.commit(step, manifest)
 
 
-FOREIGN = ("step-2.corrupt", "step-10.bak", "step-abc", "step-50", "step-60")
+UNSUPPORTED = ("step-2.corrupt", "step-10.bak", "step-abc", "step-50", "step-60")
 
 
-def put_foreign_names(root: Path) -> None:
-    for name in FOREIGN[:-1]:
+def put_unknown_names(root: Path) -> None:
+    for name in UNSUPPORTED[:-1]:
         (root / name).mkdir(parents=True)
-    (root / FOREIGN[0] / "notes").write_bytes(b"theirs")
-    (root / FOREIGN[-1]).symlink_to("gone")
+    (root / UNSUPPORTED[0] / "notes").write_bytes(b"theirs")
+    (root / UNSUPPORTED[-1]).symlink_to("gone")
 
 
 def foreign(root: Path) -> Contents:
-    return {name: found for name, found in contents(root).items() if name.split("/")[0] in FOREIGN}
+    return {name: found for name, found in contents(root).items() if name.split("/")[0] in UNSUPPORTED}
 
 
-def leavings(root: Path) -> list[str]:
+def leftovers(root: Path) -> list[str]:
     return [path.name for path in root.iterdir() if path.name[0] == "." or path.name.endswith(".staging")]
 
 
@@ -60,7 +60,7 @@ class Scenario:
 
 
 def two_checkpoints(root: Path) -> None:
-    put_foreign_names(root)
+    put_unknown_names(root)
     store = CheckpointStore(root, durable=Cut())
     save(store, 1, b"one")
     save(store, 2, b"two")
@@ -78,7 +78,7 @@ def an_attempt_before(root: Path) -> None:
     (root / "step-2.staging" / "__5_0.distcp").write_bytes(b"of an earlier attempt")
 
 
-def all_leavings(root: Path) -> None:
+def all_leftovers(root: Path) -> None:
     two_checkpoints(root)
     (root / "step-2").rename(root / ".replaced-step-2-1")
     shutil.copytree(root / "step-1", root / ".replaced-step-1-1")
@@ -99,17 +99,17 @@ def abandon(step: int, store: CheckpointStore) -> None:
 
 
 SAVES = {
-    "commit into nothing": Scenario(put_foreign_names, 1, saving(1)),
+    "commit into nothing": Scenario(put_unknown_names, 1, saving(1)),
     "commit": Scenario(two_checkpoints, 3, saving(3)),
     "replace": Scenario(two_checkpoints, 2, saving(2)),
     "replace after an attempt": Scenario(an_attempt_before, 2, saving(2)),
-    "replace after a crash": Scenario(all_leavings, 2, saving(2)),
+    "replace after a crash": Scenario(all_leftovers, 2, saving(2)),
     "commit over what is not ours": Scenario(one_in_the_way, 3, saving(3)),
 }
 SCENARIOS = SAVES | {
     "delete": Scenario(two_checkpoints, 1, lambda store: store.delete(store.get(1))),
-    "delete after a crash": Scenario(all_leavings, 1, lambda store: store.delete(store.get(1))),
-    "recover": Scenario(all_leavings, 1, lambda store: store.recover()),
+    "delete after a crash": Scenario(all_leftovers, 1, lambda store: store.delete(store.get(1))),
+    "recover": Scenario(all_leftovers, 1, lambda store: store.recover()),
 }
 NO_EXCHANGE = [("replace", False), ("replace after an attempt", False)]
 
@@ -178,7 +178,7 @@ def test_cut_anywhere_there_is_the_old_or_the_new_one_bit_for_bit(name: str, exc
                 assert answer in ([old, new] if revocable else answers[-1:])
                 CheckpointStore(again, durable=Cut()).recover()
                 assert steps_of(again) == answer
-                assert (foreign(again), leavings(again)) == (theirs, [])
+                assert (foreign(again), leftovers(again)) == (theirs, [])
                 if scenario.before is one_in_the_way:
                     assert b"theirs" in [path.read_bytes() for path in again.glob("step-3*/.metadata")]
     assert not revocable
@@ -206,7 +206,7 @@ def test_a_disk_that_fails_once_anywhere_leaves_the_old_or_the_new_one(name: str
             scenario.act(store)
         assert steps_of(root) == new
         CheckpointStore(root, durable=Cut()).recover()
-        assert (steps_of(root), leavings(root)) == (new, [])
+        assert (steps_of(root), leftovers(root)) == (new, [])
         shutil.rmtree(root)
         if disk.done < at:
             break

@@ -25,7 +25,7 @@ from torchtitan_lite.store.manifest import CheckpointKind, Manifest
 from torchtitan_lite.store.store import CheckpointStore
 
 ROOT = "checkpoint"
-FOREIGN = ("step-2.corrupt", "step-10.bak", "step-abc", "notes")
+UNSUPPORTED = ("step-2.corrupt", "step-10.bak", "step-abc", "notes")
 SIZES = (9000, 5000)
 """Bytes of each rank's file; a write takes 4096 at most."""
 Files = dict[str, bytes]
@@ -93,13 +93,13 @@ def read(root: Path) -> Answer:
     return answer
 
 
-def leavings(root: Path) -> list[str]:
+def leftovers(root: Path) -> list[str]:
     names = [path.name for path in root.iterdir()] if root.is_dir() else []
     return [name for name in names if name.startswith(".") or name.endswith(".staging")]
 
 
 def foreign(tree: Tree) -> Tree:
-    return {path: leaf for path, leaf in tree.items() if path.split("/")[1:2] and path.split("/")[1] in FOREIGN}
+    return {path: leaf for path, leaf in tree.items() if path.split("/")[1:2] and path.split("/")[1] in UNSUPPORTED}
 
 
 Act = Callable[[CheckpointStore, Recorder], object]
@@ -124,10 +124,10 @@ def nothing_yet(store: CheckpointStore) -> None:
 
 
 def two(store: CheckpointStore) -> None:
-    for name in FOREIGN[:-1]:
+    for name in UNSUPPORTED[:-1]:
         (store.root / name).mkdir(parents=True)
-    (store.root / FOREIGN[0] / layout.MANIFEST).write_bytes(b"theirs")
-    (store.root / FOREIGN[-1]).symlink_to("elsewhere")
+    (store.root / UNSUPPORTED[0] / layout.MANIFEST).write_bytes(b"theirs")
+    (store.root / UNSUPPORTED[-1]).symlink_to("elsewhere")
     save(store, Unsynced(), 1, "one")
     save(store, Unsynced(), 2, "two")
 
@@ -155,7 +155,7 @@ def a_damaged_one(store: CheckpointStore) -> None:
     path.write_bytes(bytes(100) + path.read_bytes()[100:])
 
 
-def all_leavings(store: CheckpointStore) -> None:
+def all_leftovers(store: CheckpointStore) -> None:
     three(store)
     final, replaced = store.root / layout.step_dir(2), store.root / layout.replaced_dir(2, 1)
     final.rename(replaced)
@@ -211,12 +211,12 @@ SAVES = [
 SCENARIOS = [
     *SAVES,
     Scenario("purge", three, deleting(1), (2, 3)),
-    Scenario("purge with leavings", all_leavings, deleting(1), (2, 3)),
+    Scenario("purge with leftovers", all_leftovers, deleting(1), (2, 3)),
     Scenario("quarantine", a_damaged_one, quarantining(2), (1,), keeps=("step-2",)),
     Scenario("purge of a branch half made", a_branch_half_made, deleting(3), (2,), keeps=("step-4", "step-6")),
     Scenario("quarantine of a branch half made", a_branch_half_made, quarantining(3), (2,), keeps=("step-4", "step-6")),
     Scenario("recovery of a branch half made", a_branch_half_made, recovering, (2, 3), keeps=("step-4", "step-6")),
-    Scenario("recovery", all_leavings, recovering, (1, 2, 3)),
+    Scenario("recovery", all_leftovers, recovering, (1, 2, 3)),
 ]
 
 
@@ -309,12 +309,12 @@ class Examiner:
         CheckpointStore(root, durable=Unsynced()).recover()
         if read(root) != answer:
             findings.append("the recovery changed what a reader finds")
-        if leavings(root):
-            findings.append(f"the recovery left {leavings(root)}")
+        if leftovers(root):
+            findings.append(f"the recovery left {leftovers(root)}")
         if self._theirs and foreign(Disk.of(base).tree({})) != self._theirs:
             findings.append("a foreign name was touched")
         if self._recording.kept:
-            folders = [files_in(folder) for folder in root.iterdir() if folder.name not in FOREIGN]
+            folders = [files_in(folder) for folder in root.iterdir() if folder.name not in UNSUPPORTED]
             findings += ["what is to be kept is nowhere" for kept in self._recording.kept if kept not in folders]
         return Found(answer, tuple(findings))
 

@@ -14,7 +14,7 @@ from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.errors import SaveFailed
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.housekeeping import Upkeep
+from torchtitan_lite.store.housekeeping import Housekeeping
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.retention import KeepAll, KeepLatest
 from torchtitan_lite.store.store import CheckpointStore
@@ -99,7 +99,7 @@ def no_faults() -> Iterator[None]:
 def test_what_the_policy_lets_go_is_removed_and_reported_with_its_size(folder: Folder, events: Events) -> None:
     for step in (1, 2, 3):
         folder.save(step, num_bytes=step * 1000)
-    Upkeep(KeepLatest(1), events).purge(folder.store)
+    Housekeeping(KeepLatest(1), events).purge(folder.store)
     assert folder.names() == ["step-3"]
     assert events.seen == [
         ("purged", 1, {"bytes": 1000 + len(METADATA)}),
@@ -111,26 +111,26 @@ def test_one_of_which_a_file_is_missing_is_neither_counted_nor_removed(folder: F
     for step in (1, 2, 3):
         folder.save(step)
     folder.damage(3)
-    Upkeep(KeepLatest(1), events).purge(folder.store)
+    Housekeeping(KeepLatest(1), events).purge(folder.store)
     assert folder.names() == ["step-2", "step-3"]
 
 
 def test_the_latest_that_this_run_knows_to_be_good_stays_and_older_ones_do_not(folder: Folder, events: Events) -> None:
-    upkeep = Upkeep(KeepLatest(1), events)
+    housekeeping = Housekeeping(KeepLatest(1), events)
     for step in (1, 2, 3, 4):
         folder.save(step)
     for step in (2, 1):
-        upkeep.note_good(step)
-    upkeep.purge(folder.store)
+        housekeeping.note_good(step)
+    housekeeping.purge(folder.store)
     assert folder.names() == ["step-2", "step-4"]
 
 
 def test_what_this_run_committed_is_known_to_be_good(folder: Folder, events: Events) -> None:
-    upkeep = Upkeep(KeepLatest(1), events)
-    upkeep.note_committed(folder.save(1), folder.store)
+    housekeeping = Housekeeping(KeepLatest(1), events)
+    housekeeping.note_committed(folder.save(1), folder.store)
     for step in (2, 3):
         folder.save(step)
-    upkeep.purge(folder.store)
+    housekeeping.purge(folder.store)
     assert folder.names() == ["step-1", "step-3"]
 
 
@@ -138,20 +138,20 @@ def test_an_export_that_this_run_committed_is_no_full_checkpoint_that_is_known_t
     folder: Folder, events: Events
 ) -> None:
     """Step 2 was exported by this run, and later saved in full by another."""
-    upkeep = Upkeep(KeepLatest(1), events)
-    upkeep.note_committed(folder.save(1), folder.store)
-    upkeep.note_committed(folder.save(2, kind=WEIGHTS_ONLY), folder.store)
+    housekeeping = Housekeeping(KeepLatest(1), events)
+    housekeeping.note_committed(folder.save(1), folder.store)
+    housekeeping.note_committed(folder.save(2, kind=WEIGHTS_ONLY), folder.store)
     for step in (2, 3):
         folder.save(step)
-    upkeep.purge(folder.store)
+    housekeeping.purge(folder.store)
     assert folder.names() == ["step-1", "step-2.weights", "step-3"]
 
 
 def test_a_save_for_which_there_is_room_removes_nothing(folder: Folder, events: Events) -> None:
-    upkeep = Upkeep(KeepLatest(1), events)
+    housekeeping = Housekeeping(KeepLatest(1), events)
     for step in (1, 2):
         folder.save(step)
-    upkeep.make_sure_of_room(3, FULL, folder.store)
+    housekeeping.make_sure_of_room(3, FULL, folder.store)
     assert folder.names() == ["step-1", "step-2"]
 
 
@@ -159,13 +159,13 @@ def test_where_there_is_too_little_room_what_the_policy_lets_go_is_removed_befor
     tmp_path: Path, events: Events
 ) -> None:
     folder = Folder(tmp_path, capacity=3 * 1000 + 50)
-    upkeep = Upkeep(KeepLatest(1), events)
+    housekeeping = Housekeeping(KeepLatest(1), events)
     for step in (1, 2):
         folder.save(step, num_bytes=1000)
-    upkeep.make_sure_of_room(3, FULL, folder.store)
+    housekeeping.make_sure_of_room(3, FULL, folder.store)
     assert folder.names() == ["step-1", "step-2"]
     folder.save(3, num_bytes=1000)
-    upkeep.make_sure_of_room(4, FULL, folder.store)
+    housekeeping.make_sure_of_room(4, FULL, folder.store)
     assert folder.names() == ["step-3"]
     assert [(event, step) for event, step, _ in events.seen] == [("purged", 1), ("purged", 2)]
 
@@ -177,7 +177,7 @@ def test_where_no_room_can_be_made_the_save_is_refused_and_nothing_that_is_kept_
     for step in (1, 2):
         folder.save(step, num_bytes=1000)
     with pytest.raises(SaveFailed, match=r"save of step 3 failed.*has room for"):
-        Upkeep(KeepAll(), events).make_sure_of_room(3, FULL, folder.store)
+        Housekeeping(KeepAll(), events).make_sure_of_room(3, FULL, folder.store)
     assert folder.names() == ["step-1", "step-2"]
 
 
@@ -190,33 +190,33 @@ def test_as_much_room_is_asked_for_as_the_last_checkpoint_of_the_same_kind_took(
     other = Folder(tmp_path / "other")
     for kind, room in needed.items():
         folder = Folder(tmp_path / kind.value, capacity=10_000)
-        upkeep = Upkeep(KeepAll(), events)
-        upkeep.note_committed(other.save(9, num_bytes=30_000, kind=kind), other.store)
+        housekeeping = Housekeeping(KeepAll(), events)
+        housekeeping.note_committed(other.save(9, num_bytes=30_000, kind=kind), other.store)
         folder.save(1, num_bytes=3000)
         folder.save(2, num_bytes=700, kind=WEIGHTS_ONLY)
         folder.save(3, num_bytes=2000)
         folder.save(4, num_bytes=500, kind=WEIGHTS_ONLY)
         folder.capacity -= folder.free_bytes(folder.store.root) - room + (not fits)
         if fits:
-            upkeep.make_sure_of_room(5, kind, folder.store)
+            housekeeping.make_sure_of_room(5, kind, folder.store)
         else:
             with pytest.raises(SaveFailed):
-                upkeep.make_sure_of_room(5, kind, folder.store)
+                housekeeping.make_sure_of_room(5, kind, folder.store)
 
 
 def test_what_the_last_commit_took_is_remembered_and_not_looked_up_again(folder: Folder, events: Events) -> None:
-    upkeep = Upkeep(KeepAll(), events)
-    upkeep.note_committed(folder.save(1, num_bytes=1000), folder.store)
-    upkeep.make_sure_of_room(2, FULL, folder.store)
-    upkeep.note_committed(folder.save(2, num_bytes=5000), folder.store)
+    housekeeping = Housekeeping(KeepAll(), events)
+    housekeeping.note_committed(folder.save(1, num_bytes=1000), folder.store)
+    housekeeping.make_sure_of_room(2, FULL, folder.store)
+    housekeeping.note_committed(folder.save(2, num_bytes=5000), folder.store)
     folder.capacity -= folder.free_bytes(folder.store.root) - 5000
     with pytest.raises(SaveFailed, match=r"the last save took 4\.9 KiB"):
-        upkeep.make_sure_of_room(3, FULL, folder.store)
+        housekeeping.make_sure_of_room(3, FULL, folder.store)
 
 
 def test_the_first_save_of_a_folder_asks_for_no_room(tmp_path: Path, events: Events) -> None:
     folder = Folder(tmp_path / "checkpoint", capacity=0)
-    Upkeep(KeepAll(), events).make_sure_of_room(1, FULL, folder.store)
+    Housekeeping(KeepAll(), events).make_sure_of_room(1, FULL, folder.store)
 
 
 def test_one_that_cannot_be_removed_is_a_warning_and_the_others_go(
@@ -225,7 +225,7 @@ def test_one_that_cannot_be_removed_is_a_warning_and_the_others_go(
     for step in (1, 2, 3):
         folder.save(step)
     folder.disk.fails = lambda operation, name: (operation, name) == ("rename", "step-1")
-    Upkeep(KeepLatest(1), events).purge(folder.store)
+    Housekeeping(KeepLatest(1), events).purge(folder.store)
     assert folder.names() == ["step-1", "step-3"]
     assert [step for _, step, _ in events.seen] == [2]
     assert "step-1, which is no longer kept" in caplog.text
@@ -241,7 +241,7 @@ def test_a_folder_that_cannot_be_looked_through_is_a_warning_and_nothing_is_remo
         folder.save(step)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "iterdir", refuse)
-        Upkeep(KeepLatest(1), events).purge(folder.store)
+        Housekeeping(KeepLatest(1), events).purge(folder.store)
     assert folder.names() == ["step-1", "step-2"]
     assert "Could not look through" in caplog.text
 
@@ -249,7 +249,7 @@ def test_a_folder_that_cannot_be_looked_through_is_a_warning_and_nothing_is_remo
 def test_nothing_is_left_of_a_save_that_failed(folder: Folder, events: Events) -> None:
     folder.save(1)
     (folder.store.stage(2) / layout.data_file(0, 0)).write_bytes(b"half")
-    Upkeep(KeepAll(), events).abandon(2, folder.store)
+    Housekeeping(KeepAll(), events).abandon(2, folder.store)
     assert folder.names() == ["step-1"]
 
 
@@ -258,7 +258,7 @@ def test_what_a_failed_save_left_and_cannot_be_removed_is_a_warning(
 ) -> None:
     folder.store.stage(2)
     folder.disk.fails = lambda operation, name: operation == "remove_tree"
-    Upkeep(KeepAll(), events).abandon(2, folder.store)
+    Housekeeping(KeepAll(), events).abandon(2, folder.store)
     assert folder.names() == ["step-2.staging"]
     assert "step 2" in caplog.text and "Input/output error" in caplog.text
 
@@ -266,12 +266,12 @@ def test_what_a_failed_save_left_and_cannot_be_removed_is_a_warning(
 def test_the_fault_points_of_a_save_s_room_and_of_each_removal_are_passed_with_their_step(
     folder: Folder, events: Events, caplog: pytest.LogCaptureFixture
 ) -> None:
-    upkeep = Upkeep(KeepLatest(1), events)
+    housekeeping = Housekeeping(KeepLatest(1), events)
     for step in (1, 2, 3):
         folder.save(step)
     faults.install("slow@preflight:step=4,seconds=0; slow@purge:step=2,seconds=0,times=always", rank=0)
     caplog.clear()
-    upkeep.make_sure_of_room(4, FULL, folder.store)
-    upkeep.purge(folder.store)
+    housekeeping.make_sure_of_room(4, FULL, folder.store)
+    housekeeping.purge(folder.store)
     asked_for = [message.partition("asked for: ")[2] for message in caplog.messages]
     assert asked_for == ["slow@preflight:step=4,seconds=0", "slow@purge:step=2,seconds=0,times=always"]

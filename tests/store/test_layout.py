@@ -3,7 +3,7 @@ import pytest
 from torchtitan_lite.disk.durable import temporary_name
 from torchtitan_lite.store import layout
 
-FOREIGN = (
+UNSUPPORTED = (
     "foo",
     "step-",
     "step-abc",
@@ -31,7 +31,7 @@ def test_every_name_is_read_back_as_what_it_was_made_from(step: int) -> None:
     assert layout.parse_replaced(layout.replaced_dir(step, 3)) == (step, 3)
 
 
-@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("name", UNSUPPORTED)
 def test_a_name_that_is_not_exactly_a_step_is_foreign(name: str) -> None:
     assert layout.parse_step(name) is None
 

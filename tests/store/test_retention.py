@@ -76,7 +76,7 @@ class KeepNothing:
 
 
 @given(INFOS)
-def test_whatever_the_policy_the_newest_full_one_and_the_weights_stay(committed: list[CheckpointInfo]) -> None:
+def test_whatever_the_policy_the_latest_full_one_and_the_weights_stay(committed: list[CheckpointInfo]) -> None:
     purged = steps(to_purge(KeepNothing(), committed))
     full = sorted(found.step for found in committed if found.kind is CheckpointKind.FULL)
     assert purged == full[:-1]
@@ -91,7 +91,7 @@ def test_exactly_k_stay_besides_the_protected(committed: list[CheckpointInfo], k
     assert to_purge(KeepAll(), committed, protected) == []
 
 
-def test_the_newest_known_good_one_stays_however_many_newer_ones_there_are() -> None:
+def test_the_latest_known_good_one_stays_however_many_newer_ones_there_are() -> None:
     committed = [info(1), info(2), info(3), info(4), info(5)]
     assert steps(to_purge(KeepLatest(1), committed, known_good={1, 2})) == [1, 3, 4]
 
@@ -219,28 +219,28 @@ class Row:
 
 
 TABLE = [
-    Row("k newest stay", (full(1, 2, 3, 4),), 2, ("step-1", "step-2")),
+    Row("k latest stay", (full(1, 2, 3, 4),), 2, ("step-1", "step-2")),
     Row("k = 1", (full(9, 10, 100),), 1, ("step-9", "step-10")),
     Row("fewer than k", (full(1, 2),), 3),
     Row("nothing there", (), 1),
     Row("a save is under way", (full(1, 2), under_way(3)), 1, ("step-1",)),
     Row("a save is under way and k = 2", (full(1, 2), under_way(3)), 2),
-    Row("half a folder of ours is newest", (full(1, 2), folder("step-3", DATA)), 1, ("step-1",)),
-    Row("torchtitan's own are newest", (full(1, 2), folder("step-3", ".metadata"), folder("step-4", DATA)), 2),
+    Row("half a folder of ours is latest", (full(1, 2), folder("step-3", DATA)), 1, ("step-1",)),
+    Row("torchtitan's own are latest", (full(1, 2), folder("step-3", ".metadata"), folder("step-4", DATA)), 2),
     Row("foreign names", (full(1, 2), folder("step-3.bak"), folder("step-007"), folder("step-9.corrupt")), 2),
     Row("empty step folders", (full(1, 2, 3), folder("step-50")), 2, ("step-1",)),
-    Row("newest manifest damaged", (full(1, 2, 3), damage(3, layout.MANIFEST, b"{")), 1, ("step-1",)),
-    Row("newest manifest gone", (full(1, 2, 3), damage(3, layout.MANIFEST)), 2),
-    Row("newest file gone", (full(1, 2, 3), damage(3, DATA)), 1, ("step-1",)),
-    Row("newest file cut", (full(1, 2, 3), damage(3, DATA, b"st")), 1, ("step-1",)),
-    Row("newest file grown", (full(1, 2), damage(2, DATA, b"step 2 and more")), 1),
-    Row("newest description gone", (full(1, 2), damage(2, layout.METADATA)), 1),
+    Row("latest manifest damaged", (full(1, 2, 3), damage(3, layout.MANIFEST, b"{")), 1, ("step-1",)),
+    Row("latest manifest gone", (full(1, 2, 3), damage(3, layout.MANIFEST)), 2),
+    Row("latest file gone", (full(1, 2, 3), damage(3, DATA)), 1, ("step-1",)),
+    Row("latest file cut", (full(1, 2, 3), damage(3, DATA, b"st")), 1, ("step-1",)),
+    Row("latest file grown", (full(1, 2), damage(2, DATA, b"step 2 and more")), 1),
+    Row("latest description gone", (full(1, 2), damage(2, layout.METADATA)), 1),
     Row("all but the oldest broken", (full(1, 2, 3), damage(2, DATA), damage(3, DATA)), 1),
     Row("all broken", (full(1, 2), damage(1, DATA), damage(2, DATA)), 1),
     Row("flipped in place, older one known good", (full(1, 2), damage(2, DATA, b"STEP 2")), 1, (), frozenset({1})),
     Row("known good is older than k", (full(1, 2, 3, 4),), 2, ("step-1",), frozenset({2})),
-    Row("known good is newest", (full(1, 2, 3),), 1, ("step-1", "step-2"), frozenset({1, 3})),
-    Row("weights alone are newest", (full(1, 2), weights_alone(3), weights_alone(4)), 1, ("step-1",)),
+    Row("known good is latest", (full(1, 2, 3),), 1, ("step-1", "step-2"), frozenset({1, 3})),
+    Row("weights alone are latest", (full(1, 2), weights_alone(3), weights_alone(4)), 1, ("step-1",)),
     Row("weights alone and one full", (weights_alone(1), full(2), weights_alone(3)), 1),
     Row("a branch", (full(1, 2, 3), branch(4, 2, 3)), 2),
     Row("a branch that is one too many", (full(1, 2, 3), branch(4, 2, 3)), 1, ("step-1",)),
@@ -293,7 +293,7 @@ def test_one_that_a_load_fell_back_from_is_not_counted_once_it_is_quarantined(tm
     shutil.rmtree(tmp_path / "step-3.corrupt")
 
 
-def test_the_newest_one_without_nan_stays_whatever_the_policy_says() -> None:
+def test_the_latest_one_without_nan_stays_whatever_the_policy_says() -> None:
     committed = [info(1), info(2), *(dataclasses.replace(info(step), has_nan=True) for step in (3, 4, 5))]
     assert steps(to_purge(KeepLatest(1), committed)) == [1, 3, 4]
     assert steps(to_purge(KeepLatest(1), committed, known_good={1, 3, 4, 5})) == [3, 4]

@@ -523,7 +523,7 @@ def test_the_room_of_a_folder_that_is_yet_to_be_is_that_of_the_one_it_will_be_in
         CheckpointStore(tmp_path / "outputs" / "checkpoint").preflight(1, 1 << 70)
 
 
-def put_foreign_names(root: Path) -> None:
+def put_unknown_names(root: Path) -> None:
     for name in ("foo", "step-abc", "step-99.tmp", "step-50", "step-007", "step-10.bak", "my-step-3", "step-6.corrupt"):
         (root / name).mkdir(parents=True)
     for name in ("foo", "step-007", "step-10.bak"):
@@ -536,7 +536,7 @@ def put_foreign_names(root: Path) -> None:
 
 
 def test_foreign_names_are_never_chosen_and_never_touched(store: CheckpointStore, root: Path) -> None:
-    put_foreign_names(root)
+    put_unknown_names(root)
     foreign = names(root)
     info = save(store, 5)
     assert (store.committed(), store.latest(), store.unmanaged()) == ([info], info, [])
@@ -546,11 +546,11 @@ def test_foreign_names_are_never_chosen_and_never_touched(store: CheckpointStore
     assert (root / "foo" / ".metadata").read_bytes() == b"theirs"
 
 
-def test_a_damaged_newest_is_passed_over_with_a_warning(
+def test_a_damaged_latest_is_passed_over_with_a_warning(
     store: CheckpointStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    old, newest = save(store, 5), save(store, 6)
-    (newest.path / "manifest.json").write_bytes(b"{")
+    old, latest = save(store, 5), save(store, 6)
+    (latest.path / "manifest.json").write_bytes(b"{")
     with caplog.at_level(logging.WARNING, "torchtitan_lite"):
         assert store.latest() == old
     assert "passing over step 6" in caplog.text

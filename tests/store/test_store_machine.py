@@ -43,7 +43,7 @@ from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manif
 from torchtitan_lite.store.retention import KeepLatest, to_purge
 from torchtitan_lite.store.store import CheckpointStore
 
-FOREIGN = ("notes", "step-2.bak", "step-007", "step-3.corrupted")
+UNSUPPORTED = ("notes", "step-2.bak", "step-007", "step-3.corrupted")
 ASIDE = (".corrupt", ".abandoned-", ".foreign", ".weights")
 IN_MEMORY = Path("/dev/shm")
 FULL = CheckpointKind.FULL
@@ -134,7 +134,7 @@ class Life(RuleBasedStateMachine):
     def start(self, exchanges: bool, crowded: bool) -> None:
         self.exchanges = exchanges
         self.base.mkdir()
-        for name in FOREIGN if crowded else ():
+        for name in UNSUPPORTED if crowded else ():
             (self.root / name).mkdir(parents=True)
             (self.root / name / layout.METADATA).write_bytes(b"theirs")
         self.theirs = self._foreign()
@@ -217,14 +217,14 @@ class Life(RuleBasedStateMachine):
             self.there = found
             self._attach(Disk.of(self.base))
             self.one_must_load = (
-                self.one_must_load and how in ("truncate", "delete") and self._newest_sound() is not None
+                self.one_must_load and how in ("truncate", "delete") and self._latest_sound() is not None
             )
 
     @precondition(lambda self: self.staged is None)
     @rule(count=st.integers(1, 3), fault=FAULTS)
     def purge(self, count: int, fault: Fault | None) -> None:
         full = sorted(step for step, saved in self.there.items() if saved.kind is FULL and saved.has_its_sizes)
-        newest_full = max((step for step, saved in self.there.items() if saved.kind is FULL), default=None)
+        latest_full = max((step for step, saved in self.there.items() if saved.kind is FULL), default=None)
         stay = {*full[-count:], *[step for step in full if step in self.known_good][-1:]}
         go = [step for step in full if step not in stay]
         before = self.there
@@ -233,9 +233,9 @@ class Life(RuleBasedStateMachine):
         ]
         if self._try(lambda: self._purge(count), stages, fault):
             self.there = stages[-1]
-            assert newest_full is None or newest_full in self.there
+            assert latest_full is None or latest_full in self.there
 
-    @precondition(lambda self: self.staged is None and self._newest_sound() is not None)
+    @precondition(lambda self: self.staged is None and self._latest_sound() is not None)
     @rule(which=st.integers(0, 9))
     def go_back(self, which: int) -> None:
         steps = sorted(step for step, saved in self.there.items() if saved.kind is FULL and saved.is_sound)
@@ -258,7 +258,7 @@ class Life(RuleBasedStateMachine):
 
     @invariant()
     def one_loads_once_one_was_acknowledged(self) -> None:
-        assert not self.one_must_load or self._newest_sound() is not None
+        assert not self.one_must_load or self._latest_sound() is not None
 
     @invariant()
     def what_is_not_ours_or_no_longer_ours_is_untouched(self) -> None:
@@ -274,7 +274,7 @@ class Life(RuleBasedStateMachine):
                 self._restart(None)
                 self.a_reader_finds_what_was_committed()
                 left = [name for name in names_in(self.root) if layout.parse_step(name) is None]
-                assert {*left} <= {*FOREIGN, *self._aside()}
+                assert {*left} <= {*UNSUPPORTED, *self._aside()}
 
     def _stage(self, kind: CheckpointKind) -> None:
         """The ranks write the files of the present step."""
@@ -322,7 +322,7 @@ class Life(RuleBasedStateMachine):
             self.one_must_load = True
         else:
             self.known_good.discard(staged.step)
-            self.one_must_load = self.one_must_load and self._newest_sound() is not None
+            self.one_must_load = self.one_must_load and self._latest_sound() is not None
 
     def _purge(self, count: int) -> None:
         committed = self.store.committed()
@@ -368,7 +368,7 @@ class Life(RuleBasedStateMachine):
         found = read(self.root)
         assert found in outcomes
         self.there = found
-        self.one_must_load = self.one_must_load and self._newest_sound() is not None
+        self.one_must_load = self.one_must_load and self._latest_sound() is not None
 
     def _cut_power(self, seed: int) -> None:
         """What is not synced is kept or lost; 0 keeps it all, 1 loses it all."""
@@ -385,7 +385,7 @@ class Life(RuleBasedStateMachine):
         self._attach(Disk.of(self.base))
 
     def _restart(self, fault: Fault | None) -> None:
-        """A new process recovers, and loads the newest checkpoint that is not damaged."""
+        """A new process recovers, and loads the latest checkpoint that is not damaged."""
         self.staged = None
         self._attach(self.recorder.disk)
         self.known_good = set()
@@ -396,7 +396,7 @@ class Life(RuleBasedStateMachine):
 
     def _load(self) -> None:
         Life.loads += 1
-        expected = self._newest_sound()
+        expected = self._latest_sound()
         while (info := self.store.latest()) is not None:
             found = read(self.root)[info.step]
             if found.is_sound:
@@ -417,7 +417,7 @@ class Life(RuleBasedStateMachine):
             self.step, self.num_runs = 0, self.num_runs + 1
             self.lineage = Lineage(f"run{self.num_runs}")
 
-    def _newest_sound(self) -> int | None:
+    def _latest_sound(self) -> int | None:
         return max((step for step, saved in self.there.items() if saved.is_sound and saved.kind is FULL), default=None)
 
     def _damage(self, path: Path, how: str) -> None:
@@ -438,14 +438,14 @@ class Life(RuleBasedStateMachine):
         self.store = CheckpointStore(self.root, durable=self.recorder)
 
     def _foreign(self) -> dict[str, list[tuple[str, bytes]]]:
-        folders = {name: self.root / name for name in FOREIGN if (self.root / name).exists()}
+        folders = {name: self.root / name for name in UNSUPPORTED if (self.root / name).exists()}
         return {name: [(p.name, p.read_bytes()) for p in folder.iterdir()] for name, folder in folders.items()}
 
     def _aside(self) -> dict[str, dict[str, bytes]]:
         return {
             name: {path.name: path.read_bytes() for path in (self.root / name).iterdir()}
             for name in names_in(self.root)
-            if any(mark in name for mark in ASIDE) and name not in FOREIGN
+            if any(mark in name for mark in ASIDE) and name not in UNSUPPORTED
         }
 
 

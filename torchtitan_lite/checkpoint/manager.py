@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchtitan_lite.checkpoint.resume.ending import Ended, ended_run, export_of
-from torchtitan_lite.checkpoint.resume.load_source import LoadSource, new_run, newest_step
+from torchtitan_lite.checkpoint.resume.load_source import LoadSource, latest_step, new_run
 from torchtitan_lite.checkpoint.resume.resume_report import ResumeReport
 from torchtitan_lite.checkpoint.resume.run_load import RunLoad
 from torchtitan_lite.checkpoint.saving.departure import Departure
@@ -45,9 +45,9 @@ from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.checkpoint.state.stateful import Stateful
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.disk.forks import forget_in_children
-from torchtitan_lite.distributed.consensus import Facts, Peers, StepConsensus
+from torchtitan_lite.distributed.consensus import Peers, StepConsensus, StepFlags
 from torchtitan_lite.log import logger
-from torchtitan_lite.store.housekeeping import OnEvent, build_upkeep
+from torchtitan_lite.store.housekeeping import OnEvent, build_housekeeping
 from torchtitan_lite.store.retention import RetentionPolicy, build_retention
 from torchtitan_lite.store.run_folders import RunFolders
 from torchtitan_lite.store.store import CheckpointStore
@@ -102,8 +102,8 @@ class CheckpointManager:
         self._consensus = consensus or StepConsensus(timeout)
         self._preemption = preemption or PreemptionWatch(config.preemption_signals, config.preemption_grace_seconds)
         self._first_save = FirstSave(self._store, config, self._peers)
-        self._upkeep = build_upkeep(config, retention or build_retention(config), self._on_event)
-        self._in_flight = build_in_flight(config, self._peers, self._upkeep, clock, self._on_event)
+        self._housekeeping = build_housekeeping(config, retention or build_retention(config), self._on_event)
+        self._in_flight = build_in_flight(config, self._peers, self._housekeeping, clock, self._on_event)
         topology = topology or f"{self._peers.world_size} ranks"
         self._load = RunLoad(self._run, self._store, job_config, topology, self._peers, clock, self._on_event)
         self._saves = RunSaves(
@@ -134,7 +134,7 @@ class CheckpointManager:
             self._open()
 
     def load(self, step: int = -1) -> bool:
-        """Loads `step` itself, by default what the config says: `load_step`, the newest, or `initial_load_path`.
+        """Loads `step` itself, by default what the config says: `load_step`, the latest, or `initial_load_path`.
 
         A damaged checkpoint is passed over for the next older one. False means a fresh start: nothing was there,
         nothing was changed. Raises `CheckpointNotFound`, `CheckpointMismatch` and what a state refuses with, on every
@@ -145,10 +145,10 @@ class CheckpointManager:
             return False
         self._open()
         self._in_flight.settle()
-        self._upkeep.wait(self._config.timeout_seconds)
+        self._housekeeping.wait(self._config.timeout_seconds)
         source = self._load.load(step)
         if source is not None:
-            self._go_on_from(source)
+            self._continue_from(source)
         self._first_save.allow()
         self.preempted_by = self._departure.untrained(self.loaded_step or 0)
         return source is not None
@@ -174,7 +174,7 @@ class CheckpointManager:
         self.preempted_by = 0 if force else agreed.signal
         saved = not self._config.load_only and self._save_if_due(curr_step, force, agreed)
         self._saves.prepare(curr_step, now=True)  # After the first step there is all that is to be saved.
-        self._consensus.send(self._facts(curr_step))
+        self._consensus.send(self._flags(curr_step))
         return saved
 
     def maybe_wait_for_staging(self) -> None:
@@ -189,13 +189,13 @@ class CheckpointManager:
             self._saves.prepare(self.loaded_step or 0, now=False)
         self._saves.leave_out(self.loaded_step or 0)
 
-    def newest_step(self) -> int:
-        """The newest committed step, full or weights only, of what `load` would go on with; -1 if there is none."""
+    def latest_step(self) -> int:
+        """The latest committed step, full or weights only, of what `load` would go on with; -1 if there is none."""
         if not self._config.enable_checkpoint:
             return -1
         self._open()
         self._in_flight.settle()
-        return self._peers.decide(lambda: newest_step(self._store, self._config))
+        return self._peers.on_coordinator(lambda: latest_step(self._store, self._config))
 
     def ended(self) -> Ended | None:
         """Return how the run ended if it is done, all that it was to leave being there. Nothing is opened or changed.
@@ -204,7 +204,7 @@ class CheckpointManager:
         """
         if not self._config.enable_checkpoint:
             return None
-        return self._peers.decide(lambda: ended_run(self._store, self._folders.exports, self._job_config))
+        return self._peers.on_coordinator(lambda: ended_run(self._store, self._folders.exports, self._job_config))
 
     def finish(self, step: int) -> None:
         """Make what a run that was loaded at `step`, its last one, has not left: the export. Durable on return.
@@ -218,7 +218,7 @@ class CheckpointManager:
         self._first_save.check()
         self._in_flight.settle()
         run_id = self._saves.origin.lineage.run_id
-        if self._peers.decide(lambda: export_of(step, run_id, export, self._job_config) is None):
+        if self._peers.on_coordinator(lambda: export_of(step, run_id, export, self._job_config) is None):
             self._saves.export(step)
 
     def close(self) -> None:
@@ -229,7 +229,7 @@ class CheckpointManager:
         with ExitStack() as in_reverse:
             in_reverse.callback(self._folders.release)
             in_reverse.callback(self._preemption.close)
-            in_reverse.callback(self._upkeep.close, self._config.timeout_seconds)
+            in_reverse.callback(self._housekeeping.close, self._config.timeout_seconds)
             in_reverse.callback(self._saver.close, self._config.timeout_seconds)
             in_reverse.callback(self._guard.close)
             in_reverse.callback(self._in_flight.settle)
@@ -259,7 +259,7 @@ class CheckpointManager:
             self._guard.start()
             self._run.optimizer.refuse_where_parts_differ(self._peers)
             if not self._config.load_only:
-                self._peers.decide(self._folders.take)
+                self._peers.on_coordinator(self._folders.take)
                 self._peers.together(self._saver.start)
         except BaseException:
             self.close()
@@ -269,14 +269,14 @@ class CheckpointManager:
         """Nothing is open, in a child that was just forked: closing it there touches nothing of the parent's."""
         self._is_open = False
 
-    def _go_on_from(self, source: LoadSource) -> None:
-        self._saves.go_on_from(source.lineage)
+    def _continue_from(self, source: LoadSource) -> None:
+        self._saves.continue_from(source.lineage)
         self._in_flight.forget_lineage()
-        self.loaded_step = source.goes_on_at
+        self.loaded_step = source.continues_at
         if not source.initial and not source.has_nan:
-            self._upkeep.note_good(source.step)
+            self._housekeeping.note_good(source.step)
 
-    def _take_note(self, agreed: Facts) -> None:
+    def _take_note(self, agreed: StepFlags) -> None:
         if agreed.signal:
             self._preemption.leave()  # What is in flight is waited for, and looked at, before leaving.
         elif agreed.save_failed:
@@ -284,7 +284,7 @@ class CheckpointManager:
         else:
             self._in_flight.poll()
 
-    def _save_if_due(self, step: int, force: bool, agreed: Facts) -> bool:
+    def _save_if_due(self, step: int, force: bool, agreed: StepFlags) -> bool:
         if self.preempted_by:
             return self._departure.after(step, self.preempted_by)
         due = self._step_policy.due(Tick(step, self._clock()), self._saves.last) or agreed.save_due
@@ -300,14 +300,14 @@ class CheckpointManager:
             self._in_flight.poll()
         return force or due
 
-    def _busy_with(self, agreed: Facts) -> int:
+    def _busy_with(self, agreed: StepFlags) -> int:
         """Return the step that a rank is still writing, -1 if none is: as it is now, not as it was a step ago."""
         if agreed.step_in_flight < 0:
             return -1
-        return self._peers.highest(agreed.step_in_flight if self._in_flight.is_writing else -1)[0]
+        return self._peers.max_over_ranks(agreed.step_in_flight if self._in_flight.is_writing else -1)[0]
 
-    def _facts(self, step: int) -> Facts:
-        return Facts(
+    def _flags(self, step: int) -> StepFlags:
+        return StepFlags(
             save_due=self._clock_policy.due(Tick(step, self._clock()), self._saves.last),
             save_failed=self._in_flight.failed,
             step_in_flight=-1 if self._in_flight.step is None else self._in_flight.step,

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, fields
 from typing import get_type_hints
 
 from torchtitan_lite.config.aliases import ALIASES, FORMER_SECTIONS_OF_PARALLELISM
-from torchtitan_lite.config.foreign import FOREIGN
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.config.kinds import Kind
+from torchtitan_lite.config.unsupported import UNSUPPORTED
 from torchtitan_lite.errors import ConfigError
 
 
@@ -29,7 +29,7 @@ KEYS: Mapping[str, Kind] = {
     for section, cls in SECTIONS.items()
     for name, annotation in get_type_hints(cls).items()
 }
-KNOWN_SECTIONS = frozenset(name.partition(".")[0] for name in (*KEYS, *ALIASES, *FOREIGN)) | {"experimental"}
+KNOWN_SECTIONS = frozenset(name.partition(".")[0] for name in (*KEYS, *ALIASES, *UNSUPPORTED)) | {"experimental"}
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ def meaning_of(name: str) -> Meaning | None:
     if name in ALIASES:
         alias = ALIASES[name]
         return Meaning(alias.key, Kind(bool) if alias.values else KEYS[alias.key], alias.values)
-    if name in FOREIGN:
-        return Meaning(name, FOREIGN[name].kind)
+    if name in UNSUPPORTED:
+        return Meaning(name, UNSUPPORTED[name].kind)
     section, _, key = name.partition(".")
     return meaning_of(f"parallelism.{key}") if section in FORMER_SECTIONS_OF_PARALLELISM else None
 

@@ -16,11 +16,11 @@ from collections.abc import Iterable, Sequence
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from torchtitan_lite.config.foreign import FOREIGN
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.config.keys import KEYS
 from torchtitan_lite.config.kinds import split
 from torchtitan_lite.config.sources import Setting, find_config_file, read_command_line, read_toml
+from torchtitan_lite.config.unsupported import UNSUPPORTED
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
 
@@ -39,7 +39,7 @@ def parse_config(argv: Sequence[str]) -> JobConfig:
     file = {setting.key: setting.text for setting in given}.get("job.config_file")
     in_file = read_toml(find_config_file(file)) if file is not None else []
     last = {setting.key: setting for setting in (*in_file, *given)}
-    config = _parse(_arguments(_without_foreign(last.values())))
+    config = _parse(_arguments(_without_unsupported(last.values())))
     exports = config.checkpoint.model_weights_only or config.checkpoint.export_folder
     if config.checkpoint.export_dtype != "float32" and not exports:
         logger.warning("checkpoint.export_dtype has no effect without checkpoint.model_weights_only")
@@ -60,14 +60,14 @@ def config_json(config: JobConfig) -> str:
     return json.dumps(config.to_dict(), indent=2) + "\n"
 
 
-def _without_foreign(settings: Iterable[Setting]) -> list[Setting]:
+def _without_unsupported(settings: Iterable[Setting]) -> list[Setting]:
     """The settings of keys that are here; the others must leave their feature off, and are named in one line."""
     here, ignored = [], []
     for setting in settings:
         if setting.key in KEYS:
             here.append(setting)
         else:
-            FOREIGN[setting.key].check(setting.key, setting.text, setting.where)
+            UNSUPPORTED[setting.key].check(setting.key, setting.text, setting.where)
             ignored.append(setting.key)
     if ignored:
         logger.info("Keys of features that are not here, accepted because they are off: %s", ", ".join(ignored))

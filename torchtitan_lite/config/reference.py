@@ -13,9 +13,9 @@ import inspect
 from collections.abc import Iterator
 
 from torchtitan_lite.config.aliases import ALIASES
-from torchtitan_lite.config.foreign import FOREIGN, Foreign
 from torchtitan_lite.config.keys import KEYS, SECTIONS
 from torchtitan_lite.config.kinds import Kind
+from torchtitan_lite.config.unsupported import UNSUPPORTED, Unsupported
 
 _INTRODUCTION = """\
 # Config reference
@@ -59,7 +59,7 @@ def doc_strings(cls: type) -> dict[str, str]:
 
 def render() -> str:
     """The whole page, as Markdown."""
-    pages = [_INTRODUCTION, *(_section(name, cls) for name, cls in SECTIONS.items()), _foreign()]
+    pages = [_INTRODUCTION, *(_section(name, cls) for name, cls in SECTIONS.items()), _unsupported()]
     return "\n".join(pages)
 
 
@@ -97,16 +97,16 @@ def _default(value: object) -> str:
     return f'`"{value}"`' if isinstance(value, str) else f"`{value}`"
 
 
-def _foreign() -> str:
+def _unsupported() -> str:
     features: dict[str, list[str]] = {}
-    for name, foreign in FOREIGN.items():
-        features.setdefault(foreign.feature, []).append(_accepted(name, foreign))
+    for name, unsupported in UNSUPPORTED.items():
+        features.setdefault(unsupported.feature, []).append(_accepted(name, unsupported))
     rows = [_cells(feature, ", ".join(names)) for feature, names in features.items()]
     return f"{_FOREIGN_INTRODUCTION}\n{_table('feature', 'keys, with the value that leaves it off')}" + "".join(rows)
 
 
-def _accepted(name: str, foreign: Foreign) -> str:
-    values = " or ".join(text or "empty" for text in foreign.accepted if text != "None")
+def _accepted(name: str, unsupported: Unsupported) -> str:
+    values = " or ".join(text or "empty" for text in unsupported.accepted if text != "None")
     return f"`{name}` ({values})" if values else f"`{name}`"
 
 

@@ -91,7 +91,7 @@ class BlockReader:
     @contextmanager
     def _file(self, path: Path, record: FileRecord | None) -> Iterator[_File]:
         with ExitStack() as stack:
-            fd = _patiently(path, lambda: stack.enter_context(opened(path)), self.pause)
+            fd = _with_retries(path, lambda: stack.enter_context(opened(path)), self.pause)
             size = os.fstat(fd).st_size
             if record is not None and size != record.size:
                 raise DamagedRange(path, min(size, record.size), record.size, f"it has {size} bytes")
@@ -250,7 +250,7 @@ class _File:
                 faults.point("read", path=self.path)
                 return os.preadv(self.fd if fd is None else fd, rest, at + done)
 
-            count = _patiently(self.path, read, self.pause, direct=fd is not None)
+            count = _with_retries(self.path, read, self.pause, direct=fd is not None)
             if count == 0:
                 raise DamagedRange(self.path, at + done, at + wanted, "the file ends before")
             done += count
@@ -277,7 +277,7 @@ def _digest_of(begin: int, blocks: bytes) -> bytes:
     return blocks[at : at + DIGEST_BYTES]
 
 
-def _patiently(
+def _with_retries(
     path: Path, operation: Callable[[], int], pause: Callable[[float], None], *, direct: bool = False
 ) -> int:
     """What `operation` returned, at the first of several attempts that did not fail; else `CheckpointUnreadable`."""

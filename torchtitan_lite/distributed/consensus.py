@@ -36,7 +36,7 @@ def _world_size() -> int:
 
 
 @dataclass(frozen=True)
-class Facts:
+class StepFlags:
     """What one rank knows at the end of a step; agreed facts are the OR (of numbers, the highest)."""
 
     save_due: bool = False
@@ -50,9 +50,9 @@ class Facts:
         return torch.tensor(facts, dtype=torch.int64, device="cpu")
 
     @staticmethod
-    def from_tensor(values: torch.Tensor) -> Facts:
+    def from_tensor(values: torch.Tensor) -> StepFlags:
         save_due, save_failed, step_in_flight, signal = values.tolist()
-        return Facts(
+        return StepFlags(
             save_due=bool(save_due),
             save_failed=bool(save_failed),
             step_in_flight=step_in_flight,
@@ -61,23 +61,23 @@ class Facts:
 
 
 class StepConsensus:
-    """One exchange of `Facts` a step, received one step later. `timeout` bounds each wait."""
+    """One exchange of `StepFlags` a step, received one step later. `timeout` bounds each wait."""
 
     def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
         self._under_way: tuple[dist.Work | None, torch.Tensor] | None = None
 
-    def receive(self) -> Facts:
+    def receive(self) -> StepFlags:
         """The ORed facts of the last `send`; none before the first."""
         if self._under_way is None:
-            return Facts()
+            return StepFlags()
         work, values = self._under_way
         self._under_way = None
         if work is not None:
             work.wait(self._timeout)
-        return Facts.from_tensor(values)
+        return StepFlags.from_tensor(values)
 
-    def send(self, mine: Facts) -> None:
+    def send(self, mine: StepFlags) -> None:
         """Sets off the exchange of this rank's facts; does not wait for the others."""
         assert self._under_way is None, "receive() comes before the next send()"
         values = mine.to_tensor()
@@ -144,7 +144,7 @@ class Peers:
     def _talk(self) -> dist.ProcessGroup:
         return _gloo_group(self._timeout)
 
-    def decide(self, choose: Callable[[], T]) -> T:
+    def on_coordinator(self, choose: Callable[[], T]) -> T:
         """What `choose` returned on the coordinator, on every rank; what it raised is raised on every rank."""
         outcome: list[tuple[T | None, Exception | None]] = [(None, None)]
         own: Exception | None = None
@@ -196,7 +196,7 @@ class Peers:
         self._raise_first([found for _, found in outcomes], error)
         return [cast(T, value) for value, _ in outcomes]
 
-    def highest(self, *mine: int) -> tuple[int, ...]:
+    def max_over_ranks(self, *mine: int) -> tuple[int, ...]:
         """Of each of the numbers the highest of all ranks', on every rank."""
         if self.world_size == 1:
             return mine

@@ -1,10 +1,10 @@
-"""What keeps a folder of checkpoints in order around the saves: room before one, no leavings after it.
+"""What keeps a folder of checkpoints in order around the saves: room before one, no leftovers after it.
 
 Coordinator only. Removing is no part of a save: what cannot be removed is a warning, and where training
 goes on during a save, it goes on during a removal too, in a thread: no save waits for one, but for room.
 Names change in order with commits, each time after a look at the lease; bytes go whenever they go.
 Which checkpoints are known to be good (this run committed or loaded them) is remembered here, because
-the newest of these stays whatever the policy says.
+the latest of these stays whatever the policy says.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class OnEvent(Protocol):
     def __call__(self, event: str, step: int, /, **figures: Any) -> None: ...
 
 
-class Upkeep:
+class Housekeeping:
     """Keeps what `retention` says, and what must not go."""
 
     def __init__(
@@ -65,7 +65,7 @@ class Upkeep:
             before = [info.nbytes for info in store.committed() if info.kind is kind]
             self._num_bytes[store.root, kind] = before[-1] if before else 0
         if not store.has_room(self._num_bytes[store.root, kind]):
-            self.wait(self._timeout_seconds)  # What is being removed is room soon, and no leavings of a cut save.
+            self.wait(self._timeout_seconds)  # What is being removed is room soon, and no leftovers of a cut save.
         store.preflight(step, self._num_bytes[store.root, kind], make_room=lambda: self.purge(store))
 
     def purge_when_there_is_time(self, store: CheckpointStore, fence: Callable[[], None]) -> None:
@@ -137,7 +137,7 @@ def _is_sound(info: CheckpointInfo, store: CheckpointStore) -> bool:
         return False
 
 
-def build_upkeep(config: Checkpoint, retention: RetentionPolicy, on_event: OnEvent) -> Upkeep:
-    """The upkeep of a run: in the background where saves are."""
+def build_housekeeping(config: Checkpoint, retention: RetentionPolicy, on_event: OnEvent) -> Housekeeping:
+    """The housekeeping of a run: in the background where saves are."""
     in_background = config.async_mode != "disabled"
-    return Upkeep(retention, on_event, in_background=in_background, timeout_seconds=config.timeout_seconds)
+    return Housekeeping(retention, on_event, in_background=in_background, timeout_seconds=config.timeout_seconds)

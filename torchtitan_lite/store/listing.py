@@ -41,7 +41,7 @@ class Listing:
         numbers = (number for found, number in self._numbered(layout.parse_replaced) if found == step)
         return [self.root / layout.replaced_dir(step, number) for number in sorted(numbers, reverse=True)]
 
-    def leavings(self) -> list[Path]:
+    def leftovers(self) -> list[Path]:
         """Saves under way and trash."""
         parsers = (layout.parse_staging, layout.parse_trash)
         return [self.root / name for name in self.names if any(parse(name) is not None for parse in parsers)]

@@ -2,8 +2,8 @@
 
 Pure: committed checkpoints come in, steps go out; no clock, no disk. Only full checkpoints are
 counted and only full ones are purged, and of these only the sound ones: what is damaged is for a
-load to find, and neither counted nor purged. Whatever a policy says, the newest full one stays, and
-so does the newest one known to be good (one that this run has committed or loaded), and the newest
+load to find, and neither counted nor purged. Whatever a policy says, the latest full one stays, and
+so does the latest one known to be good (one that this run has committed or loaded), and the latest
 one in whose weights no NaN was seen: a run that diverged can go back to it.
 """
 
@@ -66,9 +66,9 @@ def to_purge(
     known_good: AbstractSet[int] = frozenset(),
     is_sound: Callable[[CheckpointInfo], bool] = presumed_sound,
 ) -> list[CheckpointInfo]:
-    """What `policy` lets go, oldest first; never a step in `protected`, a weights-only one or the newest full one.
+    """What `policy` lets go, oldest first; never a step in `protected`, a weights-only one or the latest full one.
 
-    Nor the newest full one of the steps in `known_good`, nor the newest one without NaN. `is_sound` is
+    Nor the latest full one of the steps in `known_good`, nor the latest one without NaN. `is_sound` is
     asked of full checkpoints alone, and only if something would be let go: those that are not are as if they were not
     there.
     """

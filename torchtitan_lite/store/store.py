@@ -100,11 +100,11 @@ class CheckpointStore:
 
     def latest(self, kind: CheckpointKind = CheckpointKind.FULL) -> CheckpointInfo | None:
         """The committed checkpoint of `kind` with the highest step; warns of each damaged one that is passed over."""
-        newest = next((info for info in reversed(self.committed()) if info.kind is kind), None)
+        latest = next((info for info in reversed(self.committed()) if info.kind is kind), None)
         for step, places in Listing(self.root).places().items():
-            if newest is None or step > newest.step:
+            if latest is None or step > latest.step:
                 self._warn_of_damage(step, places)
-        return newest
+        return latest
 
     def damaged(self) -> dict[int, CheckpointDamaged]:
         """What is wrong with each step-N whose manifest is damaged, and of which there is no other one, by step."""
@@ -273,23 +273,23 @@ class CheckpointStore:
     def recover(self) -> list[Path]:
         """Nothing of a cut save or removal is left. Coordinator, before the first load.
 
-        Returns what was put back, by its new name, and what was removed. Foreign names are untouched.
+        Returns what was put back, by its new name, and what was removed. Unsupported names are untouched.
         """
         put_back = [*self._put_back(), *self._finish_abandoning()]
         listing = Listing(self.root)
         superseded = [(path, step) for step in listing.places() for path in self._superseded(step, listing)]
-        leavings = listing.leavings()
+        leftovers = listing.leftovers()
         if self.root.is_dir():
             # A killed process may have made the folder, and the names in it that the rest is superfluous for, and not
             # have synced either. What is seen from here on is there for good.
             self._durable.fsync_dir(self.root.parent)
             self._durable.fsync_dir(self.root)
         let_go = [self._let_go(path, step) for path, step in superseded]
-        for path in leavings:
+        for path in leftovers:
             self._remove(path)
-        if leavings:
+        if leftovers:
             self._durable.fsync_dir(self.root)
-        return [*put_back, *let_go, *leavings]
+        return [*put_back, *let_go, *leftovers]
 
     def _seal(self, step: int, manifest: Manifest) -> Manifest:
         """The staging folder holds the files of the returned manifest, and it, and nothing else, durably."""

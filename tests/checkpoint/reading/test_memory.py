@@ -149,7 +149,7 @@ def test_twenty_saves_leave_no_more_descriptors_and_threads_than_five(
 def descriptors_and_threads(run: TinyRun) -> tuple[list[str], list[str]]:
     """All that this process has open, and its threads, once the save under way is over."""
     run.saver.wait()
-    assert run.manager._upkeep.wait(60)
+    assert run.manager._housekeeping.wait(60)
     for thread in threading.enumerate():
         if thread.name in ("checkpoint", "housekeeping"):
             thread.join(60)

@@ -34,7 +34,7 @@ def train_and_save(rank: int, folder: Path, mode: str = "disabled") -> dict[str,
 
 
 def resume(rank: int, folder: Path) -> dict[str, Any]:
-    """The newest checkpoint of `folder`, as loaded."""
+    """The latest checkpoint of `folder`, as loaded."""
     with (run := TinyRun(folder)).manager:
         assert run.manager.load()
         return run.contents()
@@ -104,5 +104,5 @@ def test_a_step_that_is_not_there_is_refused_on_both(rank: int, tmp_path: Path) 
 @on_two_ranks
 def test_an_empty_folder_is_a_fresh_start_on_both(rank: int, tmp_path: Path) -> None:
     with (run := TinyRun(tmp_path)).manager:
-        assert run.manager.newest_step() == -1
+        assert run.manager.latest_step() == -1
         assert not run.manager.load()

@@ -89,7 +89,7 @@ def unseal(folder: Path) -> None:
     (folder / layout.MANIFEST).write_bytes(b"{")
 
 
-def test_the_newest_is_taken_and_nothing_is_changed(store: CheckpointStore) -> None:
+def test_the_latest_is_taken_and_nothing_is_changed(store: CheckpointStore) -> None:
     load = Load()
     found, events = candidates(store)
     source = found.take(load)

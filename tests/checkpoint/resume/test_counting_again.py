@@ -34,7 +34,7 @@ def test_steps_are_counted_again_on_a_branch_that_sets_the_old_ones_aside(
 ) -> None:
     old = old_run(start_run)
     run = start_run(seed=1, interval=2, exclude_from_loading=AGAIN, **options)
-    assert run.manager.newest_step() == -1, "nothing of the new count is there"
+    assert run.manager.latest_step() == -1, "nothing of the new count is there"
     assert run.manager.load()
     assert (run.train_state.step, run.manager.loaded_step) == (0, None)
     if not options:
@@ -55,7 +55,7 @@ def test_the_same_command_again_loads_all_of_its_own(start_run: StartRun, option
     run.train(4, last=False)
     run.manager.close()
     again = start_run(seed=2, **command)
-    assert again.manager.newest_step() == 4
+    assert again.manager.latest_step() == 4
     assert again.manager.load()
     assert same(again.contents(), run.contents())
     assert again.manager.loaded_step == 4

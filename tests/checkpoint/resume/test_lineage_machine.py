@@ -36,7 +36,7 @@ from torchtitan_lite.store.store import CheckpointStore
 
 CORPUS = Numbered(24)
 DATA = layout.data_file(0, 0)
-FOREIGN = ("notes", "step-2.abandoned", "step-3.bak", "step-007")
+UNSUPPORTED = ("notes", "step-2.abandoned", "step-3.bak", "step-007")
 AUTOMATIC = Checkpoint()
 
 
@@ -122,10 +122,10 @@ class OneFolder(RuleBasedStateMachine):
     @initialize(exchanges=st.booleans(), size=SIZES)
     def start_afresh(self, exchanges: bool, size: Size) -> None:
         self.exchanges = exchanges
-        for name in FOREIGN:
+        for name in UNSUPPORTED:
             (self.root / name).mkdir()
             (self.root / name / layout.METADATA).write_bytes(b"theirs")
-        self.theirs = {name: contents(self.root / name) for name in FOREIGN}
+        self.theirs = {name: contents(self.root / name) for name in UNSUPPORTED}
         self._start(AUTOMATIC, size)
 
     @precondition(lambda self: self.loaders)
@@ -212,13 +212,13 @@ class OneFolder(RuleBasedStateMachine):
         return choose_source(CheckpointStore(self.root), command.load_step, command)
 
     def _goes_back(self, command: Checkpoint) -> bool:
-        on_its_branch = self._newest() is not None and self._newest().lineage.branch_point == command.load_step
+        on_its_branch = self._latest() is not None and self._latest().lineage.branch_point == command.load_step
         return command.load_step != -1 and (command.new_branch or not on_its_branch)
 
     def _expected(self, command: Checkpoint) -> Saved | None:
-        return self.line.get(command.load_step) if self._goes_back(command) else self._newest()
+        return self.line.get(command.load_step) if self._goes_back(command) else self._latest()
 
-    def _newest(self) -> Saved | None:
+    def _latest(self) -> Saved | None:
         return self.line[max(self.line)] if self.line else None
 
     def _note_commit(self, saved: Saved) -> None:
@@ -242,22 +242,22 @@ class OneFolder(RuleBasedStateMachine):
         assert self.positions == list(range(len(self.positions)))
 
     @invariant()
-    def an_automatic_resume_would_take_the_newest_of_the_branch(self) -> None:
-        source, newest = self._choose(AUTOMATIC), self._newest()
-        assert (source and source.step) == (newest and newest.step)
+    def an_automatic_resume_would_take_the_latest_of_the_branch(self) -> None:
+        source, latest = self._choose(AUTOMATIC), self._latest()
+        assert (source and source.step) == (latest and latest.step)
 
     @invariant()
     def the_folder_holds_what_every_branch_left_byte_for_byte(self) -> None:
         folders = {path.name: contents(path) for path in self.root.iterdir()}
         listed = {info.step: folders[info.path.name] for info in CheckpointStore(self.root).committed()}
         assert listed == {step: saved.files for step, saved in self.line.items()}
-        assert {name: folders[name] for name in FOREIGN} == self.theirs
+        assert {name: folders[name] for name in UNSUPPORTED} == self.theirs
         if self.loaders:
-            # While a process trains, there are no leavings, and nothing is set aside before a branch's first commit.
+            # While a process trains, there are no leftovers, and nothing is set aside before a branch's first commit.
             assert {saved.name_once_abandoned: saved.files for saved in self.abandoned} == {
                 name: files
                 for name, files in folders.items()
-                if name not in FOREIGN and layout.parse_step(name) not in self.line
+                if name not in UNSUPPORTED and layout.parse_step(name) not in self.line
             }
         else:
             assert all(saved.files in folders.values() for saved in self.abandoned)

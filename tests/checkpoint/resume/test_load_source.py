@@ -47,7 +47,7 @@ def test_nothing_there_is_a_fresh_start(store: CheckpointStore) -> None:
     assert chosen(store) is None
 
 
-def test_the_newest_full_checkpoint_is_taken(store: CheckpointStore) -> None:
+def test_the_latest_full_checkpoint_is_taken(store: CheckpointStore) -> None:
     for step in (9, 10, 2):
         commit(store, step)
     commit(store, 20, CheckpointKind.WEIGHTS_ONLY)
@@ -157,7 +157,7 @@ def test_a_run_that_falls_back_behind_the_branch_which_abandoned_it_is_a_new_one
     branch = Lineage("branch", parent_step=2, branch_point=2, abandons=((4, "run1"),))
     of_branch(store, 3, branch)
     of_branch(store, 5, Lineage("branch", parent_step=3, branch_point=2))
-    source = choose_source(store, -1, Checkpoint(), passed_over=(3, 5))
+    source = choose_source(store, -1, Checkpoint(), skipped=(3, 5))
     assert source is not None
     assert source.step == 2
     assert source.lineage.run_id not in ("run1", "branch")
@@ -169,7 +169,7 @@ def test_a_run_that_falls_back_within_the_branch_stays_the_same_run(store: Check
     commit(store, 4)
     of_branch(store, 3, Lineage("branch", parent_step=2, branch_point=2, abandons=((4, "run1"),)))
     of_branch(store, 5, Lineage("branch", parent_step=3, branch_point=2))
-    source = choose_source(store, -1, Checkpoint(), passed_over=(5,))
+    source = choose_source(store, -1, Checkpoint(), skipped=(5,))
     assert source is not None
     assert (source.step, source.lineage) == (3, Lineage("branch", parent_step=3, branch_point=2))
 
@@ -177,7 +177,7 @@ def test_a_run_that_falls_back_within_the_branch_stays_the_same_run(store: Check
 def test_a_run_that_falls_back_where_nothing_was_abandoned_stays_the_same_run(store: CheckpointStore) -> None:
     commit(store, 2)
     commit(store, 4)
-    source = choose_source(store, -1, Checkpoint(), passed_over=(4,))
+    source = choose_source(store, -1, Checkpoint(), skipped=(4,))
     assert source is not None
     assert (source.step, source.lineage) == (2, Lineage("run1", parent_step=2))
 
@@ -192,12 +192,12 @@ def test_a_step_that_is_asked_for_begins_a_branch_and_will_not_be_replaced(store
         assert source.lineage.run_id != "run1"
         assert source.lineage == Lineage(source.lineage.run_id, parent_step=step, branch_point=step)
         assert (source.is_explicit, source.initial, source.model_only) == (True, False, False)
-    newest = chosen(store)
-    assert newest is not None
-    assert (newest.is_explicit, newest.lineage) == (False, Lineage("run1", parent_step=4))
+    latest = chosen(store)
+    assert latest is not None
+    assert (latest.is_explicit, latest.lineage) == (False, Lineage("run1", parent_step=4))
 
 
-def test_a_step_that_a_branch_began_at_is_that_branchs_newest_unless_a_new_one_is_asked_for(
+def test_a_step_that_a_branch_began_at_is_that_branchs_latest_unless_a_new_one_is_asked_for(
     store: CheckpointStore,
 ) -> None:
     commit(store, 2)

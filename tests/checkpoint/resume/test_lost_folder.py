@@ -52,7 +52,7 @@ def started(folder: Path, mode: str, stack: ExitStack) -> tuple[TinyRun, OtherJo
     other = OtherJob(run.folder)
     stack.callback(other.release)
     run.steps(1)
-    assert run.manager.newest_step() == 1
+    assert run.manager.latest_step() == 1
     return run, other
 
 

@@ -195,7 +195,7 @@ def test_weights_alone_are_never_resumed_from(start_run: StartRun) -> None:
     start_run(model_weights_only=True, interval=9).train(2)
     run = start_run()
     assert not run.manager.load()
-    assert run.manager.newest_step() == 2
+    assert run.manager.latest_step() == 2
     with pytest.raises(CheckpointMismatch, match="weights only"):
         run.manager.load(2)
 

@@ -36,7 +36,7 @@ def test_skipping_leaves_out_what_is_due_and_saves_again_when_there_is_time(star
     assert run.events.steps("save_skipped") == [4, 6]
     assert run.events.figures("save_skipped")["in_flight"] == 2
     disk.may_write.set()
-    assert run.manager.newest_step() == 2
+    assert run.manager.latest_step() == 2
     run.train(12)
     assert {2, 8, 12} <= set(run.committed()), "10 may find 8 still being written"
 

@@ -11,7 +11,7 @@ from tests.checkpoint.conftest import StartRun
 from torchtitan_lite.disk.background import Background
 from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.errors import LeaseLost
-from torchtitan_lite.store.housekeeping import Upkeep
+from torchtitan_lite.store.housekeeping import Housekeeping
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest
 from torchtitan_lite.store.retention import KeepLatest
 from torchtitan_lite.store.store import CheckpointStore
@@ -69,7 +69,7 @@ def test_closing_waits_for_a_removal_no_longer_than_it_may(
     assert not disk.let_go.is_set()
     disk.let_go.set()
     # It does not go on to the others: the folder may be another job's by now.
-    assert run.manager._upkeep.wait(DEADLINE_SECONDS)
+    assert run.manager._housekeeping.wait(DEADLINE_SECONDS)
     assert run.committed() == [2, 3]
     with start_run(interval=1, keep_latest_k=1) as again:
         assert again.manager.load()
@@ -92,7 +92,7 @@ def test_once_the_folder_is_lost_nothing_is_removed(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     for step in (1, 2):
         save(store, step)
-    Upkeep(KeepLatest(1), lambda event, step, **figures: None).purge(store, lost)
+    Housekeeping(KeepLatest(1), lambda event, step, **figures: None).purge(store, lost)
     assert [info.step for info in store.committed()] == [1, 2]
 
 

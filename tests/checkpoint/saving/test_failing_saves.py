@@ -108,7 +108,7 @@ def test_a_writer_process_that_is_killed_or_stopped_is_named_and_started_anew(ra
 def test_saves_that_fail_in_a_row_end_the_run_with_what_failed(start_run: StartRun, mode: str) -> None:
     run = start_run(interval=1, async_mode=mode, max_failed_saves=2)
     run.step()
-    assert run.manager.newest_step() == 1
+    assert run.manager.latest_step() == 1
     faults.install("EIO@manifest:times=always", rank=0)
     try:
         with pytest.raises(SaveFailed, match="Input/output error"):
@@ -142,6 +142,6 @@ def test_a_sync_of_the_coordinator_that_fails_names_the_file(
     disk = FailingDisk("fsync_file", code=errno.EIO, after=after)
     run = start_run(interval=1, seams={"store": CheckpointStore(tmp_path / "checkpoint", durable=disk)})
     run.step()
-    assert run.manager.newest_step() == -1
+    assert run.manager.latest_step() == -1
     reason = run.events.figures("save_failed")["reason"]
     assert f"Input/output error: '{tmp_path}/checkpoint/step-1.staging/{name}'" in reason

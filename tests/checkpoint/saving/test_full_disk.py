@@ -35,7 +35,7 @@ def test_training_goes_on_over_a_full_disk_and_saves_when_there_is_room(
     filler = fill(small_disk, leave_bytes=64 << 10)
     for _ in range(5):
         run.step()
-    assert run.manager.newest_step() == -1
+    assert run.manager.latest_step() == -1
     assert run.events.steps("save_failed") == [2, 4]
     assert "No space left on device" in run.events.figures("save_failed")["reason"]
     assert run.names() == []

@@ -21,7 +21,7 @@ from torchtitan_lite.checkpoint.saving.writer import Target
 from torchtitan_lite.disk.durable import DISK, Durable
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import LeaseLost, SaveFailed
-from torchtitan_lite.store.housekeeping import Upkeep
+from torchtitan_lite.store.housekeeping import Housekeeping
 from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.retention import KeepAll, KeepLatest, RetentionPolicy
 from torchtitan_lite.store.store import CheckpointStore
@@ -61,7 +61,7 @@ class Case:
         self.root, self.events, self.clock, self.saver = root, Events(), Clock(), HeldSaver()
         self.in_flight = InFlight(
             PEERS,
-            Upkeep(retention or KeepAll(), self.events),
+            Housekeeping(retention or KeepAll(), self.events),
             timeout_seconds=60,
             max_failed_saves=max_failed_saves,
             clock=self.clock,
@@ -185,8 +185,8 @@ def test_an_outcome_is_told_whatever_the_number_in_a_row(root: Path) -> None:
 
 def test_a_save_that_is_not_durable_in_time_failed(root: Path) -> None:
     events = Events()
-    upkeep = Upkeep(KeepAll(), events)
-    in_flight = InFlight(PEERS, upkeep, timeout_seconds=0.0, max_failed_saves=3, clock=Clock(), on_event=events)
+    housekeeping = Housekeeping(KeepAll(), events)
+    in_flight = InFlight(PEERS, housekeeping, timeout_seconds=0.0, max_failed_saves=3, clock=Clock(), on_event=events)
     in_flight.begin(1, {}, CheckpointKind.FULL, CheckpointStore(root), HeldSaver(), ORIGIN)
     failure = in_flight.settle()
     assert failure is not None
@@ -195,7 +195,12 @@ def test_a_save_that_is_not_durable_in_time_failed(root: Path) -> None:
 
 def test_a_copy_that_is_not_made_in_time_is_an_error(root: Path) -> None:
     in_flight = InFlight(
-        PEERS, Upkeep(KeepAll(), Events()), timeout_seconds=0.0, max_failed_saves=3, clock=Clock(), on_event=Events()
+        PEERS,
+        Housekeeping(KeepAll(), Events()),
+        timeout_seconds=0.0,
+        max_failed_saves=3,
+        clock=Clock(),
+        on_event=Events(),
     )
     in_flight.begin(1, {}, CheckpointKind.FULL, CheckpointStore(root), HeldSaver(), ORIGIN)
     with pytest.raises(SaveFailed, match=r"not staged after 0 s \(checkpoint.timeout_seconds\)"):
@@ -351,7 +356,12 @@ def test_the_group_of_saves_is_in_doubt_if_and_only_if_a_save_did_not_end_in_tim
     peers, events = Peers(timedelta(seconds=60)), Events()
     for saver, is_in_doubt in ((SyncSaver(peers), False), (HeldSaver(), True)):
         in_flight = InFlight(
-            peers, Upkeep(KeepAll(), events), timeout_seconds=0.0, max_failed_saves=3, clock=Clock(), on_event=events
+            peers,
+            Housekeeping(KeepAll(), events),
+            timeout_seconds=0.0,
+            max_failed_saves=3,
+            clock=Clock(),
+            on_event=events,
         )
         in_flight.begin(1, {}, CheckpointKind.FULL, CheckpointStore(root), saver, ORIGIN)
         in_flight.settle()
@@ -401,9 +411,9 @@ def test_only_the_coordinator_looks_after_the_folder_and_tells_of_a_save(
     for step in (1, 2):
         case.save(step)
     events, saver = Events(), HeldSaver()
-    upkeep = Upkeep(KeepLatest(1), events)
+    housekeeping = Housekeeping(KeepLatest(1), events)
     peers = SecondRank(timedelta(seconds=60))
-    in_flight = InFlight(peers, upkeep, timeout_seconds=60, max_failed_saves=3, clock=Clock(), on_event=events)
+    in_flight = InFlight(peers, housekeeping, timeout_seconds=60, max_failed_saves=3, clock=Clock(), on_event=events)
     store = CheckpointStore(root, free_bytes=lambda path: 0)
     caplog.clear()
     with caplog.at_level(logging.INFO, "torchtitan_lite"):
@@ -436,7 +446,7 @@ def test_room_is_asked_for_on_the_coordinator_alone(root: Path) -> None:
         saver.save = noted  # type: ignore[method-assign]  # to have the target
         in_flight = InFlight(
             peers,
-            Upkeep(KeepAll(), Events()),
+            Housekeeping(KeepAll(), Events()),
             timeout_seconds=60,
             max_failed_saves=3,
             clock=Clock(),

@@ -68,7 +68,7 @@ def test_a_disabled_manager_does_nothing(start_run: StartRun) -> None:
     assert not run.manager.load()
     run.manager.reset()
     assert [run.step(last=last) for last in (False, True)] == [False, False]
-    assert run.manager.newest_step() == -1
+    assert run.manager.latest_step() == -1
     run.manager.close()
     assert not run.root.exists()
     assert run.events.told == []
@@ -124,7 +124,7 @@ def test_a_name_that_two_model_parts_share_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [1, 2])
-def test_purging_leaves_exactly_the_newest_and_never_fewer(start_run: StartRun, mode: str, keep: int) -> None:
+def test_purging_leaves_exactly_the_latest_and_never_fewer(start_run: StartRun, mode: str, keep: int) -> None:
     seen: list[int] = []
 
     def look(event: str, step: int, /, **figures: Any) -> None:
@@ -279,7 +279,7 @@ def test_training_on_gives_the_name_of_the_weights_to_the_full_checkpoint(
 ) -> None:
     start_run(interval=2, model_weights_only=True).train(4)
     run = start_run(interval=2)
-    assert run.manager.newest_step() == 4
+    assert run.manager.latest_step() == 4
     assert run.manager.load()
     assert run.train_state.step == 2
     with caplog.at_level(logging.INFO, "torchtitan_lite"):

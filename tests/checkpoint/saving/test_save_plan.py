@@ -76,7 +76,7 @@ def test_what_more_than_the_optimizer_changes_is_known() -> None:
     state["optimizer"]["param_groups.0.weight.lr"] = torch.tensor(0.1)  # As for a captured graph: a scheduler's.
     planned = PlanCache(PEERS).plan(state)
     keys = [item.index.fqn for item in planned.plan.items]
-    assert sorted(keys[number] for number in planned.restless()) == [
+    assert sorted(keys[number] for number in planned.volatile()) == [
         *("model.1.num_batches_tracked", "model.1.running_mean", "model.1.running_var"),
         *("optimizer.param_groups.0.weight.lr", "train_state.step"),
     ]

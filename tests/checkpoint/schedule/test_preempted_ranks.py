@@ -103,7 +103,7 @@ def test_a_signal_during_the_load_makes_the_ranks_leave_before_a_step_is_trained
 @on_two_ranks
 def test_a_signal_before_a_fresh_start_makes_the_ranks_leave_with_nothing(rank: int, tmp_path: Path) -> None:
     with watching() as watch, (run := TinyRun(tmp_path, seams={"preemption": watch})).manager as manager:
-        assert manager.newest_step() == -1
+        assert manager.latest_step() == -1
         if rank == 1:
             signal_myself(watch)
         assert not manager.load()

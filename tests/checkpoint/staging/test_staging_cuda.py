@@ -20,8 +20,8 @@ def stager() -> Iterator[Stager]:
     stager.close()
 
 
-def image_of(tensors: list[torch.Tensor], restless: frozenset[int] = frozenset()) -> FileImage:
-    return FileImage(FileLayout([(t.dtype, tuple(t.shape)) for t in tensors]), tensors, restless=restless)
+def image_of(tensors: list[torch.Tensor], volatile: frozenset[int] = frozenset()) -> FileImage:
+    return FileImage(FileLayout([(t.dtype, tuple(t.shape)) for t in tensors]), tensors, volatile=volatile)
 
 
 def assert_holds(staged: Staged, tensors: list[torch.Tensor]) -> None:
@@ -60,7 +60,7 @@ def test_a_copy_comes_after_what_made_the_values_and_before_what_changes_them(
     keep_busy(device)
     parameter.fill_(1)
     buffer.fill_(1)
-    staged = stager.take(image_of([parameter, buffer], restless=frozenset({1})))
+    staged = stager.take(image_of([parameter, buffer], volatile=frozenset({1})))
     buffer.fill_(2)  # Forward may, at once.
     staged.wait()
     parameter.fill_(2)  # An optimizer waits.

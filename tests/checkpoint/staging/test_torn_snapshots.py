@@ -81,12 +81,12 @@ class Disturbed(HostCopier):
 
 
 def test_what_changed_while_it_was_staged_is_named_and_not_committed(tmp_path: Path) -> None:
-    state = {"model": {"calm": torch.zeros(5000), "restless": torch.zeros(3, 4).T}}
-    saver = ThreadSaver(PEERS, stager=Stager(Disturbed(state["model"]["restless"]), pin=False), watch=watch)
+    state = {"model": {"calm": torch.zeros(5000), "volatile": torch.zeros(3, 4).T}}
+    saver = ThreadSaver(PEERS, stager=Stager(Disturbed(state["model"]["volatile"]), pin=False), watch=watch)
     store = CheckpointStore(tmp_path / "checkpoint")
     failure = saver.save(state, target(store, 1)).durable.exception(DEADLINE_SECONDS)
     assert isinstance(failure, SaveFailed)
-    assert "model.restless changed while being staged" in failure.cause
+    assert "model.volatile changed while being staged" in failure.cause
     assert "calm" not in failure.cause
     assert store.committed() == []
     saver.close(DEADLINE_SECONDS)

@@ -64,7 +64,7 @@ class FileLayout:
 class FileImage:
     """`layout` with `tensors`, in its order, and the items of objects in `objects`.
 
-    `restless` are the numbers of those tensors that may change before an optimizer steps again. Raises ValueError for
+    `volatile` are the numbers of those tensors that may change before an optimizer steps again. Raises ValueError for
     a tensor that is not what the layout has in its place: its memory would be read beyond its end.
     """
 
@@ -73,7 +73,7 @@ class FileImage:
         layout: FileLayout,
         tensors: Sequence[torch.Tensor],
         objects: bytes = b"",
-        restless: AbstractSet[int] = frozenset(),
+        volatile: AbstractSet[int] = frozenset(),
     ) -> None:
         for number, (tensor, (dtype, shape)) in enumerate(zip(tensors, layout.specs, strict=True)):
             is_empty = tensor.numel() == 0 and 0 in shape
@@ -83,7 +83,7 @@ class FileImage:
                     f"where the plan has {dtype}{list(shape)}. Call state_dict again, and save again."
                 )
         self.layout = layout
-        self.restless = restless
+        self.volatile = volatile
         self.tensors = [tensor.detach() for tensor in tensors]
         self.objects = objects
         self.num_bytes = layout.end + len(objects)

@@ -1,4 +1,4 @@
-"""The newest checkpoint that is what was committed.
+"""The latest checkpoint that is what was committed.
 
 A candidate that is proven damaged, before it is read or while it is, is passed over on all ranks,
 and the next older one is taken, in the same start. Only once one was loaded are the damaged ones
@@ -39,7 +39,7 @@ _MOST_FINDINGS = 10
 
 @dataclass
 class Candidates:
-    """The checkpoints of `store` that a load for `wanted` (-1: the newest) may take, newest first."""
+    """The checkpoints of `store` that a load for `wanted` (-1: the latest) may take, latest first."""
 
     store: CheckpointStore
     wanted: int
@@ -47,7 +47,7 @@ class Candidates:
     peers: Peers
     on_event: OnEvent
     is_exact: bool = False
-    """Whether `wanted` itself is meant, not the newest of a branch that was begun there."""
+    """Whether `wanted` itself is meant, not the latest of a branch that was begun there."""
     damaged: dict[int, CheckpointDamaged] = field(default_factory=dict)
     """What was found to be damaged so far, by step; the same on every rank."""
     _chosen: tuple[int, ...] | None = field(default=None, init=False, repr=False)
@@ -86,7 +86,7 @@ class Candidates:
     def _first_of(
         self, choose: Callable[[], tuple[LoadSource | None, dict[int, CheckpointDamaged]]]
     ) -> LoadSource | None:
-        source, self.damaged = self.peers.decide(choose)
+        source, self.damaged = self.peers.on_coordinator(choose)
         if source is None and self.damaged:
             raise AllCheckpointsDamaged(str(self.store.root), {step: e.told for step, e in self.damaged.items()})
         return source
@@ -132,7 +132,7 @@ class Candidates:
     def _is_newer(self, step: int, source: LoadSource | None) -> bool:
         if source is None or source.initial:
             return self.wanted == -1
-        # Beside a step that was asked for everything is left alone; a branch that goes on has its own newest.
+        # Beside a step that was asked for everything is left alone; a branch that goes on has its own latest.
         return step > source.step and (self.wanted == -1 or not source.is_explicit)
 
     def _size_findings(self, source: LoadSource) -> list[str]:
@@ -143,7 +143,7 @@ class Candidates:
         """Whether `source`, one of several, was removed or replaced meanwhile; the same on every rank."""
         if source.is_explicit:
             return False
-        return self.peers.decide(lambda: _identity(source.path) != self._chosen)
+        return self.peers.on_coordinator(lambda: _identity(source.path) != self._chosen)
 
     def _tell_of_failure(self, step: int, error: CheckpointError) -> None:
         finding = error.cause if isinstance(error, CheckpointUnreadable) else getattr(error, "finding", "")
@@ -157,7 +157,7 @@ class Candidates:
             concerned = list(error.keys[:_MOST_KEYS])
             self.on_event("fallback", source.step, damaged_step=step, finding=error.finding, keys=concerned)
         if not self.config.load_only:
-            for step, path in self.peers.decide(self._quarantine).items():
+            for step, path in self.peers.on_coordinator(self._quarantine).items():
                 self.on_event("quarantined", step, path=path)
 
     def _warn(self, message: str, *figures: object) -> None:

@@ -1,9 +1,9 @@
 """Which checkpoint a run starts from, and of which run it then is.
 
 Decided on the coordinator alone, from what is in the folder and what was asked for. Automatic
-resume takes the newest committed full checkpoint and nothing else. A `load_step` of the
+resume takes the latest committed full checkpoint and nothing else. A `load_step` of the
 configuration begins a branch there; asked for again, once the branch has checkpoints of its own, it
-is the newest of those that is taken, so that a restart of the same command throws nothing away. A
+is the latest of those that is taken, so that a restart of the same command throws nothing away. A
 step that a caller names is that step, whatever came after it. `initial_load_path` counts only while
 the run has no checkpoint of its own, so that one command serves first start and restart.
 """
@@ -66,7 +66,7 @@ class LoadSource:
         return self.step if self.found_at is None else self.found_at
 
     @property
-    def goes_on_at(self) -> int | None:
+    def continues_at(self) -> int | None:
         """The step that the run goes on from; None if it counts from the start."""
         return None if self.lineage.counts_again or (self.initial and self.model_only) else self.step
 
@@ -80,21 +80,21 @@ def choose_source(
     store: CheckpointStore,
     step: int,
     config: Checkpoint,
-    passed_over: Collection[int] = (),
+    skipped: Collection[int] = (),
     *,
     is_exact: bool = False,
 ) -> LoadSource | None:
-    """What to load when asked for `step` (-1: the newest); None: a fresh start. Raises `CheckpointNotFound`.
+    """What to load when asked for `step` (-1: the latest); None: a fresh start. Raises `CheckpointNotFound`.
 
-    Steps in `passed_over` are as if they were not there, unless `step` is one of them. `is_exact`: `step` itself is
-    meant, not the newest of a branch that was begun there.
+    Steps in `skipped` are as if they were not there, unless `step` is one of them. `is_exact`: `step` itself is
+    meant, not the latest of a branch that was begun there.
     """
-    source = _chosen(store, step, config, passed_over, is_exact)
+    source = _chosen(store, step, config, skipped, is_exact)
     return None if source is None else _with_exclusions(source, config)
 
 
-def newest_step(store: CheckpointStore, config: Checkpoint) -> int:
-    """The newest committed step, full or weights only, of what a load would go on with; -1 if there is none."""
+def latest_step(store: CheckpointStore, config: Checkpoint) -> int:
+    """The latest committed step, full or weights only, of what a load would go on with; -1 if there is none."""
     return max((info.step for info in of_the_run(store, config)), default=-1)
 
 
@@ -122,14 +122,14 @@ def is_branch_of(info: CheckpointInfo | None, step: int, config: Checkpoint) -> 
 
 
 def _chosen(
-    store: CheckpointStore, step: int, config: Checkpoint, passed_over: Collection[int], is_exact: bool
+    store: CheckpointStore, step: int, config: Checkpoint, skipped: Collection[int], is_exact: bool
 ) -> LoadSource | None:
-    full = [info for info in store.committed() if info.kind is CheckpointKind.FULL and info.step not in passed_over]
+    full = [info for info in store.committed() if info.kind is CheckpointKind.FULL and info.step not in skipped]
     latest = full[-1] if full else None
     if step != -1 and (is_exact or not is_branch_of(latest, step, config)):
         return _explicit(store, step)
     if latest is not None:
-        return _of_a_run_that_goes_on(_committed(latest), store)
+        return _of_a_run_that_continues(_committed(latest), store)
     return _initial(config) if config.initial_load_path else None
 
 
@@ -158,7 +158,7 @@ def _exclusions_of(config: dict[str, Any]) -> Collection[str]:
     return excluded if isinstance(excluded, list) else ()
 
 
-def _of_a_run_that_goes_on(source: LoadSource, store: CheckpointStore) -> LoadSource:
+def _of_a_run_that_continues(source: LoadSource, store: CheckpointStore) -> LoadSource:
     """`source`; of a new run if checkpoints of its own were abandoned, for what it saves would be taken for these."""
     abandoned = {run_id for info in store.intact() for _, run_id in info.lineage.abandons}
     if source.lineage.run_id not in abandoned:

@@ -47,7 +47,7 @@ def refuse_early(config: JobConfig, peers: Peers) -> None:
         return
     store = CheckpointStore(Path(config.job.dump_folder) / checkpoint.folder)
     try:
-        source = peers.decide(lambda: _chosen(store, checkpoint))
+        source = peers.on_coordinator(lambda: _chosen(store, checkpoint))
     except (CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe):
         return  # The load finds it again, and reports it in an event.
     if source is not None and not source.model_only and source.config:

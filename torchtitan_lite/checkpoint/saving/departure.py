@@ -44,7 +44,7 @@ class Departure:
         self._in_flight.outcome()  # However it ended: the ranks leave.
         if self._how(step, awaited) is Leaving.AFTER_A_SAVE:
             self._saves.full(step)
-        saved = self._peers.decide(lambda: self._in_flight.last_durable)
+        saved = self._peers.on_coordinator(lambda: self._in_flight.last_durable)
         assert saved is not None, "each way to leave has a durable save"
         if saved != step:
             logger.warning("The grace period is too short to save step %d too; a rerun trains it again.", step)
@@ -55,7 +55,7 @@ class Departure:
     def _how(self, step: int, awaited: int | None) -> Leaving:
         left = min(self._peers.gather(self._preemption.seconds_left()))  # The signal may have come to one rank alone.
         done = self._in_flight
-        return self._peers.decide(
+        return self._peers.on_coordinator(
             lambda: how_to_leave(
                 step, durable=done.last_durable, awaited=awaited, seconds_left=left, save_seconds=done.last_seconds
             )

@@ -31,7 +31,7 @@ class FirstSave:
         """Raise `RunNotLoaded` on every rank if the folder has another run's steps. **Collective** the first time."""
         if self._is_allowed:
             return
-        steps = self._peers.decide(lambda: [info.step for info in self._store.committed()])
+        steps = self._peers.on_coordinator(lambda: [info.step for info in self._store.committed()])
         if steps:
             raise RunNotLoaded(str(self._store.root), steps)
         self._is_allowed = True

@@ -23,7 +23,7 @@ from torchtitan_lite.disk.forks import forget_in_children
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import LeaseLost, SaveFailed
 from torchtitan_lite.log import logger, readable_bytes
-from torchtitan_lite.store.housekeeping import OnEvent, Upkeep
+from torchtitan_lite.store.housekeeping import Housekeeping, OnEvent
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 from torchtitan_lite.store.store import CheckpointStore
 
@@ -50,7 +50,7 @@ class InFlight:
     def __init__(
         self,
         peers: Peers,
-        upkeep: Upkeep,
+        housekeeping: Housekeeping,
         *,
         timeout_seconds: float,
         max_failed_saves: int,
@@ -60,7 +60,7 @@ class InFlight:
     ) -> None:
         self._peers = peers
         self._exit_seconds = timeout_seconds if exit_seconds is None else exit_seconds
-        self._upkeep = upkeep
+        self._housekeeping = housekeeping
         self._timeout_seconds = timeout_seconds
         self._max_failed_saves = max_failed_saves
         self._clock = clock
@@ -146,7 +146,7 @@ class InFlight:
             logger.warning("Step %d is not saved: %s", step, next(iter(str(failure).splitlines()), ""))
         else:
             self._report_saved(save)
-            self._upkeep.close(max(0.0, seconds - (self._clock() - began)))
+            self._housekeeping.close(max(0.0, seconds - (self._clock() - began)))
 
     def wait_for_staging(self) -> None:
         """Returns when the state may change. Not collective. Raises `SaveFailed` if that takes too long."""
@@ -204,11 +204,11 @@ class InFlight:
                 return
             if _failed(save.pending.durable):
                 if not isinstance(save.pending.durable.exception(), LeaseLost):
-                    self._upkeep.abandon(save.pending.step, save.store)
+                    self._housekeeping.abandon(save.pending.step, save.store)
                 return
             if (committed := save.pending.durable.result()) is not None:
-                self._upkeep.note_committed(committed, save.store)
-            self._upkeep.purge_when_there_is_time(save.store, save.fence)
+                self._housekeeping.note_committed(committed, save.store)
+            self._housekeeping.purge_when_there_is_time(save.store, save.fence)
         finally:
             save.over.set_result(None)
 
@@ -216,7 +216,7 @@ class InFlight:
         """Refuses a save that would fail half-way: the folder is another job's by now, or the disk has no room."""
         if self._peers.is_coordinator:
             fence()  # First: making room, and then staging, remove what a save of the other job has staged.
-            self._upkeep.make_sure_of_room(step, kind, store)
+            self._housekeeping.make_sure_of_room(step, kind, store)
 
     def _report_saved(self, save: _Save) -> None:
         committed = save.pending.durable.result()
@@ -264,12 +264,12 @@ def _outcome(pending: PendingSave, timeout_seconds: float) -> SaveFailed | None:
 
 
 def build_in_flight(
-    config: Checkpoint, peers: Peers, upkeep: Upkeep, clock: Callable[[], float], on_event: OnEvent
+    config: Checkpoint, peers: Peers, housekeeping: Housekeeping, clock: Callable[[], float], on_event: OnEvent
 ) -> InFlight:
     """Return what watches the saves of a run."""
     return InFlight(
         peers,
-        upkeep,
+        housekeeping,
         timeout_seconds=config.timeout_seconds,
         max_failed_saves=config.max_failed_saves,
         clock=clock,

@@ -57,7 +57,7 @@ class RunSaves:
         self.last = Tick(0, clock())
         """When the last save began, or was left out."""
 
-    def go_on_from(self, lineage: Lineage) -> None:
+    def continue_from(self, lineage: Lineage) -> None:
         """Save as `lineage` from now on: a checkpoint of it was loaded. Any rank."""
         self.origin = dataclasses.replace(self.origin, lineage=lineage)
 
@@ -84,7 +84,7 @@ class RunSaves:
 
     def export(self, step: int) -> None:
         """Save the weights alone, durably on return. Raises as `full` does."""
-        if self._folders.exports is None and self._peers.decide(lambda: self._is_saved_in_full(step)):
+        if self._folders.exports is None and self._peers.on_coordinator(lambda: self._is_saved_in_full(step)):
             logger.warning(
                 "Step %d is saved in full, and stays so: its weights alone would take its place. "
                 "Set --checkpoint.export_folder to have both.",
@@ -116,7 +116,7 @@ class RunSaves:
         """
         if self._is_prepared or self._config.load_only:
             return
-        if now or self._peers.highest(not self._run.optimizer.has_state()) == (0,):
+        if now or self._peers.max_over_ranks(not self._run.optimizer.has_state()) == (0,):
             self._is_prepared = True
             self._saver.prepare(lambda: self._together(step, self._full))
 

@@ -78,7 +78,7 @@ class Planned:
         """The live tensors, in the order of the file."""
         return [_local(self.flat, item.index) for item in self.plan.items]
 
-    def restless(self) -> set[int]:
+    def volatile(self) -> set[int]:
         """Numbers, in the order of the file, of the tensors that more than the optimizer's step may change: buffers."""
         return {number for number, item in enumerate(self.plan.items) if not self._is_the_optimizers(item.index.fqn)}
 
@@ -120,7 +120,7 @@ class PlanCache:
                 _prove(state, flat, examined.structure)
         except Exception as error:
             verdict, failure = _Verdict.FAILED, error
-        highest, is_in_doubt = self._peers.highest(verdict, self._peers.is_group_in_doubt)
+        highest, is_in_doubt = self._peers.max_over_ranks(verdict, self._peers.is_group_in_doubt)
         together = _Verdict(highest)
         if is_in_doubt:
             self._peers.renew_group()

@@ -303,7 +303,7 @@ def build_saver(config: Checkpoint, peers: Peers, plans: PlanCache | None = None
 def _image(planned: Planned, items: ObjectItems, rank: int) -> tuple[FileImage, str, Sequence[Any]]:
     name, plan = layout.data_file(rank, 0), planned.plan
     objects, placed = items.lay_out(planned.objects(), name, plan.layout.end)
-    return FileImage(plan.layout, planned.tensors(), objects, planned.restless()), name, placed
+    return FileImage(plan.layout, planned.tensors(), objects, planned.volatile()), name, placed
 
 
 def _wait_for_devices(tensors: Sequence[torch.Tensor]) -> None:

@@ -218,9 +218,9 @@ class CudaCopier:
         stream.wait_stream(training)  # What made the values comes first.
         # Of each device apart: a copy goes to the current stream of the device that it reads.
         with torch.cuda.stream(stream):
-            _set_off(image, arena, [number for number in numbers if number in image.restless])
+            _set_off(image, arena, [number for number in numbers if number in image.volatile])
             training.wait_stream(stream)
-            _set_off(image, arena, [number for number in numbers if number not in image.restless])
+            _set_off(image, arena, [number for number in numbers if number not in image.volatile])
             # One that blocks: whoever waits leaves the processor to others.
             done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
             done.record(stream)

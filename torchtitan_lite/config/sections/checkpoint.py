@@ -58,7 +58,7 @@ class Checkpoint:
     """Full checkpoints kept, counted once they are durable; 0: all."""
 
     load_step: int = -1
-    """Step to load; -1: the newest."""
+    """Step to load; -1: the latest."""
 
     initial_load_path: str = ""
     """Checkpoint to start from while the run's own folder has none; a folder that holds .metadata."""
@@ -92,7 +92,7 @@ class Checkpoint:
     it was written, in the same pass; "size": the manifest and the sizes of files; "off": the manifest alone."""
 
     new_branch: bool = False
-    """With load_step: begin another branch at it, even if the newest checkpoint is on a branch begun there."""
+    """With load_step: begin another branch at it, even if the latest checkpoint is on a branch begun there."""
 
     dry_run: bool = False
     """Print what a resume would load, change and refuse, and leave; exit 0 if it would resume, 1 if not."""

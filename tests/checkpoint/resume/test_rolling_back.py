@@ -72,7 +72,7 @@ def test_an_abandoned_step_stays_so_when_the_commit_that_began_the_branch_is_pur
     assert [info.step for info in CheckpointStore(run.root).committed()] == [5]
 
 
-def test_the_same_command_again_goes_on_from_the_newest_step_of_the_branch(
+def test_the_same_command_again_goes_on_from_the_latest_step_of_the_branch(
     start_run: StartRun, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="torchtitan_lite")
@@ -84,7 +84,7 @@ def test_the_same_command_again_goes_on_from_the_newest_step_of_the_branch(
     assert "Step 2 was gone back to already; going on from step 5 of that branch." in caplog.text
 
 
-def test_a_run_told_to_load_its_newest_step_is_such_a_branch_too(start_run: StartRun) -> None:
+def test_a_run_told_to_load_its_latest_step_is_such_a_branch_too(start_run: StartRun) -> None:
     _train_to(start_run, 2)
     _go_back(start_run, 2, steps=2)
     run = start_run(interval=1, load_step=2)
@@ -124,10 +124,10 @@ def test_to_return_to_an_abandoned_step_a_new_folder_begins_with_it(start_run: S
 
 def test_a_finished_branch_is_finished_and_the_trunk_it_left_does_not_count(start_run: StartRun) -> None:
     _train_to(start_run, 8)
-    assert start_run(load_step=2).manager.newest_step() == -1
+    assert start_run(load_step=2).manager.latest_step() == -1
     _go_back(start_run, 2, steps=2)
-    assert start_run(load_step=2).manager.newest_step() == 4
-    assert start_run().manager.newest_step() == 4
+    assert start_run(load_step=2).manager.latest_step() == 4
+    assert start_run().manager.latest_step() == 4
 
 
 def test_where_the_whole_branch_is_damaged_the_run_goes_on_from_the_trunk_as_a_new_one(start_run: StartRun) -> None:

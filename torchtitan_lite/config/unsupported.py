@@ -25,7 +25,7 @@ ANY = OneOf(())
 
 
 @dataclass(frozen=True)
-class Foreign:
+class Unsupported:
     """A key of `feature`, which is not here; `accepted` texts leave it off, none given: every one does."""
 
     feature: str
@@ -161,14 +161,14 @@ _FEATURES: Mapping[str, Mapping[str, object]] = {
 }
 
 
-def _foreign(feature: str, off: object) -> Foreign:
+def _unsupported(feature: str, off: object) -> Unsupported:
     values = off.values if isinstance(off, OneOf) else (off,)
     if not values or values == (None,):
-        return Foreign(feature, tuple(map(to_text, values)), Kind(object))
+        return Unsupported(feature, tuple(map(to_text, values)), Kind(object))
     kind = tuple if isinstance(values[0], list) else type(values[0])
-    return Foreign(feature, tuple(map(to_text, values)), Kind(kind))
+    return Unsupported(feature, tuple(map(to_text, values)), Kind(kind))
 
 
-FOREIGN: Mapping[str, Foreign] = {
-    name: _foreign(feature, off) for feature, keys in _FEATURES.items() for name, off in keys.items()
+UNSUPPORTED: Mapping[str, Unsupported] = {
+    name: _unsupported(feature, off) for feature, keys in _FEATURES.items() for name, off in keys.items()
 }
