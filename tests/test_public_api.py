@@ -11,7 +11,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PUBLIC = {
-    "torchtitan_lite.checkpoint": ["CheckpointManager", "CheckpointReader", "PerRank", "Stateful", "TrainState"],
+    "torchtitan_lite.checkpoint": [
+        "CheckpointManager",
+        "CheckpointReader",
+        "PerRank",
+        "Stateful",
+        "TrainState",
+        "load_model",
+    ],
     "torchtitan_lite.config": ["Checkpoint", "Job", "JobConfig"],
     "torchtitan_lite.data": ["HuggingFaceStreamAdapter", "StatefulDataLoaderAdapter"],
 }
@@ -40,4 +47,4 @@ def test_the_packages_load_no_torch_until_a_name_is_asked_for() -> None:
 
 def test_type_checkers_are_told_that_the_package_has_types() -> None:
     assert (ROOT / "torchtitan_lite" / "py.typed").is_file()
-    assert 'torchtitan_lite = ["py.typed"]' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert 'torchtitan_lite = ["py.typed", ' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchtitan_lite.checkpoint.manager import CheckpointManager
     from torchtitan_lite.checkpoint.reading.reader import CheckpointReader
+    from torchtitan_lite.checkpoint.resume.evaluation import load_model
     from torchtitan_lite.checkpoint.state.per_rank import PerRank
     from torchtitan_lite.checkpoint.state.stateful import Stateful
     from torchtitan_lite.checkpoint.state.train_state import TrainState
 
-__all__ = ["CheckpointManager", "CheckpointReader", "PerRank", "Stateful", "TrainState"]
+__all__ = ["CheckpointManager", "CheckpointReader", "PerRank", "Stateful", "TrainState", "load_model"]
 
 _HOMES = {
     "CheckpointManager": "torchtitan_lite.checkpoint.manager",
@@ -26,6 +27,7 @@ _HOMES = {
     "PerRank": "torchtitan_lite.checkpoint.state.per_rank",
     "Stateful": "torchtitan_lite.checkpoint.state.stateful",
     "TrainState": "torchtitan_lite.checkpoint.state.train_state",
+    "load_model": "torchtitan_lite.checkpoint.resume.evaluation",
 }
 
 

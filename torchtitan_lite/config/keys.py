@@ -56,7 +56,7 @@ def meaning_of(name: str) -> Meaning | None:
 
 def unknown_key(name: str, where: str) -> ConfigError:
     """The error for a name that nobody knows."""
-    nearest = _nearest_key(name)
+    nearest = nearest_key(name)
     mend = f"The nearest is {nearest}" if nearest else "None is near"
     return ConfigError(f"{where} is not a key. {mend}; train.py --help lists all.")
 
@@ -68,7 +68,7 @@ def unknown_section(name: str, where: str) -> ConfigError:
     return ConfigError(f"{where}: [{name}] is not a section. {mend} {', '.join(SECTIONS)}.")
 
 
-def _nearest_key(name: str) -> str | None:
+def nearest_key(name: str) -> str | None:
     section, _, key = name.rpartition(".")
     inside = _closest(key, [known.partition(".")[2] for known in KEYS if known.startswith(f"{section}.")])
     if inside:

@@ -28,10 +28,14 @@ from torchtitan_lite.errors import CheckpointMismatch
 
 
 class ModelWrapper:
-    """All model parts of this rank as one `Stateful`: FQN to live tensor, or to what a module returns besides."""
+    """All model parts of this rank as one `Stateful`: FQN to live tensor, or to what a module returns besides.
 
-    def __init__(self, model_parts: nn.Module | Sequence[nn.Module]) -> None:
+    With `trained_only` the parameters whose `requires_grad` is False are no part of it.
+    """
+
+    def __init__(self, model_parts: nn.Module | Sequence[nn.Module], *, trained_only: bool = False) -> None:
         self.parts = [model_parts] if isinstance(model_parts, nn.Module) else list(model_parts)
+        self._trained_only = trained_only
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the modules' `state_dict` return, by plain name. **Collective** with FSDP1.
@@ -39,13 +43,13 @@ class ModelWrapper:
         Raises TypeError for a tensor that nothing can be loaded into, ConfigError for a lazy module without shapes.
         """
         refuse_lazy(self.parts)
-        state = merge_disjoint([{names[key]: value for key, value in raw.items()} for _, raw, names in self._raw()])
+        state = merge_disjoint([{name: raw[key] for key, name in names.items()} for _, raw, names in self._raw()])
         refuse_expanded(tensors_of(state))
         return state
 
     def parameter_names(self) -> set[str]:
-        """Return the names that are parameters; the rest of `state_dict` is buffers and what modules add."""
-        return {name for names in named_parameters(self.parts).values() for name in names}
+        """Return the names in `state_dict` that are parameters; the rest is buffers and what modules add."""
+        return {name for names in named_parameters(self.parts).values() for name in names} - self._left_out()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take exactly the keys that `state_dict` has; raise `CheckpointMismatch` before anything is changed."""
@@ -68,13 +72,20 @@ class ModelWrapper:
     def _raw(self) -> list[tuple[nn.Module, dict[str, Any], dict[str, str]]]:
         """Return each part with its own state dict, and the plain name of each of its keys."""
         dicts = []
+        left_out = self._left_out()
         for part in self.parts:
             with torch.no_grad(), fsdp1.sharded_state_dicts(part):
                 raw = part.state_dict()
             names = clean_names(part, raw)
             merge_disjoint([{name: None} for name in names.values()])
+            names = {key: name for key, name in names.items() if name not in left_out}
             dicts.append((part, raw, names))
         return dicts
+
+    def _left_out(self) -> set[str]:
+        """Return the names of frozen parameters if they are no part of the state."""
+        named = named_parameters(self.parts).items() if self._trained_only else ()
+        return {name for parameter, names in named if not parameter.requires_grad for name in names}
 
 
 def is_extra(name: str, value: Any) -> bool:

@@ -31,10 +31,11 @@ class RunState:
         optimizers: Optimizer | Sequence[Optimizer] | None,
         lr_schedulers: LRScheduler | Sequence[LRScheduler] | None,
         states: Mapping[str, Stateful] | None,
+        trained_only: bool = False,
     ) -> None:
         states = states or {}
         modules = {name: state for name, state in states.items() if isinstance(state, nn.Module)}
-        self.model = ModelWrapper(arguments.model_parts(model_parts))
+        self.model = ModelWrapper(arguments.model_parts(model_parts), trained_only=trained_only)
         self.optimizers = arguments.optimizers(optimizers)
         self.optimizer = OptimizerWrapper(self.model.parts, self.optimizers, modules)
         self.small = _small_states(dataloader, arguments.lr_schedulers(lr_schedulers), states)

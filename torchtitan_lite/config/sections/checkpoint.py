@@ -47,6 +47,10 @@ class Checkpoint:
     """Folder for the weights-only checkpoint, inside dump_folder; if set, it is made, and the last step is saved in
     full as well. Empty: in its place, with model_weights_only."""
 
+    save_trained_only: bool = False
+    """Leave parameters that are not trained (requires_grad False) out of checkpoints and exports, and out of loads:
+    the frozen base of a LoRA run. The same parameters must be frozen whenever the run is resumed."""
+
     create_seed_checkpoint: bool = False
     """Save freshly initialised weights as step-0 and leave; one process only."""
 

@@ -1,0 +1,116 @@
+"""What the ranks do about saving at the end of a step: the same on every rank, without one waiting for another.
+
+Each rank sends flags at the end of a step and receives those of the step before, ORed over the ranks. Policies that
+answer alike everywhere (steps) act at once; those that could differ (seconds) act one step later, on the flags. A
+signal to leave comes before any policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torchtitan_lite.checkpoint.saving.departure import Departure
+from torchtitan_lite.checkpoint.saving.in_flight import InFlight
+from torchtitan_lite.checkpoint.saving.run_saves import RunSaves
+from torchtitan_lite.checkpoint.schedule.interval import SavePolicy, Tick, build_skips_when_busy, split
+from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
+from torchtitan_lite.config.job_config import Checkpoint
+from torchtitan_lite.distributed.consensus import Peers, StepConsensus, StepFlags
+from torchtitan_lite.log import logger
+
+
+class StepSaves:
+    """The saves at the end of steps, as `policy` and the ranks want them."""
+
+    def __init__(
+        self,
+        policy: SavePolicy,
+        config: Checkpoint,
+        saves: RunSaves,
+        in_flight: InFlight,
+        preemption: PreemptionWatch,
+        departure: Departure,
+        consensus: StepConsensus,
+        peers: Peers,
+        clock: Callable[[], float],
+    ) -> None:
+        self._step_policy, self._clock_policy = split(policy)
+        self._skips_when_busy = build_skips_when_busy(config)
+        self._loads_only = config.load_only
+        self._saves = saves
+        self._in_flight = in_flight
+        self._preemption = preemption
+        self._departure = departure
+        self._consensus = consensus
+        self._peers = peers
+        self._clock = clock
+
+    def end_of_step(self, step: int, *, last: bool, now: bool) -> tuple[bool, int]:
+        """Save `step` if it is due, wanted `now`, the `last` one, or if the ranks leave. **Collective**.
+
+        Return whether it was saved or is being saved, and the signal that the ranks leave for (0: none, as at the last
+        step). Raises `SaveFailed` if a save failed that was one too many.
+        """
+        agreed = self._receive()
+        leaving_for = 0 if last else agreed.signal
+        saved = not self._loads_only and self._save(step, last, now, agreed, leaving_for)
+        self._saves.prepare(step, now=True)  # After the first step there is all that is to be saved.
+        self._send(step)
+        return saved, leaving_for
+
+    def drain(self) -> None:
+        """Wait for the exchange under way, if there is one. **Collective**."""
+        self._consensus.drain()
+
+    def _receive(self) -> StepFlags:
+        """Return the flags that the ranks sent last; settle the save in flight if they say that it ended."""
+        agreed = self._consensus.receive()
+        if agreed.signal:
+            self._preemption.leave()  # The save in flight is awaited, and looked at, before the ranks leave.
+        elif agreed.save_failed:
+            self._in_flight.settle()
+        else:
+            self._in_flight.poll()
+        return agreed
+
+    def _save(self, step: int, last: bool, now: bool, agreed: StepFlags, leaving_for: int) -> bool:
+        if leaving_for:
+            return self._departure.after(step, leaving_for)
+        if last:
+            self._in_flight.outcome()  # However it ended: this save is tried.
+            self._saves.last_of_all(step)
+        elif now or self._is_due(step, agreed):
+            self._in_flight.settle()
+            logger.info("Saving step %d", step)
+            self._saves.begin(step)
+            self._in_flight.poll()
+        else:
+            return False
+        return True
+
+    def _is_due(self, step: int, agreed: StepFlags) -> bool:
+        """Return whether the policy wants `step` saved; False, with a log line, where `when_busy` skips it."""
+        due = self._step_policy.due(self._tick(step), self._saves.last) or agreed.save_due
+        if due and self._skips_when_busy and (busy_with := self._busy_with(agreed)) >= 0:
+            return self._saves.skip(step, busy_with)
+        return due
+
+    def _busy_with(self, agreed: StepFlags) -> int:
+        """Return the step that a rank is still writing, -1 if none is: as it is now, not as it was a step ago."""
+        if agreed.step_in_flight < 0:
+            return -1
+        return self._peers.max_over_ranks(agreed.step_in_flight if self._in_flight.is_writing else -1)[0]
+
+    def _send(self, step: int) -> None:
+        """Send this rank's flags of `step` without waiting for the others."""
+        self._consensus.send(
+            StepFlags(
+                save_due=self._clock_policy.due(self._tick(step), self._saves.last),
+                save_failed=self._in_flight.failed,
+                step_in_flight=-1 if self._in_flight.step is None else self._in_flight.step,
+                signal=self._preemption.received,
+            )
+        )
+
+    def _tick(self, step: int) -> Tick:
+        return Tick(step, self._clock())

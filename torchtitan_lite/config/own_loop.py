@@ -1,0 +1,43 @@
+"""The configuration of a training loop of one's own, made of keywords: only the checkpoints are configured there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig
+from torchtitan_lite.config.keys import KEYS, meaning_of, nearest_key
+from torchtitan_lite.errors import ConfigError
+
+_SECTION = "checkpoint"
+
+
+def loop_config(folder: str | os.PathLike[str], settings: Mapping[str, Any]) -> JobConfig:
+    """Return the configuration that saves into `folder`, with `settings` as keys of [checkpoint].
+
+    Checkpoints are enabled unless `settings` say otherwise. torchtitan's other names of keys are accepted, and an
+    `export_folder` lies beside `folder`. Raises ConfigError for an unknown key, naming the
+    nearest one, and for a wrong value.
+    """
+    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder) or not Path(folder).name:
+        raise ConfigError(
+            f"folder: expected the path of a folder for checkpoints, found {folder!r}. Give one, such as "
+            "'outputs/checkpoint'."
+        )
+    keys = {_key(name): value for name, value in settings.items()}
+    if "folder" in keys:
+        raise ConfigError("folder: given twice. Leave out checkpoint.folder.")
+    path = Path(folder)
+    section = Checkpoint(**{"enable_checkpoint": True, **keys, "folder": path.name})
+    return JobConfig(job=Job(dump_folder=str(path.parent)), checkpoint=section)
+
+
+def _key(name: str) -> str:
+    meaning = meaning_of(f"{_SECTION}.{name}")
+    if meaning is not None and meaning.key in KEYS and not meaning.values:
+        return meaning.key.partition(".")[2]
+    nearest = nearest_key(f"{_SECTION}.{name}")
+    fix = f"The nearest is {nearest.partition('.')[2]}" if nearest and nearest.startswith(f"{_SECTION}.") else ""
+    raise ConfigError(f"{name} is not a key of [checkpoint]. {fix or 'None is near'}; docs/config.md lists all.")
