@@ -1,52 +1,8 @@
-"""Trains a model from a TOML config. See README.md; `python train.py --help` lists every key."""
+"""Train a model from a TOML config; `torchtitan-lite-train` of the installed package is the same command."""
 
 import sys
 
-from torchtitan_lite import faults, log
-from torchtitan_lite.config.job_config import JobConfig
-from torchtitan_lite.config.manager import parse_config_or_exit
-from torchtitan_lite.distributed.environment import fault_spec, launched
-from torchtitan_lite.errors import ConfigError, TorchtitanLiteError
-
-
-def main(arguments: list[str]) -> int:
-    """Runs the job; returns the exit code that docs/quickstart.md lists."""
-    rank = launched().rank
-    log.setup(rank)
-    try:
-        faults.install(fault_spec(), rank=rank)
-    except ConfigError as error:
-        log.logger.error("ConfigError: %s", error)
-        return 2
-    config = parse_config_or_exit(arguments)
-
-    # Only now: torch takes seconds to import, and a wrong key or --help must not.
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    code = record(_run)(config, rank)
-    return code if code is not None else 0
-
-
-def _run(config: JobConfig, rank: int) -> int:
-    """Run the job. What it does not expect stands, with its traceback, in torchrun's report, whatever the rank."""
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-    from torchtitan_lite.distributed.process_group import process_group
-    from torchtitan_lite.trainer import Trainer
-
-    try:
-        with process_group(config.comm, deterministic=config.training.deterministic) as world:
-            code = Trainer(config, world).run()
-            faults.point("exit")
-            return code
-    except TorchtitanLiteError as error:
-        if not error.told_elsewhere:
-            whose = f" (rank {error.of_rank})" if error.of_rank else ""
-            log.logger.error("%s: %s%s", type(error).__name__, error, whose)
-            if rank:
-                get_error_handler().record_exception(error)  # The launcher may show the first rank's output alone.
-        return 2 if isinstance(error, ConfigError) else 1
-
+from torchtitan_lite.train import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -39,6 +39,7 @@ LAYERS = {
     "parallelisms": 10,
     "trainer": 11,
     "cli": 12,
+    "train": 12,
 }
 """Each part imports from lower numbers only; parts with the same number do not know one another."""
 

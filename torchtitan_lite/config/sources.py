@@ -22,7 +22,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-CONFIG_FOLDERS = (Path("train_configs"), Path(__file__).resolve().parents[2] / "train_configs")
+CONFIG_FOLDERS = (Path("train_configs"), Path(__file__).resolve().parents[1] / "train_configs")
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Setting:
 
 
 def find_config_file(name: str) -> Path:
-    """The file that `name` means: as given, then in train_configs/ here, then beside the package."""
+    """The file that `name` means: as given, then in train_configs/ here, then in the package's own."""
     for path in (Path(name), *(folder / name for folder in CONFIG_FOLDERS)):
         if path.is_file():
             return path
