@@ -141,7 +141,7 @@ def test_a_rank_that_has_nothing_may_say_so_in_any_shape() -> None:
 
 
 def test_what_is_no_box_is_refused() -> None:
-    with pytest.raises(ValueError, match="rows that do not lie together"):
+    with pytest.raises(ValueError, match="rows that are not contiguous"):
         box_of((8,), (2,), [_StridedShard(0, split_factor=2)], (0,))
-    with pytest.raises(ValueError, match="not yet made"):
+    with pytest.raises(ValueError, match="still to be reduced"):
         box_of((8,), (2,), [Partial()], (0,))

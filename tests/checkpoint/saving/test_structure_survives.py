@@ -269,7 +269,7 @@ def test_a_state_in_itself_is_refused(tmp_path: Path) -> None:
     around: list[Any] = [{}]
     around.append(around)
     for value in endless, {"a": around}:
-        with pytest.raises(SaveFailed, match="more than 100 deep, or in itself"):
+        with pytest.raises(SaveFailed, match="more than 100 deep, or contains itself"):
             save(tmp_path, {"s": value})
 
 

@@ -1,9 +1,9 @@
-"""What a checkpoint holds, and where in its files.
+"""The contents of a checkpoint: its tensors and objects, and their places in its files.
 
-From our manifest's table or from DCP's metadata, whichever there is; from then on the two are alike.
-`check` refuses a table that its files cannot bear out, before a byte of memory is taken for what it
-describes: after it, every tensor is covered exactly once, by ranges that lie within the folder's own
-files, and all tensors together are no larger than those.
+`Contents` is made from our manifest's tables or from DCP's metadata, and readers do not see which. `check`
+refuses contents that the files cannot hold, before any memory is allocated for them: after it, the chunks
+of every tensor cover it exactly once and lie inside the folder's own files, and all tensors together are
+no larger than these files.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _DTYPE_NAMES = (
 )
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name)}
-"""By name, the dtypes whose elements are whole bytes and need nothing else to be understood."""
+"""The dtypes, by name, whose elements are whole bytes and need no other data to be understood."""
 
 
 class Item(NamedTuple):
@@ -59,20 +59,20 @@ class Chunk(NamedTuple):
 
     file: str
     at: int | None
-    """The byte in `file` where its elements start, row-major; None: where `item` says."""
+    """The byte in `file` where its elements start, row-major; None if only parsing `item` finds it."""
     offsets: Shape
     sizes: Shape
     item: Item | None = None
-    """What holds it, if that must be parsed to find its elements."""
+    """The `torch.save` item that holds it, if a reader must parse that to find the elements."""
 
     @property
     def numel(self) -> int:
-        """Elements in it."""
+        """The number of its elements."""
         return math.prod(self.sizes)
 
 
 class StoredTensor(NamedTuple):
-    """A whole tensor, in chunks."""
+    """A whole tensor, stored in chunks."""
 
     dtype: torch.dtype
     shape: Shape
@@ -80,12 +80,12 @@ class StoredTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """The size of its elements in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class StoredObject(NamedTuple):
-    """A small object: `value`, or what `item` holds."""
+    """A small object: its `value`, or the `item` that holds it."""
 
     value: Any = None
     item: Item | None = None
@@ -99,15 +99,15 @@ class Contents:
     tensors: Mapping[str, StoredTensor]
     objects: Mapping[str, StoredObject]
     paths: Mapping[str, Path] = field(default_factory=dict)
-    """The keys that lead to each in the nested state dict; DCP's planner data."""
+    """The path of each flat key in the nested state dict; DCP calls this the planner data."""
     structure: Branch | None = None
-    """The containers of the nested state; None where the checkpoint does not say more than `paths`."""
+    """The containers of the nested state; None if the checkpoint has only `paths`."""
     described_in: str = layout.MANIFEST
-    """The file that says all this."""
+    """The file that these contents were read from, for error messages."""
 
     @classmethod
     def of_manifest(cls, manifest: Manifest, path: str) -> Contents:
-        """What the table in `manifest` says. Raises `CheckpointDamaged` where it does not say it rightly."""
+        """Return the contents that the tables in `manifest` describe. Raises `CheckpointDamaged` for malformed ones."""
         tensors: dict[str, StoredTensor] = {}
         objects: dict[str, StoredObject] = {}
         paths: dict[str, Path] = {}
@@ -124,8 +124,8 @@ class Contents:
         except CheckpointDamaged:
             raise
         except (IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
-            told = f"{layout.MANIFEST}: the entry of {bare(key)} ({type(error).__name__}: {error!s:.200})"
-            raise CheckpointDamaged(path, told) from None
+            finding = f"{layout.MANIFEST}: the entry of {bare(key)} ({type(error).__name__}: {error!s:.200})"
+            raise CheckpointDamaged(path, finding) from None
         return cls(path, tensors, objects, paths)
 
     def __iter__(self) -> Iterator[str]:
@@ -136,19 +136,19 @@ class Contents:
         return key in self.tensors or key in self.objects
 
     def files(self) -> set[str]:
-        """The names of all files that something lies in."""
+        """Return the names of all files that hold a tensor or an object."""
         return {file for file, *_ in self._ranges()}
 
     def check_names(self) -> None:
-        """Raise `CheckpointUnsafe` for the name of a file that could be anywhere else than in the folder."""
+        """Raise `CheckpointUnsafe` for a file name that could lead out of the folder."""
         for file in self.files():
             if not is_plain_name(file):
                 raise CheckpointUnsafe(self.path, f"{self.described_in}: {shown(file)} is not the name of a file in it")
 
     def check(self, files: Mapping[str, int]) -> None:
-        """Returns if all of it can be in `files` (name to size in bytes) and every tensor is covered exactly once.
+        """Raise `CheckpointDamaged` unless `files` can hold all of it and chunks cover every tensor exactly once.
 
-        Call `check_names` before. Raises `CheckpointDamaged`.
+        `files` maps names to sizes in bytes. Call `check_names` before.
         """
         for key, tensor in self.tensors.items():
             finding = _misfit(tensor)
@@ -156,19 +156,20 @@ class Contents:
                 raise CheckpointDamaged(self.path, f"{self.described_in}: {bare(key)}: {finding}")
         for file, begin, num_bytes, key in self._ranges():
             if file not in files:
-                told = f"{bare(file)} is missing; {bare(key)} is in it, says {self.described_in}"
-                raise CheckpointDamaged(self.path, told)
-            # Where nothing is said to lie may be anywhere: nothing is read there.
-            if begin < 0 or num_bytes < 0 or (num_bytes and begin + num_bytes > files[file]):
-                told = f"{bare(file)} has {files[file]} bytes; {bare(key)} is in bytes {begin} to {begin + num_bytes}"
-                raise CheckpointDamaged(self.path, f"{told} of it")
+                finding = f"{bare(file)} is missing; {bare(key)} is in it, says {self.described_in}"
+                raise CheckpointDamaged(self.path, finding)
+            # An empty range may begin anywhere: no byte of it is read.
+            end = begin + num_bytes
+            if begin < 0 or num_bytes < 0 or (num_bytes and end > files[file]):
+                finding = f"{bare(file)} has {files[file]} bytes; {bare(key)} is in bytes {begin} to {end} of it"
+                raise CheckpointDamaged(self.path, finding)
         whole = sum(tensor.nbytes for tensor in self.tensors.values())
         if whole > sum(files.values()):
-            told = f"{self.described_in}: tensors of {whole} bytes cannot be in files of {sum(files.values())}"
-            raise CheckpointDamaged(self.path, told)
+            finding = f"{self.described_in}: tensors of {whole} bytes cannot be in files of {sum(files.values())}"
+            raise CheckpointDamaged(self.path, finding)
 
     def to_metadata(self) -> Metadata:
-        """The same in DCP's own words."""
+        """Return these contents as DCP's metadata."""
         described: dict[str, Any] = {key: BytesStorageMetadata() for key in self.objects}
         where: dict[MetadataIndex, _StorageInfo] = {}
         for key, stored in self.objects.items():
@@ -185,7 +186,7 @@ class Contents:
         return Metadata(described, planner_data=dict(self.paths), storage_data=where, storage_meta=StorageMeta())
 
     def _ranges(self) -> Iterator[tuple[str, int, int, str]]:
-        """(file, first byte, number of bytes, key) of all that lies in a file."""
+        """Yield (file, first byte, number of bytes, key) of everything that lies in a file."""
         for key, tensor in self.tensors.items():
             itemsize = tensor.dtype.itemsize
             for chunk in tensor.chunks:
@@ -221,13 +222,13 @@ def _object(entry: Mapping[str, Any]) -> StoredObject:
 def _structure(
     document: Any, tensors: Mapping[str, StoredTensor], objects: Mapping[str, StoredObject], path: str
 ) -> tuple[dict[str, Path], Branch]:
-    """The containers that `document` says, and the paths through them to all of `tensors` and `objects`."""
+    """Return the paths through the containers in `document` to all `tensors` and `objects`, and the containers."""
     try:
         structure = decode(document)
         paths = paths_of(structure, expected={*tensors, *objects})
         if len(paths) < len(tensors) + len(objects):
             missing = {*tensors, *objects} - paths.keys() or tensors.keys() & objects.keys()
-            raise ValueError(f"it does not have {min(missing)!r} once")
+            raise ValueError(f"it does not have {min(missing)!r} exactly once")
     except ValueError as error:
         raise CheckpointDamaged(path, f"{layout.MANIFEST}: the structure of the state: {error}") from None
     return paths, structure
@@ -258,11 +259,11 @@ def _list(value: Any) -> list[Any]:
 
 
 def _misfit(tensor: StoredTensor) -> str:
-    """How the chunks of `tensor` fail to be its parts; empty if they do not."""
+    """Return why the chunks of `tensor` do not make up the tensor; the empty string if they do."""
     shape, chunks = tensor.shape, tensor.chunks
-    # The strides of an empty tensor are products of its other sizes.
+    # torch computes the strides of an empty tensor from its other sizes, so these must not overflow either.
     if min(shape, default=0) < 0 or math.prod(max(size, 1) for size in shape) * tensor.dtype.itemsize >= _INT64:
-        return "its shape is none that a tensor can have"
+        return "its shape is not possible for a tensor"
     if len(chunks) == 1 and chunks[0].sizes == shape and not any(chunks[0].offsets):
         return "" if len(chunks[0].offsets) == len(shape) else "a chunk has another number of dimensions"
     boxes = []
@@ -283,7 +284,7 @@ def _misfit(tensor: StoredTensor) -> str:
 
 
 def _is_grid(boxes: Sequence[Chunk]) -> bool:
-    """Whether the boxes, which are within bounds, are cells of one grid, no cell twice; such boxes do not overlap."""
+    """Return whether the boxes, all inside the tensor, are distinct cells of one grid; such boxes do not overlap."""
     if len({box.offsets for box in boxes}) < len(boxes):
         return False
     for dim in range(len(boxes[0].offsets) if boxes else 0):
@@ -294,12 +295,12 @@ def _is_grid(boxes: Sequence[Chunk]) -> bool:
 
 
 def _overlap(boxes: Sequence[Chunk]) -> bool:
-    """Whether two of the boxes have an element in common."""
+    """Return whether two of the boxes share an element."""
     if len(boxes) < 2 or not boxes[0].offsets:
         return len(boxes) > 1
     begins = torch.tensor([box.offsets for box in boxes], device="cpu")
     ends = begins + torch.tensor([box.sizes for box in boxes], device="cpu")
-    # Along the dimension with the most borders a box has the fewest others beside it.
+    # Sort along the dimension with the most distinct offsets: there each box has the fewest others to compare with.
     dim = max(range(begins.shape[1]), key=lambda d: len({*begins[:, d].tolist()}))
     order = begins[:, dim].argsort()
     begins, ends = begins[order], ends[order]

@@ -1,9 +1,9 @@
-"""What a checkpoint says of its tensors: made once for a plan, written with every save.
+"""The description of a checkpoint: the manifest's tables and DCP's metadata, made once for a plan.
 
-Every rank's file is laid out by dtypes and shapes alone, so the coordinator knows where each chunk
-will lie as soon as the ranks agreed who writes what, and nothing about tensors has to travel with a
-save. Objects may be longer than the last time: where they lie is told with each save, and if it is
-where it was, DCP's metadata is the bytes that it was.
+The layout of every rank's file follows from dtypes and shapes alone, so the coordinator knows the place
+of each chunk as soon as the ranks have agreed who writes what, and a save sends nothing about tensors.
+Objects may grow from save to save: every save reports their places, and while these stay the same,
+the bytes of DCP's metadata are reused.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ from torchtitan_lite.checkpoint.format.structure import Branch, encode
 from torchtitan_lite.store.manifest import Table
 
 DCP_VERSION = "1.0.0"
-"""What DCP's own writer puts into `Metadata.version`."""
+"""The `Metadata.version` that DCP's own writer sets."""
 
 
 @dataclass(frozen=True)
 class PlacedObject:
-    """An object of a checkpoint, and where its item lies."""
+    """An object of a checkpoint and the place of its item."""
 
     key: str
     file: str
     at: int
     num_bytes: int
     plain: Any = None
-    """It as JSON can hold it; None where it cannot, or is None."""
+    """The object in the form that JSON can hold; None if JSON cannot hold it, or if the object is None."""
     is_plain: bool = True
+    """Whether JSON can hold the object."""
 
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A rank's file: which chunks lie in it, and where."""
+    """A rank's file: its chunks and their places."""
 
     name: str
     items: Sequence[WriteItem]
@@ -49,11 +50,11 @@ class PlannedFile:
 
 
 class Description:
-    """What `metadata`, which names every tensor and object, becomes with `files` and the state's `structure`."""
+    """The description of a plan, made from DCP's `metadata`, the ranks' `files` and the `structure` of the state."""
 
     def __init__(self, metadata: Metadata, files: Sequence[PlannedFile], structure: Branch) -> None:
         self.of_dcp = dataclasses.replace(metadata, storage_data={}, version=DCP_VERSION)
-        """DCP's, with the places of tensors and not those of objects."""
+        """DCP's metadata with the places of tensors; `metadata` adds those of objects."""
         tensors: dict[str, dict[str, Any]] = {}
         for file in files:
             for item, place in zip(file.items, file.layout.places, strict=True):
@@ -66,11 +67,11 @@ class Description:
         self._pickled = b""
 
     def objects(self, placed: Sequence[PlacedObject]) -> Table:
-        """The manifest's table of the objects of a save."""
+        """Return the manifest's table of the objects of a save."""
         return Table({each.key: _value_of(each) for each in placed})
 
     def metadata(self, placed: Sequence[PlacedObject]) -> bytes:
-        """DCP's metadata, pickled, of a save whose objects are `placed`."""
+        """Return DCP's pickled metadata of a save whose objects are `placed`."""
         where = tuple((each.key, each.file, each.at, each.num_bytes) for each in placed)
         if where != self._objects:
             places = {MetadataIndex(key): _StorageInfo(file, at, size) for key, file, at, size in where}

@@ -1,9 +1,9 @@
-"""A rank's file as bytes, before there is a file.
+"""The bytes of a rank's file, before the file exists.
 
-A `FileLayout` says where in the file each tensor's item lies; it depends on dtypes and shapes alone,
-so it is the same from save to save. A `FileImage` is a layout with tensors and objects put in: any
-range of its bytes can be had, from any thread, without the rest. The layout covers the file without
-gaps: tensors first, objects after them, so that an object which grows moves no tensor.
+A `FileLayout` holds the place of each tensor's item in the file; it depends on dtypes and shapes alone,
+so it is the same from save to save. A `FileImage` is a layout filled with tensors and objects: any
+thread can copy any range of its bytes without the rest. The layout covers the file without gaps:
+tensors first, objects after them, so that an object which grows moves no tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Spec = tuple[torch.dtype, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Place:
-    """Where in a file a tensor lies, in bytes."""
+    """The place of a tensor in a file, in bytes."""
 
     item_at: int
     data_at: int
@@ -33,12 +33,12 @@ class Place:
 
     @property
     def data_end(self) -> int:
-        """After the last element."""
+        """The byte after the last element."""
         return self.data_at + self.data_bytes
 
 
 class FileLayout:
-    """Where tensors of `specs`, one after another, lie in a file."""
+    """The places of tensors with these `specs`, one after another, in a file."""
 
     def __init__(self, specs: Sequence[Spec]) -> None:
         self.specs = tuple(specs)
@@ -53,19 +53,19 @@ class FileLayout:
             self.places.append(Place(at, at + len(frame.head), data_bytes, item_bytes))
             at += _aligned(item_bytes)
         self.end = at
-        """Bytes of all tensors; the objects follow."""
+        """The size of all tensor items in bytes, which is where the objects start."""
         self.starts = [place.item_at for place in self.places]
 
     def end_of(self, number: int) -> int:
-        """Where the item after the `number`-th one starts."""
+        """Return the byte where the item after number `number` starts."""
         return self.starts[number + 1] if number + 1 < len(self.starts) else self.end
 
 
 class FileImage:
-    """`layout` with `tensors`, in its order, and the items of objects in `objects`.
+    """A `layout` filled with `tensors`, in its order, and with `objects`, the bytes of all objects' items.
 
-    `volatile` are the numbers of those tensors that may change before an optimizer steps again. Raises ValueError for
-    a tensor that is not what the layout has in its place: its memory would be read beyond its end.
+    `volatile` has the numbers of the tensors that may change before an optimizer steps again. Raises ValueError for a
+    tensor whose dtype or shape is not that of the layout: copying it would read beyond the end of its memory.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class FileImage:
             if tensor.dtype != dtype or (tensor.shape != shape and not is_empty):
                 raise ValueError(
                     f"tensor {number} of the file is {tensor.dtype}{list(tensor.shape)} in memory, "
-                    f"where the plan has {dtype}{list(shape)}. Call state_dict again, and save again."
+                    f"where the plan has {dtype}{list(shape)}. Call state_dict again and save its result."
                 )
         self.layout = layout
         self.volatile = volatile
@@ -89,7 +89,10 @@ class FileImage:
         self.num_bytes = layout.end + len(objects)
 
     def fill(self, buffer: memoryview, begin: int, end: int) -> None:
-        """The start of `buffer` holds bytes [begin, end). Any thread; holds some MiB for tensors that are no rows."""
+        """Copy bytes [begin, end) of the file to the start of `buffer`. Any thread.
+
+        Takes some MiB of memory for tensors that are not contiguous on the CPU.
+        """
         address = ctypes.addressof(ctypes.c_char.from_buffer(buffer)) - begin
         number = max(0, bisect_right(self.layout.starts, begin) - 1)
         while number < len(self.tensors) and self.layout.starts[number] < end:
@@ -110,7 +113,7 @@ class FileImage:
 
 
 def copy_bytes(tensor: torch.Tensor, begin: int, end: int, address: int) -> None:
-    """Memory from `address` on holds bytes [begin, end) of the row-major elements of `tensor`, from any device."""
+    """Copy bytes [begin, end) of the row-major elements of `tensor`, on any device, to the memory at `address`."""
     if tensor.is_contiguous() and tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg():
         ctypes.memmove(address, tensor.data_ptr() + begin, end - begin)
         return
@@ -120,15 +123,15 @@ def copy_bytes(tensor: torch.Tensor, begin: int, end: int, address: int) -> None
 
 
 _PIECE_BYTES = 1 << 20
-"""Of one copy in between. Each thread's allocator keeps several of the size that it saw last."""
+"""Size of one intermediate copy. Each thread's allocator keeps several blocks of the size that it served last."""
 _DEVICE_PIECE_BYTES = 4 << 20
-"""The same from a device, where every copy has to be waited for."""
+"""The same for copies from a device, larger because the thread waits for each of them."""
 
 
 def _pieces(tensor: torch.Tensor, begin: int, end: int) -> Iterator[tuple[torch.Tensor, int]]:
-    """Row-major CPU copies of slices of `tensor` that cover its bytes [begin, end), and where in it each starts.
+    """Yield row-major CPU copies of slices of `tensor` that cover its bytes [begin, end), each with its first byte.
 
-    One at a time, so that what is copied in between stays small, however large the range.
+    There is one copy at a time, so memory stays small however large the range is.
     """
     dim = next((d for d, size in enumerate(tensor.shape) if size > 1), None)
     if dim is None:
@@ -152,7 +155,10 @@ def _row_major(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _overlay(buffer: memoryview, begin: int, end: int, at: int, data: bytes) -> None:
-    """What of `data`, which stands at `at`, lies in [begin, end) is in `buffer`, which stands at `begin`."""
+    """Copy the part of `data` that lies in [begin, end) into `buffer`.
+
+    `buffer` starts at byte `begin` of the file, `data` at byte `at`.
+    """
     first, last = max(begin, at), min(end, at + len(data))
     if first < last:
         buffer[first - begin : last - begin] = data[first - at : last - at]

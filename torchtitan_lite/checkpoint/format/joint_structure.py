@@ -1,8 +1,8 @@
-"""The structure of what all ranks save together.
+"""The structure of the state that all ranks save together.
 
-Each rank has a part of a state: its pipeline stages, the generators under its own key. The structure
-of the whole has each container once, with the keys of all ranks. Ranks that have a container and
-something else under one name cannot both come back: that is refused, by name.
+Each rank has a part of the state: its pipeline stages, its random generators under its own key. The joint
+structure has each container once, with the keys of all ranks. If one rank has a container and another
+an entry under the same name, only one of them could be restored: `joint` refuses that, by name.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torchtitan_lite.checkpoint.format.structure import Branch, branch_of
 
 
 def joint(structures: Iterable[Branch]) -> Branch:
-    """The structure of the states of `structures` together; keys are in the order in which they are first met.
+    """Return one structure with all containers and keys of `structures`, in the order of their first occurrence.
 
-    Raises ValueError, naming the entry, where two of them do not go together.
+    Raises ValueError, naming the entry, if two of them do not fit together.
     """
     first, *others = structures
     grown = _Grown(first)
@@ -26,7 +26,7 @@ def joint(structures: Iterable[Branch]) -> Branch:
 
 
 class _Grown:
-    """A container that grows, without being made again for each rank."""
+    """A container that takes in the keys of one rank after another, without a new `Branch` for each."""
 
     def __init__(self, first: Branch) -> None:
         self._kind = first.kind
@@ -38,13 +38,13 @@ class _Grown:
         self.add(first, "")
 
     def add(self, branch: Branch, name: str) -> None:
-        if branch == self._last:  # Mostly it is.
+        if branch == self._last:  # The usual case: ranks have equal structures.
             return
         if branch.kind != self._kind:
             raise _conflict(name, f"a {self._kind}", f"a {branch.kind}")
         self._last = branch
         identities: Any = branch.keys
-        if branch.spelt:  # 1 and True are one key to a dict.
+        if branch.spelt:  # 1 and True are the same key in a dict.
             pairs = zip(branch.keys, branch.spelt, strict=True)
             identities = [key if type(key) is str else (text,) for key, text in pairs]
         self._keys.update(zip(identities, branch.keys, strict=True))
@@ -79,5 +79,5 @@ class _Grown:
 def _conflict(name: str, one: str, other: str) -> ValueError:
     return ValueError(
         f"{name} is {one} on one rank and {other} on another, and a checkpoint can hold only one of them. "
-        "Return a state of the same structure on every rank, or under names of their own"
+        "Return a state of the same structure on every rank, or use a name of its own for each rank"
     )

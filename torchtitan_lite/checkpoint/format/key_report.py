@@ -1,7 +1,7 @@
-"""What a checkpoint has and what the run wants, key by key.
+"""The differences between a checkpoint and the run that loads it, key by key.
 
-One readable report for every refusal: keys missing, unexpected, of another shape or dtype. It is
-made from names, shapes and dtypes alone, before a byte is read.
+Every refusal of a load prints this report: keys that are missing, unexpected, or of another shape or dtype.
+It is made from names, shapes and dtypes alone, before any data is read.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from torchtitan_lite.checkpoint.format.kinds import is_expanded
 
 SHOWN = 8
-"""Keys listed of each kind; the rest is a count."""
+"""Keys listed under each heading; the others are counted."""
 
 
 @dataclass(frozen=True)
 class KeyReport:
-    """What differs; false if nothing does."""
+    """The differences; false if there are none."""
 
     missing: Sequence[str] = ()
     unexpected: Sequence[str] = ()
@@ -29,7 +29,7 @@ class KeyReport:
         return bool(self.missing or self.unexpected or self.mismatched)
 
     def lost_states(self, states: Sequence[str]) -> bool:
-        """Whether one of `states` is not there at all, which no strictness makes up for."""
+        """Return whether one of `states` is missing as a whole: an error whatever `checkpoint.load_strictness` says."""
         return any(name in self.missing for name in states)
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class KeyReport:
 
 @dataclass(frozen=True)
 class TensorLike:
-    """Shape and dtype of a tensor that is elsewhere."""
+    """Shape and dtype of a tensor that is not in memory."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -57,7 +57,7 @@ def compare_tensors(
     *,
     cast: bool = False,
 ) -> KeyReport:
-    """How `found` differs from `expected`; with `cast` a different floating dtype is no difference."""
+    """Return how `found` differs from `expected`; with `cast` another floating-point dtype is not a difference."""
     common = [key for key in expected if key in found]
     mismatched = {key: _difference(expected[key], found[key], cast) for key in common}
     return KeyReport(
@@ -68,7 +68,7 @@ def compare_tensors(
 
 
 def merged(*reports: KeyReport) -> KeyReport:
-    """All of `reports` as one."""
+    """Return all of `reports` as one."""
     return KeyReport(
         missing=[key for report in reports for key in report.missing],
         unexpected=[key for report in reports for key in report.unexpected],
@@ -84,7 +84,7 @@ def _difference(expected: torch.Tensor | TensorLike, found: torch.Tensor | Tenso
     if expected.dtype != found.dtype and not may_cast:
         differences.append(f"dtype {found.dtype} in the checkpoint, {expected.dtype} expected")
     if isinstance(expected, torch.Tensor) and is_expanded(expected):
-        differences.append("expanded here, so that nothing can be loaded into it: give it memory of its own, .clone()")
+        differences.append("expanded here, so nothing can be loaded into it: give it memory of its own, .clone()")
     return "; ".join(differences)
 
 

@@ -1,7 +1,7 @@
-"""What two values are made of, their numbers and letters aside.
+"""Compare how two values are made, without the values of their numbers and strings.
 
-Whoever puts something together again asks here whether it is what it was: the same types all the way
-down, containers with the same keys in the same order.
+Code that rebuilds a state uses this to prove that the result is the original: the same types at every
+level, and containers with the same keys in the same order. Also here: the check for expanded tensors.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import torch
 
 
 def difference(expected: Any, found: Any, name: str = "") -> str:
-    """How `found`, called `name`, is made otherwise than `expected`; empty if it is not. What is the same is not
-    looked into."""
+    """Return the first difference in type or structure of `found`, under the name `name`, from `expected`.
+
+    Returns the empty string if there is none. Objects that are identical (`is`) are not compared further.
+    """
     if expected is found:
         return ""
     if type(expected) is not type(found):
@@ -48,18 +50,18 @@ def _spelt(members: Any) -> list[str]:
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:
-    """Whether several elements of `tensor` are one in memory: torch refuses to write into such a tensor."""
+    """Return whether several elements of `tensor` share memory: torch refuses to write into such a tensor."""
     return 0 in tensor.stride() and any(
         step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
     )
 
 
 def refuse_expanded(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raises TypeError, naming the tensor, for one that nothing could be loaded into."""
+    """Raise TypeError, naming the tensor, if one of them is expanded: torch cannot load into it."""
     for name, tensor in tensors.items():
         if is_expanded(tensor):
             raise TypeError(
-                f"{name} is expanded: several of its elements are one in memory (shape {[*tensor.shape]}, strides "
-                f"{[*tensor.stride()]}), so that no checkpoint can be loaded into it. Give it memory of its own: "
+                f"{name} is expanded: several of its elements share memory (shape {[*tensor.shape]}, strides "
+                f"{[*tensor.stride()]}), so no checkpoint can be loaded into it. Give it memory of its own: "
                 "register_buffer(name, tensor.clone()), or leave it out with persistent=False."
             )

@@ -1,9 +1,9 @@
-"""The structure of a state in a checkpoint that does not say it.
+"""Rebuild a nested state from a checkpoint that does not store its structure.
 
-Until format 3, and in DCP's own checkpoints, a path of strings and list positions leads to each entry:
-keys that are no strings are spelt out, every mapping is a dict, and what is empty has left no trace.
-What the live object has tells most of it. Where it does not, and a wrong guess would be a wrong
-state, there is no guess: `Untyped`.
+Checkpoints before format 3 and DCP's own have only a path of strings and list positions for each entry:
+keys that are not strings became strings, every mapping became a dict, and empty containers are not stored.
+The state of the live object supplies most of what is missing. If it does not, and a wrong guess would
+restore a wrong state, `retyped` raises `Untyped` instead of guessing.
 """
 
 from __future__ import annotations
@@ -15,43 +15,43 @@ from typing import Any
 from torchtitan_lite.checkpoint.format.structure import Branch, Path, empty_like, flatten, rebuild
 
 MAX_HOLES = 100_000
-"""Empty mappings in a list, of which there is no trace."""
+"""Missing positions in one list, which stand for empty mappings that the checkpoint does not store."""
 _MAX_DEPTH = 500
 _MAX_SPELT = 64
-"""Characters of a key that may be something else than a string."""
+"""Characters. A longer key is taken for a string."""
 
 
 class Untyped(ValueError):
-    """The checkpoint does not say what something was, and the live object does not tell."""
+    """The checkpoint does not store the type of a key, and the live object does not show it either."""
 
 
 def retyped(name: str, entries: Mapping[Path, Any], live: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The state `name` of `entries`, by their paths in it, with keys and containers as `live` has them.
+    """Return the state `name` made of `entries`, keyed by path, with the types of keys and containers of `live`.
 
-    Raises `Untyped`, naming the entry, and ValueError for paths that lead nowhere together.
+    Raises `Untyped`, naming the entry, and ValueError for paths that contradict each other.
     """
     tree = _Tree()
     for path, value in entries.items():
         tree.put(path, value, name)
     state = dict(_mapping(tree, live, name))
-    # A mapping that the object has, and the checkpoint nothing of, was empty.
+    # A mapping of the live object without any entry in the checkpoint was empty when it was saved.
     return {key: {} for key, value in live.items() if key not in state and isinstance(value, Mapping)} | state
 
 
 class _Tree(dict[str | int, Any]):
-    """Key or position to another one, or to an entry in a `_Leaf`."""
+    """A mapping of keys or list positions to subtrees or, in a `_Leaf`, to entries."""
 
     def put(self, path: Sequence[str | int], value: Any, name: str) -> None:
         if not 0 < len(path) <= _MAX_DEPTH:
-            raise ValueError(f"{name}: a path of {len(path)} keys leads to an entry")
+            raise ValueError(f"{name}: expected a path of 1 to {_MAX_DEPTH} keys to an entry, found {len(path)} keys")
         tree = self
         for key in path[:-1]:
             below = tree.setdefault(key, _Tree())
             if not isinstance(below, _Tree):
-                raise ValueError(f"{name}.{'.'.join(map(str, path))}: {key} is an entry, and holds others")
+                raise ValueError(f"{name}.{'.'.join(map(str, path))}: {key} is both an entry and a container")
             tree = below
         if path[-1] in tree:
-            raise ValueError(f"{name}.{'.'.join(map(str, path))} is there twice")
+            raise ValueError(f"{name}.{'.'.join(map(str, path))} occurs twice")
         tree[path[-1]] = _Leaf(value)
 
 
@@ -88,7 +88,7 @@ def _hole(own: Any) -> Any:
 
 def _mapping(tree: _Tree, live: Mapping[Any, Any], name: str) -> Any:
     if not {*map(type, tree)} <= {str}:
-        raise ValueError(f"{name} is a mapping and a list")
+        raise ValueError(f"{name} is both a mapping and a list")
     keys = {_key(text, live, name): text for text in map(str, tree)}
     values = {key: _value(tree[text], live.get(key), f"{name}.{text}") for key, text in keys.items()}
     for key, own in live.items():
@@ -102,7 +102,7 @@ def _mapping(tree: _Tree, live: Mapping[Any, Any], name: str) -> Any:
 
 
 def _key(text: str, live: Mapping[Any, Any], name: str) -> Any:
-    """The key that is spelt `text`."""
+    """Return the key whose string form is `text`."""
     found = [key for key in live if str(key) == text]
     if len(found) == 1:
         return found[0]
@@ -113,26 +113,26 @@ def _key(text: str, live: Mapping[Any, Any], name: str) -> Any:
     if not found and kinds == {int} and type(other) is int:
         return other
     raise Untyped(
-        f"{name} has the key {text!r}, and was saved when checkpoints did not say whether that is a string or "
-        f"{f'a {type(other).__name__}' if other is not None else 'something else'}; the {name} of this run does not "
-        "tell either. Give it such a key before it is loaded, or leave its state out "
+        f"{name} has the key {text!r}, and its checkpoint does not store whether that is a string or "
+        f"{f'a {type(other).__name__}' if other is not None else 'something else'}; the {name} of this run has no "
+        "such key to compare with. Give it such a key before the load, or leave its state out "
         "(--checkpoint.exclude_from_loading)."
     )
 
 
 def _other_reading(text: str) -> Any:
-    """What else than a string is spelt `text`; None for nothing, and for None itself, which is spelt as no key is."""
+    """Return the number, boolean, tuple or bytes whose string form is `text`; None if there is none."""
     if len(text) > _MAX_SPELT or not text.isascii():
         return None
     try:
-        value = ast.literal_eval(text)  # Literals alone: nothing is run.
+        value = ast.literal_eval(text)  # Evaluates literals only; runs no code.
     except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
         return None
     return value if type(value) in (int, float, bool, tuple, bytes) and str(value) == text else None
 
 
 def _traceless(own: Any) -> Branch | None:
-    """The structure of `own` if it is a container without any entry; else None."""
+    """Return the structure of `own` if it is a container without any entry; else None."""
     if not isinstance(own, Mapping | list):
         return None
     try:

@@ -1,11 +1,10 @@
-"""Where in the whole tensor this rank's memory lies.
+"""The place of this rank's shard in the whole tensor.
 
-A DTensor says how it is placed, and its memory is what there is: the box that follows from the
-placement is compared with the memory before anything is written from it or read into it, and a
-tensor whose two disagree is refused by name. Saves, loads, the check after a load and the initial
-weights ask here, so they cannot disagree.
+The box that a DTensor's placements give a rank is compared with the shape of the rank's memory before
+anything is written from it or read into it; if they differ, the tensor is refused by name. Saves, loads,
+the check after a load and the initial weights all use these functions, so they cannot disagree.
 
-`_StridedShard` is FSDP2's word for "the mesh dimensions to my right were split first": `fully_shard`
+`_StridedShard` is FSDP2's placement for "the mesh dimensions to my right were split first": `fully_shard`
 cuts what tensor parallelism has left on a rank with `torch.chunk`. DTensor's own arithmetic
 (`compute_local_shape_and_global_offset`) splits from left to right instead, which gives other boxes
 where sizes do not divide: 13 rows on 3 (FSDP) x 2 (TP) are 3, 3 and 1 rows of the first 7, not 3, 3
@@ -26,28 +25,28 @@ Shape = tuple[int, ...]
 
 
 class Box(NamedTuple):
-    """A part of a tensor. One that has no elements begins behind the last, so that it is never taken for another."""
+    """A part of a tensor. An empty box begins behind the last element, so that it never equals another rank's box."""
 
     offsets: Shape
     sizes: Shape
 
 
 class Part(NamedTuple):
-    """Memory of this rank, and where its first element lies in the whole tensor."""
+    """Memory of this rank, and the offsets of its first element in the whole tensor."""
 
     offsets: Shape
     memory: torch.Tensor
 
 
 def box_of(shape: Shape, mesh: Shape, placements: Sequence[Placement], coordinate: Sequence[int]) -> Box:
-    """Return what the rank at `coordinate` in a mesh of these sizes holds of a tensor of `shape`.
+    """Return the box of a tensor of `shape` that the rank at `coordinate` in a mesh of these sizes holds.
 
-    Raises ValueError for placements whose parts are no boxes, or no parts at all (partial sums).
+    Raises ValueError for placements whose shards are not boxes, and for partial sums.
     """
     offsets, sizes = [0] * len(shape), list(shape)
     for dim, whole in enumerate(shape):
         for mesh_dim in _split_order(dim, mesh, placements):
-            num_rows = -(-sizes[dim] // mesh[mesh_dim])  # of each, the last ones less: as torch.chunk has it
+            num_rows = -(-sizes[dim] // mesh[mesh_dim])  # of each shard, fewer in the last ones, as torch.chunk cuts
             begin = min(coordinate[mesh_dim] * num_rows, sizes[dim])
             offsets[dim] += begin
             sizes[dim] = min(num_rows, sizes[dim] - begin)
@@ -57,9 +56,9 @@ def box_of(shape: Shape, mesh: Shape, placements: Sequence[Placement], coordinat
 
 
 def parts_of(name: str, tensor: torch.Tensor) -> Iterator[Part]:
-    """Yield each part of `tensor` that this rank has; none where it is outside of the mesh.
+    """Yield each part of `tensor` that this rank has; none if the rank is outside the mesh.
 
-    Raises ValueError, which says `name`, if the memory is not what the placement says that it is.
+    Raises ValueError, which begins with `name`, if the memory does not have the shape that the placements give it.
     """
     if not isinstance(tensor, DTensor):
         yield Part((0,) * tensor.dim(), tensor.detach())
@@ -75,9 +74,9 @@ def parts_of(name: str, tensor: torch.Tensor) -> Iterator[Part]:
 
 
 def part_of(name: str, tensor: DTensor) -> Part:
-    """Return the one part of `tensor` that this rank, which is in its mesh, has. Raises as `parts_of`."""
+    """Return the single part of `tensor` that this rank has. Ranks in its mesh only. Raises as `parts_of`."""
     coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None, "asked of ranks in the mesh"
+    assert coordinate is not None, "part_of was called on a rank outside the mesh"
     try:
         box = box_of(tuple(tensor.shape), tuple(tensor.device_mesh.shape), tensor.placements, coordinate)
     except ValueError as error:
@@ -86,7 +85,7 @@ def part_of(name: str, tensor: DTensor) -> Part:
 
 
 def knows_its_parts(tensor: DTensor) -> bool:
-    """Whether `tensor` is made of a tensor that tells DCP itself which parts it holds, which may be several."""
+    """Return whether the local tensor of `tensor` itself reports to DCP which parts it holds, maybe several."""
     return hasattr(tensor._local_tensor, "__create_chunk_list__")
 
 
@@ -103,12 +102,12 @@ def _checked(name: str, tensor: DTensor, box: Box, memory: torch.Tensor) -> Part
 
 
 def _split_order(dim: int, mesh: Shape, placements: Sequence[Placement]) -> list[int]:
-    """The mesh dimensions that split dimension `dim` of a tensor, in the order in which they do."""
+    """Return the mesh dimensions that split dimension `dim` of a tensor, in the order of the splits."""
     order: list[int] = []
     for mesh_dim in reversed(range(len(placements))):
         placement: Any = placements[mesh_dim]
         if placement.is_partial():
-            raise ValueError(f"{placement} is a sum that is not yet made. Redistribute it first.")
+            raise ValueError(f"{placement} is a sum that is still to be reduced. Redistribute it first.")
         if getattr(placement, "dim", None) != dim or mesh[mesh_dim] == 1:
             continue
         before, splits = 0, 1
@@ -118,7 +117,7 @@ def _split_order(dim: int, mesh: Shape, placements: Sequence[Placement]) -> list
             before += 1
         if splits != factor:
             raise ValueError(
-                f"{list(placements)} on a mesh of {list(mesh)} gives ranks rows that do not lie together. "
+                f"{list(placements)} on a mesh of {list(mesh)} gives ranks rows that are not contiguous. "
                 "Redistribute it to Shard or Replicate first."
             )
         order.insert(before, mesh_dim)

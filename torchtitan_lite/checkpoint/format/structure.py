@@ -1,10 +1,10 @@
-"""The containers of a nested state, apart from what lies in them.
+"""The containers of a nested state, without their entries.
 
-`flatten` takes a state apart into a flat one, whose names are DCP's, and its structure: the tree of
-containers with their types, the types and the order of their keys, and the containers that are empty.
-`rebuild` puts the two together again, the very same. A container or a key that could not come back as
-it was is refused by `flatten`, by its full name. The manifest holds the structure as JSON; `decode`
-builds nothing but `Branch`es of it, whatever it is given, and no more than the JSON is long.
+`flatten` splits a state into flat entries, under DCP's names, and its structure: the tree of containers
+with their types, the types and order of their keys, and the empty containers. `rebuild` joins the two
+and returns an equal state of the same types. `flatten` refuses, by full name, a container or a key that
+`rebuild` could not restore. The manifest holds the structure as JSON; from any input `decode` builds only
+`Branch`es, and no more of them than the length of the JSON allows.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ State = dict[str, Any]
 Path = tuple[str | int, ...]
 
 MAX_DEPTH = 100
-"""Containers within containers; the JSON parser's own limit is not far above."""
+"""Levels of nested containers; the JSON parser's own limit is not far above."""
 
 MAX_BRANCHES = 1_000_000
-"""Containers of a state."""
+"""Containers in one state."""
 
 _LIST = "list"
 _MAKERS: dict[str, Callable[[], Any]] = {
@@ -39,40 +39,40 @@ _MAKERS: dict[str, Callable[[], Any]] = {
         for kind in (list, dict, set, tuple, int, float, bool, str)
     },
 }
-"""Kind of a mapping to what makes an empty one. Factories are known by name: nothing in a checkpoint is called."""
+"""The constructor of each kind of mapping. Factories are looked up by name: nothing in a checkpoint is called."""
 
 _KINDS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
-_KEPT = "dict, OrderedDict, Counter, defaultdict of a built-in type, list"
+_SUPPORTED = "dict, OrderedDict, Counter, defaultdict of a built-in type, list"
 _PLAIN = frozenset({int, float, bool, str, bytes, type(None), tuple})
 _ENTRIES = _PLAIN | {torch.Tensor, torch.nn.Parameter, DTensor}
-"""Types that are seen to be no container without a look at their bases."""
+"""Types known not to be containers, so that their bases need no check."""
 
 
 class Branch(NamedTuple):
     """A container. Equal branches have equal kinds, and keys of equal types."""
 
     kind: str
-    """Of `_MAKERS`, or a list."""
+    """A key of `_MAKERS`, or `list`."""
     keys: Sequence[Any]
-    """In order; of a list its numbers."""
+    """The keys in order; the positions of a list."""
     spelt: tuple[str, ...]
-    """The keys with their types (1 is not True); empty if all are strings, and of a list."""
+    """The keys' `repr`, which shows their types (1 is not True); empty for a list and if all keys are strings."""
     children: tuple[Branch | None, ...]
-    """For each key; None for what is no container: the entry of the flat state."""
+    """The child for each key; None for an entry of the flat state, which is not a container."""
 
 
 def flatten(state: Mapping[str, Any]) -> tuple[State, Branch]:
-    """The flat form of `state`, under the names that DCP gives, and its structure.
+    """Return the flat entries of `state`, under DCP's names, and its structure.
 
-    Raises TypeError for a container or a key that would not come back as it is, ValueError for two entries that
-    have one name, and for a state that is nested too deeply or in itself. All are named.
+    Raises TypeError for a container or a key that a checkpoint cannot restore, and ValueError for two entries with
+    the same name and for a state that is nested too deeply or contains itself. Every error names the place.
     """
     walk = _Walk()
     return walk.flat, walk.mapping(state, "")
 
 
 def rebuild(structure: Branch, flat: Mapping[str, Any], prefix: str = "") -> Any:
-    """The nested state of `structure` whose entries are those of `flat`, each under its name after `prefix`."""
+    """Return the nested state with the containers of `structure` and the entries of `flat`, named after `prefix`."""
     values = (
         flat[f"{prefix}{key}"] if child is None else rebuild(child, flat, f"{prefix}{key}.")
         for key, child in zip(structure.keys, structure.children, strict=True)
@@ -88,11 +88,12 @@ def rebuild(structure: Branch, flat: Mapping[str, Any], prefix: str = "") -> Any
 def paths_of(
     structure: Branch, expected: Container[str] | None = None, tensors: Container[str] | None = None
 ) -> dict[str, Path]:
-    """Flat name to the path that DCP has for it, for every entry. Raises ValueError for a name that stands twice.
+    """Map the flat name of every entry to DCP's path for it. Raises ValueError for a name that occurs twice.
 
-    With `expected` also for one that is not in there; names are made one by one, so what they take is bounded by it.
-    With `tensors`, the names of those, positions are spelt out where DCP's tools would take what they make of them
-    for an entry: a list of objects and empty mappings, of which it has only the objects.
+    With `expected` it also raises for a name that is not in it; names are made one by one, so `expected` bounds the
+    memory. With `tensors`, the names of all tensors, the positions in a list without tensors and without non-empty
+    containers become strings: DCP stores only the objects of such a list, not its empty mappings, and its tools
+    would take the list that they build for an entry.
     """
     found: dict[str, Path] = {}
     for path in _paths(structure, (), tensors):
@@ -106,7 +107,7 @@ def paths_of(
 
 
 def find(structure: Branch, name: str) -> Branch | None:
-    """The container called `name`, which may lead through several (`rng.rank0`); None if there is none."""
+    """Return the container with the flat name `name`, such as `rng.rank0`; None if there is none."""
     for key, child in zip(structure.keys, structure.children, strict=True):
         text = str(key)
         if child is None or not name.startswith(text):
@@ -119,19 +120,19 @@ def find(structure: Branch, name: str) -> Branch | None:
 
 
 def without(structure: Branch, leave_out: Callable[[str], bool]) -> Branch:
-    """The container but for those of its own entries that `leave_out` says so of, by name."""
+    """Return the container without those of its direct children for whose name `leave_out` returns True."""
     kept = [at for at, key in enumerate(structure.keys) if not leave_out(str(key))]
     children = [structure.children[at] for at in kept]
     return branch_of(structure.kind, [structure.keys[at] for at in kept], children)
 
 
 def empty_like(value: Mapping[Any, Any]) -> Any:
-    """An empty mapping of the kind of `value`; a dict if that is none that is kept."""
+    """Return an empty mapping of the kind of `value`; a dict if checkpoints do not support its kind."""
     return _MAKERS[_kind_of(value) or "dict"]()
 
 
 def encode(structure: Branch) -> dict[str, Any]:
-    """`structure` as JSON."""
+    """Return `structure` as JSON."""
     children = [child and encode(child) for child in structure.children]
     document: dict[str, Any] = {"kind": structure.kind}
     if structure.kind != _LIST:
@@ -142,12 +143,12 @@ def encode(structure: Branch) -> dict[str, Any]:
 
 
 def decode(document: object) -> Branch:
-    """The structure that `encode` gave `document` for. Raises ValueError for anything else."""
+    """Return the structure that `encode` made `document` from. Raises ValueError for any other document."""
     return _Decoder().branch(document, 1)
 
 
 def branch_of(kind: str, keys: Sequence[Any], children: Sequence[Branch | None]) -> Branch:
-    """The container of this kind. Raises ValueError if two keys are the same to a dict."""
+    """Return a container of this kind. Raises ValueError if two keys are equal, as a dict compares them."""
     if kind == _LIST:
         return Branch(kind, range(len(children)), (), tuple(children))
     if len(dict.fromkeys(keys)) < len(keys):
@@ -157,7 +158,7 @@ def branch_of(kind: str, keys: Sequence[Any], children: Sequence[Branch | None])
 
 
 class _Walk:
-    """Goes through a state, and gathers its entries in `flat`."""
+    """Walks through a state and collects its entries in `flat`."""
 
     def __init__(self) -> None:
         self.flat: State = {}
@@ -188,7 +189,7 @@ class _Walk:
         if name in self.flat:
             raise ValueError(
                 f"{_spelt([*self._path, key])} and another entry of the state are both called {name!r} in a "
-                "checkpoint, and one of them would be lost. Give them names that differ with dots between them"
+                "checkpoint, and one of them would be lost. Give them keys that differ when joined by dots"
             )
         self.flat[name] = value
         return None
@@ -196,15 +197,15 @@ class _Walk:
     def _within(self, key: Any, walk: Callable[[Any, str], Branch], value: Any, name: str) -> Branch:
         self._path.append(key)
         if len(self._path) >= MAX_DEPTH:
-            raise ValueError(f"{self._here()[:200]} ... is nested more than {MAX_DEPTH} deep, or in itself")
+            raise ValueError(f"{self._here()[:200]} ... is nested more than {MAX_DEPTH} deep, or contains itself")
         branch = walk(value, f"{name}.")
         self._path.pop()
         return branch
 
     def _is_entry(self, value: list[Any], depth: int) -> bool:
-        """Whether DCP keeps the list as it is: neither tensors nor mappings are in it, nor in lists in it."""
+        """Return whether DCP stores the list as one object: no tensor or mapping is in it or in its nested lists."""
         if depth > MAX_DEPTH:
-            raise ValueError(f"{self._here()}: a list is nested more than {MAX_DEPTH} deep, or in itself")
+            raise ValueError(f"{self._here()}: a list is nested more than {MAX_DEPTH} deep, or contains itself")
         kinds = {*map(type, value)} - _PLAIN
         if any(issubclass(kind, Mapping | torch.Tensor) for kind in kinds):
             return False
@@ -220,17 +221,17 @@ class _Walk:
         return kind
 
     def _text(self, key: Any) -> str:
-        """`key` as a part of a name."""
+        """Return `key` as a part of a name."""
         try:
             plain_value.encode(key)
             text = str(key)
-            text.encode()  # Half a surrogate pair is no name.
+            text.encode()  # Half a surrogate pair cannot be encoded, so it cannot be part of a name.
             return text
         except ValueError:
             raise TypeError(
                 f"{self._here()} has the key {_shown(key)}, a {_name(key)}, which would not come back from a "
-                "checkpoint as it is. Kept are keys that are strings, numbers, booleans, None, bytes and tuples of "
-                "these: return such keys from state_dict"
+                "checkpoint as it is. Supported keys are strings, numbers, booleans, None, bytes and tuples of these: "
+                "return such keys from state_dict"
             ) from None
 
     def _here(self) -> str:
@@ -270,8 +271,8 @@ class _Decoder:
         try:
             hash(key)
         except TypeError:
-            raise ValueError(f"a {_name(key)} is no key") from None
-        str(key)  # ValueError for a number of thousands of digits.
+            raise ValueError(f"a {_name(key)} cannot be a key of a mapping") from None
+        str(key)  # Raises ValueError for a number of thousands of digits.
         return key
 
 
@@ -314,13 +315,13 @@ def _is_text(key: str) -> bool:
 
 def _would_not_come_back(remedy: str) -> str:
     return (
-        f"which would not come back from a checkpoint as it is. Kept are {_KEPT}: return {remedy} of it "
-        "from state_dict, and make of that what it is in load_state_dict"
+        f"which would not come back from a checkpoint as it is. Supported containers are {_SUPPORTED}: "
+        f"return {remedy} of it from state_dict, and convert it back in load_state_dict"
     )
 
 
 def _spelt(path: Sequence[Any]) -> str:
-    """As one would write it to get there: `loader['seen'][0]`."""
+    """Return `path` as a Python expression: `loader['seen'][0]`."""
     first, *rest = path
     return (repr(first) if "." in f"{first}" else f"{first}") + "".join(f"[{_shown(key)}]" for key in rest)
 

@@ -1,8 +1,8 @@
 """A digest of a logical tensor that is the same for every way of sharding it.
 
 Every rank digests its own chunks; the sum of the chunks' digests is the digest of the whole tensor,
-so nothing is gathered, and a checkpoint saved on one topology is checked on any other. The
-definition below is part of the manifest's format and never changes; `finish` gives what is stored.
+so no tensor is gathered, and a checkpoint saved on one topology is checked on any other. The
+definition below is part of the manifest's format and never changes; `finish` returns what is stored.
 
 Definition. Lay the whole tensor out in row-major order, each element as it lies in memory on a
 little-endian machine (complex: real part first), and read these bytes as unsigned 32-bit
@@ -14,16 +14,16 @@ where table_l[n] and multiplier_l[n] are output n (from 0) of SplitMix64 with th
 (`_SEEDS`), lowest bit set. A byte adds byte * 256^(offset mod 4) * coefficient(offset div 4)
 whatever its neighbours are: that is why chunks may be cut anywhere.
 
-What it finds. Any change within one word (so of any one element of at most 4 bytes) is found for
-certain: the difference is below 2^32 and the coefficient odd. So is a swap of two different words
-of one block: no two of its coefficients agree modulo 2^33 in both lanes (a test looks at all of
-them). Words of 32 bits, not 64, because the top bit of a 64-bit word would add 2^63 under every odd
+What it finds. It always finds a change within one word (so of any one element of at most 4 bytes):
+the difference is below 2^32 and the coefficient is odd. It always finds a swap of two different words
+of one block: no two coefficients of a block agree modulo 2^33 in both lanes (a test compares all of
+them). Words have 32 bits, not 64, because the top bit of a 64-bit word would add 2^63 under every odd
 coefficient: negating two float64 would cancel. Any other fixed change escapes with a probability,
 over the coefficients, of about 2^-126 if some word changed by an odd amount, of 2^-64 at worst
 within one block, and of 2^-54 for the worst pattern known over several (sign bits in the same two
 places of two blocks). It guards against accidents, not against forgers: it is linear. Zero bytes
-add nothing; how many there are is the shape's to say, which `finish` mixes in, and that the chunks
-cover the tensor once is the planner's.
+add nothing: `finish` mixes in the shape, which says how many there are. The planner ensures that the
+chunks cover the tensor exactly once.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ import numpy.typing as npt
 import torch
 
 BLOCK_WORDS = 8192
-"""Part of the definition. Both tables then stay in the second-level cache, and a call into numpy has enough to do."""
+"""Part of the definition. At this size both tables stay in the second-level cache, and each numpy call pays off."""
 _WORD_BYTES = 4
 _BLOCK_BYTES = BLOCK_WORDS * _WORD_BYTES
 _SCRATCH_WORDS = 4 * BLOCK_WORDS
 """How many words are widened at a time: few enough for the second-level cache."""
 _COPY_BYTES = 8 << 20
-"""How much of a tensor that is not contiguous is made so at a time."""
+"""How much of a tensor that is not contiguous is copied at a time."""
 _MOST_ROWS = 1 << 16
-"""How many runs are laid out at a time. A multiple of every period, which divides `_BLOCK_BYTES`."""
+"""How many runs are processed at a time. A multiple of every period, because a period divides `_BLOCK_BYTES`."""
 _ENOUGH_BYTES = 16 << 10
-"""From here on, the work on a group of runs outweighs the calls into numpy for it."""
-_SEEDS = {  # the first fraction digits of pi, in order: a choice that nobody made
+"""In a group of runs of at least this size, the work outweighs the cost of the numpy calls."""
+_SEEDS = {  # the first fraction digits of pi, in order: numbers with nothing up the sleeve
     "table": (0x243F6A8885A308D3, 0x13198A2E03707344),
     "multiplier": (0xA4093822299F31D0, 0x082EFA98EC4E6C89),
 }
@@ -71,18 +71,18 @@ class Digest:
 
     @classmethod
     def zero(cls) -> Digest:
-        """The digest of nothing: the start of a sum."""
+        """Return the digest of no bytes: the start of a sum."""
         return cls(0, 0)
 
     @classmethod
     def from_hex(cls, text: str) -> Digest:
-        """The digest that `to_hex` wrote; raises ValueError for any other text."""
+        """Return the digest that `to_hex` wrote as `text`. Raises ValueError for any other text."""
         if not re.fullmatch("[0-9a-f]{32}", text):
             raise ValueError(f"{text!r} is not a tensor digest: expected 32 lower-case hexadecimal digits")
         return cls(int(text[:16], 16), int(text[16:], 16))
 
     def to_hex(self) -> str:
-        """32 lower-case hexadecimal digits, lane 0 first."""
+        """Return 32 lower-case hexadecimal digits, lane 0 first."""
         return f"{self.lane0:016x}{self.lane1:016x}"
 
     def __add__(self, other: Digest) -> Digest:
@@ -90,10 +90,10 @@ class Digest:
 
 
 def digest_chunk(local: torch.Tensor, *, global_shape: Sequence[int], offsets: Sequence[int]) -> Digest:
-    """What the box `local`, lying at `offsets` in a tensor of `global_shape`, adds to that tensor's digest.
+    """Return what the box `local`, at `offsets` in a tensor of `global_shape`, adds to the digest of that tensor.
 
-    Any dtype and memory layout, on the CPU; holds a few MiB besides, 8 more if `local` is not contiguous.
-    Any thread: nothing is shared but constants. Raises ValueError if the box does not lie inside the tensor.
+    Any dtype and memory layout, on the CPU. Takes a few MiB of memory, 8 MiB more if `local` is not contiguous.
+    Any thread: threads share only constants. Raises ValueError if the box is not inside the tensor.
     """
     _check_box(tuple(local.shape), global_shape, offsets)
     sums = np.zeros(2, np.uint64)
@@ -104,7 +104,7 @@ def digest_chunk(local: torch.Tensor, *, global_shape: Sequence[int], offsets: S
 
 
 def finish(digest: Digest, dtype: torch.dtype, shape: Sequence[int]) -> Digest:
-    """The digest of the tensor itself, from the sum over its chunks: the same bytes as another dtype or shape differ.
+    """Return the digest of the tensor from the sum over its chunks; it depends on dtype and shape, too.
 
     Adds the two little-endian halves of the 16-byte BLAKE2b of a text such as `float32[8, 4]`.
     """
@@ -122,7 +122,7 @@ def _check_box(sizes: Sequence[int], global_shape: Sequence[int], offsets: Seque
 
 
 def _contiguous_pieces(local: torch.Tensor, offsets: tuple[int, ...]) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
-    """The box as contiguous boxes: itself, or copies of slices of it of at most `_COPY_BYTES`."""
+    """Yield the box as contiguous boxes: itself, or copies of its slices of at most `_COPY_BYTES` each."""
     num_bytes = local.numel() * local.element_size()
     if local.is_contiguous() or num_bytes <= _COPY_BYTES:
         yield local.contiguous().resolve_conj().resolve_neg(), offsets
@@ -136,7 +136,7 @@ def _contiguous_pieces(local: torch.Tensor, offsets: tuple[int, ...]) -> Iterato
 
 
 def _box(local: torch.Tensor, global_shape: Sequence[int], offsets: Sequence[int]) -> _Words:
-    """The two lanes of a contiguous box, which is a list of equally long runs of the global byte stream."""
+    """Return the two lanes of a contiguous box, which is a list of equally long runs of the global byte stream."""
     sizes, itemsize = local.shape, local.element_size()
     strides = [math.prod(global_shape[dim + 1 :]) * itemsize for dim in range(len(sizes))]
     origin = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
@@ -146,7 +146,7 @@ def _box(local: torch.Tensor, global_shape: Sequence[int], offsets: Sequence[int
     run_bytes = math.prod(sizes[inner:]) * itemsize
     runs: _Bytes = local.reshape(-1).view(torch.uint8).numpy().reshape(-1, run_bytes)
     rows, pitch = (sizes[inner - 1], strides[inner - 1]) if inner else (1, _BLOCK_BYTES)
-    period = _BLOCK_BYTES // math.gcd(pitch, _BLOCK_BYTES)  # rows that far apart lie alike in their blocks
+    period = _BLOCK_BYTES // math.gcd(pitch, _BLOCK_BYTES)  # rows that far apart start at the same byte of a block
     alike = len(runs) == 1 or run_bytes * max(1, min(rows, _MOST_ROWS) // period) >= _ENOUGH_BYTES
     sums = np.zeros(2, np.uint64)
     for begin, end in _spans(len(runs), rows, _MOST_ROWS) if alike else _spans(len(runs), len(runs), _MOST_ROWS):
@@ -160,14 +160,14 @@ def _box(local: torch.Tensor, global_shape: Sequence[int], offsets: Sequence[int
 
 
 def _spans(total: int, grid: int, most: int) -> Iterator[tuple[int, int]]:
-    """Cuts range(total) at every multiple of `grid`, and each of these parts into spans of at most `most`."""
+    """Cut range(total) at every multiple of `grid`, and each of these parts into spans of at most `most`."""
     for first in range(0, total, grid):
         for begin in range(first, first + grid, most):
             yield begin, min(begin + most, first + grid)
 
 
 def _row_offsets(begin: int, end: int, sizes: Sequence[int], strides: Sequence[int]) -> _Index:
-    """Where rows `begin` to `end` of the row-major list of all indices below `sizes` start, with these strides."""
+    """Return where the rows `begin` to `end`, of all indices below `sizes` in row-major order, start."""
     rows = np.arange(begin, end, dtype=np.int64)
     offsets = np.zeros_like(rows)
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
@@ -177,7 +177,7 @@ def _row_offsets(begin: int, end: int, sizes: Sequence[int], strides: Sequence[i
 
 
 def _alike_runs(runs: _Bytes, starts: _Index) -> _Words:
-    """The two lanes of runs [rows, bytes] that start equally far into their blocks: the borders cut all alike."""
+    """Return the two lanes of runs [rows, bytes] that start at the same byte of a block: borders cut all alike."""
     num_rows, num_bytes = runs.shape
     head = min(int(-starts[0] % _BLOCK_BYTES), num_bytes)
     tail = num_bytes - (num_bytes - head) % _BLOCK_BYTES
@@ -190,7 +190,7 @@ def _alike_runs(runs: _Bytes, starts: _Index) -> _Words:
 
 
 def _cells(cells: _Bytes, starts: _Index) -> _Words:
-    """The two lanes of cells [rows, blocks, bytes]: each lies in one block, as deep in as the others of its row's."""
+    """Return the two lanes of cells [rows, blocks, bytes]: each lies in one block, all start at the same byte of it."""
     num_rows, num_blocks, num_bytes = cells.shape
     lead, phase = int(starts[0]) % _WORD_BYTES, int(starts[0]) % _BLOCK_BYTES // _WORD_BYTES
     num_words = _num_words(lead + num_bytes)
@@ -210,7 +210,7 @@ def _cells(cells: _Bytes, starts: _Index) -> _Words:
 
 
 def _mixed_runs(runs: _Bytes, starts: _Index) -> _Words:
-    """The two lanes of short runs [rows, bytes] that start anywhere; a table row is gathered for each."""
+    """Return the two lanes of short runs [rows, bytes] that start anywhere; gathers a table row for each."""
     some_rows = max(1, _SCRATCH_WORDS // _num_words(runs.shape[1]))
     sums = np.zeros(2, np.uint64)
     for row in range(0, len(runs), some_rows):
@@ -222,11 +222,11 @@ def _mixed_runs(runs: _Bytes, starts: _Index) -> _Words:
 
 
 def _gathered(words: _Words, starts: _Index) -> _Words:
-    """The two lanes of runs [rows, words], changed here, of at most a block, that start at these words."""
+    """Return the two lanes of runs [rows, words] of at most a block that start at these words. Overwrites `words`."""
     blocks, phases = np.divmod(starts, BLOCK_WORDS)
     crossing = np.flatnonzero(phases > BLOCK_WORDS - words.shape[1])
     sums = np.zeros(2, np.uint64)
-    if len(crossing):  # what lies beyond the border becomes a run of its own, with zeros before it
+    if len(crossing):  # the part beyond the border becomes a run of its own, with zeros before it
         cut = phases[crossing]
         beyond = words[crossing] * (np.arange(words.shape[1]) >= BLOCK_WORDS - cut[:, None])
         words[crossing] -= beyond
@@ -235,7 +235,7 @@ def _gathered(words: _Words, starts: _Index) -> _Words:
 
 
 def _inner_sums(words: _Words, phases: _Index) -> _Words:
-    """Both lanes' sums of each row's words times the table from its phase on, [2, rows]."""
+    """Return, for both lanes, the sum of each row's words times the table from its phase on, [2, rows]."""
     sums = np.empty((2, len(words)), np.uint64)
     for lane in (0, 1):
         table = np.lib.stride_tricks.sliding_window_view(_tables()[lane], words.shape[1])
@@ -244,7 +244,7 @@ def _inner_sums(words: _Words, phases: _Index) -> _Words:
 
 
 def _words(cells: _Bytes, lead: int) -> npt.NDArray[np.uint32]:
-    """The last dim's bytes as words of the tensor's own grid; `lead` bytes of the first one lie before them."""
+    """Return the bytes of the last dim as words of the tensor's grid; the first word has `lead` bytes before them."""
     num_bytes = cells.shape[-1]
     if lead or num_bytes % _WORD_BYTES:
         padded = np.zeros((*cells.shape[:-1], _num_words(lead + num_bytes) * _WORD_BYTES), np.uint8)
@@ -258,7 +258,7 @@ def _num_words(num_bytes: int) -> int:
 
 
 def _weigh(within: _Words, blocks: _Index) -> _Words:
-    """The sum of inner sums [2, rows, blocks], each times the multiplier of its block."""
+    """Return the sum of inner sums [2, rows, blocks], each times the multiplier of its block."""
     multipliers = _coefficients(_SEEDS["multiplier"], blocks.reshape(-1))
     lanes: _Words = np.einsum("lb,lb->l", multipliers, within.reshape(2, -1))
     return lanes
@@ -266,7 +266,7 @@ def _weigh(within: _Words, blocks: _Index) -> _Words:
 
 @cache
 def _tables() -> _Words:
-    """Both lanes' tables, [2, 2 * BLOCK_WORDS]: each twice in a row, so that a window that wraps around is a slice."""
+    """Return both lanes' tables, [2, 2 * BLOCK_WORDS]: each twice, so that a window that wraps around is a slice."""
     once = _coefficients(_SEEDS["table"], np.arange(BLOCK_WORDS, dtype=np.int64))
     twice = np.concatenate([once, once], axis=1)
     twice.flags.writeable = False
@@ -274,9 +274,9 @@ def _tables() -> _Words:
 
 
 def _coefficients(seeds: tuple[int, int], positions: _Index) -> _Words:
-    """Outputs number `positions` of SplitMix64 with each seed, made odd, [2, positions].
+    """Return the outputs number `positions` of SplitMix64 with each seed, made odd, [2, positions].
 
-    The generator is the one of Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators" (2014).
+    SplitMix64 is from Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators" (2014).
     """
     z = (positions + 1).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.array(seeds, np.uint64)[:, None]
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

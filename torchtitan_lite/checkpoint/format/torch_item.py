@@ -1,10 +1,10 @@
-"""What stands around a tensor's bytes so that `torch.load` reads them: torch.save's format, written here.
+"""The bytes around a tensor's elements that make them a `torch.save` item, written without torch.save.
 
-An item is a zip archive with stored, not compressed, entries, as `torch.save` makes it: a pickle
-that says dtype and shape, a few small entries, and the elements, row-major, little-endian, from a
-64-byte border on. The head is everything before the elements, the tail is the directory after them;
+An item is a zip archive with stored (not compressed) entries, as `torch.save` makes it: a pickle with
+dtype and shape, a few small entries, and the elements, row-major, little-endian, starting at a multiple
+of 64 bytes. The head is everything before the elements, the tail is the zip directory after them;
 both depend on dtype and shape alone. The elements' CRC is left 0, as torch does with
-`compute_crc32=False`: computing it takes longer than writing, and no reader of torch looks at it.
+`compute_crc32=False`: computing it takes longer than writing, and no reader of torch checks it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import torch
 from torch.storage import TypedStorage, UntypedStorage
 
 ALIGNMENT = 64
-"""Bytes. Items start on such borders of a file, and a tensor's elements on such borders of an item."""
+"""Bytes. Items start at multiples of it in a file, and a tensor's elements at multiples of it in an item."""
 OBJECT_GRAIN = 256
-"""Bytes. An object's item has a multiple of these, so that a number with one digit more moves nothing."""
+"""Bytes. The size of an object's item is a multiple of it, so that a number with one more digit moves nothing."""
 CALL_OF_BYTES = b"c__builtin__\nbytes\n"
-"""What is in the pickle of what has b"" in it, and seldom in another."""
+"""Bytes in the pickle of every value that contains b"", and seldom in another pickle."""
 
 _PREFIX = "archive/"
 _LOCAL, _CENTRAL, _END = b"PK\x03\x04", b"PK\x01\x02", b"PK\x05\x06"
@@ -38,7 +38,7 @@ _PADDING = b"FB"
 
 @dataclass(frozen=True)
 class Frame:
-    """What stands before and after a tensor's elements."""
+    """The bytes before and after a tensor's elements."""
 
     head: bytes
     tail: bytes
@@ -46,7 +46,7 @@ class Frame:
 
 @lru_cache(maxsize=4096)
 def tensor_frame(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
-    """The frame of a dense, row-major tensor. Any thread."""
+    """Return the frame of a dense, row-major tensor. Any thread."""
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     archive = _Archive()
     archive.add("data.pkl", _tensor_pickle(dtype, shape))
@@ -57,7 +57,7 @@ def tensor_frame(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
 
 
 def object_item(value: Any) -> bytes:
-    """The item of `value`, which holds no tensor and is made of Python's own types."""
+    """Return the item of `value`, which must hold no tensor and consist of Python's built-in types."""
     pickled = pickle.dumps(value, protocol=2)
     if CALL_OF_BYTES in pickled:
         buffer = io.BytesIO()
@@ -69,7 +69,7 @@ def object_item(value: Any) -> bytes:
 
 def _object_archive(pickled: bytes, padding: int) -> bytes:
     archive = _Archive()
-    # In the last entry, for torch wants the pickle's to come first; the field's own header has 4 bytes.
+    # The padding is in the last entry, because torch expects the pickle first; the field's own header has 4 bytes.
     archive.add("data.pkl", pickled)
     archive.add("byteorder", b"little")
     archive.add("version", b"3\n", extra=_padding(padding + 4))
@@ -85,7 +85,7 @@ class _Entry:
 
 
 class _Archive:
-    """A zip archive under way."""
+    """A zip archive that is being written."""
 
     def __init__(self) -> None:
         self.data = bytearray()
@@ -96,13 +96,16 @@ class _Archive:
         self.data += content
 
     def announce(self, name: str, num_bytes: int) -> None:
-        """Whoever writes `data` puts `num_bytes` right after it, which is then on a border."""
+        """Add the header of an entry of `num_bytes`, padded so that its content starts at a multiple of `ALIGNMENT`.
+
+        The content itself is not in `data`: the caller writes it directly behind.
+        """
         size64 = struct.pack("<2sHQQ", b"\x01\x00", 16, num_bytes, num_bytes) if num_bytes >= _LIMIT else b""
         bare = len(self.data) + 30 + len(_PREFIX + name) + len(size64) + 4
         self._header(name, 0, num_bytes, size64 + _padding(4 + -bare % ALIGNMENT))
 
     def directory(self, at: int) -> bytes:
-        """The archive's end, which will stand at byte `at` of it."""
+        """Return the zip directory, which the caller writes at byte `at` of the archive."""
         directory = b"".join(self._central(entry) for entry in self._entries)
         count = len(self._entries)
         end64 = b""
@@ -126,19 +129,19 @@ class _Archive:
         return fixed + entry.name + extra
 
     def _description(self, entry: _Entry) -> bytes:
-        """What both headers say: version, flags, method, time and date, CRC, sizes."""
+        """Return the fields that both headers have: version, flags, method, time and date, CRC, sizes."""
         size = min(entry.num_bytes, _LIMIT)
         return struct.pack("<HHHHHIII", 45, 0, 0, 0, 0, entry.crc, size, size)
 
 
 def _padding(num_bytes: int) -> bytes:
-    """An extra field of `num_bytes`, 4 at least."""
+    """Return an extra field of `num_bytes`, at least 4."""
     return _PADDING + struct.pack("<H", num_bytes - 4) + b"Z" * (num_bytes - 4)
 
 
 def _tensor_pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
-    """The pickle of a tensor whose elements are entry data/0, as torch.save writes it."""
-    # torch knows how it takes a tensor of this dtype apart: ask it for an empty one, and put the sizes in.
+    """Return the pickle of a tensor whose elements are the entry data/0, as torch.save writes it."""
+    # The pickled form depends on the dtype: reduce an empty tensor with torch, then insert shape and strides.
     rebuild, (storage, _, _, _, grad, hooks, *rest) = torch.empty(0, dtype=dtype).__reduce_ex__(2)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     size = torch.Size(shape)
     buffer = io.BytesIO()
@@ -159,7 +162,7 @@ class _Reduced:
 
 
 class _TensorPickler(pickle.Pickler):
-    """Writes the one storage as torch.serialization does: by a name instead of by its bytes."""
+    """Writes the one storage as torch.serialization does: a reference to an entry instead of its bytes."""
 
     def __init__(self, buffer: io.BytesIO, numel: int, itemsize: int) -> None:
         super().__init__(buffer, protocol=2)
@@ -175,9 +178,10 @@ class _TensorPickler(pickle.Pickler):
 
 
 class _EmptyBytesPickler(pickle._Pickler):
-    """Writes b"" as other bytes are written: pickle calls `bytes`, which torch's safe mode does not.
+    """Writes b"" in the same way as other bytes.
 
-    In Python, and so as slow as it is; the fast one cannot be told.
+    pickle writes b"" as a call of `bytes`, which `torch.load(weights_only=True)` refuses. This is the slow pickler
+    written in Python: the one in C does not let a subclass change how it writes a built-in type.
     """
 
     def save_bytes(self, value: bytes) -> None:
@@ -190,7 +194,7 @@ class _EmptyBytesPickler(pickle._Pickler):
 
 
 class SafePickle:
-    """What `torch.save` takes for the module `pickle`, so that its safe mode reads it."""
+    """A stand-in for the module `pickle`, for `torch.save(pickle_module=...)`, whose output weights_only loads read."""
 
     Pickler = _EmptyBytesPickler
 
