@@ -117,7 +117,7 @@ def test_a_call_in_the_metadata_is_not_made(
     folder: Path, tmp_path: Path, call: Callable[[Path], Any], protocol: int
 ) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(call(tmp_path), protocol))
-    refused(folder, CheckpointUnsafe, r"which no checkpoint needs|is none that it needs")
+    refused(folder, CheckpointUnsafe, "which no checkpoint needs|is one that no checkpoint needs")
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
@@ -253,7 +253,7 @@ def bomb(*, compressed: bool) -> bytes:
 @pytest.mark.parametrize("compressed", [False, True])
 def test_a_small_item_that_makes_a_large_object_is_refused(folder: Path, compressed: bool) -> None:
     put_object(folder, "s.n", bomb(compressed=compressed), ours=False)
-    refused(folder, CheckpointUnsafe, r"s\.n in .*: (an entry is compressed|.*a size of its own)")
+    refused(folder, CheckpointUnsafe, r"s\.n in .*: (an entry is compressed|.*of any size that it names)")
 
 
 @pytest.mark.parametrize("name", [f"../{OUTSIDE}", f"sub/../../{OUTSIDE}", "..", "", ".", "a\0b", "ABSOLUTE"])
@@ -378,7 +378,7 @@ def test_chunks_that_are_listed_again_and_again_are_not_counted_out(folder: Path
         metadata.state_dict_metadata |= {f"model.w{i}": shared for i in range(1000)}
 
     change_metadata(folder, change)
-    refused(folder, CheckpointUnsafe, "nothing says where")
+    refused(folder, CheckpointUnsafe, "it has no place for a chunk")
 
 
 def test_an_item_of_another_shape_than_the_metadata_says_is_damage(folder: Path) -> None:

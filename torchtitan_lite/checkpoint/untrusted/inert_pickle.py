@@ -1,10 +1,10 @@
-"""Pickles read as what they say, without doing it.
+"""Parse a pickle without unpickling it.
 
-`parse` runs no code that a pickle names: nothing is imported, called or given attributes. A class or a
-function is a `Kind` if the caller's table has exactly that module and name, else the pickle is refused;
-calling one, or making an instance, leaves an inert `Instance` with its arguments and its state. So
-what comes out is at most as large as what went in, and what it means is for the caller to judge.
-Operations that DCP's and torch.save's pickles do not have are refused.
+`parse` runs no code that a pickle names: it imports nothing, calls nothing and sets no attributes. A class
+or function becomes a `Kind` if the caller's table has exactly that module and name; otherwise the pickle is
+refused. A call, or a new instance, becomes an inert `Instance` with its arguments and its state. So the
+result is at most as large as the pickle, and the caller decides what it means. Operations that the
+pickles of DCP and torch.save do not use are refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Table = Mapping[tuple[str, str], object]
-"""(module, name) to its `Kind`, or to a constant that it stands for."""
+"""(module, name) to its `Kind`, or to the constant with that name."""
 
 _INT = struct.Struct("<i")
 _LENGTH = struct.Struct("<I")
@@ -23,20 +23,20 @@ _FLOAT = struct.Struct(">d")
 
 
 class InertPickleError(ValueError):
-    """The bytes are not a pickle of the kind that is expected."""
+    """The bytes are not a pickle of the expected kind."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A class or a function, by name alone."""
+    """The name of a class or a function."""
 
     name: str
     only_of: frozenset[str] = frozenset()
-    """It may be called with one of these kinds and a name alone, if there are any here; a member of an enum is so."""
+    """If not empty, it may only be called with one of these kinds and a string: `getattr` for a member of an enum."""
 
 
 class Instance:
-    """What `kind` would have made of `args`, and then been given as `state`, as `items` and as `members`."""
+    """An inert record of a call of `kind` with `args`, and of the `state`, `items` and `members` set afterwards."""
 
     __slots__ = ("args", "items", "kind", "members", "state")
 
@@ -49,7 +49,7 @@ class Instance:
 
 
 class Persistent:
-    """What stands outside the pickle under the key `id`."""
+    """A reference to something outside the pickle, by the persistent `id`."""
 
     __slots__ = ("id",)
 
@@ -58,20 +58,20 @@ class Persistent:
 
 
 Judge = Callable[[Kind, tuple[Any, ...]], None]
-"""Raises `InertPickleError` for a call that is not to be made."""
+"""Raises `InertPickleError` for a call that the caller refuses."""
 
 
 def parse(data: bytes, table: Table, judge: Judge = lambda kind, args: None) -> Any:
-    """What the pickle `data` says, of the types of JSON, tuple, `Instance`, `Kind` and the table's constants.
+    """Return the value that the pickle `data` describes, made of JSON's types, tuples, `Instance`s and `Kind`s.
 
-    Raises `InertPickleError`, naming what was found. Nothing is run.
+    The constants of `table` occur in it, too. Runs nothing. Raises `InertPickleError`, naming what was found.
     """
     try:
         return _Machine(data, table, judge).run()
     except InertPickleError:
         raise
     except (IndexError, KeyError, TypeError, ValueError, struct.error) as error:
-        raise InertPickleError(f"it is no whole pickle ({type(error).__name__}: {error})") from None
+        raise InertPickleError(f"it is not a complete pickle ({type(error).__name__}: {error})") from None
 
 
 class _Machine:
@@ -90,7 +90,9 @@ class _Machine:
             self._at += 1
             operation = operations.get(code)
             if operation is None:
-                raise InertPickleError(f"operation {bytes([code])!r} at byte {self._at - 1} is none that it needs")
+                raise InertPickleError(
+                    f"operation {bytes([code])!r} at byte {self._at - 1} is one that no checkpoint needs"
+                )
             operation(self)
         [result] = self._stack
         return result
@@ -98,7 +100,7 @@ class _Machine:
     def _take(self, num_bytes: int) -> bytes:
         begin, self._at = self._at, self._at + num_bytes
         if self._at > len(self._data):
-            raise InertPickleError(f"{num_bytes} bytes at byte {begin} are more than there are")
+            raise InertPickleError(f"{num_bytes} bytes at byte {begin} reach beyond its end")
         return self._data[begin : self._at]
 
     def _line(self) -> str:
@@ -142,7 +144,7 @@ class _Machine:
         at = self._at
         self._at = end = at + 1 + self._data[at]
         if end > len(self._data):
-            raise InertPickleError(f"the string at byte {at} is longer than what there is")
+            raise InertPickleError(f"the string at byte {at} reaches beyond its end")
         self._stack.append(self._data[at + 1 : end].decode())
 
     def text(self) -> None:
@@ -220,14 +222,14 @@ class _Machine:
     def _set(self, items: list[Any]) -> None:
         target = self._stack[-1]
         if len(items) % 2 or not all(type(key) in _KEYS or _is_small_tuple(key) for key in items[::2]):
-            raise InertPickleError("a key is none that a checkpoint has")
+            raise InertPickleError("the key of a mapping has a type that no checkpoint needs")
         pairs = zip(items[::2], items[1::2], strict=True)
         if type(target) is Instance:
             if target.members is None:
                 target.members = {}
             target = target.members
         if type(target) is not dict:
-            raise InertPickleError(f"items are set in a {type(target).__name__}")
+            raise InertPickleError(f"it sets items in a {type(target).__name__}")
         target.update(pairs)
 
     def named(self) -> None:
@@ -240,7 +242,7 @@ class _Machine:
 
     def _find(self, module: Any, name: Any) -> object:
         if type(module) is not str or type(name) is not str:
-            raise InertPickleError("a class is not named by strings")
+            raise InertPickleError("the name of a class is not a string")
         try:
             return self._table[module, name]
         except KeyError:
@@ -250,7 +252,7 @@ class _Machine:
         args = self._stack.pop()
         kind = self._stack[-1]
         if type(kind) is not Kind or type(args) is not tuple:
-            raise InertPickleError(f"a {type(kind).__name__} is called")
+            raise InertPickleError(f"it calls a {type(kind).__name__}")
         if kind.only_of and not _is_member(kind, args):
             raise InertPickleError(f"it asks for {kind.name}, which no checkpoint needs")
         self._judge(kind, args)
@@ -260,7 +262,7 @@ class _Machine:
         state = self._stack.pop()
         instance = self._stack[-1]
         if type(instance) is not Instance or instance.state is not None:
-            raise InertPickleError(f"a {type(instance).__name__} is given attributes")
+            raise InertPickleError(f"it sets attributes of a {type(instance).__name__}")
         instance.state = state
 
     def persistent(self) -> None:
@@ -268,12 +270,15 @@ class _Machine:
 
 
 def _is_member(kind: Kind, args: tuple[Any, ...]) -> bool:
-    """Whether `args` are one of the kinds that `kind` takes, and a name."""
+    """Return whether `args` are one of the kinds in `kind.only_of` and a string."""
     return len(args) == 2 and type(args[0]) is Kind and args[0].name in kind.only_of and type(args[1]) is str
 
 
 def _is_small_tuple(key: Any) -> bool:
-    """Whether `key` is a tuple that can be hashed; that goes as deep as it is nested, and into each part of it."""
+    """Return whether `key` is a hashable tuple with at most `_MAX_KEY_PARTS` parts, counted at every level.
+
+    The limit bounds the time: Python hashes a nested tuple part by part.
+    """
     waiting = [key] if type(key) is tuple else []
     visited = 0
     for part in waiting:
@@ -291,7 +296,7 @@ def _list(value: Any) -> list[Any]:
             value.items = []
         return value.items
     if type(value) is not list:
-        raise InertPickleError(f"items are appended to a {type(value).__name__}")
+        raise InertPickleError(f"it appends items to a {type(value).__name__}")
     return value
 
 

@@ -1,9 +1,9 @@
-"""Small objects out of `torch.save` items.
+"""Load small objects from `torch.save` items that may be hostile.
 
-`torch.load(weights_only=True)` runs none of a pickle's code, but calls what it knows with whatever
-numbers it is told: a buffer of a terabyte, out of an item of 100 bytes. So an item is looked through
-before it is loaded: nothing in it is compressed, and nothing makes more than the item holds. A
-`BytesIO`, which torch does not load so and torchtitan's first checkpoints have, is made here.
+`torch.load(weights_only=True)` runs no code from a pickle, but calls the functions that it allows with any
+numbers that the pickle has: an item of 100 bytes can allocate a terabyte. So `load_item` inspects an item
+first: no entry is compressed, and nothing allocates more than the item holds. torchtitan's first
+checkpoints have `BytesIO` objects, which torch refuses to load in this mode; they are built here.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ class UnsafeItem(ValueError):
 
 
 class _Anything(dict[tuple[str, str], object]):
-    """A table in which every name is a `Kind`: what may be called, `torch.load` knows."""
+    """A table in which every name is a `Kind`: `torch.load` decides which of them it allows."""
 
     def __missing__(self, name: tuple[str, str]) -> Kind:
         return Kind(".".join(name))
 
 
 def load_item(data: bytes) -> Any:
-    """What was saved into `data`. Raises `UnsafeItem` if that cannot be told without running or trusting it."""
+    """Return the object in the item `data`. Raises `UnsafeItem` if loading it would mean running or trusting it."""
     try:
-        parsed = _look_through(data)
+        parsed = _inspect(data)
         if len(parsed) == 1 and (held := _bytes_held(parsed[0])) is not None:
             return io.BytesIO(held)
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except UnsafeItem:
         raise
     except pickle.UnpicklingError as error:
-        raise UnsafeItem(_told_by_torch(error)) from None
+        raise UnsafeItem(_reason_from_torch(error)) from None
     except MemoryError:
         raise
     except Exception as error:
         raise UnsafeItem(f"{type(error).__name__}: {error}") from None
 
 
-def _look_through(data: bytes) -> list[Any]:
-    """Return what its pickles say, as inert values; raise unless that is no more than the item holds."""
+def _inspect(data: bytes) -> list[Any]:
+    """Return the pickles of the item as inert values. Raises `UnsafeItem` if it would load to more than its size."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         entries = archive.infolist()
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
@@ -59,11 +59,11 @@ def _look_through(data: bytes) -> list[Any]:
 
 
 def _bytes_held(value: Any) -> bytes | None:
-    """The content of the `BytesIO` that `value` describes; None if it is anything else."""
+    """Return the content of the `BytesIO` that `value` describes; None if `value` describes anything else."""
     if type(value) is not Instance or value.kind.name != "_io.BytesIO" or value.args or type(value.state) is not tuple:
         return None
     content = value.state[0] if value.state else None
-    # Protocol 2 has no bytes: they are a text, each byte a letter.
+    # Protocol 2 has no bytes: pickle writes them as a string with one character for each byte.
     if type(content) is not Instance or content.kind.name != "_codecs.encode" or len(content.args) != 2:
         return None
     text, encoding = content.args
@@ -73,9 +73,9 @@ def _bytes_held(value: Any) -> bytes | None:
 def _judge(kind: Kind, args: tuple[Any, ...]) -> None:
     makes_room = kind.name in ("builtins.bytearray", "__builtin__.bytearray") and any(type(arg) is int for arg in args)
     if makes_room or (kind.name.startswith("torch.") and kind.name.endswith(("Tensor", "Storage"))):
-        raise InertPickleError(f"it makes a {kind.name} of a size of its own")
+        raise InertPickleError(f"it makes a {kind.name} of any size that it names")
 
 
-def _told_by_torch(error: Exception) -> str:
+def _reason_from_torch(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if "Unsupported" in line or "not an allowed" in line]
     return (lines or str(error).splitlines() or [type(error).__name__])[0]

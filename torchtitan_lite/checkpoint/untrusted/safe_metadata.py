@@ -1,8 +1,8 @@
-"""DCP's `.metadata`, a pickle, read without unpickling it.
+"""Read DCP's `.metadata`, which is a pickle, without unpickling it.
 
-Whatever the file says, nothing runs: `inert_pickle` knows the names of DCP's own metadata classes, as
-torch 2.2 and later write them, and refuses every other; what they are made of is checked here,
-field by field. A file that is anything else is `CheckpointUnsafe`.
+No content of the file makes anything run: `inert_pickle` accepts the names of DCP's own metadata classes, as
+torch 2.2 and later write them, and refuses all others; the functions here check the content of these
+classes field by field. Any other file raises `CheckpointUnsafe`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.described import read_description
 
 _ENDING = b"."
-"""Of every pickle."""
+"""The last byte of every pickle."""
 
 _DCP = ".".join(("torch", "distributed", "checkpoint", "metadata"))
 _SHARDED = ".".join(("torch", "distributed", "_shard", "sharded_tensor", "metadata"))
@@ -37,16 +37,16 @@ _TABLE: dict[tuple[str, str], object] = {
     **{(_DCP, kind.name): kind for kind in (METADATA, TENSOR, OBJECT, CHUNK, PROPERTIES, INDEX)},
     (_DCP, "StorageMeta"): Kind("StorageMeta"),
     (_DCP, "_MEM_FORMAT_ENCODING"): Kind("_MEM_FORMAT_ENCODING"),
-    # Until torch 2.2 the properties were those of sharded tensors.
+    # Up to torch 2.2 DCP used the properties class of sharded tensors.
     (_SHARDED, "TensorProperties"): PROPERTIES,
     (_SHARDED, "MEM_FORMAT_ENCODING"): Kind("MEM_FORMAT_ENCODING"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): STORAGE,
     ("torch", "Size"): SIZE,
     ("torch.serialization", "_get_layout"): Kind("_get_layout"),
     ("collections", "OrderedDict"): Kind("OrderedDict"),
-    # Python 3.11.0 to 3.11.3 write the memory format, of an enum, as an attribute of its class. None is looked up here.
+    # Python 3.11.0 to 3.11.3 pickle the memory format, a member of an enum, as a `getattr`. It is not called here.
     **{(module, "getattr"): Kind("builtins.getattr", only_of=_ENUMS) for module in ("builtins", "__builtin__")},
-    # The folder that the checkpoint was first in.
+    # The folder that the checkpoint was written to.
     **{(m, c): Kind("Path") for m in ("pathlib", "pathlib._local") for c in ("PosixPath", "PurePosixPath")},
     **{(m, c): Kind("Path") for m in ("pathlib", "pathlib._local") for c in ("WindowsPath", "PureWindowsPath")},
     **{("torch", name): dtype for name, dtype in DTYPES.items()},
@@ -54,7 +54,7 @@ _TABLE: dict[tuple[str, str], object] = {
 
 
 def read_metadata(folder: Path) -> Contents:
-    """What the `.metadata` in `folder` says that there is. Raises `CheckpointUnsafe`, or the system's OSError."""
+    """Return the contents that `.metadata` in `folder` describes. Raises `CheckpointUnsafe` and OSError."""
     path = folder / layout.METADATA
     data = read_description(path, _ENDING)
     try:
@@ -76,10 +76,10 @@ def _contents(metadata: Any, path: str) -> Contents:
             objects[key] = StoredObject(item=storage[key, None])
             continue
         tensors[key] = _tensor(key, _fields(described, TENSOR), storage)
-        # Lists can be shared in a pickle, and a short one say a lot.
+        # A pickle can refer to the same list many times, so a short one could describe a huge number of chunks.
         num_chunks += len(tensors[key].chunks)
         if num_chunks > len(storage):
-            raise InertPickleError("there are more chunks than places where they lie")
+            raise InertPickleError("it has more chunks than places for them")
     return Contents(path, tensors, objects, _paths(fields.get("planner_data")), described_in=layout.METADATA)
 
 
@@ -89,7 +89,7 @@ def _storage(described: Mapping[Any, Any], path: str) -> dict[tuple[str, tuple[i
         where = _fields(index, INDEX)
         place = _fields(info, STORAGE)
         if place.get("transform_descriptors"):
-            raise CheckpointUnreadable(path, "its entries are compressed or otherwise transformed; load it with DCP")
+            raise CheckpointUnreadable(path, "its entries are compressed or otherwise transformed. Load it with DCP")
         file, offset, length = place["relative_path"], place["offset"], place["length"]
         if (type(file), type(offset), type(length)) != (str, int, int):
             raise InertPickleError("a place is not a file, an offset and a length")
@@ -115,14 +115,14 @@ def _tensor(
         where = _fields(chunk, CHUNK)
         offsets = _size(where["offsets"])
         if (key, offsets) not in storage:
-            raise InertPickleError(f"nothing says where a chunk of {key} lies")
+            raise InertPickleError(f"it has no place for a chunk of {key}")
         item = storage[key, offsets]
         chunks.append(Chunk(item.file, None, offsets, _size(where["sizes"]), item))
     return StoredTensor(dtype, _size(fields["size"]), chunks)
 
 
 def _paths(planner_data: Any) -> dict[str, tuple[str | int, ...]]:
-    """The paths that DCP's own planner leaves there; none if another one left something else."""
+    """Return the paths that DCP's own planner stores; none if another planner stored something else."""
     if type(planner_data) is not dict:
         return {}
     paths = {}
@@ -135,7 +135,7 @@ def _paths(planner_data: Any) -> dict[str, tuple[str | int, ...]]:
 
 def _fields(instance: Any, kind: Kind) -> dict[str, Any]:
     if type(instance) is not Instance or instance.kind is not kind or type(instance.state) is not dict:
-        raise InertPickleError(f"a {kind.name} was expected, and a {type(instance).__name__} found")
+        raise InertPickleError(f"expected a {kind.name}, found a {type(instance).__name__}")
     return instance.state
 
 
@@ -143,13 +143,13 @@ def _dict(value: Any) -> dict[Any, Any]:
     if type(value) is Instance and value.kind.name == "OrderedDict":
         return value.members or {}
     if type(value) is not dict:
-        raise InertPickleError(f"a dict was expected, and a {type(value).__name__} found")
+        raise InertPickleError(f"expected a dict, found a {type(value).__name__}")
     return value
 
 
 def _size(value: Any) -> tuple[int, ...]:
     if type(value) is not Instance or value.kind is not SIZE or len(value.args) != 1:
-        raise InertPickleError("a torch.Size was expected")
+        raise InertPickleError(f"expected a torch.Size, found a {type(value).__name__}")
     [sizes] = value.args
     if type(sizes) not in (tuple, list) or not {*map(type, sizes)} <= {int}:
         raise InertPickleError("a size is not made of whole numbers")

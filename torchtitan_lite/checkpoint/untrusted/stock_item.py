@@ -1,10 +1,10 @@
-"""Where the elements of a `torch.save`d tensor lie.
+"""Find the elements of a tensor in its `torch.save` item.
 
-An item of a `.distcp` file is a zip archive whose entries are stored as they are: a small pickle that
-describes one tensor, and its storage. `locate` finds the storage's bytes, so that any part of them
-can be read without the rest and without a copy. What it does not know in every detail (a compressed
-entry, a subclass, a conjugated view) it does not guess: None, and `torch.load(weights_only=True)`
-has to read the item whole. Nothing in it is unpickled either way.
+An item of a `.distcp` file is a zip archive with uncompressed entries: a small pickle that describes one
+tensor, and its storage. `locate` finds the bytes of the storage, so that a reader can read any part of them
+without the rest and without a copy. It does not guess: for anything that it does not know in every detail
+(a compressed entry, a subclass, a conjugated view) it returns None, and the whole item must be read with
+`torch.load(weights_only=True)`. Neither way unpickles anything.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from torchtitan_lite.checkpoint.format.contents import DTYPES, Shape
 from torchtitan_lite.checkpoint.untrusted.inert_pickle import InertPickleError, Instance, Kind, Persistent, parse
 
 Read = Callable[[int, int], bytes]
-"""Bytes [offset, offset + count) of the item; fewer only at its end."""
+"""Returns bytes [offset, offset + count) of the item; fewer only at its end."""
 
 
 class Layout(NamedTuple):
-    """A tensor's elements within its item."""
+    """The place of a tensor's elements in its item."""
 
     at: int
-    """The byte of the item where its first element is."""
+    """The byte of the item where the first element starts."""
     dtype: torch.dtype
     shape: Shape
     strides: Shape
 
 
 _TAIL_BYTES = 1024
-"""More than the directory of an item and its end take."""
+"""More than the zip directory of an item and its end record take."""
 _HEAD_BYTES = 1024
 """More than the first entry, which is the pickle, takes."""
 _WHOLE_BYTES = 16384
-"""An item up to this size is read at once."""
+"""An item up to this size is read with one call."""
 _MAX_DIRECTORY_BYTES = 65536
 
 _END = struct.Struct("<4s4H2LH")
@@ -72,13 +72,13 @@ class _Entry(NamedTuple):
     flags: int
     num_bytes: int
     header: int
-    """Where its local header is."""
+    """The byte of the item where its local header starts."""
 
 
 def locate(read: Read, num_bytes: int) -> Layout | None:
-    """Where the elements are in the item of `num_bytes` that `read` reads; None if that cannot be told for sure.
+    """Return the place of the elements in the item of `num_bytes` that `read` reads; None if it is not certain.
 
-    Whatever the item says, all elements are within it.
+    Whatever the item says, all elements of a returned layout are inside it.
     """
     try:
         return _locate(_buffered(read, num_bytes), num_bytes)
@@ -87,7 +87,7 @@ def locate(read: Read, num_bytes: int) -> Layout | None:
 
 
 def _buffered(read: Read, num_bytes: int) -> Read:
-    """`read` with the two ends of the item at hand."""
+    """Return a `read` that has the first and the last bytes of the item in memory."""
     if num_bytes <= _WHOLE_BYTES:
         whole = read(0, num_bytes)
         return lambda offset, count: whole[offset : offset + count]
@@ -122,7 +122,7 @@ def _locate(read: Read, num_bytes: int) -> Layout | None:
 
 
 def _directory(read: Read, num_bytes: int) -> dict[str, _Entry]:
-    """The archive's entries by name."""
+    """Return the archive's entries by name."""
     end = _END.unpack(read(num_bytes - _END.size, _END.size))
     if end[0] != b"PK\x05\x06" or end[7] != 0:
         raise ValueError("the archive does not end as torch.save ends it")
@@ -143,13 +143,13 @@ def _directory(read: Read, num_bytes: int) -> dict[str, _Entry]:
     while at < len(directory):
         fields = _ENTRY.unpack_from(directory, at)
         if fields[0] != b"PK\x01\x02":
-            raise ValueError("an entry does not begin as one")
+            raise ValueError("an entry of the directory does not begin with its signature")
         begin = at + _ENTRY.size
         name_end = begin + fields[10]
         extra_end = name_end + fields[11]
         name = directory[begin:name_end].decode()
         if name in entries:
-            raise ValueError("two entries have one name")
+            raise ValueError("two entries have the same name")
         entries[name] = _entry(fields, directory[name_end:extra_end])
         at = extra_end + fields[12]
     return entries
@@ -158,7 +158,7 @@ def _directory(read: Read, num_bytes: int) -> dict[str, _Entry]:
 def _entry(fields: tuple[Any, ...], extra: bytes) -> _Entry:
     packed, unpacked, header = fields[8], fields[9], fields[16]
     wide = _wide(extra)
-    # Only what does not fit into 32 bits stands there, in this order.
+    # The zip64 field has only those values that do not fit into 32 bits, in this order.
     unpacked = int.from_bytes(wide[:8], "little") if unpacked == _MAX_32 else unpacked
     wide = wide[8:] if fields[9] == _MAX_32 else wide
     packed = int.from_bytes(wide[:8], "little") if packed == _MAX_32 else packed
@@ -170,7 +170,7 @@ def _entry(fields: tuple[Any, ...], extra: bytes) -> _Entry:
 
 
 def _wide(extra: bytes) -> bytes:
-    """The zip64 field among the extra fields."""
+    """Return the zip64 field among the extra fields."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<2H", extra, at)
@@ -181,10 +181,10 @@ def _wide(extra: bytes) -> bytes:
 
 
 def _begin(read: Read, entry: _Entry) -> int:
-    """The byte of the item where the content of `entry` starts."""
+    """Return the byte of the item where the content of `entry` starts."""
     fields = _LOCAL.unpack(read(entry.header, _LOCAL.size))
     if fields[0] != b"PK\x03\x04" or entry.method != 0 or entry.flags & _ENCRYPTED:
-        raise ValueError("an entry is not stored as it is")
+        raise ValueError("an entry is compressed or encrypted, or its header is damaged")
     return int(entry.header + _LOCAL.size + fields[9] + fields[10])
 
 
@@ -198,12 +198,12 @@ def _content(read: Read, entry: _Entry) -> bytes:
 
 
 def _described(value: Any) -> tuple[torch.dtype, str, int, Shape, Shape] | None:
-    """(dtype, storage, first element, shape, strides) of a plain tensor; None for anything else."""
+    """Return (dtype, storage, first element, shape, strides) of a plain tensor; None for anything else."""
     if type(value) is not Instance or value.kind not in (_TENSOR, _TENSOR_OF_DTYPE):
         return None
     storage, first, shape, strides, _, hooks, *rest = value.args
     of_dtype = value.kind is _TENSOR_OF_DTYPE
-    # After these there are conjugate and negative bits, if there are any.
+    # Further arguments are the conjugate and negative bits of the tensor, which a plain tensor does not have.
     if type(hooks) is not Instance or hooks.members or len(rest) != of_dtype or type(storage) is not Persistent:
         return None
     word, kind, key, _, _ = storage.id
