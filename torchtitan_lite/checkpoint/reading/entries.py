@@ -1,6 +1,6 @@
-"""Entries of a stored state dict, put together from the flat keys that a checkpoint has of them.
+"""Assemble the entries of a stored state dict from the flat keys of a checkpoint.
 
-A value that is a nest of containers is stored leaf by leaf; an entry is all leaves under one key of the
+A value of nested containers is stored leaf by leaf. An entry consists of all leaves under one key of the
 state dict (an FQN, or a key of the optimizer's flat state).
 """
 
@@ -21,7 +21,7 @@ class Leaf(NamedTuple):
     key: str
     """The checkpoint's flat key."""
     path: Path
-    """Where it is in its entry; empty if it is all of it."""
+    """Its path in the entry; empty if the leaf is the whole entry."""
 
 
 def entries(contents: Contents, prefix: str) -> dict[str, list[Leaf]]:
@@ -33,7 +33,7 @@ def entries(contents: Contents, prefix: str) -> dict[str, list[Leaf]]:
             continue
         path = contents.paths.get(key, ())
         if len(path) > MAX_DEPTH:
-            raise CheckpointDamaged(contents.path, f"{key} lies in {len(path)} containers, more than any state has")
+            raise CheckpointDamaged(contents.path, f"{key} is in {len(path)} containers, expected at most {MAX_DEPTH}")
         if len(path) > depth and (not prefix or f"{path[0]}." == prefix):
             found.setdefault(str(path[depth]), []).append(Leaf(key, tuple(path[depth + 1 :])))
         else:
@@ -48,7 +48,8 @@ def entries(contents: Contents, prefix: str) -> dict[str, list[Leaf]]:
 def assembled(contents: Contents, name: str, leaves: Sequence[Leaf], values: Mapping[str, Any]) -> Any:
     """Return the entry with the flat name `name`, made of `leaves`, whose values are in `values` by flat key.
 
-    Before format 3 a checkpoint does not say what its containers were: whatever is numbered is a list, the rest dicts.
+    A checkpoint before format 3 does not store the types of containers: those with numbered keys become lists, all
+    others dicts.
     """
     container = contents.structure and find(contents.structure, name)
     if container:
@@ -57,7 +58,7 @@ def assembled(contents: Contents, name: str, leaves: Sequence[Leaf], values: Map
 
 
 def at_path(nest: Any, path: Path) -> Any:
-    """Return what is at `path` in a nest of dicts and lists; None if there is nothing."""
+    """Return the value at `path` in nested dicts and lists; None if there is none."""
     for step in path:
         try:
             nest = nest[step]
@@ -74,7 +75,7 @@ def _nest(items: list[tuple[Path, Any]]) -> Any:
     for path, value in items:
         below.setdefault(path[0], []).append((path[1:], value))
     values = {step: _nest(inner) for step, inner in below.items()}
-    # Numbers are places in lists.
+    # Keys 0, 1, 2 ... are the positions of a list.
     if all(type(step) is int for step in values) and sorted(values) == list(range(len(values))):
         return [values[at] for at in range(len(values))]
     return values

@@ -1,8 +1,8 @@
 """A checkpoint's folder, opened for reading.
 
-Everything that is known before a byte of data is read: the manifest, if it is ours; what is in it and
-where; how large the files are, and whether they are as large as they were when it was committed. All of
-that is checked when it is first asked for, and nothing outside the folder is looked at.
+It supplies everything that is known before data is read: the manifest, if there is one; the contents and
+their places; the sizes of the files, compared with those that the commit recorded. Each is read and
+checked at its first use, and nothing outside the folder is read.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Manifest
 
 Verify = Literal["off", "size", "full"]
-"""What is compared with the manifest: nothing; the files' sizes; these and every byte that is read."""
+"""What a load compares with the manifest: nothing; the files' sizes; these and every byte that it reads."""
 
 
 class CheckpointFolder:
-    """The checkpoint at `path`, ours or plain DCP's. What cannot be read is `CheckpointUnreadable`."""
+    """The checkpoint at `path`, ours or plain DCP's. Raises `CheckpointUnreadable` if the system refuses a read."""
 
     def __init__(self, path: Path, verify: Verify = "full") -> None:
         self.path = path
@@ -34,24 +34,27 @@ class CheckpointFolder:
 
     @cached_property
     def manifest(self) -> Manifest | None:
-        """Ours; None if it is another's checkpoint. Raises `CheckpointDamaged`, `CheckpointUnsafe`, `FormatTooNew`."""
+        """Our manifest; None in a checkpoint of plain DCP.
+
+        Raises `CheckpointDamaged`, `CheckpointUnsafe` or `FormatTooNew`.
+        """
         path = self.path / layout.MANIFEST
         try:
             with no_collection():
                 return Manifest.of_folder(self.path)
         except OSError as error:
-            raise CheckpointUnreadable(str(path), _told(error)) from error
+            raise CheckpointUnreadable(str(path), _reason(error)) from error
 
     @cached_property
     @no_collection()
     def contents(self) -> Contents:
-        """What is in it, checked. Raises `CheckpointDamaged` or `CheckpointUnsafe` if that cannot be so."""
+        """The contents, after all checks. Raises `CheckpointDamaged` or `CheckpointUnsafe` if one of them fails."""
         try:
             contents = self._contents()
             contents.check_names()
             sizes = sizes_of(self.path, contents.files() | set(self._recorded))
         except OSError as error:
-            raise CheckpointUnreadable(str(self.path), _told(error)) from error
+            raise CheckpointUnreadable(str(self.path), _reason(error)) from error
         if self.verify != "off":
             for name, record in self._recorded.items():
                 self._check_size(name, record.size, sizes.get(name))
@@ -60,7 +63,7 @@ class CheckpointFolder:
 
     @cached_property
     def records(self) -> Mapping[str, FileRecord]:
-        """Of each file, what must be found in it; empty unless all bytes are to be verified."""
+        """The recorded size and digests of each file; empty unless `verify` is "full"."""
         return self._recorded if self.verify == "full" else {}
 
     @property
@@ -80,5 +83,5 @@ class CheckpointFolder:
             raise CheckpointDamaged(str(self.path), f"{name}: expected {expected} bytes, found {found}")
 
 
-def _told(error: OSError) -> str:
+def _reason(error: OSError) -> str:
     return f"{type(error).__name__}: {error}"

@@ -1,8 +1,8 @@
-"""Which tensors of a checkpoint go where, when not all go where they came from.
+"""Choose and rename the tensors that a load takes from a checkpoint.
 
-Globs choose FQNs of the model (`layers.*.attention.*`), regular expressions rename those of the
-checkpoint, a strictness says what a difference means. The same rules hold for the model and for the
-optimizer state of its parameters. Pure: names come in, names go out.
+Globs choose FQNs of the model (`layers.*.attention.*`), regular expressions rename the FQNs of the
+checkpoint, and the strictness decides whether a difference is an error, a warning or nothing. The same rules
+hold for the model and for the optimizer state of its parameters. Pure functions of names.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from torchtitan_lite.errors import ConfigError
 
 @dataclass(frozen=True)
 class LoadRules:
-    """What `checkpoint.load_*` asks for."""
+    """The settings `checkpoint.load_*`, parsed."""
 
     include: tuple[str, ...] = ()
-    """Globs over FQNs; empty: all."""
+    """Globs over the model's FQNs; empty: all."""
     exclude: tuple[str, ...] = ()
-    """Globs over FQNs; they win over `include`."""
+    """Globs over the model's FQNs; they win over `include`."""
     renames: tuple[tuple[re.Pattern[str], str], ...] = ()
-    """Applied to the checkpoint's FQNs, in order."""
+    """Patterns and replacements, applied to the checkpoint's FQNs in this order."""
     cast: bool = False
-    """Whether a floating tensor may be cast to the dtype of its target."""
+    """Whether a floating-point tensor may be cast to the dtype of its target."""
     strictness: Strictness = "error"
 
     def wants(self, fqn: str) -> bool:
-        """Whether the model's `fqn` is to be loaded."""
+        """Return whether the model's `fqn` is to be loaded."""
         if not self.is_partial:
             return True
         included = not self.include or any(fnmatch.fnmatchcase(fqn, glob) for glob in self.include)
         return included and not any(fnmatch.fnmatchcase(fqn, glob) for glob in self.exclude)
 
     def renamed(self, stored: Iterable[str]) -> dict[str, str]:
-        """The model's FQN to the checkpoint's, for each of `stored`; raises ConfigError if two get one name."""
+        """Map the model's FQN to the checkpoint's, for each of `stored`. Raises ConfigError if two get one name."""
         names: dict[str, str] = {}
         for fqn in stored:
             new = fqn
@@ -54,12 +54,12 @@ class LoadRules:
 
     @property
     def is_partial(self) -> bool:
-        """Whether something of the model may be left as it is."""
+        """Whether the load may leave some tensors of the model unchanged."""
         return bool(self.include or self.exclude)
 
     @property
     def changes_tensors(self) -> bool:
-        """Whether a tensor may have another name or dtype than in the checkpoint, or be passed over."""
+        """Whether a tensor may have another name or dtype than in the checkpoint, or be skipped."""
         return bool(self.renames) or self.cast or self.strictness != "error"
 
 
@@ -68,7 +68,7 @@ EVERYTHING = LoadRules()
 
 
 def build_load_rules(config: Checkpoint) -> LoadRules:
-    """The rules of `config`; raises ConfigError for a rename that is no `pattern=replacement`."""
+    """Return the rules of `config`. Raises ConfigError for a rename that is not `pattern=replacement`."""
     return LoadRules(
         include=config.load_include,
         exclude=config.load_exclude,
@@ -79,7 +79,7 @@ def build_load_rules(config: Checkpoint) -> LoadRules:
 
 
 def unmatched_globs(rules: LoadRules, fqns: Sequence[str]) -> list[str]:
-    """The globs that choose nothing: most likely misspelt."""
+    """Return the globs that match none of `fqns`: most likely misspelt."""
     return [glob for glob in (*rules.include, *rules.exclude) if not fnmatch.filter(fqns, glob)]
 
 
@@ -90,4 +90,4 @@ def _rename(text: str) -> tuple[re.Pattern[str], str]:
     try:
         return re.compile(pattern), replacement
     except re.error as error:
-        raise ConfigError(f"checkpoint.load_rename: {pattern!r} is no regular expression: {error}.") from None
+        raise ConfigError(f"checkpoint.load_rename: {pattern!r} is not a regular expression: {error}.") from None

@@ -1,10 +1,9 @@
-"""A checkpoint's bytes on their way into memory.
+"""Read a checkpoint's bytes into memory.
 
-Each range that is needed is read once, in the order of the file, several at a time, straight into the
-tensor that it is for, and checked in the same pass. Nothing that a file says is run. `CheckpointReader`
-is a StorageReader: `dcp.load(state, storage_reader=CheckpointReader(folder))` reads with it, from
-checkpoints of ours and of plain DCP alike. Memory taken is at most 64 MiB, however large the state;
-only an object or a tensor in an unusual form is in memory twice while it is read.
+Each needed range is read once, in the order of the file, several at a time, directly into its tensor, and
+verified in the same pass. Nothing in a file makes code run. `CheckpointReader` is a StorageReader:
+`dcp.load(state, storage_reader=CheckpointReader(folder))` reads our checkpoints and plain DCP's. It takes at
+most 64 MiB, however large the state; only objects and tensors in an unusual form are in memory twice.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ from torchtitan_lite.disk.read_requests import Piece
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable, CheckpointUnsafe
 
 BATCH_BYTES = 24 << 20
-"""Memory of all that is read somewhere else first, at a time."""
+"""Memory for the buffers that one batch of staged parts or objects is read into."""
 
 T = TypeVar("T")
 
 
 class Region(NamedTuple):
-    """The box of `target`'s shape at `offsets` in `chunk` of the tensor `key`, and where it goes."""
+    """A read of the box of `target`'s shape at `offsets` in `chunk`, of the tensor `key`, into `target`."""
 
     key: str
     chunk: Chunk
@@ -60,15 +59,15 @@ class Region(NamedTuple):
 
 @dataclass
 class Wanted:
-    """All that one rank reads."""
+    """Everything that one rank reads."""
 
     regions: list[Region] = field(default_factory=list)
     objects: list[tuple[str, Callable[[Any], None]]] = field(default_factory=list)
-    """Keys, and what takes the object."""
+    """Keys, each with the function that receives its object."""
 
 
 class CheckpointReader(StorageReader):
-    """Reads the checkpoint in `folder`, a path or an opened one, with `blocks`."""
+    """Reads the checkpoint in `folder`, a path or an open `CheckpointFolder`, with `blocks`."""
 
     def __init__(
         self, folder: CheckpointFolder | Path, verify: Verify = "full", blocks: BlockReader | None = None
@@ -77,14 +76,14 @@ class CheckpointReader(StorageReader):
         self._blocks = blocks or BlockReader()
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing: the place is given at construction."""
+        """Do nothing: the constructor has the path."""
 
     def read_metadata(self) -> Metadata:
-        # Without keyword arguments: DCP would ask for a rank's own metadata where this fails.
+        # No **kwargs: if this takes any and fails, DCP calls it again with `rank=` for metadata of that rank.
         return self._folder.contents.to_metadata()
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing: what is where is known from the folder."""
+        """Do nothing: the folder knows the places."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -93,7 +92,7 @@ class CheckpointReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads what the plan asks for: its items, or what it has of this module's own, as storage data."""
+        """Read what the plan needs: the `Wanted` in its storage data, else its items."""
         if isinstance(plan.storage_data, Wanted):
             self.read(plan.storage_data)
         else:
@@ -107,10 +106,10 @@ class CheckpointReader(StorageReader):
         return isinstance(checkpoint_id, str | Path)
 
     def read(self, wanted: Wanted) -> None:
-        """Every target has its elements, every object was handed over. Any rank.
+        """Fill every target and hand over every object. Any rank.
 
         Raises `CheckpointDamaged`, naming file, bytes and keys; `CheckpointUnsafe`; `CheckpointUnreadable`; and, before
-        anything is read, `CheckpointMismatch` for a region that is not inside its chunk.
+        it reads anything, `CheckpointMismatch` for a region that is not inside its chunk.
         """
         with no_collection():
             pieces, parts = self._sorted(wanted.regions)
@@ -122,9 +121,9 @@ class CheckpointReader(StorageReader):
         self._read_objects(wanted.objects)
 
     def verify_rest(self, number: int, count: int) -> None:
-        """All parts of files that hold no tensor are what was committed, in every `count`-th file from `number` on.
+        """Verify the blocks without tensors in every `count`-th file, beginning with file `number`. Any rank.
 
-        With what is read of the tensors, and each number from 0 to `count` asked for, that is every byte.
+        Calls with each `number` below `count`, together with a read of all tensors, verify every byte.
         """
         records = self._folder.records
         for file in sorted(records)[number::count]:
@@ -134,7 +133,7 @@ class CheckpointReader(StorageReader):
                     self._blocks.verify(self._folder.path / file, records[file], blocks)
 
     def _sorted(self, regions: Sequence[Region]) -> tuple[dict[str, list[Piece]], list[Staged]]:
-        """What of `regions` is read straight into its place, by file, and what is staged."""
+        """Split `regions` into pieces that are read directly into their place, by file, and staged parts."""
         tensors = self._folder.contents.tensors
         pieces: dict[str, list[Piece]] = {}
         others: list[Region] = []
@@ -156,7 +155,7 @@ class CheckpointReader(StorageReader):
         return pieces, parts
 
     def _read_items(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        """What DCP's own planners ask for."""
+        """Read the items of a plan by one of DCP's own planners."""
         wanted = Wanted()
         committed: list[tuple[ReadItem, torch.Tensor]] = []
         for item in items:
@@ -180,7 +179,7 @@ class CheckpointReader(StorageReader):
         return next(chunk for chunk in chunks if chunk.offsets == offsets)
 
     def _sources(self, regions: Sequence[Region]) -> Iterator[tuple[Source, torch.Tensor]]:
-        """Where the elements of each region are. One that can only be read as a whole is read here."""
+        """Yield the source and the target of each region. Reads the regions of items that can only be read whole."""
         tensors = self._folder.contents.tensors
         layouts = self._layouts({region.chunk.item for region in regions if region.chunk.item is not None})
         for region in regions:
@@ -242,7 +241,7 @@ class CheckpointReader(StorageReader):
                 take(self._value(key, item, data))
 
     def _bytes_of(self, items: Sequence[Item]) -> list[bytearray]:
-        """What each of `items`, sorted, holds."""
+        """Return the bytes of each of `items`, which must be sorted."""
         data = [bytearray(item.length) for item in items]
         pieces = [(item.file, Piece(item.offset, memoryview(room))) for item, room in zip(items, data, strict=True)]
         for file, of_file in groupby(pieces, key=lambda piece: piece[0]):
@@ -260,7 +259,7 @@ class CheckpointReader(StorageReader):
             self._blocks.read(self._folder.path / file, self._folder.records.get(file), pieces)
 
     def _blocks_without_tensors(self, file: str, num_blocks: int) -> list[int]:
-        """The blocks of `file`, which has so many, that no tensor is in."""
+        """Return those of the `num_blocks` blocks of `file` that hold no part of a tensor."""
         free = bytearray(b"\1") * num_blocks
         for tensor in self._folder.contents.tensors.values():
             for chunk in tensor.chunks:
@@ -273,7 +272,7 @@ class CheckpointReader(StorageReader):
 
 
 class _Findings:
-    """Tells of damage to `file` whose it is."""
+    """Turns damage found in `file` into `CheckpointDamaged`, with the keys that it affects."""
 
     def __init__(self, folder: CheckpointFolder, file: str) -> None:
         self._folder, self._file = folder, file
@@ -284,9 +283,9 @@ class _Findings:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, DamagedRange):
             finding = f"bytes {error.begin} to {error.end} of {self._file}: {error.finding}"
-            raise CheckpointDamaged(str(self._folder.path), finding, self._concerned(error)) from None
+            raise CheckpointDamaged(str(self._folder.path), finding, self._affected(error)) from None
 
-    def _concerned(self, damage: DamagedRange) -> list[str]:
+    def _affected(self, damage: DamagedRange) -> list[str]:
         contents, found = self._folder.contents, []
         for key, tensor in contents.tensors.items():
             for chunk in tensor.chunks:
@@ -303,7 +302,7 @@ class _Findings:
 
 
 def _extent(chunk: Chunk, dtype: torch.dtype) -> tuple[int, int]:
-    """The first byte of `chunk` in its file, and how many it has."""
+    """Return the first byte of `chunk` in its file and its number of bytes."""
     if chunk.item is not None:
         return chunk.item.offset, chunk.item.length
     return chunk.at or 0, chunk.numel * dtype.itemsize
@@ -314,7 +313,7 @@ def _reading(fd: int, item: Item) -> Callable[[int, int], bytes]:
 
 
 def _handing_bytes_to(planner: LoadPlanner, item: ReadItem) -> Callable[[Any], None]:
-    """DCP's planners unpickle what they are given: it is what we have made ourselves of what was read."""
+    """Return a function that gives `planner` an object as a pickle of our own, because DCP's planners unpickle it."""
 
     def take(value: Any) -> None:
         data = io.BytesIO()
@@ -331,12 +330,12 @@ def _of_another_shape(path: Path, region: Region, found: Any) -> CheckpointDamag
 
 
 def _outside(path: Path, region: Region) -> CheckpointMismatch:
-    asked = f"{list(region.target.shape)} at {list(region.offsets)}"
-    return CheckpointMismatch(str(path), f"  {region.key}: {asked} is not inside a chunk of {list(region.chunk.sizes)}")
+    box = f"{list(region.target.shape)} at {list(region.offsets)}"
+    return CheckpointMismatch(str(path), f"  {region.key}: {box} is not inside a chunk of {list(region.chunk.sizes)}")
 
 
 def _batches(parts: Sequence[T], num_bytes: Callable[[T], int]) -> Iterator[list[T]]:
-    """`parts` in lists of at most `BATCH_BYTES` each, or of one."""
+    """Yield `parts` in lists of at most `BATCH_BYTES` each, or of one larger part."""
     batch: list[T] = []
     taken = 0
     for part in parts:

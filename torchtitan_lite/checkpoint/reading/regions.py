@@ -1,8 +1,8 @@
-"""How a box of a stored tensor gets into a tensor in memory.
+"""Read a box of a stored tensor into a tensor in memory.
 
-Where elements that lie together in the file lie together in memory too, they are read straight into
-their place. Otherwise (another dtype, another device, rows too short to be read one by one) a bounded
-part at a time is read into memory of its own and copied from there.
+If elements that are contiguous in the file are also contiguous in memory, they are read directly into
+their place. Otherwise (another dtype, another device, rows too short to be read one by one) a part of
+bounded size at a time is read into a buffer and copied from there: it is staged.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torchtitan_lite.checkpoint.format.contents import Chunk, Shape
 from torchtitan_lite.disk.read_requests import GAP_BYTES, Piece
 
 STAGED_BYTES = 8 << 20
-"""Memory that one part on its way takes at most (more only if a single element is larger)."""
+"""Largest buffer of one staged part (larger only if a single element is)."""
 _LONG_RUN_BYTES = 16 << 10
 """Runs from this length on are read one by one."""
 
 
 class Source(NamedTuple):
-    """Elements in a file: the first at byte `at`, the others by `strides`, in elements."""
+    """A box of elements in a file: the first at byte `at`, the others at `strides`, counted in elements."""
 
     file: str
     at: int
@@ -34,7 +34,7 @@ class Source(NamedTuple):
     strides: Shape
 
     def part(self, offsets: Shape, shape: Shape) -> Source:
-        """The box of `shape` at `offsets` in it. Raises ValueError if the box is not inside it."""
+        """Return the box of `shape` at `offsets` in this one. Raises ValueError if it is not inside."""
         if not is_inside(offsets, shape, self.shape):
             raise ValueError(f"{list(shape)} at {list(offsets)} is not inside {list(self.shape)} of {self.file}")
         skipped = sum(offset * stride for offset, stride in zip(offsets, self.strides, strict=True))
@@ -42,19 +42,19 @@ class Source(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """From its first element to its last."""
+        """The number of bytes from its first element to the end of its last."""
         return (sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) + 1) * self.dtype.itemsize
 
 
 def is_inside(offsets: Shape, shape: Shape, whole: Shape) -> bool:
-    """Whether the box of `shape` at `offsets` is inside a tensor of shape `whole`."""
+    """Return whether the box of `shape` at `offsets` is inside a tensor of shape `whole`."""
     if not len(offsets) == len(shape) == len(whole):
         return False
     return all(begin >= 0 and begin + n <= size for begin, n, size in zip(offsets, shape, whole, strict=True))
 
 
 def contiguous_strides(shape: Shape) -> Shape:
-    """Strides, in elements, of a row-major tensor of `shape`."""
+    """Return the strides, in elements, of a row-major tensor of `shape`."""
     strides = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * max(shape[dim + 1], 1)
@@ -62,14 +62,17 @@ def contiguous_strides(shape: Shape) -> Shape:
 
 
 def whole(chunk: Chunk, dtype: torch.dtype, target: torch.Tensor) -> Piece | None:
-    """The piece that reads all of `chunk` right into `target`; None if there is more to it."""
+    """Return the piece that reads all of `chunk` directly into `target`; None if one plain read cannot do it."""
     if chunk.at is None or target.dtype is not dtype or target.shape != chunk.sizes or not target.is_contiguous():
         return None
     return _piece(chunk.at, target.data_ptr(), target.nbytes) if _is_plain_memory(target) else None
 
 
 def straight(source: Source, target: torch.Tensor) -> list[Piece] | None:
-    """The pieces that read `source` right into `target`, which must outlive them; None if it cannot be read so."""
+    """Return the pieces that read `source` directly into `target`; None if it must be staged.
+
+    `target` must outlive the pieces: they hold addresses in its memory.
+    """
     if target.dtype is not source.dtype or not _is_plain_memory(target):
         return None
     itemsize, address = source.dtype.itemsize, target.data_ptr()
@@ -92,7 +95,7 @@ def straight(source: Source, target: torch.Tensor) -> list[Piece] | None:
 
 
 class Staged:
-    """A part of a region on its way: `pieces` to read, then `finish`."""
+    """A part of a region that goes through a buffer: read the pieces of `begin`, then call `finish`."""
 
     def __init__(self, source: Source, target: torch.Tensor) -> None:
         self.file, self.at = source.file, source.at
@@ -101,7 +104,7 @@ class Staged:
         self._read: torch.Tensor = target
 
     def begin(self) -> list[Piece]:
-        """Takes memory of `num_bytes`, and gives what is to be read into it."""
+        """Allocate a buffer of about `num_bytes` and return the pieces to read into it."""
         source = self._source
         self._read = torch.empty(source.shape, dtype=source.dtype, device="cpu")
         pieces = straight(source, self._read)
@@ -112,13 +115,13 @@ class Staged:
         return pieces
 
     def finish(self) -> None:
-        """The target has its elements; the memory is given back."""
+        """Copy the elements to the target and free the buffer."""
         self._target.copy_(self._read)
         self._read = self._target
 
 
 def staged(source: Source, target: torch.Tensor) -> Iterator[Staged]:
-    """`source` into `target` in parts of at most `STAGED_BYTES`, whatever the two are."""
+    """Yield `source`, to be read into `target`, in parts of at most `STAGED_BYTES`. Any dtype, device and layout."""
     shape, itemsize = source.shape, source.dtype.itemsize
     long_dims = [dim for dim, size in enumerate(shape) if size > 1]
     if source.nbytes <= STAGED_BYTES or not long_dims:
@@ -134,16 +137,16 @@ def staged(source: Source, target: torch.Tensor) -> Iterator[Staged]:
 
 
 def _is_plain_memory(target: torch.Tensor) -> bool:
-    """Whether what is written where `target` points to are its elements."""
+    """Return whether bytes written to the memory of `target` are its elements."""
     if type(target) not in _PLAIN_TENSORS or target.is_neg() or target.is_conj():
         return False
     return target.is_cpu and target.layout is torch.strided
 
 
 def _runs(shape: Shape, source: Shape, target: Shape) -> tuple[int, list[tuple[int, int, int]]] | None:
-    """(elements together in both, [(size, stride in source, stride in target)] of the other dims, outermost first).
+    """Return (elements contiguous in both, [(size, stride in source, stride in target)] of the other dims).
 
-    None if a step back in memory or in the file is needed.
+    The other dims are outermost first. Returns None if one of them has a stride in the file that is not positive.
     """
     dims = [dim for dim in zip(shape, source, target, strict=True) if dim[0] != 1]
     dims.sort(key=lambda dim: dim[1], reverse=True)

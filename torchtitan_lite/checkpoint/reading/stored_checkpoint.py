@@ -1,9 +1,9 @@
-"""A checkpoint as it can be read: what is in it, and how it gets into what the run has.
+"""A stored checkpoint: its contents, and reading them into the states of the run.
 
-What a checkpoint holds is known before a byte of data is read, so a report of what does not fit comes
-first. Small objects are never unpickled freely. States that grow (a loss history) are read at the size
-they were saved with. Reading goes through `dcp.load`, but no rank's plan travels to another: each
-knows by itself what it needs.
+The contents are known before any data is read, so a report of what does not fit comes first. Small objects
+are never loaded with an unrestricted unpickler. States that grow (a loss history) are read at the size
+they were saved with. Reading goes through `dcp.load`, but ranks exchange no plans: each rank knows what it
+needs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _nothing(key: str) -> bool:
 
 
 class StoredCheckpoint:
-    """The checkpoint folder at `path`, ours or plain DCP's, as `rules` let it be loaded."""
+    """The checkpoint folder at `path`, ours or plain DCP's, loaded by `rules`."""
 
     def __init__(self, path: Path, peers: Peers, rules: LoadRules = EVERYTHING, *, verify: Verify = "full") -> None:
         self.path = path
@@ -58,13 +58,13 @@ class StoredCheckpoint:
 
     @property
     def contents(self) -> Contents:
-        """What is in it. Any rank. Raises `CheckpointDamaged`, `CheckpointUnsafe` or `CheckpointUnreadable`."""
+        """Its contents. Any rank. Raises `CheckpointDamaged`, `CheckpointUnsafe` or `CheckpointUnreadable`."""
         return self._folder.contents
 
     def verify_rest(self) -> None:
-        """What no tensor's reading looks at is what was committed, if all of it is to be verified. **Collective**.
+        """Verify the parts of the files that no tensor is read from, if `verify` is "full". **Collective**.
 
-        Raises on every rank if that is not so, or could not be found out, on one.
+        If they are not what was committed, or cannot be read, on one rank, it raises the error on every rank.
         """
         error: Exception | None = None
         try:
@@ -74,16 +74,16 @@ class StoredCheckpoint:
         self._peers.raise_together(error)
 
     def keys(self, prefix: str) -> list[str]:
-        """The flat keys under `prefix`."""
+        """Return the flat keys that begin with `prefix`."""
         return [key for key in self.contents if key.startswith(prefix)]
 
     def has_state(self, name: str) -> bool:
-        """Whether the nested state `name` is there; it may be empty."""
+        """Return whether the checkpoint has the nested state `name`, even an empty one."""
         structure = self.contents.structure
         return bool(self.keys(f"{name}.")) or (structure is not None and find(structure, name) is not None)
 
     def model_names(self, model: Mapping[str, Any]) -> dict[str, str]:
-        """The names of tensors that `model` may be read from, as the renames leave them, to the checkpoint's keys."""
+        """Map the model's name of each stored entry, after the renames, to the checkpoint's flat key."""
         return self._model.keys(model)
 
     def read_objects(self, keys: Sequence[str]) -> State:
@@ -94,11 +94,11 @@ class StoredCheckpoint:
     def report(
         self, model: Mapping[str, Any], slots: Mapping[str, Slot], states: Sequence[str] = (), *, cast: bool = False
     ) -> KeyReport:
-        """How the checkpoint differs from all of these, as all ranks see it. Reads nothing. **Collective**.
+        """Return how the checkpoint differs from all of these, joined over all ranks. Reads no data. **Collective**.
 
-        What is not to be loaded is left out: an optimizer without parameters, a state not named. Raises
-        `CheckpointMismatch` on every rank, whatever the rules, if a tensor's memory is not what its placement says, on
-        one.
+        It covers only what is to be loaded: no optimizer if `slots` is empty, and only the named `states`. If on one
+        rank the memory of a tensor does not have the shape that its placements give it, this raises
+        `CheckpointMismatch` on every rank, whatever the rules.
         """
 
         def own() -> KeyReport:
@@ -117,7 +117,10 @@ class StoredCheckpoint:
     def check(
         self, model: Mapping[str, Any], slots: Mapping[str, Slot], states: Sequence[str] = (), *, cast: bool = False
     ) -> None:
-        """Raises `CheckpointMismatch` on every rank unless all of these are there and fit, if the rules are strict."""
+        """Apply the strictness to the `report` of all of these. **Collective**.
+
+        By default a difference raises `CheckpointMismatch` on every rank; a missing state always does.
+        """
         self._judge(self.report(model, slots, states, cast=cast), states)
 
     def _judge(self, report: KeyReport, states: Sequence[str] = ()) -> None:
@@ -130,9 +133,9 @@ class StoredCheckpoint:
     def read_model(self, model: Mapping[str, Any], *, cast: bool = False) -> State:
         """Read into the live tensors of `model`, from `model.<fqn>` or, in a weights-only checkpoint, bare FQNs.
 
-        Returns the whole state dict, for the model to take back. Exactly the keys that the rules ask for must be
-        there, with the model's shapes and, unless `cast`, its dtypes; else `CheckpointMismatch` on every rank before
-        a byte is read. **Collective**.
+        Returns the whole state dict, for the model's `load_state_dict`. The checkpoint must have exactly the keys that
+        the rules choose, with the model's shapes and, unless `cast`, its dtypes; otherwise this raises
+        `CheckpointMismatch` on every rank before it reads any data. **Collective**.
         """
         self._judge(self._of_all_ranks(lambda: self._model.report(model, cast=cast)))
         read = self._read(lambda: self._model.targets(model, cast=cast))
@@ -140,9 +143,9 @@ class StoredCheckpoint:
 
     @no_collection()
     def read_optimizer(self, slots: Mapping[str, Slot]) -> State:
-        """Read the optimizers' flat state, for them to take back; live tensors of it in place. **Collective**.
+        """Read and return the optimizers' flat state, for their `load_state_dict`. **Collective**.
 
-        Settings that this version of torch has and the checkpoint has not (`param_groups.*`) are not in it.
+        Live tensors are read in place. Settings (`param_groups.*`) that only this version of torch has are not in it.
         """
         self._judge(self._of_all_ranks(lambda: self._optimizer.report(slots)))
         read = self._read(lambda: self._optimizer.targets(slots))
@@ -152,11 +155,11 @@ class StoredCheckpoint:
 
     @no_collection()
     def read_state(self, name: str, own: State, leave_out: Callable[[str], bool] = _nothing) -> State:
-        """The nested state `name` as it was saved; sharded tensors are read into those of `own`. **Collective**.
+        """Return the nested state `name` as it was saved; sharded tensors are read into those of `own`. **Collective**.
 
-        Top-level entries of it that `leave_out` says so of are not read. Raises `CheckpointMismatch` on every rank if
-        the checkpoint has no such state, or one with other tensors, or is so old that its keys have no types and `own`
-        does not tell them.
+        Top-level entries for whose name `leave_out` returns True are not read. On every rank, raises
+        `CheckpointMismatch` if the checkpoint has no such state, or one with other sharded tensors, or if it is older
+        than format 3 and neither it nor `own` shows the type of a key.
         """
         prefix = f"{name}."
         sharded = self._peers.together(lambda: self._sharded(name, own))
@@ -169,7 +172,7 @@ class StoredCheckpoint:
         return {} if branch is None else rebuild(without(branch, leave_out), target, prefix)
 
     def _sharded(self, name: str, own: State) -> dict[str, DTensor]:
-        """The sharded tensors of `own`, by flat key. Raises `CheckpointMismatch` if they are not the checkpoint's."""
+        """Return the sharded tensors of `own` by flat key. Raises `CheckpointMismatch` if the checkpoint's differ."""
         live, _ = flatten_state_dict({name: own})
         sharded = {key: value for key, value in live.items() if isinstance(value, DTensor)}
         tensors = {key: tensor for key, tensor in self.contents.tensors.items() if key in sharded}
@@ -181,7 +184,7 @@ class StoredCheckpoint:
         return sharded
 
     def _retyped(self, name: str, flat: State, own: State) -> State:
-        """The nested state `name` of a checkpoint that has the names of `flat`, and not the types of their keys."""
+        """Return the nested state `name` made of `flat`, from a checkpoint that does not store the types of keys."""
         paths = self.contents.paths
         error: Exception | None = None
         nested: State = {}
@@ -195,14 +198,17 @@ class StoredCheckpoint:
         return nested
 
     def _read(self, make: Callable[[], State]) -> State:
-        """What `make` returns, read into; if one rank has no memory for its part, that is the error of all."""
+        """Read into the flat state that `make` returns, and return it. **Collective**.
+
+        If `make` fails on one rank, for lack of memory for example, every rank raises its error.
+        """
         flat: State = {}
         failure: Exception | None = None
         try:
             flat = make()
         except Exception as error:
             failure = error
-        # One entry: DCP looks at each at length.
+        # All of it is one entry of the state dict, because DCP takes long for each entry.
         planner = _OwnPlanner(self._folder, failure)
         dcp.load({_ALL: flat}, self._reader, planner, self._peers.group, str(self.path))
         return flat
@@ -216,7 +222,10 @@ class StoredCheckpoint:
         return StoredOptimizer(self.contents, self._rules, self._model.names("model." if self.keys("model.") else ""))
 
     def _of_all_ranks(self, own: Callable[[], KeyReport]) -> KeyReport:
-        """One report of all ranks: unexpected is only what none of them has, for each may have a part of the model."""
+        """Return the joint report of all ranks. **Collective**.
+
+        Each rank may have a part of the model, so a key is unexpected only if it is on every rank.
+        """
         reports = self._peers.gather_made(own)
         mine = reports[self._peers.rank].unexpected
         unexpected = [key for key in mine if all(key in other.unexpected for other in reports)]
@@ -231,7 +240,7 @@ class StoredCheckpoint:
 
 
 def _below(name: str, path: Sequence[str | int] | None, key: str) -> tuple[str | int, ...]:
-    """What of `path`, which leads to `key`, comes after the part that is spelt `name`."""
+    """Return the part of `path`, the path of `key`, below the container with the flat name `name`."""
     for depth in range(1, len(path or ())):
         if path is not None and ".".join(map(str, path[:depth])) == name:
             return tuple(path[depth:])
@@ -239,16 +248,17 @@ def _below(name: str, path: Sequence[str | int] | None, key: str) -> tuple[str |
 
 
 class _Reader(CheckpointReader):
-    """Of the two, it is our planner that knows what there is."""
+    """A `CheckpointReader` for `_OwnPlanner`, which takes the contents from the folder instead of DCP's metadata."""
 
     def read_metadata(self) -> Metadata:
         return Metadata(state_dict_metadata={})
 
 
 class _OwnPlanner(LoadPlanner):
-    """Reads into a flat state. What it sends is an empty plan, and it goes on with its own when that comes back.
+    """Plans the reads of this rank into a flat state, without sending a plan to the coordinator.
 
-    Its own is made before it sends: what does not fit on one rank ends the load before a byte moves on any.
+    It sends DCP an empty plan, and puts its own reads into that plan when it comes back. Its own reads are planned
+    before it sends: a mismatch on one rank ends the load before any rank reads data.
     """
 
     def __init__(self, folder: CheckpointFolder, failure: Exception | None) -> None:
@@ -279,7 +289,7 @@ class _OwnPlanner(LoadPlanner):
         return dataclasses.replace(central_plan, storage_data=self._wanted)
 
     def _regions_of(self, key: str, stored: StoredTensor, target: torch.Tensor) -> Iterator[Region]:
-        """What of `stored` goes where in the memory of `target`. Raises `CheckpointMismatch` if it does not fit."""
+        """Yield the regions of `stored` that fill the memory of `target`. Raises `CheckpointMismatch` for a misfit."""
         if tuple(target.shape) != stored.shape:
             found = f"shape {list(stored.shape)} in the checkpoint, {list(target.shape)} expected"
             raise CheckpointMismatch(str(self._folder.path), f"  {key}: {found}")
@@ -304,7 +314,7 @@ class _OwnPlanner(LoadPlanner):
 
 
 def _misplaced(path: str, model: Mapping[str, Any], slots: Mapping[str, Slot]) -> CheckpointMismatch | None:
-    """Return the error for a tensor that is not in memory what its placement says, if there is one."""
+    """Return the error for the first tensor whose memory does not have the shape that its placements give it."""
     states = {f"{name}.{key}": value for name, slot in slots.items() for key, value in slot.state.items()}
     for key, value in {**model, **{name: slot.like for name, slot in slots.items()}, **states}.items():
         for tensor in tensors_in(value):
@@ -317,7 +327,7 @@ def _misplaced(path: str, model: Mapping[str, Any], slots: Mapping[str, Slot]) -
 
 
 def _regions(key: str, chunks: Sequence[Chunk], offsets: Shape, local: torch.Tensor) -> Iterator[Region]:
-    """What of each of `chunks` is in `local`, which is at `offsets` in the whole tensor."""
+    """Yield the overlap of each of `chunks` with `local`, which is at `offsets` in the whole tensor."""
     sizes = tuple(local.shape)
     for chunk in chunks:
         if chunk.offsets == offsets and chunk.sizes == sizes:

@@ -1,8 +1,8 @@
-"""The model in a checkpoint, and the memory that it is read into.
+"""The model's part of a checkpoint, and the memory that a load reads it into.
 
-Tensors are read into those of the model's state dict. Extra state and whatever else is no tensor has
-the size and form that it was saved with, so it is read into new memory. Keys begin with `model.`, or
-are bare FQNs in a weights-only checkpoint.
+Tensors are read into the live tensors of the model's state dict. Extra state and everything else that is not
+a tensor may have another size or form than the model's own, so it is read into new memory. Keys begin with
+`model.`, or are bare FQNs in a weights-only checkpoint.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class StoredModel:
         self._names_under: dict[str, dict[str, str]] = {}
 
     def names(self, prefix: str) -> dict[str, str]:
-        """Return the model's name of each entry below `prefix`, with the checkpoint's."""
+        """Map the model's name of each entry below `prefix` to the checkpoint's name."""
         if prefix not in self._names_under:
             stored = dict.fromkeys([*self._tensors(prefix), *self._extras(prefix)])
             self._names_under[prefix] = self._rules.renamed(stored)
         return self._names_under[prefix]
 
     def keys(self, model: Mapping[str, Any]) -> dict[str, str]:
-        """Return the names that entries of `model` may be read from, as the renames leave them, with their keys."""
+        """Map the model's name of each entry, after the renames, to the checkpoint's flat key."""
         prefix = self._prefix(model)
         return {fqn: prefix + name for fqn, name in self.names(prefix).items()}
 
     def report(self, model: Mapping[str, Any], *, cast: bool = False) -> KeyReport:
-        """Return how the checkpoint differs from the model's state dict `model`; reads nothing."""
+        """Return how the checkpoint differs from the model's state dict `model`. Reads no data."""
         if not model:
             return KeyReport()
         prefix = self._prefix(model)
@@ -53,7 +53,7 @@ class StoredModel:
         expected = tensors_of(wanted)
         own_extras = wanted.keys() - expected.keys()
         names = {fqn: stored for fqn, stored in self.names(prefix).items() if self._rules.wants(fqn)}
-        # The tensors in an entry that is a nest have names of their own.
+        # Tensors inside an entry of nested containers have flat names of their own, which are not the model's.
         inner = {leaf.key for fqn in own_extras if fqn in names for leaf in extras.get(names[fqn], ())}
         found = {fqn: tensors[name] for fqn, name in names.items() if name in tensors and prefix + name not in inner}
         report = merged(
@@ -63,11 +63,11 @@ class StoredModel:
                 unexpected=[fqn for fqn in names if _is_extra_name(fqn) and fqn not in model and fqn not in found],
             ),
         )
-        # Under bare names a checkpoint may hold anything else besides the model.
+        # A checkpoint with bare names may hold other things besides the model.
         return report if prefix else dataclasses.replace(report, unexpected=())
 
     def targets(self, model: Mapping[str, Any], *, cast: bool = False) -> dict[str, Any]:
-        """Return by the checkpoint's key what is to be read into, None for an object."""
+        """Map the checkpoint's keys to the tensors to read into, and to None for objects."""
         prefix, skipped = self._prefix(model), self.report(model, cast=cast).mismatched
         targets: dict[str, Any] = {}
         for fqn, stored in self._wanted(model, prefix).items():
@@ -81,7 +81,7 @@ class StoredModel:
         return targets
 
     def assembled(self, model: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the whole state dict for the model: what was read, and of what was not, what is there."""
+        """Return the whole state dict for the model: the values that were `read`, else the model's own."""
         prefix = self._prefix(model)
         whole = dict(model)
         for fqn, stored in self._wanted(model, prefix).items():
@@ -95,13 +95,13 @@ class StoredModel:
         return {fqn: names[fqn] for fqn in model if fqn in names and self._rules.wants(fqn)}
 
     def _prefix(self, model: Mapping[str, Any]) -> str:
-        # A model whose own names begin with "model." is in a weights-only checkpoint under just these.
+        # If a model's own FQNs begin with "model.", a weights-only checkpoint has them without a second prefix.
         keys = self._contents
         bare = any(fqn in keys for fqn in model) and not any(f"model.{fqn}" in keys for fqn in model)
         return "" if bare or not any(key.startswith("model.") for key in keys) else "model."
 
     def _tensors(self, prefix: str) -> dict[str, TensorLike]:
-        """Return the tensors below `prefix` that are entries by themselves."""
+        """Return the tensors below `prefix` that are whole entries."""
         if prefix not in self._tensors_under:
             self._tensors_under[prefix] = {
                 key.removeprefix(prefix): TensorLike(torch.Size(tensor.shape), tensor.dtype)
@@ -111,7 +111,7 @@ class StoredModel:
         return self._tensors_under[prefix]
 
     def _extras(self, prefix: str) -> dict[str, list[Leaf]]:
-        """Return the entries below `prefix` that are anything else."""
+        """Return all other entries below `prefix`."""
         if prefix not in self._extras_under:
             self._extras_under[prefix] = {
                 name: leaves
@@ -126,7 +126,7 @@ def _is_extra_name(fqn: str) -> bool:
 
 
 def _placed(value: Any, own: Any) -> Any:
-    """Return extra state that is a tensor where the model's own is."""
+    """Return `value`, extra state, on the device of the model's `own` if both are tensors."""
     if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor):
         return value.to(own.device)
     return value

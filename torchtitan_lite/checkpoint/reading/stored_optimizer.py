@@ -1,8 +1,8 @@
-"""The optimizer state in a checkpoint, and the memory that it is read into.
+"""The optimizer state in a checkpoint, and the memory that a load reads it into.
 
-What the checkpoint has decides what is made: a parameter without state there has none afterwards. A
-tensor of its parameter's shape is made like the parameter, with the dtype that is stored. Tensors of
-a parameter that has another shape now are never read, whatever the strictness.
+The checkpoint decides which state is created: a parameter without state in it has none after the load. A
+tensor of its parameter's shape is created like the parameter (device, sharding) with the stored dtype. The
+state of a parameter whose shape differs from the checkpoint's is never read, whatever the strictness.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torchtitan_lite.checkpoint.reading.load_rules import LoadRules
 from torchtitan_lite.checkpoint.state.optimizer_state import LAYOUTS, SETTINGS, STATE, Slot, split_key
 
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
-"""Settings that schedulers add to a group."""
+"""Settings that schedulers add to a parameter group."""
 _UNKNOWN = object()
 
 Entries = dict[str, dict[str, list[Leaf]]]
-"""By the checkpoint's name of a parameter, then by key."""
+"""The checkpoint's name of a parameter, then the key of its state, to the leaves."""
 
 
 class StoredOptimizer:
-    """The keys under `optimizer.` of `contents`; `names` are the model's FQNs to the checkpoint's."""
+    """The keys under `optimizer.` of `contents`; `names` maps the model's FQNs to the checkpoint's."""
 
     def __init__(self, contents: Contents, rules: LoadRules, names: Mapping[str, str]) -> None:
         self._contents = contents
@@ -36,7 +36,7 @@ class StoredOptimizer:
         self._names = names
 
     def report(self, slots: Mapping[str, Slot]) -> KeyReport:
-        """Return how the checkpoint differs from `slots`; reads nothing."""
+        """Return how the checkpoint differs from `slots`. Reads no data."""
         states, settings, _ = self._by_parameter(slots)
         missing: list[str] = []
         mismatched: dict[str, str] = {}
@@ -57,7 +57,7 @@ class StoredOptimizer:
         return KeyReport(missing, [key for key in unexpected if self._is_wanted(key)], mismatched)
 
     def targets(self, slots: Mapping[str, Slot]) -> dict[str, Any]:
-        """Return by the checkpoint's key what is to be read into, None for an object."""
+        """Map the checkpoint's keys to the tensors to read into, and to None for objects."""
         targets: dict[str, Any] = {}
         for name, _, state, settings, layouts in self._fitting(slots):
             slot = slots[name]
@@ -78,7 +78,7 @@ class StoredOptimizer:
         return targets
 
     def assembled(self, slots: Mapping[str, Slot], read: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the flat state for the optimizers: what was read, and of what was not, what is there."""
+        """Return the flat state for the optimizers: the values that were `read`, else the optimizers' own."""
         state: dict[str, Any] = {}
         fitting = set()
         for name, stored, own, settings, _ in self._fitting(slots):
@@ -96,7 +96,10 @@ class StoredOptimizer:
         return {key: value for key, value in state.items() if value != {} or not key.startswith(f"{STATE}.")}
 
     def _fitting(self, slots: Mapping[str, Slot]) -> list[tuple[str, str, Any, Any, Any]]:
-        """Return (name, the checkpoint's name, state, settings, layouts) of what is to be loaded and can be."""
+        """Return (name, the checkpoint's name, state, settings, layouts) of each parameter that can be loaded.
+
+        These are the parameters that the rules choose and whose shape is the checkpoint's.
+        """
         states, settings, layouts = self._by_parameter(slots)
         fitting = []
         for name, slot in slots.items():
@@ -107,7 +110,7 @@ class StoredOptimizer:
         return fitting
 
     def _stored_name(self, slot: Slot) -> str:
-        """Return the checkpoint's name of the parameter: of those that it has here, the one that has settings there."""
+        """Return the checkpoint's name of the parameter: of its names here, the one with settings in the checkpoint."""
         stored = [self._names.get(name, name) for name in slot.names]
         return next((name for name in stored if name in self._with_settings), stored[0])
 
@@ -132,14 +135,14 @@ class StoredOptimizer:
     def _entries(self) -> dict[str, list[Leaf]]:
         found: dict[str, list[Leaf]] = {}
         for entry, leaves in entries(self._contents, "optimizer.").items():
-            if entry in (STATE, SETTINGS):  # A state dict that was not flattened before it was saved.
+            if entry in (STATE, SETTINGS):  # A state dict that was saved without torch's flattening.
                 found |= {leaf.key.removeprefix("optimizer."): [Leaf(leaf.key, ())] for leaf in leaves}
             else:
                 found[entry] = leaves
         return found
 
     def _other_shapes(self, slot: Slot, stored: str, state: Mapping[str, list[Leaf]]) -> dict[str, str]:
-        """Return the tensors of `state` that belong to a parameter of another shape, and in what they differ."""
+        """Return the tensors of `state` whose parameter had another shape, each with the difference."""
         parameter = self._parameter(stored)
         now = tuple(slot.like.shape)
         if parameter is None or tuple(parameter.shape) == now:
@@ -156,7 +159,7 @@ class StoredOptimizer:
     def _other_settings(
         self, slot: Slot, own: Mapping[str, Any], first_own: Mapping[str, Any], stored: str, first: str
     ) -> dict[str, str]:
-        """Return where settings are another optimizer's, or differ within what is one group here."""
+        """Return the settings that belong to another optimizer, or that differ within one of this run's groups."""
         there, here = own.keys() - _OF_SCHEDULERS, slot.settings.keys() - _OF_SCHEDULERS
         if there - here and here - there:
             more, fewer = ", ".join(sorted(there - here)), ", ".join(sorted(here - there))
@@ -170,7 +173,7 @@ class StoredOptimizer:
         return found
 
     def _parameter(self, stored: str) -> StoredTensor | None:
-        """Return the parameter that is called `stored`; torchtitan's folders have bare names on top."""
+        """Return the parameter with the checkpoint's name `stored`; torchtitan's folders have no prefix `model.`."""
         tensors = self._contents.tensors
         return tensors.get(f"model.{stored}") or tensors.get(stored)
 
@@ -179,7 +182,10 @@ class StoredOptimizer:
         return _UNKNOWN if stored is None or stored.item is not None or leaf.path else stored.value
 
     def _dtype(self, slot: Slot, key: str, tensor: StoredTensor) -> torch.dtype:
-        """Return the stored dtype; where the rules cast a parameter, the parameter's for what had its stored one."""
+        """Return the dtype to load a state tensor with: the stored one, unless the rules cast its parameter.
+
+        A tensor (not a scalar) that was stored with the dtype of its parameter then gets the parameter's new dtype.
+        """
         parameter = self._parameter(self._stored_name(slot))
         if self._rules.cast and parameter is not None and parameter.dtype == tensor.dtype and tensor.shape:
             return slot.like.dtype
@@ -199,7 +205,7 @@ def _is(kind: str, entry: str) -> bool:
 
 
 def _sort_in(found: Entries, rest: str, leaves: list[Leaf], known: set[str]) -> None:
-    if rest in known:  # Keys that are no plain names stand one level deeper.
+    if rest in known:  # Keys that are not plain names are stored one level deeper.
         for leaf in leaves:
             if leaf.path:
                 below = found.setdefault(rest, {}).setdefault(leaf.path[0], [])  # type: ignore[arg-type]  # any key
@@ -208,7 +214,7 @@ def _sort_in(found: Entries, rest: str, leaves: list[Leaf], known: set[str]) -> 
     name, key = split_key(rest, known)
     head, *inner = key.split(".")
     found.setdefault(name, {}).setdefault(head, [])
-    for leaf in leaves:  # A nest that torch flattened has its keys in the entry's name.
+    for leaf in leaves:  # If torch flattened nested containers, their keys are part of the entry's name.
         found[name][head].append(Leaf(leaf.key, (*inner, *leaf.path)))
 
 

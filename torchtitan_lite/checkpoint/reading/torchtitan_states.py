@@ -1,9 +1,9 @@
-"""The small states of torchtitan's checkpoints, as this package's own have them.
+"""Convert the small states of torchtitan's checkpoints to this package's own.
 
-Two layouts are known: that of November 2024 (loss lists as `BytesIO`, a whole `LambdaLR`) and that of
-torchtitan 0.3 (plain numbers, `last_epoch` alone). Model and optimizer need nothing: they are found
-under their names. A dataloader's position is pickled for a loader that is not here; it is not read,
-and the data begin from their start. States that are not torchtitan's are returned as they were read.
+It knows two layouts: that of November 2024 (loss lists as `BytesIO`, a whole `LambdaLR`) and that of
+torchtitan 0.3 (plain numbers, `last_epoch` only). Model and optimizer need no conversion: they have the same
+names. The position of torchtitan's dataloader is pickled for a loader that this package does not have, so
+it is not read, and the data begin from their start. All other states are returned as they were read.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ State = dict[str, Any]
 
 _LOADER = "dataloader"
 _LOADER_OF_RANK = "dp_rank_"
-"""What torchtitan's dataloader calls the position of each data-parallel rank."""
+"""The key prefix of each data-parallel rank's position in torchtitan's dataloader state."""
 _LISTS = {"log_steps": torch.int64, "global_avg_losses": torch.float64, "global_max_losses": torch.float64}
 
 
 def why_it_begins_fresh(name: str, state: Stateful, contents: Contents) -> str:
-    """Return why the run's `state` is not taken from the checkpoint though it is loaded whole; empty if it is."""
+    """Return why a load of the whole checkpoint does not restore `state`; the empty string if it does."""
     if name == _LOADER and _is_of_torchtitan(contents) and not _has_positions(state.state_dict()):
         return "dataloader: its state is torchtitan's, and not read: the data begin from their start"
     if any(key.startswith(f"{name}.") for key in contents):
@@ -42,7 +42,7 @@ def why_it_begins_fresh(name: str, state: Stateful, contents: Contents) -> str:
 
 
 def as_ours(name: str, read: State, own: State, stored: StoredCheckpoint) -> State:
-    """Return the state `name`, which was `read`, with the entries that `own`, the run's, has. **Collective**."""
+    """Return the state `name`, as it was `read`, with the entries of the run's `own` state. **Collective**."""
     if name == "train_state" and {"n_tokens_seen", *_LISTS} <= own.keys() and "n_tokens_seen" not in read:
         return _train_state(read, own, stored)
     if name == "lr_scheduler" and "last_epoch" in read and "last_epoch" in own and own.keys() - read.keys():
@@ -51,7 +51,11 @@ def as_ours(name: str, read: State, own: State, stored: StoredCheckpoint) -> Sta
 
 
 def _train_state(read: State, own: State, stored: StoredCheckpoint) -> State:
-    """Each rank of torchtitan counts its own tokens; losses are there where they were saved."""
+    """Return torchtitan's `train_state` as ours.
+
+    Each data-parallel rank of torchtitan counts its own tokens, so the total is that count times their number. Loss
+    lists that the checkpoint does not have stay the run's own.
+    """
     tokens = int(read.get("ntokens_seen", 0)) * max(1, sum(1 for _ in _positions(stored.contents)))
     lists = {
         key: torch.tensor(_numbers(key, read[key], stored), dtype=dtype, device="cpu")
@@ -63,24 +67,24 @@ def _train_state(read: State, own: State, stored: StoredCheckpoint) -> State:
 
 
 def _schedule(read: State, own: State, stored: StoredCheckpoint) -> State:
-    """What is not in the checkpoint is as the run has it, but for what follows from the step."""
+    """Return torchtitan's `lr_scheduler` as ours: entries that it lacks are the run's, or follow from the step."""
     state = own | {"_step_count": int(read["last_epoch"]) + 1} | read
     if "_last_lr" not in read and "_last_lr" in own:
         keys = [key for key in stored.keys("optimizer.param_groups.") if key.endswith(".lr")]
         rates = {*stored.read_objects([key for key in keys if key in stored.contents.objects]).values()}
-        # The scheduler's own step sets it; until then it is shown.
+        # The scheduler's next step replaces it; until then it is what the logs show.
         state["_last_lr"] = [*rates] * len(own["_last_lr"]) if len(rates) == 1 else own["_last_lr"]
     return state
 
 
 def _numbers(key: str, held: Any, stored: StoredCheckpoint) -> list[Any]:
-    """The list that torchtitan saved with torch.save into a `BytesIO`."""
+    """Return the list of numbers that torchtitan saved with torch.save into a `BytesIO`, or plainly."""
     try:
         numbers = load_item(held.getvalue()) if isinstance(held, io.BytesIO) else held
     except UnsafeItem as error:
         raise CheckpointUnsafe(str(stored.path), f"train_state.{key}: {error}") from None
     if not isinstance(numbers, list) or not all(type(number) in (int, float) for number in numbers):
-        raise CheckpointUnsafe(str(stored.path), f"train_state.{key} is no list of numbers")
+        raise CheckpointUnsafe(str(stored.path), f"train_state.{key} is not a list of numbers")
     return numbers
 
 
