@@ -1,7 +1,7 @@
-"""No optimizer steps while its state is being staged.
+"""Make optimizers wait while their state is being staged.
 
-The guard stands in the optimizers themselves: each one waits, before every step, until the state
-may change. So a loop that forgets to ask cannot tear a snapshot.
+A hook in each optimizer waits, before every step, until the state may change. So a training loop that
+does not call `maybe_wait_for_staging()` cannot tear a snapshot.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class StagingGuard:
         self._handles: list[RemovableHandle] = []
 
     def start(self) -> None:
-        """The optimizers wait from now on. Idempotent."""
+        """Make the optimizers wait from now on. Idempotent."""
         if not self._handles:
             hooked = [inner for each in self._optimizers for inner in _with_wrapped(each) if _takes_hooks(inner)]
             self._handles = [each.register_step_pre_hook(self._before_step) for each in hooked]
 
     def close(self) -> None:
-        """The optimizers are as they were. Idempotent."""
+        """Remove the hooks from the optimizers. Idempotent."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -38,7 +38,7 @@ class StagingGuard:
 
 
 def _with_wrapped(optimizer: Any) -> list[Any]:
-    """Return `optimizer` and those that it holds: a wrapper may step without running hooks of its own."""
+    """Return `optimizer` and the optimizers that it wraps: a wrapper may step without running its own hooks."""
     return [optimizer, *(value for value in vars(optimizer).values() if isinstance(value, Optimizer))]
 
 

@@ -1,10 +1,10 @@
-"""A copy of the state that training can no longer change.
+"""Copy the state into memory that training does not change.
 
-What is staged is the image of this rank's file, so that a writer hands memory to the disk as it
-lies, with nothing to gather. The arena that holds it is kept from save to save, and made and touched
-before the first one: a copy into memory never touched before costs far more than the copy. It is
-memory that a writer process can map (memfd: no name, so nothing is left behind by any crash, and no
-limit of /dev/shm), and pinned where there is an accelerator. One image is staged at a time.
+The copy is the image of this rank's file, so a writer can give the memory to the disk as it is, without
+gathering. The arena that holds the image is kept from save to save, and is made and touched before the
+first one: page faults of untouched memory cost far more than the copy. A writer process can map it (a
+memfd has no name, so no crash leaves anything behind, and the limit of /dev/shm does not apply). It is
+pinned if there is an accelerator. One image is staged at a time.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from torchtitan_lite.disk.in_threads import in_threads
 from torchtitan_lite.log import logger
 
 THREADS = 2
-"""One core copies about half as fast as the memory can."""
+"""Two, because one core copies at about half the speed of the memory."""
 _PIECE_BYTES = 16 << 20
-"""Of a copy that one thread makes at a time."""
+"""The size of one copy by one thread."""
 _GRAIN_BYTES = 2 << 20
-"""An arena has a multiple of these: a huge page, and room for objects that grow."""
+"""The size of an arena is a multiple of it: the size of a huge page, and room for objects that grow."""
 
 
 class StagingArena:
-    """Memory of `num_bytes`, page-aligned. `fd` names it for another process."""
+    """Page-aligned memory of `num_bytes`. Another process can map it through `fd`."""
 
     def __init__(self, num_bytes: int, *, pin: bool) -> None:
         self.num_bytes = num_bytes
@@ -46,24 +46,25 @@ class StagingArena:
         self._pinned = pin and num_bytes > 0 and _pin(self.address, num_bytes)
 
     def touch(self) -> None:
-        """Every page is there. Any thread; lets others run."""
+        """Write to every page, so that the kernel allocates it. Any thread; releases the GIL."""
         for at in range(0, self.num_bytes, _PIECE_BYTES):
             ctypes.memset(self.address + at, 0, min(_PIECE_BYTES, self.num_bytes - at))
 
     def tensor(self, at: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """The tensor at byte `at`, sharing the arena's memory."""
+        """Return the tensor at byte `at`, which shares the arena's memory."""
         count = torch.Size(shape).numel()
         if count == 0:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=at).view(tuple(shape))
 
     def close(self) -> None:
-        """Gives the memory back: nothing may look at it any more. Idempotent."""
+        """Free the memory: no code may use it afterwards. Idempotent."""
         if self._pinned:
             _cudart().cudaHostUnregister(self.address)
             self._pinned = False
         if self.fd >= 0:
-            # A writer process, or a worker that was forked, may have it open or mapped: it is to hold no memory of it.
+            # A writer process or a forked worker may still have it open or mapped: truncating frees the memory anyway.
+            # Only the process that made it does so: a forked worker must not truncate the arena of its parent.
             if os.getpid() == self._pid:
                 os.ftruncate(self.fd, 0)
             os.close(self.fd)
@@ -78,10 +79,10 @@ class Staged:
     layout: FileLayout
     num_bytes: int
     wait: Callable[[], None]
-    """Returns when all of it is in the arena. Any thread."""
+    """Blocks until the whole image is in the arena. Any thread."""
 
     def tensors(self) -> list[torch.Tensor]:
-        """The staged tensors, in the order of the file, sharing the arena's memory."""
+        """Return the staged tensors, in the order of the file; they share the arena's memory."""
         places = zip(self.layout.places, self.layout.specs, strict=True)
         return [self.arena.tensor(place.data_at, dtype, shape) for place, (dtype, shape) in places]
 
@@ -90,11 +91,11 @@ class Copier(Protocol):
     """Copies tensors into an arena."""
 
     def copy(self, image: FileImage, arena: StagingArena) -> Callable[[], None]:
-        """Begins; the state may change once what is returned has returned."""
+        """Begin to copy, and return a function that blocks until the state may change."""
 
 
 class Stager:
-    """Takes images into an arena that it keeps."""
+    """Copies images into an arena that it keeps from save to save."""
 
     def __init__(self, copier: Copier, *, pin: bool) -> None:
         self._copier = copier
@@ -102,15 +103,15 @@ class Stager:
         self._preparation: Future[StagingArena] | None = None
         self._framed: FileLayout | None = None
         self.arena: StagingArena | None = None
-        """Where the last image lies; None before the first one and after `close`."""
+        """The arena with the last image; None before the first one and after `close`."""
 
     def prepare(self, num_bytes: int) -> None:
-        """Makes and touches an arena for images of about `num_bytes` in a thread; the first `take` waits for it."""
+        """Make and touch an arena for images of about `num_bytes` in a thread; the first `take` waits for it."""
         if self._preparation is None and not self._has_room(num_bytes):
             self._preparation = self._begin_making(num_bytes)
 
     def take(self, image: FileImage) -> Staged:
-        """Begins to copy `image`; the last one must be done with. Main thread."""
+        """Begin to copy `image`. No code may still need the previous image. Main thread."""
         self._finish_preparation()
         if not self._has_room(image.num_bytes):
             self._begin_making(image.num_bytes).result()
@@ -123,7 +124,7 @@ class Stager:
         return Staged(arena, image.layout, image.num_bytes, wait)
 
     def close(self) -> None:
-        """Gives the arena back; `take` makes another one. Idempotent."""
+        """Free the arena; the next `take` makes a new one. Idempotent."""
         self._finish_preparation()
         if self.arena is not None:
             self.arena.close()
@@ -133,9 +134,9 @@ class Stager:
         return self.arena is not None and num_bytes <= self.arena.num_bytes
 
     def _begin_making(self, num_bytes: int) -> Future[StagingArena]:
-        """An arena for `num_bytes`, made in a thread: CUDA keeps an error for the thread that met it.
+        """Begin to make an arena for `num_bytes` in a thread, because CUDA stores its last error per thread.
 
-        If pinning was refused in the caller's thread, the next kernel that training launches would raise that.
+        If pinning failed in the caller's thread, the next kernel that training launches would raise that error.
         """
         device = torch.cuda.current_device() if self._pin else None
         making: Future[StagingArena] = Future()
@@ -143,7 +144,7 @@ class Stager:
         def make() -> None:
             try:
                 if device is not None:
-                    torch.cuda.set_device(device)  # Each thread begins with the first one.
+                    torch.cuda.set_device(device)  # Each thread starts with device 0.
                 making.set_result(self._make_arena(num_bytes))
             except BaseException as error:
                 making.set_exception(error)
@@ -153,7 +154,7 @@ class Stager:
 
     def _make_arena(self, num_bytes: int) -> StagingArena:
         if self.arena is not None:
-            self.arena.close()  # Before there is another one: there may be no memory for two.
+            self.arena.close()  # Before the new one is made: there may be no memory for two.
         self.arena = self._framed = None
         arena = StagingArena(-(-(num_bytes + _GRAIN_BYTES) // _GRAIN_BYTES) * _GRAIN_BYTES, pin=self._pin)
         arena.touch()
@@ -162,11 +163,11 @@ class Stager:
 
     def _finish_preparation(self) -> None:
         if self._preparation is not None:
-            wait_for([self._preparation])  # What fails here fails again, and is told, when there is a save.
+            wait_for([self._preparation])  # Its error is ignored: the save makes the arena again and raises it.
             self._preparation = None
 
     def _frame(self, layout: FileLayout, arena: StagingArena) -> None:
-        """What stands around the tensors of `layout` is in the arena; it stays there from save to save."""
+        """Write the bytes around the tensors of `layout` to the arena, where they stay from save to save."""
         for number, (place, frame) in enumerate(zip(layout.places, layout.frames, strict=True)):
             tail = frame.tail + bytes(layout.end_of(number) - place.item_at - place.item_bytes)
             ctypes.memmove(arena.address + place.item_at, frame.head, len(frame.head))
@@ -183,10 +184,10 @@ class HostCopier:
 
 
 class CudaCopier:
-    """Copies on streams of its own, one a device, beside forward and backward; pinned memory lets it.
+    """Copies on its own streams, one for each device, while forward and backward run, which needs pinned memory.
 
-    What forward may change (buffers) is copied first, and the device goes on with other work only after that; the
-    rest only an optimizer changes, and the manager has it wait. The host waits for what is in its own memory alone.
+    Tensors that forward may change (buffers) are copied first, and the training stream waits for these copies. Only an
+    optimizer changes the others, and the guard makes it wait. The host waits only for copies of tensors in its memory.
     """
 
     def __init__(self) -> None:
@@ -199,7 +200,7 @@ class CudaCopier:
             (on_devices.setdefault(tensor.device, []) if tensor.is_cuda else elsewhere).append(number)
         done = [self._begin(device, numbers, image, arena) for device, numbers in on_devices.items()]
         _copy_now(image, arena, elsewhere)
-        held = [image]  # Until the copies are done: what they read must not be given to somebody else.
+        held = [image]  # Until the copies are done: the allocator must not reuse the memory that they read.
 
         def wait() -> None:
             for event in done:
@@ -211,30 +212,30 @@ class CudaCopier:
     def _begin(
         self, device: torch.device, numbers: Sequence[int], image: FileImage, arena: StagingArena
     ) -> torch.cuda.Event:
-        """The copies of tensors on `device` are on their way; the event is behind the last of them."""
+        """Enqueue the copies of the tensors on `device`, and return an event behind the last of them."""
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it so
         stream, training = self._streams[device], torch.cuda.current_stream(device)
-        stream.wait_stream(training)  # What made the values comes first.
-        # Of each device apart: a copy goes to the current stream of the device that it reads.
+        stream.wait_stream(training)  # The kernels that compute the values come first.
+        # One stream for each device: torch puts a copy on the current stream of the device that it reads.
         with torch.cuda.stream(stream):
             _set_off(image, arena, [number for number in numbers if number in image.volatile])
             training.wait_stream(stream)
             _set_off(image, arena, [number for number in numbers if number not in image.volatile])
-            # One that blocks: whoever waits leaves the processor to others.
+            # With blocking=True a thread that waits sleeps instead of using a core.
             done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
             done.record(stream)
         return done
 
 
 def build_stager() -> Stager:
-    """The stager of this machine."""
+    """Return the stager for this machine: pinned memory and CUDA streams if there is CUDA."""
     on_cuda = torch.cuda.is_available()
     return Stager(CudaCopier() if on_cuda else HostCopier(), pin=on_cuda)
 
 
 def _copy_now(image: FileImage, arena: StagingArena, numbers: Sequence[int]) -> None:
-    """The tensors of these numbers are in `arena`."""
+    """Copy the tensors with these numbers to `arena`, with `THREADS` threads, and wait."""
 
     def copy(piece: tuple[torch.Tensor, int, int, Place]) -> None:
         tensor, begin, end, place = piece
@@ -244,16 +245,16 @@ def _copy_now(image: FileImage, arena: StagingArena, numbers: Sequence[int]) -> 
 
 
 def _set_off(image: FileImage, arena: StagingArena, numbers: Sequence[int]) -> None:
-    """Copies of the tensors of these numbers, all on one device, are behind what its current stream has to do."""
+    """Enqueue copies of the tensors with these numbers, all on one device, on its current stream."""
     for number in numbers:
         dtype, shape = image.layout.specs[number]
         target = arena.tensor(image.layout.places[number].data_at, dtype, shape)
-        # Of a lazy conjugate torch would conjugate the target, and not wait until it is copied.
+        # For a lazy conjugate torch would conjugate the target in place, before the copy is complete.
         target.copy_(image.tensors[number].resolve_conj().resolve_neg(), non_blocking=True)
 
 
 def _nothing_to_wait_for() -> None:
-    """The copies are made."""
+    """Do nothing: the copies are complete."""
 
 
 def _pieces(image: FileImage, numbers: Sequence[int]) -> Iterator[tuple[torch.Tensor, int, int, Place]]:
@@ -281,5 +282,5 @@ def _pin(address: int, num_bytes: int) -> bool:
     portable = 1  # Pinned for every device's context.
     result = _cudart().cudaHostRegister(address, num_bytes, portable)
     if int(result) != 0:
-        logger.warning("Staging memory could not be pinned (CUDA error %d); copies to it will be slower.", int(result))
+        logger.warning("Staging memory could not be pinned (CUDA error %d); copies to it will be slower", int(result))
     return int(result) == 0

@@ -1,9 +1,9 @@
-"""Whether something changed while it was being staged.
+"""Detect tensors that change while they are being staged.
 
-The guard keeps optimizers from it; other code (an averaging of weights in a thread, a loader that
-hands out its live buffer) is out of its reach. Who suspects such a thing switches the watch on: every
-tensor is digested before its copy begins, the copy is digested when it is made, and a save for which
-the two differ fails and names the tensors, instead of being a checkpoint of no moment.
+The guard holds back optimizers; it cannot hold back other code (a thread that averages weights, a loader
+that returns its live buffer). With `checkpoint.debug_staging` every tensor is digested before its copy
+begins, and the copy when it is complete. A save for which the two differ fails and names the tensors,
+instead of becoming a checkpoint that mixes two moments.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torchtitan_lite.checkpoint.staging.stager import Staged
 from torchtitan_lite.config.job_config import Checkpoint
 
 Compare = Callable[[Staged], None]
-"""Waits for the copy; raises RuntimeError, naming them, if tensors in it are not as they were."""
+"""Waits for the copy; raises RuntimeError if tensors changed meanwhile, and names them."""
 
 StagingWatch = Callable[[FileImage, Sequence[str]], Compare]
-"""Called before the tensors of an image, whose names are given, are staged."""
+"""Called with an image and the names of its tensors, before they are staged."""
 
 _PIECE_BYTES = 4 << 20
 
 
 def watch(image: FileImage, names: Sequence[str]) -> Compare:
-    """Looks at every tensor before and after."""
+    """Digest every tensor now, and return a function that compares the staged copies with these digests."""
     before = [_digest(tensor) for tensor in image.tensors]
 
     def compare(staged: Staged) -> None:
@@ -38,8 +38,8 @@ def watch(image: FileImage, names: Sequence[str]) -> Compare:
         if changed:
             more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
             raise RuntimeError(
-                f"{', '.join(changed[:5])}{more} changed while being staged. Whoever changes them has to call "
-                "maybe_wait_for_staging() of the checkpoint manager first"
+                f"{', '.join(changed[:5])}{more} changed while being staged. Code that changes them must first call "
+                "maybe_wait_for_staging() of the checkpoint manager"
             )
 
     return compare
@@ -53,7 +53,7 @@ DO_NOT_WATCH: StagingWatch = _do_not_watch
 
 
 def build_staging_watch(config: Checkpoint) -> StagingWatch:
-    """As `debug_staging` says."""
+    """Return `watch` if `debug_staging` is on, else `DO_NOT_WATCH`."""
     return watch if config.debug_staging else DO_NOT_WATCH
 
 
