@@ -7,13 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.checkpoint.format.plain_value import NotPlain, encode
 from torchtitan_lite.checkpoint.untrusted.safe_load import load_item
 from torchtitan_lite.checkpoint.untrusted.safe_metadata import read_metadata
 from torchtitan_lite.checkpoint.untrusted.stock_item import locate
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest, Table
-from torchtitan_lite.store.plain_value import NotPlain, encode
 
 
 def add_manifest(folder: Path) -> Manifest:

@@ -26,10 +26,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from torchtitan_lite.checkpoint.format import plain_value
 from torchtitan_lite.checkpoint.format.structure import Branch, Path, decode, paths_of
 from torchtitan_lite.disk.plain_file import is_plain_name
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnsafe
-from torchtitan_lite.store import layout, plain_value
+from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Manifest
 from torchtitan_lite.store.manifest_fields import bare, shown
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.store import plain_value
+from torchtitan_lite.checkpoint.format import plain_value
 
 State = dict[str, Any]
 Path = tuple[str | int, ...]

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torchtitan_lite.checkpoint.format.contents import Contents
+from torchtitan_lite.checkpoint.format.plain_value import MAX_DEPTH
 from torchtitan_lite.checkpoint.format.structure import Path, find, rebuild
 from torchtitan_lite.errors import CheckpointDamaged
-from torchtitan_lite.store.plain_value import MAX_DEPTH
 
 
 class Leaf(NamedTuple):

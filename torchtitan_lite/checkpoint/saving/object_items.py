@@ -19,11 +19,11 @@ import torch
 
 from torchtitan_lite.checkpoint.format.description import PlacedObject
 from torchtitan_lite.checkpoint.format.kinds import difference
+from torchtitan_lite.checkpoint.format.plain_value import NotPlain, encode
 from torchtitan_lite.checkpoint.format.torch_item import CALL_OF_BYTES, OBJECT_GRAIN, SafePickle, object_item
 from torchtitan_lite.checkpoint.untrusted.safe_load import UnsafeItem, load_item
 from torchtitan_lite.disk.digest import text_digest
 from torchtitan_lite.store.described import DESCRIPTION_RATIO
-from torchtitan_lite.store.plain_value import NotPlain, encode
 
 _MAX_IN_MANIFEST_BYTES = 64 << 10
 """An object whose item is larger stands in its rank's file alone: the manifest is read whole, by every rank."""

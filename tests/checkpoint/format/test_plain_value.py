@@ -14,7 +14,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from torchtitan_lite.store.plain_value import MAX_DEPTH, NotPlain, decode, encode
+from torchtitan_lite.checkpoint.format.plain_value import MAX_DEPTH, NotPlain, decode, encode
 
 scalars = (
     st.none()
