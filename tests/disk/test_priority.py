@@ -18,8 +18,8 @@ from tests.checkpoint.small_run import target
 from torchtitan_lite.checkpoint.saving.savers import ThreadSaver, write_in_place
 from torchtitan_lite.checkpoint.saving.writer import Target
 from torchtitan_lite.checkpoint.staging.stager import Staged
+from torchtitan_lite.disk.background import NICE, give_way
 from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.disk.priority import NICE, give_way
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.store.store import CheckpointStore
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from torchtitan_lite.checkpoint.staging.stager import StagingArena
+from torchtitan_lite.disk.background import NICE
 from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.disk.priority import NICE
 from torchtitan_lite.disk.writer_process import IGNORED_SIGNALS, WriterProcess
 from torchtitan_lite.errors import WriterProcessDied
 

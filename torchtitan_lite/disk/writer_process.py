@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import Protocol
 
 from torchtitan_lite import faults, log
+from torchtitan_lite.disk.background import give_way
 from torchtitan_lite.disk.block_writer import InPlace, write_blocks
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.forks import forget_in_children
-from torchtitan_lite.disk.priority import give_way
 from torchtitan_lite.errors import WriterProcessDied
 
 IGNORED_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")

@@ -30,9 +30,9 @@ from torchtitan_lite.checkpoint.saving.writer import CommittingWriter, RankConte
 from torchtitan_lite.checkpoint.staging.stager import Staged, Stager, build_stager
 from torchtitan_lite.checkpoint.staging.watch import DO_NOT_WATCH, StagingWatch, build_staging_watch
 from torchtitan_lite.config.job_config import Checkpoint
+from torchtitan_lite.disk.background import give_way
 from torchtitan_lite.disk.block_writer import Bounced, InPlace, write_blocks
 from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.disk.priority import give_way
 from torchtitan_lite.disk.writer_process import WriterProcess
 from torchtitan_lite.distributed import dcp
 from torchtitan_lite.distributed.consensus import Peers
