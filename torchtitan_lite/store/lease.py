@@ -10,20 +10,16 @@ for the whole time-out after `check` and before the rename that follows it.
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import io
 import itertools
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
 
 from torchtitan_lite import faults
-from torchtitan_lite.disk.durable import DISK, Durable, temporary_name
+from torchtitan_lite.disk.durable import DISK, Durable
+from torchtitan_lite.disk.lock_file import LockFile
 from torchtitan_lite.errors import FolderInUse, LeaseLost
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
@@ -31,10 +27,6 @@ from torchtitan_lite.store.holder import Holder
 
 HEARTBEAT_SECONDS = 2.0
 """Several in the shortest time-out that makes sense, and rare enough to cost a network filesystem nothing."""
-
-_NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-_LIMIT_BYTES = 1 << 16
 
 
 class Lease:
@@ -63,9 +55,9 @@ class Lease:
         self._timeout_seconds = timeout_seconds
         self._heartbeat_seconds = heartbeat_seconds
         self._durable = durable
+        self._file = LockFile(self._path, durable, make_room)
         self._sleep = sleep
         self._now = now
-        self._make_room = make_room
         self._heart: _Heart | None = None
 
     def take(self) -> None:
@@ -81,8 +73,8 @@ class Lease:
         self._durable.make_dir(self._path.parent)
         mine = Holder.this_process(self._run_id, self._now())
         self._contend(mine)
-        self._clear_temporaries()
-        self._heart = _Heart(self._path, mine, self._heartbeat_seconds, self._now)
+        self._file.remove_temporaries()
+        self._heart = _Heart(self._path, self._file, mine, self._heartbeat_seconds, self._now)
         self._heart.start()
 
     def check(self) -> None:
@@ -91,7 +83,7 @@ class Lease:
         Any thread; between `take` and `release`. Call it right before what only the holder may do.
         """
         assert self._heart is not None, "check() before take()"
-        found = _read(self._path)
+        found = self._file.read()
         if not _is_of(self._heart.holder, found):
             raise LeaseLost(str(self._path.parent), _told(found))
 
@@ -103,9 +95,7 @@ class Lease:
             return
         heart.stop()
         try:
-            with _alone_with(self._path) as found:
-                if _is_of(heart.holder, found):
-                    self._durable.remove_file(self._path)
+            self._file.remove(lambda found: _is_of(heart.holder, found))
         except OSError as error:
             logger.warning("%s could not be removed: %s. The next job sees that this one ended.", self._path, error)
 
@@ -114,10 +104,10 @@ class Lease:
         watched: bytes | None = None
         found: bytes | None = None
         for waited in self._looks():
-            found = _read(self._path)
+            found = self._file.read()
             holder = Holder.parse(found or b"")
             if found is None:
-                if self._put_first(mine):
+                if self._file.create(mine.to_bytes(0, self._now()), mine.token):
                     return
             elif _is_of(mine, found):
                 return  # A network filesystem said no to a request that it had done already.
@@ -135,7 +125,7 @@ class Lease:
                 logger.warning("Taking over %s from %s: no sign of life.", self._path.parent, _told(found))
                 self._make_sure(mine)
                 return
-        raise FolderInUse(str(self._path.parent), _told(_read(self._path) or found))
+        raise FolderInUse(str(self._path.parent), _told(self._file.read() or found))
 
     def _looks(self) -> Iterator[float]:
         """Seconds waited so far, at each look. A disk that hangs during a look does not make the holder silent."""
@@ -146,79 +136,14 @@ class Lease:
                 return
             self._sleep(interval)
 
-    def _put_first(self, mine: Holder) -> bool:
-        """Whether there was no lock file, and it is now of `mine`."""
-        try:
-            return self._link_first(mine)
-        except OSError as error:
-            if error.errno not in _NO_ROOM:
-                raise
-        return self._put_first_without_links(mine)
-
-    def _link_first(self, mine: Holder) -> bool:
-        with self._temporary(mine) as temporary:
-            try:
-                self._path.hardlink_to(temporary)
-            except (FileExistsError, FileNotFoundError):
-                return False  # Somebody has taken the folder, and perhaps cleared the temporary file away.
-            except OSError as error:
-                if error.errno not in _NO_LINKS:
-                    raise
-                return self._put_first_without_links(mine)
-            return True
-
-    def _put_first_without_links(self, mine: Holder) -> bool:
-        # Also where there is no room for a second file: an empty lock file keeps others away for the time-out, as that
-        # of a silent holder does, and who takes longer than that to write into it finds out in `check`.
-        try:
-            with self._path.open("xb", buffering=0) as file:
-                self._write_in_place(file, mine)
-        except FileExistsError:
-            return False
-        except OSError:
-            with suppress(FileNotFoundError):
-                self._durable.remove_file(self._path)
-            raise
-        return True
-
     def _succeed(self, seen: bytes, mine: Holder) -> bool:
         """Whether the lock file was still as `seen`, and is now of `mine`."""
-        try:
-            with self._temporary(mine) as temporary, _alone_with(self._path) as found:
-                if found != seen:
-                    return False
-                try:
-                    self._durable.replace(temporary, self._path)
-                except FileNotFoundError:
-                    return False  # As in `_put_first`.
-                return True
-        except OSError as error:
-            if error.errno not in _NO_ROOM:
-                raise
-        return self._succeed_in_place(seen, mine)
-
-    def _succeed_in_place(self, seen: bytes, mine: Holder) -> bool:
-        """As `_succeed`, without a second file: the disk is full, and the old holder's file has its room already."""
-        with _alone_with(self._path) as found:
-            if found != seen:
-                return False
-            with self._path.open("r+b", buffering=0) as file:
-                self._write_in_place(file, mine)
-            return True
-
-    def _write_in_place(self, file: io.FileIO, mine: Holder) -> None:
-        data = mine.to_bytes(0, self._now())
-        try:
-            _write_whole(file, data)
-        except OSError as error:
-            if error.errno not in _NO_ROOM or not self._make_room():
-                raise
-            _write_whole(file, data)
+        return self._file.replace(seen, mine.to_bytes(0, self._now()), mine.token)
 
     def _make_sure(self, mine: Holder) -> None:
         """No other, from a host whose locks are not seen here, has succeeded the same holder after us."""
         self._sleep(self._heartbeat_seconds)
-        found = _read(self._path)
+        found = self._file.read()
         if not _is_of(mine, found):
             raise FolderInUse(str(self._path.parent), _told(found))
 
@@ -230,30 +155,14 @@ class Lease:
             self._timeout_seconds,
         )
 
-    @contextmanager
-    def _temporary(self, mine: Holder) -> Iterator[Path]:
-        """The lock file of `mine`, whole, under a name that nobody else uses."""
-        path = self._path.with_name(temporary_name(f"{layout.LOCK}.{mine.token}"))
-        try:
-            self._durable.write_file(path, mine.to_bytes(0, self._now()))
-            yield path
-        finally:
-            with suppress(FileNotFoundError):
-                self._durable.remove_file(path)
-
-    def _clear_temporaries(self) -> None:
-        """Nothing is left of those that were killed while they took it; those that are at it now notice."""
-        for path in self._path.parent.glob(temporary_name(f"{layout.LOCK}.*")):
-            with suppress(FileNotFoundError):
-                self._durable.remove_file(path)
-
 
 class _Heart:
     """Gives a sign of life of `holder` in the lock file `path` every `seconds`, from a thread of its own."""
 
-    def __init__(self, path: Path, holder: Holder, seconds: float, now: Callable[[], float]) -> None:
+    def __init__(self, path: Path, file: LockFile, holder: Holder, seconds: float, now: Callable[[], float]) -> None:
         self.holder = holder
         self._path = path
+        self._file = file
         self._seconds = seconds
         self._now = now
         self._stopped = threading.Event()
@@ -274,7 +183,7 @@ class _Heart:
                 return
             try:
                 if not self._beat(number):
-                    logger.warning("%s is no longer this job's: %s", self._path, _told(_read(self._path)))
+                    logger.warning("%s is no longer this job's: %s", self._path, _told(self._file.read()))
                     return
                 failing = False
             except OSError as error:
@@ -285,69 +194,8 @@ class _Heart:
     def _beat(self, number: int) -> bool:
         """Whether the lock file is ours; it then tells of beat `number`."""
         faults.point("heartbeat", path=self._path)
-        # One open file: what is written goes where the token was read, though the name may pass to another's meanwhile.
-        # Closing it is what shows it to the other hosts of a network filesystem.
-        with self._path.open("r+b", buffering=0) as file:
-            if not _is_of(self.holder, file.read(_LIMIT_BYTES)):
-                return False
-            data = self.holder.to_bytes(number, self._now())
-            file.seek(0)
-            file.write(data)
-        return True
-
-
-def _write_whole(file: io.FileIO, data: bytes) -> None:
-    """`file` holds `data` and nothing else."""
-    file.seek(0)
-    if file.write(data) < len(data):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file.name))
-    file.truncate()
-
-
-@contextmanager
-def _alone_with(path: Path) -> Iterator[bytes | None]:
-    """What `path` holds, while no other process that flock reaches replaces or removes it; None if that cannot be."""
-    try:
-        file = _open(path)
-    except FileNotFoundError:
-        yield None
-        return
-    with file:
-        yield file.read(_LIMIT_BYTES) if _lock(file) and _is_called(path, file) else None
-
-
-def _open(path: Path) -> BinaryIO:
-    try:
-        return path.open("r+b", buffering=0)  # flock over NFS wants a file that is open for writing.
-    except PermissionError:
-        return path.open("rb", buffering=0)  # Another user's; the folder may let us replace it all the same.
-
-
-def _lock(file: BinaryIO) -> bool:
-    """Whether no other process is about to replace or remove `file`; True where there are no such locks."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True
-
-
-def _is_called(path: Path, file: BinaryIO) -> bool:
-    """Whether the open `file` is still the one called `path`."""
-    try:
-        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
-    except FileNotFoundError:
-        return False
-
-
-def _read(path: Path) -> bytes | None:
-    try:
-        with path.open("rb") as file:
-            return file.read(_LIMIT_BYTES)
-    except FileNotFoundError:
-        return None
+        data = self.holder.to_bytes(number, self._now())
+        return self._file.renew(lambda found: _is_of(self.holder, found), data)
 
 
 def _is_of(holder: Holder, data: bytes | None) -> bool:
