@@ -18,7 +18,7 @@ from torchtitan_lite import faults
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.listing import is_folder
+from torchtitan_lite.store.listing import Listing, is_folder
 from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
 from torchtitan_lite.store.manifest_fields import NAN_IN
 
@@ -38,9 +38,10 @@ class _Known:
 
 
 class KnownManifests:
-    """The manifests that were read. `now_ns` is the clock that files get their times from, as far as is known."""
+    """The manifests that were read in `root`. `now_ns` is the clock that file times come from, as far as known."""
 
-    def __init__(self, now_ns: Callable[[], int] = time.time_ns) -> None:
+    def __init__(self, root: Path, now_ns: Callable[[], int] = time.time_ns) -> None:
+        self._root = root
         self._now_ns = now_ns
         self._known: dict[Path, _Known] = {}
         self._warned: dict[Path, str] = {}
@@ -75,6 +76,23 @@ class KnownManifests:
             self._warn(error)
             return None
 
+    def intact(self) -> list[CheckpointInfo]:
+        """Every intact checkpoint in the folder, by ascending step."""
+        all_places = Listing(self._root).places()
+        self._forget_all_but({place for places in all_places.values() for place in places})
+        found = (self.find_intact(step, places) for step, places in all_places.items())
+        return [info for info in found if info is not None]
+
+    def faults(self) -> dict[int, CheckpointDamaged | CheckpointUnreadable]:
+        """What is wrong with each step-N that has no intact manifest, by step."""
+        found: dict[int, CheckpointDamaged | CheckpointUnreadable] = {}
+        for step, places in Listing(self._root).places().items():
+            try:
+                self.find(step, places)
+            except (CheckpointDamaged, CheckpointUnreadable) as error:
+                found[step] = error
+        return found
+
     def sizes(self, info: CheckpointInfo) -> Mapping[str, int]:
         """The sizes in bytes of the files of `info`, by name, as its manifest has them. Raises as `find` does.
 
@@ -86,7 +104,7 @@ class KnownManifests:
         _raise_damage(known)
         return known.sizes
 
-    def forget_all_but(self, places: Collection[Path]) -> None:
+    def _forget_all_but(self, places: Collection[Path]) -> None:
         """Nothing is remembered of other places."""
         for folder in list(self._known):
             if folder not in places:

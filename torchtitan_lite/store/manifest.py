@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.disk.digest import DIGEST_BYTES, FileRecord, num_blocks, text_digest
-from torchtitan_lite.errors import CheckpointDamaged, FormatTooNew
+from torchtitan_lite.errors import CheckpointDamaged, FormatTooNew, SaveFailed
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.described import read_description
-from torchtitan_lite.store.lineage import Lineage
+from torchtitan_lite.store.described import allowed_description_bytes, read_description
+from torchtitan_lite.store.lineage import MAX_ABANDONED, Lineage
 from torchtitan_lite.store.manifest_fields import (
     extra,
     file_name,
@@ -170,6 +170,24 @@ class Manifest:
         told = [f'"{name}": {line}'.encode() for name, line in lines.items()]
         told += [f'"{name}": '.encode() + entries.text for name, entries in tables.items()]
         return seal(b"{\n" + b",\n".join(told))
+
+    def to_readable_json(self) -> bytes:
+        """As `to_json`. Raises SaveFailed for one that would be refused when it is read."""
+        text = self.to_json()
+        data_bytes = self.nbytes - self.files[layout.METADATA].size
+        if len(text) > (most := allowed_description_bytes(data_bytes)):
+            raise SaveFailed(
+                self.step,
+                f"{layout.MANIFEST} would have {len(text)} bytes, and beside {data_bytes} bytes of data it is read up "
+                f"to {most}; give the state fewer or larger entries",
+            )
+        if len(self.lineage.abandons) > MAX_ABANDONED:
+            raise SaveFailed(
+                self.step,
+                f"it would set aside {len(self.lineage.abandons)} checkpoints, and {MAX_ABANDONED} is the most; remove "
+                "some, or start in another --job.dump_folder",
+            )
+        return text
 
     @classmethod
     def of_folder(cls, folder: Path) -> Manifest | None:

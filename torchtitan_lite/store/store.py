@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import os
 import shutil
 import threading
@@ -31,11 +30,11 @@ from torchtitan_lite.errors import (
 )
 from torchtitan_lite.log import logger, readable_bytes
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.described import allowed_description_bytes
 from torchtitan_lite.store.known_manifests import KnownManifests, describe
-from torchtitan_lite.store.lineage import MAX_ABANDONED, Lineage, without_abandoned
+from torchtitan_lite.store.lineage import without_abandoned
 from torchtitan_lite.store.listing import Listing, is_folder, is_unmanaged
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
+from torchtitan_lite.store.retired import RetiredCheckpoints
 
 
 def free_bytes(folder: Path) -> int:
@@ -67,7 +66,8 @@ class CheckpointStore:
         self.root = Path(root).absolute()  # A save in a thread outlasts a change of the working directory.
         self._durable = durable
         self._free_bytes = free_bytes
-        self._manifests = KnownManifests(now_ns)
+        self._manifests = KnownManifests(self.root, now_ns)
+        self._retired = RetiredCheckpoints(self.root, durable, self._manifests)
 
     @property
     def exclusive(self) -> AbstractContextManager[bool]:
@@ -89,10 +89,7 @@ class CheckpointStore:
 
     def intact(self) -> list[CheckpointInfo]:
         """As `committed`, with those that are abandoned and could not be set aside yet."""
-        all_places = Listing(self.root).places()
-        self._manifests.forget_all_but({place for places in all_places.values() for place in places})
-        found = (self._manifests.find_intact(step, places) for step, places in all_places.items())
-        return [info for info in found if info is not None]
+        return self._manifests.intact()
 
     def unmanaged(self) -> list[Path]:
         """Folders named step-N with a checkpoint's files and no manifest, such as torchtitan's, by ascending step."""
@@ -108,20 +105,13 @@ class CheckpointStore:
 
     def damaged(self) -> dict[int, CheckpointDamaged]:
         """What is wrong with each step-N whose manifest is damaged, and of which there is no other one, by step."""
-        return {step: error for step, error in self._faults().items() if isinstance(error, CheckpointDamaged)}
+        return {step: error for step, error in self._manifests.faults().items() if isinstance(error, CheckpointDamaged)}
 
     def unreadable(self) -> dict[int, CheckpointUnreadable]:
         """What the system says of each step-N whose manifest it does not give, by step: nothing is known of these."""
-        return {step: error for step, error in self._faults().items() if isinstance(error, CheckpointUnreadable)}
-
-    def _faults(self) -> dict[int, CheckpointDamaged | CheckpointUnreadable]:
-        found: dict[int, CheckpointDamaged | CheckpointUnreadable] = {}
-        for step, places in Listing(self.root).places().items():
-            try:
-                self._manifests.find(step, places)
-            except (CheckpointDamaged, CheckpointUnreadable) as error:
-                found[step] = error
-        return found
+        return {
+            step: error for step, error in self._manifests.faults().items() if isinstance(error, CheckpointUnreadable)
+        }
 
     def get(self, step: int) -> CheckpointInfo:
         """The committed checkpoint of `step`, unless one abandons it.
@@ -181,16 +171,16 @@ class CheckpointStore:
             staging = self._superfluous_staging(step)
         if is_folder(staging):
             for path in sorted(staging.iterdir()):
-                self._remove(path)
+                self._retired.remove(path)
         elif os.path.lexists(staging):
-            self._remove(staging)
+            self._retired.remove(staging)
 
     def abandon(self, step: int) -> None:
         """The staging folder of `step` is gone. Coordinator, once no rank writes into it."""
         with self.exclusive:
             staging = self._superfluous_staging(step)
         if os.path.lexists(staging):
-            self._remove(staging)
+            self._retired.remove(staging)
 
     def commit(self, step: int, manifest: Manifest, fence: Callable[[], object] = nothing) -> CheckpointInfo:
         """`step-N` is what was staged, durably. Coordinator only, after every rank has synced its files.
@@ -209,13 +199,13 @@ class CheckpointStore:
             self._put_in_place(sealed, fence)
             faults.point("committed", step=step, path=self._final(step))
             self._durable.fsync_dir(self.root)
-            self._finish(step, sealed.lineage)
+            self._retired.after_commit(step, sealed.lineage.abandons)
         return describe(self._final(step), sealed)
 
     def delete(self, info: CheckpointInfo) -> None:
         """The checkpoint of `info` is absent for every reader, durably, then its bytes are gone. Coordinator only."""
         with self.exclusive:
-            trash = self._discarded(info)
+            trash = self._retired.discard(info)
         self.empty(trash)
 
     def discard(self, info: CheckpointInfo) -> list[Path]:
@@ -226,70 +216,26 @@ class CheckpointStore:
         with self.exclusive:
             if self._manifests.find_intact(info.step, [info.path]) != info:
                 return []
-            return self._discarded(info)
+            return self._retired.discard(info)
 
     def empty(self, trash: Sequence[Path]) -> None:
         """Remove the bytes of what was discarded. Coordinator only; beside anything else but `recover`."""
         for path in trash:
-            self._remove(path)
-
-    def _discarded(self, info: CheckpointInfo) -> list[Path]:
-        # What makes it superfluous may be a rename that is not durable yet.
-        self._durable.fsync_dir(self.root)
-        # The names of what it abandons go with it, and what it replaced may be just that.
-        self._finish_abandoning()
-        trash = []
-        for path in Listing(self.root).replaced(info.step):
-            # First, or an older checkpoint of the step would be seen once this one is gone.
-            if path != info.path and not self._stays_beside(path, info.step):
-                trash.append(self._set_for_removal(path, info.step))
-            elif path != info.path:
-                self._set_weights_aside(path, info.step)
-        return [*trash, self._set_for_removal(info.path, info.step)]
+            self._retired.remove(path)
 
     def quarantine(self, step: int, findings: Sequence[str]) -> Path:
         """The damaged checkpoint of `step` has a foreign name, durably, and tells of `findings` if the disk takes it.
 
         Coordinator only, once every rank has agreed. Returns where it is: nothing reads, counts or removes it there.
         """
-        # The names of what it abandons go with it.
-        self._finish_abandoning()
-        for path in reversed(Listing(self.root).places()[step]):
-            aside = Listing(self.root).free(functools.partial(layout.quarantined, step))
-            self._durable.rename(path, aside)
-        self._durable.fsync_dir(self.root)
-        logger.warning("step %d is damaged and is now %s: %s", step, aside, "; ".join(findings))
-        try:
-            text = json.dumps({"step": step, "findings": list(findings)}, indent=2) + "\n"
-            if os.path.lexists(aside / layout.FINDINGS):
-                # What has its name may be a link that leads out of the folder, or a pipe without a reader.
-                self._durable.remove_file(aside / layout.FINDINGS)
-            self._durable.write_file(aside / layout.FINDINGS, text.encode())
-            self._durable.fsync_dir(aside)
-        except OSError as error:
-            logger.warning("%s could not be written: %s", aside / layout.FINDINGS, error)
-        return aside
+        return self._retired.quarantine(step, findings)
 
     def recover(self) -> list[Path]:
         """Nothing of a cut save or removal is left. Coordinator, before the first load.
 
         Returns what was put back, by its new name, and what was removed. Unsupported names are untouched.
         """
-        put_back = [*self._put_back(), *self._finish_abandoning()]
-        listing = Listing(self.root)
-        superseded = [(path, step) for step in listing.places() for path in self._superseded(step, listing)]
-        leftovers = listing.leftovers()
-        if self.root.is_dir():
-            # A killed process may have made the folder, and the names in it that the rest is superfluous for, and not
-            # have synced either. What is seen from here on is there for good.
-            self._durable.fsync_dir(self.root.parent)
-            self._durable.fsync_dir(self.root)
-        let_go = [self._let_go(path, step) for path, step in superseded]
-        for path in leftovers:
-            self._remove(path)
-        if leftovers:
-            self._durable.fsync_dir(self.root)
-        return [*put_back, *let_go, *leftovers]
+        return self._retired.recover()
 
     def _seal(self, step: int, manifest: Manifest) -> Manifest:
         """The staging folder holds the files of the returned manifest, and it, and nothing else, durably."""
@@ -305,11 +251,11 @@ class CheckpointStore:
         sealed = dataclasses.replace(manifest, files=manifest.files | self._described(step, manifest))
         for path in sorted(staging.iterdir()):
             if path.name not in sealed.files:
-                self._remove(path)
+                self._retired.remove(path)
         with naming(staging / layout.METADATA), (staging / layout.METADATA).open("rb") as file:
             self._durable.fsync_file(file.fileno())
         faults.point("manifest", step=step, path=staging / layout.MANIFEST)
-        self._durable.write_file(staging / layout.MANIFEST, _readable(sealed))
+        self._durable.write_file(staging / layout.MANIFEST, sealed.to_readable_json())
         faults.point("seal", step=step, path=staging)
         self._durable.fsync_dir(staging)
         return sealed
@@ -329,7 +275,7 @@ class CheckpointStore:
         if self._manifests.find_intact(step, [final]) is not None:
             fence()
             # Its manifest goes, and with it the names of what it abandons.
-            self._finish_abandoning()
+            self._retired.rename_abandoned()
         is_there, there = os.path.lexists(final), self._manifests.find_intact(step, [final])
         keeps_weights = there is not None and _stay_beside(there, sealed)
         fence()
@@ -339,26 +285,11 @@ class CheckpointStore:
             if there is not None:
                 self._durable.rename(final, Listing(self.root).free_replaced(step))
             else:
-                self._move_aside(step)
+                self._retired.move_aside(step)
             # Without this the disk may come to know the second rename and not the first.
             self._durable.fsync_dir(self.root)
             fence()
         self._durable.rename(staging, final)
-
-    def _move_aside(self, step: int) -> None:
-        aside = Listing(self.root).free(lambda number: layout.moved_aside(step, number))
-        logger.warning("%s is no checkpoint of ours and in the way of one: it is now %s", self._final(step), aside)
-        self._durable.rename(self._final(step), aside)
-
-    def _finish(self, step: int, lineage: Lineage) -> None:
-        """What the commit of `step` abandons is called so, and then what it replaced is gone; else a warning."""
-        try:
-            self._set_aside(lineage.abandons)
-            for path in [self._staging(step), *Listing(self.root).replaced(step)]:
-                if os.path.lexists(path):
-                    self._let_go(path, step)
-        except OSError as error:
-            logger.warning("step %d is saved; what it replaced could not be removed: %s", step, error)
 
     def _superfluous_staging(self, step: int) -> Path:
         """The staging folder of `step`; nothing in it, if it is there, is needed."""
@@ -367,35 +298,8 @@ class CheckpointStore:
             # A commit that failed after its exchange left the old checkpoint here: the new one must be durable first,
             # and if it abandons the old one, that is kept.
             self._durable.fsync_dir(self.root)
-            self._finish_abandoning()
+            self._retired.rename_abandoned()
         return staging
-
-    def _finish_abandoning(self) -> list[Path]:
-        abandons = [pair for info in self.intact() for pair in info.lineage.abandons]
-        if abandons:
-            # The commit that abandons them may not be durable yet.
-            self._durable.fsync_dir(self.root)
-        return self._set_aside(abandons)
-
-    def _set_aside(self, abandons: Sequence[tuple[int, str]]) -> list[Path]:
-        """The checkpoints in `abandons` are called so, wherever they stand; returns their new names."""
-        left: dict[int, set[str]] = {}
-        for step, run_id in abandons:
-            left.setdefault(step, set()).add(run_id)
-        listing = Listing(self.root)
-        moved = []
-        # Manifests may name any number of steps: of those that are there each place is looked at once.
-        for step in sorted(left.keys() & listing.steps()):
-            for path in [self._final(step), self._staging(step), *listing.replaced(step)]:
-                info = self._manifests.find_intact(step, [path])
-                if info is not None and info.run_id in left[step]:
-                    aside = Listing(self.root).free(functools.partial(layout.abandoned_dir, step, info.run_id))
-                    self._durable.rename(path, aside)
-                    logger.info("step %d is of a branch that was left; it is now %s", step, aside.name)
-                    moved.append(aside)
-        if moved:
-            self._durable.fsync_dir(self.root)
-        return moved
 
     def _warn_of_damage(self, step: int, places: Sequence[Path]) -> None:
         try:
@@ -403,86 +307,11 @@ class CheckpointStore:
         except (CheckpointDamaged, CheckpointUnreadable) as error:
             logger.warning("passing over step %d: %s", step, error)
 
-    def _put_back(self) -> list[Path]:
-        """Every step that was replaced, and its successor not yet in place, has its name again."""
-        put_back = []
-        for step, places in Listing(self.root).places().items():
-            if places[0] != self._final(step):
-                self._durable.rename(places[0], self._final(step))
-                put_back.append(self._final(step))
-        return put_back
-
-    def _superseded(self, step: int, listing: Listing) -> list[Path]:
-        replaced = listing.replaced(step)
-        return replaced if replaced and self._manifests.find_intact(step, [self._final(step)]) else []
-
-    def _let_go(self, path: Path, step: int) -> Path:
-        """`path`, which was replaced, is no checkpoint any more; returns what it is or was called."""
-        if self._stays_beside(path, step):
-            return self._set_weights_aside(path, step)
-        self._discard(path, step)
-        return path
-
-    def _stays_beside(self, path: Path, step: int) -> bool:
-        """Whether `path` are exported weights that a full checkpoint of `step` replaced: they stay, by another name."""
-        weights = self._manifests.find_intact(step, [path])
-        full = self._manifests.find_intact(step, [self._final(step)])
-        return (
-            path != self._staging(step)
-            and weights is not None
-            and full is not None
-            and weights.kind is CheckpointKind.WEIGHTS_ONLY
-            and full.kind is CheckpointKind.FULL
-        )
-
-    def _set_weights_aside(self, path: Path, step: int) -> Path:
-        aside = Listing(self.root).free(functools.partial(layout.weights_dir, step))
-        self._durable.rename(path, aside)
-        self._durable.fsync_dir(self.root)
-        logger.info("The weights-only step %d is now %s: a full checkpoint takes its name", step, aside.name)
-        return aside
-
-    def _discard(self, path: Path, step: int) -> None:
-        """`path` is no checkpoint any more, durably, then its bytes are gone: never half of it under its own name."""
-        self._remove(self._set_for_removal(path, step))
-
-    def _set_for_removal(self, path: Path, step: int) -> Path:
-        """`path` is no checkpoint any more, durably; returns what it is called now."""
-        trash = Listing(self.root).free_trash(step)
-        self._durable.rename(path, trash)
-        self._durable.fsync_dir(self.root)
-        return trash
-
-    def _remove(self, path: Path) -> None:
-        if is_folder(path):
-            self._durable.remove_tree(path)
-        else:
-            self._durable.remove_file(path)
-
     def _final(self, step: int) -> Path:
         return self.root / layout.step_dir(step)
 
     def _staging(self, step: int) -> Path:
         return self.root / layout.staging_dir(step)
-
-
-def _readable(manifest: Manifest) -> bytes:
-    """The text of `manifest`. Raises SaveFailed for one that would be refused when it is read."""
-    text = manifest.to_json()
-    data_bytes = manifest.nbytes - manifest.files[layout.METADATA].size
-    if len(text) > (most := allowed_description_bytes(data_bytes)):
-        raise SaveFailed(
-            manifest.step,
-            f"{layout.MANIFEST} would have {len(text)} bytes, and beside {data_bytes} bytes of data it is read up to "
-            f"{most}; give the state fewer or larger entries",
-        )
-    if len(manifest.lineage.abandons) > MAX_ABANDONED:
-        raise SaveFailed(
-            manifest.step,
-            f"it would set aside {len(manifest.lineage.abandons)} checkpoints, and {MAX_ABANDONED} is the most; remove "
-            "some, or start in another --job.dump_folder",
-        )
-    return text
 
 
 def _stay_beside(there: CheckpointInfo, sealed: Manifest) -> bool:

@@ -1,0 +1,192 @@
+"""Checkpoints that lose their name: replaced, abandoned, damaged, no longer kept.
+
+Every method may be cut anywhere, and `recover` finishes or drops what was left. Only names that `layout` spells are
+ever removed, and what is found damaged is renamed, never removed. What makes a checkpoint superfluous is durable before
+it loses its name.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchtitan_lite.disk.durable import Durable
+from torchtitan_lite.log import logger
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.known_manifests import KnownManifests
+from torchtitan_lite.store.listing import Listing, is_folder
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
+
+
+class RetiredCheckpoints:
+    """Checkpoints in `root` that lose the name of their step. **Coordinator only**; `CheckpointStore` calls it."""
+
+    def __init__(self, root: Path, durable: Durable, manifests: KnownManifests) -> None:
+        self.root = root
+        self._durable = durable
+        self._manifests = manifests
+
+    def discard(self, info: CheckpointInfo) -> list[Path]:
+        # What makes it superfluous may be a rename that is not durable yet.
+        self._durable.fsync_dir(self.root)
+        # The names of what it abandons go with it, and what it replaced may be just that.
+        self.rename_abandoned()
+        trash = []
+        for path in Listing(self.root).replaced(info.step):
+            # First, or an older checkpoint of the step would be seen once this one is gone.
+            if path != info.path and not self._stays_beside(path, info.step):
+                trash.append(self._set_for_removal(path, info.step))
+            elif path != info.path:
+                self._set_weights_aside(path, info.step)
+        return [*trash, self._set_for_removal(info.path, info.step)]
+
+    def quarantine(self, step: int, findings: Sequence[str]) -> Path:
+        """The damaged checkpoint of `step` has a foreign name, durably, and tells of `findings` if the disk takes it.
+
+        Coordinator only, once every rank has agreed. Returns where it is: nothing reads, counts or removes it there.
+        """
+        # The names of what it abandons go with it.
+        self.rename_abandoned()
+        for path in reversed(Listing(self.root).places()[step]):
+            aside = Listing(self.root).free(functools.partial(layout.quarantined, step))
+            self._durable.rename(path, aside)
+        self._durable.fsync_dir(self.root)
+        logger.warning("step %d is damaged and is now %s: %s", step, aside, "; ".join(findings))
+        try:
+            text = json.dumps({"step": step, "findings": list(findings)}, indent=2) + "\n"
+            if os.path.lexists(aside / layout.FINDINGS):
+                # What has its name may be a link that leads out of the folder, or a pipe without a reader.
+                self._durable.remove_file(aside / layout.FINDINGS)
+            self._durable.write_file(aside / layout.FINDINGS, text.encode())
+            self._durable.fsync_dir(aside)
+        except OSError as error:
+            logger.warning("%s could not be written: %s", aside / layout.FINDINGS, error)
+        return aside
+
+    def recover(self) -> list[Path]:
+        """Nothing of a cut save or removal is left. Coordinator, before the first load.
+
+        Returns what was put back, by its new name, and what was removed. Unsupported names are untouched.
+        """
+        put_back = [*self._put_back(), *self.rename_abandoned()]
+        listing = Listing(self.root)
+        superseded = [(path, step) for step in listing.places() for path in self._superseded(step, listing)]
+        leftovers = listing.leftovers()
+        if self.root.is_dir():
+            # A killed process may have made the folder, and the names in it that the rest is superfluous for, and not
+            # have synced either. What is seen from here on is there for good.
+            self._durable.fsync_dir(self.root.parent)
+            self._durable.fsync_dir(self.root)
+        let_go = [self._let_go(path, step) for path, step in superseded]
+        for path in leftovers:
+            self.remove(path)
+        if leftovers:
+            self._durable.fsync_dir(self.root)
+        return [*put_back, *let_go, *leftovers]
+
+    def after_commit(self, step: int, abandons: Sequence[tuple[int, str]]) -> None:
+        """What the commit of `step` abandons is called so, and then what it replaced is gone; else a warning."""
+        try:
+            self._set_aside(abandons)
+            for path in [self._staging(step), *Listing(self.root).replaced(step)]:
+                if os.path.lexists(path):
+                    self._let_go(path, step)
+        except OSError as error:
+            logger.warning("step %d is saved; what it replaced could not be removed: %s", step, error)
+
+    def rename_abandoned(self) -> list[Path]:
+        abandons = [pair for info in self._manifests.intact() for pair in info.lineage.abandons]
+        if abandons:
+            # The commit that abandons them may not be durable yet.
+            self._durable.fsync_dir(self.root)
+        return self._set_aside(abandons)
+
+    def move_aside(self, step: int) -> None:
+        aside = Listing(self.root).free(lambda number: layout.moved_aside(step, number))
+        logger.warning("%s is no checkpoint of ours and in the way of one: it is now %s", self._final(step), aside)
+        self._durable.rename(self._final(step), aside)
+
+    def remove(self, path: Path) -> None:
+        if is_folder(path):
+            self._durable.remove_tree(path)
+        else:
+            self._durable.remove_file(path)
+
+    def _set_aside(self, abandons: Sequence[tuple[int, str]]) -> list[Path]:
+        """The checkpoints in `abandons` are called so, wherever they stand; returns their new names."""
+        left: dict[int, set[str]] = {}
+        for step, run_id in abandons:
+            left.setdefault(step, set()).add(run_id)
+        listing = Listing(self.root)
+        moved = []
+        # Manifests may name any number of steps: of those that are there each place is looked at once.
+        for step in sorted(left.keys() & listing.steps()):
+            for path in [self._final(step), self._staging(step), *listing.replaced(step)]:
+                info = self._manifests.find_intact(step, [path])
+                if info is not None and info.run_id in left[step]:
+                    aside = Listing(self.root).free(functools.partial(layout.abandoned_dir, step, info.run_id))
+                    self._durable.rename(path, aside)
+                    logger.info("step %d is of a branch that was left; it is now %s", step, aside.name)
+                    moved.append(aside)
+        if moved:
+            self._durable.fsync_dir(self.root)
+        return moved
+
+    def _put_back(self) -> list[Path]:
+        """Every step that was replaced, and its successor not yet in place, has its name again."""
+        put_back = []
+        for step, places in Listing(self.root).places().items():
+            if places[0] != self._final(step):
+                self._durable.rename(places[0], self._final(step))
+                put_back.append(self._final(step))
+        return put_back
+
+    def _superseded(self, step: int, listing: Listing) -> list[Path]:
+        replaced = listing.replaced(step)
+        return replaced if replaced and self._manifests.find_intact(step, [self._final(step)]) else []
+
+    def _let_go(self, path: Path, step: int) -> Path:
+        """`path`, which was replaced, is no checkpoint any more; returns what it is or was called."""
+        if self._stays_beside(path, step):
+            return self._set_weights_aside(path, step)
+        self._remove_durably(path, step)
+        return path
+
+    def _stays_beside(self, path: Path, step: int) -> bool:
+        """Whether `path` are exported weights that a full checkpoint of `step` replaced: they stay, by another name."""
+        weights = self._manifests.find_intact(step, [path])
+        full = self._manifests.find_intact(step, [self._final(step)])
+        return (
+            path != self._staging(step)
+            and weights is not None
+            and full is not None
+            and weights.kind is CheckpointKind.WEIGHTS_ONLY
+            and full.kind is CheckpointKind.FULL
+        )
+
+    def _set_weights_aside(self, path: Path, step: int) -> Path:
+        aside = Listing(self.root).free(functools.partial(layout.weights_dir, step))
+        self._durable.rename(path, aside)
+        self._durable.fsync_dir(self.root)
+        logger.info("The weights-only step %d is now %s: a full checkpoint takes its name", step, aside.name)
+        return aside
+
+    def _remove_durably(self, path: Path, step: int) -> None:
+        """`path` is no checkpoint any more, durably, then its bytes are gone: never half of it under its own name."""
+        self.remove(self._set_for_removal(path, step))
+
+    def _set_for_removal(self, path: Path, step: int) -> Path:
+        """`path` is no checkpoint any more, durably; returns what it is called now."""
+        trash = Listing(self.root).free_trash(step)
+        self._durable.rename(path, trash)
+        self._durable.fsync_dir(self.root)
+        return trash
+
+    def _final(self, step: int) -> Path:
+        return self.root / layout.step_dir(step)
+
+    def _staging(self, step: int) -> Path:
+        return self.root / layout.staging_dir(step)
