@@ -65,13 +65,13 @@ every_error = pytest.mark.parametrize("kind", list(tree()), ids=lambda kind: kin
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_an_error_survives_pickle_with_its_fields_and_message(kind: type[TorchtitanLiteError], protocol: int) -> None:
     error = sample(kind)
-    error.told_elsewhere = True
+    error.reported_elsewhere = True
     arrived = pickle.loads(pickle.dumps(error, protocol))
     assert type(arrived) is kind
     assert str(arrived) == str(error)
     assert arrived.args == error.args
     assert vars(arrived) == vars(error)
-    assert arrived.told_elsewhere
+    assert arrived.reported_elsewhere
 
 
 @every_error
@@ -95,7 +95,7 @@ def test_a_message_names_the_mend(kind: type[TorchtitanLiteError], mend: str) ->
 
 @every_error
 def test_an_error_is_new_to_whoever_raises_it(kind: type[TorchtitanLiteError]) -> None:
-    assert not sample(kind).told_elsewhere
+    assert not sample(kind).reported_elsewhere
 
 
 @every_error

@@ -35,10 +35,10 @@ from typing import Any
 class TorchtitanLiteError(Exception):
     """Root of the tree."""
 
-    told_elsewhere: bool = False
+    reported_elsewhere: bool = False
     """Whether another rank reports this very error, so that a person reads it once."""
 
-    of_rank: int = 0
+    origin_rank: int = 0
     """The rank on which it came up, where the ranks agreed on it."""
 
     def __reduce__(self) -> tuple[Any, ...]:

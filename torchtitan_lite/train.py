@@ -48,8 +48,8 @@ def _run(config: JobConfig, rank: int) -> int:
             faults.point("exit")
             return code
     except TorchtitanLiteError as error:
-        if not error.told_elsewhere:
-            whose = f" (rank {error.of_rank})" if error.of_rank else ""
+        if not error.reported_elsewhere:
+            whose = f" (rank {error.origin_rank})" if error.origin_rank else ""
             log.logger.error("%s: %s%s", type(error).__name__, error, whose)
             if rank:
                 get_error_handler().record_exception(error)  # The launcher may show the first rank's output alone.

@@ -96,7 +96,7 @@ def test_what_the_coordinator_refuses_is_raised_on_all_and_told_once(rank: int) 
     with pytest.raises(CheckpointNotFound, match="step 700 is not in there") as raised:
         Peers(TIMEOUT).on_coordinator(refuse(CheckpointNotFound("there", 700, [200, 400])))
     assert (raised.value.folder, raised.value.step, raised.value.available) == ("there", 700, (200, 400))
-    assert raised.value.told_elsewhere == (rank == 1)
+    assert raised.value.reported_elsewhere == (rank == 1)
 
 
 @on_two_ranks
@@ -104,7 +104,7 @@ def test_of_several_errors_the_one_of_the_lowest_rank_is_raised_on_all(rank: int
     with pytest.raises(CorpusChanged) as raised:
         Peers(TIMEOUT).raise_together(CorpusChanged([f"rank {rank}"]))
     assert raised.value.changes == ("rank 0",)
-    assert raised.value.told_elsewhere == (rank == 1)
+    assert raised.value.reported_elsewhere == (rank == 1)
 
 
 @on_two_ranks
@@ -113,7 +113,7 @@ def test_an_error_of_one_rank_is_raised_on_all(rank: int) -> None:
     peers.raise_together(None)
     with pytest.raises(CorpusChanged) as raised:
         peers.raise_together(CorpusChanged(["files"]) if rank == 1 else None)
-    assert raised.value.told_elsewhere == (rank == 1) and raised.value.of_rank == 1
+    assert raised.value.reported_elsewhere == (rank == 1) and raised.value.origin_rank == 1
 
 
 @on_two_ranks
@@ -136,4 +136,4 @@ def test_one_process_without_a_group_agrees_with_itself() -> None:
     assert peers.on_coordinator(lambda: 5) == 5
     with pytest.raises(CorpusChanged) as raised:
         peers.raise_together(CorpusChanged(["files"]))
-    assert not raised.value.told_elsewhere
+    assert not raised.value.reported_elsewhere

@@ -159,7 +159,7 @@ class Peers:
             dist.broadcast_object_list(outcome, src=0, group=self._talk)
         value, failure = outcome[0]
         if failure is not None:
-            raise own if own is not None else _told_by_another(failure)
+            raise own if own is not None else _reported_elsewhere(failure)
         return cast(T, value)
 
     def gather(self, mine: T) -> list[T]:
@@ -223,7 +223,7 @@ class Peers:
         dist.scatter_object_list(received, answers, src=0, group=self._talk)
         value, failure = received[0]
         if failure is not None:
-            raise own if own is not None else _told_by_another(failure)
+            raise own if own is not None else _reported_elsewhere(failure)
         return cast(U, value)
 
     def raise_together(self, error: Exception | None) -> None:
@@ -243,7 +243,7 @@ class Peers:
             if found is not None:
                 own = error if rank == self.rank and error is not None else found
                 if isinstance(own, TorchtitanLiteError):
-                    own.of_rank, own.told_elsewhere = rank, not self.is_coordinator
+                    own.origin_rank, own.reported_elsewhere = rank, not self.is_coordinator
                 raise own
 
 
@@ -261,7 +261,7 @@ def _portable(error: Exception) -> Exception:
     return error
 
 
-def _told_by_another(error: Exception) -> Exception:
+def _reported_elsewhere(error: Exception) -> Exception:
     if isinstance(error, TorchtitanLiteError):
-        error.told_elsewhere = True
+        error.reported_elsewhere = True
     return error

@@ -77,7 +77,7 @@ def test_a_corpus_that_changed_on_one_rank_is_refused_on_both(rank: int, tmp_pat
     with other.manager:
         with pytest.raises(CorpusChanged, match="3 -> 4") as raised:
             other.manager.load()
-        assert raised.value.told_elsewhere == (rank == 1)
+        assert raised.value.reported_elsewhere == (rank == 1)
         assert not differing(other.contents(), before)
 
 
@@ -98,7 +98,7 @@ def test_a_step_that_is_not_there_is_refused_on_both(rank: int, tmp_path: Path) 
         with pytest.raises(CheckpointNotFound, match="it has 2, 3") as raised:
             other.manager.load()
         assert raised.value.available == (2, 3)
-        assert raised.value.told_elsewhere == (rank == 1)
+        assert raised.value.reported_elsewhere == (rank == 1)
 
 
 @on_two_ranks

@@ -154,7 +154,7 @@ def test_a_state_that_one_rank_cannot_give_is_an_error_on_both(rank: int, tmp_pa
     run = TinyRun(tmp_path, dataloader=RefusesOnOneRank(rank), interval=1)
     with pytest.raises(ConfigError, match="the second rank has no state") as raised:
         run.steps(1)
-    assert raised.value.told_elsewhere == (rank == 1) and raised.value.of_rank == 1
+    assert raised.value.reported_elsewhere == (rank == 1) and raised.value.origin_rank == 1
     run.manager.close()
 
 
