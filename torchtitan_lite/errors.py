@@ -92,10 +92,10 @@ class CheckpointDamaged(CheckpointError, ValueError):
 
     def __init__(self, path: str, finding: str, keys: Sequence[str] = ()) -> None:
         self.path, self.finding, self.keys = path, finding, tuple(keys)
-        super().__init__(f"{path} is damaged: {self.told}. Resume from another step with --checkpoint.load_step.")
+        super().__init__(f"{path} is damaged: {self.summary}. Resume from another step with --checkpoint.load_step.")
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """The finding with some of the keys."""
         more = f" and {len(self.keys) - 3} more" if len(self.keys) > 3 else ""
         return _clause(self.finding) + (f" (in it: {', '.join(self.keys[:3])}{more})" if self.keys else "")

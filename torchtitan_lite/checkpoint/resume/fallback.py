@@ -70,7 +70,7 @@ class Candidates:
                     self._tell_of_failure(source.step, error)
                     raise
                 self.damaged[source.step] = damage = _as_damage(source, error)
-                self._warn("step %d is damaged: %s. Trying an older one.", source.step, damage.told)
+                self._warn("step %d is damaged: %s. Trying an older one.", source.step, damage.summary)
             else:
                 self._set_damaged_aside(source)
                 return source
@@ -88,7 +88,7 @@ class Candidates:
     ) -> LoadSource | None:
         source, self.damaged = self.peers.on_coordinator(choose)
         if source is None and self.damaged:
-            raise AllCheckpointsDamaged(str(self.store.root), {step: e.told for step, e in self.damaged.items()})
+            raise AllCheckpointsDamaged(str(self.store.root), {step: e.summary for step, e in self.damaged.items()})
         return source
 
     def _asked_for(self) -> tuple[LoadSource | None, dict[int, CheckpointDamaged]]:
@@ -153,7 +153,7 @@ class Candidates:
         if not self.damaged:
             return
         for step, error in sorted(self.damaged.items(), reverse=True):
-            self._warn("Fell back from step %d to step %d: %s", step, source.step, error.told)
+            self._warn("Fell back from step %d to step %d: %s", step, source.step, error.summary)
             concerned = list(error.keys[:_MOST_KEYS])
             self.on_event("fallback", source.step, damaged_step=step, finding=error.finding, keys=concerned)
         if not self.config.load_only:
@@ -169,7 +169,7 @@ class Candidates:
         moved = {}
         for step, error in sorted(self.damaged.items()):
             faults.point("quarantine", step=step)
-            moved[step] = str(self.store.quarantine(step, [error.told]))
+            moved[step] = str(self.store.quarantine(step, [error.summary]))
         return moved
 
 
