@@ -204,7 +204,7 @@ class Peers:
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._talk)
         return tuple(values.tolist())
 
-    def ask(self, mine: T, answer: Callable[[list[T]], list[U]]) -> U:
+    def scatter_answers(self, mine: T, answer: Callable[[list[T]], list[U]]) -> U:
         """This rank's part of what the coordinator answers to each rank's `mine`, by rank; raises what it raised."""
         if self.world_size == 1:
             return answer([mine])[0]

@@ -61,7 +61,7 @@ class Replicas:
         if not suspicious:
             return
         mine = {key: digest for name in sorted(suspicious) for key, digest in sections.get(name, {}).items()}
-        peers.ask(mine, _warn_of_differences)
+        peers.scatter_answers(mine, _warn_of_differences)
 
     def _sections(self, state: State, flat: State) -> dict[str, dict[str, str]]:
         """The digests of what is to be the same on all ranks that have it, by state and key."""

@@ -147,7 +147,7 @@ class PlanCache:
             failure = error
         answers = _Answers(failure or local)
         with no_collection():  # The coordinator has an object for each chunk of each rank.
-            kept: list[int] = self._peers.ask(answers.mine, answers.of_all)
+            kept: list[int] = self._peers.scatter_answers(answers.mine, answers.of_all)
         assert local is not None
         return _rank_plan([local.items[number] for number in kept], answers.description)
 
