@@ -337,7 +337,7 @@ def test_where_direct_reading_is_refused_when_the_file_is_opened_the_page_cache_
             one.read(own, FileRecord.of(data), pieces)
             assert pieces[0].into == data[5:]
     assert not any(read.was_direct)
-    refused = f"{own.parent}: direct I/O is refused here ({os.strerror(code)}); reading through the page cache."
+    refused = f"{own.parent}: direct I/O is refused here ({os.strerror(code)}); reading through the page cache"
     assert caplog.messages == [refused]
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
 

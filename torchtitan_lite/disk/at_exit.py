@@ -1,7 +1,7 @@
-"""What has to end before the interpreter does, where nobody closed it: sys.exit, an exception, the end of main.
+"""Work to finish before the interpreter exits where no code closed it: sys.exit, an exception, the end of main.
 
-The threads that save do not keep the process, so that one that hangs cannot either: what they write is
-waited for here, and no longer than it says. Held strongly, for the loop may have let go of its manager.
+The threads that save are daemon threads, so one that hangs cannot keep the process alive. Saves under way are waited
+for here instead, each for a bounded time. The list holds strong references: the loop may have dropped its manager.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from torchtitan_lite.log import logger
 
 
 class Unfinished(Protocol):
-    """Something under way."""
+    """Work under way."""
 
     def end_at_exit(self) -> None:
-        """Wait for it, for a time that is bounded. Not collective: peers may be gone."""
+        """Wait for the work, for a bounded time. Not collective: peers may be gone."""
 
 
 _UNFINISHED: list[Unfinished] = []
 
 
 def end_at_exit(unfinished: Unfinished) -> None:
-    """Have `unfinished.end_at_exit()` called at the interpreter's exit, unless `is_finished` is called before."""
+    """Call `unfinished.end_at_exit()` at the interpreter's exit, unless `is_finished` is called first."""
     if not _UNFINISHED:
-        # Now and not at import: what is registered last is called first, while process groups are there.
+        # Register now, not at import: atexit calls the last one first, while the process groups still exist.
         atexit.unregister(_end_all)
         atexit.register(_end_all)
     _UNFINISHED.append(unfinished)
 
 
 def is_finished(unfinished: Unfinished) -> None:
-    """Hold `unfinished` no longer. Any thread; idempotent."""
+    """Drop `unfinished` from the list. Any thread; idempotent."""
     _UNFINISHED[:] = [each for each in _UNFINISHED if each is not unfinished]
 
 
@@ -41,4 +41,4 @@ def _end_all() -> None:
         try:
             each.end_at_exit()
         except Exception as error:
-            logger.warning("A save could not be ended at the interpreter's exit: %s", error)
+            logger.warning("Could not finish a save at the exit of the interpreter: %s", error)

@@ -1,7 +1,7 @@
 """Work in the background: training comes first, on the processors and on the disk.
 
-`give_way` is for whatever writes beside training, a thread or a process. `Background` is for work that no save waits
-for, such as removing old checkpoints: one piece after another, in a thread that does not keep the process from ending.
+`give_way` is for every thread and process that writes beside training. `Background` runs work that no save waits for,
+such as removing old checkpoints: one task after another, in a daemon thread, so it never keeps the process alive.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ from collections.abc import Callable, Hashable
 from torchtitan_lite.log import logger
 
 NICE = 15
-"""Of what writes: a compromise. Beside training that uses every core, at 10 steps take longer, at 19 the write takes
-several times as long, and the next save waits for it (docs/performance.md)."""
+"""Niceness of background writers, a compromise. Beside training that uses every core, steps take longer at 10; at 19 a
+write takes several times as long and the next save waits for it (docs/performance.md)."""
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 
 
 def give_way() -> None:
-    """The calling thread, and those that it starts, come after others. There is no way back. Linux; else nothing."""
+    """Lower the CPU and I/O priority of the calling thread and of the threads that it starts, for good.
+
+    Linux only; does nothing elsewhere, where the priority would be that of the whole process.
+    """
     if sys.platform != "linux":
         return
-    with contextlib.suppress(OSError):  # A sandbox may refuse it, and a save is worth more than its priority.
-        os.nice(NICE)  # Of the thread: there each one has its own.
+    with contextlib.suppress(OSError):  # A sandbox may refuse it; the save matters more than its priority.
+        os.nice(NICE)  # On Linux this is the thread's own niceness.
     number = _IOPRIO_SET.get(platform.machine())
     if number is not None:
         this_thread, best_effort_lowest = 0, (2 << 13) | 7
@@ -35,7 +38,7 @@ def give_way() -> None:
 
 
 class Background:
-    """Runs what it is given in a thread that is there while there is work. Any thread."""
+    """A queue of tasks and a thread that runs them, which exists only while there are any. Any thread."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -43,10 +46,10 @@ class Background:
         self._waiting: dict[Hashable, Callable[[], None]] = {}
         self._is_running = False
         self.is_closed = False
-        """Whether what runs should end soon."""
+        """Whether the running task should end soon."""
 
     def run(self, key: Hashable, work: Callable[[], None]) -> None:
-        """Have `work` run soon; once only if it is still to begin when `run` is called with the same `key` again."""
+        """Queue `work`. A task with the same `key` that has not begun yet is replaced."""
         with self._changed:
             self.is_closed = False
             self._waiting[key] = work
@@ -55,12 +58,12 @@ class Background:
                 threading.Thread(target=self._run_all, name=self._name, daemon=True).start()
 
     def wait(self, seconds: float) -> bool:
-        """Return whether nothing runs or is to run, after at most `seconds`."""
+        """Wait at most `seconds` for the queue to be empty; return whether it is, and no task runs."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._is_running, seconds)
 
     def close(self, seconds: float) -> bool:
-        """As `wait`; what is still to begin then never does."""
+        """As `wait`, then drop the tasks that have not begun."""
         is_over = self.wait(seconds)
         with self._changed:
             self.is_closed = True
@@ -73,7 +76,7 @@ class Background:
             try:
                 work()
             except Exception as error:
-                logger.warning("What is done beside the saves (%s) failed: %s", self._name, error)
+                logger.warning("Background task %s failed: %s", self._name, error)
 
     def _next(self) -> Callable[[], None] | None:
         with self._changed:

@@ -1,11 +1,10 @@
-"""Parts of a file, read once, checked, and put where they belong.
+"""Parts of a file, read once, checked, and put into their places.
 
-Of a file with digests, every block that is touched is read whole and its digest taken of the very bytes
-that were read; when `read` returns, each piece holds what was committed. What the page cache has is
-read from it, straight into its place; the rest comes past it, through a bounce buffer, which spares
-a copy in the kernel. Where direct I/O or the look into the cache is refused, everything goes through
-the cache. A block with another digest is read once more, past the cache where that can be, and only
-then is it damage; an error of the machine never is. Memory taken: `THREADS` x 5 MiB.
+In a file with digests every touched block is read whole, and its digest is computed from the very bytes that were read:
+when `read` returns, each piece holds what was committed. What is in the page cache is read from it, straight into its
+place; the rest bypasses it through a bounce buffer, which saves a copy in the kernel. Where direct I/O or the look into
+the cache is refused, all reads go through the cache. A block with a wrong digest is read once more, past the cache if
+possible, and only then reported as damage; an I/O error is never reported as damage. Memory: `THREADS` x 5 MiB.
 """
 
 from __future__ import annotations
@@ -41,18 +40,18 @@ from torchtitan_lite.errors import CheckpointUnreadable
 from torchtitan_lite.log import logger
 
 ALIGNMENT = 4096
-"""Bytes. Direct I/O wants memory, offset and length to be multiples of the disk's sector, 512 or 4096."""
+"""Bytes. Direct I/O needs memory, offset and length to be multiples of the disk's sector, 512 or 4096."""
 THREADS = 3
 """Requests under way at a time: the disk has two while the third is copied and hashed."""
 ATTEMPTS = 3
-"""At a request, before an error of the machine is believed."""
+"""Tries of one request before an I/O error is raised."""
 PAUSE_SECONDS = 0.1
-"""Before the second attempt; twice as long before each further one."""
+"""Before the second try; doubled before each further one."""
 
 
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 _LARGE_COPY = 32 << 10
-"""Bytes from which a copy lets other threads run."""
+"""Bytes from which a copy releases the GIL."""
 
 
 class DamagedRange(ValueError):
@@ -65,19 +64,19 @@ class DamagedRange(ValueError):
 
 @dataclass
 class BlockReader:
-    """Reads files with `threads` threads; `direct`: past the page cache where that is quicker."""
+    """Reads files with `threads` threads; `direct` bypasses the page cache where that is faster."""
 
     threads: int = THREADS
     direct: bool = True
     pause: Callable[[float], None] = time.sleep
-    """Waits so many seconds."""
+    """Sleeps for so many seconds."""
     _buffers: list[_Buffers] = field(default_factory=list, init=False, repr=False)
 
     def read(self, path: Path, record: FileRecord | None, pieces: Sequence[Piece]) -> None:
-        """Each of `pieces` holds its bytes of `path`; they are checked if there is a `record` with digests.
+        """Fill each of `pieces` with its bytes of `path`, checked if `record` has digests.
 
-        Raises `DamagedRange` if they are proven to be wrong or missing, `CheckpointUnreadable` if the machine fails,
-        `CheckpointUnsafe` if `path` is no plain file.
+        Raises `DamagedRange` if the bytes are proven wrong or missing, `CheckpointUnreadable` for an I/O error, and
+        `CheckpointUnsafe` if `path` is no regular file.
         """
         blocks = record.blocks if record is not None else b""
         with self._file(path, record) as file:
@@ -85,7 +84,7 @@ class BlockReader:
             self._run(requests, lambda segment, buffers: file.read(segment, blocks, buffers))
 
     def verify(self, path: Path, record: FileRecord, blocks: Sequence[int]) -> None:
-        """Returns if each of `blocks` (ascending) has its digest. Raises as `read` does."""
+        """Check the digest of each of `blocks`, which ascend. Raises as `read` does."""
         self.read(path, record, [Piece(min(block * BLOCK_BYTES, record.size), memoryview(b"")) for block in blocks])
 
     @contextmanager
@@ -103,13 +102,16 @@ class BlockReader:
         try:
             return stack.enter_context(opened(path, O_DIRECT))
         except OSError as error:
-            _tell(path, error)
+            _log_refusal(path, error)
             return None
 
     def _run(self, requests: Sequence[Segment], read: Callable[[Segment, _Buffers], None]) -> None:
-        """`read` has been called with each of `requests`, by several threads; raises the worst of what it raised."""
+        """Call `read` with each of `requests`, in several threads; raise the worst of their errors.
+
+        An I/O error outweighs damage, which may be another symptom of the same failure.
+        """
         count = max(1, min(self.threads, len(requests)))
-        self._buffers = [each for each in self._buffers if each.process == os.getpid()]  # A forked child has none.
+        self._buffers = [each for each in self._buffers if each.process == os.getpid()]  # Not in a forked child.
         while len(self._buffers) < count:
             self._buffers.append(_Buffers())
         free, failures = self._buffers[:count], list[Exception]()
@@ -132,7 +134,7 @@ class BlockReader:
 
 
 class _Buffers:
-    """One thread's memory."""
+    """The memory of one thread."""
 
     def __init__(self) -> None:
         self.bounce = request_memory(REQUEST_BYTES + 2 * ALIGNMENT)
@@ -143,7 +145,7 @@ class _Buffers:
 
 @dataclass
 class _File:
-    """An open file, direct as long as the system takes it."""
+    """An open file; `direct` becomes None when the system refuses direct I/O."""
 
     path: Path
     size: int
@@ -153,7 +155,7 @@ class _File:
     pause: Callable[[float], None]
 
     def read(self, segment: Segment, blocks: bytes, buffers: _Buffers) -> None:
-        """The pieces of `segment` hold their bytes, checked against `blocks` unless these are empty."""
+        """Fill the pieces of `segment`, checked against the digests `blocks` unless these are empty."""
         if segment.end > self.size:
             raise DamagedRange(self.path, self.size, segment.end, f"the file ends after {self.size} bytes")
         if self.direct is not None and self.cached is not None and not self.cached(segment.begin, segment.end):
@@ -167,12 +169,12 @@ class _File:
                 self._read_straight(part, pieces, blocks, buffers)
 
     def _read_straight(self, part: Segment, pieces: list[Piece], blocks: bytes, buffers: _Buffers) -> None:
-        """`part`, within one block, read into its places; what nobody wants goes into the scratch memory."""
+        """Read `part`, within one block, straight into `pieces`; bytes between them go into scratch memory."""
         places: list[memoryview] = []
         at, unused = part.begin, 0
         for begin, into in [*pieces, Piece(part.end, memoryview(b""))]:
             if begin > at:
-                # A place of its own for each gap: all of them are digested when all of them are read.
+                # Each gap needs memory of its own: all of them are digested after all of them are read.
                 places.append(buffers.scratch[unused : unused + begin - at])
                 unused += begin - at
             places.append(into)
@@ -184,7 +186,10 @@ class _File:
             self._read_again(part, blocks, buffers)
 
     def _filled_and_digested(self, places: list[memoryview], at: int) -> bytes:
-        """The digest of what was read into `places`: each portion is hashed while it lies in the processor's cache."""
+        """Fill `places` from offset `at` and return the digest of the bytes.
+
+        Each portion is hashed while it is still in the processor's cache.
+        """
         digest = BlockDigest()
         for portion in portions(places):
             self._fill(portion, at)
@@ -199,13 +204,13 @@ class _File:
         wrong = self._wrong_blocks(segment, begin, blocks, buffers) if blocks else []
         _scatter(segment.pieces, begin, buffers)
         if wrong:
-            # What is right has gone to its place: the buffer is needed for reading again.
+            # The right blocks are in their places by now: reading again overwrites the buffer.
             for part in by_block(segment):
                 if part.begin in wrong:
                     self._read_again(part, blocks, buffers)
 
     def _wrong_blocks(self, segment: Segment, begin: int, blocks: bytes, buffers: _Buffers) -> list[int]:
-        """Where blocks of `segment` begin that have another digest; they are in the bounce buffer."""
+        """Return where the blocks of `segment` with a wrong digest begin; they are in the bounce buffer."""
         wrong = []
         for block in range(segment.begin, segment.end, BLOCK_BYTES):
             end = min(block + BLOCK_BYTES, segment.end)
@@ -214,32 +219,32 @@ class _File:
         return wrong
 
     def _read_again(self, part: Segment, blocks: bytes, buffers: _Buffers) -> None:
-        """`part`, one block, holds what it should. Raises `DamagedRange` if a second look does not find it either."""
+        """Read `part`, one block, again, into its places. Raises `DamagedRange` if its digest is wrong again."""
         self._fill_bounce(buffers, part.begin, part.end, self.direct)
         found = block_digest(buffers.bounce[: part.end - part.begin])
         expected = _digest_of(part.begin, blocks)
         if found != expected:
             finding = f"expected a block with the digest {expected.hex()}, found {found.hex()}, twice"
             raise DamagedRange(self.path, part.begin, part.end, finding)
-        logger.warning("%s: bytes %d to %d were right only when read again.", self.path, part.begin, part.end)
+        logger.warning("%s: bytes %d to %d were right only when read again", self.path, part.begin, part.end)
         _scatter(part.pieces, part.begin, buffers)
 
     def _fill_bounce(self, buffers: _Buffers, begin: int, end: int, direct: int | None) -> None:
-        """The bounce buffer begins with bytes [begin, end) of the file; `begin` is aligned."""
+        """Read bytes [begin, end) of the file to the start of the bounce buffer; `begin` is aligned."""
         if direct is not None:
             aligned = -(-(end - begin) // ALIGNMENT) * ALIGNMENT
             try:
                 if self._fill([buffers.bounce[:aligned]], begin, direct, at_least=end - begin):
                     return
-            except OSError as error:  # A refusal: what else the system says has become CheckpointUnreadable.
+            except OSError as error:  # A refusal; any other error was raised as CheckpointUnreadable.
                 self.direct = None
-                _tell(self.path, error)
+                _log_refusal(self.path, error)
         self._fill([buffers.bounce[: end - begin]], begin)
 
     def _fill(self, places: list[memoryview], at: int, fd: int | None = None, at_least: int | None = None) -> bool:
-        """The `places` hold the bytes of the file from `at` on, at least so many of them.
+        """Read the bytes of the file from `at` on into `places`, at least `at_least` of them.
 
-        False if a direct read came up short within the file. Raises `DamagedRange` if the file ends before.
+        Returns False if a direct read was short within the file. Raises `DamagedRange` if the file ends too early.
         """
         wanted = sum(map(len, places)) if at_least is None else at_least
         done = 0
@@ -252,7 +257,7 @@ class _File:
 
             count = _with_retries(self.path, read, self.pause, direct=fd is not None)
             if count == 0:
-                raise DamagedRange(self.path, at + done, at + wanted, "the file ends before")
+                raise DamagedRange(self.path, at + done, at + wanted, "the file ends before them")
             done += count
             if fd is not None and done < wanted and done % ALIGNMENT:
                 return False
@@ -260,7 +265,7 @@ class _File:
 
 
 def _scatter(pieces: Sequence[Piece], begin: int, buffers: _Buffers) -> None:
-    """The `pieces` hold their bytes of the bounce buffer, which begins with byte `begin` of the file."""
+    """Copy to `pieces` their bytes of the bounce buffer, which begins with byte `begin` of the file."""
     bounce, address = buffers.bounce, buffers.address
     for at, into in pieces:
         count = len(into)
@@ -280,7 +285,7 @@ def _digest_of(begin: int, blocks: bytes) -> bytes:
 def _with_retries(
     path: Path, operation: Callable[[], int], pause: Callable[[float], None], *, direct: bool = False
 ) -> int:
-    """What `operation` returned, at the first of several attempts that did not fail; else `CheckpointUnreadable`."""
+    """Return the result of `operation`, with retries; raise `CheckpointUnreadable` after the last one."""
     for attempt in range(1, ATTEMPTS + 1):
         try:
             return operation()
@@ -290,15 +295,15 @@ def _with_retries(
             if attempt == ATTEMPTS or error.errno == errno.ENOENT:
                 name = errno.errorcode.get(error.errno or 0, "error")
                 raise CheckpointUnreadable(str(path), f"{name} ({error.strerror}), {attempt} times") from error
-            logger.warning("%s: %s; reading again.", path, error.strerror)
+            logger.warning("%s: %s; reading again", path, error.strerror)
             pause(PAUSE_SECONDS * 2 ** (attempt - 1))
     raise AssertionError("unreachable")
 
 
-def _tell(path: Path, refusal: OSError) -> None:
-    _tell_once(str(path.parent), refusal.strerror)
+def _log_refusal(path: Path, refusal: OSError) -> None:
+    _log_refusal_once(str(path.parent), refusal.strerror)
 
 
 @cache
-def _tell_once(folder: str, refusal: str) -> None:
-    logger.info("%s: direct I/O is refused here (%s); reading through the page cache.", folder, refusal)
+def _log_refusal_once(folder: str, refusal: str) -> None:
+    logger.info("%s: direct I/O is refused here (%s); reading through the page cache", folder, refusal)

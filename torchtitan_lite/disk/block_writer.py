@@ -1,10 +1,9 @@
-"""A rank's file on its way to the disk: in large requests, past the page cache, digested as it goes.
+"""Write the file of one rank: in large requests, past the page cache, with digests computed on the way.
 
-What is hashed is the memory that the kernel is handed, so a digest says what was meant, whatever the
-disk makes of it. Requests come from aligned memory: in place, where all of the file lies in memory
-already, or through bounce buffers. Where direct I/O is refused, at the opening or at the first
-write, the same bytes go through the page cache to the same places. When `write_blocks` returns, the
-file is on the disk; its name is once the folder is synced.
+The digest is computed from the memory that goes to the kernel, so it records what was meant, whatever the disk does.
+Requests come from aligned memory: in place where the whole file is in memory already, else through bounce buffers.
+Where direct I/O is refused, when opening or at the first write, the same bytes go through the page cache to the same
+offsets. When `write_blocks` returns, the contents are durable; the name is durable once the folder is synced.
 """
 
 from __future__ import annotations
@@ -26,25 +25,28 @@ from torchtitan_lite.disk.request_memory import request_memory
 from torchtitan_lite.log import logger
 
 REQUEST_BYTES = 4 * BLOCK_BYTES
-"""Of one write. Larger ones are no faster; each thread holds a bounce buffer of this size."""
+"""Bytes of one write. Larger ones are no faster; each thread holds a bounce buffer of this size."""
 ALIGNMENT = 4096
-"""Bytes. Direct I/O wants memory, offset and length to be multiples of the disk's sector, 512 or 4096."""
+"""Bytes. Direct I/O needs memory, offset and length to be multiples of the disk's sector, 512 or 4096."""
 THREADS = 3
 """Requests under way at a time: two are on their way to the disk while a third is copied and hashed."""
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 class Source(Protocol):
-    """The bytes of a file to be."""
+    """The contents of a file to write."""
 
     num_bytes: int
 
     def reader(self) -> Callable[[int, int], memoryview]:
-        """For one thread: gives bytes [begin, end) in aligned memory, padded to ALIGNMENT, until it is called again."""
+        """Return a function, for one thread, that returns bytes [begin, end) in aligned memory.
+
+        The memory is padded to ALIGNMENT and valid until the next call.
+        """
 
 
 class InPlace:
-    """All bytes lie in `memory`, a mapping that ends on a page's border."""
+    """Contents that lie in `memory`, a mapping that ends at a page boundary."""
 
     def __init__(self, memory: mmap.mmap, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -55,7 +57,7 @@ class InPlace:
 
 
 class Bounced:
-    """Bytes come from `fill(buffer, begin, end)`, which puts bytes [begin, end) at the start of `buffer`."""
+    """Contents from `fill(buffer, begin, end)`, which writes bytes [begin, end) to the start of `buffer`."""
 
     def __init__(self, num_bytes: int, fill: Callable[[memoryview, int, int], None]) -> None:
         self.num_bytes = num_bytes
@@ -72,16 +74,16 @@ class Bounced:
 
 
 def aligned(num_bytes: int) -> int:
-    """`num_bytes`, or as many more as direct I/O wants."""
+    """Return `num_bytes`, rounded up to ALIGNMENT."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def write_blocks(
     path: Path, source: Source, *, direct: bool = True, threads: int = THREADS, durable: Durable = DISK
 ) -> FileRecord:
-    """The new file `path` holds the bytes of `source`, on the disk; returns what is to be known of it.
+    """Write the contents of `source` to the new file `path`, synced; return the record of the file.
 
-    Any thread. Raises the OSError that the system gives, with `path` in it; the file is then of no use.
+    Any thread. Raises the OSError of the system, with `path` in it; the file is useless then.
     """
     file = _File(path, direct and O_DIRECT != 0, durable)
     try:
@@ -99,7 +101,7 @@ def write_blocks(
 
 
 def _write_all(file: _File, source: Source, threads: int) -> list[bytes]:
-    """Writes every request, `threads` at a time; returns the digests of the blocks of each."""
+    """Write every request, `threads` at a time; return the block digests of each."""
     begins = range(0, source.num_bytes, REQUEST_BYTES)
     digests = [b""] * len(begins)
 
@@ -120,7 +122,7 @@ def _write_all(file: _File, source: Source, threads: int) -> list[bytes]:
 
 
 class _File:
-    """The file under way, direct as long as the system takes it."""
+    """The file being written, direct until the system refuses that."""
 
     def __init__(self, path: Path, direct: bool, durable: Durable) -> None:
         self._path, self._durable = path, durable
@@ -131,23 +133,23 @@ class _File:
         self._durable.allocate(self._fd, num_bytes)
 
     def write(self, data: memoryview, offset: int, num_bytes: int) -> None:
-        """`num_bytes` of `data`, which is padded, are in the file at `offset`."""
+        """Write the first `num_bytes` of `data`, which is padded, at `offset`."""
         while num_bytes > 0:
-            direct = self._direct  # When the request begins: another thread may be refused before it is over.
+            direct = self._direct  # Read it once: another thread may switch it off during this request.
             try:
                 allowed = faults.limit("write", num_bytes, path=self._path)
-                asked = data[: aligned(allowed) if direct else allowed]
-                written = min(self._durable.write_at(self._fd, asked, offset), allowed)
+                request = data[: aligned(allowed) if direct else allowed]
+                written = min(self._durable.write_at(self._fd, request, offset), allowed)
             except OSError as error:
                 if error.errno not in _REFUSED or not direct:
                     raise
-                self._go_through_the_cache(error)
+                self._use_the_page_cache(error)
                 continue
             if written == 0:
-                raise OSError(errno.EIO, "the write came to nothing", str(self._path))
+                raise OSError(errno.EIO, "the system wrote 0 bytes", str(self._path))
             if written % ALIGNMENT and written < num_bytes:
-                # A short write off the disk's grid: the rest cannot be direct.
-                self._go_through_the_cache(None)
+                # A short write ended between two sectors: the rest cannot be direct.
+                self._use_the_page_cache(None)
             data, offset, num_bytes = data[written:], offset + written, num_bytes - written
 
     def finish(self, num_bytes: int) -> None:
@@ -166,19 +168,19 @@ class _File:
             except OSError as error:
                 if error.errno not in _REFUSED:
                     raise
-                _tell(self._path, error)
+                _log_refusal(self._path, error)
         else:
             faults.point("open", path=self._path)
         return self._durable.create(self._path, direct=False), False
 
-    def _go_through_the_cache(self, refusal: OSError | None) -> None:
+    def _use_the_page_cache(self, refusal: OSError | None) -> None:
         with self._lock:
             if self._direct:
                 fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~O_DIRECT)
                 self._direct = False
                 if refusal is not None:
-                    _tell(self._path, refusal)
+                    _log_refusal(self._path, refusal)
 
 
-def _tell(path: Path, refusal: OSError) -> None:
-    logger.info("%s: direct I/O is refused here (%s); writing through the page cache.", path.parent, refusal.strerror)
+def _log_refusal(path: Path, refusal: OSError) -> None:
+    logger.info("%s: direct I/O is refused here (%s); writing through the page cache", path.parent, refusal.strerror)

@@ -1,9 +1,8 @@
-"""Digests of what is on disk.
+"""Digests of files on disk.
 
-A file is digested in blocks that cover it without gaps, so that a part of it can be read and checked
-without the rest, and by several threads in any order. The digest of the file is made from those of
-its blocks. xxh3 finds what disks, memory and cut writes do; it is no protection against somebody
-who means it.
+A file is digested in blocks that cover it without gaps, so that any part can be read and checked without the rest,
+by several threads in any order. The digest of the file is computed from the digests of its blocks. xxh3 detects what
+disks, memory and cut writes do; it does not protect against deliberate changes.
 """
 
 from __future__ import annotations
@@ -18,28 +17,28 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 BLOCK_BYTES = 1 << 20
-"""Bytes of a file that one digest is of; the last block may be shorter. Part of the format."""
+"""Bytes of a file per digest; the last block may be shorter. Part of the file format."""
 DIGEST_BYTES = 8
-"""Bytes of a block's digest."""
+"""Bytes of the digest of one block."""
 
 
 BlockDigest = xxhash.xxh3_64
-"""Takes a block's bytes piece by piece, with `update`; `digest` is the 8 bytes of the digest of all of them."""
+"""Hash state of one block: `update` adds bytes, `digest` returns the 8 bytes of the digest of all of them."""
 
 
 def block_digest(data: ReadableBuffer) -> bytes:
-    """The 8 bytes of the digest of `data`. Lets other threads run."""
+    """Return the 8-byte digest of `data`. Releases the GIL."""
     return xxhash.xxh3_64_digest(data)
 
 
 def digest_blocks(data: ReadableBuffer) -> bytes:
-    """The digests of all blocks of `data`, one after another; `data` begins at a block's border."""
+    """Return the digests of all blocks of `data`, concatenated; `data` begins at a block boundary."""
     view = memoryview(data).cast("B")
     return b"".join(block_digest(view[at : at + BLOCK_BYTES]) for at in range(0, len(view), BLOCK_BYTES))
 
 
 def file_digest(blocks: bytes, size: int) -> str:
-    """32 hexadecimal digits: the digest of a file of `size` bytes whose blocks have the digests `blocks`."""
+    """Return the digest, as 32 hex digits, of a file of `size` bytes whose blocks have the digests `blocks`."""
     state = xxhash.xxh3_128(blocks)
     state.update(size.to_bytes(8, "big"))
     return state.hexdigest()
@@ -47,26 +46,26 @@ def file_digest(blocks: bytes, size: int) -> str:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What is known of one file."""
+    """Size and digests of one file."""
 
     size: int
-    """In bytes."""
+    """Bytes."""
     blocks: bytes = b""
-    """The digests of its blocks, one after another; empty if it has none."""
+    """The digests of its blocks, concatenated; empty if it has none."""
 
     @classmethod
     def of(cls, data: bytes) -> FileRecord:
-        """The record of a file that holds `data`."""
+        """Return the record of a file with the contents `data`."""
         return cls(len(data), digest_blocks(data))
 
     @property
     def digest(self) -> str:
-        """32 hexadecimal digits: the digest of the file; empty if it has none."""
+        """Return the digest of the file as 32 hex digits; an empty string if there are no block digests."""
         return file_digest(self.blocks, self.size) if self.blocks else ""
 
 
 def text_digest(parts: Iterable[ReadableBuffer]) -> str:
-    """32 hexadecimal digits: the digest of `parts` one after another."""
+    """Return the digest of the concatenated `parts` as 32 hex digits."""
     state = xxhash.xxh3_128()
     for part in parts:
         state.update(part)
@@ -74,5 +73,5 @@ def text_digest(parts: Iterable[ReadableBuffer]) -> str:
 
 
 def num_blocks(size: int) -> int:
-    """How many blocks a file of `size` bytes has."""
+    """Return the number of blocks of a file of `size` bytes."""
     return -(-size // BLOCK_BYTES)

@@ -1,8 +1,8 @@
-"""What a forked child must not go on with: processes, sockets and saves that are its parent's.
+"""State that a forked child must drop: processes, sockets and saves of its parent.
 
-A child (os.fork, a multiprocessing pool, a loader's worker) has a copy of every object and descriptor,
-and none of the threads. What it held on to would keep a writer process alive, and what it closed or
-waited for in good order would be its parent's, or would never come.
+A child (os.fork, a multiprocessing pool, a worker of a data loader) has a copy of every object and descriptor, and none
+of the threads. A descriptor that it keeps would keep a writer process alive; closing or waiting in good order would
+act on its parent's resources, or wait forever.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ _FORGET: set[weakref.WeakMethod[Callable[[], None]]] = set()
 
 
 def forget_in_children(forget: Callable[[], None]) -> None:
-    """Have `forget` called in every child that this process forks: nothing was begun there, and its parent's goes on.
+    """Call the method `forget` in every child that this process forks, as long as its object exists.
 
-    It is a method, which is called while its object is there.
+    It drops the state in the child; the parent's goes on.
     """
     _FORGET.add(weakref.WeakMethod(forget, _FORGET.discard))
 

@@ -1,8 +1,8 @@
 """Work that several threads share.
 
-Each item is taken by one thread, in order; the caller is one of the threads and returns, or raises, when
-none of them is at work any more: what they work on may be gone after that. After a failure, which an
-interrupt of the caller is too, no further item is begun, and the first failure is the caller's.
+Each item is taken by one thread, in order. The caller is one of the threads. It returns, or raises, only when no thread
+works any more, because the memory they work on may be freed after that. After a failure (an interrupt of the caller is
+one, too) no further item is begun, and the caller raises the first failure.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def in_threads(items: Iterable[T], threads: int, make_worker: Callable[[], Callable[[T], None]]) -> None:
-    """Each of `items` was given to one of the workers that `make_worker` makes, one for each of `threads`."""
+    """Give each of `items` to one of `threads` workers; `make_worker` is called once in each thread."""
     waiting = iter(items)
     lock = threading.Lock()
     failures: list[BaseException] = []
@@ -38,7 +38,7 @@ def in_threads(items: Iterable[T], threads: int, make_worker: Callable[[], Calla
         for helper in helpers:
             helper.start()
     except RuntimeError:
-        pass  # The system has no more threads: those that are there do all of it.
+        pass  # The system has no more threads: those that started do all of the work.
     except BaseException as error:
         failures.append(error)
     try:
@@ -46,7 +46,7 @@ def in_threads(items: Iterable[T], threads: int, make_worker: Callable[[], Calla
     except BaseException as error:
         failures.append(error)
     for helper in helpers:
-        # One without a number has not begun, and will find the failure before it takes an item.
+        # A helper without an ident has not begun, and will see the failure before it takes an item.
         if helper.ident is not None:
             _wait_for(helper, failures)
     if failures:
@@ -54,7 +54,7 @@ def in_threads(items: Iterable[T], threads: int, make_worker: Callable[[], Calla
 
 
 class _Helper(threading.Thread):
-    """A thread that says when it ends. (A `join` that was interrupted takes it for ended at once.)"""
+    """A thread with an event for its end. (After an interrupted `join`, threading takes a thread for ended.)"""
 
     def __init__(self, work: Callable[[], None]) -> None:
         super().__init__(daemon=True)
@@ -69,7 +69,7 @@ class _Helper(threading.Thread):
 
 
 def _wait_for(helper: _Helper, failures: list[BaseException]) -> None:
-    """`helper` has ended, however often the caller is interrupted meanwhile."""
+    """Wait until `helper` has ended, however often the caller is interrupted meanwhile."""
     while True:
         try:
             helper.ended.wait()

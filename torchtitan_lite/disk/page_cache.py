@@ -1,4 +1,4 @@
-"""Which parts of a file the page cache has."""
+"""Which parts of a file are in the page cache."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from functools import cache
 from typing import Any
 
 _LOOKS = 9
-"""Pages of a range that are asked for, from the first to the last."""
+"""Pages of a range to check, spread evenly from the first to the last."""
 
 
 @contextmanager
 def look_into_cache(fd: int, size: int) -> Iterator[Callable[[int, int], bool] | None]:
-    """Tells whether the page cache has a range of the file `fd`, by some of its pages; None where it cannot be told.
+    """Yield a function that returns whether the page cache has bytes [begin, end) of the file `fd`.
 
-    Pages come and go by neighbours, and either way reads the same bytes: to look at each takes as long as to read some.
+    It checks a sample of the pages, because to check all of them takes as long as to read some: neighbouring pages
+    come and go together, and a wrong answer costs only time. Yields None where the system cannot say.
     """
     libc = _libc()
     address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0) if libc is not None and size else None
@@ -45,7 +46,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 @cache
 def _libc() -> Any:
-    """The C library with mincore; None where it has none."""
+    """Return the C library if it has mincore, else None."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "mincore"):
         return None

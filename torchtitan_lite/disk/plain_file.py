@@ -1,8 +1,8 @@
-"""Files of a checkpoint, opened without going anywhere else.
+"""Files of a checkpoint, opened safely.
 
-A name in a checkpoint's folder is a regular file in that folder. A symbolic link is not followed, and
-what would wait for somebody at its other end (a pipe, a device) is not waited for: both are
-`CheckpointUnsafe`. A file that is not there, or that the system refuses, is the system's OSError.
+A name in a checkpoint's folder must be a regular file in that folder. A symbolic link is not followed, and opening
+never blocks on a pipe or a device: both raise `CheckpointUnsafe`. A missing file, or one that the system refuses to
+open, raises the OSError of the system.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether `name` can be the name of a file, and only of one in the folder that it is looked up in."""
+    """Return whether `name` can only be a file in the folder that it is looked up in."""
     if name in ("", ".", "..") or any(character in name for character in "/\\\0"):
         return False
     try:
@@ -33,11 +33,11 @@ def is_plain_name(name: str) -> bool:
 
 @contextmanager
 def opened(path: Path, flags: int = 0) -> Iterator[int]:
-    """A descriptor of the regular file `path`, for reading, with the further `flags`; closed at the end."""
+    """Yield a read-only descriptor of the regular file `path`, opened with the extra `flags`; close it at the end."""
     try:
         fd = os.open(path, _FLAGS | flags)
     except OSError as error:
-        # ELOOP is a link; what cannot be opened for reading without a peer is no file either (ENXIO: a socket).
+        # ELOOP is a symbolic link. ENXIO is a socket, which cannot be read as a file.
         if error.errno in (errno.ELOOP, errno.ENXIO) or path.is_symlink():
             raise _refusal(path) from None
         raise
@@ -50,7 +50,7 @@ def opened(path: Path, flags: int = 0) -> Iterator[int]:
 
 
 def read_plain(path: Path, limit: int) -> bytes:
-    """The bytes of the regular file `path`. Raises `CheckpointUnsafe` if they are more than `limit`."""
+    """Return the contents of the regular file `path`. Raise `CheckpointUnsafe` if it has more than `limit` bytes."""
     with opened(path) as fd, os.fdopen(fd, "rb", closefd=False) as file:
         size = os.fstat(fd).st_size
         if size > limit:
@@ -59,7 +59,10 @@ def read_plain(path: Path, limit: int) -> bytes:
 
 
 def sizes_of(folder: Path, names: Iterable[str]) -> dict[str, int]:
-    """The size in bytes of each file of `names` that is in `folder`. Raises `CheckpointUnsafe` for what is no file."""
+    """Return the size in bytes of each file of `names` that exists in `folder`.
+
+    Raises `CheckpointUnsafe` for a name that cannot be a file's, and for what is no regular file.
+    """
     sizes = {}
     for name in names:
         if not is_plain_name(name):
@@ -75,12 +78,12 @@ def sizes_of(folder: Path, names: Iterable[str]) -> dict[str, int]:
 
 
 def size_finding(path: Path, expected_bytes: int) -> str:
-    """What is wrong with the size of the file `path`; empty if nothing is."""
+    """Return what is wrong with the size of the file `path`; an empty string if nothing is."""
     try:
         found = path.lstat()
         if stat.S_ISREG(found.st_mode) and found.st_size == expected_bytes:
             return ""
-        # Opening it makes a network filesystem look again, so that a size of before is not taken for damage.
+        # Opening the file makes a network file system ask its server, so that a stale size is not taken for damage.
         with opened(path) as fd:
             found_bytes = os.fstat(fd).st_size
     except FileNotFoundError:
@@ -91,7 +94,7 @@ def size_finding(path: Path, expected_bytes: int) -> str:
 
 
 def kind_of(path: Path) -> str:
-    """What there is in the place of the file `path`."""
+    """Return what `path` is, in words: "a file", "a symbolic link", "a pipe" ..."""
     mode = path.lstat().st_mode
     kinds = {
         stat.S_IFREG: "a file",

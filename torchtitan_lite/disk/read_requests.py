@@ -1,7 +1,7 @@
-"""What is read of a file at a time: the pieces that are wanted, as requests in the order of the file.
+"""Plan of the reads of a file: the wanted pieces as requests, in the order of the file.
 
-Pure functions of pieces and sizes; no file is touched. A request is at most `REQUEST_BYTES` long and does not cross a
-multiple of it; of a file with digests it covers whole blocks.
+Pure functions of pieces and sizes; no file is opened. A request is at most `REQUEST_BYTES` long and does not cross a
+multiple of it; in a file with digests it covers whole blocks.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from torchtitan_lite.disk.digest import BLOCK_BYTES
 REQUEST_BYTES = 4 * BLOCK_BYTES
 """The largest read; a whole number of blocks."""
 GAP_BYTES = 256 << 10
-"""Without digests, a gap between two pieces up to this size is read rather than skipped."""
+"""Without digests, a gap of up to this size between two pieces is read, not skipped."""
 PORTION_BYTES = BLOCK_BYTES // 2
-"""Read and hashed at a time: what is read from and what is read into fit into a core's cache together."""
+"""Bytes read and hashed at a time: source and destination fit together into a core's cache."""
 _MANY_PIECES = 32
-"""In one block: so many small reads are slower than one read and a copy."""
+"""Pieces of one block above which one read and copies are faster than many small reads."""
 
 
 class Piece(NamedTuple):
-    """Bytes of a file, and where they go."""
+    """Some bytes of a file and their destination."""
 
     at: int
-    """The first byte in the file."""
+    """Offset of the first byte in the file."""
     into: memoryview
-    """Writable bytes; as many are read."""
+    """Writable destination; its length is the number of bytes to read."""
 
 
 class Segment(NamedTuple):
-    """One request: bytes [begin, end) of the file, of which `pieces` are wanted."""
+    """One request: bytes [begin, end) of the file, which contain `pieces`."""
 
     begin: int
     end: int
@@ -39,7 +39,7 @@ class Segment(NamedTuple):
 
 
 def portions(places: list[memoryview]) -> Iterator[list[memoryview]]:
-    """`places`, in order, cut into lists of at most `PORTION_BYTES`."""
+    """Yield `places`, in order, cut into lists of at most `PORTION_BYTES`."""
     portion: list[memoryview] = []
     room = PORTION_BYTES
     for place in places:
@@ -53,7 +53,7 @@ def portions(places: list[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def after(places: list[memoryview], done: int) -> list[memoryview]:
-    """What of `places` comes after the first `done` bytes."""
+    """Return `places` without their first `done` bytes."""
     rest = []
     for place in places:
         skipped = min(done, len(place))
@@ -64,7 +64,7 @@ def after(places: list[memoryview], done: int) -> list[memoryview]:
 
 
 def segments(pieces: Sequence[Piece], size: int, whole_blocks: bool) -> Iterator[Segment]:
-    """`pieces` as requests, in the order of the file; with `whole_blocks`, of whole blocks."""
+    """Yield the requests that cover `pieces`, in the order of the file; with `whole_blocks`, whole blocks only."""
     gap = 0 if whole_blocks else GAP_BYTES
     first = last = 0
     together: list[Piece] = []
@@ -74,7 +74,7 @@ def segments(pieces: Sequence[Piece], size: int, whole_blocks: bool) -> Iterator
             end = begin + len(part.into)
             if whole_blocks:
                 begin -= begin % BLOCK_BYTES
-                # Nothing past the end of the file is covered up: reading it is an error.
+                # A piece past the end of the file stays so: reading it must fail.
                 end = max(end, min(-(-max(end, begin + 1) // BLOCK_BYTES) * BLOCK_BYTES, size))
             if together and begin <= last + gap and begin // REQUEST_BYTES == first // REQUEST_BYTES:
                 together.append(part)
@@ -88,7 +88,7 @@ def segments(pieces: Sequence[Piece], size: int, whole_blocks: bool) -> Iterator
 
 
 def _split(piece: Piece, unit: int) -> Sequence[Piece]:
-    """`piece` cut where the file has multiples of `unit`."""
+    """Return `piece` cut at multiples of `unit` in the file."""
     at, into = piece
     if len(into) <= unit - at % unit:
         return (piece,)
@@ -101,7 +101,7 @@ def _split(piece: Piece, unit: int) -> Sequence[Piece]:
 
 
 def by_block(segment: Segment) -> Iterator[Segment]:
-    """`segment` cut where blocks of the file begin."""
+    """Yield `segment` cut at the block boundaries of the file."""
     if segment.begin // BLOCK_BYTES == (segment.end - 1) // BLOCK_BYTES:
         yield segment
         return
@@ -115,7 +115,7 @@ def by_block(segment: Segment) -> Iterator[Segment]:
 
 
 def in_order(part: Segment) -> list[Piece] | None:
-    """The pieces of `part` if they can be read straight into their places: few, and none of the same bytes."""
+    """Return the pieces of `part` if it pays to read straight into them: few, and without overlap. Else None."""
     if len(part.pieces) > _MANY_PIECES:
         return None
     at = part.begin

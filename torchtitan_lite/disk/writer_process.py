@@ -1,12 +1,11 @@
-"""A process that writes a rank's files, so that training shares neither interpreter nor signals with it.
+"""A process that writes the files of a rank, so that training shares neither interpreter nor signals with it.
 
-It is a worker, not a peer: planning, agreement and commit stay in the trainer, which sends a path
-and how much of the staging arena, which both have mapped, is the file; back come the digests. So it
-needs no process group, no rank and no torch, and is there within moments. It gives way to training
-(nice, and the lowest I/O priority), it ignores the signals that a scheduler sends to whole process
-groups (the trainer decides what is saved and when to end), and it dies with its trainer: an orphan
-must not write into a folder that a restarted job owns. `WriterProcess` is the trainer's end, `serve`
-the process's.
+It is a worker, not a peer: planning, agreement and commit stay in the trainer. The trainer sends a path and the length
+of the file's image in the staging arena, which both processes map; the process answers with digests. So it needs no
+process group, no rank and no torch, and starts in moments. It gives way to training (nice, lowest I/O priority). It
+ignores the signals that a scheduler sends to whole process groups, because the trainer decides what to save and when to
+end. It dies with its trainer, because an orphan must not write into a folder that a restarted job owns.
+`WriterProcess` is the end of the trainer, `serve` the end of the process.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ from torchtitan_lite.disk.forks import forget_in_children
 from torchtitan_lite.errors import WriterProcessDied
 
 IGNORED_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
-"""What a scheduler or a launcher sends to process groups, besides what the trainer itself leaves for."""
+"""What a scheduler or a launcher sends to process groups, besides the signals that the trainer itself handles."""
 POLL_SECONDS = 0.5
-"""How often a wait looks whether the process is stopped (an end is seen at once, by its closed socket)."""
+"""Between two checks whether the process is stopped. Its end is seen at once, by the closed socket."""
 STOP_SECONDS = 10.0
-"""How long an idle process may take to end after being asked; then it is killed."""
+"""How long an idle process may take to end by itself before it is killed."""
 
 
 class Arena(Protocol):
@@ -53,14 +52,14 @@ class Arena(Protocol):
 
 @dataclass(frozen=True)
 class UseArena:
-    """The next message carries the descriptor of an arena of `num_bytes`; it replaces the one before."""
+    """Announces the descriptor of an arena of `num_bytes`, in the next message; it replaces the arena before."""
 
     num_bytes: int
 
 
 @dataclass(frozen=True)
 class Write:
-    """Write the first `num_bytes` of the arena to a new file at `path` and sync it."""
+    """Requests to write the first `num_bytes` of the arena to a new file at `path`, and to sync it."""
 
     path: Path
     num_bytes: int
@@ -68,7 +67,7 @@ class Write:
 
 
 class WriterProcess:
-    """The trainer's end. Not thread-safe: one save at a time talks to it."""
+    """The trainer's end. Not thread-safe: one save at a time uses it."""
 
     def __init__(self, timeout_seconds: float, ignored_signals: Sequence[str] = (), *, rank: int = 0) -> None:
         self._timeout_seconds = timeout_seconds
@@ -82,26 +81,26 @@ class WriterProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id; None while there is none."""
+        """Return the process id; None while there is no process."""
         return self._process.pid if self._process is not None else None
 
     def start(self) -> None:
-        """Starts the process unless it is there and runs; does not wait for it.
+        """Start the process unless it runs; do not wait for it.
 
-        Main thread: it dies with the calling thread.
+        Main thread only: the process dies with the thread that started it.
         """
         if self._process is not None:
             if self._process.poll() is None and not _is_stopped(self._process.pid):
                 return
             finding = "is stopped" if self._process.poll() is None else f"ended ({self._process.returncode})"
-            log.logger.warning("Writer process %d %s; starting another one.", self._process.pid, finding)
+            log.logger.warning("Writer process %d %s; starting another one", self._process.pid, finding)
             self._process.kill()
         self.close()
         ours, theirs = socket.socketpair()
-        # A process that is stopped reads nothing: sending to it must come to an end, too.
+        # A stopped process reads nothing: sending to it needs a time-out, too.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", math.ceil(self._timeout_seconds), 0))
         with theirs:
-            # The process inherits this mask, so that no signal finds it before it has set its own actions.
+            # The process inherits this mask, so no signal can end it before it has set its own actions.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, self._ignored)
             try:
                 command = _command(theirs.fileno(), self._ignored, self._rank)
@@ -112,9 +111,10 @@ class WriterProcess:
         self._arena = None
 
     def write(self, path: Path, arena: Arena, num_bytes: int, step: int) -> FileRecord:
-        """Has the first `num_bytes` of `arena` written to `path`, durably.
+        """Write the first `num_bytes` of `arena` to `path`, durably; return the record of the file.
 
-        Raises what writing raised, or `WriterProcessDied`: at once if it ended, within a second if it was stopped.
+        Raises the error of the write, or `WriterProcessDied`: at once if the process ended, within a second if it was
+        stopped.
         """
         doing = f"writing {path}"
         if self._connection is None:
@@ -130,7 +130,7 @@ class WriterProcess:
         return answer
 
     def close(self) -> None:
-        """Ends the process, at the latest by killing it. Idempotent; nothing may be under way."""
+        """End the process, by killing it after `STOP_SECONDS`. Idempotent; no write may be under way."""
         if self._connection is not None:
             _hang_up(self._connection)
             self._connection = None
@@ -139,27 +139,27 @@ class WriterProcess:
             try:
                 self._process.wait(0 if _is_stopped(self._process.pid) else STOP_SECONDS)
             except subprocess.TimeoutExpired:
-                log.logger.warning("Writer process %d did not end by itself; killing it.", self._process.pid)
+                log.logger.warning("Writer process %d did not end by itself; killing it", self._process.pid)
                 self._process.kill()
-                self._wait_for_the_killed_one()
+                self._wait_for_killed()
             self._process = None
 
     def forget(self) -> None:
-        """Have no process, in a child that was just forked; that of the parent goes on."""
+        """Drop the process in a forked child; the parent's process goes on."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
         self._arena = None
         if self._process is not None:
-            self._process.returncode = 0  # Popen would look for a process that is no child of this one.
+            self._process.returncode = 0  # Else Popen would wait for a process that is no child of this one.
             self._process = None
 
-    def _wait_for_the_killed_one(self) -> None:
+    def _wait_for_killed(self) -> None:
         assert self._process is not None
         try:
             self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
-            log.logger.warning("Writer process %d hangs in the system; leaving it behind.", self._process.pid)
+            log.logger.warning("Writer process %d hangs in the system; leaving it behind", self._process.pid)
 
     def _share(self, arena: Arena) -> None:
         assert self._connection is not None
@@ -189,7 +189,7 @@ class WriterProcess:
 
 
 def serve(socket_fd: int, trainer_pid: int, ignored: Sequence[int], rank: int, fault_spec: str) -> None:
-    """The process: writes what it is asked to until the trainer closes the socket or dies."""
+    """Serve requests, in the process, until the trainer closes the socket or dies."""
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ignored)
@@ -226,9 +226,9 @@ def _map(fd: int, num_bytes: int) -> mmap.mmap:
 
 
 def _hang_up(connection: Connection) -> None:
-    """Close `connection` for whoever has a copy of this end, too."""
+    """Close `connection`, also for forked children that have a copy of this end."""
     end = socket.socket(fileno=connection.fileno())
-    with suppress(OSError):  # The other end is gone already.
+    with suppress(OSError):  # The other end is closed already.
         end.shutdown(socket.SHUT_RDWR)
     end.detach()
     connection.close()
@@ -243,7 +243,7 @@ def _die_with(trainer_pid: int) -> None:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether somebody stopped the process (SIGSTOP, a debugger)."""
+    """Return whether the process is stopped (SIGSTOP, a debugger)."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -257,14 +257,14 @@ def _command(socket_fd: int, ignored: Sequence[int], rank: int) -> list[str]:
 
 
 def _search_path() -> list[str]:
-    """Return where the process looks for modules: the standard library, this package, then what the trainer has.
+    """Return the module search path of the process: the standard library, this package, then the paths of the trainer.
 
-    Not as `-c` or `-m` would have it: the working directory comes first there, and a file in it that is named like a
-    module of the standard library would end the process. `-P` leaves it out, but only from Python 3.11 on.
+    `-c` and `-m` would put the working directory first, and a file in it with the name of a standard module would end
+    the process. `-P` prevents that only from Python 3.11 on.
     """
     library = Path(os.__file__).parent
     zipped = library.parent / f"python{sys.version_info.major}{sys.version_info.minor}.zip"
     standard = [path for path in sys.path if Path(path) in (zipped, library, library / "lib-dynload")]
-    # The package may have been found through sys.path, which a new interpreter does not share.
+    # The trainer may have found the package through sys.path, which a new interpreter does not share.
     root = str(Path(__file__).resolve().parents[2])
     return list(dict.fromkeys([*standard, root, *(path for path in sys.path if Path(path).is_absolute())]))
