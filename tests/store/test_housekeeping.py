@@ -243,7 +243,7 @@ def test_a_folder_that_cannot_be_looked_through_is_a_warning_and_nothing_is_remo
         patch.setattr(Path, "iterdir", refuse)
         Housekeeping(KeepLatest(1), events).purge(folder.store)
     assert folder.names() == ["step-1", "step-2"]
-    assert "Could not look through" in caplog.text
+    assert "Could not list" in caplog.text
 
 
 def test_nothing_is_left_of_a_save_that_failed(folder: Folder, events: Events) -> None:

@@ -198,7 +198,7 @@ def test_more_than_is_ever_abandoned_is_damage_and_is_not_written(store: Checkpo
     (staging / DATA).write_bytes(bytes(1 << 20))
     (staging / layout.METADATA).write_bytes(b"of dcp")
     made = manifest(7, Lineage("run1", abandons=abandons), files={DATA: FileRecord(1 << 20)})
-    with pytest.raises(SaveFailed, match=f"it would set aside {MAX_ABANDONED + 1} checkpoints"):
+    with pytest.raises(SaveFailed, match=f"it would abandon {MAX_ABANDONED + 1} checkpoints"):
         store.commit(7, made)
 
 

@@ -67,7 +67,7 @@ def test_a_number_that_json_has_not_is_damage_and_is_named(constant: str, table:
     lines = {"objects": '"objects": {"n":{"value":%s}},', "extra": '"extra": {"n":%s},'}
     text = "\n".join(LINES).replace("DIGEST", "").replace("BLOCKS", "").removesuffix(",")
     changed = "\n".join(lines[table] % constant if line.startswith(f'"{table}"') else line for line in text.split("\n"))
-    with pytest.raises(CheckpointDamaged, match=f"{constant} is no JSON number"):
+    with pytest.raises(CheckpointDamaged, match=f"{constant} is not a JSON number"):
         Manifest.parse(seal(changed.encode())).objects.get("n")
 
 

@@ -363,7 +363,7 @@ def test_a_replaced_one_that_cannot_be_removed_is_a_warning(root: Path, caplog: 
     with caplog.at_level(logging.WARNING, "torchtitan_lite"):
         save(store, 5, b"old")
         new = save(store, 5, b"new")
-    assert "step 5 is saved; what it replaced could not be removed: .trash-step-5-1 is busy" in caplog.text
+    assert "Step 5 is saved, but what it replaced could not be removed: .trash-step-5-1 is busy" in caplog.text
     assert store.committed() == [new]
     assert CheckpointStore(root).recover() == [root / ".trash-step-5-1"]
     assert data_of(store.get(5)) == b"new"
@@ -441,7 +441,7 @@ def test_what_is_quarantined_is_whole_tells_why_and_is_never_looked_at_again(
         save(store, 5, data)
         with caplog.at_level(logging.WARNING, "torchtitan_lite"):
             store.quarantine(5, ["block 3 of __0_0.distcp", ".metadata is missing"])
-    assert "step 5 is damaged and is now" in caplog.text
+    assert "Step 5 is damaged and is now" in caplog.text
     aside = [root / "step-5.corrupt", root / "step-5.corrupt-2"]
     assert [(path / DATA).read_bytes() for path in aside] == [b"bad1", b"bad2"]
     told = json.loads((aside[0] / "findings.json").read_text())
@@ -465,7 +465,7 @@ def test_a_disk_that_is_full_quarantines_without_a_word(root: Path, caplog: pyte
     with caplog.at_level(logging.WARNING, "torchtitan_lite"):
         aside = CheckpointStore(root, durable=FailingDisk("write_file")).quarantine(5, ["a byte"])
     assert names(aside) == [".metadata", "__0_0.distcp", "manifest.json"]
-    assert "findings.json could not be written: [Errno 28] No space left on device" in caplog.text
+    assert "findings.json: [Errno 28] No space left on device" in caplog.text
 
 
 def test_what_a_damaged_one_abandons_stays_abandoned(store: CheckpointStore, root: Path) -> None:
@@ -553,7 +553,7 @@ def test_a_damaged_latest_is_passed_over_with_a_warning(
     (latest.path / "manifest.json").write_bytes(b"{")
     with caplog.at_level(logging.WARNING, "torchtitan_lite"):
         assert store.latest() == old
-    assert "passing over step 6" in caplog.text
+    assert "Skipped step 6" in caplog.text
     assert store.committed() == [old]
     with pytest.raises(CheckpointDamaged, match="step-6"):
         store.get(6)
@@ -606,7 +606,7 @@ def test_what_is_not_ours_and_in_the_way_of_a_commit_is_moved_aside(
         committed = [save(store, step) for step in (1, 2, 3, 4)]
     assert store.committed() == committed
     assert len(caplog.records) == 4
-    assert "step-4 is no checkpoint of ours and in the way of one: it is now" in caplog.text
+    assert "step-4 is not a checkpoint and in the way of one; it is now" in caplog.text
     assert (root / "step-1.foreign").readlink() == Path("gone")
     assert (root / "step-2.foreign").read_bytes() == b"theirs"
     assert (root / "step-3.foreign-2").is_dir()

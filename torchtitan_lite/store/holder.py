@@ -1,10 +1,9 @@
-"""The job that holds a folder, as its lock file tells.
+"""The job that holds a folder, as its lock file says.
 
-A process is known by its pid space (a boot of a kernel and a pid namespace, the host's name where
-the system does not say), its pid and the moment it started: of a process of our own space it can be
-told for certain that it has ended, of any other only that its file still changes. Every file of one
-holder has the same length, and only the figures at its end differ, so that a reader who sees half
-of an old one and half of a new one still reads who it is.
+A process is identified by its pid space (boot id and pid namespace; the host's name where the system does not say), its
+pid, and its start time. For a process of our own pid space it is certain whether it has ended; for any other, only
+whether its file still changes. All lock files of one holder have the same length and differ only in the numbers at the
+end, so a reader who sees half of an old one and half of a new one still reads the right holder.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _LATEST = 253402300800
-"""Year 10000, from which on a moment has no date."""
+"""Unix seconds of the year 10000, from which on there is no date."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """One taking of a folder; `token` is its alone."""
+    """One job that took a folder, once; no two have the same `token`."""
 
     token: str
     run_id: str
@@ -32,19 +31,19 @@ class Holder:
     space: str
     pid: int
     started: int
-    """When the process started, in the kernel's ticks since it booted; 0 where that is not known."""
+    """Start time of the process, in the kernel's ticks since boot; 0 where unknown."""
     since: int
     """When it took the folder, in Unix seconds."""
 
     @classmethod
     def this_process(cls, run_id: str, since: float) -> Holder:
-        """This process, with a new token."""
+        """Return this process as a holder, with a new token."""
         pid = os.getpid()
         return cls(uuid.uuid4().hex, run_id, platform.node(), _space(), pid, _state_and_start(pid)[1], int(since))
 
     @classmethod
     def parse(cls, data: bytes) -> Holder | None:
-        """Whom a lock file that holds `data` names; None where it was cut in the middle, or is none of ours."""
+        """Return the holder that the contents `data` of a lock file name; None if they are cut or not ours."""
         try:
             document = json.loads(data)
             holder = cls(**{field.name: document[field.name] for field in dataclasses.fields(cls)})
@@ -53,15 +52,15 @@ class Holder:
         return holder if holder._is_sound() else None
 
     def to_bytes(self, beat: int, at: float) -> bytes:
-        """The lock file of this holder at its `beat`-th sign of life, at Unix second `at`."""
+        """Return the contents of the lock file at heartbeat number `beat`, at Unix second `at`."""
         return f'{json.dumps(dataclasses.asdict(self))[:-1]}, "beat": {beat:12d}, "at": {int(at):12d}}}\n'.encode()
 
     def has_ended(self) -> bool:
-        """Whether it was a process of our own pid space and is gone; False where that cannot be told."""
+        """Return whether the process was of our own pid space and is gone; False where that is unknown."""
         return self.space == _space() and not _is_running(self.pid, self.started)
 
     def is_same_process_as(self, other: Holder) -> bool:
-        """Whether both are takings by one process."""
+        """Return whether both are of the same process."""
         return (self.space, self.pid, self.started) == (other.space, other.pid, other.started)
 
     def __str__(self) -> str:
@@ -77,7 +76,7 @@ class Holder:
 
 
 def _space() -> str:
-    """The space in which a pid names one process at a time."""
+    """Return the space in which a pid names one process at a time."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -86,24 +85,24 @@ def _space() -> str:
 
 
 def _is_running(pid: int, started: int) -> bool:
-    """Whether the process `pid` of our space that started at `started` can still do anything."""
+    """Return whether the process `pid` of our pid space, started at `started`, still runs."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # Another user's; /proc may hide it, so its absence there would prove nothing.
+        pass  # Another user's process. It exists, although /proc may hide it.
     state, start = _state_and_start(pid)
-    # Killed and not waited for yet (Z, X) is gone too: nothing of it runs any more.
+    # A zombie (Z, X), killed and not waited for yet, counts as gone: it runs nothing any more.
     return state not in ("Z", "X") and (0 in (start, started) or start == started)
 
 
 def _state_and_start(pid: int) -> tuple[str, int]:
-    """The state and the start time of the process `pid`; ("", 0) where the system does not say."""
+    """Return the state and the start time of the process `pid`; ("", 0) where the system does not say."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return "", 0
-    # The second field is the name, in brackets, and may hold spaces and brackets.
+    # The second field is the name, in brackets, and may contain spaces and brackets.
     fields = stat.rpartition(")")[2].split()
     return (fields[0], int(fields[19])) if len(fields) > 19 else ("", 0)

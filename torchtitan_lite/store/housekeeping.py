@@ -1,10 +1,9 @@
-"""What keeps a folder of checkpoints in order around the saves: room before one, no leftovers after it.
+"""Housekeeping of a folder of checkpoints around the saves: room before a save, no leftovers after it.
 
-Coordinator only. Removing is no part of a save: what cannot be removed is a warning, and where training
-goes on during a save, it goes on during a removal too, in a thread: no save waits for one, but for room.
-Names change in order with commits, each time after a look at the lease; bytes go whenever they go.
-Which checkpoints are known to be good (this run committed or loaded them) is remembered here, because
-the latest of these stays whatever the policy says.
+**Coordinator only**. Removing is not part of a save: what cannot be removed is a warning. Where training goes on during
+a save, it goes on during a removal, too, in a thread; a save waits for removals only to get room. Renames are ordered
+with commits, and each follows a look at the lease; the bytes are removed at any time. This module remembers which
+checkpoints are known to be good (this run committed or loaded them), because the latest of them is always kept.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from torchtitan_lite.store.store import CheckpointStore, nothing
 
 
 class OnEvent(Protocol):
-    """Takes what happened to which step, with its figures; called from any thread."""
+    """Receives an event of a step with its figures; called from any thread."""
 
     def __call__(self, event: str, step: int, /, **figures: Any) -> None: ...
 
 
 class Housekeeping:
-    """Keeps what `retention` says, and what must not go."""
+    """Removes the checkpoints that `retention` does not keep, and leftovers."""
 
     def __init__(
         self,
@@ -44,54 +43,52 @@ class Housekeeping:
         self._on_event = on_event
         self._known_good: set[int] = set()
         self._num_bytes: dict[tuple[Path, CheckpointKind], int] = {}
-        """Of the last checkpoint in a folder, of a kind."""
+        """Size of the last checkpoint of each folder and kind."""
         self._background = Background("housekeeping") if in_background else None
         self._timeout_seconds = timeout_seconds
 
     def note_good(self, step: int) -> None:
-        """The full checkpoint of `step` was committed, or loaded, by this run. Any rank."""
+        """Remember that this run committed or loaded the full checkpoint of `step`. **Any rank**."""
         self._known_good.add(step)
 
     def note_committed(self, info: CheckpointInfo, store: CheckpointStore) -> None:
-        """This run committed `info` to `store`."""
+        """Remember that this run committed `info` to `store`."""
         self._num_bytes[store.root, info.kind] = info.nbytes
         if info.kind is CheckpointKind.FULL and not info.has_nan:
             self.note_good(info.step)
 
     def make_sure_of_room(self, step: int, kind: CheckpointKind, store: CheckpointStore) -> None:
-        """There is room for as much as the last checkpoint of `kind` has; raises SaveFailed where there is not."""
+        """Raise SaveFailed unless there is room for as much as the last checkpoint of `kind` took."""
         faults.point("preflight", step=step)
         if (store.root, kind) not in self._num_bytes:
             before = [info.nbytes for info in store.committed() if info.kind is kind]
             self._num_bytes[store.root, kind] = before[-1] if before else 0
         if not store.has_room(self._num_bytes[store.root, kind]):
-            self.wait(self._timeout_seconds)  # What is being removed is room soon, and no leftovers of a cut save.
+            self.wait(self._timeout_seconds)  # Removals under way make room, and are no leftovers of a cut save.
         store.preflight(step, self._num_bytes[store.root, kind], make_room=lambda: self.purge(store))
 
     def purge_when_there_is_time(self, store: CheckpointStore, fence: Callable[[], None]) -> None:
-        """Nothing is left that is not kept: on return, or later if saves are made in the background too."""
+        """Purge, before returning, or in the background if saves are made there."""
         if self._background is None:
             self.purge(store, fence)
         else:
             self._background.run(store.root, lambda: self.purge(store, fence))
 
     def wait(self, seconds: float) -> bool:
-        """Return whether what goes on in the background was over within `seconds`."""
+        """Return whether the background work ended within `seconds`."""
         return self._background is None or self._background.wait(seconds)
 
     def close(self, seconds: float) -> None:
-        """Nothing is renamed in the background any more; what was begun is waited for, for `seconds`."""
+        """Stop all renames in the background; wait at most `seconds` for removals that have begun."""
         if self._background is not None and not self._background.close(seconds):
-            logger.warning(
-                "A checkpoint is still being removed after %.0f s; the next start removes the rest.", seconds
-            )
+            logger.warning("A checkpoint is still being removed after %.0f s; the next start removes the rest", seconds)
 
     def purge(self, store: CheckpointStore, fence: Callable[[], None] = nothing) -> None:
-        """Nothing is left that is not kept; nothing is removed where the disk does not answer, or is another job's."""
+        """Remove the checkpoints that are not kept; remove nothing if the disk fails or the folder is another job's."""
         try:
             superfluous = self._superfluous(store)
         except OSError as error:
-            logger.warning("Could not look through %s for what is no longer kept: %s", store.root, error)
+            logger.warning("Could not list %s to remove what is no longer kept: %s", store.root, error)
             return
         for info in superfluous:
             faults.point("purge", step=info.step)
@@ -103,9 +100,9 @@ class Housekeeping:
                     trash = store.discard(info)
                 store.empty(trash)
             except LeaseLost:
-                return  # The next commit ends the run for it.
+                return  # The next commit ends the run with this error.
             except OSError as error:
-                logger.warning("Could not remove %s, which is no longer kept: %s. It stays.", info.path, error)
+                logger.warning("Could not remove %s, which is no longer kept: %s; it stays", info.path, error)
             else:
                 if trash:
                     logger.info("Deleted step %d", info.step)
@@ -122,7 +119,7 @@ class Housekeeping:
         )
 
     def abandon(self, step: int, store: CheckpointStore) -> None:
-        """Nothing is left of a save that failed."""
+        """Remove what a failed save left; log a warning if that fails."""
         try:
             store.abandon(step)
         except OSError as error:
@@ -133,11 +130,11 @@ def _is_sound(info: CheckpointInfo, store: CheckpointStore) -> bool:
     try:
         return not store.check_sizes(info)
     except CheckpointUnreadable as error:
-        logger.warning("%s is not looked at, and neither counted nor removed: %s", info.path, error.cause)
+        logger.warning("%s could not be read, so it is neither counted nor removed: %s", info.path, error.cause)
         return False
 
 
 def build_housekeeping(config: Checkpoint, retention: RetentionPolicy, on_event: OnEvent) -> Housekeeping:
-    """The housekeeping of a run: in the background where saves are."""
+    """Return the housekeeping of a run, in the background if saves are."""
     in_background = config.async_mode != "disabled"
     return Housekeeping(retention, on_event, in_background=in_background, timeout_seconds=config.timeout_seconds)

@@ -1,10 +1,10 @@
 """What the manifests in a folder of checkpoints say, each read once.
 
-A checkpoint counts by its own manifest alone: its name must be its step's, and it must be a folder, not
-a link to one. What was read is remembered with the identity of the file (device, inode, size, times),
-and read again only where another file has its name, so a commit beside a hundred kept checkpoints looks
-at a hundred files and opens none. A manifest that the system does not give is neither intact nor
-damaged: who needs it is given the error, and for all others it is one warning. Any thread.
+A checkpoint counts by its own manifest alone: its name must be that of its step, and it must be a folder, not a link to
+one. A manifest is remembered with the identity of its file (device, inode, size, times) and read again only when
+another file has its name, so a commit beside a hundred kept checkpoints looks at a hundred files and opens none. A
+manifest that the system cannot read is neither intact nor damaged: a caller who needs it gets the error, all others one
+warning. Any thread.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_lite import faults
+from torchtitan_lite.disk.plain_file import size_finding
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
@@ -23,7 +24,7 @@ from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
 from torchtitan_lite.store.manifest_fields import NAN_IN
 
 SETTLED_NS = 50_000_000
-"""A file that was changed less long ago may be changed again without another time: a tick of the kernel takes 10 ms."""
+"""A file changed more recently may change again with the same time: a tick of the kernel takes 10 ms."""
 
 Identity = tuple[int, ...]
 
@@ -32,13 +33,13 @@ Identity = tuple[int, ...]
 class _Known:
     identity: Identity
     is_settled: bool
-    """Whether a later change of the file would be one of its identity."""
+    """Whether any later change of the file would change its identity."""
     info: CheckpointInfo | CheckpointDamaged
     sizes: Mapping[str, int]
 
 
 class KnownManifests:
-    """The manifests that were read in `root`. `now_ns` is the clock that file times come from, as far as known."""
+    """The manifests that were read in `root`. `now_ns` is the clock of file times, as far as known."""
 
     def __init__(self, root: Path, now_ns: Callable[[], int] = time.time_ns) -> None:
         self._root = root
@@ -47,10 +48,10 @@ class KnownManifests:
         self._warned: dict[Path, str] = {}
 
     def find(self, step: int, places: Sequence[Path]) -> CheckpointInfo | None:
-        """The first intact checkpoint of `step` in `places`.
+        """Return the first intact checkpoint of `step` in `places`; None if there is no checkpoint.
 
-        Where there is none, raises `CheckpointUnreadable` for the first that the system does not give, else
-        `CheckpointDamaged`, or `FormatTooNew`.
+        If there are checkpoints and none is intact, raises `CheckpointUnreadable` for the first that could not be read,
+        else `CheckpointDamaged`. Raises `FormatTooNew` for a newer format.
         """
         found: list[CheckpointDamaged | CheckpointUnreadable] = []
         for folder in places:
@@ -61,13 +62,13 @@ class KnownManifests:
             else:
                 if info is not None:
                     return info
-        # An error of the machine outweighs damage: it may be the other side of the same failure.
+        # An I/O error outweighs damage, which may be another symptom of the same failure.
         if worst := sorted(found, key=lambda error: isinstance(error, CheckpointDamaged)):
             raise worst[0]
         return None
 
     def find_intact(self, step: int, places: Sequence[Path]) -> CheckpointInfo | None:
-        """As `find`; damage, and what the system does not give, are as good as nothing."""
+        """Return the same as `find`, but None for damage, and None with a warning for what could not be read."""
         try:
             return self.find(step, places)
         except CheckpointDamaged:
@@ -77,14 +78,14 @@ class KnownManifests:
             return None
 
     def intact(self) -> list[CheckpointInfo]:
-        """Every intact checkpoint in the folder, by ascending step."""
+        """Return every intact checkpoint in the folder, by ascending step."""
         all_places = Listing(self._root).places()
         self._forget_all_but({place for places in all_places.values() for place in places})
         found = (self.find_intact(step, places) for step, places in all_places.items())
         return [info for info in found if info is not None]
 
     def faults(self) -> dict[int, CheckpointDamaged | CheckpointUnreadable]:
-        """What is wrong with each step-N that has no intact manifest, by step."""
+        """Return what is wrong with each step that has checkpoints but no intact one, by step."""
         found: dict[int, CheckpointDamaged | CheckpointUnreadable] = {}
         for step, places in Listing(self._root).places().items():
             try:
@@ -93,10 +94,28 @@ class KnownManifests:
                 found[step] = error
         return found
 
-    def sizes(self, info: CheckpointInfo) -> Mapping[str, int]:
-        """The sizes in bytes of the files of `info`, by name, as its manifest has them. Raises as `find` does.
+    def check_sizes(self, info: CheckpointInfo) -> list[str]:
+        """Return what is wrong with the sizes of the files of `info`, one sentence each; empty if nothing is."""
+        try:
+            sizes = self._sizes(info)
+            findings = [size_finding(info.path / name, size) for name, size in sorted(sizes.items())]
+        except CheckpointDamaged as error:
+            return [error.finding]
+        except OSError as error:
+            raise CheckpointUnreadable(str(info.path), f"{type(error).__name__}: {error}") from error
+        return [finding for finding in findings if finding]
 
-        Raises `CheckpointDamaged` too where the manifest is not there any more.
+    def warn_of_damage(self, step: int, places: Sequence[Path]) -> None:
+        """Log a warning if there is a checkpoint of `step` in `places`, and none is intact."""
+        try:
+            self.find(step, places)
+        except (CheckpointDamaged, CheckpointUnreadable) as error:
+            logger.warning("Skipped step %d: %s", step, error)
+
+    def _sizes(self, info: CheckpointInfo) -> Mapping[str, int]:
+        """Return the sizes in bytes of the files of `info`, by name, as its manifest has them.
+
+        Raises as `find` does, and `CheckpointDamaged` where the manifest is gone.
         """
         known = self._read(info.path, info.step)
         if known is None:
@@ -105,7 +124,7 @@ class KnownManifests:
         return known.sizes
 
     def _forget_all_but(self, places: Collection[Path]) -> None:
-        """Nothing is remembered of other places."""
+        """Forget the manifests of all places but `places`."""
         for folder in list(self._known):
             if folder not in places:
                 self._known.pop(folder, None)
@@ -115,11 +134,11 @@ class KnownManifests:
         if known is None:
             return None
         _raise_damage(known)
-        assert isinstance(known.info, CheckpointInfo), "what is not damaged is described"
+        assert isinstance(known.info, CheckpointInfo), "a manifest that is not damaged has an info"
         return known.info
 
     def _read(self, folder: Path, step: int) -> _Known | None:
-        """What is known of `folder`, by now; None if there is no manifest in it."""
+        """Return what is known of `folder` by now; None if it has no manifest."""
         try:
             if not is_folder(folder):
                 return None
@@ -143,17 +162,17 @@ class KnownManifests:
         folder = Path(error.path)
         if self._warned.get(folder) != error.cause:
             self._warned[folder] = error.cause
-            logger.warning("%s is not looked at, and neither counted nor removed: %s", folder, error.cause)
+            logger.warning("%s could not be read, so it is neither counted nor removed: %s", folder, error.cause)
 
 
 def identity_of(folder: Path) -> Identity:
-    """Return what another manifest in `folder` would not have the same."""
+    """Return the identity of the manifest in `folder`; no other file has the same."""
     found = (folder / layout.MANIFEST).lstat()
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def describe(folder: Path, manifest: Manifest) -> CheckpointInfo:
-    """What `manifest` says of the checkpoint in `folder`."""
+    """Return what `manifest` says of the checkpoint in `folder`."""
     return CheckpointInfo(
         manifest.step,
         folder,
@@ -166,7 +185,7 @@ def describe(folder: Path, manifest: Manifest) -> CheckpointInfo:
 
 
 def damage_in(folder: Path, error: CheckpointUnsafe) -> CheckpointDamaged:
-    """Return that the checkpoint in `folder` is damaged: `error`, which concerns the folder or a file of it."""
+    """Return `error`, about `folder` or a file in it, as damage of the checkpoint in `folder`."""
     path = Path(error.path)
     return CheckpointDamaged(str(folder), error.finding if path == folder else f"{path.name}: {error.finding}")
 

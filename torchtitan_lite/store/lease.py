@@ -1,11 +1,9 @@
-"""One job writes a folder at a time.
+"""One job at a time writes a folder.
 
-Two operations alone give a folder's lock file to a new holder: a link, which fails where there is a
-file, and a rename over the old holder's, under flock on it and after a last look at it. So of all
-whom flock reaches exactly one wins; where it does not reach other hosts, who succeeds a silent
-holder looks again after a heartbeat, and whoever lost finds out in `check`. A beat is written into
-the very file whose token was read, never into another's. Not covered: a process that stands still
-for the whole time-out after `check` and before the rename that follows it.
+A job holds the folder while the folder's lock file has its token, and renews the file by a heartbeat from a thread. Of
+all jobs that flock reaches exactly one can take the file (`disk/lock_file.py`). Where flock does not reach other hosts,
+a job that took the file of a silent holder looks again after a heartbeat, and a job that lost finds out in `check`. Not
+covered: a process that is stopped for the whole time-out between `check` and the rename that follows it.
 """
 
 from __future__ import annotations
@@ -26,16 +24,16 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.holder import Holder
 
 HEARTBEAT_SECONDS = 2.0
-"""Several in the shortest time-out that makes sense, and rare enough to cost a network filesystem nothing."""
+"""Several in the shortest sensible time-out, and rare enough to cost a network file system nothing."""
 
 
 class Lease:
-    """The right to write the folder `root`, which need not exist yet. Coordinator only.
+    """The right to write the folder `root`, which need not exist yet. **Coordinator only**.
 
-    `timeout_seconds` is for how long a holder of which nothing is known must be silent before it is succeeded: several
-    times its `heartbeat_seconds`. `sleep` waits between two looks, `now` is Unix seconds. `make_room` removes what cut
-    saves left in the folder and says whether there was any: asked at most once, where the disk is too full for a lock
-    file, and when no other job can take the folder.
+    `timeout_seconds`: how long a holder must be silent before another job takes over, if nothing else is known of it;
+    several times its `heartbeat_seconds`. `sleep` waits between two looks, `now` returns Unix seconds. `make_room`
+    removes what cut saves left in the folder and returns whether there was anything; it is called only if the disk is
+    too full for a lock file, and when no other job can take the folder.
     """
 
     def __init__(
@@ -61,12 +59,12 @@ class Lease:
         self._heart: _Heart | None = None
 
     def take(self) -> None:
-        """The folder is ours, and says so by a heartbeat until `release`; at once where it was before.
+        """Take the folder and renew the lock file until `release`; do nothing if this lease has it already.
 
-        A holder whose process is known to have ended is succeeded at once, and so is one of this process, which nobody
-        will close any more; any other once it was silent for
-        `timeout_seconds`. Blocks for that long; twice that long where others keep on taking it. Raises FolderInUse as
-        soon as the holder gives a sign of life, OSError where the folder cannot be written.
+        Takes over at once from a process that is known to have ended, and from this very process, whose old lease
+        nothing will close any more; from any other holder after `timeout_seconds` of silence. Blocks for that long, and
+        for twice that long where other jobs keep taking it. Raises FolderInUse as soon as the holder renews its lock
+        file, OSError if the folder cannot be written.
         """
         if self._heart is not None:
             return
@@ -78,29 +76,29 @@ class Lease:
         self._heart.start()
 
     def check(self) -> None:
-        """The folder was still ours a moment ago. Raises LeaseLost, or OSError where that could not be read.
+        """Raise LeaseLost unless the folder is still ours, OSError if that could not be read.
 
-        Any thread; between `take` and `release`. Call it right before what only the holder may do.
+        Any thread, between `take` and `release`. Call it right before what only the holder may do.
         """
         assert self._heart is not None, "check() before take()"
         found = self._file.read()
         if not _is_of(self._heart.holder, found):
-            raise LeaseLost(str(self._path.parent), _told(found))
+            raise LeaseLost(str(self._path.parent), _name_of(found))
 
     def release(self) -> None:
-        """The folder is no longer ours, and free unless another has it; a file that stays is a warning. Idempotent."""
+        """Give the folder up, if it is still ours; a lock file that stays is a warning. Idempotent."""
         heart, self._heart = self._heart, None
-        # What was forked off has this object too, and nothing to release.
+        # A forked child has this object, too, but holds nothing.
         if heart is None or heart.holder.pid != os.getpid():
             return
         heart.stop()
         try:
             self._file.remove(lambda found: _is_of(heart.holder, found))
         except OSError as error:
-            logger.warning("%s could not be removed: %s. The next job sees that this one ended.", self._path, error)
+            logger.warning("Could not remove %s: %s; the next job sees that this one ended", self._path, error)
 
     def _contend(self, mine: Holder) -> None:
-        """The lock file is of `mine`."""
+        """Make the lock file ours. Raises FolderInUse."""
         watched: bytes | None = None
         found: bytes | None = None
         for waited in self._looks():
@@ -110,25 +108,33 @@ class Lease:
                 if self._file.create(mine.to_bytes(0, self._now()), mine.token):
                     return
             elif _is_of(mine, found):
-                return  # A network filesystem said no to a request that it had done already.
+                return  # A network file system reported an error for a request that it had carried out.
             elif holder is not None and (holder.has_ended() or holder.is_same_process_as(mine)):
                 if self._succeed(found, mine):
                     how = "which has ended" if holder.has_ended() else "of this very process"
-                    logger.info("Taking over %s from %s, %s.", self._path.parent, holder, how)
+                    logger.info("Taking over %s from %s, %s", self._path.parent, holder, how)
                     return
             elif watched is None:
                 watched = found
-                self._tell_of_waiting(found)
+                self._log_waiting(found)
             elif found != watched:
                 break
             elif waited >= self._timeout_seconds and self._succeed(found, mine):
-                logger.warning("Taking over %s from %s: no sign of life.", self._path.parent, _told(found))
+                logger.warning(
+                    "Taking over %s from %s: no sign of life for %g s",
+                    self._path.parent,
+                    _name_of(found),
+                    waited,
+                )
                 self._make_sure(mine)
                 return
-        raise FolderInUse(str(self._path.parent), _told(self._file.read() or found))
+        raise FolderInUse(str(self._path.parent), _name_of(self._file.read() or found))
 
     def _looks(self) -> Iterator[float]:
-        """Seconds waited so far, at each look. A disk that hangs during a look does not make the holder silent."""
+        """Yield the seconds waited so far, at each look.
+
+        A disk that hangs during a look does not make the holder silent: that time does not count.
+        """
         interval = self._heartbeat_seconds / 2
         for look in itertools.count():
             yield look * interval
@@ -137,27 +143,27 @@ class Lease:
             self._sleep(interval)
 
     def _succeed(self, seen: bytes, mine: Holder) -> bool:
-        """Whether the lock file was still as `seen`, and is now of `mine`."""
+        """Return whether the lock file still had the contents `seen`, and is now ours."""
         return self._file.replace(seen, mine.to_bytes(0, self._now()), mine.token)
 
     def _make_sure(self, mine: Holder) -> None:
-        """No other, from a host whose locks are not seen here, has succeeded the same holder after us."""
+        """Raise FolderInUse if a job on a host whose locks are invisible here took over after us."""
         self._sleep(self._heartbeat_seconds)
         found = self._file.read()
         if not _is_of(mine, found):
-            raise FolderInUse(str(self._path.parent), _told(found))
+            raise FolderInUse(str(self._path.parent), _name_of(found))
 
-    def _tell_of_waiting(self, found: bytes) -> None:
+    def _log_waiting(self, found: bytes) -> None:
         logger.info(
-            "%s is in use by %s. Waiting up to %g s to see whether it lives.",
+            "%s is in use by %s. Waiting up to %g s to see whether it lives",
             self._path.parent,
-            _told(found),
+            _name_of(found),
             self._timeout_seconds,
         )
 
 
 class _Heart:
-    """Gives a sign of life of `holder` in the lock file `path` every `seconds`, from a thread of its own."""
+    """Renews the lock file `path` of `holder` every `seconds`, from a thread."""
 
     def __init__(self, path: Path, file: LockFile, holder: Holder, seconds: float, now: Callable[[], float]) -> None:
         self.holder = holder
@@ -172,7 +178,7 @@ class _Heart:
         self._thread.start()
 
     def stop(self) -> None:
-        """It beats no more. A beat that hangs in the disk is not waited for: it can do no harm."""
+        """Stop the heartbeat. A beat that hangs in the disk is not waited for: it can do no harm."""
         self._stopped.set()
         self._thread.join(self._seconds)
 
@@ -183,16 +189,16 @@ class _Heart:
                 return
             try:
                 if not self._beat(number):
-                    logger.warning("%s is no longer this job's: %s", self._path, _told(self._file.read()))
+                    logger.warning("%s is no longer this job's; it names %s", self._path, _name_of(self._file.read()))
                     return
                 failing = False
             except OSError as error:
                 if not failing:
-                    logger.warning("%s could not be renewed, which is tried again: %s", self._path, error)
+                    logger.warning("Could not renew %s; trying again: %s", self._path, error)
                 failing = True
 
     def _beat(self, number: int) -> bool:
-        """Whether the lock file is ours; it then tells of beat `number`."""
+        """Return whether the lock file is ours, after writing beat `number` into it."""
         faults.point("heartbeat", path=self._path)
         data = self.holder.to_bytes(number, self._now())
         return self._file.renew(lambda found: _is_of(self.holder, found), data)
@@ -203,8 +209,8 @@ def _is_of(holder: Holder, data: bytes | None) -> bool:
     return found is not None and found.token == holder.token
 
 
-def _told(data: bytes | None) -> str:
-    """Whom the lock file names, for a person."""
+def _name_of(data: bytes | None) -> str:
+    """Return the holder that the contents `data` of the lock file name, in words."""
     if data is None:
-        return "nobody (the lock file is gone)"
-    return str(Holder.parse(data) or "a job that its lock file, which is damaged, does not name")
+        return "no job (the lock file is gone)"
+    return str(Holder.parse(data) or "an unknown job (its lock file is damaged)")

@@ -1,10 +1,9 @@
-"""Which checkpoints belong together.
+"""Which checkpoints belong to which run and branch.
 
-A run that was told to go back (`load_step`) starts a branch: it has a run id of its own, and with
-its first commit it abandons what lies beyond the step it went back to. That commit names what it
-abandons, so one rename decides: before it nothing is abandoned, after it nothing abandoned is
-resumed from or counted, even if a crash comes before the abandoned folders got their new names.
-Pure values.
+A run that rolls back (`load_step`) starts a branch: it gets a run id of its own, and its first commit abandons what
+lies beyond the step that it rolled back to. That commit lists what it abandons, so one rename decides: before it
+nothing is abandoned; after it no run resumes from an abandoned checkpoint or counts it, even if a crash comes before
+the abandoned folders are renamed. Pure values.
 """
 
 from __future__ import annotations
@@ -14,34 +13,35 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard, TypeVar
 
 MAX_ABANDONED = 100_000
-"""Checkpoints that one commit sets aside."""
+"""Checkpoints that one commit may abandon."""
 _RUN_ID_LETTERS = 64
 
 
 @dataclass(frozen=True)
 class Lineage:
-    """Where a checkpoint comes from."""
+    """The run and branch of a checkpoint."""
 
     run_id: str
     """The same for all checkpoints of a run and its restarts; another for each branch."""
     parent_step: int | None = None
-    """The checkpoint that training went on from or committed before this one; None for the first of a run."""
+    """The step that this run loaded or committed before this one; None for the first of a run."""
     branch_point: int | None = None
-    """The step that `load_step` named when this branch began; None if the run was never told to go back."""
+    """The `load_step` with which this branch began; None if the run never rolled back."""
     abandons: tuple[tuple[int, str], ...] = ()
-    """(step, run id) of what this commit sets aside."""
+    """(step, run id) of each checkpoint that this commit abandons."""
     counts_again: bool = False
-    """Whether the run counts its steps from the start again: its first commit sets aside every step of another run.
+    """Whether the run counts its steps from the start again: its first commit abandons every step of other runs.
 
-    Not in the manifest: after that commit there is nothing left to set aside."""
+    Not in the manifest: after that commit there is nothing left to abandon.
+    """
 
     @property
     def last_kept(self) -> int | None:
-        """The step beyond which another run's are set aside; None: none are."""
+        """Return the step beyond which checkpoints of other runs are abandoned; None if none are."""
         return -1 if self.counts_again else self.branch_point
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in the manifest."""
+        """Return the JSON object for the manifest."""
         return {
             "run_id": self.run_id,
             "parent_step": self.parent_step,
@@ -51,7 +51,7 @@ class Lineage:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Lineage:
-        """The lineage in `document`; raises ValueError naming the field that is wrong."""
+        """Return the lineage in `document`. Raise ValueError that names the wrong field."""
         pairs = document.get("abandons", [])
         if not isinstance(pairs, list) or len(pairs) > MAX_ABANDONED or not all(_is_pair(pair) for pair in pairs):
             raise ValueError(
@@ -71,7 +71,7 @@ class Lineage:
 
 
 class OfARun(Protocol):
-    """What has to be known of a checkpoint here."""
+    """What this module needs to know of a checkpoint."""
 
     @property
     def step(self) -> int: ...
@@ -84,13 +84,13 @@ T = TypeVar("T", bound=OfARun)
 
 
 def without_abandoned(committed: Sequence[T]) -> list[T]:
-    """Those of `committed` that no other one abandons."""
+    """Return the checkpoints of `committed` that no other one abandons."""
     abandoned = {pair for info in committed for pair in info.lineage.abandons}
     return [info for info in committed if (info.step, info.lineage.run_id) not in abandoned]
 
 
 def abandoned_by(run_id: str, branch_point: int | None, committed: Iterable[OfARun]) -> tuple[tuple[int, str], ...]:
-    """What a commit of this run sets aside: all beyond its branch point that is another run's."""
+    """Return what a commit of this run abandons: all steps of other runs beyond the branch point."""
     if branch_point is None:
         return ()
     others = (info for info in committed if info.lineage.run_id != run_id)
@@ -102,7 +102,7 @@ def _is_pair(pair: object) -> bool:
 
 
 def _is_run_id(value: object) -> TypeGuard[str]:
-    # It is part of a folder's name once the checkpoint is abandoned.
+    # It becomes part of the name of the folder when the checkpoint is abandoned.
     return isinstance(value, str) and len(value) <= _RUN_ID_LETTERS and value.isascii() and value.isalnum()
 
 

@@ -1,7 +1,7 @@
-"""What a folder of checkpoints holds.
+"""What is in a folder of checkpoints.
 
-A `Listing` is the names in the folder at one moment, sorted into ours and foreign ones. No file is
-opened; what the manifests in the folders say is for `known_manifests` to look at.
+A `Listing` is the names in the folder at one moment, sorted into ours and unknown ones. It opens no file; reading the
+manifests is for `known_manifests`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torchtitan_lite.store import layout
 
 
 class Listing:
-    """The names in `root` when it was made; none where there is no such folder."""
+    """The names in `root` at the moment of its creation; none if there is no such folder."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -25,41 +25,44 @@ class Listing:
             self.names = []
 
     def places(self) -> dict[int, list[Path]]:
-        """For each step, ascending: its own name, where there is one, then what was replaced under it, latest first."""
+        """Return the paths of the checkpoints of each step, by ascending step.
+
+        First the step's own name, if it exists, then what was replaced under it, latest first.
+        """
         places = {step: [self.root / name] for name in self.names if (step := layout.parse_step(name)) is not None}
         for step in {step for step, _ in self._numbered(layout.parse_replaced)}:
             places.setdefault(step, []).extend(self.replaced(step))
         return dict(sorted(places.items()))
 
     def steps(self) -> set[int]:
-        """The steps that something is called after: a checkpoint, what was replaced, or a save under way."""
+        """Return the steps that occur in any name: of a checkpoint, a replaced one, or a staging folder."""
         under_way = {step for name in self.names if (step := layout.parse_staging(name)) is not None}
         return under_way | self.places().keys()
 
     def replaced(self, step: int) -> list[Path]:
-        """What was replaced under the name of `step`, latest first."""
+        """Return the replaced checkpoints of `step`, latest first."""
         numbers = (number for found, number in self._numbered(layout.parse_replaced) if found == step)
         return [self.root / layout.replaced_dir(step, number) for number in sorted(numbers, reverse=True)]
 
     def leftovers(self) -> list[Path]:
-        """Saves under way and trash."""
+        """Return staging folders and trash."""
         parsers = (layout.parse_staging, layout.parse_trash)
         return [self.root / name for name in self.names if any(parse(name) is not None for parse in parsers)]
 
     def free(self, spell: Callable[[int], str]) -> Path:
-        """The first of the names that `spell` makes of 1, 2 ... which is free."""
+        """Return the first free path of the names that `spell` makes of 1, 2, ..."""
         return self.root / next(name for number in itertools.count(1) if (name := spell(number)) not in self.names)
 
     def free_replaced(self, step: int) -> Path:
-        """A free name for what is replaced next."""
+        """Return a free path for the next replaced checkpoint of `step`."""
         return self.root / layout.replaced_dir(step, self._next(step, layout.parse_replaced))
 
     def free_trash(self, step: int) -> Path:
-        """A free name for what is removed next."""
+        """Return a free path for the next checkpoint of `step` to remove."""
         return self.root / layout.trash_dir(step, self._next(step, layout.parse_trash))
 
     def _next(self, step: int, parse: Callable[[str], tuple[int, int] | None]) -> int:
-        # Above all that are taken, not the first gap: the highest number must be the latest.
+        # Above all taken numbers, not in a gap between them: the highest number must be the latest.
         return 1 + max((number for found, number in self._numbered(parse) if found == step), default=0)
 
     def _numbered(self, parse: Callable[[str], tuple[int, int] | None]) -> list[tuple[int, int]]:
@@ -67,12 +70,12 @@ class Listing:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether `path` is a folder, and not a link to one."""
+    """Return whether `path` is a folder, not a link to one."""
     return path.is_dir() and not path.is_symlink()
 
 
 def is_unmanaged(folder: Path) -> bool:
-    """Whether `folder` holds a checkpoint's files and no manifest."""
+    """Return whether `folder` has files of a checkpoint but no manifest."""
     if not is_folder(folder):
         return False
     if os.path.lexists(folder / layout.MANIFEST):

@@ -1,11 +1,9 @@
-"""What a checkpoint says about itself.
+"""The manifest: what a checkpoint says about itself.
 
-`manifest.json` is plain JSON: reading it runs nothing and trusts nothing. Its last line is the
-digest of all that comes before, so that any change is found whatever it makes of the rest.
-`Manifest.parse` returns a manifest whose every field has its type and range, or names the field
-that has not. Fields that this version does not know are passed over, so that a later one may add
-some; a change that an older reader must not pass over raises `FORMAT_VERSION`, and leaves the last
-line as it is.
+`manifest.json` is plain JSON: reading it runs nothing. Its last line is the digest of everything before it, so any
+change is found. `Manifest.parse` returns a manifest whose every field has its type and range, or names the wrong field.
+Unknown fields are ignored, so that a later version may add some; a change that an older reader must not ignore raises
+`FORMAT_VERSION` and leaves the form of the last line as it is.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from torchtitan_lite.store.manifest_fields import (
 )
 
 FORMAT_VERSION = 3
-"""1 had no digests and no table of tensors; until 2 each entry of a table had its path, without types of keys."""
+"""1 had no digests and no table of tensors; up to 2, each table entry had its path without the types of the keys."""
 
 _TABLES = ("tensors", "objects", "structure")
 _LAST_LINE = re.compile(rb',\n"digest": "([0-9a-f]{32})"\n}\n')
@@ -44,22 +42,22 @@ _LAST_LINE_BYTES = len(',\n"digest": ""\n}\n') + 32
 _ENDING = b'"\n}\n'
 
 UNKNOWN = Lineage("unknown")
-"""Of a checkpoint whose manifest names no run."""
+"""The lineage of a checkpoint whose manifest names no run."""
 
 
 class CheckpointKind(enum.Enum):
-    """What a checkpoint is good for."""
+    """What a checkpoint can be used for."""
 
     FULL = "full"
-    """Everything that a run needs to go on."""
+    """Everything that a run needs to resume."""
 
     WEIGHTS_ONLY = "weights_only"
-    """The model alone: never resumed from, never purged."""
+    """Only the model: no run resumes from it, no policy purges it."""
 
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """One committed checkpoint, as it was when it was looked at."""
+    """One committed checkpoint, as it was when its manifest was read."""
 
     step: int
     path: Path
@@ -67,20 +65,20 @@ class CheckpointInfo:
     created_at: float
     """Unix seconds."""
     nbytes: int
-    """Of all its files but the manifest."""
+    """Bytes of all its files but the manifest."""
     lineage: Lineage = UNKNOWN
-    """The run it is of."""
+    """Its run and branch."""
     has_nan: bool = False
-    """Whether NaN was seen in its weights when they were saved."""
+    """Whether NaN was found in its weights when they were saved."""
 
     @property
     def run_id(self) -> str:
-        """The run it is of."""
+        """Return the id of its run."""
         return self.lineage.run_id
 
 
 class Table(Mapping[str, Any]):
-    """A JSON object of JSON objects that may be large: its text is made once, and read when it is first looked into."""
+    """A JSON object of JSON objects, possibly large: encoded at most once, and parsed on the first access."""
 
     def __init__(self, entries: Mapping[str, Any] | None = None) -> None:
         self._made = dict(entries or {})
@@ -89,7 +87,10 @@ class Table(Mapping[str, Any]):
 
     @classmethod
     def of_text(cls, text: bytes, path: str) -> Table:
-        """The table that `text`, which stands in `path`, is; looking into one that is none raises CheckpointDamaged."""
+        """Return the table with the JSON text `text`, from the file `path`.
+
+        The first access raises CheckpointDamaged if the text is no table.
+        """
         table = cls()
         table._text, table._path = text, path
         del table._made
@@ -106,7 +107,7 @@ class Table(Mapping[str, Any]):
 
     @property
     def text(self) -> bytes:
-        """As JSON, on one line."""
+        """Return the JSON text, on one line."""
         if self._text is None:
             self._text = _dump(self._made).encode()
         return self._text
@@ -123,38 +124,38 @@ class Table(Mapping[str, Any]):
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The contents of a checkpoint, file by file, and where it comes from."""
+    """The contents of a checkpoint, file by file, and its origin."""
 
     step: int
     kind: CheckpointKind
     created_at: float
     """Unix seconds."""
     world_size: int
-    """Ranks that wrote it."""
+    """Number of ranks that wrote it."""
     versions: dict[str, str]
-    """Library name to its version."""
+    """Version of each library, by name."""
     files: dict[str, FileRecord]
-    """File name to its record, for every file in the folder but the manifest."""
+    """The record of every file in the folder but the manifest, by name."""
     lineage: Lineage = UNKNOWN
-    """The run it is of."""
+    """Its run and branch."""
     tensors: Table = field(default_factory=Table)
-    """Key to {"dtype", "shape", "chunks": [[file, at, offsets, sizes], ...]}; `at` is the byte in the file
-    where the chunk's elements start. Not looked at by the store."""
+    """Key to {"dtype", "shape", "chunks": [[file, at, offsets, sizes], ...]}; `at` is the byte in the file where the
+    elements of the chunk start. The store does not look into it."""
     objects: Table = field(default_factory=Table)
-    """Key to {"value"} or {"item": [file, offset, length]}. Not looked at by the store."""
+    """Key to {"value"} or {"item": [file, offset, length]}. The store does not look into it."""
     structure: Table = field(default_factory=Table)
-    """"root" to the tree of containers that the keys of both come from. Not looked at by the store."""
+    """"root" to the tree of containers of the keys of both tables. The store does not look into it."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """JSON values that the store does not look at."""
+    """JSON values; the store looks only at `nan_in`."""
     format_version: int = FORMAT_VERSION
 
     @property
     def nbytes(self) -> int:
-        """Bytes in all files but the manifest."""
+        """Return the bytes of all files but the manifest."""
         return sum(record.size for record in self.files.values())
 
     def to_json(self) -> bytes:
-        """The bytes of manifest.json, a line for each field; the same manifest gives the same bytes."""
+        """Return the contents of manifest.json, a line for each field; equal manifests give equal bytes."""
         lines = {
             "format_version": _dump(self.format_version),
             "step": _dump(self.step),
@@ -167,33 +168,33 @@ class Manifest:
             "extra": _dump(self.extra),
         }
         tables = {"objects": self.objects, "tensors": self.tensors, "structure": self.structure}
-        told = [f'"{name}": {line}'.encode() for name, line in lines.items()]
-        told += [f'"{name}": '.encode() + entries.text for name, entries in tables.items()]
-        return seal(b"{\n" + b",\n".join(told))
+        encoded = [f'"{name}": {line}'.encode() for name, line in lines.items()]
+        encoded += [f'"{name}": '.encode() + entries.text for name, entries in tables.items()]
+        return seal(b"{\n" + b",\n".join(encoded))
 
     def to_readable_json(self) -> bytes:
-        """As `to_json`. Raises SaveFailed for one that would be refused when it is read."""
+        """Return the same as `to_json`. Raise SaveFailed if readers would refuse it."""
         text = self.to_json()
         data_bytes = self.nbytes - self.files[layout.METADATA].size
         if len(text) > (most := allowed_description_bytes(data_bytes)):
             raise SaveFailed(
                 self.step,
-                f"{layout.MANIFEST} would have {len(text)} bytes, and beside {data_bytes} bytes of data it is read up "
-                f"to {most}; give the state fewer or larger entries",
+                f"{layout.MANIFEST} would have {len(text)} bytes, and beside {data_bytes} bytes of data it may have "
+                f"{most}; give the state fewer or larger entries",
             )
         if len(self.lineage.abandons) > MAX_ABANDONED:
             raise SaveFailed(
                 self.step,
-                f"it would set aside {len(self.lineage.abandons)} checkpoints, and {MAX_ABANDONED} is the most; remove "
+                f"it would abandon {len(self.lineage.abandons)} checkpoints, and may abandon {MAX_ABANDONED}; remove "
                 "some, or start in another --job.dump_folder",
             )
         return text
 
     @classmethod
     def of_folder(cls, folder: Path) -> Manifest | None:
-        """The manifest in `folder`; None where there is none.
+        """Return the manifest in `folder`; None if there is none.
 
-        Raises as `parse` does, `CheckpointUnsafe` for what is no file or too large to be one, or the system's OSError.
+        Raises as `parse` does, `CheckpointUnsafe` if it is no regular file or too large, and OSError.
         """
         path = folder / layout.MANIFEST
         try:
@@ -203,7 +204,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, data: bytes, path: str = layout.MANIFEST) -> Manifest:
-        """The manifest in `data`. Raises CheckpointDamaged or FormatTooNew, naming `path` and what is wrong."""
+        """Return the manifest in `data`. Raise CheckpointDamaged or FormatTooNew, with `path` and what is wrong."""
         try:
             sealed = _is_sealed(data)
             document, tables = _document(data, path)
@@ -218,17 +219,17 @@ class Manifest:
 
 
 def damage_to(path: str, error: Exception) -> CheckpointDamaged:
-    """Return that the checkpoint whose file `path` is, is damaged: `error`, which says what is wrong with the file."""
+    """Return `error`, about the file `path` of a checkpoint, as damage of that checkpoint."""
     return CheckpointDamaged(str(Path(path).parent), f"{Path(path).name}: {error}")
 
 
 def seal(text: bytes) -> bytes:
-    """A manifest whose lines but the last are `text`: as it stands on disk."""
+    """Return `text`, the manifest without its last line, with its digest as the last line."""
     return text + b',\n"digest": "' + text_digest([text]).encode() + b'"\n}\n'
 
 
 def _is_sealed(data: bytes) -> bool:
-    """Whether `data` has its digest, which is right; raises ValueError if it is wrong."""
+    """Return whether the last line of `data` is its digest. Raise ValueError if the digest is wrong."""
     start = max(0, len(data) - _LAST_LINE_BYTES)
     match = _LAST_LINE.fullmatch(data, start)
     if match is not None and text_digest([memoryview(data)[:start]]).encode() != match[1]:
@@ -245,11 +246,14 @@ def _file_json(record: FileRecord) -> dict[str, Any]:
 
 
 def _document(data: bytes, path: str) -> tuple[dict[str, Any], dict[str, Table]]:
-    """The fields in `data`, and its tables, unread where they stand on lines of their own, as `to_json` writes them."""
+    """Return the fields in `data`, and its tables.
+
+    A table on a line of its own, as `to_json` writes it, is not parsed.
+    """
     tables: dict[str, Table] = {}
     lines = []
     begin = 0
-    # Line by line: the tables are nearly all of it, and are not to be in memory three times.
+    # Line by line: the tables are nearly all of the data, and must not be in memory three times.
     while begin < len(data):
         end = data.find(b"\n", begin)
         end = len(data) if end < 0 else end

@@ -1,7 +1,7 @@
 """Fields of `manifest.json`, each with its type and range.
 
-What is returned is of the type that is asked for and within its range; anything else is a ValueError
-that names the field and shows no more than a few words of what was found there.
+Each function returns a value of the right type and range, or raises ValueError that names the field and quotes at most
+a few words of what it found.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any, NoReturn, TypeVar
 from torchtitan_lite.disk.plain_file import is_plain_name
 
 NAN_IN = "nan_in"
-"""In `extra`: the keys of weights in which NaN was seen when they were saved; not there if none was."""
+"""Field of `extra`: the keys of weights in which NaN was found when they were saved; absent if there were none."""
 
 MAX_CONFIG_DEPTH = 8
-"""Containers within containers in a value of the configuration."""
+"""Nesting of containers in one value of the configuration."""
 
 _INT64 = 1 << 63
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def value_of(document: dict[str, Any], name: str, kind: type[T]) -> T:
-    """Return the field `name`, which is of `kind`."""
+    """Return the field `name`. Raise ValueError if it is not of `kind`."""
     value: object = document.get(name)
     if not isinstance(value, kind) or isinstance(value, bool):
         found = kind_of(value) if name in document else "nothing"
@@ -32,7 +32,7 @@ def value_of(document: dict[str, Any], name: str, kind: type[T]) -> T:
 
 
 def number(document: dict[str, Any], name: str, low: int) -> int:
-    """Return the whole number `name`, of at least `low` and 64 bits."""
+    """Return the field `name`, a 64-bit integer of at least `low`."""
     value = value_of(document, name, int)
     if value < low:
         raise ValueError(f"{name}: expected at least {low}, found {value!r:.40}")
@@ -42,7 +42,7 @@ def number(document: dict[str, Any], name: str, low: int) -> int:
 
 
 def seconds(document: dict[str, Any], name: str) -> float:
-    """Return the time `name`, a finite number."""
+    """Return the field `name`, a finite number of seconds."""
     value = value_of(document, name, float)
     if not math.isfinite(value):
         raise ValueError(f"{name}: expected seconds, found {value}")
@@ -50,7 +50,7 @@ def seconds(document: dict[str, Any], name: str) -> float:
 
 
 def table(entries: Any) -> dict[str, Any]:
-    """Return `entries`, an object of objects whose keys are text."""
+    """Return `entries`. Raise ValueError if it is not an object of objects with valid text as keys."""
     if not isinstance(entries, dict):
         raise ValueError(f"expected a JSON object, found {kind_of(entries)}")
     for key, entry in entries.items():
@@ -61,14 +61,14 @@ def table(entries: Any) -> dict[str, Any]:
 
 
 def file_name(name: str) -> str:
-    """Return `name`, that of a file in the checkpoint's folder, which is flat."""
+    """Return `name`. Raise ValueError if it is not the name of a file in the checkpoint's folder, which is flat."""
     if not is_plain_name(name):
         raise ValueError(f"files: {shown(name)} is not the name of a file")
     return name
 
 
 def extra(document: dict[str, Any]) -> dict[str, Any]:
-    """Return `extra`: what a load looks at in it has its type; the rest may be anything."""
+    """Return `extra`: fields that a load uses have their types, others may hold anything."""
     values: dict[str, Any] = value_of(document, "extra", dict)
     for name, kind in (("topology", str), ("config", dict), ("tensor_digests", dict), (NAN_IN, list)):
         if name in values and type(values[name]) is not kind:
@@ -86,23 +86,23 @@ def extra(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def kind_of(value: object) -> str:
-    """Return the type of `value`, by name."""
+    """Return the name of the type of `value`."""
     return type(value).__name__
 
 
 def shown(text: str) -> str:
-    """Return the beginning of `text`, for a message."""
+    """Return the beginning of `text`, quoted for a message."""
     return repr(text[:100])
 
 
 def bare(name: str) -> str:
-    """Return the beginning of `name`, for a message, without quotes."""
+    """Return the beginning of `name` for a message, without quotes."""
     return shown(name)[1:-1]
 
 
 def refuse_constant(constant: str) -> NoReturn:
     """Raise for NaN and the infinities, which JSON does not have."""
-    raise ValueError(f"{constant} is no JSON number")
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 def _refuse_halves(entries: dict[str, Any]) -> None:
@@ -111,12 +111,11 @@ def _refuse_halves(entries: dict[str, Any]) -> None:
         "".join(entries).encode()
     except UnicodeEncodeError:
         key = next(key for key in entries if any("\ud800" <= letter <= "\udfff" for letter in key))
-        raise ValueError(f"{shown(key)} is no text") from None
+        raise ValueError(f"{shown(key)} is not valid text") from None
 
 
 def _is_shallow(value: object, depth: int) -> bool:
     if not isinstance(value, dict | list):
         return True
-    items = value.values() if isinstance(value, dict) else value
     items = value.values() if isinstance(value, dict) else value
     return depth > 0 and all(_is_shallow(item, depth - 1) for item in items)

@@ -1,10 +1,9 @@
 """Which checkpoints stay.
 
-Pure: committed checkpoints come in, steps go out; no clock, no disk. Only full checkpoints are
-counted and only full ones are purged, and of these only the sound ones: what is damaged is for a
-load to find, and neither counted nor purged. Whatever a policy says, the latest full one stays, and
-so does the latest one known to be good (one that this run has committed or loaded), and the latest
-one in whose weights no NaN was seen: a run that diverged can go back to it.
+Pure: takes committed checkpoints, returns those to purge; no clock, no disk. Only full checkpoints are counted and
+purged, and only undamaged ones: a damaged checkpoint is left for a load to find. Whatever the policy says, three
+checkpoints stay: the latest full one, the latest full one known to be good (this run committed or loaded it), and the
+latest full one in whose weights no NaN was found, because a run that diverged can roll back to it.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 
 
 class RetentionPolicy(Protocol):
-    """Says which checkpoints stay."""
+    """Decides which checkpoints stay."""
 
     def keep(self, committed: Sequence[CheckpointInfo]) -> set[int]:
-        """The steps of `committed` that stay."""
+        """Return the steps of `committed` that stay."""
 
 
 @dataclass(frozen=True)
 class KeepAll:
-    """Every checkpoint stays."""
+    """Keeps every checkpoint."""
 
     def keep(self, committed: Sequence[CheckpointInfo]) -> set[int]:
         return {info.step for info in committed}
@@ -35,7 +34,7 @@ class KeepAll:
 
 @dataclass(frozen=True)
 class KeepLatest:
-    """The `count` full checkpoints of the highest steps stay, and every weights-only one."""
+    """Keeps the `count` full checkpoints of the highest steps, and every weights-only one."""
 
     count: int
 
@@ -49,12 +48,12 @@ class KeepLatest:
 
 
 def build_retention(config: Checkpoint) -> RetentionPolicy:
-    """The policy that `keep_latest_k` asks for; 0 keeps all."""
+    """Return the policy for `keep_latest_k`; 0 keeps all."""
     return KeepLatest(config.keep_latest_k) if config.keep_latest_k else KeepAll()
 
 
 def presumed_sound(info: CheckpointInfo) -> bool:
-    """That a checkpoint has its manifest is all that is asked."""
+    """Return True: a checkpoint with a manifest counts as undamaged."""
     return True
 
 
@@ -66,11 +65,11 @@ def to_purge(
     known_good: AbstractSet[int] = frozenset(),
     is_sound: Callable[[CheckpointInfo], bool] = presumed_sound,
 ) -> list[CheckpointInfo]:
-    """What `policy` lets go, oldest first; never a step in `protected`, a weights-only one or the latest full one.
+    """Return the checkpoints that `policy` does not keep, lowest step first.
 
-    Nor the latest full one of the steps in `known_good`, nor the latest one without NaN. `is_sound` is
-    asked of full checkpoints alone, and only if something would be let go: those that are not are as if they were not
-    there.
+    Never a step in `protected`, a weights-only checkpoint, the latest full one, the latest full one of the steps in
+    `known_good`, or the latest full one without NaN. `is_sound` is called for full checkpoints only, and only if there
+    would be something to purge; a checkpoint that is not sound counts as absent.
     """
     purged = _let_go(policy, committed, protected, known_good)
     if purged:

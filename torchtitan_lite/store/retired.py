@@ -1,8 +1,8 @@
-"""Checkpoints that lose their name: replaced, abandoned, damaged, no longer kept.
+"""Checkpoints that lose their name: replaced, abandoned, damaged, or removed by policy.
 
-Every method may be cut anywhere, and `recover` finishes or drops what was left. Only names that `layout` spells are
-ever removed, and what is found damaged is renamed, never removed. What makes a checkpoint superfluous is durable before
-it loses its name.
+Every method may be cut anywhere, and `recover` finishes or removes what was left. Only names that `layout` spells are
+ever removed; a damaged checkpoint is renamed, never removed. Whatever makes a checkpoint superfluous is durable before
+the checkpoint loses its name.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ class RetiredCheckpoints:
         self._manifests = manifests
 
     def discard(self, info: CheckpointInfo) -> list[Path]:
-        # What makes it superfluous may be a rename that is not durable yet.
+        # The rename that makes it superfluous may not be durable yet.
+        """Move the checkpoint of `info` to the trash, durably; return what is in the trash, for `remove`."""
         self._durable.fsync_dir(self.root)
-        # The names of what it abandons go with it, and what it replaced may be just that.
+        # The list of what it abandons goes with it, and what it replaced may be on that list.
         self.rename_abandoned()
         trash = []
         for path in Listing(self.root).replaced(info.step):
-            # First, or an older checkpoint of the step would be seen once this one is gone.
+            # Before the checkpoint itself, or readers would see an older one of the step.
             if path != info.path and not self._stays_beside(path, info.step):
                 trash.append(self._set_for_removal(path, info.step))
             elif path != info.path:
@@ -44,40 +45,37 @@ class RetiredCheckpoints:
         return [*trash, self._set_for_removal(info.path, info.step)]
 
     def quarantine(self, step: int, findings: Sequence[str]) -> Path:
-        """The damaged checkpoint of `step` has a foreign name, durably, and tells of `findings` if the disk takes it.
+        """Rename the damaged checkpoint of `step` to `step-N.corrupt`, durably, and return its new path.
 
-        Coordinator only, once every rank has agreed. Returns where it is: nothing reads, counts or removes it there.
+        Writes `findings` into the folder if the disk allows it.
         """
-        # The names of what it abandons go with it.
+        # The list of what it abandons goes with it.
         self.rename_abandoned()
         for path in reversed(Listing(self.root).places()[step]):
             aside = Listing(self.root).free(functools.partial(layout.quarantined, step))
             self._durable.rename(path, aside)
         self._durable.fsync_dir(self.root)
-        logger.warning("step %d is damaged and is now %s: %s", step, aside, "; ".join(findings))
+        logger.warning("Step %d is damaged and is now %s: %s", step, aside, "; ".join(findings))
         try:
             text = json.dumps({"step": step, "findings": list(findings)}, indent=2) + "\n"
             if os.path.lexists(aside / layout.FINDINGS):
-                # What has its name may be a link that leads out of the folder, or a pipe without a reader.
+                # It may be a link that leads out of the folder, or a pipe without a reader.
                 self._durable.remove_file(aside / layout.FINDINGS)
             self._durable.write_file(aside / layout.FINDINGS, text.encode())
             self._durable.fsync_dir(aside)
         except OSError as error:
-            logger.warning("%s could not be written: %s", aside / layout.FINDINGS, error)
+            logger.warning("Could not write %s: %s", aside / layout.FINDINGS, error)
         return aside
 
     def recover(self) -> list[Path]:
-        """Nothing of a cut save or removal is left. Coordinator, before the first load.
-
-        Returns what was put back, by its new name, and what was removed. Unsupported names are untouched.
-        """
+        """Finish or remove everything that cut saves and removals left; return what was renamed or removed."""
         put_back = [*self._put_back(), *self.rename_abandoned()]
         listing = Listing(self.root)
         superseded = [(path, step) for step in listing.places() for path in self._superseded(step, listing)]
         leftovers = listing.leftovers()
         if self.root.is_dir():
-            # A killed process may have made the folder, and the names in it that the rest is superfluous for, and not
-            # have synced either. What is seen from here on is there for good.
+            # A killed process may have made the folder and the names in it without syncing either, and these names make
+            # the leftovers superfluous. What is seen after these syncs is durable.
             self._durable.fsync_dir(self.root.parent)
             self._durable.fsync_dir(self.root)
         let_go = [self._let_go(path, step) for path, step in superseded]
@@ -88,16 +86,17 @@ class RetiredCheckpoints:
         return [*put_back, *let_go, *leftovers]
 
     def after_commit(self, step: int, abandons: Sequence[tuple[int, str]]) -> None:
-        """What the commit of `step` abandons is called so, and then what it replaced is gone; else a warning."""
+        """Rename what the commit of `step` abandons, then remove what it replaced; log a warning if that fails."""
         try:
             self._set_aside(abandons)
             for path in [self._staging(step), *Listing(self.root).replaced(step)]:
                 if os.path.lexists(path):
                     self._let_go(path, step)
         except OSError as error:
-            logger.warning("step %d is saved; what it replaced could not be removed: %s", step, error)
+            logger.warning("Step %d is saved, but what it replaced could not be removed: %s", step, error)
 
     def rename_abandoned(self) -> list[Path]:
+        """Rename what any committed checkpoint abandons, durably; return the new paths."""
         abandons = [pair for info in self._manifests.intact() for pair in info.lineage.abandons]
         if abandons:
             # The commit that abandons them may not be durable yet.
@@ -105,38 +104,40 @@ class RetiredCheckpoints:
         return self._set_aside(abandons)
 
     def move_aside(self, step: int) -> None:
+        """Rename what has the name of the checkpoint of `step` and is none."""
         aside = Listing(self.root).free(lambda number: layout.moved_aside(step, number))
-        logger.warning("%s is no checkpoint of ours and in the way of one: it is now %s", self._final(step), aside)
+        logger.warning("%s is not a checkpoint and in the way of one; it is now %s", self._final(step), aside)
         self._durable.rename(self._final(step), aside)
 
     def remove(self, path: Path) -> None:
+        """Remove the file or folder `path`."""
         if is_folder(path):
             self._durable.remove_tree(path)
         else:
             self._durable.remove_file(path)
 
     def _set_aside(self, abandons: Sequence[tuple[int, str]]) -> list[Path]:
-        """The checkpoints in `abandons` are called so, wherever they stand; returns their new names."""
+        """Rename the checkpoints in `abandons`, under whatever name they are; return the new paths."""
         left: dict[int, set[str]] = {}
         for step, run_id in abandons:
             left.setdefault(step, set()).add(run_id)
         listing = Listing(self.root)
         moved = []
-        # Manifests may name any number of steps: of those that are there each place is looked at once.
+        # A manifest may list any number of steps: look once at each of those that exist.
         for step in sorted(left.keys() & listing.steps()):
             for path in [self._final(step), self._staging(step), *listing.replaced(step)]:
                 info = self._manifests.find_intact(step, [path])
                 if info is not None and info.run_id in left[step]:
                     aside = Listing(self.root).free(functools.partial(layout.abandoned_dir, step, info.run_id))
                     self._durable.rename(path, aside)
-                    logger.info("step %d is of a branch that was left; it is now %s", step, aside.name)
+                    logger.info("Step %d is of an abandoned branch and is now %s", step, aside.name)
                     moved.append(aside)
         if moved:
             self._durable.fsync_dir(self.root)
         return moved
 
     def _put_back(self) -> list[Path]:
-        """Every step that was replaced, and its successor not yet in place, has its name again."""
+        """Rename every replaced checkpoint back whose successor is not in place; return the new paths."""
         put_back = []
         for step, places in Listing(self.root).places().items():
             if places[0] != self._final(step):
@@ -145,18 +146,22 @@ class RetiredCheckpoints:
         return put_back
 
     def _superseded(self, step: int, listing: Listing) -> list[Path]:
+        """Return the replaced checkpoints of `step`, if its present one is intact."""
         replaced = listing.replaced(step)
         return replaced if replaced and self._manifests.find_intact(step, [self._final(step)]) else []
 
     def _let_go(self, path: Path, step: int) -> Path:
-        """`path`, which was replaced, is no checkpoint any more; returns what it is or was called."""
+        """Remove or rename `path`, which was replaced, durably; return its former or new path."""
         if self._stays_beside(path, step):
             return self._set_weights_aside(path, step)
         self._remove_durably(path, step)
         return path
 
     def _stays_beside(self, path: Path, step: int) -> bool:
-        """Whether `path` are exported weights that a full checkpoint of `step` replaced: they stay, by another name."""
+        """Return whether `path` are exported weights that a full checkpoint of `step` replaced.
+
+        They stay, under another name.
+        """
         weights = self._manifests.find_intact(step, [path])
         full = self._manifests.find_intact(step, [self._final(step)])
         return (
@@ -168,6 +173,7 @@ class RetiredCheckpoints:
         )
 
     def _set_weights_aside(self, path: Path, step: int) -> Path:
+        """Rename the exported weights `path`, durably; return the new path."""
         aside = Listing(self.root).free(functools.partial(layout.weights_dir, step))
         self._durable.rename(path, aside)
         self._durable.fsync_dir(self.root)
@@ -175,11 +181,11 @@ class RetiredCheckpoints:
         return aside
 
     def _remove_durably(self, path: Path, step: int) -> None:
-        """`path` is no checkpoint any more, durably, then its bytes are gone: never half of it under its own name."""
+        """Make `path` absent for every reader, durably, then remove it: never half of it under its old name."""
         self.remove(self._set_for_removal(path, step))
 
     def _set_for_removal(self, path: Path, step: int) -> Path:
-        """`path` is no checkpoint any more, durably; returns what it is called now."""
+        """Make `path` absent for every reader, durably; return its path in the trash."""
         trash = Listing(self.root).free_trash(step)
         self._durable.rename(path, trash)
         self._durable.fsync_dir(self.root)

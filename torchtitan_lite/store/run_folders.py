@@ -1,7 +1,7 @@
-"""The folders of a run: its checkpoints, its exports, and the leases that make both this job's.
+"""The folders of a run: its checkpoints, its exports, and the leases that reserve both for this job.
 
-While a lease is held no other job writes there; what an earlier end left is removed when the folders are taken. The
-coordinator alone calls what touches a folder.
+While a lease is held no other job writes there; taking the folders removes what a crash left. Methods that touch a
+folder are **coordinator only**.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchtitan_lite.store.store import CheckpointStore
 
 
 class RunFolders:
-    """`checkpoints` and, where the run exports, `exports`."""
+    """The stores `checkpoints` and, if the run exports, `exports`."""
 
     def __init__(self, config: JobConfig, run_id: str, checkpoints: CheckpointStore | None = None) -> None:
         section, dump_folder = config.checkpoint, Path(config.job.dump_folder)
@@ -38,9 +38,9 @@ class RunFolders:
         }
 
     def take(self) -> None:
-        """Make the folders this job's, and remove what an earlier end left there.
+        """Reserve the folders for this job, and remove what a crash left in them.
 
-        Raises `FolderInUse`, `FolderUnusable`, and `ConfigError` for one folder in both roles.
+        Raises `FolderInUse`, `FolderUnusable`, and `ConfigError` if both are the same folder.
         """
         self._refuse_one_for_both()
         faults.point("lease")
@@ -53,25 +53,25 @@ class RunFolders:
                 _recover(store)
 
     def release(self) -> None:
-        """Let other jobs have the folders."""
+        """Give the folders up to other jobs."""
         for lease in self._leases.values():
             lease.release()
 
     def fence(self, store: CheckpointStore) -> Callable[[], None]:
-        """Return what raises `LeaseLost` once the folder of `store` is another job's."""
+        """Return a function that raises `LeaseLost` once the folder of `store` belongs to another job."""
         return self._leases[store.root].check
 
     def _refuse_one_for_both(self) -> None:
         if self.exports is not None and self.exports.is_in_the_same_place_as(self.checkpoints):
             raise ConfigError(
-                f"checkpoint.export_folder: {self.exports.root} is the folder of checkpoints too, where the "
-                "export would take the place of the last full one. Name another folder."
+                f"checkpoint.export_folder: {self.exports.root} is also the folder of checkpoints, where the "
+                "export would replace the last full checkpoint. Name another folder."
             )
 
 
 @contextmanager
 def usable(folder: Path) -> Iterator[None]:
-    """Raise `FolderUnusable` for an OSError in the block; errors of this package pass."""
+    """Raise `FolderUnusable` for an OSError in the block; errors of this package pass unchanged."""
     try:
         yield
     except TorchtitanLiteError:
@@ -81,8 +81,8 @@ def usable(folder: Path) -> Iterator[None]:
 
 
 def _recover(store: CheckpointStore) -> bool:
-    """Leave nothing of a cut save in the folder, which is this job's. Return whether there was anything."""
+    """Remove what a crash left in the folder of `store`. Return whether there was anything."""
     recovered = store.recover()
     for path in recovered:
-        logger.info("Recovered from an earlier end in the middle of a save: %s", path)
+        logger.info("Recovered after a save that was cut off: %s", path)
     return bool(recovered)

@@ -1,9 +1,9 @@
 """One folder of checkpoints.
 
-`step-N` is a complete checkpoint or absent, for every reader, after any crash: `commit` is the only
-door to that name, and the rename in it is the commit. Every method may be cut anywhere; `recover`
-finishes or drops what was left. Only names that `layout` spells are ever removed, and what is found
-damaged is renamed, never removed. One writer at a time is assumed: `commit` asks before it renames.
+For every reader and after any crash, `step-N` is a complete checkpoint or absent: `commit` is the only door to that
+name, and the rename in it is the commit. Every method may be cut anywhere; `recover` finishes or removes what was left.
+Only names that `layout` spells are ever removed; a damaged checkpoint is renamed, never removed. There must be only one
+writer at a time, so `commit` calls its fence before each rename.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from pathlib import Path
 from torchtitan_lite import faults
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import DISK, Durable, naming
-from torchtitan_lite.disk.plain_file import size_finding
 from torchtitan_lite.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
     CheckpointUnreadable,
     SaveFailed,
 )
-from torchtitan_lite.log import logger, readable_bytes
+from torchtitan_lite.log import readable_bytes
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.known_manifests import KnownManifests, describe
 from torchtitan_lite.store.lineage import without_abandoned
@@ -38,22 +37,22 @@ from torchtitan_lite.store.retired import RetiredCheckpoints
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes that may still be written where `folder` is or will be."""
+    """Return the bytes that may still be written on the disk of `folder`, which need not exist yet."""
     return shutil.disk_usage(next(place for place in (folder, *folder.absolute().parents) if place.is_dir())).free
 
 
 @functools.cache
 def _lock_of(root: Path) -> AbstractContextManager[bool]:
-    """The lock of all stores of this process in one folder."""
+    """Return the lock that all stores of this process share for the folder `root`."""
     return threading.RLock()
 
 
 def nothing() -> None:
-    """Does nothing."""
+    """Do nothing."""
 
 
 class CheckpointStore:
-    """The checkpoints in the folder `root`, which need not exist yet. What the disk refuses is raised as OSError."""
+    """The checkpoints in the folder `root`, which need not exist yet. Errors of the disk are raised as OSError."""
 
     def __init__(
         self,
@@ -63,7 +62,7 @@ class CheckpointStore:
         free_bytes: Callable[[Path], int] = free_bytes,
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        self.root = Path(root).absolute()  # A save in a thread outlasts a change of the working directory.
+        self.root = Path(root).absolute()  # A save in a thread must survive a change of the working directory.
         self._durable = durable
         self._free_bytes = free_bytes
         self._manifests = KnownManifests(self.root, now_ns)
@@ -71,52 +70,65 @@ class CheckpointStore:
 
     @property
     def exclusive(self) -> AbstractContextManager[bool]:
-        """Held by what renames here: a purge in the background is ordered with commits by it."""
+        """Return the lock that orders the renames of this process here: a background purge and commits."""
         return _lock_of(self.root)
 
     @property
     def durable(self) -> Durable:
-        """What its files are written with."""
+        """Return the disk operations that the files of this store are written with."""
         return self._durable
 
     def is_in_the_same_place_as(self, other: CheckpointStore) -> bool:
-        """Whether both are one folder, however it is spelt."""
+        """Return whether both stores are the same folder, however it is spelt."""
         return self.root.resolve() == other.root.resolve()
 
     def committed(self) -> list[CheckpointInfo]:
-        """Every committed checkpoint that none abandons, by ascending step. Raises FormatTooNew for a newer format."""
+        """Return every committed checkpoint that no other one abandons, by ascending step.
+
+        Raises FormatTooNew for a newer format.
+        """
         return without_abandoned(self.intact())
 
     def intact(self) -> list[CheckpointInfo]:
-        """As `committed`, with those that are abandoned and could not be set aside yet."""
+        """Return the same as `committed`, plus abandoned checkpoints that could not be renamed yet."""
         return self._manifests.intact()
 
     def unmanaged(self) -> list[Path]:
-        """Folders named step-N with a checkpoint's files and no manifest, such as torchtitan's, by ascending step."""
+        """Return the folders named step-N that have checkpoint files but no manifest, by ascending step.
+
+        torchtitan's own checkpoints are such folders.
+        """
         return [folder for step in Listing(self.root).places() if is_unmanaged(folder := self._final(step))]
 
     def latest(self, kind: CheckpointKind = CheckpointKind.FULL) -> CheckpointInfo | None:
-        """The committed checkpoint of `kind` with the highest step; warns of each damaged one that is passed over."""
+        """Return the committed checkpoint of `kind` with the highest step; None if there is none.
+
+        Logs a warning for each damaged one of a higher step.
+        """
         latest = next((info for info in reversed(self.committed()) if info.kind is kind), None)
         for step, places in Listing(self.root).places().items():
             if latest is None or step > latest.step:
-                self._warn_of_damage(step, places)
+                self._manifests.warn_of_damage(step, places)
         return latest
 
     def damaged(self) -> dict[int, CheckpointDamaged]:
-        """What is wrong with each step-N whose manifest is damaged, and of which there is no other one, by step."""
-        return {step: error for step, error in self._manifests.faults().items() if isinstance(error, CheckpointDamaged)}
+        """Return what is wrong with each step whose manifests are damaged and that has no intact one, by step."""
+        errors = self._manifests.faults()
+        return {step: error for step, error in errors.items() if isinstance(error, CheckpointDamaged)}
 
     def unreadable(self) -> dict[int, CheckpointUnreadable]:
-        """What the system says of each step-N whose manifest it does not give, by step: nothing is known of these."""
-        return {
-            step: error for step, error in self._manifests.faults().items() if isinstance(error, CheckpointUnreadable)
-        }
+        """Return the error of each step whose manifest could not be read, by step.
+
+        Nothing is known of these checkpoints.
+        """
+        errors = self._manifests.faults()
+        return {step: error for step, error in errors.items() if isinstance(error, CheckpointUnreadable)}
 
     def get(self, step: int) -> CheckpointInfo:
-        """The committed checkpoint of `step`, unless one abandons it.
+        """Return the committed checkpoint of `step`.
 
-        Raises CheckpointNotFound, CheckpointDamaged, CheckpointUnreadable or FormatTooNew.
+        Raises CheckpointNotFound (also where another checkpoint abandons it), CheckpointDamaged, CheckpointUnreadable
+        or FormatTooNew.
         """
         info = self._manifests.find(step, Listing(self.root).places().get(step, []))
         committed = self.committed()
@@ -125,25 +137,18 @@ class CheckpointStore:
         return info
 
     def check_sizes(self, info: CheckpointInfo) -> list[str]:
-        """What is wrong with the sizes of the files of `info`, one sentence each; empty if all are as committed.
+        """Return what is wrong with the sizes of the files of `info`, one sentence each; empty if nothing is.
 
-        Changes nothing, opens no file but the manifest. Raises FormatTooNew, and CheckpointUnreadable where the machine
-        does not answer.
+        Changes nothing and opens no file but the manifest. Raises FormatTooNew, and CheckpointUnreadable for an I/O
+        error.
         """
-        try:
-            sizes = self._manifests.sizes(info)
-            findings = [size_finding(info.path / name, size) for name, size in sorted(sizes.items())]
-        except CheckpointDamaged as error:
-            return [error.finding]
-        except OSError as error:
-            raise CheckpointUnreadable(str(info.path), f"{type(error).__name__}: {error}") from error
-        return [finding for finding in findings if finding]
+        return self._manifests.check_sizes(info)
 
     def preflight(self, step: int, needed_bytes: int, make_room: Callable[[], object] = nothing) -> None:
-        """There is room for a save of `step` that takes `needed_bytes`. Coordinator, while no save is under way.
+        """Check that there is room for a save of `step` with `needed_bytes`. **Coordinator only**.
 
-        Where there is too little, what cut saves left is removed and `make_room` is called. Raises SaveFailed where
-        there is too little even so: nothing of the save was begun.
+        No save may be under way. Where there is too little room, removes what cut saves left and calls `make_room`.
+        Raises SaveFailed if that is not enough; the save has not begun then.
         """
         if self._free_bytes(self.root) < needed_bytes:
             self.recover()
@@ -160,13 +165,13 @@ class CheckpointStore:
         return self._free_bytes(self.root) >= needed_bytes
 
     def stage(self, step: int) -> Path:
-        """The folder that a save of `step` writes into; it exists, durably. Any rank; idempotent."""
+        """Create the folder that a save of `step` writes into, durably, and return it. **Any rank**; idempotent."""
         staging = self._staging(step)
         self._durable.make_dir(staging)
         return staging
 
     def clear_staging(self, step: int) -> None:
-        """The staging folder of `step` holds nothing of an earlier attempt. Coordinator, before any rank writes."""
+        """Empty the staging folder of `step`. **Coordinator only**, before any rank writes into it."""
         with self.exclusive:
             staging = self._superfluous_staging(step)
         if is_folder(staging):
@@ -176,20 +181,21 @@ class CheckpointStore:
             self._retired.remove(staging)
 
     def abandon(self, step: int) -> None:
-        """The staging folder of `step` is gone. Coordinator, once no rank writes into it."""
+        """Remove the staging folder of `step`. **Coordinator only**, when no rank writes into it any more."""
         with self.exclusive:
             staging = self._superfluous_staging(step)
         if os.path.lexists(staging):
             self._retired.remove(staging)
 
     def commit(self, step: int, manifest: Manifest, fence: Callable[[], object] = nothing) -> CheckpointInfo:
-        """`step-N` is what was staged, durably. Coordinator only, after every rank has synced its files.
+        """Turn what was staged into `step-N`, durably. **Coordinator only**, after every rank has synced its files.
 
-        `fence` raises where the folder is no longer ours to write. It is asked first, and again right before each
-        rename that leads to the commit; once it raised, nothing is renamed, and what it raised is raised here.
-        Raises SaveFailed where the staged files are not the manifest's, OSError where the disk fails; the checkpoint
-        of `step` is then the old one or the new one, whole, and `abandon` may follow (not where `fence` raised: what
-        is staged may be another's by then). A replaced checkpoint that cannot be removed after the commit is a warning.
+        `fence` raises if the folder belongs to another job by now. It is called first, and again right before each
+        rename that leads to the commit; after it raised, nothing is renamed, and its error is raised here. Raises
+        SaveFailed if the staged files are not those of the manifest, OSError if the disk fails. The checkpoint of
+        `step` is then the old one or the new one, whole, and `abandon` may follow (not after `fence` raised: the
+        staging folder may be another job's by then). A replaced checkpoint that cannot be removed after the commit is a
+        warning.
         """
         fence()
         sealed = self._seal(step, manifest)
@@ -203,15 +209,15 @@ class CheckpointStore:
         return describe(self._final(step), sealed)
 
     def delete(self, info: CheckpointInfo) -> None:
-        """The checkpoint of `info` is absent for every reader, durably, then its bytes are gone. Coordinator only."""
+        """Make the checkpoint of `info` absent for every reader, durably, then remove it. **Coordinator only**."""
         with self.exclusive:
             trash = self._retired.discard(info)
         self.empty(trash)
 
     def discard(self, info: CheckpointInfo) -> list[Path]:
-        """Make the checkpoint of `info` absent for every reader, durably. Coordinator only.
+        """Make the checkpoint of `info` absent for every reader, durably. **Coordinator only**.
 
-        Return what is left of it, for `empty`; nothing if it is another one by now, or gone.
+        Returns what is left of it, for `empty`: nothing if it is gone, or another checkpoint is in its place by now.
         """
         with self.exclusive:
             if self._manifests.find_intact(info.step, [info.path]) != info:
@@ -219,31 +225,32 @@ class CheckpointStore:
             return self._retired.discard(info)
 
     def empty(self, trash: Sequence[Path]) -> None:
-        """Remove the bytes of what was discarded. Coordinator only; beside anything else but `recover`."""
+        """Remove what was discarded. **Coordinator only**; may run beside anything but `recover`."""
         for path in trash:
             self._retired.remove(path)
 
     def quarantine(self, step: int, findings: Sequence[str]) -> Path:
-        """The damaged checkpoint of `step` has a foreign name, durably, and tells of `findings` if the disk takes it.
+        """Rename the damaged checkpoint of `step` to `step-N.corrupt`, durably, and return its new path.
 
-        Coordinator only, once every rank has agreed. Returns where it is: nothing reads, counts or removes it there.
+        **Coordinator only**, after every rank has agreed. Writes `findings` into the folder if the disk allows it.
+        Nothing reads, counts or removes it there.
         """
         return self._retired.quarantine(step, findings)
 
     def recover(self) -> list[Path]:
-        """Nothing of a cut save or removal is left. Coordinator, before the first load.
+        """Finish or remove everything that cut saves and removals left. **Coordinator only**, before the first load.
 
-        Returns what was put back, by its new name, and what was removed. Unsupported names are untouched.
+        Returns what was renamed back, by its new name, and what was removed. Unknown names stay untouched.
         """
         return self._retired.recover()
 
     def _seal(self, step: int, manifest: Manifest) -> Manifest:
-        """The staging folder holds the files of the returned manifest, and it, and nothing else, durably."""
+        """Leave the files of the returned manifest, and no others, in the staging folder, durably."""
         staging = self._staging(step)
         if manifest.step != step:
-            raise SaveFailed(step, f"its manifest is of step {manifest.step}")
+            raise SaveFailed(step, f"its manifest is of step {manifest.step}, not {step}")
         if abandoning := [info for info in self.intact() if (step, manifest.lineage.run_id) in info.lineage.abandons]:
-            # It would not count from the moment of its commit on.
+            # The new checkpoint would be abandoned from the moment of its commit.
             raise SaveFailed(step, f"{abandoning[0].path} abandons step {step} of run {manifest.lineage.run_id}")
         for name, record in manifest.files.items():
             if (size := _size(staging / name, step)) != record.size:
@@ -261,7 +268,7 @@ class CheckpointStore:
         return sealed
 
     def _described(self, step: int, manifest: Manifest) -> dict[str, FileRecord]:
-        """The record of DCP's description, from the file where the manifest has no digest of it."""
+        """Return the record of DCP's `.metadata`, computed from the file where the manifest has no digest of it."""
         if (record := manifest.files.get(layout.METADATA)) is None or not record.blocks:
             path = self._staging(step) / layout.METADATA
             _size(path, step)
@@ -269,12 +276,12 @@ class CheckpointStore:
         return {layout.METADATA: record}
 
     def _put_in_place(self, sealed: Manifest, fence: Callable[[], object]) -> None:
-        """What was staged is called step-N; what was called so is called something else."""
+        """Rename the staging folder to step-N, after what has that name got another one."""
         step = sealed.step
         staging, final = self._staging(step), self._final(step)
         if self._manifests.find_intact(step, [final]) is not None:
             fence()
-            # Its manifest goes, and with it the names of what it abandons.
+            # Its manifest goes, and with it the list of what it abandons.
             self._retired.rename_abandoned()
         is_there, there = os.path.lexists(final), self._manifests.find_intact(step, [final])
         keeps_weights = there is not None and _stay_beside(there, sealed)
@@ -286,26 +293,20 @@ class CheckpointStore:
                 self._durable.rename(final, Listing(self.root).free_replaced(step))
             else:
                 self._retired.move_aside(step)
-            # Without this the disk may come to know the second rename and not the first.
+            # Without this sync a power cut may keep the second rename and lose the first.
             self._durable.fsync_dir(self.root)
             fence()
         self._durable.rename(staging, final)
 
     def _superfluous_staging(self, step: int) -> Path:
-        """The staging folder of `step`; nothing in it, if it is there, is needed."""
+        """Return the staging folder of `step`, after making sure that nothing in it is needed."""
         staging = self._staging(step)
         if os.path.lexists(staging):
-            # A commit that failed after its exchange left the old checkpoint here: the new one must be durable first,
-            # and if it abandons the old one, that is kept.
+            # A commit that failed after its exchange left the old checkpoint here. The new one must be durable before
+            # the old one goes; and if the new one abandons it, it is renamed and stays.
             self._durable.fsync_dir(self.root)
             self._retired.rename_abandoned()
         return staging
-
-    def _warn_of_damage(self, step: int, places: Sequence[Path]) -> None:
-        try:
-            self._manifests.find(step, places)
-        except (CheckpointDamaged, CheckpointUnreadable) as error:
-            logger.warning("passing over step %d: %s", step, error)
 
     def _final(self, step: int) -> Path:
         return self.root / layout.step_dir(step)
@@ -315,9 +316,9 @@ class CheckpointStore:
 
 
 def _stay_beside(there: CheckpointInfo, sealed: Manifest) -> bool:
-    """Whether `there` are exported weights in the place of a full checkpoint, and not of a branch that it abandons.
+    """Return whether `there` are exported weights that a full checkpoint replaces, of no branch that it abandons.
 
-    Not an exchange then: what a crash leaves under the name of a save under way is removed.
+    They must not be exchanged: what a crash leaves under the name of the staging folder is removed.
     """
     is_abandoned = (there.step, there.run_id) in sealed.lineage.abandons
     return there.kind is CheckpointKind.WEIGHTS_ONLY and sealed.kind is CheckpointKind.FULL and not is_abandoned

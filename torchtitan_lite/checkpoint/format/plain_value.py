@@ -1,9 +1,9 @@
 """Small objects as JSON, and back.
 
-`decode(encode(value))` is `value` again, with the same types all the way down: numbers to the last
-bit, tuples as tuples, keys that are no strings. What JSON has no word for is an object of one
-member whose name begins with "$". Anything else than the plain types, a subclass of one included,
-is `NotPlain`. Decoding runs nothing and makes nothing but these types, whatever it is given.
+`decode(encode(value))` equals `value` with the same types at every depth: numbers to the last bit, tuples as tuples,
+and keys that are not strings. What JSON cannot express is an object with one member whose name begins with "$". Any
+other type, a subclass of a plain one included, raises `NotPlain`. Decoding runs no code and makes nothing but these
+types, whatever the document.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_DEPTH = 100
-"""Containers within containers; the JSON parser's own limit is not far above."""
+"""Nesting of containers; the limit of Python's JSON parser is not far above."""
 
 MAX_PARTS = 1_000_000
-"""Values within a value. A few lists that hold each other twice are more than any memory."""
+"""Values within one value. A few lists that each hold another one twice would fill any memory."""
 
 _INT64 = 1 << 63
 
@@ -28,12 +28,12 @@ class NotPlain(ValueError):
 
 
 def encode(value: object) -> Any:
-    """`value` (None, bool, int, float, str, bytes, list, tuple, dict) as JSON can hold it. Raises `NotPlain`."""
+    """Return `value` (None, bool, int, float, str, bytes, list, tuple, dict) as JSON can hold it. Raise `NotPlain`."""
     return _Encoder().encode(value, 0)
 
 
 def decode(document: object) -> Any:
-    """The value that `encode` gave `document` for. Raises ValueError for anything else."""
+    """Return the value that `encode` turned into `document`. Raise ValueError for any other document."""
     return _decode(document, 0)
 
 
@@ -44,7 +44,7 @@ class _Encoder:
     def encode(self, value: object, depth: int) -> Any:
         self._parts += 1
         if depth > MAX_DEPTH or self._parts > MAX_PARTS:
-            raise NotPlain("the value is nested too deeply, or in itself, or too large")
+            raise NotPlain("the value is nested too deeply, contains itself, or is too large")
         kind = type(value)
         if value is None or kind is bool:
             return value
@@ -54,7 +54,7 @@ class _Encoder:
         return make(self, value, depth + 1)
 
     def number(self, value: int, _: int) -> Any:
-        # Python refuses to parse decimal numbers of thousands of digits; hexadecimal ones it takes.
+        # Python refuses to parse decimal numbers of thousands of digits, but parses hexadecimal ones.
         return value if -_INT64 <= value < _INT64 else {"$int": f"{value:x}"}
 
     def real(self, value: float, _: int) -> Any:
@@ -62,7 +62,7 @@ class _Encoder:
         return value if is_finite else {"$float": struct.pack(">d", value).hex()}
 
     def text(self, value: str, _: int) -> Any:
-        # In JSON two halves of a surrogate pair become one character.
+        # JSON would join two halves of a surrogate pair to one character.
         if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
             return {"$text": _to_base64(value.encode("utf-8", "surrogatepass"))}
         return value
@@ -107,7 +107,7 @@ def _decode(document: object, depth: int) -> Any:
         if name.startswith("$"):
             return _tagged(name, content, depth + 1)
     if any(name.startswith("$") for name in document):
-        raise ValueError("names that begin with $ stand alone")
+        raise ValueError("expected a name that begins with $ alone, found others beside it")
     return {name: _decode(item, depth + 1) for name, item in document.items()}
 
 
@@ -118,7 +118,7 @@ def _tagged(name: str, content: object, depth: int) -> Any:
         return _pairs(content, depth)
     make = _TAGGED_TEXT.get(name)
     if make is None or not isinstance(content, str):
-        raise ValueError(f"{name[:20]!r} with a {type(content).__name__} stands for nothing")
+        raise ValueError(f"{name[:20]!r} with a {type(content).__name__} is not a known tag")
     try:
         return make(content)
     except (ValueError, binascii.Error, struct.error) as error:
