@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from tests.checkpoint.small_run import target
-from torchtitan_lite.checkpoint.saving.savers import ThreadSaver, write_in_place
+from torchtitan_lite.checkpoint.saving.content import write_in_place
+from torchtitan_lite.checkpoint.saving.savers import ThreadSaver
 from torchtitan_lite.checkpoint.saving.writer import Target
 from torchtitan_lite.checkpoint.staging.stager import Staged
 from torchtitan_lite.disk.background import NICE, give_way

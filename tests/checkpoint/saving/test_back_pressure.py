@@ -8,9 +8,10 @@ from pathlib import Path
 
 from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.small_run import Lent
-from torchtitan_lite.checkpoint.saving.savers import PendingSave, State, ThreadSaver, write_in_place
+from torchtitan_lite.checkpoint.saving.content import write_in_place
+from torchtitan_lite.checkpoint.saving.savers import PendingSave, State, ThreadSaver
 from torchtitan_lite.checkpoint.saving.writer import Target
-from torchtitan_lite.checkpoint.staging.stager import Staged
+from torchtitan_lite.checkpoint.staging.stager import Staged, build_stager
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.distributed.consensus import Peers
 
@@ -20,7 +21,8 @@ class SlowDisk:
 
     def __init__(self) -> None:
         self.may_write = threading.Event()
-        self.saver = ThreadSaver(Peers(timedelta(seconds=60)), write=self._write)
+        self.stager = build_stager()
+        self.saver = ThreadSaver(Peers(timedelta(seconds=60)), stager=self.stager, write=self._write)
 
     def _write(self, path: Path, staged: Staged, target: Target) -> FileRecord:
         assert self.may_write.wait(60)
@@ -69,9 +71,9 @@ def test_memory_is_that_of_one_save(start_run: StartRun) -> None:
     disk.may_write.set()
     run = start_run(interval=1, async_mode="async", seams={"saver": disk.saver})
     run.step()
-    arena = disk.saver._stager.arena
+    arena = disk.stager.arena
     run.train(8)
-    assert disk.saver._stager.arena is arena
+    assert disk.stager.arena is arena
 
 
 class Noting(Lent):

@@ -43,7 +43,7 @@ def test_a_state_of_the_same_structure_is_saved_by_the_same_plan() -> None:
     second = plans.plan(state(w=torch.ones(3)))
     assert second.plan is first.plan
     assert plans.num_made == 1
-    assert second.tensors()[0].tolist() == [1, 1, 1]
+    assert second.image().file.tensors[0].tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_what_more_than_the_optimizer_changes_is_known() -> None:
     state["optimizer"]["param_groups.0.weight.lr"] = torch.tensor(0.1)  # As for a captured graph: a scheduler's.
     planned = PlanCache(PEERS).plan(state)
     keys = [item.index.fqn for item in planned.plan.items]
-    assert sorted(keys[number] for number in planned.volatile()) == [
+    assert sorted(keys[number] for number in planned.image().file.volatile) == [
         *("model.1.num_batches_tracked", "model.1.running_mean", "model.1.running_var"),
         *("optimizer.param_groups.0.weight.lr", "train_state.step"),
     ]

@@ -15,7 +15,7 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 
 from torchtitan_lite import faults
-from torchtitan_lite.checkpoint.saving.savers import PendingSave, Saver, State
+from torchtitan_lite.checkpoint.saving.savers import PendingSave, SavesStates, State
 from torchtitan_lite.checkpoint.saving.writer import Origin, Target, free
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.at_exit import end_at_exit, is_finished
@@ -94,7 +94,7 @@ class InFlight:
         state: State,
         kind: CheckpointKind,
         store: CheckpointStore,
-        saver: Saver,
+        saver: SavesStates,
         origin: Origin,
         fence: Callable[[], None] = free,
     ) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from torchtitan_lite.checkpoint.saving.export import DTYPES, weights_only
 from torchtitan_lite.checkpoint.saving.in_flight import InFlight
-from torchtitan_lite.checkpoint.saving.savers import RefusingSaver, Saver
-from torchtitan_lite.checkpoint.saving.writer import Origin
+from torchtitan_lite.checkpoint.saving.savers import PendingSave, Saver, SavesStates, refused
+from torchtitan_lite.checkpoint.saving.writer import Origin, Target
 from torchtitan_lite.checkpoint.schedule.interval import Tick
 from torchtitan_lite.checkpoint.state.run_state import RunState, State
 from torchtitan_lite.config.job_config import Checkpoint
@@ -143,11 +144,12 @@ class RunSaves:
         self, step: int, make_state: Callable[[], State], kind: CheckpointKind, store: CheckpointStore, saver: Saver
     ) -> None:
         state: State = {}
+        begins: SavesStates = saver
         try:
             state = self._together(step, make_state)
         except SaveFailed as error:
-            saver = RefusingSaver(error)
-        self._in_flight.begin(step, state, kind, store, saver, self._origin(), self._folders.fence(store))
+            begins = _Refusal(error)
+        self._in_flight.begin(step, state, kind, store, begins, self._origin(), self._folders.fence(store))
         self.last = Tick(step, self._clock())
 
     def _origin(self) -> Origin:
@@ -157,15 +159,24 @@ class RunSaves:
         return dataclasses.replace(self.origin, lineage=dataclasses.replace(lineage, parent_step=durable))
 
     def _together(self, step: int, make_state: Callable[[], State]) -> State:
-        """What `make_state` returns; one that a rank cannot give is a failed save, or wrong usage, on every rank."""
-        state: State = {}
-        error: Exception | None = None
-        try:
-            state = make_state()
-        except ConfigError as raised:
-            error = raised
-        except Exception as raised:
-            error = SaveFailed(step, f"rank {self._peers.rank}: {type(raised).__name__}: {raised}")
-            error.__cause__ = raised
-        self._peers.raise_together(error)
-        return state
+        """Return what `make_state` does. If one rank cannot, that is a failed save, or wrong usage, on every rank."""
+
+        def make() -> State:
+            try:
+                return make_state()
+            except ConfigError:
+                raise
+            except Exception as error:
+                raise SaveFailed(step, f"rank {self._peers.rank}: {type(error).__name__}: {error}") from error
+
+        return self._peers.together(make)
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """Saves nothing: the state could not be made, on every rank."""
+
+    error: SaveFailed
+
+    def save(self, state: State, target: Target) -> PendingSave:
+        return refused(target.step, self.error)

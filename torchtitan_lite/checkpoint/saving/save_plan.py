@@ -30,6 +30,8 @@ from torchtitan_lite.checkpoint.format.joint_structure import joint
 from torchtitan_lite.checkpoint.format.kinds import difference
 from torchtitan_lite.checkpoint.format.shards import knows_its_parts, part_of
 from torchtitan_lite.checkpoint.format.structure import Branch, decode, encode, flatten, paths_of, rebuild
+from torchtitan_lite.checkpoint.saving.object_items import ObjectItems
+from torchtitan_lite.checkpoint.saving.rank_image import Planned, RankPlan
 from torchtitan_lite.checkpoint.saving.replicas import Replicas
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.distributed.consensus import Peers
@@ -55,43 +57,6 @@ class _Verdict(enum.IntEnum):
     FAILED = 2
 
 
-@dataclass(frozen=True)
-class RankPlan:
-    """What this rank writes."""
-
-    items: Sequence[WriteItem]
-    """Chunks of tensors, in the order of the file."""
-    object_keys: Sequence[str]
-    layout: FileLayout
-    description: Description | None
-    """On the coordinator."""
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A state and what of it this rank writes."""
-
-    plan: RankPlan
-    flat: State
-
-    def tensors(self) -> list[torch.Tensor]:
-        """The live tensors, in the order of the file."""
-        return [_local(self.flat, item.index) for item in self.plan.items]
-
-    def volatile(self) -> set[int]:
-        """Numbers, in the order of the file, of the tensors that more than the optimizer's step may change: buffers."""
-        return {number for number, item in enumerate(self.plan.items) if not self._is_the_optimizers(item.index.fqn)}
-
-    def _is_the_optimizers(self, key: str) -> bool:
-        fqn = key.removeprefix("model.")
-        # A setting that is a tensor (lr) is a scheduler's to change.
-        return key.startswith("optimizer.state.") or f"optimizer.param_groups.{fqn}.lr" in self.flat
-
-    def objects(self) -> State:
-        """The objects, by key."""
-        return {key: self.flat[key] for key in self.plan.object_keys}
-
-
 class PlanCache:
     """Plans saves, and remembers the last plan."""
 
@@ -99,6 +64,7 @@ class PlanCache:
         self._peers = peers
         self._examined: _Examined | None = None
         self._replicas = replicas or Replicas()
+        self._object_items = ObjectItems()
         self._is_compared = False
         self._plan: RankPlan | None = None
         self.num_made = 0
@@ -135,7 +101,7 @@ class PlanCache:
         if check is not None and not self._is_compared:
             self._is_compared = True
             self._replicas.compare(state, flat, self._peers)
-        return Planned(self._plan, flat)
+        return Planned(self._plan, flat, self._object_items)
 
     def _make(self, state: State, flat: State, structure: Branch) -> RankPlan:
         local: SavePlan | None = None
@@ -149,7 +115,7 @@ class PlanCache:
         with no_collection():  # The coordinator has an object for each chunk of each rank.
             kept: list[int] = self._peers.scatter_answers(answers.mine, answers.of_all)
         assert local is not None
-        return _rank_plan([local.items[number] for number in kept], answers.description)
+        return _rank_plan(self._peers.rank, [local.items[number] for number in kept], answers.description)
 
 
 class _Answers:
@@ -280,19 +246,15 @@ def _placed(item: WriteItem, value: Any) -> WriteItem:
     )
 
 
-def _rank_plan(items: Sequence[WriteItem], description: Description | None) -> RankPlan:
-    tensors = _tensors(items)
+def _rank_plan(rank: int, items: Sequence[WriteItem], description: Description | None) -> RankPlan:
+    file = _planned_file(rank, items)
     keys = [item.index.fqn for item in items if item.type == WriteItemType.BYTE_IO]
-    return RankPlan(tensors, keys, FileLayout([_spec(item) for item in tensors]), description)
+    return RankPlan(file.name, file.items, keys, file.layout, description)
 
 
 def _planned_file(rank: int, items: Sequence[WriteItem]) -> PlannedFile:
-    tensors = _tensors(items)
+    tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
     return PlannedFile(layout.data_file(rank, 0), tensors, FileLayout([_spec(item) for item in tensors]))
-
-
-def _tensors(items: Sequence[WriteItem]) -> list[WriteItem]:
-    return [item for item in items if item.type != WriteItemType.BYTE_IO]
 
 
 def _spec(item: WriteItem) -> Spec:
@@ -305,8 +267,3 @@ def _num_bytes(item: WriteItem) -> int:
     if item.tensor_data is None:
         return 0
     return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
-
-
-def _local(flat: State, index: MetadataIndex) -> torch.Tensor:
-    value: torch.Tensor = flat[index.fqn]
-    return value.to_local() if isinstance(value, DTensor) else value

@@ -21,24 +21,18 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from torchtitan_lite import faults
-from torchtitan_lite.checkpoint.format.file_image import FileImage
-from torchtitan_lite.checkpoint.saving.agreed_planner import AgreedPlanner
-from torchtitan_lite.checkpoint.saving.object_items import ObjectItems
-from torchtitan_lite.checkpoint.saving.save_plan import PlanCache, Planned
-from torchtitan_lite.checkpoint.saving.writer import CommittingWriter, RankContent, Target
+from torchtitan_lite.checkpoint.saving.content import Copies, WriteStaged, live_content, write_in_place
+from torchtitan_lite.checkpoint.saving.save_plan import PlanCache
+from torchtitan_lite.checkpoint.saving.writer import RankContent, Target, commit
 from torchtitan_lite.checkpoint.staging.stager import Staged, Stager, build_stager
 from torchtitan_lite.checkpoint.staging.watch import DO_NOT_WATCH, StagingWatch, build_staging_watch
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.background import give_way
-from torchtitan_lite.disk.block_writer import Bounced, InPlace, write_blocks
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.writer_process import WriterProcess
-from torchtitan_lite.distributed import dcp
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import CheckpointError, LeaseLost, SaveFailed
 from torchtitan_lite.log import logger
-from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointInfo
 
 State = dict[str, Any]
@@ -57,7 +51,15 @@ class PendingSave:
     `LeaseLost`."""
 
 
-class Saver(Protocol):
+class SavesStates(Protocol):
+    """Begins saves; all that a save in flight needs of a saver."""
+
+    def save(self, state: State, target: Target) -> PendingSave:
+        """Sets off a save. Collective."""
+        ...
+
+
+class Saver(SavesStates, Protocol):
     """One way to save."""
 
     def start(self) -> None:
@@ -69,91 +71,115 @@ class Saver(Protocol):
         Collective, as `get_state` is. What fails here fails again, and is told, when it is saved.
         """
 
-    def save(self, state: State, target: Target) -> PendingSave:
-        """Sets off a save. Collective."""
-        ...
-
     def close(self, timeout_seconds: float) -> None:
         """Ends what `start` or `save` began, after the save under way or after that time. Idempotent."""
 
 
-class SyncSaver:
+class StateSaver:
+    """Saves in one of three ways: at once from the live tensors, or from `copies` in a thread, which may have a
+    `process` write them.
+
+    Agreement and commit are the same in each: the plan in the caller's thread, the rest where the save runs.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        plans: PlanCache | None,
+        copies: Copies | None = None,
+        process: WriterProcess | None = None,
+    ) -> None:
+        self._peers = peers
+        self._plans = plans or PlanCache(peers)
+        self._copies = copies
+        self._process = process
+        self._under_way: Future[CheckpointInfo | None] = _done(None)
+        self._content = live_content if copies is None else copies.content
+        self._run: Run = _at_once if copies is None else _in_thread
+
+    def start(self) -> None:
+        """Start the writer process if there is one. Idempotent, main thread."""
+        if self._process is not None:
+            self._process.start()
+
+    def prepare(self, get_state: Callable[[], State]) -> None:
+        """Plan for states like `get_state()`, and have an arena made for them: without copies there is no need."""
+        if self._copies is None:
+            return
+        try:
+            image = self._plans.plan(get_state()).image()
+        except Exception as error:
+            logger.debug("No plan for saves yet: %s", error)
+            return
+        # The arena is exchanged for a larger one, which the thread must not be writing from.
+        if self._under_way.done():
+            self._copies.stager.prepare(image.file.num_bytes)
+
+    def save(self, state: State, target: Target) -> PendingSave:
+        """Begin a save: plan it, take the content, and commit that. **Collective**, main thread."""
+        try:
+            planned = self._plans.plan(state, lambda: self._check(target))
+        except Exception as error:
+            return refused(target.step, error)
+        content: RankContent | None = None
+        failure: Exception | None = None
+        try:
+            content = self._content(planned.image(), target)
+        except Exception as error:
+            failure = error  # Of this rank alone: `commit` raises it on all.
+        # The group is made here: making it is collective, and in the thread it could meet the caller's collectives.
+        group = self._peers.group
+        staged: Future[None] = Future()
+        durable = self._run(lambda: self._finish(content, failure, staged, target, group))
+        if self._copies is not None:
+            self._under_way = durable
+        return PendingSave(target.step, staged, durable)
+
+    def close(self, timeout_seconds: float) -> None:
+        """End what `start` and `save` began, after the save under way or after that time. Idempotent."""
+        if wait_for([self._under_way], timeout_seconds).not_done:
+            logger.warning("A save is still being written after %.0f s; leaving it behind.", timeout_seconds)
+        else:
+            self._under_way = _done(None)  # A failure holds what it came through, the copy too.
+            if self._copies is not None:
+                self._copies.stager.close()
+        if self._process is not None:
+            self._process.close()
+
+    def _check(self, target: Target) -> None:
+        if not self._under_way.done():
+            # The caller stopped waiting for it, and its copy must not change while it is being written.
+            raise SaveFailed(target.step, f"on rank {self._peers.rank} the save before it is still being written")
+        self.start()  # Again, if the process died: here a failure to start is every rank's.
+        target.check()
+
+    def _finish(
+        self,
+        content: RankContent | None,
+        failure: Exception | None,
+        staged: Future[None],
+        target: Target,
+        group: dist.ProcessGroup | None,
+    ) -> CheckpointInfo | None:
+        try:
+            if content is not None:
+                content.wait()
+        except Exception as error:
+            failure = error
+        finally:
+            staged.set_result(None)
+        return commit(content, failure, target, self._peers, group)
+
+
+class SyncSaver(StateSaver):
     """Saves while the caller waits, from the live tensors: nothing is held twice."""
 
     def __init__(self, peers: Peers, plans: PlanCache | None = None) -> None:
-        self._peers = peers
-        self._plans = plans or PlanCache(peers)
-        self._objects = ObjectItems()
-
-    def start(self) -> None:
-        """Nothing to make."""
-
-    def prepare(self, get_state: Callable[[], State]) -> None:
-        """Nothing to make ready: training stands still for all of a save."""
-
-    def save(self, state: State, target: Target) -> PendingSave:
-        failure: Exception | None = None
-        content: RankContent | None = None
-        try:
-            planned = self._plans.plan(state, target.check)
-        except Exception as error:
-            return _refused(target.step, error)
-        try:
-            content = self._content(planned, target)
-        except Exception as error:
-            failure = error
-        try:
-            committed = _commit(content, failure, target, self._peers, self._peers.group)
-        except CheckpointError as error:
-            return PendingSave(target.step, _done(None), _failed(error))
-        return PendingSave(target.step, _done(None), _done(committed))
-
-    def close(self, timeout_seconds: float) -> None:
-        """Nothing to end."""
-
-    def _content(self, planned: Planned, target: Target) -> RankContent:
-        image, name, objects = _image(planned, self._objects, self._peers.rank)
-        _wait_for_devices(image.tensors)
-        durable = target.store.durable
-        return RankContent(
-            planned.plan,
-            name,
-            objects,
-            image.num_bytes,
-            tensors=lambda: image.tensors,
-            write=lambda path: write_blocks(path, Bounced(image.num_bytes, image.fill), durable=durable),
-        )
+        super().__init__(peers, plans)
 
 
-class RefusingSaver:
-    """Saves nothing: the state could not be made, on every rank."""
-
-    def __init__(self, error: SaveFailed) -> None:
-        self._error = error
-
-    def start(self) -> None:
-        """Nothing to make."""
-
-    def prepare(self, get_state: Callable[[], State]) -> None:
-        """Nothing to make ready."""
-
-    def save(self, state: State, target: Target) -> PendingSave:
-        return _refused(target.step, self._error)
-
-    def close(self, timeout_seconds: float) -> None:
-        """Nothing to end."""
-
-
-WriteStaged = Callable[[Path, Staged, Target], FileRecord]
-"""Makes the file of a staged image, durably."""
-
-
-def _nothing() -> None:
-    """Nothing to wait for."""
-
-
-class ThreadSaver:
-    """Copies the state while the caller waits, then writes the copy in a thread, or has `write` do it."""
+class ThreadSaver(StateSaver):
+    """Copies the state while the caller waits, then has `write` write the copy in a thread."""
 
     def __init__(
         self,
@@ -161,102 +187,14 @@ class ThreadSaver:
         plans: PlanCache | None = None,
         *,
         stager: Stager | None = None,
-        write: WriteStaged | None = None,
+        write: WriteStaged = write_in_place,
         watch: StagingWatch = DO_NOT_WATCH,
-        ready: Callable[[], None] = _nothing,
     ) -> None:
-        self._peers = peers
-        self._ready = ready
-        self._plans = plans or PlanCache(peers)
-        self._stager = stager or build_stager()
-        self._write = write or write_in_place
-        self._watch = watch
-        self._objects = ObjectItems()
-        self._under_way: Future[CheckpointInfo | None] = _done(None)
-
-    def start(self) -> None:
-        """Nothing to make."""
-
-    def prepare(self, get_state: Callable[[], State]) -> None:
-        try:
-            image, *_ = _image(self._plans.plan(get_state()), self._objects, self._peers.rank)
-        except Exception as error:
-            logger.debug("No plan for saves yet: %s", error)
-            return
-        # The arena is exchanged for a larger one, which the thread must not be writing from.
-        if self._under_way.done():
-            self._stager.prepare(image.num_bytes)
-
-    def save(self, state: State, target: Target) -> PendingSave:
-        try:
-            planned = self._plans.plan(state, lambda: self._check(target))
-        except Exception as error:
-            return _refused(target.step, error)
-        content, wait, failure = self._staged_content(planned, target)
-        # The group is made here: making it is collective, and in the thread it could meet the caller's collectives.
-        group = self._peers.group
-        staged: Future[None] = Future()
-        self._under_way = _in_thread(lambda: self._finish(content, wait, failure, staged, target, group))
-        return PendingSave(target.step, staged, self._under_way)
-
-    def close(self, timeout_seconds: float) -> None:
-        if wait_for([self._under_way], timeout_seconds).not_done:
-            logger.warning("A save is still being written after %.0f s; leaving it behind.", timeout_seconds)
-            return
-        self._under_way = _done(None)  # A failure holds what it came through, the copy too.
-        self._stager.close()
-
-    def _check(self, target: Target) -> None:
-        if not self._under_way.done():
-            # The caller stopped waiting for it, and its copy must not change while it is being written.
-            raise SaveFailed(target.step, f"on rank {self._peers.rank} the save before it is still being written")
-        self._ready()
-        target.check()
-
-    def _staged_content(
-        self, planned: Planned, target: Target
-    ) -> tuple[RankContent | None, Callable[[], None], Exception | None]:
-        try:
-            faults.point("stage", step=target.step)
-            image, name, objects = _image(planned, self._objects, self._peers.rank)
-            compare = self._watch(image, [item.index.fqn for item in planned.plan.items])
-            staged = self._stager.take(image)
-        except Exception as error:
-            return None, _nothing, error
-        write = self._write
-        content = RankContent(
-            planned.plan,
-            name,
-            objects,
-            image.num_bytes,
-            tensors=staged.tensors,
-            write=lambda path: write(path, staged, target),
-        )
-        return content, lambda: compare(staged), None
-
-    def _finish(
-        self,
-        content: RankContent | None,
-        wait: Callable[[], None],
-        failure: Exception | None,
-        staged: Future[None],
-        target: Target,
-        group: dist.ProcessGroup | None,
-    ) -> CheckpointInfo | None:
-        try:
-            wait()
-        except Exception as error:
-            failure = error
-        finally:
-            staged.set_result(None)
-        return _commit(content, failure, target, self._peers, group)
+        super().__init__(peers, plans, Copies(stager or build_stager(), write, watch))
 
 
-class ProcessSaver:
-    """Like `ThreadSaver`, but what the thread would write is written by a process of its own.
-
-    The copy lies in memory that both have mapped. Agreement and commit stay in the thread.
-    """
+class ProcessSaver(StateSaver):
+    """Copies the state while the caller waits into memory that a writer process maps too; that process writes it."""
 
     def __init__(
         self,
@@ -268,23 +206,9 @@ class ProcessSaver:
         watch: StagingWatch = DO_NOT_WATCH,
     ) -> None:
         self.process = WriterProcess(timeout_seconds, ignored_signals, rank=peers.rank)
-        # Started anew, if it has to be, where a failure to do so is every rank's.
-        self._thread = ThreadSaver(peers, plans, write=self._have_it_written, watch=watch, ready=self.process.start)
+        super().__init__(peers, plans, Copies(build_stager(), self._write_in_process, watch), self.process)
 
-    def start(self) -> None:
-        self.process.start()
-
-    def prepare(self, get_state: Callable[[], State]) -> None:
-        self._thread.prepare(get_state)
-
-    def save(self, state: State, target: Target) -> PendingSave:
-        return self._thread.save(state, target)
-
-    def close(self, timeout_seconds: float) -> None:
-        self._thread.close(timeout_seconds)
-        self.process.close()
-
-    def _have_it_written(self, path: Path, staged: Staged, target: Target) -> FileRecord:
+    def _write_in_process(self, path: Path, staged: Staged, target: Target) -> FileRecord:
         return self.process.write(path, staged.arena, staged.num_bytes, target.step)
 
 
@@ -300,37 +224,17 @@ def build_saver(config: Checkpoint, peers: Peers, plans: PlanCache | None = None
     return ProcessSaver(peers, config.timeout_seconds, config.preemption_signals, plans=plans, watch=watch)
 
 
-def _image(planned: Planned, items: ObjectItems, rank: int) -> tuple[FileImage, str, Sequence[Any]]:
-    name, plan = layout.data_file(rank, 0), planned.plan
-    objects, placed = items.lay_out(planned.objects(), name, plan.layout.end)
-    return FileImage(plan.layout, planned.tensors(), objects, planned.volatile()), name, placed
+class Run(Protocol):
+    """Runs `work`, which raises `CheckpointError` if it fails, and returns its outcome."""
+
+    def __call__(self, work: Callable[[], T], /) -> Future[T]: ...
 
 
-def _wait_for_devices(tensors: Sequence[torch.Tensor]) -> None:
-    """What this thread asked devices for is done: other threads, which read `tensors`, have streams of their own."""
-    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()
-
-
-def write_in_place(path: Path, staged: Staged, target: Target) -> FileRecord:
-    return write_blocks(path, InPlace(staged.arena.memory, staged.num_bytes), durable=target.store.durable)
-
-
-def _commit(
-    content: RankContent | None,
-    failure: Exception | None,
-    target: Target,
-    peers: Peers,
-    group: dist.ProcessGroup | None,
-) -> CheckpointInfo | None:
-    """What was committed, on the coordinator. Raises `SaveFailed` or `LeaseLost`, on every rank if on one."""
-    writer, planner = CommittingWriter(target, content), AgreedPlanner(failure)
+def _at_once(work: Callable[[], T]) -> Future[T]:
     try:
-        dcp.save({}, writer, planner, group, target.step)
+        return _done(work())
     except CheckpointError as error:
-        peers.is_group_in_doubt |= not dcp.is_group_whole(error)
-        raise
-    return writer.committed
+        return _failed(error)
 
 
 def _in_thread(work: Callable[[], T]) -> Future[T]:
@@ -353,8 +257,8 @@ def _in_thread(work: Callable[[], T]) -> Future[T]:
     return future
 
 
-def _refused(step: int, error: Exception) -> PendingSave:
-    """A save that failed on every rank before anything of it was there."""
+def refused(step: int, error: Exception) -> PendingSave:
+    """Return a save that failed on every rank before anything of it was there."""
     if not isinstance(error, SaveFailed | LeaseLost):
         error = SaveFailed(step, f"{type(error).__name__}: {error}")
     return PendingSave(step, _done(None), _failed(error))
@@ -366,7 +270,7 @@ def _done(value: T) -> Future[T]:
     return future
 
 
-def _failed(error: CheckpointError) -> Future[CheckpointInfo | None]:
-    future: Future[CheckpointInfo | None] = Future()
+def _failed(error: CheckpointError) -> Future[Any]:
+    future: Future[Any] = Future()
     future.set_exception(error)
     return future

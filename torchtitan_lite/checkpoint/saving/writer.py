@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -24,11 +25,15 @@ from torch.futures import Future
 
 import torchtitan_lite
 from torchtitan_lite import faults
-from torchtitan_lite.checkpoint.format.description import PlacedObject
+from torchtitan_lite.checkpoint.format.description import Description, PlacedObject
 from torchtitan_lite.checkpoint.format.tensor_digest import Digest, digest_chunk, finish
+from torchtitan_lite.checkpoint.saving.agreed_planner import AgreedPlanner
 from torchtitan_lite.checkpoint.saving.nan_check import names_with_nan
-from torchtitan_lite.checkpoint.saving.save_plan import RankPlan
+from torchtitan_lite.checkpoint.saving.rank_image import RankPlan
 from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.distributed import dcp
+from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage, abandoned_by
@@ -71,13 +76,14 @@ class RankContent:
     """What this rank writes, staged or live."""
 
     plan: RankPlan
-    file_name: str
     objects: Sequence[PlacedObject]
     num_bytes: int
     tensors: Callable[[], Sequence[torch.Tensor]]
     """What is written, for digests of tensors."""
     write: Callable[[Path], FileRecord]
     """Makes the file, durably."""
+    wait: Callable[[], None] = free
+    """Returns when the state may change. Raises if what is written is not the state of one moment."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +128,8 @@ class CommittingWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         """`results` has a list of at most one `RankFile` for each rank."""
         assert self._content is not None
-        assert self._content.plan.description is not None, "the coordinator describes"
         target, description = self._target, self._content.plan.description
+        assert description is not None, "the coordinator describes"
         files: list[RankFile] = [file for per_rank in results for file in per_rank]
         objects = [placed for file in files for placed in file.objects]
         nan_in = sorted({key for file in files for key in file.nan_in})
@@ -149,7 +155,7 @@ class CommittingWriter(StorageWriter):
             extra={
                 "topology": target.origin.topology,
                 "config": target.origin.config,
-                "tensor_digests": self._tensor_digests(files),
+                "tensor_digests": _tensor_digests(files, description),
                 **({NAN_IN: nan_in} if nan_in else {}),
             },
         )
@@ -173,11 +179,12 @@ class CommittingWriter(StorageWriter):
         assert content is not None, "what could not be made ready was refused in planning"
         if content.num_bytes == 0:
             return []
-        record = content.write(target.store.stage(target.step) / content.file_name)
-        digests = _shares(content.plan.items, content.tensors()) if target.origin.tensor_digests else {}
+        plan = content.plan
+        record = content.write(target.store.stage(target.step) / plan.file_name)
+        digests = _shares(plan.items, content.tensors()) if target.origin.tensor_digests else {}
         prefix = "model." if target.kind is CheckpointKind.FULL else ""
-        nan_in = names_with_nan(content.plan.items, content.tensors(), prefix)
-        return [RankFile(content.file_name, record, content.objects, digests, nan_in)]
+        nan_in = names_with_nan(plan.items, content.tensors(), prefix)
+        return [RankFile(plan.file_name, record, content.objects, digests, nan_in)]
 
     def _lineage(self) -> Lineage:
         lineage = self._target.origin.lineage
@@ -186,20 +193,39 @@ class CommittingWriter(StorageWriter):
         abandons = abandoned_by(lineage.run_id, lineage.last_kept, self._target.store.intact())
         return dataclasses.replace(lineage, abandons=abandons)
 
-    def _tensor_digests(self, files: Sequence[RankFile]) -> dict[str, str]:
-        """Each tensor's digest, added up over its chunks, by key."""
-        assert self._content is not None
-        assert self._content.plan.description is not None
-        total: dict[str, Digest] = {}
-        for file in files:
-            for key, digest in file.digests.items():
-                total[key] = total.get(key, Digest.zero()) + digest
-        described = self._content.plan.description.of_dcp.state_dict_metadata
-        return {
-            key: finish(digest, tensor.properties.dtype, tensor.size).to_hex()
-            for key, digest in total.items()
-            if isinstance(tensor := described[key], TensorStorageMetadata)
-        }
+
+def commit(
+    content: RankContent | None,
+    failure: Exception | None,
+    target: Target,
+    peers: Peers,
+    group: dist.ProcessGroup | None,
+) -> CheckpointInfo | None:
+    """Write `content` and commit `target`; return, on the coordinator, what was committed. **Collective**, any thread.
+
+    Raises `SaveFailed` or `LeaseLost` on every rank if any rank failed, `failure` being what this one met before.
+    """
+    writer, planner = CommittingWriter(target, content), AgreedPlanner(failure)
+    try:
+        dcp.save({}, writer, planner, group, target.step)
+    except CheckpointError as error:
+        peers.is_group_in_doubt |= not dcp.is_group_whole(error)
+        raise
+    return writer.committed
+
+
+def _tensor_digests(files: Sequence[RankFile], description: Description) -> dict[str, str]:
+    """Each tensor's digest, added up over its chunks, by key."""
+    total: dict[str, Digest] = {}
+    for file in files:
+        for key, digest in file.digests.items():
+            total[key] = total.get(key, Digest.zero()) + digest
+    described = description.of_dcp.state_dict_metadata
+    return {
+        key: finish(digest, tensor.properties.dtype, tensor.size).to_hex()
+        for key, digest in total.items()
+        if isinstance(tensor := described[key], TensorStorageMetadata)
+    }
 
 
 def _shares(items: Sequence[WriteItem], written: Sequence[torch.Tensor]) -> dict[str, Digest]:
