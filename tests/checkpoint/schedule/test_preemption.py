@@ -114,7 +114,7 @@ logger.addHandler(logging.StreamHandler())
 """
     process = run(script)
     assert process.returncode == 1
-    assert "Received SIGTERM: all ranks save and leave after this step." in process.stderr
+    assert "Received SIGTERM: all ranks save and leave after this step" in process.stderr
     assert "--checkpoint.preemption_grace_seconds" in process.stderr
 
 

@@ -1,8 +1,8 @@
 """When a checkpoint is due, as pure values.
 
-A policy is asked with the present `Tick` and the `Tick` of the last save and answers yes or no; it
-reads no clock. `needs_consensus` says whether two ranks could answer differently (their clocks
-differ, their step numbers do not), in which case the ranks' answers are ORed before anyone acts.
+A policy compares the current `Tick` with the `Tick` of the last save and reads no clock.
+`needs_consensus` is true where two ranks could answer differently: their clocks differ, their step
+numbers do not. The ranks then OR their answers before any of them acts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Tick:
 
 
 class SavePolicy(Protocol):
-    """Says when a checkpoint is due."""
+    """Decides when a checkpoint is due."""
 
     @property
     def needs_consensus(self) -> bool:
@@ -30,13 +30,13 @@ class SavePolicy(Protocol):
         ...
 
     def due(self, now: Tick, last_save: Tick) -> bool:
-        """Whether a save is due at `now`, the last one having been at `last_save`."""
+        """Return whether a save is due at `now`, if the last one was at `last_save`. Any rank."""
         ...
 
 
 @dataclass(frozen=True)
 class EverySteps:
-    """Due at the multiples of `interval` steps."""
+    """Due at every multiple of `interval` steps."""
 
     interval: int
     needs_consensus: bool = False
@@ -58,7 +58,7 @@ class EverySeconds:
 
 @dataclass(frozen=True)
 class AtStep:
-    """Due at one step."""
+    """Due at one step only."""
 
     step: int
     needs_consensus: bool = False
@@ -79,7 +79,7 @@ class Never:
 
 @dataclass(frozen=True)
 class AnyOf:
-    """Due when one of `policies` is."""
+    """Due when at least one of `policies` is due."""
 
     policies: tuple[SavePolicy, ...]
 
@@ -92,7 +92,7 @@ class AnyOf:
 
 
 def split(policy: SavePolicy) -> tuple[SavePolicy, SavePolicy]:
-    """`policy` as the part that every rank answers alike, to be acted on at once, and the part that needs consensus."""
+    """Return `policy` in two parts: one that every rank answers alike, and one that needs consensus."""
     parts = policy.policies if isinstance(policy, AnyOf) else (policy,)
     return (
         AnyOf(tuple(part for part in parts if not part.needs_consensus)),
@@ -101,7 +101,7 @@ def split(policy: SavePolicy) -> tuple[SavePolicy, SavePolicy]:
 
 
 def build_save_policy(config: Checkpoint) -> SavePolicy:
-    """The policy that `config` describes."""
+    """Return the save policy that `config` describes."""
     if config.load_only:
         return Never()
     every: SavePolicy = (
@@ -111,5 +111,5 @@ def build_save_policy(config: Checkpoint) -> SavePolicy:
 
 
 def build_skips_when_busy(config: Checkpoint) -> bool:
-    """Whether a save that is due while another is in flight is left out, as `when_busy` says."""
+    """Return whether a save that is due while another one is in flight is skipped (`checkpoint.when_busy`)."""
     return config.when_busy == "skip"

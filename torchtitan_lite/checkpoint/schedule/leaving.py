@@ -1,10 +1,10 @@
-"""What the ranks still save before they leave, as a function of what is durable and how much time is left.
+"""What the ranks still save before they leave: a pure function of what is durable and of the time left.
 
-Nothing trained is given up while the grace period allows for a save. When it does not, a save that was
-already in flight is worth more than a new one that would not finish: its step is what the run goes on
-from. Asked after the save in flight was waited for: that is right whatever is decided, and only then
-is it known whether it became durable, how long it took, and how much time it left. Clocks differ from
-rank to rank: one rank decides for all.
+While the grace period has time for a save, the current step is saved and no training is lost. If it has not,
+the save that was in flight counts, because a new one would not finish: the next start resumes from its step.
+The decision comes after the wait for the save in flight: only then is it known whether that save became
+durable, how long it took and how much time is left, and the wait is right in each case. Clocks differ between
+ranks, so the coordinator decides for all.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ class Leaving(enum.Enum):
     """How the ranks leave."""
 
     AT_ONCE = enum.auto()
-    """The present step is durable."""
+    """The current step is durable."""
     WITH_THE_SAVE_AWAITED = enum.auto()
-    """The save that was in flight is durable, and the time left is too short for another."""
+    """The save that was in flight is durable, and the time left is too short for another one."""
     AFTER_A_SAVE = enum.auto()
-    """The present step is saved first."""
+    """The current step is saved first."""
 
 
 def how_to_leave(
     step: int, *, durable: int | None, awaited: int | None, seconds_left: float, save_seconds: float | None
 ) -> Leaving:
-    """How to leave at the end of `step`.
+    """Return how to leave at the end of `step`. Pure.
 
-    `durable` is the step saved last, durably; `awaited` the step of the save that was in flight and was waited for;
-    `save_seconds` what the last durable save took, None if there was none. Without a save to leave with, a new one is
-    tried however little time is left: the time it takes is a guess, and there is nothing to lose by it.
+    `durable` is the last step that is durable, None for none; `awaited` is the step of the save that was in flight and
+    has ended, None for none; `save_seconds` is the time that the last durable save took, None if there was none. If
+    there is no save to leave with, a new one is tried however little time is left: how long it takes is a guess, and
+    the try costs nothing.
     """
     if durable == step:
         return Leaving.AT_ONCE

@@ -1,11 +1,11 @@
-"""A scheduler's signal as a fact of this rank, and the deadline that follows from it.
+"""A scheduler's signal as a flag of this rank, and the deadline that starts with it.
 
-A signal only sets a flag: a rank that began a save by itself would wait for peers that train on.
-The flag is set by a thread that reads Python's wakeup pipe, because a Python handler does not run
-while its thread waits inside a collective, and the same thread keeps the deadline: a rank whose
-peers are gone never reaches the end of its step, and is ended. A second SIGTERM changes nothing (a
-launcher sends one to all others as soon as the first worker has left); a second SIGINT ends the
-process in the kernel.
+A signal only sets the flag: a rank that began a save by itself would wait for peers that train on.
+A thread that reads Python's wakeup pipe sets it, because a Python handler does not run while its
+thread waits inside a collective. The same thread watches the deadline, because a rank whose peers are
+gone never reaches the end of its step: at the deadline it ends the process. A second SIGTERM changes
+nothing (a launcher sends one to all other workers as soon as the first one has left); a second SIGINT
+ends the process in the kernel.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torchtitan_lite.log import logger
 
 
 class PreemptionWatch:
-    """Remembers the first of `signals` that arrives; ends the process `grace_seconds` after it, with exit code 1."""
+    """Records the first of `signals` that arrives, and ends the process `grace_seconds` after it with exit code 1."""
 
     def __init__(self, signals: Sequence[str], grace_seconds: float) -> None:
         self.numbers: Sequence[int] = [_number(name) for name in signals]
@@ -39,36 +39,41 @@ class PreemptionWatch:
         return self._received
 
     def seconds_left(self) -> float:
-        """Seconds until this process is ended, at least 0; infinity while no signal has come to this rank."""
+        """Return the seconds until this process is ended, at least 0; infinity before the first signal."""
         return math.inf if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
     def start(self) -> None:
-        """Watches from now on. Main thread (elsewhere Python has no signals: a warning, and no watch). Idempotent."""
+        """Start to watch. Main thread; in another one Python gets no signals, so this logs a warning and does nothing.
+
+        Idempotent.
+        """
         if HUB.has(self) or not self.numbers:
             return
         if threading.current_thread() is not threading.main_thread():
-            logger.warning("Signals can only be watched from the main thread: a preemption will not be saved.")
+            logger.warning("Signals can only be watched from the main thread: a preemption will not be saved")
             return
         HUB.add(self)
 
     def leave(self) -> None:
-        """The ranks agreed to leave: from `close` on the signals are ignored, for as soon as the first rank has left,
-        a launcher sends one to all others, and it must not change how they end."""
+        """Have `close` ignore the signals from then on, because the ranks agreed to leave.
+
+        As soon as the first rank has left, a launcher sends a signal to all others; it must not change how they end.
+        """
         self._leaving = True
 
     def close(self) -> None:
-        """Ends the watch and the deadline; restores what was before, unless the ranks are leaving. Idempotent.
+        """End the watch and the deadline, and restore the previous handlers unless the ranks are leaving. Idempotent.
 
-        Of a signal that another watch of this process hears too, the last one restores it.
+        If another watch of this process listens to the same signal, the last watch to close restores it.
         """
         if HUB.has(self):
             HUB.remove(self, ignore=self._leaving)
             self._deadline = None
 
     def hear(self, number: int) -> None:
-        """A signal arrived, one of those that are watched. Called in a thread."""
+        """Record the watched signal `number` and start the deadline. Called in the hub's thread."""
         if number == signal.SIGINT:
-            # Not signal.signal: that is the main thread's, which may be inside a collective.
+            # Not signal.signal: only the main thread may call it, which may be inside a collective.
             ctypes.CDLL(None).signal(number, 0)
         if self._deadline is None:
             self._deadline = time.monotonic() + self._grace_seconds
@@ -76,14 +81,14 @@ class PreemptionWatch:
 
     def _note(self, number: int) -> None:
         self._received = number
-        again = " Press Ctrl-C again to end at once." if number == signal.SIGINT else ""
-        logger.info("Received %s: all ranks save and leave after this step.%s", signal.Signals(number).name, again)
+        again = "; press Ctrl-C again to end at once" if number == signal.SIGINT else ""
+        logger.info("Received %s: all ranks save and leave after this step%s", signal.Signals(number).name, again)
 
     def time_is_up(self) -> None:
-        """The process ends."""
+        """End the process, with exit code 1."""
         logger.error(
-            "%s came %.0f s ago and this rank could not leave: its peers are gone, or saving takes longer. Ending. "
-            "If the scheduler waits longer, raise --checkpoint.preemption_grace_seconds.",
+            "%s came %.0f s ago and this rank could not leave: its peers are gone, or saving takes longer. "
+            "Ending with exit code 1. If the scheduler waits longer, raise --checkpoint.preemption_grace_seconds",
             signal.Signals(self._received).name,
             self._grace_seconds,
         )

@@ -1,10 +1,10 @@
-"""The signals that this process watches, for however many watches there are.
+"""The signals that this process watches, for any number of listeners.
 
-Python has one wakeup descriptor and one handler for each signal, so there is one hub of them: it is
-set up by the first listener and gives back what was there before with the last one, whichever closes
-first. What another library installs meanwhile stays, and hears what it would hear without the hub.
-Forked children have none of it: a signal to a worker of a pool must end the worker, and must not
-preempt the job whose sockets it inherited.
+Python has one wakeup descriptor and one handler for each signal, so a process has one hub: the first
+listener sets it up, and when the last one is removed, in whichever order, the hub restores what was
+there before. Handlers that another library installs in between stay, and receive what they would
+receive without the hub. Forked children do not inherit it: a signal to a worker of a pool must end
+that worker, and must not preempt the job whose sockets it inherited.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from types import FrameType
 from typing import Protocol
 
 _WAKE_UP = 0
-"""Written to the pipe instead of a signal's number."""
+"""Written to the pipe in place of a signal's number, to end the thread."""
 _BY_HANDLER = 128
-"""Added to a number that Python did not write there itself: it is not another descriptor's to hear again."""
+"""Added to a number that our handler wrote to the pipe: only what Python wrote goes to the previous descriptor."""
 
 
 class Listener(Protocol):
-    """What hears of signals, in the hub's thread."""
+    """Receives signals, in the hub's thread."""
 
     numbers: Sequence[int]
 
     def hear(self, number: int) -> None:
-        """Take note of a signal, one of `numbers`."""
+        """Handle the signal `number`, which is one of `numbers`."""
 
     def seconds_left(self) -> float:
-        """Return after how many seconds `time_is_up` is due; infinity for never."""
+        """Return the seconds until `time_is_up` is due; infinity for never."""
         ...
 
     def time_is_up(self) -> None:
-        """Act on it."""
+        """Handle the end of `seconds_left`."""
 
 
 class SignalHub:
-    """Hands signals on to listeners. `add` and `remove` in the main thread only."""
+    """Passes signals on to listeners. `add` and `remove`: main thread only."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -56,49 +56,51 @@ class SignalHub:
         self._mask = threading.local()
 
     def has(self, listener: Listener) -> bool:
-        """Return whether `listener` hears of signals, in this process."""
+        """Return whether `listener` receives signals in this process."""
         return any(each is listener for each in self._listeners)
 
     def add(self, listener: Listener) -> None:
-        """Have `listener` hear of its signals from now on."""
+        """Pass the signals in `listener.numbers` on to it from now on."""
         if self._pipe is None:
             self._begin()
         with self._lock:
             self._listeners.append(listener)
         for number in listener.numbers:
             if number not in self._before:
-                before = signal.signal(number, _leave_it_to_the_hub)
-                # None stands for a handler that is not Python's, and cannot be put back.
+                before = signal.signal(number, _forward_to_hub)
+                # None stands for a handler that Python did not install and cannot restore.
                 self._before[number] = signal.SIG_DFL if before is None else before
 
     def remove(self, listener: Listener, *, ignore: bool = False) -> None:
-        """Tell `listener` nothing more; a signal without a listener does what it did before, or nothing: `ignore`."""
+        """Pass no more signals to `listener`. A signal without a listener gets its previous handler back, or is ignored
+        if `ignore` is true.
+        """
         with self._lock:
             self._listeners = [each for each in self._listeners if each is not listener]
         if ignore:
             self._ignored |= set(listener.numbers)
         for number in set(self._before) - {number for each in self._listeners for number in each.numbers}:
-            self._give_back(number)
+            self._restore(number)
         if not self._listeners:
             self._end()
 
     def hold(self) -> None:
-        """Keep signals from this thread, which is about to fork: the child must not take one for ours."""
+        """Block signals in this thread before it forks: the child must not receive one that is meant for its parent."""
         self._mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, self._before) if self._before else None
 
     def let_go(self) -> None:
-        """End `hold`, in the process that forked."""
+        """Undo `hold`, in the process that forked."""
         if getattr(self._mask, "before", None) is not None:
             signal.pthread_sigmask(signal.SIG_SETMASK, self._mask.before)
 
     def forget(self) -> None:
-        """Be as new, in a process that was just forked: signals do what they did before the first listener."""
+        """Reset the hub in a process that was just forked: signals get the handlers from before the first listener."""
         mask = getattr(self._mask, "before", None)
         self._ignored = set()
         for number in list(self._before):
-            self._give_back(number)
+            self._restore(number)
         if self._pipe is not None:
-            self._give_back_wakeup(self._pipe[1])
+            self._restore_wakeup(self._pipe[1])
             for end in self._pipe:
                 end.close()
         self.__dict__.update(SignalHub().__dict__)
@@ -106,9 +108,9 @@ class SignalHub:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def send(self, number: int) -> None:
-        """Have the thread look at `number`. Any thread, signal handlers included."""
+        """Have the hub's thread handle `number`. Any thread, and signal handlers."""
         if self._pipe is not None:
-            with suppress(OSError):  # It is full: the thread looks already.
+            with suppress(OSError):  # The pipe is full: the thread is awake already.
                 self._pipe[1].send(bytes([number]))
 
     def _begin(self) -> None:
@@ -122,21 +124,21 @@ class SignalHub:
 
     def _end(self) -> None:
         assert self._pipe is not None and self._thread is not None
-        self._give_back_wakeup(self._pipe[1])
+        self._restore_wakeup(self._pipe[1])
         self.send(_WAKE_UP)
         self._thread.join()
         for end in self._pipe:
             end.close()
         self._pipe = self._thread = None
 
-    def _give_back(self, number: int) -> None:
+    def _restore(self, number: int) -> None:
         before = self._before.pop(number)
-        if signal.getsignal(number) is _leave_it_to_the_hub:
+        if signal.getsignal(number) is _forward_to_hub:
             signal.signal(number, signal.SIG_IGN if number in self._ignored else before)
 
-    def _give_back_wakeup(self, own: socket.socket) -> None:
+    def _restore_wakeup(self, own: socket.socket) -> None:
         current = signal.set_wakeup_fd(-1)
-        with suppress(ValueError, OSError):  # It was closed meanwhile.
+        with suppress(ValueError, OSError):  # It was closed in the meantime.
             signal.set_wakeup_fd(self._wakeup_before if current == own.fileno() else current)
 
     def _watch(self, pipe: socket.socket) -> None:
@@ -149,17 +151,17 @@ class SignalHub:
                     if not ready and each.seconds_left() <= 0:
                         each.time_is_up()
             numbers = pipe.recv(64) if ready else b""
-            self._hand_on(bytes(number for number in numbers if _WAKE_UP < number < _BY_HANDLER))
-            self._tell(number % _BY_HANDLER for number in numbers)
+            self._write_to_previous(bytes(number for number in numbers if _WAKE_UP < number < _BY_HANDLER))
+            self._notify(number % _BY_HANDLER for number in numbers)
             if not self._listeners and _WAKE_UP in numbers:
                 return
 
-    def _hand_on(self, numbers: bytes) -> None:
+    def _write_to_previous(self, numbers: bytes) -> None:
         if numbers and self._wakeup_before != -1:
             with suppress(OSError):
                 os.write(self._wakeup_before, numbers)
 
-    def _tell(self, numbers: Iterable[int]) -> None:
+    def _notify(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             with self._lock:
                 for each in self._listeners:
@@ -167,13 +169,13 @@ class SignalHub:
                         each.hear(number)
 
 
-def _leave_it_to_the_hub(number: int, frame: FrameType | None) -> None:
-    """A handler has to be there for Python to write to the wakeup pipe, which may be another library's by now."""
+def _forward_to_hub(number: int, frame: FrameType | None) -> None:
+    """Send `number` to the hub: without a handler Python writes to no wakeup pipe, and ours may have been replaced."""
     HUB.send(number + _BY_HANDLER)
 
 
 HUB = SignalHub()
-"""That of this process."""
+"""The hub of this process."""
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=HUB.hold, after_in_parent=HUB.let_go, after_in_child=HUB.forget)
