@@ -24,15 +24,14 @@ from torchtitan_lite.checkpoint.resume.restore import refuse_early
 from torchtitan_lite.checkpoint.state.stateful import Stateful
 from torchtitan_lite.checkpoint.state.train_state import TrainState
 from torchtitan_lite.config.job_config import JobConfig
-from torchtitan_lite.config.manager import config_json
 from torchtitan_lite.data.dataset import VOCAB_SIZE
 from torchtitan_lite.data.loader import TokenLoader, build_dataloader, global_batch_size
-from torchtitan_lite.disk import durable
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.distributed.process_group import World, shorten_timeouts
 from torchtitan_lite.distributed.reduce import broadcast_from_first, max_over_ranks, mean_over_ranks
 from torchtitan_lite.errors import ConfigError, TrainingDiverged
 from torchtitan_lite.log import logger
+from torchtitan_lite.metrics.announcement import announce, write_config
 from torchtitan_lite.metrics.profiling import Profiler
 from torchtitan_lite.metrics.run_metrics import RunMetrics
 from torchtitan_lite.metrics.sample_trace import SampleTrace
@@ -43,8 +42,6 @@ from torchtitan_lite.parallelisms.forward_backward import build_forward_backward
 from torchtitan_lite.parallelisms.parallelize_llama import parallelize_llama
 from torchtitan_lite.parallelisms.pipeline_llama import Stage, cut_to_stage
 from torchtitan_lite.parallelisms.plan import build_plan
-
-CONFIG_JSON = "config.json"
 
 
 class Trainer:
@@ -106,12 +103,19 @@ class Trainer:
 
     def run(self) -> int:
         """Trains to the last step, or until the ranks are asked to leave; returns the exit code. **Collective**."""
-        self._announce()
+        announce(
+            self.config,
+            self.world,
+            topology=str(self.plan.dims),
+            num_params=self.num_params,
+            seed=self.seed,
+            only_loads=self._only_loads,
+        )
         if self.config.checkpoint.dry_run:
             return self._dry_run()
         self.checkpointer.open()  # Before anything in the folder is touched: it may be another job's.
         if not self._only_loads:
-            self.peers.on_coordinator(self._write_config)
+            self.peers.on_coordinator(lambda: write_config(self.dump_folder, self.config))
         with self.metrics, self.checkpointer, closing(self.samples):
             if self.config.checkpoint.create_seed_checkpoint:
                 self.checkpointer.save(0, force=True)
@@ -287,32 +291,6 @@ class Trainer:
     def _only_loads(self) -> bool:
         """Whether nothing is to be written: the folder may be another's, or read-only."""
         return self.config.checkpoint.enable_checkpoint and self.config.checkpoint.load_only
-
-    def _announce(self) -> None:
-        config = self.config
-        logger.info("Starting job: %s", config.job.description)
-        logger.info(
-            "%s %s with %s parameters on %d x %s (%s), computing in %s, seed %d",
-            config.model.name,
-            config.model.flavor,
-            f"{self.num_params:,}",
-            self.world.world_size,
-            self.world.device.type,
-            self.plan.dims,
-            config.training.mixed_precision_param,
-            self.seed,
-        )
-        if self._only_loads:
-            logger.info("This run only loads: it writes nothing into %s, no metrics either", self.dump_folder)
-        if config.job.print_args:
-            logger.info("Configuration: %s", config_json(config))
-
-    def _write_config(self) -> None:
-        try:
-            durable.make_dir(self.dump_folder)
-            durable.write_atomically(self.dump_folder / CONFIG_JSON, config_json(self.config).encode())
-        except OSError as error:
-            logger.warning("%s was not written: %s. Training goes on.", self.dump_folder / CONFIG_JSON, error)
 
     def _refuse_shared_seed_checkpoint(self) -> None:
         if self.config.checkpoint.create_seed_checkpoint and self.world.world_size > 1:

@@ -1,0 +1,47 @@
+"""What a run reports about itself at its start: the log lines about the job, and config.json.
+
+Nothing here is read back by a later start. A disk that refuses config.json costs one warning: the run goes on.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torchtitan_lite.config.job_config import JobConfig
+from torchtitan_lite.config.manager import config_json
+from torchtitan_lite.disk import durable
+from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.log import logger
+
+CONFIG_FILE = "config.json"
+
+
+def announce(config: JobConfig, world: World, *, topology: str, num_params: int, seed: int, only_loads: bool) -> None:
+    """Log the job, its model and its ranks; with job.print_args, the resolved configuration too. Any rank."""
+    logger.info("Starting job: %s", config.job.description)
+    logger.info(
+        "%s %s with %s parameters on %d x %s (%s), computing in %s, seed %d",
+        config.model.name,
+        config.model.flavor,
+        f"{num_params:,}",
+        world.world_size,
+        world.device.type,
+        topology,
+        config.training.mixed_precision_param,
+        seed,
+    )
+    if only_loads:
+        logger.info(
+            "This run only loads: it writes nothing into %s, no metrics either", Path(config.job.dump_folder).absolute()
+        )
+    if config.job.print_args:
+        logger.info("Configuration: %s", config_json(config))
+
+
+def write_config(dump_folder: Path, config: JobConfig) -> None:
+    """Write the resolved configuration to config.json in `dump_folder`, which is made. **Coordinator only**."""
+    try:
+        durable.make_dir(dump_folder)
+        durable.write_atomically(dump_folder / CONFIG_FILE, config_json(config).encode())
+    except OSError as error:
+        logger.warning("%s was not written: %s. Training goes on.", dump_folder / CONFIG_FILE, error)
