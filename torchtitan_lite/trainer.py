@@ -8,7 +8,6 @@ the checkpoint manager is asked, once a step, on every rank.
 from __future__ import annotations
 
 import gc
-import math
 import random
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -29,7 +28,7 @@ from torchtitan_lite.data.loader import TokenLoader, build_dataloader, global_ba
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.distributed.process_group import World, shorten_timeouts
 from torchtitan_lite.distributed.reduce import broadcast_from_first, max_over_ranks, mean_over_ranks
-from torchtitan_lite.errors import ConfigError, TrainingDiverged
+from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
 from torchtitan_lite.metrics.announcement import announce, write_config
 from torchtitan_lite.metrics.profiling import Profiler
@@ -37,7 +36,13 @@ from torchtitan_lite.metrics.run_metrics import RunMetrics
 from torchtitan_lite.metrics.sample_trace import SampleTrace
 from torchtitan_lite.models.llama.args import build_model_args
 from torchtitan_lite.models.llama.model import Transformer, flops_per_token, num_params
-from torchtitan_lite.optim import apply_hyperparameters, build_lr_schedulers, build_optimizers, clip_grad_norm_
+from torchtitan_lite.optim import (
+    DivergenceCheck,
+    apply_hyperparameters,
+    build_lr_schedulers,
+    build_optimizers,
+    clip_grad_norm_,
+)
 from torchtitan_lite.parallelisms.forward_backward import build_forward_backward
 from torchtitan_lite.parallelisms.parallelize_llama import parallelize_llama
 from torchtitan_lite.parallelisms.pipeline_llama import Stage, cut_to_stage
@@ -68,7 +73,11 @@ class Trainer:
             world.device.type, enabled=config.training.mixed_precision_param == "float16"
         )
         self.train_state = TrainState()
-        self.skipped_in_a_row = 0
+        self.divergence_check = DivergenceCheck(
+            self.train_state,
+            skips_steps=self.scaler.is_enabled(),
+            max_skipped_steps=config.training.max_skipped_steps,
+        )
         flops = flops_per_token(self.args, self.num_params, config.training.seq_len)
         self.metrics = RunMetrics(config, world, flops_per_token=flops)
         self.forward_backward = build_forward_backward(
@@ -218,7 +227,7 @@ class Trainer:
         loss = self.forward_backward(batch.to(self.world.device))
         with self.metrics.timer("optimizer"):
             average = mean_over_ranks(loss, self.world.device)
-            self._stop_unless_finite("loss", average)
+            self.divergence_check.loss(average)
             lr = float(self.lr_schedulers[0].get_last_lr()[0])
             grad_norm = self._update()
         self.train_state.n_tokens_seen += self.global_batch_size * self.config.training.seq_len
@@ -230,7 +239,7 @@ class Trainer:
             self.scaler.unscale_(optimizer)
         pipeline = self.mesh.get_group("pp") if self.plan.dims.pp > 1 else None
         grad_norm = clip_grad_norm_(self.model_parts, self.config.training.max_norm, pipeline=pipeline)
-        self._count_skipped(grad_norm)
+        self.divergence_check.grad_norm(grad_norm)
         self.checkpointer.maybe_wait_for_staging()
         for optimizer, scheduler in zip(self.optimizers, self.lr_schedulers, strict=True):
             self.scaler.step(optimizer)
@@ -238,22 +247,6 @@ class Trainer:
             scheduler.step()
         self.scaler.update()
         return grad_norm
-
-    def _count_skipped(self, grad_norm: Tensor) -> None:
-        if not self.scaler.is_enabled():
-            self._stop_unless_finite("grad_norm", grad_norm)
-        elif math.isfinite(grad_norm.item()):
-            self.skipped_in_a_row = 0
-        else:
-            self.skipped_in_a_row += 1
-            self.train_state.skipped_steps += 1
-            if self.skipped_in_a_row >= self.config.training.max_skipped_steps:
-                self._stop_unless_finite("grad_norm", grad_norm)
-
-    def _stop_unless_finite(self, name: str, value: Tensor) -> None:
-        # The value is the same on every rank, so they all stop.
-        if not math.isfinite(value.item()):
-            raise TrainingDiverged(self.train_state.step, name, value.item())
 
     def _log(self, loss: Tensor | None, average: Tensor, grad_norm: Tensor, lr: float) -> None:
         step = self.train_state.step
