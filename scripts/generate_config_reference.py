@@ -1,4 +1,4 @@
-"""Writes docs/config.md from the dataclasses of the configuration."""
+"""Write docs/config.md from the dataclasses of the configuration."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def toml(tmp_path):
-    """Writes a TOML file; returns the arguments that name it."""
+    """Return a function that writes a TOML file and returns the arguments that name it."""
 
     def write(text: str) -> list[str]:
         path = tmp_path / "some.toml"
@@ -126,7 +126,7 @@ def test_toml_values_keep_their_kind(toml):
     assert config.job.dump_folder == ""
 
 
-def test_none_takes_back_what_the_toml_set(toml):
+def test_none_unsets_a_key_of_the_toml(toml):
     assert parse_config([*toml("[training]\nseed = 5\n"), "--training.seed", "None"]).training.seed is None
 
 
@@ -163,7 +163,7 @@ def test_a_config_file_is_looked_up_as_given_then_in_train_configs_here_then_bes
         ("interval = 0", "checkpoint.interval: expected at least 1, found 0."),
     ],
 )
-def test_what_is_wrong_in_a_toml_section_is_named_with_the_mend(toml, text, expected):
+def test_an_error_in_a_toml_section_is_named_with_its_fix(toml, text, expected):
     with pytest.raises(ConfigError) as caught:
         parse_config(toml(f"[checkpoint]\n{text}\n"))
     assert expected in str(caught.value)
@@ -175,14 +175,14 @@ def test_what_is_wrong_in_a_toml_section_is_named_with_the_mend(toml, text, expe
     [
         ("[chekpoint]\ninterval = 5", "[chekpoint] is not a section. The nearest is [checkpoint]"),
         ("[chekpoint]", "[chekpoint] is not a section. The nearest is [checkpoint]"),
-        ("steps = 5", "steps stands outside a section"),
-        ("[[checkpoint]]\ninterval = 5", "checkpoint stands outside a section"),
+        ("steps = 5", "steps is outside any section"),
+        ("[[checkpoint]]\ninterval = 5", "checkpoint is outside any section"),
         ("[checkpoint\n", "some.toml: not valid TOML: "),
         ("[training]\nlr = 5.0", "training.lr is not a key. The nearest is optimizer.lr;"),
         ("[training]\nqwertyuiop = 5.0", "training.qwertyuiop is not a key. None is near;"),
     ],
 )
-def test_what_is_wrong_with_a_toml_file_is_named_with_the_mend(toml, text, expected):
+def test_an_error_in_a_toml_file_is_named_with_its_fix(toml, text, expected):
     with pytest.raises(ConfigError) as caught:
         parse_config(toml(text))
     assert expected in str(caught.value)
@@ -202,11 +202,11 @@ def test_what_is_wrong_with_a_toml_file_is_named_with_the_mend(toml, text, expec
         ("--training.seed soon", "--training.seed: expected a whole number, found 'soon'."),
         ("--training.compile maybe", "--training.compile: expected true or false, found 'maybe'."),
         ("--training.no_compile=1", "--training.no_compile: takes no value, found '1'."),
-        ("training.steps=5", "'training.steps=5' stands before any key."),
+        ("training.steps=5", "'training.steps=5' comes before any key."),
         ("--checkpoint.async_mode later", "expected one of disabled, async, async_with_pinned_mem, found 'later'."),
     ],
 )
-def test_what_is_wrong_on_the_command_line_is_named_with_the_mend(words, expected):
+def test_an_error_on_the_command_line_is_named_with_its_fix(words, expected):
     with pytest.raises(ConfigError) as caught:
         parse_config(words.split())
     assert expected in str(caught.value)
@@ -227,15 +227,18 @@ def test_what_is_wrong_on_the_command_line_is_named_with_the_mend(words, expecte
         ("--metrics.log_freq 0", "metrics.log_freq: expected at least 1, found 0"),
     ],
 )
-def test_each_rule_between_keys_and_values_is_refused_in_one_line_with_its_reason(words, expected):
+def test_a_value_against_a_rule_is_refused_in_one_line_with_the_reason(words, expected):
     with pytest.raises(ConfigError) as caught:
         parse_config(words.split())
     assert expected in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_missing_config_file_is_named_with_those_that_there_are():
-    with pytest.raises(ConfigError, match=r"nope\.toml is not there.*llama3_8b\.toml.*llama_debug\.toml"):
+def test_a_missing_config_file_is_named_with_the_existing_ones():
+    with pytest.raises(
+        ConfigError,
+        match=r"neither nope\.toml nor train_configs/nope\.toml was found.*llama3_8b\.toml.*llama_debug\.toml",
+    ):
         parse_config(["--job.config_file", "nope.toml"])
 
 
@@ -270,7 +273,7 @@ def test_help_lists_every_key_with_its_doc_string_within_80_columns_and_ends_wit
     page = capsys.readouterr().out
     assert max(map(len, page.splitlines())) <= 80
     assert [key for key in KEYS if f"--{key}" not in page] == []
-    assert "Full checkpoints kept, counted once they are durable; 0: all." in page
+    assert "Full checkpoints to keep, counted once durable; 0: all." in page
 
 
 def test_the_config_never_imports_torch():
@@ -278,7 +281,7 @@ def test_the_config_never_imports_torch():
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60, check=True)
 
 
-def test_the_resolved_config_is_json_that_says_every_key_in_a_stable_order():
+def test_the_resolved_config_is_json_with_every_key_in_a_stable_order():
     text = config_json(parse_config(["--training.steps=5"]))
     document = json.loads(text)
     assert [f"{section}.{key}" for section, keys in document.items() for key in keys] == list(KEYS)

@@ -1,4 +1,4 @@
-"""docs/config.md and llama_debug.toml say what the dataclasses say."""
+"""docs/config.md and llama_debug.toml agree with the dataclasses of the configuration."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_config_reference_is_up_to_date():
     assert page == render(), "run: python scripts/generate_config_reference.py"
 
 
-def test_llama_debug_has_every_key_those_that_are_unset_as_comments():
+def test_llama_debug_has_every_key_and_unset_ones_as_comments():
     section, found = "", []
     for line in (ROOT / "train_configs" / "llama_debug.toml").read_text().splitlines():
         if header := re.match(r"\[(\w+)\]", line):
@@ -34,7 +34,7 @@ def test_llama_debug_has_every_key_those_that_are_unset_as_comments():
     assert found == list(KEYS)
 
 
-def test_llama_debug_is_what_others_rely_on():
+def test_llama_debug_keeps_the_values_that_scripts_rely_on():
     config = parse_config(["--job.config_file", "llama_debug.toml"])
     checkpoint = config.checkpoint
     assert checkpoint.enable_checkpoint

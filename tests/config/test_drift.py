@@ -10,7 +10,7 @@ from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig, Model,
 from torchtitan_lite.errors import ConfigError
 
 
-def test_nothing_changed_is_nothing_to_say() -> None:
+def test_an_unchanged_configuration_has_no_changes() -> None:
     assert compare(_stored(JobConfig()), JobConfig()) == []
 
 
@@ -20,7 +20,7 @@ def test_a_longer_run_is_honoured_with_a_warning_and_names_both_values() -> None
     assert str(change).startswith("training.steps: 10000 -> 20000  honoured, with a warning (the learning rate's curve")
 
 
-def test_how_checkpoints_are_made_may_change_freely() -> None:
+def test_the_way_of_saving_may_change_freely() -> None:
     (change,) = compare(_stored(JobConfig()), JobConfig(checkpoint=Checkpoint(async_mode="async")))
     assert (change.key, change.rule) == ("checkpoint.async_mode", Rule.HONOURED)
 
@@ -34,7 +34,7 @@ def test_how_checkpoints_are_made_may_change_freely() -> None:
         (JobConfig(training=Training(dataset="text", dataset_path="*.txt")), "training.dataset"),
     ],
 )
-def test_what_would_be_another_run_is_refused_with_both_values_and_the_way_out(config: JobConfig, key: str) -> None:
+def test_a_change_that_makes_another_run_is_refused_with_both_values_and_the_fix(config: JobConfig, key: str) -> None:
     refused = [change for change in compare(_stored(JobConfig()), config) if change.rule is Rule.REFUSED]
     (change,) = refused
     assert change.key == key
@@ -47,7 +47,7 @@ def test_a_refused_key_of_a_state_that_is_not_loaded_is_a_warning() -> None:
     assert change.rule is Rule.WARNED and change.note == "dataloader is not loaded"
 
 
-def test_a_key_that_the_checkpoint_does_not_know_is_compared_with_its_default() -> None:
+def test_a_key_that_the_checkpoint_lacks_is_compared_with_its_default() -> None:
     stored = _stored(JobConfig())
     del stored["model"]["dropout"]
     assert compare(stored, JobConfig()) == []
@@ -60,7 +60,7 @@ def test_lists_are_the_same_in_json_and_here() -> None:
     assert compare(_stored(config), config) == []
 
 
-def test_where_a_run_was_told_to_go_back_to_is_not_compared() -> None:
+def test_the_step_to_load_and_the_config_file_are_not_compared() -> None:
     assert compare(_stored(JobConfig()), JobConfig(job=Job(config_file="x"), checkpoint=Checkpoint(load_step=3))) == []
 
 
@@ -96,16 +96,16 @@ def test_values_that_would_lose_a_checkpoint_are_refused(section: Any, values: d
         (Checkpoint(), Checkpoint(export_folder="export"), "checkpoint.export_folder: (none) -> export"),
     ],
 )
-def test_an_empty_value_is_not_a_blank(before: Checkpoint, now: Checkpoint, said: str) -> None:
+def test_an_empty_value_is_shown_as_none_in_parentheses(before: Checkpoint, now: Checkpoint, said: str) -> None:
     (change,) = compare(_stored(JobConfig(checkpoint=before)), JobConfig(checkpoint=now))
     assert str(change).startswith(f"{said}  honoured")
 
 
-def test_a_value_that_was_not_set_is_not_called_none() -> None:
+def test_an_unset_value_is_shown_as_none_in_parentheses() -> None:
     (change,) = compare(_stored(JobConfig()), JobConfig(training=Training(seed=3)))
     assert str(change).startswith("training.seed: (none) -> 3")
 
 
-def test_of_another_global_batch_the_data_alone_warns() -> None:
+def test_another_global_batch_is_honoured_because_the_loader_warns() -> None:
     (change,) = compare(_stored(JobConfig()), JobConfig(training=Training(global_batch_size=16)))
     assert change.rule is Rule.HONOURED

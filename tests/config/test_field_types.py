@@ -1,4 +1,4 @@
-"""A section made in Python is checked like one that was read."""
+"""A section that is made in Python is checked like one that is read from a file."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_value_of_another_kind_is_refused_with_what_was_expected(
         section(**given)
 
 
-def test_what_can_be_meant_one_way_only_is_taken_so() -> None:
+def test_a_path_becomes_its_text_and_a_list_becomes_a_tuple() -> None:
     job: Any = Path("outputs")
     assert Job(dump_folder=job).dump_folder == "outputs"
     names: Any = ["optimizer", "lr_scheduler"]

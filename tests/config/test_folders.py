@@ -1,4 +1,4 @@
-"""Addresses of object stores are refused where they are configured; a run would write into a folder of that name."""
+"""Addresses of object stores are refused in the configuration; a run would write into a folder of that name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_an_address_on_the_command_line_is_wrong_usage() -> None:
 
 def test_an_address_that_went_through_a_path_is_refused_too() -> None:
     with pytest.raises(ConfigError, match=r"job\.dump_folder: "):
-        Job(dump_folder=Path("s3://bucket/x"))  # type: ignore[arg-type]  # taken, as in a loop of one's own
+        Job(dump_folder=Path("s3://bucket/x"))  # type: ignore[arg-type]  # accepted, for a training loop of your own
 
 
 @pytest.mark.parametrize("folder", ["outputs", "/data/run", "a:b/c", "../x", "C:/x", "./s3:/x"])

@@ -1,4 +1,4 @@
-"""A torchtitan TOML loads: other names are understood, features that are not here may stay off."""
+"""A torchtitan TOML loads: its names are understood, and keys of unsupported features are accepted while off."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torchtitan_lite.errors import ConfigError
 
 NOVEMBER_2024 = str(Path(__file__).with_name("torchtitan_debug_2024_11.toml"))
 FEBRUARY_2026 = str(Path(__file__).with_name("torchtitan_debug_2026_02.toml"))
-HERE = ["--training.dataset=stdlib", "--model.tokenizer_path=bytes"]
+SUPPORTED = ["--training.dataset=stdlib", "--model.tokenizer_path=bytes"]
 
 
 @pytest.mark.parametrize("file", [NOVEMBER_2024, FEBRUARY_2026])
-def test_a_torchtitan_toml_loads_with_a_dataset_and_a_tokenizer_that_are_here(file):
-    config = parse_config(["--job.config_file", file, *HERE])
+def test_a_torchtitan_toml_loads_with_a_supported_dataset_and_tokenizer(file):
+    config = parse_config(["--job.config_file", file, *SUPPORTED])
     assert (config.training.batch_size, config.training.seq_len, config.training.steps) == (8, 2048, 10)
     assert config.lr_scheduler.warmup_steps == 2
     assert config.checkpoint.enable_checkpoint is False
@@ -28,16 +28,16 @@ def test_a_torchtitan_toml_loads_with_a_dataset_and_a_tokenizer_that_are_here(fi
 
 
 @pytest.mark.parametrize("file", [NOVEMBER_2024, FEBRUARY_2026])
-def test_a_dataset_or_tokenizer_that_is_not_here_is_an_error_that_names_what_is(file):
+def test_an_unsupported_dataset_or_tokenizer_is_an_error_that_names_the_supported_ones(file):
     with pytest.raises(ConfigError, match=r"training\.dataset: expected one of stdlib, text, jsonl, found 'c4_test'"):
         parse_config(["--job.config_file", file])
     with pytest.raises(ConfigError, match=r"model\.tokenizer_path: expected 'bytes'"):
         parse_config(["--job.config_file", file, "--training.dataset=stdlib"])
 
 
-def test_keys_of_features_that_are_not_here_are_accepted_with_one_line_while_off(caplog):
+def test_keys_of_unsupported_features_are_accepted_with_one_line_while_off(caplog):
     caplog.set_level(logging.INFO, logger="torchtitan_lite")
-    parse_config(["--job.config_file", FEBRUARY_2026, *HERE])
+    parse_config(["--job.config_file", FEBRUARY_2026, *SUPPORTED])
     (record,) = caplog.records
     for key in ("metrics.enable_wandb", "quantize.linear.float8.filter_fqns", "validation.steps", "compile.components"):
         assert key in record.getMessage()
@@ -58,14 +58,14 @@ def test_keys_of_features_that_are_not_here_are_accepted_with_one_line_while_off
         ("--parallelism.expert_parallel_degree=2", "expert parallelism"),
     ],
 )
-def test_a_feature_that_is_not_here_is_an_error_when_switched_on(words, feature):
+def test_an_unsupported_feature_is_an_error_when_turned_on(words, feature):
     with pytest.raises(ConfigError) as caught:
         parse_config(words.split())
     assert feature in str(caught.value)
-    assert "is not here. Leave it out, or off with --" in str(caught.value)
+    assert "is not supported. Leave it out, or turn it off with --" in str(caught.value)
 
 
-def test_a_feature_that_the_toml_switches_on_may_be_switched_off_on_the_command_line(tmp_path):
+def test_the_command_line_may_turn_off_an_unsupported_feature_that_the_toml_turns_on(tmp_path):
     (tmp_path / "wandb.toml").write_text("[metrics]\nenable_wandb = true\n")
     argv = ["--job.config_file", str(tmp_path / "wandb.toml")]
     with pytest.raises(ConfigError, match=r"wandb\.toml: metrics\.enable_wandb = true"):
@@ -73,7 +73,7 @@ def test_a_feature_that_the_toml_switches_on_may_be_switched_off_on_the_command_
     assert parse_config([*argv, "--metrics.no_enable_wandb"]).metrics.log_freq == 10
 
 
-def test_a_value_of_the_wrong_kind_is_refused_for_a_feature_that_is_not_here_too(tmp_path):
+def test_a_value_of_the_wrong_kind_is_refused_for_an_unsupported_feature_too(tmp_path):
     (tmp_path / "wandb.toml").write_text('[metrics]\nenable_wandb = "false"\n')
     with pytest.raises(ConfigError, match="expected true or false, found the string 'false'"):
         parse_config(["--job.config_file", str(tmp_path / "wandb.toml")])

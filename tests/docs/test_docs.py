@@ -134,8 +134,8 @@ def _rules_of_changes() -> str:
         section: [key.partition(".")[2] for key in KEYS if key.startswith(f"{section}.") and _is_honoured(key)]
         for section in SECTIONS
     }
-    lines = ["### Refused", "", "| key | the way out | allowed while this is excluded |", "| --- | --- | --- |"]
-    lines += [f"| `{key}` | {mend} | {_quoted(ALLOWED_BY_EXCLUSION.get(key))} |" for key, mend in REFUSED.items()]
+    lines = ["### Refused", "", "| key | fix | allowed while this is excluded |", "| --- | --- | --- |"]
+    lines += [f"| `{key}` | {fix} | {_quoted(ALLOWED_BY_EXCLUSION.get(key))} |" for key, fix in REFUSED.items()]
     lines += ["", "### Honoured, with a warning", "", "| key | what follows |", "| --- | --- |"]
     lines += [f"| `{key}` | {note} |" for key, note in WARNED.items()]
     lines += ["", "### Honoured", "", "| section | keys |", "| --- | --- |"]

@@ -1,4 +1,4 @@
-"""The configuration: what a training loop of your own says of its job, as values. Without torch."""
+"""The configuration of a job, as plain values that a training loop of your own can make. Imports no torch."""
 
 from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig
 

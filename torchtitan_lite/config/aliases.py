@@ -1,8 +1,8 @@
-"""Other names for keys: torchtitan's, of every version that was configured by TOML.
+"""Other names for keys: those of every torchtitan version that was configured by TOML.
 
-A table of facts, from the key definitions of November 2024 to February 2026. An alias stands for one
-key; where its values are others too (a switch that became a choice), it says what each becomes.
-Keys of [parallelism] are accepted in [training] and [experimental] as well, where they began.
+The table comes from torchtitan's key definitions of November 2024 to February 2026. An alias stands for one key. Where
+a switch became a choice, the alias also maps its values. Keys of [parallelism] are also accepted in [training] and
+[experimental], their former sections.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Alias:
-    """Another name for `key`. With `values` it is a switch: "true" and "false" become these values of the key."""
+    """Another name for `key`. With `values` it is a switch whose "true" and "false" become these values of the key."""
 
     key: str
     values: Mapping[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Checks of one value in the configuration; each raises a `ConfigError` that names the key."""
+"""Checks of one value of the configuration, whose key is `name`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ from torchtitan_lite.errors import ConfigError
 
 
 def at_least(name: str, value: int, low: int) -> None:
+    """Raise ConfigError if `value` is below `low`."""
     if value < low:
         raise ConfigError(f"{name}: expected at least {low}, found {value}.")
 
 
 def positive(name: str, value: float) -> None:
+    """Raise ConfigError unless `value` is positive and finite."""
     if not 0 < value < float("inf"):
         raise ConfigError(f"{name}: expected a positive finite number, found {value}.")
 
 
 def choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise ConfigError unless `value` is one of `choices`."""
     if value not in choices:
         raise ConfigError(f"{name}: expected one of {', '.join(choices)}, found {value!r}.")

@@ -1,9 +1,9 @@
-"""What changed in the configuration since a checkpoint was made, and what follows from it.
+"""Which keys changed since a checkpoint was made, and what each change means at resume.
 
-Each key has a rule. Most are honoured: the new value counts. Some are honoured with a warning,
-because the run is no longer the one that it was. Some are refused, because going on with the new
-value would be another run under the same name; the refusal names the key, both values and the way
-out. Pure values; a key that one side does not have is compared with its default.
+Each key has a rule. Most changes are honoured: the new value counts. Some are honoured with a warning, because the run
+then differs from what it was. Some are refused, because training with the new value would be another run under the
+same name; the refusal names the key, both values and the fix. A key that the checkpoint lacks is compared with its
+default. Everything here is a function of plain values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchtitan_lite.config.job_config import JobConfig
 
 
 class Rule(enum.Enum):
-    """What a changed key means at resume."""
+    """What happens at resume if a key changed."""
 
     HONOURED = "honoured"
     WARNED = "honoured, with a warning"
@@ -26,8 +26,8 @@ class Rule(enum.Enum):
 
 
 NEW_RUN = "Start a new run in another job.dump_folder, from these weights with --checkpoint.initial_load_path."
-FRESH_OPTIMIZER = "Set it back, or begin afresh: --checkpoint.exclude_from_loading=optimizer,lr_scheduler."
-OLD_ORDER = "Set it back, or start the data order anew with --checkpoint.exclude_from_loading=dataloader."
+NEW_OPTIMIZER = "Set it back, or start a new optimizer with --checkpoint.exclude_from_loading=optimizer,lr_scheduler."
+NEW_ORDER = "Set it back, or start the data from the beginning with --checkpoint.exclude_from_loading=dataloader."
 
 WARNED = {
     "optimizer.lr": "the new value counts from the next step on",
@@ -35,28 +35,28 @@ WARNED = {
     "optimizer.beta2": "the new value counts from the next step on",
     "optimizer.eps": "the new value counts from the next step on",
     "optimizer.weight_decay": "the new value counts from the next step on",
-    "lr_scheduler.warmup_steps": "the curve is the new one, at the step reached",
-    "lr_scheduler.decay_ratio": "the curve is the new one, at the step reached",
-    "lr_scheduler.decay_type": "the curve is the new one, at the step reached",
-    "lr_scheduler.min_lr_factor": "the curve is the new one, at the step reached",
+    "lr_scheduler.warmup_steps": "the learning rate follows the new curve, from the step reached",
+    "lr_scheduler.decay_ratio": "the learning rate follows the new curve, from the step reached",
+    "lr_scheduler.decay_type": "the learning rate follows the new curve, from the step reached",
+    "lr_scheduler.min_lr_factor": "the learning rate follows the new curve, from the step reached",
     "training.steps": "the learning rate's curve stretches to the new number of steps",
     "training.max_norm": "the new value counts from the next step on",
-    "training.mixed_precision_param": "the run goes on, not bit for bit",
-    "training.seed": "dropout and sample order go on as they were; the seed of the checkpoint stays",
+    "training.mixed_precision_param": "the run continues, but not bit for bit",
+    "training.seed": "no effect: dropout and sample order continue from the seed of the checkpoint",
     "model.dropout": "the new value counts from the next step on",
 }
-"""Key to what its change does."""
+"""Key to what its change does, as the warning says it."""
 
 REFUSED = {
     "model.name": NEW_RUN,
     "model.flavor": "Its tensors have other shapes: start a new run in another job.dump_folder.",
     "model.tokenizer_path": NEW_RUN,
-    "optimizer.name": FRESH_OPTIMIZER,
-    "training.dataset": OLD_ORDER,
-    "training.dataset_text_key": OLD_ORDER,
-    "training.seq_len": OLD_ORDER,
+    "optimizer.name": NEW_OPTIMIZER,
+    "training.dataset": NEW_ORDER,
+    "training.dataset_text_key": NEW_ORDER,
+    "training.seq_len": NEW_ORDER,
 }
-"""Key to the way out."""
+"""Key to the fix, as the refusal says it."""
 
 ALLOWED_BY_EXCLUSION = {
     "optimizer.name": "optimizer",
@@ -64,14 +64,14 @@ ALLOWED_BY_EXCLUSION = {
     "training.dataset_text_key": "dataloader",
     "training.seq_len": "dataloader",
 }
-"""Key to the state whose exclusion from loading makes its change harmless."""
+"""Key to the state that, if excluded from loading, makes its change harmless: a warning instead of a refusal."""
 
 IGNORED = frozenset({"job.config_file", "checkpoint.load_step", "checkpoint.dry_run", "checkpoint.new_branch"})
 
 
 @dataclass(frozen=True)
 class Change:
-    """One key that differs."""
+    """One key whose value differs; `note` says what follows, or the fix."""
 
     key: str
     before: Any
@@ -85,7 +85,7 @@ class Change:
 
 
 def rule_of(key: str) -> Rule:
-    """The rule of `section.key`."""
+    """Return the rule of `section.key`."""
     if key in IGNORED:
         return Rule.IGNORED
     if key in REFUSED:
@@ -94,7 +94,7 @@ def rule_of(key: str) -> Rule:
 
 
 def compare(stored: Mapping[str, Mapping[str, Any]], config: JobConfig) -> list[Change]:
-    """What differs between the configuration in a checkpoint and `config`, in the order of the sections."""
+    """Return the keys that differ between `stored`, the configuration in a checkpoint, and `config`, in its order."""
     defaults = _flat(JobConfig().to_dict())
     before, now = {**defaults, **_flat(stored)}, _flat(config.to_dict())
     excluded = config.checkpoint.exclude_from_loading

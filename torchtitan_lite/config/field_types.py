@@ -1,9 +1,8 @@
-"""That each field of a section has a value of its own kind, whoever made the section.
+"""Check the types of a section's fields, for sections that are made in Python.
 
-The command line and TOML files are checked as text, before there are values. In a loop of one's own
-a section is made in Python, where a number in quotes would be found out at the first comparison, and
-one name in place of a list of names would be taken letter by letter. What can only be meant one way
-is taken so: a path as its text, a list as a tuple.
+The command line and TOML files are checked earlier, as text. In a training loop of your own, a number in quotes would
+only fail at its first comparison, and a string in place of a list of names would be taken letter by letter. Two values
+are converted, because only one meaning is possible: a path becomes its text, a list becomes a tuple.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from torchtitan_lite.errors import ConfigError
 
 
 def check_types(section: object, name: str) -> None:
-    """Raise ConfigError unless every field of `section`, called `name`, is of its kind; see the module."""
+    """Convert paths and lists in `section`, called `name`, then raise ConfigError if a field is not of its kind."""
     for key, kind in _kinds(type(section)).items():
         value = getattr(section, key)
-        taken = _taken(value, kind)
-        if taken is None and not (value is None and kind.optional):
+        converted = _converted(value, kind)
+        if converted is None and not (value is None and kind.optional):
             raise ConfigError(f"{name}.{key}: expected {kind.describe()}, found {_found(value, kind)}.")
-        if taken is not value:
-            object.__setattr__(section, key, taken)
+        if converted is not value:
+            object.__setattr__(section, key, converted)
 
 
 def check_sections(config: object) -> None:
-    """Raise ConfigError unless every field of `config` is a section of its class."""
+    """Raise ConfigError unless every field of `config` is an instance of its section's class."""
     for name, expected in _hints(type(config)).items():
         value = getattr(config, name)
         if not isinstance(value, expected):
@@ -49,8 +48,8 @@ def _hints(section: type) -> dict[str, Any]:
     return get_type_hints(section)
 
 
-def _taken(value: Any, kind: Kind) -> Any:
-    """`value` as the field holds it; None if it is not of the kind."""
+def _converted(value: Any, kind: Kind) -> Any:
+    """Return `value` as the field holds it, or None if it is not of the kind."""
     if kind.base is str and isinstance(value, os.PathLike):
         value = os.fspath(value)
     if kind.base is tuple:

@@ -1,10 +1,9 @@
-"""The configuration, as values.
+"""The configuration of a job, as plain values.
 
-One frozen dataclass a section, one doc string a key: `--help`, the config reference and the
-validation all come from here. Nothing here touches a file, the environment or torch; turning a
-value into an object happens in one `build_*` function beside that object. A `JobConfig` that
-exists is valid in itself; what depends on the machine (ranks, devices, folders) is checked where
-it is known.
+Each section is one frozen dataclass and each key has one doc string; `--help`, docs/config.md and the validation are
+made from them. Nothing here reads a file or the environment, or imports torch. A `build_*` function beside each object
+turns values into that object. A `JobConfig` that exists is consistent in itself; what depends on the machine (ranks,
+devices, folders) is checked where it is known.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ EXCLUDABLE_STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state", "
 
 @dataclass(frozen=True, kw_only=True)
 class JobConfig:
-    """All sections."""
+    """The configuration of a job: one field a section."""
 
     job: Job = field(default_factory=Job)
     profiling: Profiling = field(default_factory=Profiling)
@@ -82,5 +81,5 @@ class JobConfig:
         check_sections(self)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Plain values, sections as keys; what config.json holds."""
+        """Return the configuration as plain values, {section: {key: value}}; config.json holds it."""
         return dataclasses.asdict(self)

@@ -1,7 +1,8 @@
-"""Every name that a key may be given by, and what it stands for.
+"""Every name that a user may give a key, and the key that it stands for.
 
-The fields of `JobConfig` come first, then their aliases, then the keys whose feature is not here. A
-name that is none of these is an error that says which key is nearest, wherever it was written.
+A name is looked up among the fields of `JobConfig`, then among their aliases, then among the keys of unsupported
+features. A name that is none of these is an error that names the nearest key, in a TOML file and on the command line
+alike.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ KNOWN_SECTIONS = frozenset(name.partition(".")[0] for name in (*KEYS, *ALIASES, 
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a name stands for: a key, the kind that is written under this name, and what its values become."""
+    """The key that a name stands for, the kind of value to give under that name, and what its values become."""
 
     key: str
     kind: Kind
@@ -42,7 +43,7 @@ class Meaning:
 
 
 def meaning_of(name: str) -> Meaning | None:
-    """What `name`, section.key, stands for; None for a name that nobody knows."""
+    """Return the meaning of `name`, spelled section.key; None if it is unknown."""
     if name in KEYS:
         return Meaning(name, KEYS[name])
     if name in ALIASES:
@@ -55,20 +56,21 @@ def meaning_of(name: str) -> Meaning | None:
 
 
 def unknown_key(name: str, where: str) -> ConfigError:
-    """The error for a name that nobody knows."""
+    """Return the error for an unknown name, with the nearest key."""
     nearest = nearest_key(name)
-    mend = f"The nearest is {nearest}" if nearest else "None is near"
-    return ConfigError(f"{where} is not a key. {mend}; train.py --help lists all.")
+    hint = f"The nearest is {nearest}" if nearest else "None is near"
+    return ConfigError(f"{where} is not a key. {hint}; train.py --help lists all.")
 
 
 def unknown_section(name: str, where: str) -> ConfigError:
-    """The error for a section that nobody knows."""
+    """Return the error for an unknown section, with the nearest one."""
     nearest = _closest(name, SECTIONS)
-    mend = f"The nearest is [{nearest}]; there are" if nearest else "There are"
-    return ConfigError(f"{where}: [{name}] is not a section. {mend} {', '.join(SECTIONS)}.")
+    hint = f"The nearest is [{nearest}]; there are" if nearest else "There are"
+    return ConfigError(f"{where}: [{name}] is not a section. {hint} {', '.join(SECTIONS)}.")
 
 
 def nearest_key(name: str) -> str | None:
+    """Return the key that `name`, section.key, most likely means; None if none is near."""
     section, _, key = name.rpartition(".")
     inside = _closest(key, [known.partition(".")[2] for known in KEYS if known.startswith(f"{section}.")])
     if inside:

@@ -1,8 +1,8 @@
-"""What a value must be, in a TOML file and on the command line.
+"""The kind of value that a key takes, in a TOML file and on the command line.
 
-A `Kind` is read once from a field's annotation. TOML has kinds of its own, and they must fit: a
-string is not a number, a number is not a switch. On the command line everything is text. Both become
-the text that tyro parses, so that there is one way from text to value.
+A `Kind` comes from a field's annotation. A TOML value has a type of its own, which must fit: a string is not a number,
+and a number is not a switch. On the command line every value is text. Both become the text that tyro parses, so there
+is one way from text to value.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TOML_TYPES: dict[type, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class Kind:
-    """`base` is bool, int, float, str or tuple (of strings); object takes anything."""
+    """The type of a value. `base` is bool, int, float, str or tuple (of strings); object accepts anything."""
 
     base: type
     optional: bool = False
@@ -44,7 +44,7 @@ class Kind:
 
     @classmethod
     def of(cls, annotation: Any) -> Kind:
-        """The kind of a field with this (resolved) annotation."""
+        """Return the kind of a field with this (resolved) annotation."""
         if get_origin(annotation) in (Union, types.UnionType):
             (inner,) = [arm for arm in get_args(annotation) if arm is not type(None)]
             return dataclasses.replace(cls.of(inner), optional=True)
@@ -53,11 +53,11 @@ class Kind:
         return cls(get_origin(annotation) or annotation)
 
     def describe(self) -> str:
-        """What is expected, in words."""
+        """Return what is expected, in the words of an error."""
         return f"one of {', '.join(self.choices)}" if self.choices else _EXPECTED[self.base]
 
     def text_of(self, value: object, where: str) -> str:
-        """The text of a TOML value; ConfigError where its own kind does not fit."""
+        """Return the text of a TOML value. Raise ConfigError if its type does not fit."""
         fits = self.base is object or type(value) in _TOML_TYPES[self.base]
         if self.base is tuple and isinstance(value, list):
             fits = all(isinstance(element, str) for element in value)
@@ -66,7 +66,7 @@ class Kind:
         return to_text(value)
 
     def text_of_words(self, words: Sequence[str], where: str) -> str:
-        """The text of the words after a name on the command line; ConfigError where there are too many or too few."""
+        """Return the text of the words after a name on the command line. Raise ConfigError for too many or too few."""
         if not words and self.base in (bool, object):
             return "true"
         if self.base in (tuple, object):
@@ -78,7 +78,7 @@ class Kind:
         return words[0]
 
     def checked(self, text: str, key: str, where: str) -> str:
-        """The text as tyro takes it, a choice in its own spelling; ConfigError where it is not of this kind."""
+        """Return the text as tyro takes it, choices in their exact spelling. Raise ConfigError if it does not fit."""
         if self.choices:
             return self._choice(text, key, where)
         if not (self.optional and text == "None") and not _is(self.base, text):
@@ -90,22 +90,22 @@ class Kind:
         if text.lower() in spellings:
             return spellings[text.lower()]
         nearest = (*difflib.get_close_matches(text.lower(), spellings, n=1), self.choices[0])[0]
-        mend = f"Set --{key}={spellings.get(nearest, nearest)}"
-        raise ConfigError(f"{where}: expected {self.describe()}, found {text!r}. {mend}.")
+        fix = f"Set --{key}={spellings.get(nearest, nearest)}"
+        raise ConfigError(f"{where}: expected {self.describe()}, found {text!r}. {fix}.")
 
 
 def split(text: str) -> tuple[str, ...]:
-    """The names in a list that is separated by commas, spaces or both."""
+    """Return the names in `text`, which are separated by commas, spaces or both."""
     return tuple(name for name in re.split(r"[,\s]+", text) if name)
 
 
 def join(texts: Iterable[str]) -> str:
-    """The one text that `split` takes apart into the names of all `texts`."""
+    """Return one text with the names of all `texts`, separated by commas; the inverse of `split`."""
     return ",".join(name for text in texts for name in split(text))
 
 
 def to_text(value: object) -> str:
-    """A plain value as one writes it on the command line."""
+    """Return a plain value as a user writes it on the command line."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
@@ -114,7 +114,7 @@ def to_text(value: object) -> str:
 
 
 def in_words(value: object, expected: type) -> str:
-    """`value` as an error names it, with a hint where only quotes are wrong."""
+    """Return `value` as an error names it, with a hint if only the quotes are wrong."""
     if isinstance(value, str):
         hint = " (write it without quotes)" if expected is not tuple and _is(expected, value) else ""
         return f"the string {value!r}{hint}"

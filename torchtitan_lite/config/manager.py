@@ -1,8 +1,8 @@
 """From a command line to a `JobConfig`: command line > TOML > default.
 
-tyro is the one parser. What a TOML file says becomes arguments that stand before the command line's, so
-that both are held to the same rules. Whoever was overridden is not asked whether it was right, but for
-its name and its kind: a torchtitan TOML loads once its data set and tokenizer are replaced.
+tyro is the only parser. The keys of a TOML file become arguments before those of the command line, so that both follow
+the same rules. Of a setting that is overridden only the name and the kind are checked, not the value: a torchtitan TOML
+loads once the command line replaces its dataset and tokenizer.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _registry = ConstructorRegistry()
 
 
 def parse_config(argv: Sequence[str]) -> JobConfig:
-    """The configuration that `argv` and its --job.config_file ask for. ConfigError says what is wrong with them.
+    """Return the configuration of `argv` and its --job.config_file. Raise ConfigError for wrong usage.
 
-    `--help` prints every key and ends the process with 0.
+    `--help` prints every key and exits with 0.
     """
     if "--help" in argv or "-h" in argv:
         return _parse(["--help"])
@@ -47,7 +47,7 @@ def parse_config(argv: Sequence[str]) -> JobConfig:
 
 
 def parse_config_or_exit(argv: Sequence[str]) -> JobConfig:
-    """As `parse_config`; wrong usage is one message on stderr and exit code 2."""
+    """Return as `parse_config` does; for wrong usage print one message on stderr and exit with 2."""
     try:
         return parse_config(argv)
     except ConfigError as error:
@@ -56,26 +56,26 @@ def parse_config_or_exit(argv: Sequence[str]) -> JobConfig:
 
 
 def config_json(config: JobConfig) -> str:
-    """The resolved configuration as JSON text: sections and keys in the order of `JobConfig`, a newline at the end."""
+    """Return the configuration as JSON text, in the order of `JobConfig`, with a newline at the end."""
     return json.dumps(config.to_dict(), indent=2) + "\n"
 
 
 def _without_unsupported(settings: Iterable[Setting]) -> list[Setting]:
-    """The settings of keys that are here; the others must leave their feature off, and are named in one line."""
-    here, ignored = [], []
+    """Return the settings of supported keys. Raise ConfigError if another one turns its feature on; log the rest."""
+    supported, ignored = [], []
     for setting in settings:
         if setting.key in KEYS:
-            here.append(setting)
+            supported.append(setting)
         else:
             UNSUPPORTED[setting.key].check(setting.key, setting.text, setting.where)
             ignored.append(setting.key)
     if ignored:
-        logger.info("Keys of features that are not here, accepted because they are off: %s", ", ".join(ignored))
-    return here
+        logger.info("Ignored keys of unsupported features, which are off: %s", ", ".join(ignored))
+    return supported
 
 
 def _arguments(settings: Iterable[Setting]) -> list[str]:
-    """`--section.key=value`, the form that keeps a value which begins with a hyphen."""
+    """Return `--section.key=value` for each setting: this form also takes a value that begins with a hyphen."""
     arguments = []
     for setting in settings:
         section, _, name = setting.key.partition(".")
@@ -88,7 +88,7 @@ def _arguments(settings: Iterable[Setting]) -> list[str]:
 
 
 def _parse(arguments: list[str]) -> JobConfig:
-    """tyro's answer. Its boxed report is kept back: a `ConfigError` of our own rules says the same in one line."""
+    """Return what tyro parses. Raise the `ConfigError` of our own checks in place of tyro's boxed report and exit."""
     report = io.StringIO()
     try:
         with contextlib.redirect_stderr(report):
@@ -107,7 +107,7 @@ def _parse(arguments: list[str]) -> JobConfig:
 
 
 def _our_error(error: BaseException | None) -> ConfigError | None:
-    """The `ConfigError` that led to `error`: tyro turns it into a report and an exit."""
+    """Return the `ConfigError` that made tyro exit, or None."""
     while error is not None and not isinstance(error, ConfigError):
         error = error.__cause__ or error.__context__
     return error
@@ -115,7 +115,7 @@ def _our_error(error: BaseException | None) -> ConfigError | None:
 
 @_registry.primitive_rule
 def _names(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[tuple[str, ...]] | None:
-    """Lists of names are one argument, separated by commas or spaces."""
+    """Make tyro read a list of names from one argument, separated by commas or spaces."""
     if info.type != tuple[str, ...]:
         return None
     return PrimitiveConstructorSpec(

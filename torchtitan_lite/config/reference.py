@@ -1,8 +1,7 @@
-"""The config reference, made from what the program itself reads.
+"""Write docs/config.md, the config reference, from the definitions that the program itself reads.
 
-Sections, keys, kinds and defaults come from the dataclasses, the words from the doc strings under the
-fields, the other names from the tables of aliases and of keys whose feature is not here. So the page
-cannot say what is not so; a test compares it with docs/config.md.
+Sections, keys, kinds and defaults come from the dataclasses, the descriptions from the doc strings under the fields,
+the other names from the tables of aliases and of unsupported keys. A test compares the result with docs/config.md.
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ from torchtitan_lite.config.unsupported import UNSUPPORTED, Unsupported
 _INTRODUCTION = """\
 # Config reference
 
-Look up what a run can be told, in a TOML file or on the command line.
-This page is written by `scripts/generate_config_reference.py` from `torchtitan_lite/config/job_config.py`.
+Look up every key of a run's configuration, in a TOML file or on the command line.
+Keys that torchtitan has keep its names and, with few exceptions, its defaults of November 2024.
+`scripts/generate_config_reference.py` writes this page from `torchtitan_lite/config/sections/`.
 
 ## How a value is found
 
@@ -32,21 +32,21 @@ On the command line a key is `--section.key value` or `--section.key=value`, wit
 A switch is `--section.key` or `--section.no_key`.
 A list is separated by commas or spaces; in TOML it is a list of strings.
 A TOML value must be of the key's own kind: `"5"` is not a whole number.
-An unknown key or a value that does not fit ends with one message and exit code 2.
+An unknown key or a value that does not fit is an error: one message, and exit code 2.
 `train_configs/llama_debug.toml` has every key.
 """
-_FOREIGN_INTRODUCTION = """\
-## Keys of torchtitan whose feature is not here
+_UNSUPPORTED_INTRODUCTION = """\
+## Unsupported keys of torchtitan
 
-So that a torchtitan TOML loads, these are accepted, with one line of log, while their feature is off.
-Switched on they are an error.
-Keys of `[parallelism]` are accepted in `[training]` and `[experimental]` as well.
+So that a torchtitan TOML loads, these keys are accepted while their feature is off; one log line names them.
+A key that turns its feature on is an error.
+Keys of `[parallelism]` are also accepted in `[training]` and `[experimental]`.
 """
 _KINDS = {bool: "switch", int: "whole number", float: "number", str: "string", tuple: "list"}
 
 
 def doc_strings(cls: type) -> dict[str, str]:
-    """The doc string under each field of a dataclass, on one line; fields without one are left out."""
+    """Return the doc string under each field of a dataclass, on one line; fields without one are left out."""
     (definition,) = ast.parse(inspect.getsource(cls)).body
     assert isinstance(definition, ast.ClassDef)
     docs = {}
@@ -58,7 +58,7 @@ def doc_strings(cls: type) -> dict[str, str]:
 
 
 def render() -> str:
-    """The whole page, as Markdown."""
+    """Return the whole page, as Markdown."""
     pages = [_INTRODUCTION, *(_section(name, cls) for name, cls in SECTIONS.items()), _unsupported()]
     return "\n".join(pages)
 
@@ -102,7 +102,9 @@ def _unsupported() -> str:
     for name, unsupported in UNSUPPORTED.items():
         features.setdefault(unsupported.feature, []).append(_accepted(name, unsupported))
     rows = [_cells(feature, ", ".join(names)) for feature, names in features.items()]
-    return f"{_FOREIGN_INTRODUCTION}\n{_table('feature', 'keys, with the value that leaves it off')}" + "".join(rows)
+    return f"{_UNSUPPORTED_INTRODUCTION}\n{_table('feature', 'keys, with the value that leaves it off')}" + "".join(
+        rows
+    )
 
 
 def _accepted(name: str, unsupported: Unsupported) -> str:

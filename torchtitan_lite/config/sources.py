@@ -1,8 +1,7 @@
-"""Where settings come from: a TOML file and the command line.
+"""The two sources of settings: a TOML file and the command line.
 
-Both are read into the same `Setting`s, in the order in which they were written, under the names of
-`JobConfig` whatever the spelling. So the last one given wins by being last, and nothing later needs to
-know who said it.
+Both are read into the same `Setting`s, in the order in which they were written, under the names of `JobConfig`
+whatever the spelling. So of two settings of a key the last one wins, and later code need not know their source.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ CONFIG_FOLDERS = (Path("train_configs"), Path(__file__).resolve().parents[1] / "
 
 @dataclass(frozen=True)
 class Setting:
-    """`key` is `text`, as `where` (a place that the person knows) says."""
+    """`key` has the value `text`; `where` names the place for an error, such as "some.toml: training.steps"."""
 
     key: str
     text: str
@@ -35,19 +34,19 @@ class Setting:
 
 
 def find_config_file(name: str) -> Path:
-    """The file that `name` means: as given, then in train_configs/ here, then in the package's own."""
+    """Return the file `name`: as given, else in ./train_configs/, else in the package's train_configs/."""
     for path in (Path(name), *(folder / name for folder in CONFIG_FOLDERS)):
         if path.is_file():
             return path
-    there = sorted({path.name for folder in CONFIG_FOLDERS for path in folder.glob("*.toml")})
+    known = sorted({path.name for folder in CONFIG_FOLDERS for path in folder.glob("*.toml")})
     raise ConfigError(
-        f"--job.config_file: {name} is not there, nor is train_configs/{name}. "
-        f"Name a file, or one of these: {', '.join(there) or '(train_configs/ is empty)'}."
+        f"--job.config_file: neither {name} nor train_configs/{name} was found. "
+        f"Name a file, or one of these: {', '.join(known) or '(train_configs/ is empty)'}."
     )
 
 
 def read_toml(path: Path) -> list[Setting]:
-    """The settings of a TOML file; kinds are checked here, before they become text."""
+    """Return the settings of a TOML file. Raise ConfigError for unknown names and for values of the wrong type."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -56,14 +55,14 @@ def read_toml(path: Path) -> list[Setting]:
         raise ConfigError(f"{path}: not valid TOML: {error}.") from None
     for section, content in document.items():
         if not isinstance(content, dict):
-            raise ConfigError(f"{path}: {section} stands outside a section. Put it under a [section] line.")
+            raise ConfigError(f"{path}: {section} is outside any section. Put it under a [section] line.")
         if section.replace("-", "_") not in KNOWN_SECTIONS:
             raise unknown_section(section, str(path))
     return [_toml_setting(name.replace("-", "_"), value, f"{path}: {name}") for name, value in _flat(document)]
 
 
 def read_command_line(argv: Sequence[str]) -> list[Setting]:
-    """The settings of a command line: --name value, --name=value, and --name / --no_name for switches."""
+    """Return the settings of a command line: --name value, --name=value, and for switches --name or --no_name."""
     settings = []
     for flag, words in _options(argv):
         name = flag[2:].replace("-", "_")
@@ -105,7 +104,7 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, obj
 
 
 def _options(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Each --name with the words up to the next one; `=` ends a name."""
+    """Return each --name with the words up to the next one; `=` ends a name."""
     options: list[tuple[str, list[str]]] = []
     for word in argv:
         if word.startswith("--"):
@@ -114,5 +113,5 @@ def _options(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
         elif options:
             options[-1][1].append(word)
         else:
-            raise ConfigError(f"{word!r} stands before any key. Write --section.key value.")
+            raise ConfigError(f"{word!r} comes before any key. Write --section.key value.")
     return options

@@ -1,8 +1,8 @@
-"""Keys of torchtitan whose feature is not here.
+"""Keys of torchtitan features that this package does not support.
 
-A plain table, so that a torchtitan TOML loads: a key is accepted at the value that leaves its feature
-off, and refused at any other. `ANY` marks an option that means nothing while its feature is off. When
-a feature arrives, its keys become fields in `job_config` (which win over this table) and leave here.
+The table is there so that a torchtitan TOML loads: a key is accepted at the value that leaves its feature off, and
+refused at any other. `ANY` marks an option that has no effect while its feature is off. When a feature is added, its
+keys become fields in `config/sections/` and leave this table.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ ANY = OneOf(())
 
 @dataclass(frozen=True)
 class Unsupported:
-    """A key of `feature`, which is not here; `accepted` texts leave it off, none given: every one does."""
+    """A key of an unsupported `feature`. The `accepted` texts leave it off; an empty tuple accepts every text."""
 
     feature: str
     accepted: tuple[str, ...]
     kind: Kind
 
     def check(self, name: str, text: str, where: str) -> None:
-        """Returns where `text` leaves the feature off; else raises ConfigError."""
+        """Raise ConfigError if `text` turns the feature on."""
         if self.accepted and text.lower() not in map(str.lower, self.accepted):
             off = self.accepted[0]
-            mend = "Leave it out" if off == "None" else f"Leave it out, or off with --{name}={off}"
-            raise ConfigError(f"{where} = {text}: {self.feature} is not here. {mend}.")
+            fix = "Leave it out" if off == "None" else f"Leave it out, or turn it off with --{name}={off}"
+            raise ConfigError(f"{where} = {text}: {self.feature} is not supported. {fix}.")
 
 
 def _options(section: str, names: str) -> dict[str, object]:
@@ -61,7 +61,7 @@ _FEATURES: Mapping[str, Mapping[str, object]] = {
         "parallelism.pipeline_parallel_expert_parallel_overlap": ANY,
         "parallelism.module_fqns_per_model_part": None,
     },
-    "context parallelism (of which torch has none for CPUs)": {
+    "context parallelism (torch has none for CPUs)": {
         "parallelism.context_parallel_degree": 1,
         **_options("parallelism", "context_parallel_rotate_method context_parallel_load_balancer"),
     },

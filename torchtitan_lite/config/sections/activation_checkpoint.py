@@ -1,4 +1,4 @@
-"""The section [activation_checkpoint]: which activations are computed again."""
+"""The section [activation_checkpoint]: which activations backward recomputes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ ActivationCheckpointMode = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpoint:
-    """Which activations are computed again in backward instead of kept."""
+    """Which activations backward recomputes instead of keeping."""
 
     mode: ActivationCheckpointMode = "selective"
-    """none; full: every block; selective: as selective_ac_option says."""
+    """Blocks to recompute. "none"; "full": every block; "selective": as selective_ac_option selects."""
 
     selective_ac_option: str = "2"
-    """A number n: every n-th block; "op": all but the results of expensive operators."""
+    """A number n: every n-th block. "op": every block, except the results of its expensive operators."""
 
     def __post_init__(self) -> None:
         check_types(self, "activation_checkpoint")

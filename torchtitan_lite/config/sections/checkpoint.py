@@ -1,4 +1,4 @@
-"""The section [checkpoint]: when and how a run is saved, and what it goes on from."""
+"""The section [checkpoint]: when and how a run saves, and which checkpoint it resumes from."""
 
 from __future__ import annotations
 
@@ -21,122 +21,128 @@ Strictness = Literal["error", "warn", "ignore"]
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """When checkpoints are made, what is in them, which are kept, what is loaded."""
+    """When a run saves, what a checkpoint holds, which ones are kept and what is loaded."""
 
     enable_checkpoint: bool = False
     """Save and load checkpoints."""
 
     folder: str = "checkpoint"
-    """Folder of checkpoints, inside dump_folder."""
+    """Folder for checkpoints, inside job.dump_folder."""
 
     interval_type: IntervalType = "steps"
-    """Unit of `interval`. Seconds are counted from the start of the loop and from each save; all ranks decide
-    together."""
+    """Unit of `interval`. Seconds count from the start of the training loop and then from each save; all ranks use the
+    same answer."""
 
     interval: int = 500
     """Steps or seconds from one checkpoint to the next."""
 
     model_weights_only: bool = False
-    """Save only the model's weights at the last step, in export_dtype, under bare names. Such a checkpoint is never
-    resumed from."""
+    """Save only the model's weights at the last step, in export_dtype, under bare parameter names. A run never resumes
+    from such a checkpoint."""
 
     export_dtype: DtypeName = "float32"
-    """dtype of floating tensors in the weights-only checkpoint."""
+    """dtype of floating-point tensors in the weights-only checkpoint."""
 
     export_folder: str = ""
-    """Folder for the weights-only checkpoint, inside dump_folder; if set, it is made, and the last step is saved in
-    full as well. Empty: in its place, with model_weights_only."""
+    """Folder for the weights-only checkpoint, inside job.dump_folder. If set, the run writes that checkpoint there and
+    also saves the last step in full. Empty: with model_weights_only, the weights-only checkpoint replaces the last full
+    one."""
 
     save_trained_only: bool = False
     """Leave parameters that are not trained (requires_grad False) out of checkpoints and exports, and out of loads:
     the frozen base of a LoRA run. The same parameters must be frozen whenever the run is resumed."""
 
     create_seed_checkpoint: bool = False
-    """Save freshly initialised weights as step-0 and leave; one process only."""
+    """Save the initial weights as step-0, then exit. Needs exactly one process."""
 
     async_mode: AsyncMode = "disabled"
-    """ "disabled": training stands still for a save; "async": for a copy, a thread writes; "async_with_pinned_mem": for
-    a copy into shared (on CUDA pinned) memory, a process writes."""
+    """What a save blocks training for. "disabled": the whole save; "async": a copy of the state, which a thread then
+    writes; "async_with_pinned_mem": a copy into shared memory (pinned on CUDA), which a process then writes."""
 
     keep_latest_k: int = 0
-    """Full checkpoints kept, counted once they are durable; 0: all."""
+    """Full checkpoints to keep, counted once durable; 0: all."""
 
     load_step: int = -1
     """Step to load; -1: the latest."""
 
     initial_load_path: str = ""
-    """Checkpoint to start from while the run's own folder has none; a folder that holds .metadata."""
+    """Checkpoint to start from while the run's own folder has none: a folder that holds .metadata."""
 
     initial_load_model_only: bool = True
-    """Load only the model from initial_load_path; otherwise everything."""
+    """Load only the model from initial_load_path; if off, load everything."""
 
     exclude_from_loading: tuple[str, ...] = ()
-    """States left as they are at load: optimizer (together with lr_scheduler), lr_scheduler, dataloader, train_state
-    (together with both; steps are then counted from the start again, on a branch), or your own."""
+    """States to skip at load, which keep their initial values: optimizer (only together with lr_scheduler),
+    lr_scheduler, dataloader, train_state (only together with lr_scheduler and dataloader; steps then count from 1
+    again, on a new branch), rng, or states of your own."""
 
     load_include: tuple[str, ...] = ()
-    """Globs over the model's names (layers.*.attention.*): only these tensors, and their optimizer state, are
-    loaded; none: all."""
+    """Globs over the model's names (layers.*.attention.*): load only these tensors and their optimizer state; empty:
+    all."""
 
     load_exclude: tuple[str, ...] = ()
-    """Globs over the model's names: these tensors, and their optimizer state, are left as they are."""
+    """Globs over the model's names: skip these tensors and their optimizer state, which keep their initial values."""
 
     load_rename: tuple[str, ...] = ()
-    """Renames of the checkpoint's names before they are looked up, as regular expressions: pattern=replacement."""
+    """Regular expressions, each pattern=replacement, that rename the checkpoint's tensors to the model's names."""
 
     load_cast: bool = False
-    """Cast floating tensors of another dtype to the model's; otherwise another dtype is a mismatch. Always on for the
-    weights of initial_load_path."""
+    """Cast floating-point tensors to the model's dtype; if off, another dtype is a mismatch. Always on for the weights
+    of initial_load_path."""
 
     load_strictness: Strictness = "error"
-    """What missing, unexpected or mismatched tensors are: an error; a warning, the rest being loaded; or nothing."""
+    """What a missing, unexpected or mismatched tensor causes: an error, a warning or nothing. With the last two the
+    other tensors are loaded."""
 
     verify_on_load: VerifyOnLoad = "full"
-    """How a checkpoint is checked before it is trusted: "full": every byte that is read against the digests taken when
-    it was written, in the same pass; "size": the manifest and the sizes of files; "off": the manifest alone."""
+    """What a load checks before it uses a checkpoint. "full": every byte that it reads, in the same pass, against the
+    digests taken at the save; "size": the manifest and the sizes of files; "off": only the manifest."""
 
     new_branch: bool = False
-    """With load_step: begin another branch at it, even if the latest checkpoint is on a branch begun there."""
+    """With load_step: start another branch at that step, even if the latest checkpoint is on a branch that started
+    there."""
 
     dry_run: bool = False
-    """Print what a resume would load, change and refuse, and leave; exit 0 if it would resume, 1 if not."""
+    """Print what a resume would load, change and refuse, then exit: with 0 if it would resume, 1 if not."""
 
     tensor_digests: bool = False
-    """Put a digest of every tensor into the manifest, the same for every topology."""
+    """Write a digest of every tensor into the manifest. It does not depend on the topology."""
 
     verify_resume: bool = False
-    """After a load, digest every tensor again and fail, naming the first that differs from the manifest."""
+    """After a load, digest every tensor again and compare with the manifest. A difference is an error that names the
+    first such tensor."""
 
     enable_first_step_checkpoint: bool = False
-    """Also save at step 1, to see early that saving works."""
+    """Also save at step 1, to find out early whether saving works."""
 
     load_only: bool = False
-    """Load, never save; nothing is written into `job.dump_folder`, no metrics either."""
+    """Load, but never save. The run writes nothing into `job.dump_folder`, no metrics either."""
 
     timeout_seconds: int = 1800
-    """The longest wait for a save or a load, its collectives included."""
+    """Longest wait, in seconds, for a save or a load, its collectives included."""
 
     when_busy: WhenBusy = "wait"
-    """What a save that is due does while the last one is not durable yet: "wait" for it, or "skip" this one. Either
-    way one save is under way at most, and memory is that of one."""
+    """What to do if a save is due and the last one is not durable yet: "wait" for the last one, or "skip" this one. In
+    both cases at most one save is in flight, so there is at most one copy in memory."""
 
     debug_staging: bool = False
-    """Digest every tensor before it is staged and compare with the copy: a save during which something changed fails,
-    and names what. Costs as much again as staging; async modes only."""
+    """Digest every tensor before staging and compare the copy with it. If a tensor changed meanwhile, the save fails
+    and names it. Takes as long again as staging; async modes only."""
 
     lease_timeout_seconds: int = 30
-    """How long another job's lease of the folder, from a process that cannot be looked at, may show no sign of life
-    until it is taken over. A process of this machine that has ended is succeeded at once."""
+    """Seconds without a sign of life after which the lease of another job on the folder is taken over, if its process
+    cannot be inspected from here (another machine or container). The lease of a process on this machine that has ended
+    is taken over at once."""
 
     max_failed_saves: int = 3
-    """Failed saves in a row that end the run; one that succeeds starts the count anew."""
+    """Failed saves in a row that end the run; a save that succeeds resets the count."""
 
     preemption_signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1", "SIGINT")
-    """Signals that make all ranks save the same step and leave with 128 + signal; empty: none."""
+    """Signals that make all ranks save the same step and exit with 128 + signal; empty: none."""
 
     preemption_grace_seconds: int = 600
-    """Time from the signal after which a rank that could not leave (its peers are gone) is ended, with exit code 1.
-    Not longer than the scheduler's."""
+    """Seconds from the signal until a rank that could not leave, because its peers are gone, is ended with exit code 1.
+    Set it below the time that your scheduler waits before it kills."""
 
     def __post_init__(self) -> None:
         check_types(self, "checkpoint")
@@ -155,7 +161,7 @@ class Checkpoint:
         at_least("checkpoint.timeout_seconds", self.timeout_seconds, 1)
         choice("checkpoint.verify_on_load", self.verify_on_load, get_args(VerifyOnLoad))
         choice("checkpoint.when_busy", self.when_busy, get_args(WhenBusy))
-        # A few heartbeats, or jobs that live would be taken for dead.
+        # At least a few heartbeats: with fewer, the lease of a live job would look abandoned.
         at_least("checkpoint.lease_timeout_seconds", self.lease_timeout_seconds, 10)
         at_least("checkpoint.max_failed_saves", self.max_failed_saves, 1)
         at_least("checkpoint.preemption_grace_seconds", self.preemption_grace_seconds, 1)
@@ -167,22 +173,22 @@ class Checkpoint:
             )
         if self.create_seed_checkpoint and (self.load_only or not self.enable_checkpoint):
             raise ConfigError(
-                "checkpoint.create_seed_checkpoint: nothing would be saved. Set enable_checkpoint, and not load_only."
+                "checkpoint.create_seed_checkpoint: nothing would be saved. Set enable_checkpoint, and unset load_only."
             )
         if "model" in self.exclude_from_loading:
             raise ConfigError(
                 "checkpoint.exclude_from_loading: 'model' cannot be left out; a run without its weights is a fresh "
-                "one. Leave checkpointing off, or point dump_folder elsewhere."
+                "start. Unset checkpoint.enable_checkpoint, or name another job.dump_folder."
             )
         with_it = {"lr_scheduler", "dataloader"} - {*self.exclude_from_loading}
         if "train_state" in self.exclude_from_loading and with_it:
             raise ConfigError(
                 "checkpoint.exclude_from_loading: 'train_state' without 'lr_scheduler' and 'dataloader': steps would "
-                "be counted from 1 while the learning rate and the data go on where they were. "
+                "count from 1 again while the learning rate and the data continue where they were. "
                 f"Add {', '.join(sorted(with_it))}."
             )
         if "optimizer" in self.exclude_from_loading and "lr_scheduler" not in self.exclude_from_loading:
             raise ConfigError(
-                "checkpoint.exclude_from_loading: 'optimizer' without 'lr_scheduler': a fresh optimizer would go on at "
+                "checkpoint.exclude_from_loading: 'optimizer' without 'lr_scheduler': a new optimizer would start at "
                 "an old learning rate. Add lr_scheduler."
             )

@@ -1,4 +1,4 @@
-"""The section [comm]: deadlines of communication."""
+"""The section [comm]: timeouts of collectives, and their trace."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torchtitan_lite.config.field_types import check_types
 
 @dataclass(frozen=True, kw_only=True)
 class Comm:
-    """Deadlines of communication."""
+    """Timeouts of collectives, and their trace."""
 
     init_timeout_seconds: int = 300
-    """Of collectives until the first step of this start is over."""
+    """Timeout of collectives, in seconds, until the first step after this start is done."""
 
     train_timeout_seconds: int = 100
-    """Of collectives after it."""
+    """Timeout of collectives, in seconds, after the first step."""
 
     trace_buf_size: int = 20000
     """Entries in NCCL's flight recorder; 0: off."""

@@ -1,4 +1,4 @@
-"""The section [job]: where a job's files are, and what it is called."""
+"""The section [job]: where a job's files are, and its description."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchtitan_lite.config.folders import refuse_address
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is run and where its output goes."""
+    """Where a job reads its configuration and writes its output, and its description."""
 
     config_file: str | None = None
     """TOML file with these sections; looked up as given, then in train_configs/."""

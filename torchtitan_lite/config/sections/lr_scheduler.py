@@ -1,4 +1,4 @@
-"""The section [lr_scheduler]: how the learning rate goes."""
+"""The section [lr_scheduler]: the schedule of the learning rate."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ DecayType = Literal["linear", "sqrt", "cosine"]
 
 @dataclass(frozen=True, kw_only=True)
 class LRScheduler:
-    """The factor of the learning rate at each step: rise, constant, decay."""
+    """The schedule of the learning rate: linear warm-up, constant, decay."""
 
     warmup_steps: int = 200
     """Steps of linear rise from 0 to the peak."""
 
     decay_ratio: float | None = None
-    """Share of all steps spent in decay; unset: everything after warm-up; 0: constant after warm-up."""
+    """Fraction of all steps spent in decay; unset: every step after warm-up; 0: none, constant after warm-up."""
 
     decay_type: DecayType = "linear"
     """Shape of the decay."""
 
     min_lr_factor: float = 0.0
-    """Factor at which the decay ends."""
+    """Fraction of the peak learning rate at which the decay ends."""
 
     def __post_init__(self) -> None:
         check_types(self, "lr_scheduler")

@@ -13,16 +13,16 @@ class Metrics:
     """What is logged, and how often."""
 
     log_freq: int = 10
-    """Steps from one logged step to the next; step 1 is always logged."""
+    """Steps between logged steps; step 1 is always logged."""
 
     enable_tensorboard: bool = False
-    """Write TensorBoard files besides metrics.jsonl."""
+    """Write TensorBoard files in addition to metrics.jsonl."""
 
     save_tb_folder: str = "tb"
-    """Folder for TensorBoard files, inside dump_folder; one folder for the whole run, restarts included."""
+    """Folder for TensorBoard files, inside job.dump_folder; the same one for all restarts of a run."""
 
     rank_0_only: bool = True
-    """Write TensorBoard from rank 0 only; otherwise each rank has its own folder."""
+    """Write TensorBoard files from rank 0 only; if off, each rank writes into a folder of its own."""
 
     def __post_init__(self) -> None:
         check_types(self, "metrics")

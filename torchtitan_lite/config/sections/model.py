@@ -1,4 +1,4 @@
-"""The section [model]: which model is trained, and its sizes."""
+"""The section [model]: which model to train, and its size."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torchtitan_lite.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Which model is trained."""
+    """Which model to train."""
 
     name: Literal["llama3"] = "llama3"
-    """Model family ("llama" is accepted for it)."""
+    """Model family; "llama" is accepted as another name of it."""
 
     flavor: str = "debugmodel"
     """Size: debugmodel, 1B, 8B, 70B or 405B."""
 
     tokenizer_path: str = "bytes"
-    """Tokenizer: "bytes", the UTF-8 bytes plus BOS and EOS, is the only one."""
+    """Tokenizer. The only one is "bytes": UTF-8 bytes, plus BOS and EOS."""
 
     dropout: float = 0.0
-    """Probability of dropping an activation after attention and feed-forward."""
+    """Probability of dropping an activation after attention and after feed-forward."""
 
     def __post_init__(self) -> None:
         check_types(self, "model")

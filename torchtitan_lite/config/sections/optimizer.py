@@ -1,4 +1,4 @@
-"""The section [optimizer]: which optimizer trains it, and its settings."""
+"""The section [optimizer]: the optimizer and its hyperparameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OptimizerImplementation = Literal["fused", "foreach", "for-loop"]
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """How parameters are updated."""
+    """The optimizer and its hyperparameters."""
 
     name: OptimizerName = "AdamW"
     """Algorithm."""
@@ -35,7 +35,7 @@ class Optimizer:
     """Weight decay: decoupled in AdamW, an L2 penalty in Adam."""
 
     implementation: OptimizerImplementation = "fused"
-    """Kernel: "fused" falls back to "foreach" where the device has no fused one."""
+    """Kernel. "fused" falls back to "foreach" on a device that has no fused kernel."""
 
     def __post_init__(self) -> None:
         check_types(self, "optimizer")

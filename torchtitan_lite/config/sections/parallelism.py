@@ -1,4 +1,4 @@
-"""The section [parallelism]: how a job spreads over its ranks."""
+"""The section [parallelism]: how ranks share the model and the data."""
 
 from __future__ import annotations
 
@@ -13,32 +13,35 @@ PipelineSchedule = Literal["1F1B", "GPipe", "Interleaved1F1B"]
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """How ranks share the model. The product of the degrees is the number of processes."""
+    """How ranks share the model and the data. The product of the degrees is the number of processes."""
 
     data_parallel_replicate_degree: int = 1
-    """Groups of ranks that each hold a whole model and take different data (HSDP; DDP, if nothing is sharded)."""
+    """Groups of ranks that each hold the whole model and take different data: HSDP, or DDP if
+    data_parallel_shard_degree is 1."""
 
     data_parallel_shard_degree: int = -1
-    """Ranks over which FSDP2 shards parameters; -1: what is left."""
+    """Ranks over which FSDP2 shards parameters; -1: all that the other degrees leave."""
 
     tensor_parallel_degree: int = 1
-    """Ranks that share each layer and, between layers, the sequence; it divides the model's heads, n_kv_heads too."""
+    """Ranks that share each layer and, between layers, the sequence. Must divide the model's n_heads, n_kv_heads and
+    feed-forward width, and seq_len."""
 
     pipeline_parallel_degree: int = 1
-    """Ranks that each hold some of the layers, one stage after the other."""
+    """Ranks that each hold some of the layers, as stages of a pipeline."""
 
     pipeline_parallel_schedule: PipelineSchedule = "1F1B"
-    """Order of the micro-batches. 1F1B, GPipe: one stage a rank; Interleaved1F1B: two, or as the split points say."""
+    """Order of the micro-batches. "1F1B" and "GPipe" have one stage a rank, "Interleaved1F1B" two, or as many as the
+    split points make."""
 
     pipeline_parallel_split_points: tuple[str, ...] = ()
-    """First layer of each stage but the first one, as layers.2,layers.4; empty: as equal as can be, the first and the
-    last stage the shorter ones."""
+    """First layer of each stage except the first one, such as layers.2,layers.4. Empty: stages of equal length as far
+    as possible, the first and the last one shorter, because they also hold the embedding and the output."""
 
     pipeline_parallel_microbatch_size: int = 1
-    """Sequences of a local batch that pass a stage at a time."""
+    """Sequences in a micro-batch, the part of a local batch that goes through a stage at a time."""
 
     pipeline_parallel_microbatches: int | None = None
-    """Micro-batches that a local batch is split into; if set, it counts instead of the size."""
+    """Micro-batches in a local batch; if set, it overrides pipeline_parallel_microbatch_size."""
 
     def __post_init__(self) -> None:
         check_types(self, "parallelism")

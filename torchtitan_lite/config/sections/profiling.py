@@ -10,22 +10,22 @@ from torchtitan_lite.config.field_types import check_types
 
 @dataclass(frozen=True, kw_only=True)
 class Profiling:
-    """Traces of where the time and the memory go."""
+    """Traces of the time that steps take, and snapshots of the memory."""
 
     enable_profiling: bool = False
     """Write a torch.profiler trace every `profile_freq` steps."""
 
     save_traces_folder: str = "profile_traces"
-    """Folder for traces, inside dump_folder."""
+    """Folder for traces, inside job.dump_folder."""
 
     profile_freq: int = 10
-    """Steps from one trace to the next."""
+    """Steps between traces or snapshots."""
 
     enable_memory_snapshot: bool = False
     """Write a snapshot of the CUDA allocator every `profile_freq` steps (CUDA only)."""
 
     save_memory_snapshot_folder: str = "memory_snapshot"
-    """Folder for memory snapshots, inside dump_folder."""
+    """Folder for memory snapshots, inside job.dump_folder."""
 
     def __post_init__(self) -> None:
         check_types(self, "profiling")

@@ -1,4 +1,4 @@
-"""The section [training]: batches, precision and length of a run."""
+"""The section [training]: data, batch sizes, precision and length of a run."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ DtypeName = Literal["float32", "float16", "bfloat16"]
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """The run itself."""
+    """Data, batch sizes, precision and length of a run."""
 
     dataset: Literal["stdlib", "text", "jsonl"] = "stdlib"
-    """Corpus: "stdlib", the sources of the running Python's standard library; "text" or "jsonl", your own files."""
+    """Corpus. "stdlib": the sources of the running Python's standard library; "text" or "jsonl": your own files."""
 
     dataset_path: str | None = None
-    """Glob of the files of "text" and "jsonl", ** included."""
+    """Glob of the files of "text" and "jsonl"; ** matches folders at any depth."""
 
     dataset_text_key: str = "text"
-    """Key of the text in each line's object, for "jsonl"."""
+    """Key of the text in the object on each line of "jsonl" files."""
 
     batch_size: int = 8
-    """Sequences a rank takes in one forward pass (local batch)."""
+    """Sequences that a rank takes in one forward pass (the local batch)."""
 
     global_batch_size: int = -1
-    """Sequences in one optimizer step over all ranks; more than batch_size x ranks accumulates gradients; -1:
-    batch_size x ranks."""
+    """Sequences in one optimizer step over all data-parallel ranks: a multiple of batch_size x ranks, above which
+    gradients are accumulated; -1: batch_size x ranks."""
 
     seq_len: int = 2048
     """Tokens in a sequence."""
 
     max_epochs: int = 0
-    """Passes over the corpus after which the run stops, saved; 0: as many as steps need, each in another order."""
+    """Epochs of the corpus after which the run saves and stops; 0: as many as steps need. Each epoch has an order of
+    its own."""
 
     max_norm: float = 1.0
-    """Gradients are scaled down to this total norm."""
+    """Largest total norm of the gradients; larger ones are scaled down to it."""
 
     steps: int = 10000
     """Optimizer steps in the run."""
@@ -48,29 +49,30 @@ class Training:
     """Keep parameters, gradients and optimizer states of FSDP in CPU memory (CUDA only)."""
 
     mixed_precision_param: DtypeName = "bfloat16"
-    """Compute dtype of forward and backward; parameters are kept in float32. float16 uses a gradient scaler."""
+    """Compute dtype of forward and backward; parameters stay in float32. "float16" uses a gradient scaler."""
 
     mixed_precision_reduce: Literal["float32"] = "float32"
     """dtype of gradient reduction."""
 
     max_skipped_steps: int = 20
-    """Steps in a row that the gradient scaler may skip (float16) before the run stops."""
+    """Steps in a row skipped by the gradient scaler (float16) that end the run."""
 
     compile: bool = False
-    """torch.compile each transformer block, in place."""
+    """Compile each transformer block with torch.compile."""
 
     gc_freq: int = 50
-    """Steps from one garbage collection to the next; automatic collection is off while training."""
+    """Steps between garbage collections. Automatic collection is off during training, because ranks that each pause at
+    their own moment delay one another."""
 
     seed: int | None = None
     """Seed of parameters, data order and dropout; unset: drawn at start and logged."""
 
     deterministic: bool = False
-    """Use deterministic algorithms, possibly slower."""
+    """Use deterministic algorithms, which may be slower."""
 
     trace_samples: bool = False
     """Write the positions of each step's samples, in the order before the shuffle, to samples/rankR.jsonl in
-    dump_folder."""
+    job.dump_folder."""
 
     def __post_init__(self) -> None:
         check_types(self, "training")
