@@ -1,4 +1,4 @@
-"""A corpus whose windows say which they are, and loaders of it."""
+"""A corpus whose windows contain their own number, and loaders of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loaders of other libraries in a checkpoint: what goes on exactly, and what is refused."""
+"""Loaders of other libraries in a checkpoint: what resumes exactly, and what is refused."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ JSON = st.recursive(
 def torchdata_loader(
     rank: int = 0, num_ranks: int = 1, *, dataset: Any = NUMBERS, **options: Any
 ) -> StatefulDataLoaderAdapter:
-    """Rank's share of `dataset` in batches of two, shuffled unless the dataset has its own order."""
+    """Return `rank`'s share of `dataset` in batches of two, shuffled unless the dataset has its own order."""
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     if isinstance(dataset, list):
         dataset = dataset[rank::num_ranks]
         options["shuffle"] = True
-    with warnings.catch_warnings():  # on two ranks pytest's filters do not reach
+    with warnings.catch_warnings():  # pytest's filters do not reach the processes of the two ranks
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")
         loader = StatefulDataLoader(dataset, batch_size=2, **options)
     return StatefulDataLoaderAdapter(loader, rank=rank, num_ranks=num_ranks)
 
 
 def hugging_face_stream(rank: int = 0, num_ranks: int = 1, **shuffle: int) -> HuggingFaceStreamAdapter:
-    """Rank's share of 24 numbers in four shards."""
+    """Return `rank`'s share of 24 numbers in four shards."""
     datasets = pytest.importorskip("datasets")
     distributed = pytest.importorskip("datasets.distributed")
     dataset = datasets.IterableDataset.from_generator(numbers, gen_kwargs={"shards": [0, 1, 2, 3]})
@@ -73,7 +73,7 @@ def numbers(shards: list[int]) -> Iterator[dict[str, int]]:
 
 @pytest.fixture
 def some_datasets() -> None:
-    """Skips where the extra `datasets` is not installed."""
+    """Skip if the extra `datasets` is not installed."""
     pytest.importorskip("datasets")
 
 
@@ -82,7 +82,7 @@ def flat(batches: Any) -> list[int]:
 
 
 class Counting(torch.utils.data.IterableDataset[int]):
-    """An iterable dataset that knows its place; `odd` is put into its state."""
+    """An iterable dataset that knows its position; `odd` goes into its state."""
 
     def __init__(self, odd: object = None) -> None:
         self.next, self.odd = 0, odd
@@ -101,7 +101,7 @@ class Counting(torch.utils.data.IterableDataset[int]):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_torchdata_goes_on_with_the_next_batch_and_then_with_the_next_epoch(num_workers: int) -> None:
+def test_torchdata_continues_with_the_next_batch_and_then_with_the_next_epoch(num_workers: int) -> None:
     first, second = torchdata_loader(num_workers=num_workers), torchdata_loader(num_workers=num_workers)
     batches = iter(first)
     taken = flat(next(batches) for _ in range(5))
@@ -112,7 +112,7 @@ def test_torchdata_goes_on_with_the_next_batch_and_then_with_the_next_epoch(num_
     assert flat(second) == flat(first)
 
 
-def test_torchdata_goes_on_where_an_iterable_dataset_says_it_is() -> None:
+def test_torchdata_continues_at_the_position_of_an_iterable_dataset() -> None:
     first, second = torchdata_loader(dataset=Counting()), torchdata_loader(dataset=Counting())
     batches = iter(first)
     next(batches)
@@ -133,11 +133,11 @@ def test_the_state_of_torchdata_is_a_copy_in_plain_tensors() -> None:
 
 
 def test_another_number_of_workers_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"2 workers a rank, this loader has 0\. Set num_workers=2, or begin"):
+    with pytest.raises(ConfigError, match=r"2 workers a rank, this loader has 0\. Set num_workers=2, or start"):
         torchdata_loader().load_state_dict(torchdata_loader(num_workers=2).state_dict())
 
 
-def test_a_state_that_would_need_pickle_is_refused_with_its_place() -> None:
+def test_a_state_that_would_need_pickle_is_refused_with_its_path() -> None:
     one = torchdata_loader(dataset=Counting(odd=[{"deep": {1, 2}}]))
     next(iter(one))
     with pytest.raises(ConfigError, match=r"dataset_state\.odd\[0\]\.deep is a set, which a checkpoint cannot"):
@@ -145,7 +145,7 @@ def test_a_state_that_would_need_pickle_is_refused_with_its_place() -> None:
 
 
 @on_two_ranks
-def test_each_of_two_ranks_goes_on_with_its_own_samples_from_a_real_checkpoint(rank: int, tmp_path: Path) -> None:
+def test_each_of_two_ranks_continues_with_its_own_samples_from_a_real_checkpoint(rank: int, tmp_path: Path) -> None:
     first = torchdata_loader(rank, 2)
     batches = iter(first)
     taken = flat(next(batches) for _ in range(rank + 1))
@@ -168,7 +168,7 @@ def test_a_checkpoint_of_two_ranks_is_refused_by_one(two_ranks: Ranks, tmp_path:
     two_ranks.run(save_on_two, folder=tmp_path)
     with (
         TinyRun(tmp_path, dataloader=torchdata_loader()).manager as manager,
-        pytest.raises(ConfigError, match=r"each of 2 data-parallel ranks and cannot be shared out among 1\. Resume"),
+        pytest.raises(ConfigError, match=r"each of 2 data-parallel ranks and does not fit 1\. Resume"),
     ):
         manager.load()
 
@@ -176,7 +176,7 @@ def test_a_checkpoint_of_two_ranks_is_refused_by_one(two_ranks: Ranks, tmp_path:
 @pytest.mark.usefixtures("some_datasets")
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("taken", [0, 1, 7])
-def test_a_stream_goes_on_with_the_next_example_and_then_with_the_next_epoch(num_ranks: int, taken: int) -> None:
+def test_a_stream_continues_with_the_next_example_and_then_with_the_next_epoch(num_ranks: int, taken: int) -> None:
     first, second = hugging_face_stream(0, num_ranks), hugging_face_stream(0, num_ranks)
     examples = iter(first)
     for _ in range(taken):
@@ -188,7 +188,7 @@ def test_a_stream_goes_on_with_the_next_example_and_then_with_the_next_epoch(num
 
 
 @pytest.mark.usefixtures("some_datasets")
-def test_a_stream_that_was_left_after_an_epoch_goes_on_with_the_order_of_the_next() -> None:
+def test_a_stream_that_was_saved_after_an_epoch_continues_with_the_order_of_the_next() -> None:
     first, second = (hugging_face_stream(seed=1, buffer_size=4) for _ in range(2))
     epoch = list(first)
     second.load_state_dict(first.state_dict())
@@ -205,7 +205,7 @@ def test_iterating_a_stream_again_in_an_epoch_gives_its_rest() -> None:
 
 
 @pytest.mark.usefixtures("some_datasets")
-def test_a_stream_goes_on_from_a_real_checkpoint(tmp_path: Path) -> None:
+def test_a_stream_continues_from_a_real_checkpoint(tmp_path: Path) -> None:
     examples = iter(first := hugging_face_stream())
     next(examples)
     with (run := TinyRun(tmp_path, interval=1, dataloader=first)).manager:
@@ -217,7 +217,7 @@ def test_a_stream_goes_on_from_a_real_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("some_datasets")
-def test_a_dataset_that_is_no_stream_is_refused() -> None:
+def test_a_dataset_that_is_not_a_stream_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"expected a datasets\.IterableDataset, found a list, which has no state"):
         HuggingFaceStreamAdapter(NUMBERS, rank=0, num_ranks=1)
 
@@ -234,7 +234,7 @@ def test_a_loader_without_a_state_is_refused() -> None:
         (HuggingFaceStreamAdapter, "datasets", "datasets"),
     ],
 )
-def test_without_its_package_an_adapter_says_how_to_install_it(
+def test_an_adapter_without_its_package_is_an_error_that_says_how_to_install_it(
     adapter: Any, module: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
@@ -245,19 +245,19 @@ def test_without_its_package_an_adapter_says_how_to_install_it(
 
 
 @given(JSON)
-def test_a_packed_state_comes_back_as_it_was(state: object) -> None:
+def test_unpacking_a_packed_state_gives_it_unchanged(state: object) -> None:
     assert same(unpack(pack(state, rank=1, num_ranks=2), rank=1, num_ranks=2), state)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float32, torch.bfloat16, torch.bool])
-def test_tensors_in_a_packed_state_come_back_bit_for_bit(dtype: torch.dtype) -> None:
+def test_unpacked_tensors_are_equal_bit_for_bit(dtype: torch.dtype) -> None:
     state = {"some": (torch.randn(3, 2).to(dtype), [torch.tensor(1).to(dtype), torch.empty(0, dtype=dtype)])}
     assert same(unpack(pack(state, rank=0, num_ranks=1), rank=0, num_ranks=1), state)
 
 
 @pytest.mark.parametrize("saved", [1, 4])
 def test_a_state_of_another_number_of_ranks_is_refused(saved: int) -> None:
-    with pytest.raises(ConfigError, match=rf"each of {saved} data-parallel .* among 2. Resume on {saved}, or begin"):
+    with pytest.raises(ConfigError, match=rf"each of {saved} data-parallel .* fit 2. Resume on {saved} .* or start"):
         unpack(pack({}, rank=0, num_ranks=saved), rank=0, num_ranks=2)
 
 

@@ -15,7 +15,7 @@ from torchtitan_lite.errors import ConfigError
 
 
 class InMemory:
-    """Documents that a test holds."""
+    """Documents in memory."""
 
     def __init__(self, *contents: bytes) -> None:
         self.contents = contents
@@ -26,7 +26,7 @@ class InMemory:
         return self.contents[document][start:stop]
 
 
-def test_documents_stand_between_bos_and_eos() -> None:
+def test_a_document_is_between_bos_and_eos() -> None:
     dataset = WindowDataset(InMemory(b"ab", b"", b"c"), seq_len=8)
     assert len(dataset) == 1
     assert dataset[0].tolist() == [BOS, 97, 98, EOS, BOS, EOS, BOS, 99, EOS]

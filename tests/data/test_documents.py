@@ -41,7 +41,7 @@ def test_the_default_corpus_is_megabytes_of_the_standard_library_without_tests()
     assert not [name for name in names if {"test", "tests", "site-packages"}.intersection(name.split("/"))]
 
 
-def test_a_python_without_sources_is_told_to_bring_files(tmp_path: Path) -> None:
+def test_a_python_without_sources_is_an_error_that_names_the_keys_for_own_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="dataset=text"):
         stdlib_sources(tmp_path)
 
@@ -81,7 +81,7 @@ def test_a_file_that_shrinks_during_the_run_is_noticed(tmp_path: Path) -> None:
         documents.read(0, 0, 5)
 
 
-def test_json_lines_are_one_document_each_and_blank_lines_none(tmp_path: Path) -> None:
+def test_each_json_line_is_a_document_and_blank_lines_are_skipped(tmp_path: Path) -> None:
     documents = JsonLines(
         write_jsonl(tmp_path / "d.jsonl", '{"text": "höi"}', "", '{"n": 1, "text": "two\\nlines"}'), "text"
     )

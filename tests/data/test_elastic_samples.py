@@ -39,13 +39,13 @@ def resumed(state: dict[str, Any], num_ranks: int, **options: int) -> list[Token
 
 
 def take_step(loaders: list[TokenLoader]) -> tuple[list[int], list[int]]:
-    """Positions and windows of the next step, over all ranks."""
+    """Take the next step on all ranks. Return its positions and windows."""
     windows = [window for one in loaders for window in ids(next(one))]
     return [position for one in loaders for position in one.last_positions], windows
 
 
 def consumed_over(degrees: list[int], steps: list[int]) -> tuple[list[int], list[int]]:
-    """Positions and windows of a run that is restarted at each of `degrees` and takes as many steps there."""
+    """Return positions and windows of a run that restarts on each of `degrees` ranks and takes `steps` there."""
     positions: list[int] = []
     windows: list[int] = []
     loaders = ranks(degrees[0])
@@ -85,7 +85,7 @@ def test_the_order_is_that_of_one_rank_whatever_the_changes(changes: list[tuple[
 
 
 @given(st.integers(1, 5))
-def test_another_global_batch_goes_on_at_the_next_position(steps: int) -> None:
+def test_a_resume_with_another_global_batch_continues_at_the_next_position(steps: int) -> None:
     first = ranks(4)
     for _ in range(steps):
         take_step(first)
@@ -117,10 +117,10 @@ class Saved:
 
 
 class Run(RuleBasedStateMachine):
-    """One run. The model is the list of samples that its present branch has taken, oldest first.
+    """One run. The model is the list of samples that its current branch has taken, oldest first.
 
-    Of every branch that was left by going back, what it took is kept: the branch that replaces it must take the
-    same samples again, in the same order, for as long as both go on.
+    After a roll back the samples of the abandoned branch are kept: the branch that replaces it must take the same
+    samples again, in the same order, as far as both branches reach.
     """
 
     checkpoints = Bundle("checkpoints")

@@ -40,9 +40,9 @@ def test_an_epoch_holds_every_window_once_whatever_the_ranks(num_ranks: int, loc
 
 
 def test_the_global_order_does_not_depend_on_ranks_or_micro_batches() -> None:
-    alone = steps_of_all_ranks([loader(batch=8)], 7)
-    assert alone == steps_of_all_ranks([loader(rank=r, num_ranks=4, batch=8, local=2) for r in range(4)], 7)
-    assert alone == steps_of_all_ranks([loader(batch=8, local=8)], 7)
+    one_rank = steps_of_all_ranks([loader(batch=8)], 7)
+    assert one_rank == steps_of_all_ranks([loader(rank=r, num_ranks=4, batch=8, local=2) for r in range(4)], 7)
+    assert one_rank == steps_of_all_ranks([loader(batch=8, local=8)], 7)
 
 
 def test_a_step_may_cross_from_one_epoch_into_the_next() -> None:
@@ -52,7 +52,7 @@ def test_a_step_may_cross_from_one_epoch_into_the_next() -> None:
 
 @settings(deadline=None, max_examples=30)
 @given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.integers(0, 12))
-def test_a_resume_at_another_number_of_ranks_goes_on_exactly(before: int, after: int, steps: int) -> None:
+def test_a_resume_on_another_number_of_ranks_continues_exactly(before: int, after: int, steps: int) -> None:
     straight = steps_of_all_ranks([loader()], steps + 4)
     first = [loader(rank=r, num_ranks=before) for r in range(before)]
     taken = steps_of_all_ranks(first, steps)
@@ -64,7 +64,7 @@ def test_a_resume_at_another_number_of_ranks_goes_on_exactly(before: int, after:
     assert taken + steps_of_all_ranks(second, 4) == straight
 
 
-def test_a_resume_with_another_batch_size_goes_on_at_the_next_position() -> None:
+def test_a_resume_with_another_batch_size_continues_at_the_next_position() -> None:
     straight = ids(torch.cat(list(islice(loader(batch=8), 3))))
     first, second = loader(batch=8), loader(batch=4)
     next(first)
@@ -81,7 +81,7 @@ def test_the_state_is_a_copy_of_plain_values() -> None:
     assert one.state_dict()["next_position"] == 8
 
 
-def test_the_state_says_the_epoch_of_the_next_position() -> None:
+def test_the_state_has_the_epoch_of_the_next_position() -> None:
     one = loader(10, batch=8)
     list(islice(one, 3))
     assert one.state_dict()["epoch"] == 2
@@ -132,7 +132,7 @@ def test_checking_a_state_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(("asked", "found"), [(-1, 16), (16, 16), (48, 48)])
-def test_the_global_batch_is_a_multiple_of_what_the_ranks_take_at_once(asked: int, found: int) -> None:
+def test_the_global_batch_is_a_multiple_of_batch_size_times_ranks(asked: int, found: int) -> None:
     assert global_batch_size(Training(batch_size=8, global_batch_size=asked), num_ranks=2) == found
 
 
@@ -145,7 +145,7 @@ def test_the_global_batch_is_a_multiple_of_what_the_ranks_take_at_once(asked: in
         (48, 8, 4, "32 and 64 would do, as would batch_size 6 or 12, or 3 or 6 ranks"),
     ],
 )
-def test_a_global_batch_that_does_not_divide_is_told_what_does(
+def test_a_global_batch_that_does_not_divide_is_an_error_that_names_what_does(
     asked: int, batch_size: int, num_ranks: int, would_do: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
@@ -157,7 +157,7 @@ def test_a_global_batch_that_does_not_divide_is_told_what_does(
 
 
 @given(st.integers(1, 60), st.integers(1, 12), st.integers(1, 12))
-def test_whatever_is_said_to_do_does(total: int, batch_size: int, num_ranks: int) -> None:
+def test_every_value_that_the_error_names_is_accepted(total: int, batch_size: int, num_ranks: int) -> None:
     try:
         global_batch_size(Training(batch_size=batch_size, global_batch_size=total), num_ranks)
     except ConfigError as refused:
@@ -185,7 +185,7 @@ def test_a_loader_is_built_from_the_config(tmp_path: Path) -> None:
     assert set(batch.unique().tolist()) <= {*b"abcdefgh", 256, 257}
 
 
-def test_a_loader_tells_the_positions_of_its_last_step() -> None:
+def test_a_loader_has_the_positions_of_its_last_step() -> None:
     one = loader(rank=1, num_ranks=2, batch=8)
     assert list(one.last_positions) == []
     list(islice(one, 2))
@@ -194,7 +194,7 @@ def test_a_loader_tells_the_positions_of_its_last_step() -> None:
     assert list(one.last_positions) == []
 
 
-def test_the_positions_of_a_loader_at_its_end_are_those_of_its_last_step() -> None:
+def test_at_its_end_a_loader_still_has_the_positions_of_its_last_step() -> None:
     one = loader(20, batch=8, max_epochs=1)
     list(one)
     assert list(one.last_positions) == list(range(8, 16))

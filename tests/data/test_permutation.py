@@ -1,4 +1,4 @@
-"""The shuffle is a bijection that looks shuffled and never changes."""
+"""The shuffle is a bijection, looks random and never changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers of a data loader outlive the signals that ask the ranks to leave."""
+"""Workers of a data loader survive the preemption signals, which make the ranks save and leave."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ SIGNALS = [signal.Signals[name] for name in Checkpoint.preemption_signals]
 
 
 @pytest.fixture(autouse=True)
-def signals_do_what_they_do_by_default() -> Iterator[None]:
-    """Whoever starts the tests in the background may have had them ignore SIGINT."""
+def signals_have_their_default_handlers() -> Iterator[None]:
+    """Restore the default handlers: a test run that a shell starts in the background ignores SIGINT."""
     before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS if number != signal.SIGINT}
     before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -36,7 +36,7 @@ def signals_do_what_they_do_by_default() -> Iterator[None]:
 
 
 class Workers(torch.utils.data.Dataset[int]):
-    """64 samples, each the process that made it."""
+    """64 samples, each the pid of the process that made it."""
 
     def __len__(self) -> int:
         return 64
@@ -45,8 +45,8 @@ class Workers(torch.utils.data.Dataset[int]):
         return os.getpid()
 
 
-class NotedWorkers:
-    """A `worker_init_fn` that notes, in a file of each worker in `folder`, which signals are ignored already."""
+class WritesIgnoredSignals:
+    """A `worker_init_fn` that writes the names of the ignored signals to a file of each worker in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -62,7 +62,7 @@ def loader(**options: Any) -> Any:
     return StatefulDataLoader(Workers(), batch_size=2, **options)
 
 
-def test_workers_that_are_signalled_go_on_to_the_last_batch() -> None:
+def test_signalled_workers_continue_to_the_last_batch() -> None:
     batches = iter(StatefulDataLoaderAdapter(loader(num_workers=2), rank=0, num_ranks=1))
     workers = {*next(batches).tolist(), *next(batches).tolist()}
     assert len(workers - {os.getpid()}) == 2
@@ -73,17 +73,17 @@ def test_workers_that_are_signalled_go_on_to_the_last_batch() -> None:
     assert len(rest) == 60 and set(rest) == workers
 
 
-def test_other_signals_than_those_of_preemption_are_as_they_were(tmp_path: Path) -> None:
-    given = loader(num_workers=1, worker_init_fn=NotedWorkers(tmp_path))
+def test_workers_ignore_only_the_preemption_signals(tmp_path: Path) -> None:
+    given = loader(num_workers=1, worker_init_fn=WritesIgnoredSignals(tmp_path))
     list(StatefulDataLoaderAdapter(given, rank=0, num_ranks=1, preemption_signals=["SIGUSR1"]))
     assert (tmp_path / "0").read_text() == "SIGUSR1"
 
 
-def test_the_init_function_of_the_loader_is_called_too_once_signals_are_ignored(tmp_path: Path) -> None:
-    given = loader(num_workers=2, worker_init_fn=NotedWorkers(tmp_path))
+def test_the_loaders_own_init_function_is_called_after_signals_are_ignored(tmp_path: Path) -> None:
+    given = loader(num_workers=2, worker_init_fn=WritesIgnoredSignals(tmp_path))
     list(StatefulDataLoaderAdapter(given, rank=0, num_ranks=1))
-    noted = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert noted == dict.fromkeys("01", "SIGTERM SIGUSR1 SIGINT")
+    ignored = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert ignored == dict.fromkeys("01", "SIGTERM SIGUSR1 SIGINT")
 
 
 def test_workers_end_with_their_loader() -> None:
@@ -96,8 +96,8 @@ def test_workers_end_with_their_loader() -> None:
             os.kill(pid, 0)
 
 
-def test_what_a_worker_begins_with_can_be_sent_to_a_spawned_one(tmp_path: Path) -> None:
-    given = loader(num_workers=2, worker_init_fn=NotedWorkers(tmp_path))
+def test_the_init_function_can_be_pickled_for_a_spawned_worker(tmp_path: Path) -> None:
+    given = loader(num_workers=2, worker_init_fn=WritesIgnoredSignals(tmp_path))
     StatefulDataLoaderAdapter(given, rank=0, num_ranks=1, preemption_signals=[])
     pickle.loads(pickle.dumps(given.worker_init_fn))(7)
     assert (tmp_path / "7").exists()
@@ -118,7 +118,7 @@ from torchtitan_lite.data.adapters import StatefulDataLoaderAdapter
 adapter = StatefulDataLoaderAdapter(loader(num_workers=2), rank=0, num_ranks=1)
 batches = iter(adapter)
 print(*{*next(batches).tolist(), *next(batches).tolist()}, flush=True)
-sys.kept = batches  # to the end, as the variables of a main script are
+sys.kept = batches  # keeps the iterator until the exit, as a main script does
 """
 
 

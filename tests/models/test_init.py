@@ -15,7 +15,7 @@ MASK = (1 << 64) - 1
 
 
 def reference(seed: int, fqn: str, index: int) -> float:
-    """The definition, in Python's integers: the sum of the twelve 16-bit fields of three splitmix64 outputs."""
+    """Return the definition in Python's integers: the sum of the twelve 16-bit fields of three splitmix64 outputs."""
     state = int.from_bytes(hashlib.blake2b(f"{seed}:{fqn}".encode(), digest_size=8).digest(), "little")
     state += 3 * index * 0x9E3779B97F4A7C15
     total = 0
@@ -74,13 +74,13 @@ def test_another_seed_or_another_fqn_is_another_parameter() -> None:
     assert not torch.equal(first, model.get_parameter("a.weight"))
 
 
-def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_values_do_not_depend_on_the_chunk_size(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = filled()
     monkeypatch.setattr(init, "_CHUNK", 7)
     assert torch.equal(filled(), whole)
 
 
-def test_the_random_state_of_torch_is_neither_used_nor_moved() -> None:
+def test_the_random_state_of_torch_is_neither_used_nor_changed() -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
     first = filled()

@@ -20,19 +20,19 @@ from torchtitan_lite.models.llama.model import Transformer, flops_per_token, num
         ("405B", 53248, 405_853_388_800),
     ],
 )
-def test_a_flavour_has_the_published_number_of_parameters(flavor: str, ffn_dim: int, published: int) -> None:
+def test_a_flavor_has_the_published_number_of_parameters(flavor: str, ffn_dim: int, published: int) -> None:
     assert FLAVORS[flavor].ffn_dim == ffn_dim
     with torch.device("meta"):
         assert num_params(Transformer(FLAVORS[flavor])) == published
 
 
-def test_vocabulary_length_and_dropout_come_from_outside() -> None:
+def test_vocabulary_length_and_dropout_are_those_of_the_arguments() -> None:
     args = build_model_args(Model(flavor="8B", dropout=0.25), vocab_size=258, seq_len=512)
     assert (args.vocab_size, args.max_seq_len, args.dropout) == (258, 512, 0.25)
     assert args.n_layers == 32
 
 
-def test_an_unknown_flavour_is_told_the_known_ones() -> None:
+def test_an_unknown_flavor_is_an_error_that_names_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"model\.flavor: expected one of debugmodel, 1B, 8B, 70B, 405B, found '9B'"):
         build_model_args(Model(flavor="9B"), vocab_size=258, seq_len=8)
 

@@ -40,7 +40,7 @@ def test_logits_are_batch_by_sequence_by_vocabulary() -> None:
     assert build()(tokens(length=5)).shape == (2, 5, 50)
 
 
-def test_a_token_changes_only_the_logits_from_its_place_on() -> None:
+def test_a_token_changes_only_the_logits_from_its_position_on() -> None:
     model, before = build(), tokens()
     after = before.clone()
     after[:, 9] = (after[:, 9] + 1) % 50
@@ -55,7 +55,7 @@ def test_the_same_seed_gives_the_same_parameters_and_another_seed_others() -> No
     assert not any(torch.equal(first[fqn], third[fqn]) for fqn in first if "norm" not in fqn)
 
 
-def test_parameters_begin_with_the_spread_of_torchtitan() -> None:
+def test_initial_parameters_have_the_standard_deviations_of_torchtitan() -> None:
     args = dataclasses.replace(ARGS, dim=128, vocab_size=400)
     state = build(args).state_dict()
     expected = {
@@ -74,7 +74,7 @@ def test_parameters_begin_with_the_spread_of_torchtitan() -> None:
     assert all((value == 1).all() for fqn, value in state.items() if "norm" in fqn)
 
 
-def test_without_depth_init_all_blocks_have_the_spread_of_the_deepest() -> None:
+def test_without_depth_init_all_blocks_have_the_standard_deviation_of_the_deepest() -> None:
     state = build(dataclasses.replace(ARGS, depth_init=False, dim=128)).state_dict()
     for block in (0, 1):
         assert state[f"layers.{block}.attention.wo.weight"].std().item() == pytest.approx(0.02 / 4**0.5, rel=0.05)

@@ -1,4 +1,4 @@
-"""Loaders of other libraries, so that a checkpoint holds their place in the data."""
+"""Adapters that put the position of other libraries' data loaders into a checkpoint."""
 
 from __future__ import annotations
 

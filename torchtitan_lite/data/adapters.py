@@ -1,9 +1,9 @@
-"""Loaders of others, in place of ours in a checkpoint: torchdata's and Hugging Face's.
+"""Adapters for the data loaders of torchdata and Hugging Face, to use in place of `TokenLoader`.
 
-Each adapter is a `Stateful` whose state is a copy that goes with one data-parallel rank: a resume on
-the same number of ranks goes on with the next batch, another number is refused in one sentence. How
-exact the rest is, is the wrapped loader's own; docs/samples.md says what was found. Load before
-iterating: an iteration that is under way does not notice.
+Each adapter is a `Stateful` whose state belongs to one data-parallel rank and is a copy, which later batches do not
+change. A resume on the same number of ranks continues with the next batch; another number of ranks is refused with one
+error. Everything else depends on the wrapped loader; docs/samples.md lists what was measured. Call `load_state_dict`
+before iterating: it has no effect on an iteration in progress.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from functools import partial
 from typing import Any
 
 from torchtitan_lite.config.job_config import Checkpoint
-from torchtitan_lite.data.rank_state import START_ANEW, pack, unpack
+from torchtitan_lite.data.rank_state import RESTART_DATA, pack, unpack
 from torchtitan_lite.errors import ConfigError, ExtraMissing
 
 
 class StatefulDataLoaderAdapter:
-    """torchdata's StatefulDataLoader. Iterating gives the rest of its epoch, iterating again the next one.
+    """Adapt torchdata's StatefulDataLoader. Iterating yields the rest of its epoch, iterating again the next epoch.
 
-    Batches that workers have fetched ahead are neither lost nor repeated: the state is that of the last batch
-    handed out. The wrapped loader gives each rank its share, say by a sampler; it does not check the corpus.
+    The state is that of the last batch yielded, so batches that workers fetched ahead are neither lost nor repeated.
+    The wrapped loader must give each rank its share, for example by a sampler. The adapter does not check the corpus.
 
-    Workers ignore `preemption_signals`, of which a launcher sends one to every process: else they would be gone before
-    the ranks have saved. Their `worker_init_fn` is called after that. They end when this process does, in the middle of
-    an epoch too.
+    Workers ignore `preemption_signals`, because a launcher sends the signal to every process and the workers would
+    otherwise end before the ranks have saved. Their `worker_init_fn` runs after that. They end when this process ends,
+    also in the middle of an epoch.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class StatefulDataLoaderAdapter:
     ) -> None:
         _check_kind(loader, "torchdata.stateful_dataloader", "StatefulDataLoader")
         self._loader, self._rank, self._num_ranks = loader, rank, num_ranks
-        # torch has no other door: what is set here is what the workers of the next iteration begin with.
+        # The only hook that torch has: the workers of the next iteration start with it.
         loader.worker_init_fn = partial(_begin_worker, tuple(preemption_signals), loader.worker_init_fn)
         self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
-        # Runs before multiprocessing's own handler, which ends workers by SIGTERM and waits for them.
+        # Runs before multiprocessing's own exit handler, which sends workers SIGTERM and waits for them.
         atexit.register(_end_workers, self._iterators, weakref.ref(loader), os.getpid())
 
     def __iter__(self) -> Iterator[Any]:
@@ -55,74 +55,78 @@ class StatefulDataLoaderAdapter:
         return iterator
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of where this rank stands."""
+        """Return a copy of this rank's position in the data."""
         state = {"num_workers": self._loader.num_workers, "loader": self._loader.state_dict()}
         return pack(state, rank=self._rank, num_ranks=self._num_ranks)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The next iteration begins there. Raises ConfigError at another number of ranks or workers."""
+        """Start the next iteration at the position of `state_dict`.
+
+        Raises ConfigError if it has another number of ranks or workers.
+        """
         state = unpack(state_dict, rank=self._rank, num_ranks=self._num_ranks)
         if state["num_workers"] != self._loader.num_workers:
             raise ConfigError(
-                f"dataloader: its state is of {state['num_workers']} workers a rank, this loader has "
-                f"{self._loader.num_workers}. Set num_workers={state['num_workers']}, or {START_ANEW}."
+                f"dataloader: its state has {state['num_workers']} workers a rank, this loader has "
+                f"{self._loader.num_workers}. Set num_workers={state['num_workers']}, or {RESTART_DATA}."
             )
         self._loader.load_state_dict(state["loader"])
 
 
 def _end_workers(iterators: weakref.WeakSet[Any], loader: weakref.ref[Any], pid: int) -> None:
-    """Leave no worker of `iterators`; runs at exit of the process `pid`, and does nothing in a fork of it."""
+    """End all workers of `iterators` at the exit of process `pid`; in a fork of it, do nothing."""
     if os.getpid() != pid:
         return
-    # The loader makes one by itself when it is asked for its state first.
+    # The loader itself makes an iterator if its state is read before the first iteration.
     for iterator in {*iterators, getattr(loader(), "_iterator", None)}:
         for worker in getattr(iterator, "_workers", ()):
             if worker.is_alive():
-                worker.kill()  # They have nothing to lose, and ignore SIGTERM.
+                worker.kill()  # Workers have nothing to save, and ignore SIGTERM.
                 worker.join()
 
 
 class HuggingFaceStreamAdapter:
-    """A `datasets.IterableDataset`. Iterating gives the rest of its epoch, iterating again the next one.
+    """Adapt a `datasets.IterableDataset`. Iterating yields the rest of its epoch, iterating again the next epoch.
 
-    The wrapped dataset gives each rank its share: `datasets.distributed.split_dataset_by_node`. Its place is exact
-    except for shuffle buffers, whose contents are lost. Read it through this adapter alone, with no workers.
+    The wrapped dataset must give each rank its share, by `datasets.distributed.split_dataset_by_node`. Its position is
+    exact except for shuffle buffers, whose contents are lost. Read the dataset only through this adapter, without
+    workers.
     """
 
     def __init__(self, dataset: Any, *, rank: int, num_ranks: int) -> None:
         _check_kind(dataset, "datasets", "IterableDataset")
         self._dataset, self._rank, self._num_ranks = dataset, rank, num_ranks
         self._epoch = int(dataset.epoch)
-        self._place: dict[str, Any] | None = None
-        self._is_under_way = False
+        self._position: dict[str, Any] | None = None
+        self._is_iterating = False
 
     def __iter__(self) -> Iterator[Any]:
-        self._place = self._present_place()
-        self._dataset.set_epoch(self._epoch)  # a place in another epoch than the dataset's would be ignored
-        self._dataset.load_state_dict(self._place)
+        self._position = self._current_position()
+        self._dataset.set_epoch(self._epoch)  # The dataset ignores a position of an epoch other than its own.
+        self._dataset.load_state_dict(self._position)
         for example in self._dataset:
-            self._is_under_way = True
+            self._is_iterating = True
             yield example
-        self._epoch, self._place, self._is_under_way = self._epoch + 1, None, False
+        self._epoch, self._position, self._is_iterating = self._epoch + 1, None, False
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of where this rank stands."""
-        state = {"epoch": self._epoch, "place": self._present_place()}
+        """Return a copy of this rank's position in the data."""
+        state = {"epoch": self._epoch, "place": self._current_position()}
         return pack(state, rank=self._rank, num_ranks=self._num_ranks)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The next iteration begins there. Raises ConfigError at another number of ranks."""
+        """Start the next iteration at the position of `state_dict`. Raise ConfigError for another number of ranks."""
         state = unpack(state_dict, rank=self._rank, num_ranks=self._num_ranks)
-        self._epoch, self._place, self._is_under_way = state["epoch"], state["place"], False
+        self._epoch, self._position, self._is_iterating = state["epoch"], state["place"], False
 
-    def _present_place(self) -> dict[str, Any] | None:
-        """The dataset's own state; None at the beginning of an epoch."""
-        # Until its first example after a load, the dataset tells where it was before.
-        return self._dataset.state_dict() if self._is_under_way else self._place
+    def _current_position(self) -> dict[str, Any] | None:
+        """Return the dataset's own state, or None at the beginning of an epoch."""
+        # Until its first example after a load, the dataset still returns the position before the load.
+        return self._dataset.state_dict() if self._is_iterating else self._position
 
 
 def _begin_worker(ignored: Sequence[str], then: Callable[[int], object] | None, worker: int) -> None:
-    """Runs in a worker, before its first sample. Of the module, not of an object, so that a spawned one finds it."""
+    """Ignore signals in a worker, before its first sample. A module function: a spawned worker must import it."""
     for name in ignored:
         signal.signal(signal.Signals[name], signal.SIG_IGN)
     if then is not None:
@@ -137,5 +141,5 @@ def _check_kind(given: object, module: str, name: str) -> None:
     if not isinstance(given, kind):
         raise ConfigError(
             f"dataloader: expected a {module}.{name}, found a {type(given).__name__}, which has no state. "
-            f"Make it a {name}: without a state, a resume begins the data again from their start."
+            f"Make it a {name}: without a state, a resume begins the data again from the start."
         )

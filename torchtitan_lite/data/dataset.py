@@ -1,9 +1,8 @@
 """Documents as windows of tokens.
 
-A token is a byte, or one of two marks: each document stands between BOS and EOS, and the documents
-stand one after the other. Window i is tokens i * w ... (i + 1) * w - 1 of that stream, for
-w = seq_len + 1: windows do not overlap, documents may span several, and the rest of the stream that
-fills no window is left out. `dataset[i]` is a function of i alone.
+A token is a byte, or one of two marks, BOS before and EOS after each document; the documents follow one another in one
+stream. Window i is tokens i * w ... (i + 1) * w - 1 of that stream, for w = seq_len + 1. Windows do not overlap, a
+document may span several, and the end of the stream that fills no window is left out. `dataset[i]` depends only on i.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Tokens = npt.NDArray[np.int64]
 
 
 class WindowDataset:
-    """`dataset[i]`, for i below `len(dataset)`, is seq_len + 1 tokens: inputs and, shifted by one, targets."""
+    """Windows of seq_len + 1 tokens, int64: `dataset[i]` holds the inputs and, shifted by one, the targets."""
 
     def __init__(self, documents: Documents, seq_len: int) -> None:
         self.seq_len = seq_len
@@ -54,11 +53,11 @@ class WindowDataset:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """What identifies the documents."""
+        """Return the fingerprint of the documents."""
         return self._documents.fingerprint
 
     def _tokens(self, document: int, start: int, stop: int) -> Tokens:
-        """Tokens start ... stop of one document, where 0 is BOS and the last one EOS."""
+        """Return tokens start ... stop - 1 of one document, where token 0 is BOS and the last one is EOS."""
         length = int(self._documents.lengths[document])
         tokens = np.empty(stop - start, dtype=np.int64)
         first, last = max(start - 1, 0), min(stop - 1, length)

@@ -1,9 +1,8 @@
 """Documents as bytes: the sources of the running Python, text files, lines of JSON.
 
-Documents have a fixed order (files by name, lines as they stand) and are read from disk a piece at
-a time, so memory is proportional to their number, not to their size. A `Fingerprint` is what makes
-a corpus the same corpus: it does not hold where the files lie, and every corpus has the same
-fields, so that a resume can say which of them changed.
+Documents have a fixed order (files by name, lines as they are in a file) and are read from disk a piece at a time, so
+memory grows with their number, not with their size. A `Fingerprint` identifies a corpus independently of its folder.
+Every kind of corpus has the same fields in it, so that a resume can name the ones that changed.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from torchtitan_lite.errors import ConfigError, CorpusChanged
 
 NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 SAMPLED_BYTES = 1 << 16
-"""Hashed at the head and at the tail of a text file; a corpus of many GB would take minutes to hash whole."""
+"""Bytes to hash at the head and at the tail of a text file: hashing many GB completely would take minutes."""
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Two corpora with equal fingerprints are taken for the same."""
+    """The identity of a corpus: two corpora with equal fingerprints are taken to be the same."""
 
     kind: str
     files: int
     bytes: int
     digest: str
-    """Of names and sizes, and of the contents (of text files: as much as `SAMPLED_BYTES` says)."""
+    """Hash of names, sizes and contents; of large text files only `SAMPLED_BYTES` at both ends."""
 
 
 class Documents(Protocol):
@@ -50,11 +49,11 @@ class Documents(Protocol):
     fingerprint: Fingerprint
 
     def read(self, document: int, start: int, stop: int) -> bytes:
-        """Bytes start ... stop of one document."""
+        """Return bytes start ... stop - 1 of one document."""
 
 
 def build_documents(config: Training) -> Documents:
-    """The corpus that `config` names. Raises ConfigError when there is none."""
+    """Return the corpus that `config` names. Raise ConfigError if it has no files."""
     if config.dataset == "stdlib":
         return TextFiles(stdlib_sources(), kind=f"stdlib of Python {platform.python_version()}")
     paths = matching_files(config.dataset_path or "")
@@ -62,20 +61,20 @@ def build_documents(config: Training) -> Documents:
 
 
 def stdlib_sources(folder: Path | None = None) -> list[Path]:
-    """The .py files of the running Python's standard library, sorted; tests and what the build generated left out."""
+    """Return the .py files of the running Python's standard library, sorted, without tests and generated files."""
     folder = folder or Path(sysconfig.get_path("stdlib"))
     paths = (path for path in folder.rglob("*.py") if not NOT_STDLIB.intersection(path.relative_to(folder).parts))
     sources = sorted(path for path in paths if not path.name.startswith("_sysconfigdata") and path.is_file())
     if not sources:
         raise ConfigError(
-            f"training.dataset: the standard library's sources are not in {folder} (this Python may be a bundle). "
-            "Set --training.dataset=text and --training.dataset_path to files of your own."
+            f"training.dataset: {folder} has no sources of the standard library (this Python may be a bundle). "
+            "Set --training.dataset=text, and --training.dataset_path to files of your own."
         )
     return sources
 
 
 def matching_files(pattern: str) -> list[Path]:
-    """The files that match a glob, sorted."""
+    """Return the files that match a glob, sorted. Raise ConfigError if there are none."""
     path = Path(pattern).expanduser()
     root = Path(path.anchor) if path.is_absolute() else Path.cwd()
     files = sorted(file for file in root.glob(str(path.relative_to(path.anchor))) if file.is_file())
@@ -88,7 +87,7 @@ def matching_files(pattern: str) -> list[Path]:
 
 
 class TextFiles:
-    """One document a file."""
+    """Text files, each of which is one document."""
 
     def __init__(self, paths: Sequence[Path], kind: str = "text") -> None:
         self._paths = list(paths)
@@ -98,7 +97,7 @@ class TextFiles:
         self.fingerprint = _fingerprint(kind, self._paths, sizes, contents)
 
     def read(self, document: int, start: int, stop: int) -> bytes:
-        """Bytes start ... stop of one file. Raises CorpusChanged when the file has shrunk since."""
+        """Return bytes start ... stop - 1 of one file. Raise CorpusChanged if the file is now shorter."""
         path = self._paths[document]
         with path.open("rb") as file:
             file.seek(start)
@@ -109,7 +108,7 @@ class TextFiles:
 
 
 class JsonLines:
-    """One document a line: the text under `key`, as UTF-8. Every line is parsed once at the start."""
+    """Lines of JSON, each of them one document: the text under `key`, as UTF-8. The constructor parses all lines."""
 
     def __init__(self, paths: Sequence[Path], key: str) -> None:
         self._paths, self._key = list(paths), key
@@ -131,7 +130,7 @@ class JsonLines:
         self.fingerprint = _fingerprint(f"jsonl, key {key}", self._paths, sizes, digests)
 
     def read(self, document: int, start: int, stop: int) -> bytes:
-        """Bytes start ... stop of one line's text."""
+        """Return bytes start ... stop - 1 of one line's text."""
         path = self._paths[self._file[document]]
         with path.open("rb") as file:
             file.seek(self._offset[document])
@@ -163,7 +162,7 @@ def _head_and_tail(path: Path, size: int) -> bytes:
 
 
 def _fingerprint(kind: str, paths: Sequence[Path], sizes: Sequence[int], contents: Iterable[bytes]) -> Fingerprint:
-    # Names relative to the files' common folder: a corpus that was moved as a whole is the same corpus.
+    # Names are relative to the files' common folder, so that a corpus moved as a whole stays the same corpus.
     root = os.path.commonpath([path.parent for path in paths])
     digest = hashlib.blake2b(digest_size=16)
     for path, size, content in zip(paths, sizes, contents, strict=True):

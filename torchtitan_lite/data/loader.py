@@ -1,9 +1,8 @@
 """Which windows each rank trains on at each step.
 
-The run has one global order of samples: position p is window `shuffled(p % n)` of epoch p // n.
-A step takes the next `global_batch_size` positions, and each rank an equal, contiguous share of
-them. All that a resume needs is the next position, so the state is the same on every rank and fits
-any number of ranks and any batch size.
+The run has one global order of samples: position p is window `shuffled(p % n)` of epoch p // n, for n windows. A step
+takes the next `global_batch_size` positions, and each rank takes an equal, contiguous share of them. A resume needs
+only the next position, so the state is the same on every rank and fits any number of ranks and any batch size.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from torchtitan_lite.log import logger
 
 
 def build_dataloader(config: JobConfig, *, seed: int, rank: int, num_ranks: int) -> TokenLoader:
-    """This rank's loader; `num_ranks` counts the ranks that take different data."""
+    """Return this rank's loader. `rank` and `num_ranks` count the ranks that take different data."""
     training = config.training
     return TokenLoader(
         WindowDataset(build_documents(training), training.seq_len),
@@ -39,7 +38,7 @@ def build_dataloader(config: JobConfig, *, seed: int, rank: int, num_ranks: int)
 
 
 def global_batch_size(config: Training, num_ranks: int) -> int:
-    """Sequences in one optimizer step. Raises ConfigError when the ranks cannot share them equally."""
+    """Return the sequences in one optimizer step. Raise ConfigError if the ranks cannot share them equally."""
     unit = config.batch_size * num_ranks
     total = unit if config.global_batch_size == -1 else config.global_batch_size
     if total % unit:
@@ -51,7 +50,7 @@ def global_batch_size(config: Training, num_ranks: int) -> int:
 
 
 def _what_would_do(total: int, batch_size: int, num_ranks: int) -> str:
-    """The nearest values of each of the three that fit the other two."""
+    """Return, for each of the three values, the nearest ones that fit the other two, in the words of an error."""
     unit = batch_size * num_ranks
     totals = [str(multiple) for multiple in (total // unit * unit, (total // unit + 1) * unit) if multiple]
     batch_sizes, ranks = _nearest_factors(total, num_ranks, batch_size), _nearest_factors(total, batch_size, num_ranks)
@@ -67,7 +66,7 @@ def _nearest_factors(total: int, other: int, current: int) -> str:
 
 
 class TokenLoader:
-    """Iterating yields this rank's share of each step: int64 [accumulation, local_batch, seq_len + 1] on the CPU."""
+    """Iterator over this rank's share of each step: int64 [accumulation, local_batch, seq_len + 1] on the CPU."""
 
     def __init__(
         self,
@@ -111,16 +110,16 @@ class TokenLoader:
 
     @property
     def has_ended(self) -> bool:
-        """Whether no whole step of data is left."""
+        """Whether less than one step of data is left."""
         return self._end_position is not None and self._next_position + self._global_batch_size > self._end_position
 
     @property
     def last_positions(self) -> range:
-        """Positions of this rank's last step in the run's order, before the shuffle; empty before a first step."""
+        """Positions of this rank's last step in the run's order, before the shuffle; empty before the first step."""
         return self._last_positions
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run stands, in fresh ints and strings, the same on every rank."""
+        """Return the position of the run, as new ints and strings that are the same on every rank."""
         corpus = dataclasses.asdict(self._dataset.fingerprint)
         return {
             "next_position": self._next_position,
@@ -131,7 +130,7 @@ class TokenLoader:
         } | {f"corpus_{name}": value for name, value in corpus.items()}
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Nothing is changed. Raises CorpusChanged when `state` is of another corpus or another seq_len."""
+        """Raise CorpusChanged if `state` belongs to another corpus or another seq_len. Changes nothing."""
         mine = self.state_dict()
         named = [name for name in mine if name == "seq_len" or name.startswith("corpus_")]
         changed = [name for name in named if state.get(name) != mine[name]]
@@ -141,19 +140,19 @@ class TokenLoader:
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next step takes the next position of `state`, in the order of its seed. Raises as `check_state`."""
+        """Continue at the next position of `state`, in the order of its seed. Raises as `check_state` does."""
         self.check_state(state)
         if state.get("global_batch_size", self._global_batch_size) != self._global_batch_size:
             logger.warning(
-                "The global batch was %d and is %d from now on, from the next sample. To keep it, set "
-                "--training.global_batch_size=%d.",
+                "The global batch was %d in the checkpoint and is %d now. To keep it, set "
+                "--training.global_batch_size=%d",
                 state["global_batch_size"],
                 self._global_batch_size,
                 state["global_batch_size"],
             )
         if state["seed"] != self._seed:
             logger.info(
-                "The data order goes on with seed %d of the checkpoint; seed %d of this start does not change it.",
+                "The data order continues with seed %d of the checkpoint; seed %d of this start does not change it",
                 state["seed"],
                 self._seed,
             )

@@ -1,9 +1,9 @@
-"""Shuffling without a list.
+"""Shuffle without a list.
 
-For every size, seed and epoch, `shuffled` is a bijection of range(size) that needs no memory and
-no history: a Feistel network over the next power of four, walked until it lands inside the range
-(Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). Its values are part of every
-checkpoint's meaning: a resumed run continues an order that was never written down.
+For every size, seed and epoch, `shuffled` is a bijection of range(size) that needs no memory and no history: a Feistel
+network over the next power of four, applied until the result is inside the range (Black and Rogaway, "Ciphers with
+arbitrary finite domains", 2002). Its values must never change: a checkpoint does not hold the order, so a resumed run
+computes it again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MASK = (1 << 64) - 1
 
 
 def shuffled(position: int, *, size: int, seed: int, epoch: int) -> int:
-    """The element that stands at `position` of the epoch's order; both are in range(size)."""
+    """Return the element at `position` of the epoch's order; both are in range(size)."""
     assert 0 <= position < size, f"{position} is not in range({size})"
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     keys = _round_keys(seed, epoch)
@@ -35,7 +35,7 @@ def _feistel(value: int, half_bits: int, keys: tuple[int, ...]) -> int:
 
 
 def _mix(value: int) -> int:
-    """splitmix64's finaliser: each bit of the result depends on each bit of `value`."""
+    """Return splitmix64's finaliser of `value`: each bit of the result depends on each bit of `value`."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)

@@ -1,9 +1,8 @@
-"""The state of a loader that is another one on each rank, as it stands in a checkpoint.
+"""The form that a loader's state has in a checkpoint if it differs between ranks.
 
-Such a state fits the same rank of the same number of ranks and no other. It is kept under a key with
-the rank in it, as JSON in a tensor of bytes: a copy that later steps do not change, and nothing that
-would have to be unpickled. Ranks here are data-parallel ones; those that take the same data hold the
-same state.
+Such a state fits only the same rank of the same number of ranks. Its key contains the rank, and its value is JSON in a
+tensor of bytes: a copy that later steps do not change, and that needs no pickle. Ranks here are data-parallel ranks;
+those that take the same data hold the same state.
 """
 
 from __future__ import annotations
@@ -17,27 +16,27 @@ import torch
 from torchtitan_lite.errors import ConfigError
 
 TENSOR, TUPLE = "__tensor__", "__tuple__"
-START_ANEW = "begin the data anew with --checkpoint.exclude_from_loading=dataloader"
+RESTART_DATA = "start the data from the beginning with --checkpoint.exclude_from_loading=dataloader"
 
 
 def pack(state: object, *, rank: int, num_ranks: int) -> dict[str, torch.Tensor]:
-    """`state` of `rank` in tensors. Raises ConfigError when it holds more than JSON, tuples and tensors."""
+    """Return `state` of `rank` as tensors. Raise ConfigError if it holds more than JSON, tuples and tensors."""
     text = json.dumps(_plain(state, "state"))
     data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     return {"num_ranks": torch.tensor(num_ranks, dtype=torch.int64), f"rank{rank}": data}
 
 
 def unpack(packed: Mapping[str, Any], *, rank: int, num_ranks: int) -> Any:
-    """The state that `pack` was given on `rank`. Raises ConfigError when there were not `num_ranks` ranks."""
+    """Return the state that `pack` got on `rank`. Raise ConfigError if it was packed for another number of ranks."""
     if "num_ranks" not in packed:
         raise ConfigError(
-            f"dataloader: the checkpoint was made with another kind of loader. Use that, or {START_ANEW}."
+            f"dataloader: the checkpoint was made with another kind of loader. Use that one, or {RESTART_DATA}."
         )
     saved = int(packed["num_ranks"])
     if saved != num_ranks:
         raise ConfigError(
-            f"dataloader: its state is of each of {saved} data-parallel ranks and cannot be shared out among "
-            f"{num_ranks}. Resume on {saved}, or {START_ANEW}."
+            f"dataloader: its state is one for each of {saved} data-parallel ranks and does not fit {num_ranks}. "
+            f"Resume on {saved} data-parallel ranks, or {RESTART_DATA}."
         )
     return json.loads(bytes(packed[f"rank{rank}"].tolist()), object_hook=_restored)
 

@@ -1,13 +1,12 @@
-"""Initial parameters that do not know how they are sharded.
+"""Initial parameters that do not depend on how they are sharded.
 
-The value of an element is a function of the seed, the parameter's FQN and the element's index in
-the whole parameter, and of nothing else: no generator state, no rank, no device. So one process,
-any FSDP or tensor-parallel mesh and any uneven shard hold bitwise the same model, and each rank
-computes its own shard only, without communication.
+The value of an element depends only on the seed, the parameter's FQN and the element's index in the whole parameter:
+not on a generator state, a rank or a device. So one process and every mesh, uneven shards included, hold the same model
+bit for bit, and each rank computes only its own shard, without communication.
 
-An element's hash is splitmix64 (Steele, Lea, Flood 2014) in wrapping 64-bit integers. The sum of
-the twelve 16-bit fields of three hashes is normal to the eye (Irwin-Hall: mean and variance exact,
-support +-6 std) and exact in integers; one float32 multiplication follows.
+An element's hash is splitmix64 (Steele, Lea, Flood 2014) in wrapping 64-bit integers. The sum of the twelve 16-bit
+fields of three hashes is close to normal (Irwin-Hall: mean and variance exact, support +-6 std) and exact in integers;
+one float32 multiplication follows.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format.shards import part_of
 
-_CHUNK = 1 << 20  # elements a pass; about 40 MiB of int64 temporaries
+_CHUNK = 1 << 20  # elements at a time; about 40 MiB of int64 temporaries
 _FIELD_MEAN = 12 * 65535 // 2
 _FIELD_STD = 65536.0  # of the sum: sqrt(65536**2 - 1)
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -33,7 +32,7 @@ _LOW_FIELDS = 0x0000FFFF0000FFFF
 
 @dataclass(frozen=True)
 class Normal:
-    """Mean, standard deviation, and how many of the latter a value may be away from the mean."""
+    """A normal distribution. Values are clamped to `cutoff` standard deviations from the mean; None: not clamped."""
 
     std: float
     mean: float = 0.0
@@ -42,7 +41,7 @@ class Normal:
 
 @torch.no_grad()
 def init_parameters(model: nn.Module, seed: int, distribution: Callable[[str], Normal]) -> None:
-    """Every parameter holds the values of `seed` drawn from `distribution(fqn)`; any rank, no communication."""
+    """Fill every parameter with the values of `seed`, from `distribution(fqn)`. **Any rank**, no communication."""
     for name, parameter in model.named_parameters():
         fqn = name.replace(_CHECKPOINT_PREFIX, "")
         _fill(fqn, parameter, _key(seed, fqn), distribution(fqn))
@@ -65,7 +64,7 @@ def _fill(fqn: str, parameter: Tensor, key: int, normal: Normal) -> None:
 
 
 def _local_shard(fqn: str, parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
-    """This rank's piece of `parameter`, and where it begins in the whole."""
+    """Return this rank's shard of `parameter`, and the offsets of the shard in the whole."""
     if not isinstance(parameter, DTensor):
         return parameter.detach(), (0,) * parameter.dim()
     part = part_of(fqn, parameter)
@@ -73,7 +72,7 @@ def _local_shard(fqn: str, parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
 
 
 def _global_index(index: Tensor, local: Sequence[int], offset: Sequence[int], whole: Sequence[int]) -> Tensor:
-    """Linear indices in a shard become linear indices in the whole."""
+    """Return the linear indices in the whole parameter for linear indices in a shard."""
     result = torch.zeros_like(index)
     for dim in reversed(range(len(whole))):
         result += (index % local[dim] + offset[dim]) * math.prod(whole[dim + 1 :])
@@ -82,7 +81,7 @@ def _global_index(index: Tensor, local: Sequence[int], offset: Sequence[int], wh
 
 
 def _standard_normal(index: Tensor, key: int) -> Tensor:
-    # Two 16-bit fields are summed in each 32-bit half, so that six additions become three.
+    # Sums two 16-bit fields at once, one in each 32-bit half, so that six additions become three.
     fields = torch.zeros_like(index)
     for draw in range(3):
         bits = _splitmix64(index * _signed(3 * _GOLDEN) + _signed(key + (draw + 1) * _GOLDEN))
@@ -103,5 +102,5 @@ def _shift_right(bits: Tensor, by: int) -> Tensor:
 
 
 def _signed(value: int) -> int:
-    """The int64 with the low 64 bits of `value`."""
+    """Return the int64 with the low 64 bits of `value`."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -1,9 +1,8 @@
 """The sizes of Llama 3.
 
-A `ModelArgs` fixes every parameter's name and shape. `FLAVORS` holds the published sizes, and
-`debugmodel`, which two CPU cores can train; vocabulary and sequence length belong to the data, so
-`build_model_args` adds them. Input and output embeddings are separate parameters in every flavour,
-in the 1B too, whose published form ties them.
+A `ModelArgs` determines every parameter's name and shape. `FLAVORS` holds the published sizes and `debugmodel`, which
+two CPU cores can train. Vocabulary and sequence length depend on the data, so `build_model_args` adds them. Input and
+output embeddings are separate parameters in every flavor, also in the 1B, where the published model ties them.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from torchtitan_lite.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class ModelArgs:
-    """What a `Transformer` is built from."""
+    """Sizes and settings of a `Transformer`."""
 
     dim: int = 4096
     n_layers: int = 32
     n_heads: int = 32
     n_kv_heads: int = 8
-    """Heads of keys and values, each shared by n_heads / n_kv_heads query heads."""
+    """Heads of keys and values; n_heads / n_kv_heads query heads share each of them."""
 
     vocab_size: int = 128256
     multiple_of: int = 256
@@ -33,11 +32,11 @@ class ModelArgs:
     norm_eps: float = 1e-5
     rope_theta: float = 500000.0
     max_seq_len: int = 2048
-    """Rows of the rotary table, the longest sequence that forward takes."""
+    """Rows of the rotary table: the longest sequence that forward accepts."""
 
     dropout: float = 0.0
     depth_init: bool = True
-    """Scale the initial output projections of a block by its own depth; False: by the number of blocks."""
+    """Scale a block's initial output projections by its own depth; False: by the number of blocks."""
 
     @property
     def head_dim(self) -> int:
@@ -61,7 +60,7 @@ FLAVORS: dict[str, ModelArgs] = {
 
 
 def build_model_args(config: Model, *, vocab_size: int, seq_len: int) -> ModelArgs:
-    """The flavour that `config` names, for this vocabulary and sequence length."""
+    """Return the flavor that `config` names, for this vocabulary and sequence length. Raise ConfigError if unknown."""
     if config.flavor not in FLAVORS:
         raise ConfigError(f"model.flavor: expected one of {', '.join(FLAVORS)}, found {config.flavor!r}.")
     return dataclasses.replace(

@@ -1,8 +1,8 @@
 """Llama 3: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-Parameters have torchtitan's FQNs, whatever wraps the blocks. The rotary table is a buffer that no
-state dict holds. A model is built on the meta device, materialised with `to_empty`, and filled by
-`init_weights`, which is the only place where parameters or buffers get values besides a checkpoint.
+Parameters have torchtitan's FQNs, whatever wraps the blocks. The rotary table is a buffer that is in no state dict. A
+model is built on the meta device, materialised with `to_empty`, and filled by `init_weights`. Only that and the load of
+a checkpoint set the values of parameters and buffers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torchtitan_lite.models.llama.args import ModelArgs
 
 
 class Transformer(nn.Module):
-    """Tokens [batch, seq] to logits [batch, seq, vocab]."""
+    """Llama 3: tokens [batch, seq] to logits [batch, seq, vocab]."""
 
     freqs_cis: Tensor
 
@@ -31,7 +31,7 @@ class Transformer(nn.Module):
         self.register_buffer("freqs_cis", table, persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits for the token after each of `tokens`, in the compute dtype."""
+        """Return the logits for the token after each of `tokens`, in the compute dtype."""
         h = self.tok_embeddings(tokens)
         for block in self.layers.values():
             h = block(h, self.freqs_cis)
@@ -39,10 +39,10 @@ class Transformer(nn.Module):
         return logits
 
     def init_weights(self, seed: int, buffer_device: torch.device | None = None) -> None:
-        """Parameters hold the values of `seed`, the same on every topology; the rotary table holds its angles.
+        """Set the parameters from `seed`, the same on every topology, and compute the rotary table.
 
-        Any rank, no communication. `buffer_device` is for parameters that are offloaded: the table stays with
-        the computation.
+        **Any rank**, no communication. Give `buffer_device` if parameters are offloaded: the table must be on the
+        device that computes.
         """
         init_parameters(self, seed, self._initial)
         args = self.args
@@ -50,7 +50,7 @@ class Transformer(nn.Module):
         self.freqs_cis = table.to(buffer_device or self.freqs_cis.device)
 
     def _initial(self, fqn: str) -> Normal:
-        """torchtitan's distributions for Llama 3."""
+        """Return torchtitan's distribution for this parameter of Llama 3."""
         path = fqn.split(".")
         name = path[-2]
         if name.endswith("norm"):
@@ -66,7 +66,7 @@ class Transformer(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and feed-forward, each normed before, dropped out after, and added to its input."""
+    """Attention and feed-forward, each with a norm before it, dropout after it and a residual connection."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class TransformerBlock(nn.Module):
         self.dropout = nn.Dropout(args.dropout)
 
     def forward(self, x: Tensor, freqs_cis: Tensor) -> Tensor:
-        """[batch, seq, dim] to the same shape."""
+        """Return a tensor of the shape of `x`, [batch, seq, dim]."""
         h = x + self.dropout(self.attention(self.attention_norm(x), freqs_cis))
         out: Tensor = h + self.dropout(self.feed_forward(self.ffn_norm(h)))
         return out
@@ -96,22 +96,22 @@ class Attention(nn.Module):
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
 
     def forward(self, x: Tensor, freqs_cis: Tensor) -> Tensor:
-        """[batch, seq, dim] to the same shape."""
+        """Return a tensor of the shape of `x`, [batch, seq, dim]."""
         q, k, v = (self._heads(project(x)) for project in (self.wq, self.wk, self.wv))
         q, k = rotate(q, freqs_cis), rotate(k, freqs_cis)
-        # Heads are repeated here, not by enable_gqa, whose fast kernels differ between devices and versions.
+        # Repeat heads here: the fast kernels of enable_gqa differ between devices and versions of torch.
         k, v = (h.repeat_interleave(self.group_size, dim=1) for h in (k, v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         out: Tensor = self.wo(mixed.transpose(1, 2).flatten(2))
         return out
 
     def _heads(self, x: Tensor) -> Tensor:
-        """[batch, seq, heads * head_dim] to [batch, heads, seq, head_dim]; tensor parallelism leaves fewer heads."""
+        """Return [batch, seq, heads * head_dim] as [batch, heads, seq, head_dim]; `heads` are this rank's heads."""
         return x.view(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)
 
 
 class FeedForward(nn.Module):
-    """SwiGLU."""
+    """The feed-forward network of a block, SwiGLU."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -120,15 +120,16 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(args.dim, args.ffn_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, seq, dim] to the same shape."""
+        """Return a tensor of the shape of `x`, [batch, seq, dim]."""
         out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
         return out
 
 
 def rotary_table(head_dim: int, length: int, theta: float) -> Tensor:
-    """Unit complex numbers [length, head_dim / 2], on the CPU so that every device gets the same bits.
+    """Return complex numbers of length 1, [length, head_dim / 2], on the CPU so that every device gets the same bits.
 
-    Complex also because FSDP's mixed precision casts real inputs of a block, and positions do not survive bfloat16.
+    They are complex also because FSDP's mixed precision casts real inputs of a block, and bfloat16 is too coarse for
+    positions.
     """
     with torch.device("cpu"):
         frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
@@ -137,21 +138,21 @@ def rotary_table(head_dim: int, length: int, theta: float) -> Tensor:
 
 
 def rotate(x: Tensor, freqs_cis: Tensor) -> Tensor:
-    """`x` [batch, heads, seq, head_dim] with each pair of neighbours turned by its position's angle, in float32."""
+    """Return `x` [batch, heads, seq, head_dim], each pair of neighbours rotated by its position's angle in float32."""
     pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
-    turned = torch.view_as_real(pairs * freqs_cis[: x.shape[2]])
-    return turned.flatten(-2).type_as(x)
+    rotated = torch.view_as_real(pairs * freqs_cis[: x.shape[2]])
+    return rotated.flatten(-2).type_as(x)
 
 
 def num_params(model: nn.Module) -> int:
-    """Elements of all parameters, over all ranks."""
+    """Return the number of elements of all parameters, over all ranks."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def flops_per_token(args: ModelArgs, num_params: int, seq_len: int) -> int:
-    """Floating-point operations of forward and backward for one token; recomputation is not counted.
+    """Return the floating-point operations of forward and backward for one token, without recomputation.
 
-    6 for each parameter that multiplies (all but the embedding), and 12 for each element of attention's two
+    They are 6 for each parameter that multiplies (all but the embedding), and 12 for each element of attention's two
     products, causal or not (PaLM, appendix B).
     """
     embedding = args.vocab_size * args.dim
