@@ -1,8 +1,7 @@
 """Optimizers, their learning-rate schedule, gradient clipping, the check for divergence.
 
-The learning rate at optimizer step s, counted from 1, is lr * lr_factor(s): a function of the step
-and the config alone, so a resume meets the same values on every topology. One schedule serves all
-model parts.
+The learning rate at optimizer step s, counted from 1, is lr * lr_factor(s): a function of the step and the config only,
+so a resume gets the same values on every topology. All model parts have the same schedule.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from torchtitan_lite.errors import TrainingDiverged
 from torchtitan_lite.log import logger
 
 FUSED_DEVICES = {"cpu", "cuda", "mps", "xpu"}
-"""Where torch 2.6 has fused Adam kernels."""
+"""Device types for which torch 2.6 has fused Adam kernels."""
 
 
 def build_optimizers(model_parts: Sequence[nn.Module], config: Optimizer) -> list[torch.optim.Optimizer]:
-    """One optimizer a model part, over all of its parameters, which must be off the meta device."""
+    """Return one optimizer for each model part, over all its parameters, which must not be on the meta device."""
     return [_build_optimizer(part, config) for part in model_parts]
 
 
@@ -42,13 +41,13 @@ def _build_optimizer(part: nn.Module, config: Optimizer) -> torch.optim.Optimize
     }
     wanted = config.implementation
     if wanted == "fused" and not _has_fused_kernel(part):
-        logger.info("optimizer.implementation: no fused kernel for these parameters; foreach is used instead.")
+        logger.info("optimizer.implementation: there is no fused kernel for these parameters, using foreach")
         wanted = "foreach"
     return kind(part.parameters(), fused=wanted == "fused", foreach=wanted == "foreach", **settings)
 
 
 def _has_fused_kernel(part: nn.Module) -> bool:
-    # torch looks at the first step only, too late to choose another implementation.
+    # torch only checks at the first step, too late to choose another implementation.
     return all(p.device.type in FUSED_DEVICES and p.is_floating_point() for p in part.parameters())
 
 
@@ -61,11 +60,11 @@ def lr_factor(
     decay_type: DecayType,
     min_lr_factor: float,
 ) -> float:
-    """What the peak learning rate is multiplied by at `step` = 1, 2, 3 ...
+    """Return the factor of the peak learning rate at `step` = 1, 2, 3 ...
 
-    A line that reaches 1 at step `warmup_steps`; then 1; then a decay over the last `decay_ratio` of the steps
-    (None, or more than warm-up has left: all that is left). The decay would reach `min_lr_factor` one step after
-    the last, so that no step is spent at it.
+    It rises linearly to 1 at step `warmup_steps`, stays at 1, then decays over the last `decay_ratio` of all steps
+    (None, or more than the warm-up leaves: over all steps after the warm-up). The decay would reach `min_lr_factor` one
+    step after the last, so that no step runs at it.
     """
     warmup_steps = min(warmup_steps, total_steps)
     rest = total_steps - warmup_steps
@@ -90,15 +89,15 @@ def _decayed(progress: float, decay_type: DecayType) -> float:
 def build_lr_schedulers(
     optimizers: Iterable[torch.optim.Optimizer], config: LRScheduler, total_steps: int
 ) -> list[LambdaLR]:
-    """One scheduler an optimizer; its `step()` follows each `optimizer.step()`."""
+    """Return one scheduler for each optimizer. Call its `step()` after each `optimizer.step()`."""
     if config.warmup_steps > total_steps:
         logger.warning(
-            "lr_scheduler.warmup_steps: %d is more than the %d steps of the run; the learning rate rises to its end.",
+            "lr_scheduler.warmup_steps: %d is more than the %d steps of the run; the learning rate rises until the end",
             config.warmup_steps,
             total_steps,
         )
 
-    # A plain function, for LambdaLR's state dict leaves functions out: the config at hand decides.
+    # A plain function: LambdaLR leaves functions out of its state dict, so at a resume the new config counts.
     def factor(steps_done: int) -> float:
         return lr_factor(
             steps_done + 1,
@@ -115,25 +114,26 @@ def build_lr_schedulers(
 def apply_hyperparameters(
     optimizers: Iterable[torch.optim.Optimizer], lr_schedulers: Iterable[LambdaLR], config: Optimizer
 ) -> None:
-    """After a load the config's settings count, not those of the checkpoint; unchanged ones stay bit for bit."""
+    """Put the config's settings into `optimizers` after a load. Settings that did not change stay bit for bit."""
     for optimizer, scheduler in zip(optimizers, lr_schedulers, strict=True):
         settings = {"betas": (config.beta1, config.beta2), "eps": config.eps, "weight_decay": config.weight_decay}
         for index in range(len(optimizer.param_groups)):
             scheduler.base_lrs[index] = config.lr
-        # The same product as the scheduler's own step makes.
+        # The same product that the scheduler's own step computes, so that the bits are the same.
         rates: list[float | Tensor] = [config.lr * factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group.update(settings, initial_lr=config.lr, lr=rate)
-        scheduler._last_lr = rates  # What get_last_lr returns; there is no other way to set it.
+        scheduler._last_lr = rates  # get_last_lr returns it, and there is no other way to set it.
 
 
 def clip_grad_norm_(
     model_parts: Iterable[nn.Module], max_norm: float, *, pipeline: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Gradients are scaled down to a total norm of at most `max_norm`; returns the norm before, over all ranks.
+    """Scale the gradients down to a total norm of at most `max_norm`. Return the norm before that, over all ranks.
 
-    `pipeline` are the ranks that hold the other stages. **Collective** where parameters are on several ranks. A norm
-    that is not finite is returned as it is, and has spoilt the gradients: look at it before the optimizer steps.
+    `pipeline` is the group of the ranks that hold the other stages. **Collective** if parameters are on several ranks.
+    A norm that is not finite is returned as it is and makes the gradients unusable: check it before the optimizer
+    steps.
     """
     parameters = [parameter for part in model_parts for parameter in part.parameters() if parameter.grad is not None]
     norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
@@ -146,7 +146,7 @@ def clip_grad_norm_(
 
 
 class DivergenceCheck:
-    """Stop a run whose loss or gradient norm is not finite.
+    """Stop a run whose loss or gradient norm is not finite. Any rank.
 
     Callers pass values that are the same on every rank, so all ranks raise TrainingDiverged at the same step. With
     `skips_steps` a gradient scaler skips steps whose gradients overflowed: these are counted in the train state, and

@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     config = parse_config_or_exit(sys.argv[1:] if arguments is None else arguments)
 
-    # Only now: torch takes seconds to import, and a wrong key or --help must not.
+    # Imported only now: torch takes seconds to import, and a wrong key or --help must not wait for it.
     from torch.distributed.elastic.multiprocessing.errors import record
 
     code = record(_run)(config, rank)
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(config: JobConfig, rank: int) -> int:
-    """Run the job. What it does not expect stands, with its traceback, in torchrun's report, whatever the rank."""
+    """Run the job on this rank. `record` puts the traceback of an unexpected error into torchrun's report."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     from torchtitan_lite.distributed.process_group import process_group
@@ -52,7 +52,7 @@ def _run(config: JobConfig, rank: int) -> int:
             whose = f" (rank {error.origin_rank})" if error.origin_rank else ""
             log.logger.error("%s: %s%s", type(error).__name__, error, whose)
             if rank:
-                get_error_handler().record_exception(error)  # The launcher may show the first rank's output alone.
+                get_error_handler().record_exception(error)  # The launcher may show only rank 0's output.
         return 2 if isinstance(error, ConfigError) else 1
 
 

@@ -1,8 +1,8 @@
-"""The training loop, and the objects it goes round with.
+"""The training loop, and the objects that it uses.
 
-A step: the next share of the global batch, forward and backward over its micro-batches, one check
-that loss and gradient norm are finite (the same answer on every rank), then the update. After it
-the checkpoint manager is asked, once a step, on every rank.
+A step takes this rank's share of the global batch, runs forward and backward over its micro-batches, checks that loss
+and gradient norm are finite (every rank gets the same answer), and applies the update. Then every rank calls the
+checkpoint manager, once a step.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from torchtitan_lite.parallelisms.plan import build_plan
 
 
 class Trainer:
-    """One run, or the part of it between two restarts, on this rank."""
+    """One start of a run on this rank: from its configuration to its exit code. The constructor is **collective**."""
 
     def __init__(self, config: JobConfig, world: World) -> None:
         self.config, self.world = config, world
@@ -107,11 +107,11 @@ class Trainer:
             on_event=self.metrics.on_event,
         )
         self.samples = SampleTrace(self.dump_folder, rank=world.rank, writes=self._traces_samples())
-        # Other dropout on each rank. Before the load, which brings back the generators of the run.
+        # Each rank has its own dropout. Seeded before the load, which restores the generators of the run.
         torch.manual_seed(self.seed + world.rank)
 
     def run(self) -> int:
-        """Trains to the last step, or until the ranks are asked to leave; returns the exit code. **Collective**."""
+        """Train to the last step, or until a signal ends the run. Return the exit code. **Collective**."""
         announce(
             self.config,
             self.world,
@@ -122,7 +122,7 @@ class Trainer:
         )
         if self.config.checkpoint.dry_run:
             return self._dry_run()
-        self.checkpointer.open()  # Before anything in the folder is touched: it may be another job's.
+        self.checkpointer.open()  # Takes the lease, before any write into the folder: another job may be using it.
         if not self._only_loads:
             self.peers.on_coordinator(lambda: write_config(self.dump_folder, self.config))
         with self.metrics, self.checkpointer, closing(self.samples):
@@ -150,10 +150,10 @@ class Trainer:
             logger.info("It would end at once. Training completed: %s", ended.told(steps))
             return 0
         report = self.checkpointer.dry_run()
-        logger.info("%s", report or f"No checkpoint in {self.dump_folder}: it would be a fresh start.")
+        logger.info("%s", report or f"No checkpoint in {self.dump_folder}: it would be a fresh start")
         if report is not None and report.step >= steps and not report.refusals:
             export = ", but its weights would be exported" if self.config.checkpoint.export_folder else ""
-            logger.info("Nothing is left to train after step %d%s.", report.step, export)
+            logger.info("Nothing is left to train after step %d%s", report.step, export)
         return 1 if report is not None and report.refusals else 0
 
     def _train(self) -> int:
@@ -162,9 +162,8 @@ class Trainer:
             part.train()
         self.metrics.start(state.step)
         if not self._only_loads:
-            self.peers.on_coordinator(
-                lambda: self.samples.start(state.step)
-            )  # No rank logs before the first cut the files.
+            # No rank may log its samples before the coordinator has dropped the later lines of the files.
+            self.peers.on_coordinator(lambda: self.samples.start(state.step))
         logger.info(
             "Training starts at step %d, with local batch size %d, global batch size %d, sequence length %d, total "
             "steps %d (warmup %d)",
@@ -203,8 +202,8 @@ class Trainer:
         return self.train_state.step >= self.config.training.steps or self.loader.has_ended
 
     def _finish(self) -> int:
-        """Leave what a run that is loaded at its last step has not left yet, without training."""
-        logger.info("Nothing is left to train after step %d.", self.train_state.step)
+        """Save what a run at its last step still lacks, such as its export, without training. Return the exit code."""
+        logger.info("Nothing is left to train after step %d", self.train_state.step)
         self.checkpointer.finish(self.train_state.step)
         return self._completed()
 
@@ -214,7 +213,7 @@ class Trainer:
         return 0
 
     def _left(self) -> int:
-        """The exit code if the ranks agreed to leave; 0 if they did not."""
+        """Return the exit code if the ranks agreed to leave; 0 if they did not."""
         return 128 + self.checkpointer.preempted_by if self.checkpointer.preempted_by else 0
 
     def _note_progress(self) -> None:
@@ -223,7 +222,7 @@ class Trainer:
         self.samples.log(state.step, self.loader.last_positions)
 
     def _train_step(self, batch: Tensor) -> None:
-        """`batch` is this rank's share of the step: int64 [accumulation, local_batch, seq_len + 1]."""
+        """Train on `batch`, this rank's share of the step: int64 [accumulation, local_batch, seq_len + 1]."""
         loss = self.forward_backward(batch.to(self.world.device))
         with self.metrics.timer("optimizer"):
             average = mean_over_ranks(loss, self.world.device)
@@ -234,7 +233,7 @@ class Trainer:
         self._log(loss, average, grad_norm, lr)
 
     def _update(self) -> Tensor:
-        """Applies the gradients, unless the gradient scaler finds that they overflowed; returns their norm."""
+        """Apply the gradients, unless the gradient scaler finds that they overflowed. Return their norm."""
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
         pipeline = self.mesh.get_group("pp") if self.plan.dims.pp > 1 else None
@@ -269,12 +268,12 @@ class Trainer:
 
     def _end_of_data(self) -> int:
         step = self.train_state.step
-        logger.info("The data ends after step %d (training.max_epochs).", step)
+        logger.info("The data ends after step %d (training.max_epochs)", step)
         self.checkpointer.save(step, force=True)
         return self._completed()
 
     def _traces_samples(self) -> bool:
-        """Whether this rank is the first of those that take the same data."""
+        """Return whether this rank writes its samples: the first one of the ranks that take the same data does."""
         dims, rank = self.plan.dims, self.world.rank
         if self._only_loads:
             return False
@@ -282,7 +281,7 @@ class Trainer:
 
     @property
     def _only_loads(self) -> bool:
-        """Whether nothing is to be written: the folder may be another's, or read-only."""
+        """Whether this run may write nothing: the folder may belong to another job, or be read-only."""
         return self.config.checkpoint.enable_checkpoint and self.config.checkpoint.load_only
 
     def _refuse_shared_seed_checkpoint(self) -> None:
@@ -322,7 +321,7 @@ class Trainer:
 
 @contextmanager
 def _own_gc() -> Iterator[None]:
-    """Garbage is collected when the loop says so: ranks that each pause at their own moment add up."""
+    """Turn automatic garbage collection off: pauses of ranks at different moments would add up. The loop collects."""
     gc.disable()
     try:
         yield

@@ -1,6 +1,6 @@
-"""What a run reports about itself at its start: the log lines about the job, and config.json.
+"""What a run reports about itself at its start: log lines about the job, and config.json.
 
-Nothing here is read back by a later start. A disk that refuses config.json costs one warning: the run goes on.
+No later start reads them. If config.json cannot be written, that is one warning and the run continues.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CONFIG_FILE = "config.json"
 
 
 def announce(config: JobConfig, world: World, *, topology: str, num_params: int, seed: int, only_loads: bool) -> None:
-    """Log the job, its model and its ranks; with job.print_args, the resolved configuration too. Any rank."""
+    """Log the job, its model and its ranks; with job.print_args also the resolved configuration. **Any rank**."""
     logger.info("Starting job: %s", config.job.description)
     logger.info(
         "%s %s with %s parameters on %d x %s (%s), computing in %s, seed %d",
@@ -39,9 +39,9 @@ def announce(config: JobConfig, world: World, *, topology: str, num_params: int,
 
 
 def write_config(dump_folder: Path, config: JobConfig) -> None:
-    """Write the resolved configuration to config.json in `dump_folder`, which is made. **Coordinator only**."""
+    """Write the resolved configuration to config.json in `dump_folder`, and make the folder. **Coordinator only**."""
     try:
         durable.make_dir(dump_folder)
         durable.write_atomically(dump_folder / CONFIG_FILE, config_json(config).encode())
     except OSError as error:
-        logger.warning("%s was not written: %s. Training goes on.", dump_folder / CONFIG_FILE, error)
+        logger.warning("Could not write %s: %s. Training continues", dump_folder / CONFIG_FILE, error)
