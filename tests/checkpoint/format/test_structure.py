@@ -20,9 +20,9 @@ from torchtitan_lite.checkpoint.format.kinds import difference
 from torchtitan_lite.checkpoint.format.structure import (
     MAX_DEPTH,
     Branch,
+    Containers,
     decode,
     encode,
-    find,
     flatten,
     paths_of,
     rebuild,
@@ -101,11 +101,21 @@ def test_states_of_other_keys_or_containers_have_other_structures(one: Any, othe
 
 def test_a_container_is_found_by_its_name() -> None:
     structure = flatten({"rng": {"rank0": {"a": 1}, "rank1": {"b": 1}}, "rng.rank2": {"c": 1}, "x": {3: {}}, "y": 1})[1]
-    keys = {
-        name: list(branch.keys) for name in ("rng.rank1", "rng.rank2", "x.3", "x") if (branch := find(structure, name))
-    }
+    find = Containers(structure).find
+    keys = {name: list(branch.keys) for name in ("rng.rank1", "rng.rank2", "x.3", "x") if (branch := find(name))}
     assert keys == {"rng.rank1": ["b"], "rng.rank2": ["c"], "x.3": [], "x": [3]}
-    assert [find(structure, name) for name in ("y", "rng.rank", "rng.rank0.a", "", "x.", "x.4")] == [None] * 6
+    assert [find(name) for name in ("y", "rng.rank", "rng.rank0.a", "", "x.", "x.4")] == [None] * 6
+
+
+def test_finding_a_container_makes_no_names_of_all_others() -> None:
+    long = "k" * 100_000
+    structure = flatten({long: {str(number): {} for number in range(5_000)}})[1]
+    tracemalloc.start()
+    try:
+        assert Containers(structure).find(f"{long}.4999") == structure.children[0].children[4999]  # type: ignore[union-attr]
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
 
 
 NODE = {"kind": "dict", "keys": ["a"]}
@@ -228,7 +238,7 @@ def test_ranks_that_are_alike_or_strangers_are_joined(states: list[Any]) -> None
     structures = [flatten({f"rank{number}": state})[1] for number, state in enumerate(states)]
     together = joint([*structures, *structures])
     for number in range(len(states)):
-        assert find(together, f"rank{number}") == structures[number].children[0]
+        assert Containers(together).find(f"rank{number}") == structures[number].children[0]
     assert joint([structures[0]] * 3) == structures[0]
 
 

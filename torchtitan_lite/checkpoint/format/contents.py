@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchtitan_lite.checkpoint.format import plain_value
-from torchtitan_lite.checkpoint.format.structure import Branch, Path, decode, paths_of
+from torchtitan_lite.checkpoint.format.structure import Branch, Containers, Path, decode, paths_of
 from torchtitan_lite.disk.plain_file import is_plain_name
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnsafe
 from torchtitan_lite.store import layout
@@ -105,6 +106,14 @@ class Contents:
     """The containers of the nested state; None if the checkpoint has only `paths`."""
     described_in: str = layout.MANIFEST
     """The file that these contents were read from, for error messages."""
+
+    def container(self, name: str) -> Branch | None:
+        """Return the container of the nested state with this flat name; None if there is none or `structure` is."""
+        return None if self._containers is None else self._containers.find(name)
+
+    @cached_property
+    def _containers(self) -> Containers | None:
+        return None if self.structure is None else Containers(self.structure)
 
     @classmethod
     def of_manifest(cls, manifest: Manifest, path: str) -> Contents:

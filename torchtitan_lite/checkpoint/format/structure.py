@@ -106,17 +106,36 @@ def paths_of(
     return found
 
 
-def find(structure: Branch, name: str) -> Branch | None:
-    """Return the container with the flat name `name`, such as `rng.rank0`; None if there is none."""
-    for key, child in zip(structure.keys, structure.children, strict=True):
-        text = str(key)
-        if child is None or not name.startswith(text):
-            continue
-        if name == text:
+class Containers:
+    """The containers in `structure` by flat name, such as `rng.rank0`. Names are looked up part by part, never made:
+    a small hostile structure could have gigabytes of them.
+    """
+
+    def __init__(self, structure: Branch) -> None:
+        self._structure = structure
+        self._children: dict[int, dict[str, Branch]] = {}
+
+    def find(self, name: str) -> Branch | None:
+        """Return the container with this flat name; None if there is none."""
+        return self._find(self._structure, name)
+
+    def _find(self, parent: Branch, name: str) -> Branch | None:
+        children = self._children_of(parent)
+        if (child := children.get(name)) is not None:
             return child
-        if name[len(text)] == "." and (found := find(child, name[len(text) + 1 :])) is not None:
-            return found
-    return None
+        at = name.find(".")
+        while at >= 0:
+            child = children.get(name[:at])
+            if child is not None and (found := self._find(child, name[at + 1 :])) is not None:
+                return found
+            at = name.find(".", at + 1)
+        return None
+
+    def _children_of(self, parent: Branch) -> dict[str, Branch]:
+        if id(parent) not in self._children:
+            pairs = zip(parent.keys, parent.children, strict=True)
+            self._children[id(parent)] = {str(key): child for key, child in pairs if child is not None}
+        return self._children[id(parent)]
 
 
 def without(structure: Branch, leave_out: Callable[[str], bool]) -> Branch:

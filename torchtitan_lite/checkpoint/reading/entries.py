@@ -6,12 +6,12 @@ state dict (an FQN, or a key of the optimizer's flat state).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.format.plain_value import MAX_DEPTH
-from torchtitan_lite.checkpoint.format.structure import Path, find, rebuild
+from torchtitan_lite.checkpoint.format.structure import Path, rebuild
 from torchtitan_lite.errors import CheckpointDamaged
 
 
@@ -24,11 +24,11 @@ class Leaf(NamedTuple):
     """Its path in the entry; empty if the leaf is the whole entry."""
 
 
-def entries(contents: Contents, prefix: str) -> dict[str, list[Leaf]]:
+def entries(contents: Contents, prefix: str, keys: Iterable[str] | None = None) -> dict[str, list[Leaf]]:
     """Return the leaves of each entry below `prefix` ("optimizer.", or "" for a state without a name)."""
     found: dict[str, list[Leaf]] = {}
     depth = 1 if prefix else 0
-    for key in contents:
+    for key in contents if keys is None else keys:
         if not key.startswith(prefix):
             continue
         path = contents.paths.get(key, ())
@@ -38,7 +38,7 @@ def entries(contents: Contents, prefix: str) -> dict[str, list[Leaf]]:
             found.setdefault(str(path[depth]), []).append(Leaf(key, tuple(path[depth + 1 :])))
         else:
             found.setdefault(key.removeprefix(prefix), []).append(Leaf(key, ()))
-    parent = contents.structure and (find(contents.structure, prefix[:-1]) if prefix else contents.structure)
+    parent = contents.container(prefix[:-1]) if prefix else contents.structure
     for key, child in zip(parent.keys, parent.children, strict=True) if parent else ():
         if child is not None:
             found.setdefault(str(key), [])  # A container may be empty.
@@ -51,8 +51,10 @@ def assembled(contents: Contents, name: str, leaves: Sequence[Leaf], values: Map
     A checkpoint before format 3 does not store the types of containers: those with numbered keys become lists, all
     others dicts.
     """
-    container = contents.structure and find(contents.structure, name)
-    if container:
+    if len(leaves) == 1 and not leaves[0].path:
+        return values[leaves[0].key]
+    container = contents.container(name)
+    if container is not None:
         return rebuild(container, values, f"{name}.")
     return _nest([(leaf.path, values[leaf.key]) for leaf in leaves])
 

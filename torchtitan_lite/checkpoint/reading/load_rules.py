@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torchtitan_lite.config.job_config import Checkpoint, Strictness
 from torchtitan_lite.errors import ConfigError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -37,9 +40,15 @@ class LoadRules:
         included = not self.include or any(fnmatch.fnmatchcase(fqn, glob) for glob in self.include)
         return included and not any(fnmatch.fnmatchcase(fqn, glob) for glob in self.exclude)
 
+    def chosen(self, model: Mapping[str, T]) -> Mapping[str, T]:
+        """Return the entries of `model`, by the model's FQNs, that are to be loaded."""
+        return {fqn: value for fqn, value in model.items() if self.wants(fqn)} if self.is_partial else model
+
     def renamed(self, stored: Iterable[str]) -> dict[str, str]:
         """Map the model's FQN to the checkpoint's, for each of `stored`. Raises ConfigError if two get one name."""
         names: dict[str, str] = {}
+        if not self.renames:
+            return {fqn: fqn for fqn in stored}
         for fqn in stored:
             new = fqn
             for pattern, replacement in self.renames:

@@ -138,13 +138,15 @@ class CheckpointReader(StorageReader):
         pieces: dict[str, list[Piece]] = {}
         others: list[Region] = []
         for region in regions:
+            chunk = region.chunk
+            if len(region.offsets) == len(chunk.sizes) and not any(region.offsets):
+                piece = whole(chunk, tensors[region.key].dtype, region.target)
+                if piece is not None:
+                    pieces.setdefault(chunk.file, []).append(piece)
+                    continue
             if not is_inside(region.offsets, tuple(region.target.shape), region.chunk.sizes):
                 raise _outside(self._folder.path, region)
-            piece = whole(region.chunk, tensors[region.key].dtype, region.target)
-            if piece is None:
-                others.append(region)
-            else:
-                pieces.setdefault(region.chunk.file, []).append(piece)
+            others.append(region)
         parts: list[Staged] = []
         for source, target in self._sources(others):
             direct = straight(source, target)

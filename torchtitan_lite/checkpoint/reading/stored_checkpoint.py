@@ -12,6 +12,7 @@ import dataclasses
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from torchtitan_lite.checkpoint.format.contents import Chunk, Contents, Shape, S
 from torchtitan_lite.checkpoint.format.key_report import KeyReport, TensorLike, compare_tensors, merged
 from torchtitan_lite.checkpoint.format.older_structure import Untyped, retyped
 from torchtitan_lite.checkpoint.format.shards import parts_of
-from torchtitan_lite.checkpoint.format.structure import find, rebuild, without
+from torchtitan_lite.checkpoint.format.structure import rebuild, without
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder, Verify
 from torchtitan_lite.checkpoint.reading.load_rules import EVERYTHING, LoadRules
 from torchtitan_lite.checkpoint.reading.reader import CheckpointReader, Region, Wanted
@@ -79,8 +80,7 @@ class StoredCheckpoint:
 
     def has_state(self, name: str) -> bool:
         """Return whether the checkpoint has the nested state `name`, even an empty one."""
-        structure = self.contents.structure
-        return bool(self.keys(f"{name}.")) or (structure is not None and find(structure, name) is not None)
+        return bool(self.keys(f"{name}.")) or self.contents.container(name) is not None
 
     def model_names(self, model: Mapping[str, Any]) -> dict[str, str]:
         """Map the model's name of each stored entry, after the renames, to the checkpoint's flat key."""
@@ -165,10 +165,9 @@ class StoredCheckpoint:
         sharded = self._peers.together(lambda: self._sharded(name, own))
         wanted = [key for key in self.keys(prefix) if not leave_out(key.removeprefix(prefix).partition(".")[0])]
         target = self._read(lambda: {key: sharded.get(key, self._placeholder(key)) for key in wanted})
-        structure = self.contents.structure
-        if structure is None:
+        if self.contents.structure is None:
             return self._retyped(name, target, own)
-        branch = find(structure, name)
+        branch = self.contents.container(name)
         return {} if branch is None else rebuild(without(branch, leave_out), target, prefix)
 
     def _sharded(self, name: str, own: State) -> dict[str, DTensor]:
@@ -315,8 +314,10 @@ class _OwnPlanner(LoadPlanner):
 
 def _misplaced(path: str, model: Mapping[str, Any], slots: Mapping[str, Slot]) -> CheckpointMismatch | None:
     """Return the error for the first tensor whose memory does not have the shape that its placements give it."""
-    states = {f"{name}.{key}": value for name, slot in slots.items() for key, value in slot.state.items()}
-    for key, value in {**model, **{name: slot.like for name, slot in slots.items()}, **states}.items():
+    states = ((f"{name}.{key}", value) for name, slot in slots.items() for key, value in slot.state.items())
+    for key, value in chain(model.items(), ((name, slot.like) for name, slot in slots.items()), states):
+        if type(value) is torch.Tensor or type(value) is torch.nn.Parameter:
+            continue
         for tensor in tensors_in(value):
             if isinstance(tensor, DTensor):
                 try:

@@ -30,6 +30,7 @@ class StoredModel:
         self._tensors_under: dict[str, dict[str, TensorLike]] = {}
         self._extras_under: dict[str, dict[str, list[Leaf]]] = {}
         self._names_under: dict[str, dict[str, str]] = {}
+        self._last_report: tuple[Mapping[str, Any], bool, KeyReport] | None = None
 
     def names(self, prefix: str) -> dict[str, str]:
         """Map the model's name of each entry below `prefix` to the checkpoint's name."""
@@ -45,14 +46,20 @@ class StoredModel:
 
     def report(self, model: Mapping[str, Any], *, cast: bool = False) -> KeyReport:
         """Return how the checkpoint differs from the model's state dict `model`. Reads no data."""
+        last = self._last_report
+        if last is None or last[0] is not model or last[1] != cast:  # A load asks three times, of thousands of keys.
+            self._last_report = last = (model, cast, self._report(model, cast))
+        return last[2]
+
+    def _report(self, model: Mapping[str, Any], cast: bool) -> KeyReport:
         if not model:
             return KeyReport()
         prefix = self._prefix(model)
         tensors, extras = self._tensors(prefix), self._extras(prefix)
-        wanted = {fqn: value for fqn, value in model.items() if self._rules.wants(fqn)}
+        wanted = self._rules.chosen(model)
         expected = tensors_of(wanted)
         own_extras = wanted.keys() - expected.keys()
-        names = {fqn: stored for fqn, stored in self.names(prefix).items() if self._rules.wants(fqn)}
+        names = self._rules.chosen(self.names(prefix))
         # Tensors inside an entry of nested containers have flat names of their own, which are not the model's.
         inner = {leaf.key for fqn in own_extras if fqn in names for leaf in extras.get(names[fqn], ())}
         found = {fqn: tensors[name] for fqn, name in names.items() if name in tensors and prefix + name not in inner}
@@ -84,20 +91,21 @@ class StoredModel:
         """Return the whole state dict for the model: the values that were `read`, else the model's own."""
         prefix = self._prefix(model)
         whole = dict(model)
-        for fqn, stored in self._wanted(model, prefix).items():
-            if is_extra(fqn, model[fqn]) and stored in self._extras(prefix):
-                extra = assembled(self._contents, prefix + stored, self._extras(prefix)[stored], read)
+        extras = self._extras(prefix)
+        for fqn, stored in self._wanted(model, prefix).items() if extras else ():
+            if stored in extras and is_extra(fqn, model[fqn]):
+                extra = assembled(self._contents, prefix + stored, extras[stored], read)
                 whole[fqn] = _placed(extra, model[fqn])
         return whole
 
     def _wanted(self, model: Mapping[str, Any], prefix: str) -> dict[str, str]:
         names = self.names(prefix)
-        return {fqn: names[fqn] for fqn in model if fqn in names and self._rules.wants(fqn)}
+        return {fqn: names[fqn] for fqn in self._rules.chosen(model) if fqn in names}
 
     def _prefix(self, model: Mapping[str, Any]) -> str:
         # If a model's own FQNs begin with "model.", a weights-only checkpoint has them without a second prefix.
         keys = self._contents
-        bare = any(fqn in keys for fqn in model) and not any(f"model.{fqn}" in keys for fqn in model)
+        bare = not any(f"model.{fqn}" in keys for fqn in model) and any(fqn in keys for fqn in model)
         return "" if bare or not any(key.startswith("model.") for key in keys) else "model."
 
     def _tensors(self, prefix: str) -> dict[str, TensorLike]:
@@ -106,17 +114,19 @@ class StoredModel:
             self._tensors_under[prefix] = {
                 key.removeprefix(prefix): TensorLike(torch.Size(tensor.shape), tensor.dtype)
                 for key, tensor in self._contents.tensors.items()
-                if key.startswith(prefix) and EXTRA_STATE not in key.split(".")
+                if key.startswith(prefix) and (EXTRA_STATE not in key or EXTRA_STATE not in key.split("."))
             }
         return self._tensors_under[prefix]
 
     def _extras(self, prefix: str) -> dict[str, list[Leaf]]:
         """Return all other entries below `prefix`."""
         if prefix not in self._extras_under:
+            contents, depth = self._contents, 2 if prefix else 1
+            inner = [key for key in contents.tensors if EXTRA_STATE in key or len(contents.paths.get(key, ())) > depth]
             self._extras_under[prefix] = {
                 name: leaves
-                for name, leaves in entries(self._contents, prefix).items()
-                if _is_extra_name(name) or any(leaf.path or leaf.key in self._contents.objects for leaf in leaves)
+                for name, leaves in entries(contents, prefix, [*inner, *contents.objects]).items()
+                if _is_extra_name(name) or any(leaf.path or leaf.key in contents.objects for leaf in leaves)
             }
         return self._extras_under[prefix]
 

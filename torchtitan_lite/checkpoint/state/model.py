@@ -90,7 +90,9 @@ class ModelWrapper:
 
 def is_extra(name: str, value: Any) -> bool:
     """Return whether an entry of a model's state dict is of a shape of its own: extra state, or no tensor."""
-    return not isinstance(value, torch.Tensor) or name.rpartition(".")[2] == EXTRA_STATE
+    if not isinstance(value, torch.Tensor):
+        return True
+    return name.endswith(EXTRA_STATE) and name.rpartition(".")[2] == EXTRA_STATE
 
 
 def tensors_of(state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:
