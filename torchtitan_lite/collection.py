@@ -1,4 +1,4 @@
-"""Work that makes many objects and no garbage, without the collector looking at all of them again and again."""
+"""Work that allocates many objects and frees none, with the garbage collector off."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """No cyclic garbage is looked for meanwhile. Any thread; it may be nested.
+    """Switch cyclic garbage collection off for the block. Any thread; may be nested.
 
-    A table of 20,000 tensors, beside all that torch has in memory, takes half of its time otherwise.
+    A table of 20,000 tensors, beside everything that torch has in memory, takes twice as long with it.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,29 +1,28 @@
 """The errors that this package raises.
 
     TorchtitanLiteError
-    |- ConfigError (ValueError)                  wrong usage; the command line ends with 2
+    |- ConfigError (ValueError)                  wrong usage; the command line exits with 2
     |- CheckpointError
-    |  |- CheckpointNotFound (FileNotFoundError) a step or path that is not there
+    |  |- CheckpointNotFound (FileNotFoundError) a step or path does not exist
     |  |- CheckpointMismatch (ValueError)        the checkpoint does not fit what it is loaded into
-    |  |- CheckpointDamaged (ValueError)         a checkpoint that is not what was committed
-    |  |- AllCheckpointsDamaged (ValueError)     none of a folder's checkpoints is what was committed
-    |  |- CheckpointUnsafe (ValueError)          a checkpoint with something in it that no checkpoint needs
-    |  |- FormatTooNew (RuntimeError)            a checkpoint that a newer version of this package wrote
-    |  |- CheckpointUnreadable (RuntimeError)    a checkpoint whose files could not be read
-    |  |- SaveFailed (RuntimeError)              a save that did not become durable
-    |  |- RunNotLoaded (RuntimeError)            a save over another run's checkpoints, which were not loaded
+    |  |- CheckpointDamaged (ValueError)         a checkpoint is not what was committed
+    |  |- AllCheckpointsDamaged (ValueError)     no checkpoint of a folder is what was committed
+    |  |- CheckpointUnsafe (ValueError)          a checkpoint has something in it that no checkpoint needs
+    |  |- FormatTooNew (RuntimeError)            a newer version of this package wrote the checkpoint
+    |  |- CheckpointUnreadable (RuntimeError)    the files of a checkpoint could not be read
+    |  |- SaveFailed (RuntimeError)              a save did not become durable
+    |  |- RunNotLoaded (RuntimeError)            a save would overwrite the checkpoints of a run that was not loaded
     |  |- WriterProcessDied (RuntimeError)       the writer process ended or was silent too long
-    |  |- FolderUnusable (OSError)               a folder of checkpoints that the system refuses
+    |  |- FolderUnusable (OSError)               the system refuses to use a folder for checkpoints
     |  |- FolderInUse (RuntimeError)             another job writes the folder
     |  `- LeaseLost (RuntimeError)               another job has taken the folder over
     |- CorpusChanged (ValueError)                the data at resume is not the data of the run
-    |- ExtraMissing (ImportError)                a package that only some need is not installed
-    `- TrainingDiverged (ArithmeticError)        a loss or gradient norm that is not finite
+    |- ExtraMissing (ImportError)                an optional dependency is not installed
+    `- TrainingDiverged (ArithmeticError)        a loss or gradient norm is not finite
 
-Every message names the thing, what was expected, what was found and the mend. Every error is
-rebuilt whole, fields included, by pickle: DCP and the ranks' agreements send errors from rank to
-rank, and one that does not unpickle would leave the others waiting. So the fields are exactly the
-constructor's arguments, and the message is made from them.
+Every message names the thing, what was expected, what was found, and the fix. Every error survives pickle with all its
+fields: DCP and `Peers` send errors from rank to rank, and one that cannot be unpickled would leave the others waiting.
+So the fields are exactly the arguments of the constructor, and the message is made from them.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ class TorchtitanLiteError(Exception):
     """Root of the tree."""
 
     reported_elsewhere: bool = False
-    """Whether another rank reports this very error, so that a person reads it once."""
+    """Whether another rank reports this error, so that it is logged once."""
 
     origin_rank: int = 0
-    """The rank on which it came up, where the ranks agreed on it."""
+    """The rank that first raised the error, if the ranks agreed on it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.__dict__ | {"args": self.args})
@@ -53,7 +52,7 @@ def _rebuild(kind: type[TorchtitanLiteError], fields: dict[str, Any]) -> Torchti
 
 
 def _clause(text: str) -> str:
-    """`text` as a part of a sentence: what another error says ends with a full stop of its own."""
+    """Return `text` as a part of a sentence, without the full stop that other errors end with."""
     return text.strip().removesuffix(".")
 
 
@@ -62,25 +61,25 @@ class ConfigError(TorchtitanLiteError, ValueError):
 
 
 class CheckpointError(TorchtitanLiteError):
-    """Anything about a checkpoint."""
+    """An error about a checkpoint."""
 
 
 class CheckpointNotFound(CheckpointError, FileNotFoundError):
-    """`step` is not in `folder`, which has `available`; or, without a step, `folder` is no checkpoint: `finding`."""
+    """`folder` has `available` and not `step`; or, without a step, `folder` is no checkpoint: `finding`."""
 
     def __init__(self, folder: str, step: int | None, available: Sequence[int] = (), finding: str = "") -> None:
         self.folder, self.step, self.available, self.finding = folder, step, tuple(available), finding
         there = f"it has {', '.join(map(str, available))}" if available else "it has no checkpoint"
-        mend = "one of these, or -1 for the latest" if available else "-1 to start afresh"
+        fix = "one of these, or -1 for the latest" if available else "-1 to start from scratch"
         super().__init__(
-            f"step {step} is not in {folder} ({there}). Set --checkpoint.load_step to {mend}."
+            f"step {step} is not in {folder} ({there}). Set --checkpoint.load_step to {fix}."
             if step is not None
             else f"{folder} holds no checkpoint: {_clause(finding) or 'there is no .metadata file in it'}."
         )
 
 
 class CheckpointMismatch(CheckpointError, ValueError):
-    """The checkpoint at `path` does not fit; `report` says key by key how."""
+    """The checkpoint at `path` does not fit this run; `report` lists the differences by key."""
 
     def __init__(self, path: str, report: str) -> None:
         self.path, self.report = path, report
@@ -88,7 +87,7 @@ class CheckpointMismatch(CheckpointError, ValueError):
 
 
 class CheckpointDamaged(CheckpointError, ValueError):
-    """The checkpoint at `path` is not what was committed: `finding`, which concerns `keys`."""
+    """The checkpoint at `path` is not what was committed: `finding`, about `keys`."""
 
     def __init__(self, path: str, finding: str, keys: Sequence[str] = ()) -> None:
         self.path, self.finding, self.keys = path, finding, tuple(keys)
@@ -96,31 +95,31 @@ class CheckpointDamaged(CheckpointError, ValueError):
 
     @property
     def summary(self) -> str:
-        """The finding with some of the keys."""
+        """Return the finding with up to three of the keys."""
         more = f" and {len(self.keys) - 3} more" if len(self.keys) > 3 else ""
         return _clause(self.finding) + (f" (in it: {', '.join(self.keys[:3])}{more})" if self.keys else "")
 
 
 class AllCheckpointsDamaged(CheckpointError, ValueError):
-    """None of the checkpoints in `folder` is what was committed; `findings` says of each step how. None was changed."""
+    """No checkpoint in `folder` is what was committed; `findings` is by step. None was changed."""
 
     def __init__(self, folder: str, findings: Mapping[int, str]) -> None:
         self.folder, self.findings = folder, dict(findings)
         each = "".join(f"\n  step {step}: {finding}" for step, finding in sorted(findings.items(), reverse=True))
         super().__init__(
-            f"every checkpoint in {folder} is damaged, and all of them were left as they are:{each}\n"
-            "Put a copy of one of them back, or start anew with another --job.dump_folder."
+            f"every checkpoint in {folder} is damaged; none of them was changed:{each}\n"
+            "Restore one of them from a copy, or start from scratch with another --job.dump_folder."
         )
 
 
 class CheckpointUnsafe(CheckpointError, ValueError):
-    """The file or folder at `path` holds what no checkpoint needs: `finding`. Nothing of it was run or followed."""
+    """The file or folder at `path` contains what no checkpoint needs: `finding`. Nothing in it was run or followed."""
 
     def __init__(self, path: str, finding: str) -> None:
         self.path, self.finding = path, finding
         super().__init__(
-            f"{path} is not read: {_clause(finding)}. Nothing in it was run. If you know where it comes from, load it "
-            "with torch's own tools and save it again; else choose another checkpoint with --checkpoint.load_step."
+            f"{path} is not read: {_clause(finding)}. Nothing in it was run. If you trust its origin, load it with "
+            "torch's own tools and save it again; else choose another checkpoint with --checkpoint.load_step."
         )
 
 
@@ -135,7 +134,7 @@ class CheckpointUnreadable(CheckpointError, RuntimeError):
 
 
 class FormatTooNew(CheckpointError, RuntimeError):
-    """The manifest at `path` has format version `found`; this version reads up to `known`. It is not damage."""
+    """The manifest at `path` has format version `found`; this version reads up to `known`. This is not damage."""
 
     def __init__(self, path: str, found: int, known: int) -> None:
         self.path, self.found, self.known = path, found, known
@@ -154,14 +153,14 @@ class SaveFailed(CheckpointError, RuntimeError):
 
 
 class RunNotLoaded(CheckpointError, RuntimeError):
-    """`folder` has the `steps` of a run that this one did not load, and would save over. Nothing was changed."""
+    """`folder` has `steps` of a run that this one did not load and would overwrite. Nothing was changed."""
 
     def __init__(self, folder: str, steps: Sequence[int]) -> None:
         self.folder, self.steps = folder, tuple(steps)
         there = ", ".join(map(str, self.steps[-8:]))
         super().__init__(
             f"{folder} has a run's checkpoints (step {there}), and this loop saves there without having called load(). "
-            "Call manager.load() before the loop to go on with that run, or set another --job.dump_folder."
+            "Call manager.load() before the loop to resume that run, or set another --job.dump_folder."
         )
 
 
@@ -174,7 +173,7 @@ class WriterProcessDied(CheckpointError, RuntimeError):
 
 
 class FolderUnusable(CheckpointError, OSError):
-    """The system refuses to list, make or write `folder`: `cause`. Nothing was trained."""
+    """The system refuses to list, create or write `folder`: `cause`. No step was trained."""
 
     def __init__(self, folder: str, cause: str) -> None:
         self.folder, self.cause = folder, cause
@@ -185,7 +184,7 @@ class FolderUnusable(CheckpointError, OSError):
 
 
 class FolderInUse(CheckpointError, RuntimeError):
-    """Another job, `holder`, writes `folder` and lives. Nothing was changed on disk."""
+    """Another job, `holder`, is alive and writes `folder`. Nothing was changed on disk."""
 
     def __init__(self, folder: str, holder: str) -> None:
         self.folder, self.holder = folder, holder
@@ -195,19 +194,19 @@ class FolderInUse(CheckpointError, RuntimeError):
 
 
 class LeaseLost(CheckpointError, RuntimeError):
-    """`folder` is no longer this job's to write; it is now with `holder`."""
+    """`folder` now belongs to another job, `holder`; this one may not write it any more."""
 
     def __init__(self, folder: str, holder: str) -> None:
         self.folder, self.holder = folder, holder
         super().__init__(
             f"{folder} was taken from this job, which was silent for too long; it is now with {holder}. "
             "This job commits nothing more there. "
-            "Let the other one go on, or end it and start this one again, or use another --job.dump_folder."
+            "Let the other job run, or end it and start this one again, or use another --job.dump_folder."
         )
 
 
 class CorpusChanged(TorchtitanLiteError, ValueError):
-    """The data at resume is not the data of the run; `changes` says what differs."""
+    """The data at resume is not the data of the run; `changes` lists the differences."""
 
     def __init__(self, changes: Sequence[str]) -> None:
         self.changes = tuple(changes)
@@ -215,7 +214,7 @@ class CorpusChanged(TorchtitanLiteError, ValueError):
             "the corpus is not the one that this run was trained on: "
             + "; ".join(self.changes)
             + ". Put the old data back, "
-            "or start its order anew with --checkpoint.exclude_from_loading=dataloader."
+            "or start its sample order from scratch with --checkpoint.exclude_from_loading=dataloader."
         )
 
 
@@ -228,11 +227,11 @@ class ExtraMissing(TorchtitanLiteError, ImportError):
 
 
 class TrainingDiverged(TorchtitanLiteError, ArithmeticError):
-    """`name` was not finite at `step`; nothing was updated with it."""
+    """`name` was not finite at `step`; no update was made with it."""
 
     def __init__(self, step: int, name: str, value: float) -> None:
         self.step, self.name, self.value = step, name, value
         super().__init__(
             f"step {step}: {name} is {value}; stopped before it was applied. "
-            "Go back with --checkpoint.load_step, and lower optimizer.lr or training.max_norm."
+            "Roll back with --checkpoint.load_step, and lower optimizer.lr or training.max_norm."
         )

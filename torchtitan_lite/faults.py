@@ -1,11 +1,10 @@
 """Faults on request, at named points.
 
-A run that is told nothing is not changed: with nothing installed a point is one look at a variable.
-With a spec installed, each pass of a point is compared with what the spec asks for, and what fits
-happens there and nowhere else: the process is killed or stopped, the system refuses, a write comes
-up short. What follows is what would follow if the machine had done it, for nothing catches a fault
-but the code that handles the real failure. Passes are counted in each process by itself, by all
-its threads together. The set of points is closed; `POINTS` says what each of them is.
+With no spec installed a point costs one look at a variable and changes nothing. With a spec, each pass of a point is
+compared with the faults in it; a fault that fits happens there and nowhere else: the process is killed or stopped, the
+system refuses, a write is short. What follows is what would follow on a failing machine, because only the code that
+handles real failures handles these. Each process counts its own passes, over all its threads. The set of points is
+closed; `POINTS` describes each.
 """
 
 from __future__ import annotations
@@ -29,40 +28,40 @@ from torchtitan_lite.log import logger
 POINTS: Mapping[str, str] = MappingProxyType(
     {
         "save": "a save begins; every rank",
-        "preflight": "before a save it is about to be asked whether there is room for it; coordinator",
+        "preflight": "before a save, the free room is about to be checked; coordinator",
         "plan": "a rank is about to plan what it writes",
         "stage": "a rank is about to copy its state for an asynchronous save",
         "open": "a rank's file is about to be created",
         "write": "a part of a rank's file, in one request, is about to be written",
         "fsync": "a rank's file is about to be synced",
-        "metadata": "DCP's own description is about to be written; coordinator",
+        "metadata": "DCP's `.metadata` is about to be written; coordinator",
         "manifest": "the manifest is about to be written; coordinator",
         "seal": "the staging folder, whole, is about to be synced; coordinator",
         "commit": "right before the rename that is the commit; coordinator",
         "committed": "right after that rename, before the folder is synced; coordinator",
         "purge": "a checkpoint that is no longer kept is about to be removed; coordinator",
-        "quarantine": "a damaged checkpoint is about to be set aside; coordinator",
-        "recover": "what an earlier end left is about to be looked for; coordinator",
+        "quarantine": "a damaged checkpoint is about to be renamed; coordinator",
+        "recover": "leftovers of a crash are about to be looked for; coordinator",
         "load": "a checkpoint was chosen and is about to be loaded; every rank",
-        "listing": "the manifest of a step in the folder is about to be looked at; coordinator",
+        "listing": "the manifest of a step in the folder is about to be read; coordinator",
         "read": "a part of a checkpoint's file, in one request, is about to be read",
-        "lease": "the lease of the folder is about to be taken or looked at again; coordinator",
-        "heartbeat": "the lease's heartbeat is about to be renewed; coordinator",
-        "step": "a step of training is over, and the checkpoint manager has not been asked yet; every rank",
-        "exit": "the run is over and closed, and the ranks have not parted yet; every rank",
+        "lease": "the lease of the folder is about to be taken or checked; coordinator",
+        "heartbeat": "a heartbeat of the lease is about to be written; coordinator",
+        "step": "a step of training is over, before the checkpoint manager's `save`; every rank",
+        "exit": "the run is over and closed, before the ranks part; every rank",
     }
 )
 """Every point, and when it is passed."""
 
 WRITE_POINTS = ("write",)
-"""Where `tear` and `short` can happen."""
+"""Points where `tear` and `short` can happen."""
 
 KINDS: Mapping[str, str] = MappingProxyType(
     {
         "kill": "SIGKILL to the process itself",
-        "stop": "SIGSTOP to the process itself, until somebody sends SIGCONT",
+        "stop": "SIGSTOP to the process itself, until it gets a SIGCONT",
         "slow": "the thread waits `seconds`",
-        "short": "half of the request is written, and the write says so",
+        "short": "half of the request is written, and the write returns that",
         "tear": "half of the request is written, and writing the rest fails with EIO",
     }
 )
@@ -73,13 +72,13 @@ CONDITIONS: Mapping[str, str] = MappingProxyType(
         "rank": "on this rank only",
         "step": "at this step only",
         "process": "in this process only: trainer or writer",
-        "path": "only where the path, or its end, fits this glob",
-        "after": "not at the first so many passes that fit",
+        "path": "only where the path, or its end, matches this glob",
+        "after": "not at the first so many passes that match",
         "times": "at so many passes, or always; 1 if not given",
         "seconds": "how long slow waits; 1 if not given",
     }
 )
-"""What narrows a fault down."""
+"""What restricts a fault to some passes of its point."""
 
 PROCESSES = ("trainer", "writer")
 FORM = "KIND@POINT:rank=1,step=10"
@@ -90,7 +89,7 @@ D = TypeVar("D")
 
 @dataclass
 class Fault:
-    """One fault that was asked for, and how often its point was passed."""
+    """One fault of the spec, and how many passes of its point matched."""
 
     spec: str
     kind: str
@@ -106,7 +105,7 @@ class Fault:
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     def fires(self, step: int | None, path: Path | None) -> bool:
-        """Whether it happens at this pass of its point, which counts if it fits. Any thread."""
+        """Return whether the fault happens at this pass of its point; count the pass if it matches. Any thread."""
         if self.step not in (None, step) or not self._fits_path(path):
             return False
         with self._lock:
@@ -119,7 +118,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class _Rest:
-    """What a torn write left: the next write of so many bytes to the same place is the one that fails."""
+    """The rest of a torn write: the next write of `num_bytes` to the same file fails."""
 
     path: Path | None
     num_bytes: int
@@ -132,48 +131,46 @@ _torn = threading.local()
 
 
 def install(spec: str, *, rank: int, process: str = "trainer") -> None:
-    """From now on the faults of `spec` happen in this process, and no others; an empty one ends them all.
+    """Install the faults of `spec` in this process, instead of those installed before; an empty spec ends all faults.
 
-    Raises `ConfigError` for what cannot be understood, whichever rank and process it is for.
+    Raises `ConfigError` for a wrong spec, also for parts that are for other ranks or processes.
     """
     global _active, _step, _spec
-    asked_for = parse(spec)
+    faults = parse(spec)
     _spec = spec
     _step = None
     _torn.rest = None
-    _active = tuple(fault for fault in asked_for if fault.rank in (None, rank) and fault.process in (None, process))
+    _active = tuple(fault for fault in faults if fault.rank in (None, rank) and fault.process in (None, process))
     for fault in _active:
-        logger.warning(
-            "A fault was asked for (TORCHTITAN_LITE_FAULT) in the %s of rank %d: %s", process, rank, fault.spec
-        )
+        logger.warning("TORCHTITAN_LITE_FAULT installs a fault in the %s of rank %d: %s", process, rank, fault.spec)
 
 
 def installed() -> str:
-    """The spec that was installed last, for a process of this one's to install too."""
+    """Return the spec that was installed last, for a child process to install."""
     return _spec
 
 
 def set_step(step: int | None) -> None:
-    """`step` is the one being saved or loaded: that of every point which does not say another. Any thread."""
+    """Set the step that is being saved or loaded: the step of every point that does not give one. Any thread."""
     global _step
     _step = step
 
 
 def point(name: str, *, step: int | None = None, path: Path | None = None) -> None:
-    """Passes the point `name`: returns, unless a fault was asked for here. Any thread.
+    """Pass the point `name`; a fault of the spec happens here. Any thread.
 
-    Raises the OSError that was asked for.
+    Raises the OSError of the fault.
     """
     if _active:
         for fault in _firing(name, step, path):
-            _happen(fault, path)
+            _carry_out(fault, path)
 
 
 def limit(name: str, num_bytes: int, *, step: int | None = None, path: Path | None = None) -> int:
-    """Passes the point `name` before a write of `num_bytes`, and returns how many of them to write. Any thread.
+    """Pass the point `name` before a write of `num_bytes`; return how many of them to write. Any thread.
 
-    Fewer than `num_bytes` stand for a write that the system cut short: the caller, who takes no more than these for
-    written, goes on with the rest and passes the point again. Raises as `point` does.
+    Fewer than `num_bytes` stand for a short write: the caller writes these, then goes on with the rest and passes the
+    point again. Raises as `point` does.
     """
     if not _active:
         return num_bytes
@@ -182,15 +179,15 @@ def limit(name: str, num_bytes: int, *, step: int | None = None, path: Path | No
     for fault in _firing(name, step, path):
         if fault.kind in ("short", "tear"):
             allowed = (num_bytes + 1) // 2
-            _tell(fault, path)
+            _log(fault, path)
         if fault.kind == "tear":
             _torn.rest = _Rest(path, num_bytes - allowed)
-        _happen(fault, path)
+        _carry_out(fault, path)
     return allowed
 
 
 def parse(spec: str) -> list[Fault]:
-    """The faults that `spec` asks for: none, one, or several with semicolons between. Raises `ConfigError`."""
+    """Return the faults in `spec`: none, one, or several with semicolons between them. Raise `ConfigError`."""
     return [_fault(part.strip()) for part in spec.split(";") if part.strip()]
 
 
@@ -200,10 +197,10 @@ def _firing(name: str, step: int | None, path: Path | None) -> list[Fault]:
     return [fault for fault in _active if fault.point == name and fault.fires(here, path)]
 
 
-def _happen(fault: Fault, path: Path | None) -> None:
+def _carry_out(fault: Fault, path: Path | None) -> None:
     if fault.kind in ("short", "tear"):
         return
-    _tell(fault, path)
+    _log(fault, path)
     if fault.kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault.kind == "stop":
@@ -214,8 +211,8 @@ def _happen(fault: Fault, path: Path | None) -> None:
         raise _error(getattr(errno, fault.kind), path)
 
 
-def _tell(fault: Fault, path: Path | None) -> None:
-    logger.warning("Here is the fault that was asked for: %s%s", fault.spec, f" ({path})" if path else "")
+def _log(fault: Fault, path: Path | None) -> None:
+    logger.warning("The fault of TORCHTITAN_LITE_FAULT happens here: %s%s", fault.spec, f" ({path})" if path else "")
 
 
 def _fail_the_rest_of_a_torn_write(num_bytes: int, path: Path | None) -> None:
@@ -233,51 +230,51 @@ def _fault(part: str) -> Fault:
     head, _, conditions = part.partition(":")
     kind, at, name = (piece.strip() for piece in head.partition("@"))
     if not at:
-        raise _misspelt(part, f"expected {FORM}, found {head!r}")
+        raise _wrong_spec(part, f"expected {FORM}, found {head!r}")
     if kind not in KINDS and not _is_error(kind):
-        raise _misspelt(part, f"expected a kind of fault, found {kind!r}")
+        raise _wrong_spec(part, f"expected a kind of fault, found {kind!r}")
     if name not in POINTS:
-        raise _misspelt(part, f"expected a point, found {name!r}")
+        raise _wrong_spec(part, f"expected a point, found {name!r}")
     if kind in ("tear", "short") and name not in WRITE_POINTS:
-        raise _misspelt(part, f"{kind} is for writes: expected {kind}@{' or @'.join(WRITE_POINTS)}, found @{name}")
-    given = _given(part, conditions)
+        raise _wrong_spec(part, f"{kind} is for writes: expected {kind}@{' or @'.join(WRITE_POINTS)}, found @{name}")
+    given = _conditions(part, conditions)
     if "seconds" in given and kind != "slow":
-        raise _misspelt(part, f"expected seconds with slow only, found them with {kind}")
+        raise _wrong_spec(part, f"expected seconds with slow only, found it with {kind}")
     return Fault(
         part,
         kind,
         name,
-        rank=_taken(part, given, "rank", _whole_number, "a number from 0", None),
-        step=_taken(part, given, "step", _whole_number, "a number from 0", None),
-        process=_taken(part, given, "process", _process, " or ".join(PROCESSES), None),
-        path=_taken(part, given, "path", _glob, "a glob, such as *.distcp", None),
-        after=_taken(part, given, "after", _whole_number, "a number from 0", 0),
-        times=_taken(part, given, "times", _times, "a number from 1, or always", 1),
-        seconds=_taken(part, given, "seconds", _seconds, "a number of seconds", 1.0),
+        rank=_condition(part, given, "rank", _whole_number, "a number from 0", None),
+        step=_condition(part, given, "step", _whole_number, "a number from 0", None),
+        process=_condition(part, given, "process", _process, " or ".join(PROCESSES), None),
+        path=_condition(part, given, "path", _glob, "a glob, such as *.distcp", None),
+        after=_condition(part, given, "after", _whole_number, "a number from 0", 0),
+        times=_condition(part, given, "times", _times, "a number from 1, or always", 1),
+        seconds=_condition(part, given, "seconds", _seconds, "a number of seconds", 1.0),
     )
 
 
-def _given(part: str, conditions: str) -> dict[str, str]:
+def _conditions(part: str, conditions: str) -> dict[str, str]:
     given: dict[str, str] = {}
     for condition in filter(None, (piece.strip() for piece in conditions.split(","))):
         name, equals, value = (piece.strip() for piece in condition.partition("="))
         if not equals or name not in CONDITIONS:
-            raise _misspelt(part, f"expected a condition and its value, as in step=10, found {condition!r}")
+            raise _wrong_spec(part, f"expected a condition and its value, as in step=10, found {condition!r}")
         if name in given:
-            raise _misspelt(part, f"expected {name} once, found it twice")
+            raise _wrong_spec(part, f"expected {name} once, found it twice")
         given[name] = value
     return given
 
 
-def _taken(
+def _condition(
     part: str, given: Mapping[str, str], name: str, read: Callable[[str], T | None], expected: str, default: D
 ) -> T | D:
-    """The value of the condition `name`; `default` where it is not given."""
+    """Return the value of the condition `name`; `default` if it is not given."""
     if name not in given:
         return default
     value = read(given[name])
     if value is None:
-        raise _misspelt(part, f"{name}: expected {expected}, found {given[name]!r}")
+        raise _wrong_spec(part, f"{name}: expected {expected}, found {given[name]!r}")
     return value
 
 
@@ -309,7 +306,7 @@ def _is_error(kind: str) -> bool:
     return kind.startswith("E") and isinstance(getattr(errno, kind, None), int)
 
 
-def _misspelt(part: str, finding: str) -> ConfigError:
+def _wrong_spec(part: str, finding: str) -> ConfigError:
     return ConfigError(
         f"TORCHTITAN_LITE_FAULT: {part!r}: {finding}. Write {FORM}. "
         f"Kinds: {', '.join(KINDS)} or the name of an error of the system, such as ENOSPC. "

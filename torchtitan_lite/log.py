@@ -1,7 +1,7 @@
-"""One logger for the package.
+"""The logger of the package.
 
-Library code logs facts with units and never configures handlers; `setup` is for entry points. On
-ranks other than the coordinator only warnings pass, so that a fact is logged once.
+Library code logs facts with units and never configures handlers; `setup` is for entry points. Ranks other than the
+coordinator log warnings only, so that each fact is logged once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ logger = logging.getLogger("torchtitan_lite")
 
 
 def setup(rank: int = 0) -> None:
-    """Log to stderr as torchtitan does; any rank. Idempotent: calling again sets the level for another rank."""
+    """Log to stderr in the format of torchtitan. **Any rank**.
+
+    Idempotent: a second call sets the level for another rank.
+    """
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logger.propagate = False
     if not logger.handlers:
@@ -25,7 +28,7 @@ def setup(rank: int = 0) -> None:
 
 
 def readable_bytes(num_bytes: int) -> str:
-    """`num_bytes` with a binary unit, as in "1.9 GiB"."""
+    """Return `num_bytes` with a binary unit, as in "1.9 GiB"."""
     value, unit = float(num_bytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1024:

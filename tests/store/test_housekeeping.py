@@ -273,5 +273,5 @@ def test_the_fault_points_of_a_save_s_room_and_of_each_removal_are_passed_with_t
     caplog.clear()
     housekeeping.make_sure_of_room(4, FULL, folder.store)
     housekeeping.purge(folder.store)
-    asked_for = [message.partition("asked for: ")[2] for message in caplog.messages]
-    assert asked_for == ["slow@preflight:step=4,seconds=0", "slow@purge:step=2,seconds=0,times=always"]
+    happened = [message.partition("happens here: ")[2] for message in caplog.messages]
+    assert happened == ["slow@preflight:step=4,seconds=0", "slow@purge:step=2,seconds=0,times=always"]

@@ -1,6 +1,6 @@
-"""DCP's two calls, with errors that `except Exception` sees.
+"""The two calls of DCP, with errors that `except Exception` catches.
 
-DCP raises `CheckpointException`, a `BaseException`: it is translated here and nowhere else.
+DCP raises `CheckpointException`, which is a `BaseException`. Only this module translates it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from torchtitan_lite.errors import CheckpointError, CheckpointUnreadable, LeaseL
 def save(
     state: dict[str, Any], writer: StorageWriter, planner: SavePlanner, group: dist.ProcessGroup | None, step: int
 ) -> None:
-    """Saves `state` through `writer`; raises `SaveFailed` or `LeaseLost`, on every rank if on one. **Collective**."""
+    """Save `state` through `writer`. **Collective**.
+
+    Raises `SaveFailed` or `LeaseLost`, on every rank if on any.
+    """
     _do_not_warn_of_one_process()
     try:
         dcp_save(state, storage_writer=writer, planner=planner, process_group=group)
@@ -37,9 +40,10 @@ def save(
 def load(
     state: dict[str, Any], reader: StorageReader, planner: LoadPlanner, group: dist.ProcessGroup | None, path: str
 ) -> None:
-    """Reads into the tensors of `state`; raises the worst of what any rank found, on every rank. **Collective**.
+    """Read into the tensors of `state`. **Collective**.
 
-    That is `CheckpointUnreadable` where the machine failed, for then nothing else is proven; else what was found.
+    Raises the worst error of any rank, on every rank: `CheckpointUnreadable` for an I/O error, because nothing else is
+    proven then; else the error of the lowest rank.
     """
     _do_not_warn_of_one_process()
     try:
@@ -53,24 +57,27 @@ def load(
 
 
 def is_group_whole(error: CheckpointError) -> bool:
-    """Whether the ranks still understand each other after a save failed with `error`: they agreed that it did."""
+    """Return whether the group still works after a save failed with `error`.
+
+    It does if the ranks agreed that the save failed.
+    """
     return isinstance(error.__cause__, CheckpointException)
 
 
 def _worst(error: CheckpointException, path: str) -> CheckpointError:
-    """What of the ranks' failures is raised on all of them."""
+    """Return the one of the ranks' errors to raise on all of them."""
     failures = [cause for _, (cause, _) in sorted(error.failures.items())]
     found = [cause for cause in failures if isinstance(cause, CheckpointError)]
     if len(found) < len(failures):
         return CheckpointUnreadable(path, _summary(error))
-    # Ranks that found damage while another could not read may have seen the same failure from another side.
+    # Damage on one rank and an I/O error on another may be symptoms of the same failure.
     return next((cause for cause in found if isinstance(cause, CheckpointUnreadable)), found[0])
 
 
 def _do_not_warn_of_one_process() -> None:
-    # One process without a process group is a supported way to run. A filter for the whole process, because
-    # warnings.catch_warnings is not thread-safe and saves run in threads; at each call, because whoever resets the
-    # filters and makes warnings errors, as test runners do, would see every save fail.
+    # One process without a process group is supported. The filter is for the whole process, because
+    # warnings.catch_warnings is not thread-safe and saves run in threads. It is set at each call, because test runners
+    # reset the filters and turn warnings into errors, and then every save would fail.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 

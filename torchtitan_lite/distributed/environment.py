@@ -1,7 +1,7 @@
-"""The process's environment: what the launcher said, and what libraries are told.
+"""Environment variables: those that the launcher sets, and those that libraries read.
 
-The only module that touches environment variables. It does not import torch, so that an entry point
-can know its rank before anything slow is loaded.
+The only module that touches them. It does not import torch, so that an entry point knows its rank before anything slow
+is loaded.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ LOGGED_PREFIXES = ("TORCH", "NCCL", "GLOO", "SLURM", "CUDA", "OMP", "RANK", "WOR
 
 @dataclass(frozen=True)
 class Launched:
-    """This process's place as torchrun gave it; without a launcher, the only one there is."""
+    """This process's place, from torchrun; without a launcher it is the only process."""
 
     rank: int
     local_rank: int
     world_size: int
     by_launcher: bool
     attempt: int
-    """How often the launcher has started the workers before."""
+    """How many times the launcher has restarted the workers."""
 
 
 def launched() -> Launched:
-    """Read from RANK, LOCAL_RANK, WORLD_SIZE and TORCHELASTIC_RESTART_COUNT."""
+    """Return the place from RANK, LOCAL_RANK, WORLD_SIZE and TORCHELASTIC_RESTART_COUNT."""
     return Launched(
         rank=int(os.environ.get("RANK", "0")),
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
@@ -37,17 +37,17 @@ def launched() -> Launched:
 
 
 def fault_spec() -> str:
-    """Read from TORCHTITAN_LITE_FAULT: what `faults.install` takes; empty where it is not set."""
+    """Return TORCHTITAN_LITE_FAULT, the spec for `faults.install`; empty if unset."""
     return os.environ.get("TORCHTITAN_LITE_FAULT", "")
 
 
 def set_default(name: str, value: str) -> None:
-    """`name` is `value`, unless the user set it."""
+    """Set the variable `name` to `value`, unless the user set it."""
     os.environ.setdefault(name, value)
 
 
 def logged_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables of torch, NCCL and the scheduler: what helps to understand a run, and no secrets."""
+    """Return the variables of torch, NCCL and the scheduler that help to understand a run, without secrets."""
     variables = os.environ if environment is None else environment
     return {
         name: value

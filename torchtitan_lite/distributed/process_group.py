@@ -1,9 +1,8 @@
-"""The process group: which ranks there are, on which devices, until when.
+"""The process group: ranks, devices, and an orderly end.
 
-Under torchrun the environment says the rank; without it there is one process and one rank, with a
-process group of its own, so that everything after this works the same for one rank as for many.
-Leaving is orderly: all ranks meet before the groups are destroyed (a rank that leaves early aborts
-the others), except after an error, when the others may be gone.
+Under torchrun the environment gives the rank. Without it there is one process with a process group of its own, so that
+all code after this works the same for one rank as for many. At the end all ranks meet before the groups are destroyed,
+because a rank that leaves early aborts the others; except after an error, when the others may be gone.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from torchtitan_lite.distributed.environment import Launched, launched, logged_e
 from torchtitan_lite.log import logger
 
 DESTROY_SECONDS = 20.0
-"""After an error: the longest that destroying the groups may take before the process ends regardless."""
+"""How long destroying the groups may take after an error before the process exits regardless."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This rank's place: `rank` of `world_size`, `local_rank` on its host, `device`."""
+    """The place of this rank: `rank` of `world_size`, `local_rank` on its host, and its `device`."""
 
     rank: int
     world_size: int
@@ -41,7 +40,7 @@ class World:
 
 @contextmanager
 def process_group(config: Comm, *, deterministic: bool = False) -> Iterator[World]:
-    """Opens the default process group for the block and closes it after. **Collective**."""
+    """Open the default process group for the block, and close it after. **Collective**."""
     if deterministic:
         _require_determinism()
     world = _open(config)
@@ -57,13 +56,13 @@ def process_group(config: Comm, *, deterministic: bool = False) -> Iterator[Worl
 
 
 def shorten_timeouts(mesh: DeviceMesh, config: Comm) -> None:
-    """Training collectives, on all of `mesh`, fail after `train_timeout_seconds` from now on.
+    """Set the time-out of training collectives, on all groups of `mesh`, to `train_timeout_seconds`.
 
-    After the first step; **collective**.
+    Call it after the first step. **Collective**.
     """
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
-    # A rank that is still in its first step must not meet the short time-out.
+    # The short time-out must not hit a rank that is still in its first step.
     dist.barrier()
     for group in (None, *mesh.get_all_groups()):
         _set_pg_timeout(timedelta(seconds=config.train_timeout_seconds), group)
@@ -90,13 +89,13 @@ def _meeting_place(place: Launched) -> Store:
     if not place.by_launcher:
         return HashStore()
     store, _, _ = next(iter(rendezvous("env://", place.rank, place.world_size)))
-    # torchrun keeps its store over a restart of the workers, with the addresses of those that are gone in it
-    # (seen with torch 2.13: the new ones tried to connect to them and gave up).
+    # torchrun keeps its store when it restarts the workers, with the addresses of the old workers in it. With torch
+    # 2.13 the new workers tried to connect to these and gave up.
     return PrefixStore(f"attempt_{place.attempt}", store)
 
 
 def _require_determinism() -> None:
-    # cuBLAS reads this when its first handle is made: it must be set before any work on the device.
+    # cuBLAS reads this when it creates its first handle, so set it before any work on the device.
     set_default("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
@@ -105,7 +104,7 @@ def _require_determinism() -> None:
 @contextmanager
 def _ends_within(seconds: float) -> Iterator[None]:
     def end() -> None:
-        logger.error("The process group could not be destroyed within %.0f s; ending.", seconds)
+        logger.error("Could not destroy the process group within %.0f s; exiting", seconds)
         os._exit(1)
 
     timer = threading.Timer(seconds, end)

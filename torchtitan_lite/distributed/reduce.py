@@ -1,7 +1,7 @@
-"""Sums and maxima of scalars over ranks. **Collective**; without a process group the value itself.
+"""Sums and maxima of scalars over ranks. **Collective**; without a process group, the value itself.
 
-A rank that has no value (a pipeline's loss is seen by its last stage only) brings None, takes part
-and gets the result like all others.
+A rank without a value (only the last stage of a pipeline has a loss) passes None, takes part, and gets the result like
+all others.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor
 
 
 def mean_over_ranks(value: Tensor | None, device: torch.device | None = None) -> Tensor:
-    """Mean of a scalar over the ranks that have one; not finite on any rank means not finite on every rank.
+    """Return the mean of a scalar over the ranks that have one; not finite if the value of any rank is not.
 
-    `device` is where the values are, for a rank without.
+    `device` is where the values are, for a rank without one.
     """
     mine = torch.zeros(2, device=device) if value is None else torch.stack([value.detach(), torch.ones_like(value)])
     sum_and_count = _reduce(mine, dist.ReduceOp.SUM)
@@ -24,20 +24,20 @@ def mean_over_ranks(value: Tensor | None, device: torch.device | None = None) ->
 
 
 def max_over_ranks(value: Tensor | None, device: torch.device | None = None) -> Tensor:
-    """Maximum of a scalar over the ranks that have one."""
+    """Return the maximum of a scalar over the ranks that have one."""
     mine = torch.tensor(-math.inf, device=device) if value is None else value.detach().clone()
     return _reduce(mine, dist.ReduceOp.MAX)
 
 
 def norm_over_group(norm: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The norm of all tensors whose `norm` each rank of `group` has of its own ones. **Collective** over `group`."""
-    squares = norm.double().square()  # A float32's square may be out of its range.
+    """Return the norm of all tensors of `group`, from the `norm` of each rank's own. **Collective** over `group`."""
+    squares = norm.double().square()  # The square of a float32 may overflow float32.
     dist.all_reduce(squares, group=group)
     return squares.sqrt().to(norm.dtype)
 
 
 def broadcast_from_first(value: int, device: torch.device) -> int:
-    """The first rank's `value`, on every rank."""
+    """Return rank 0's `value` on every rank."""
     tensor = torch.tensor(value, dtype=torch.int64, device=device)
     if _world_size() > 1:
         dist.broadcast(tensor, src=0)
