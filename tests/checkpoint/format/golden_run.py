@@ -1,7 +1,7 @@
 """The run whose checkpoints are kept in tests/golden/, one folder for each version of the format.
 
-Every value follows from its key by `values`, so a test knows what a checkpoint must hold without reading one.
-scripts/make_golden_checkpoints.py runs this file beside older versions of the package too, so it imports only what all
+`values` computes every value from its key, so a test knows what a checkpoint must hold without reading one.
+scripts/make_golden_checkpoints.py runs this file with older versions of the package too, so it imports only what all
 of them have.
 """
 
@@ -30,14 +30,14 @@ from torchtitan_lite.store.manifest import FORMAT_VERSION, Manifest
 GOLDEN = Path(__file__).parents[2] / "golden"
 STEP = 7
 WRITERS = {"one-process": 1, "two-ranks": 2}
-"""Name of a folder to the number of processes that wrote what is in it."""
+"""Name of a folder to the number of processes that wrote its checkpoints."""
 
 PARAMETERS: dict[str, tuple[torch.dtype, tuple[int, ...], Placement]] = {
-    "weight": (torch.float32, (5, 3), Shard(0)),  # Of two ranks one has three rows, the other two.
+    "weight": (torch.float32, (5, 3), Shard(0)),  # On two ranks, one has three rows and the other two.
     "brief": (torch.bfloat16, (4, 2), Shard(1)),
 }
 BUFFERS: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-    "turned": (torch.float64, (3, 2)),  # Lies column by column.
+    "turned": (torch.float64, (3, 2)),  # Column-major in memory.
     "scale": (torch.float32, ()),
     "nothing": (torch.float32, (0, 3)),
     "count": (torch.int64, (4,)),
@@ -65,11 +65,11 @@ PLAIN_SINCE: dict[int, dict[str, Any]] = {
         "hollow": [{}, {"a": [{}]}],
     },
 }
-"""What the state `plain` holds besides a tensor, by the first version of the format that brings it back as it was."""
+"""The objects of the state `plain`, by the first version of the format that restores them with their types."""
 
 
 class GoldenModel(nn.Module):
-    """Tensors of several kinds, `filled` with their values or with zeros; sharded if there is a mesh."""
+    """Tensors of several kinds, with their values if `filled`, else zeros; sharded if there is a mesh."""
 
     def __init__(self, *, filled: bool, mesh: DeviceMesh | None = None) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class GoldenModel(nn.Module):
 
 
 class Plain:
-    """A `Stateful` of a tensor and of objects that JSON has no word for."""
+    """A `Stateful` of a tensor and of objects that JSON has no type for."""
 
     def __init__(self, version: int, *, filled: bool) -> None:
         self.state: dict[str, Any] = plain(version) if filled else {"tensor": torch.zeros(3, dtype=torch.int32)}
@@ -94,7 +94,7 @@ class Plain:
 
 
 class GoldenRun:
-    """The run at step 7, or, not `filled`, as it is before it loads that. With a mesh it is one of two ranks."""
+    """The run at step 7 if `filled`, else before it loads that step. With a mesh it is one of two ranks."""
 
     def __init__(
         self, folder: Path, version: int, *, filled: bool, mesh: DeviceMesh | None = None, **checkpoint: Any
@@ -121,7 +121,7 @@ class GoldenRun:
         )
 
     def contents(self) -> dict[str, Any]:
-        """Return what the run has, in the form of `expected`. **Collective** with a mesh."""
+        """Return the state of the run in the form of `expected`. **Collective** with a mesh."""
         moments = {}
         for name, parameter in self.model.named_parameters():
             state = self.optimizer.state.get(parameter, {})
@@ -154,7 +154,7 @@ class GoldenRun:
 
 
 def expected(version: int) -> dict[str, Any]:
-    """Return what every golden checkpoint of the format `version` holds."""
+    """Return the contents of every golden checkpoint of the format `version`."""
     model = {name: values(name, dtype, shape) for name, (dtype, shape, _) in PARAMETERS.items()}
     moments: dict[str, Tensor] = {}
     for name, (dtype, shape, _) in PARAMETERS.items():
@@ -181,7 +181,7 @@ def expected(version: int) -> dict[str, Any]:
 
 
 def plain(version: int) -> dict[str, Any]:
-    """Return what the state `plain` holds in a checkpoint of the format `version`."""
+    """Return the state `plain` of a checkpoint of the format `version`."""
     state: dict[str, Any] = {"tensor": values("plain.tensor", torch.int32, (3,))}
     for since, objects in PLAIN_SINCE.items():
         state |= objects if since <= version else {}
@@ -206,7 +206,7 @@ def save(folder: Path, mesh: DeviceMesh | None = None) -> None:
 
 
 def fix(folder: Path) -> None:
-    """Set what differs from run to run in the manifest in `folder` to fixed values: run id, time, dump folder."""
+    """Set what differs from run to run in the manifest in `folder` (run id, time, dump folder) to constants."""
     path = folder / "manifest.json"
     manifest = Manifest.parse(path.read_bytes())
     config = manifest.extra["config"]

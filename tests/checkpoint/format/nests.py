@@ -1,4 +1,4 @@
-"""Nested states of all that a checkpoint keeps, for hypothesis."""
+"""Nested states of everything that a checkpoint supports, for hypothesis."""
 
 from __future__ import annotations
 
@@ -53,6 +53,6 @@ def _filled(mapping: Any, items: dict[Any, Any]) -> Any:
 
 
 def nests() -> st.SearchStrategy[Any]:
-    """Mappings of mappings, lists and leaves, whose entries have a name each."""
+    """Return mappings of mappings, lists and leaves, in which every entry has its own flat name."""
     values = st.recursive(leaves, lambda inner: _mappings(inner) | st.lists(inner, max_size=3), max_leaves=10)
     return _mappings(values)

@@ -1,4 +1,4 @@
-"""Where things stand in an item, of any size: what we write is what `zipfile` and `locate` find, without its bytes."""
+"""The layout of items of any size: `zipfile` and `locate` find what we write, without the elements in memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchtitan_lite.checkpoint.format.torch_item import Frame, object_item, ten
 from torchtitan_lite.checkpoint.untrusted.stock_item import Layout, locate
 
 LIMIT = 2**32 - 1
-"""From here on a number does not fit into the 32 bits of a plain zip archive."""
+"""The first number that needs the 64-bit form of a zip archive."""
 
 
 class Item(io.RawIOBase):
@@ -31,7 +31,7 @@ class Item(io.RawIOBase):
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.num_bytes}[whence]
         return self._at
 
-    def tell(self) -> int:
+    def tell(self) -> int:  # words: kept
         return self._at
 
     def read(self, count: int = -1) -> bytes:
@@ -40,8 +40,8 @@ class Item(io.RawIOBase):
         return data
 
     def part(self, offset: int, count: int) -> bytes:
-        """Bytes [offset, offset + count), none of what lies beyond the end."""
-        assert count < 1 << 20, "nobody needs the zeros"
+        """Return bytes [offset, offset + count), none beyond the end."""
+        assert count < 1 << 20, "no reader needs the zeros"
         zeros_end = len(self._frame.head) + self._num_zeros
         data = self._frame.head[offset : offset + count]
         data += bytes(max(0, min(zeros_end, offset + count) - max(len(self._frame.head), offset)))
@@ -49,7 +49,7 @@ class Item(io.RawIOBase):
 
 
 def local_header(item: Item, entry: zipfile.ZipInfo) -> tuple[tuple[Any, ...], bytes, int]:
-    """The fields of the entry's own header, its extra field, and where its content starts."""
+    """Return the fields of the entry's local header, its extra field, and the byte where its content starts."""
     fields = struct.unpack("<4s5H3L2H", item.part(entry.header_offset, 30))
     extra_at = entry.header_offset + 30 + fields[9]
     return fields, item.part(extra_at, fields[10]), extra_at + fields[10]

@@ -1,4 +1,4 @@
-"""No byte moves between memory and a file before its box is known to be inside of both."""
+"""No byte moves between memory and a file before its box is known to be inside both."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torchtitan_lite.errors import CheckpointMismatch
 
 
 class Run:
-    """Two layers with AdamW after a step. `width` is what may change between two runs."""
+    """Three layers with AdamW after one step. The `width` of the first two may differ between runs."""
 
     def __init__(self, folder: Path, width: int, **checkpoint: Any) -> None:
         torch.manual_seed(width)
@@ -63,14 +63,14 @@ def test_an_optimizer_state_of_another_shape_is_left_as_it_is_and_reported(
 
 
 @pytest.mark.parametrize("box", [((0, 0), (5, 2)), ((3, 0), (2, 2)), ((-1, 0), (1, 2)), ((0,), (4,))], ids=str)
-def test_a_part_of_a_source_is_inside_of_it(box: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+def test_a_part_that_is_not_inside_its_source_is_refused(box: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     source = Source("file", 0, torch.float32, (4, 2), (2, 1))
     with pytest.raises(ValueError, match=r"is not inside \[4, 2\] of file"):
         source.part(*box)
 
 
 @pytest.mark.parametrize(("offsets", "rows"), [((0, 0), 9), ((2, 0), 3), ((1, 0), 4)], ids=str)
-def test_a_region_that_is_not_inside_its_chunk_is_read_by_nobody(
+def test_a_region_that_is_not_inside_its_chunk_is_refused_before_any_read(
     tmp_path: Path, offsets: tuple[int, ...], rows: int
 ) -> None:
     with Run(tmp_path, 4).manager as manager:
@@ -87,14 +87,14 @@ def test_a_region_that_is_not_inside_its_chunk_is_read_by_nobody(
 
 
 @pytest.mark.parametrize("other", [torch.zeros(3), torch.zeros(4, dtype=torch.float16), torch.zeros(2, 2)], ids=str)
-def test_a_file_is_made_of_tensors_that_are_what_its_plan_says(other: torch.Tensor) -> None:
+def test_a_tensor_with_another_dtype_or_shape_than_in_the_plan_is_refused(other: torch.Tensor) -> None:
     layout = FileLayout([(torch.float32, (4,))])
     FileImage(layout, [torch.zeros(4)])
     with pytest.raises(ValueError, match=r"where the plan has torch\.float32\[4\]"):
         FileImage(layout, [other])
 
 
-def test_a_model_of_another_shape_is_read_by_nobody(tmp_path: Path) -> None:
+def test_a_model_of_another_shape_is_refused_before_any_read(tmp_path: Path) -> None:
     with Run(tmp_path, 4).manager as manager:
         manager.save(1, force=True)
     stored = StoredCheckpoint(tmp_path / "checkpoint" / "step-1", Peers(timedelta(seconds=9)))

@@ -1,4 +1,4 @@
-"""What a table of a checkpoint's contents may say."""
+"""Which tables of a checkpoint's contents are accepted, and that they match DCP's own metadata."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def is_taken(shape: tuple[int, ...], boxes: list[Box]) -> bool:
 
 
 def is_covered_once(shape: tuple[int, ...], boxes: list[Box]) -> bool:
-    """Element by element."""
+    """Count how many boxes each element is in."""
     counts: collections.Counter[tuple[int, ...]] = collections.Counter()
     for offsets, sizes in boxes:
         counts.update(product(*(range(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))))
@@ -46,13 +46,13 @@ def is_covered_once(shape: tuple[int, ...], boxes: list[Box]) -> bool:
 
 
 @given(st.data())
-def test_boxes_that_cover_a_tensor_once_are_taken(data: st.DataObject) -> None:
+def test_boxes_that_cover_a_tensor_once_are_accepted(data: st.DataObject) -> None:
     shape = data.draw(shapes())
     assert is_taken(shape, data.draw(partitions(shape) | grids(shape)))
 
 
 @given(st.data())
-def test_boxes_are_taken_if_and_only_if_each_element_is_in_one(data: st.DataObject) -> None:
+def test_boxes_are_accepted_if_and_only_if_each_element_is_in_exactly_one(data: st.DataObject) -> None:
     shape = data.draw(shapes(max_dims=3, max_size=4))
     boxes = data.draw(partitions(shape) | grids(shape))
     for _ in range(data.draw(st.integers(1, 2))):
@@ -75,7 +75,7 @@ def test_boxes_are_taken_if_and_only_if_each_element_is_in_one(data: st.DataObje
 
 
 @pytest.mark.parametrize("count", [10, 4096])
-def test_thousands_of_boxes_are_looked_at(count: int) -> None:
+def test_thousands_of_boxes_are_checked(count: int) -> None:
     rows: list[Box] = [((i, 0), (1, 3)) for i in range(count)]
     assert is_taken((count, 3), rows)
     assert is_taken((2 * count, 3), _bricks(count))
@@ -84,19 +84,19 @@ def test_thousands_of_boxes_are_looked_at(count: int) -> None:
 
 
 def _bricks(count: int) -> list[Box]:
-    """Rows of two boxes each, whose border is here and there by turns."""
+    """Return rows of two boxes each, whose border alternates like in a brick wall."""
     return [box for i in range(count) for box in (((2 * i, 0), (2, 1 + i % 2)), ((2 * i, 1 + i % 2), (2, 2 - i % 2)))]
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
-def test_every_dtype_is_of_whole_bytes() -> None:
+def test_every_dtype_has_elements_of_whole_bytes() -> None:
     assert {"bool", "bfloat16", "float32", "float64", "int64", "complex64"} <= set(DTYPES)
     for dtype in DTYPES.values():
         assert torch.empty(3, dtype=dtype).nbytes == 3 * dtype.itemsize
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_what_dcp_says_and_what_we_say_of_it_is_the_same_in_dcps_words(tmp_path: Path) -> None:
+def test_contents_from_dcps_metadata_and_from_our_manifest_convert_to_dcps_metadata(tmp_path: Path) -> None:
     state = {"model": {"a": torch.ones(2, 3, dtype=torch.bfloat16), "b": torch.tensor(1)}, "x": [1, {"y": (2,)}]}
     dcp_save(state, checkpoint_id=tmp_path, no_dist=True)
     expected = FileSystemReader(tmp_path).read_metadata()
@@ -111,7 +111,7 @@ def test_what_dcp_says_and_what_we_say_of_it_is_the_same_in_dcps_words(tmp_path:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_metadata_as_older_versions_of_torch_wrote_it_is_understood(tmp_path: Path) -> None:
-    """Until 2.2 with the properties of sharded tensors; with a mapping that keeps its order; without planner data."""
+    """Up to 2.2 with the properties of sharded tensors; in an OrderedDict; without planner data."""
     dcp_save({"a": torch.ones(2, 3, dtype=torch.bfloat16), "b": 1}, checkpoint_id=tmp_path, no_dist=True)
     expected = read_metadata(tmp_path)
     metadata: Any = FileSystemReader(tmp_path).read_metadata()
@@ -125,7 +125,7 @@ def test_metadata_as_older_versions_of_torch_wrote_it_is_understood(tmp_path: Pa
 
 
 class OfPython3_11_0(pickle.Pickler):
-    """Writes members of enums as Python 3.11.0 to 3.11.3 do: as attributes of their class."""
+    """Writes members of enums as Python 3.11.0 to 3.11.3 do: as a `getattr` of their class."""
 
     def reducer_override(self, value: Any) -> Any:
         return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented

@@ -1,4 +1,4 @@
-"""A rank's file before it is one: any range of it, and torch reads the whole."""
+"""A rank's file before it is written: any range of it can be copied, and torch reads the whole."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def views() -> list[torch.Tensor]:
     ]
 
 
-def test_every_item_is_what_torch_would_load() -> None:
+def test_torch_loads_every_item() -> None:
     tensors = views()
     image = image_of(tensors, object_item({"n": 1}))
     whole = part(image, 0, image.num_bytes)
@@ -61,7 +61,7 @@ def test_any_range_is_the_same_range_of_the_whole(data: st.DataObject) -> None:
         assert part(image, begin, end) == whole[begin:end]
 
 
-def test_a_large_tensor_that_is_no_rows_is_given_in_pieces() -> None:
+def test_any_range_of_a_large_tensor_that_is_not_contiguous_is_copied() -> None:
     tensor = torch.arange(3 * 2_000_000).reshape(2_000_000, 3).T.unsqueeze(0)
     image = image_of([tensor])
     place = image.layout.places[0]
@@ -78,7 +78,7 @@ def test_items_follow_one_another_without_gaps_on_borders_of_64_bytes() -> None:
     assert b"\xee" * 3 not in part(image, 0, image.num_bytes)
 
 
-def test_what_is_copied_in_between_is_a_mebibyte_at_most_or_one_element() -> None:
+def test_an_intermediate_copy_is_at_most_a_mebibyte_or_one_element() -> None:
     tensor = torch.arange(3 * 700_000, dtype=torch.float32).reshape(700_000, 3).T
     pieces = [piece for piece, _ in file_image._pieces(tensor, 0, tensor.nbytes)]
     assert max(piece.nbytes for piece in pieces) <= 1 << 20

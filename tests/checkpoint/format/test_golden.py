@@ -1,4 +1,4 @@
-"""The checkpoints in tests/golden/: each version of the format is read by this one, and this one's is pinned."""
+"""The checkpoints in tests/golden/: this version reads every version of the format, and its own is pinned."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WITH_DIGESTS = [folder for folder in FOLDERS if folder.parent.name != "format-1"
 
 MIB = 1 << 20
 LONG = (bytes(range(251)) * (5 * MIB // 502 + 1))[: 5 * MIB // 2 + 3]
-"""Bytes that three blocks hold: of each file's digest they show the block's size and order, and where the size goes."""
+"""Bytes of three blocks: the digest of their file depends on the block size, the order of blocks and the file size."""
 BLOCKS_OF_LONG = "6e0d7ac36b8c10ff389c602a75e16490bdd5fec6935137e1"
 DIGEST_OF_LONG = "5b68f34d5b91f7362ff65fd423956f42"
 
@@ -66,12 +66,12 @@ each_folder = pytest.mark.parametrize("golden", FOLDERS, ids=named)
 
 
 def copied(golden: Path, tmp_path: Path) -> Path:
-    """Copy `golden` to where a run may write."""
+    """Copy `golden` to a folder that a run may change."""
     return Path(shutil.copytree(golden, tmp_path / "run"))
 
 
 def test_every_version_of_the_format_has_a_folder_by_one_process_and_by_two_ranks() -> None:
-    """A new version's is written by scripts/make_golden_checkpoints.py."""
+    """scripts/make_golden_checkpoints.py writes those of a new version."""
     wanted = {f"format-{version}/{writer}" for version in range(1, FORMAT_VERSION + 1) for writer in WRITERS}
     assert {named(folder) for folder in FOLDERS} == wanted
 
@@ -89,7 +89,7 @@ def test_a_golden_checkpoint_says_which_version_and_how_many_ranks_wrote_it(gold
 
 
 @each_folder
-def test_a_full_golden_checkpoint_brings_back_every_value(golden: Path, tmp_path: Path) -> None:
+def test_a_full_golden_checkpoint_restores_every_value(golden: Path, tmp_path: Path) -> None:
     run = GoldenRun(copied(golden, tmp_path), FORMAT_VERSION, filled=False)
     with run.manager:
         assert run.manager.load()
@@ -99,7 +99,7 @@ def test_a_full_golden_checkpoint_brings_back_every_value(golden: Path, tmp_path
 
 
 @pytest.mark.parametrize("golden", [folder for folder in FOLDERS if folder.name == "one-process"], ids=named)
-def test_the_random_generators_of_one_process_go_on_where_they_were(golden: Path, tmp_path: Path) -> None:
+def test_the_random_generators_of_one_process_continue_where_they_were(golden: Path, tmp_path: Path) -> None:
     GoldenRun(tmp_path / "none", FORMAT_VERSION, filled=True)
     numbers = [random.random(), np.random.random(), torch.rand(()).item()]
     run = GoldenRun(copied(golden, tmp_path), FORMAT_VERSION, filled=False)
@@ -118,7 +118,7 @@ def test_golden_weights_alone_are_what_a_new_run_begins_with(golden: Path, tmp_p
     assert_same(run.contents()["model"], expected(version_of(golden))["model"])
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # DCP's word for one process
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # DCP warns in a single process.
 @each_folder
 def test_plain_dcp_reads_a_golden_checkpoint(golden: Path) -> None:
     wanted = expected(version_of(golden))
@@ -151,7 +151,7 @@ def test_a_run_goes_on_from_a_golden_checkpoint_and_saves_beside_it(golden: Path
 @pytest.mark.parametrize("golden", WITH_DIGESTS, ids=named)
 @pytest.mark.parametrize("name", ["checkpoint", "export"])
 def test_the_digests_in_a_golden_manifest_are_those_that_the_format_page_describes(golden: Path, name: str) -> None:
-    """Reckoned with xxhash alone, as docs/checkpoint_format.md has it, not with the package."""
+    """Compute them with xxhash alone, as docs/checkpoint_format.md describes, not with the package."""
     folder = golden / name / f"step-{STEP}"
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     text, _, last = files.pop("manifest.json").rpartition(b',\n"digest": "')
@@ -197,19 +197,24 @@ def test_what_two_ranks_write_is_the_golden_checkpoint_byte_for_byte(two_ranks: 
 
 def test_two_ranks_read_every_golden_checkpoint(two_ranks: Ranks, tmp_path: Path) -> None:
     folders = [Path(shutil.copytree(golden, tmp_path / named(golden))) for golden in FOLDERS]
-    two_ranks.run(load_as_one_of_two_ranks, folders=folders)
+    found = two_ranks.run(load_as_one_of_two_ranks, folders=folders)
+    assert found == [[STEP] * len(folders)] * 2
 
 
 def save_as_one_of_two_ranks(rank: int, folder: Path) -> None:
     golden_run.save(folder, mesh())
 
 
-def load_as_one_of_two_ranks(rank: int, folders: list[Path]) -> None:
+def load_as_one_of_two_ranks(rank: int, folders: list[Path]) -> list[int | None]:
+    """Load each of `folders` and compare every value with what it must hold. Returns the loaded steps."""
+    steps = []
     for folder in folders:
         run = GoldenRun(folder, FORMAT_VERSION, filled=False, mesh=mesh())
         with run.manager:
             assert run.manager.load()
         assert_same(run.contents(), expected(version_of(folder)))
+        steps.append(run.manager.loaded_step)
+    return steps
 
 
 @cache
@@ -229,9 +234,9 @@ def assert_as_golden(folder: Path, writer: str) -> None:
 
 
 def document(folder: Path) -> dict[str, Any]:
-    """Return the manifest in `folder` without what another release, option or Python may change."""
+    """Return the manifest in `folder` without the fields that another release, option or Python may change."""
     found: dict[str, Any] = json.loads((folder / "manifest.json").read_bytes())
-    # DCP's metadata is a pickle: which of its equal strings are one object shows in it, and says nothing.
+    # DCP's metadata is a pickle: its bytes depend on which equal strings are the same object, which means nothing.
     del found["versions"], found["extra"]["config"], found["files"][".metadata"], found["digest"]
     return found
 
@@ -247,13 +252,13 @@ def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 def page_record(data: bytes) -> dict[str, Any]:
-    """Return what docs/checkpoint_format.md says of a file that holds `data`."""
+    """Return the record that docs/checkpoint_format.md describes for a file that holds `data`."""
     blocks = b"".join(xxhash.xxh3_64_digest(data[at : at + MIB]) for at in range(0, len(data), MIB))
     digest = xxhash.xxh3_128_hexdigest(blocks + len(data).to_bytes(8, "big"))
     return {"size": len(data), "digest": digest, "blocks": blocks.hex()}
 
 
 def zeros() -> dict[str, torch.Tensor]:
-    """Return a tensor of zeros for each of the model's."""
+    """Return a tensor of zeros for each tensor of the model."""
     kinds = {name: (dtype, shape) for name, (dtype, shape, _) in PARAMETERS.items()} | BUFFERS
     return {name: torch.zeros(shape, dtype=dtype) for name, (dtype, shape) in kinds.items()}

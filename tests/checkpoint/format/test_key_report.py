@@ -1,4 +1,4 @@
-"""The report of what a checkpoint has and a run wants."""
+"""The report of differences between a checkpoint and a run."""
 
 from __future__ import annotations
 
@@ -56,6 +56,6 @@ def test_casting_forgives_floating_dtypes_and_nothing_else() -> None:
     assert compare_tensors({"a": torch.zeros(3, 2)}, found, cast=True)
 
 
-def test_a_tensor_that_is_elsewhere_is_compared_by_what_is_known_of_it() -> None:
+def test_a_tensor_that_is_not_in_memory_is_compared_by_shape_and_dtype() -> None:
     assert not compare_tensors({"a": FP32}, {"a": TensorLike(torch.Size([2, 3]), torch.float32)})
     assert compare_tensors({"a": FP32}, {"a": TensorLike(torch.Size([2, 3]), torch.float64)}).mismatched.keys() == {"a"}

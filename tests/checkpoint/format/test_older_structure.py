@@ -1,4 +1,4 @@
-"""Checkpoints that do not say the types of keys: of format 1 and 2, and DCP's own. The live object tells, or nobody."""
+"""Checkpoints that do not store the types of keys: format 1, format 2 and DCP's own. The live object supplies them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PEERS = Peers(timedelta(seconds=60))
 
 
 def in_format_1(folder: Path, state: dict[str, Any]) -> Path:
-    """`state` as a checkpoint whose manifest has no tables."""
+    """Write `state` as a checkpoint whose manifest has no tables."""
     path = in_format_2(folder, state)
     document = json.loads((path / "manifest.json").read_bytes())
     for field in ("digest", "tensors", "objects"):
@@ -43,7 +43,7 @@ def in_format_1(folder: Path, state: dict[str, Any]) -> Path:
 
 
 def in_format_2(folder: Path, state: dict[str, Any]) -> Path:
-    """`state` as a checkpoint whose manifest has a path for each entry, and no structure."""
+    """Write `state` as a checkpoint whose manifest has a path for each entry and no structure."""
     SyncSaver(PEERS).save(state, target(CheckpointStore(folder), 1)).durable.result()
     path = folder / "step-1"
     paths: Any = FileSystemReader(path).read_metadata().planner_data
@@ -68,7 +68,7 @@ WRITERS = {"format 1": in_format_1, "format 2": in_format_2, "DCP": by_dcp}
 
 @pytest.fixture(params=WRITERS.values(), ids=WRITERS)
 def write(request: pytest.FixtureRequest) -> Any:
-    """Each way to write a checkpoint that says no types, in turn."""
+    """Return each function that writes a checkpoint without types, in turn."""
     return request.param
 
 
@@ -92,7 +92,7 @@ SCHEDULES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-def test_a_schedule_is_put_back_into_one_like_it(tmp_path: Path, write: Any, schedule: Callable[[], Any]) -> None:
+def test_a_schedule_is_restored_into_one_like_it(tmp_path: Path, write: Any, schedule: Callable[[], Any]) -> None:
     one, other = schedule(), schedule()
     for _ in range(3):
         one.optimizer.step()
@@ -104,7 +104,7 @@ def test_a_schedule_is_put_back_into_one_like_it(tmp_path: Path, write: Any, sch
     assert other.last_epoch == 3
 
 
-def test_an_optimizer_that_has_stepped_tells_that_its_keys_are_numbers(tmp_path: Path, write: Any) -> None:
+def test_an_optimizer_that_has_stepped_shows_that_its_keys_are_numbers(tmp_path: Path, write: Any) -> None:
     one = optimizer()
     for parameter in one.param_groups[0]["params"]:
         parameter.grad = torch.ones_like(parameter)
@@ -145,7 +145,7 @@ def retype(entries: dict[tuple[str | int, ...], Any], live: Any) -> Any:
     ],
     ids=repr,
 )
-def test_the_live_object_tells_what_the_paths_do_not(entries: Any, live: Any, expected: Any) -> None:
+def test_the_live_object_supplies_what_the_paths_do_not_store(entries: Any, live: Any, expected: Any) -> None:
     found = retype(entries, live)
     assert repr(found) == repr(expected)
 
@@ -163,7 +163,7 @@ def test_the_live_object_tells_what_the_paths_do_not(entries: Any, live: Any, ex
     ],
     ids=repr,
 )
-def test_where_nobody_tells_there_is_no_guess(entries: Any, live: Any) -> None:
+def test_a_key_whose_type_is_unknown_is_refused_and_not_guessed(entries: Any, live: Any) -> None:
     with pytest.raises(Untyped, match=r"s(\.a)? has the key '[^']+', and .*--checkpoint.exclude_from_loading"):
         retype(entries, live)
 
@@ -182,13 +182,13 @@ def test_where_nobody_tells_there_is_no_guess(entries: Any, live: Any) -> None:
     ],
     ids=lambda entries: repr(entries)[:40],
 )
-def test_paths_that_lead_nowhere_together_are_not_followed(entries: Any) -> None:
+def test_paths_that_contradict_each_other_are_refused(entries: Any) -> None:
     with pytest.raises(ValueError) as caught:
         retype(entries, {})
     assert not isinstance(caught.value, Untyped)
 
 
-def test_such_paths_in_a_manifest_are_damage(tmp_path: Path) -> None:
+def test_a_path_in_a_manifest_that_cannot_be_is_damage(tmp_path: Path) -> None:
     path = in_format_2(tmp_path, {"s": {"a": 1, "b": 2}})
     document = json.loads((path / "manifest.json").read_bytes())
     del document["digest"]

@@ -1,4 +1,4 @@
-"""Where this rank's memory lies in the whole tensor: what fully_shard really does, for every size and rank."""
+"""The place of a rank's memory in the whole tensor is what fully_shard really makes, for every size and rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNEVEN = (1, 5, 7, 9, 13, 17, 33, 97, 105)
 
 
 def after_fully_shard(whole: Tensor, coordinate: dict[str, int], mesh: dict[str, int], dims: dict[str, int]) -> Tensor:
-    """What the rank at `coordinate` has of `whole` after tensor parallelism and then fully_shard have cut it."""
+    """Return the shard of `whole` on the rank at `coordinate` after tensor parallelism and then fully_shard."""
     for name in ("tp", "dp"):
         chunks = list(whole.chunk(mesh[name], dims[name]))
         index = coordinate[name]
@@ -40,7 +40,10 @@ def cut(whole: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
 
 
 def placements(order: Sequence[str], mesh: dict[str, int], dims: dict[str, int]) -> list[Placement]:
-    """As fully_shard gives them after tensor parallelism: only where that is further right it has to be said."""
+    """Return the placements that fully_shard gives after tensor parallelism.
+
+    They are strided only if the dimension of tensor parallelism is further right in the mesh.
+    """
     is_strided = dims["dp"] == dims["tp"] and order.index("dp") < order.index("tp") and mesh["tp"] > 1
     strided = _StridedShard(dims["dp"], split_factor=mesh["tp"])
     of_each = {"dp": strided if is_strided else Shard(dims["dp"]), "tp": Shard(dims["tp"]), "rep": Replicate()}
@@ -48,7 +51,7 @@ def placements(order: Sequence[str], mesh: dict[str, int], dims: dict[str, int])
 
 
 def check_all_ranks(shape: tuple[int, ...], order: Sequence[str], mesh: dict[str, int], dims: dict[str, int]) -> None:
-    """Every rank's box is what it has in memory, and the boxes of one replica hold each element once."""
+    """Check that every rank's box is what it has in memory and that one replica's boxes hold each element once."""
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     seen = torch.zeros(whole.numel(), dtype=torch.int64)
     boxes = set()
@@ -69,18 +72,20 @@ def check_all_ranks(shape: tuple[int, ...], order: Sequence[str], mesh: dict[str
     "dims", [{"dp": 0, "tp": 0}, {"dp": 0, "tp": 1}, {"dp": 1, "tp": 0}, {"dp": 1, "tp": 1}], ids=str
 )
 @pytest.mark.parametrize("size", UNEVEN)
-def test_a_rank_has_what_fully_shard_leaves_it(size: int, dims: dict[str, int], order: tuple[str, ...]) -> None:
+def test_the_box_of_a_rank_is_the_shard_that_fully_shard_makes(
+    size: int, dims: dict[str, int], order: tuple[str, ...]
+) -> None:
     for dp, tp in ((3, 2), (2, 3), (4, 2), (8, 2), (2, 1), (1, 2)):
         check_all_ranks((size, 6), order, {"dp": dp, "tp": tp, "rep": 2}, dims)
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(4, 2), (8, 2)])
-def test_a_vocabulary_that_does_not_divide_is_shared_out_whole(dp: int, tp: int) -> None:
+def test_the_shards_of_a_vocabulary_that_does_not_divide_cover_it(dp: int, tp: int) -> None:
     check_all_ranks((50257, 2), ("dp", "tp"), {"dp": dp, "tp": tp}, {"dp": 0, "tp": 0})
 
 
 @given(st.integers(0, 60), st.integers(1, 6), st.integers(1, 6))
-def test_two_boxes_with_elements_never_begin_at_one_place(size: int, dp: int, tp: int) -> None:
+def test_two_boxes_with_elements_never_begin_at_the_same_place(size: int, dp: int, tp: int) -> None:
     order, dims, mesh = ("dp", "tp"), {"dp": 0, "tp": 0}, {"dp": dp, "tp": tp}
     boxes = [box_of((size,), (dp, tp), placements(order, mesh, dims), (i, j)) for i in range(dp) for j in range(tp)]
     starts = {box.offsets for box in boxes if box.sizes != (0,)}
@@ -90,7 +95,7 @@ def test_two_boxes_with_elements_never_begin_at_one_place(size: int, dp: int, tp
 
 @contextmanager
 def rank_of(rank: int, world_size: int) -> Iterator[None]:
-    """This process as one rank of a group whose collectives do nothing."""
+    """Make this process one rank of a group whose collectives do nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
@@ -132,7 +137,7 @@ def test_memory_that_is_not_what_the_placement_says_is_refused_by_name() -> None
             list(parts_of("model.w", short))
 
 
-def test_a_rank_that_has_nothing_may_say_so_in_any_shape() -> None:
+def test_a_rank_without_elements_may_have_empty_memory_of_any_shape() -> None:
     with rank_of(1, 2):
         mesh = init_device_mesh("cpu", (2,))
         none = DTensor.from_local(torch.zeros(0), mesh, [Shard(0)], run_check=False, shape=(1, 3), stride=(3, 1))
@@ -140,7 +145,7 @@ def test_a_rank_that_has_nothing_may_say_so_in_any_shape() -> None:
         assert (part.offsets, part.memory.shape) == ((1, 0), (0, 3))
 
 
-def test_what_is_no_box_is_refused() -> None:
+def test_placements_whose_shards_are_not_boxes_are_refused() -> None:
     with pytest.raises(ValueError, match="rows that are not contiguous"):
         box_of((8,), (2,), [_StridedShard(0, split_factor=2)], (0,))
     with pytest.raises(ValueError, match="still to be reduced"):

@@ -1,4 +1,4 @@
-"""The containers of a state: taken apart, put together, joined over ranks, and read from who knows whom."""
+"""The containers of a state: flattened, rebuilt, joined over ranks, and decoded from a document that may be hostile."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def through_json(structure: Branch) -> Branch:
 
 @settings(max_examples=100)
 @given(nests())
-def test_a_state_is_put_together_again_of_its_parts(state: Any) -> None:
+def test_a_state_is_rebuilt_from_its_entries_and_its_structure(state: Any) -> None:
     flat, structure = flatten(state)
     again = through_json(structure)
     assert again == structure
@@ -66,7 +66,7 @@ def nested(depth: int) -> Any:
     return state
 
 
-def test_a_state_is_taken_as_deep_as_it_can_be_read_again() -> None:
+def test_a_state_may_be_as_deep_as_a_load_can_read() -> None:
     deepest = nested(MAX_DEPTH)
     flat, structure = flatten(deepest)
     assert rebuild(through_json(structure), flat) == deepest
@@ -94,7 +94,7 @@ def test_half_a_pair_of_surrogates_is_refused_as_a_key() -> None:
     ],
     ids=repr,
 )
-def test_states_of_other_keys_or_containers_have_other_structures(one: Any, other: Any) -> None:
+def test_states_with_different_keys_or_containers_have_different_structures(one: Any, other: Any) -> None:
     assert flatten(one)[1] != flatten(other)[1]
     assert through_json(flatten(one)[1]) != through_json(flatten(other)[1])
 
@@ -146,14 +146,14 @@ def deep(levels: int) -> dict[str, Any]:
     ],
     ids=lambda document: repr(document)[:60],
 )
-def test_a_document_that_is_no_structure_is_refused(document: Any) -> None:
+def test_a_document_that_is_not_a_structure_is_refused(document: Any) -> None:
     with pytest.raises(ValueError):
         decode(document)
     with pytest.raises(ValueError):
         decode({"kind": "dict", "keys": ["x"], "children": [document]}) if document is not None else decode(None)
 
 
-def test_the_deepest_structure_is_taken() -> None:
+def test_the_deepest_structure_is_accepted() -> None:
     assert encode(decode(deep(MAX_DEPTH))) == deep(MAX_DEPTH) | {"children": deep(MAX_DEPTH)["children"]}
 
 
@@ -190,7 +190,7 @@ def test_a_structure_that_does_not_fit_the_tables_is_damage(tmp_path: Path, stru
     ["[]", "3", '{"kind": "dict"}', '{"kind": "list", "children": [' * 3000 + "]}" * 3000, '{"kind": NaN}'],
     ids=lambda text: text[:20],
 )
-def test_a_structure_on_disk_that_cannot_be_is_damage_to_that_file(tmp_path: Path, root: str) -> None:
+def test_an_impossible_structure_on_disk_is_damage_to_the_manifest(tmp_path: Path, root: str) -> None:
     write_manifest(tmp_path, {}, {}, {"a": VALUE}, {"kind": "dict", "keys": ["a"]})
     path = tmp_path / "manifest.json"
     line = '"structure": {"root":'
@@ -200,8 +200,8 @@ def test_a_structure_on_disk_that_cannot_be_is_damage_to_that_file(tmp_path: Pat
         _ = CheckpointFolder(tmp_path).contents
 
 
-def test_long_keys_far_up_do_not_multiply(tmp_path: Path) -> None:
-    """A megabyte of a key, over tens of thousands of entries, would be names of gigabytes."""
+def test_a_long_key_above_many_entries_does_not_multiply_memory(tmp_path: Path) -> None:
+    """With a key of a megabyte, the names of tens of thousands of entries below it would take gigabytes."""
     leaves: dict[str, Any] = {"kind": "dict", "keys": [f"k{number}" for number in range(20_000)]}
     hollow = {"kind": "list", "children": [{"kind": "dict", "keys": []}] * 20_000}
     for inner in leaves, hollow:
@@ -212,7 +212,7 @@ def test_long_keys_far_up_do_not_multiply(tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
-def test_what_ranks_have_apart_is_joined() -> None:
+def test_the_different_parts_of_ranks_are_joined() -> None:
     first = {"model": {"a": 1}, "s": {1: {"x": 1}}, "rng": {"rank0": {"t": 1}}, "list": [{"x": 1}], "e": {}}
     second = {
         "model": {"b": 2},
@@ -234,7 +234,7 @@ def test_what_ranks_have_apart_is_joined() -> None:
 
 @settings(max_examples=50)
 @given(st.lists(nests(), min_size=1, max_size=4))
-def test_ranks_that_are_alike_or_strangers_are_joined(states: list[Any]) -> None:
+def test_equal_structures_and_unrelated_ones_are_joined(states: list[Any]) -> None:
     structures = [flatten({f"rank{number}": state})[1] for number, state in enumerate(states)]
     together = joint([*structures, *structures])
     for number in range(len(states)):
@@ -252,6 +252,6 @@ def test_ranks_that_are_alike_or_strangers_are_joined(states: list[Any]) -> None
     ],
     ids=["entry and dict", "dict and entry", "dict and list", "1 and True"],
 )
-def test_ranks_that_do_not_go_together_are_refused_by_name(one: Any, other: Any, match: str) -> None:
+def test_structures_that_do_not_fit_together_are_refused_by_name(one: Any, other: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         joint(flatten(state)[1] for state in (one, other))

@@ -1,4 +1,4 @@
-"""The digest of a tensor does not know how the tensor was sharded, and knows everything else."""
+"""The digest of a tensor does not depend on its sharding, and depends on everything else."""
 
 import itertools
 import math
@@ -27,7 +27,7 @@ def whole(tensor: torch.Tensor) -> Digest:
 
 
 def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Any bits at all, NaN payloads included; a bool is 0 or 1."""
+    """Return a tensor of any bits, NaN payloads included; a bool is 0 or 1."""
     generator = torch.Generator().manual_seed(seed)
     num_bytes = math.prod(shape) * dtype.itemsize
     raw = torch.randint(0, 2 if dtype == torch.bool else 256, (num_bytes,), dtype=torch.uint8, generator=generator)
@@ -42,7 +42,7 @@ def split_mix(seed: int, position: int) -> int:
 
 
 def by_definition(tensor: torch.Tensor) -> Digest:
-    """The module's docstring, word by word, in plain integers."""
+    """Compute the digest as the module's docstring defines it, in plain integers."""
     table_seeds = (0x243F6A8885A308D3, 0x13198A2E03707344)
     multiplier_seeds = (0xA4093822299F31D0, 0x082EFA98EC4E6C89)
     raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -58,7 +58,7 @@ def by_definition(tensor: torch.Tensor) -> Digest:
 
 
 def sum_over_boxes(tensor: torch.Tensor, cuts: list[list[int]], *, copy: bool) -> Digest:
-    """The sum over the grid of boxes between these cuts of each dim; a cut twice makes empty boxes."""
+    """Return the sum over the grid of boxes between these cuts of each dim; a repeated cut makes empty boxes."""
     total = Digest.zero()
     for box in itertools.product(*[list(itertools.pairwise(dim_cuts)) for dim_cuts in cuts]):
         local = tensor[tuple(slice(begin, end) for begin, end in box)]
@@ -199,16 +199,16 @@ def test_the_layout_in_memory_does_not_matter(view, monkeypatch: pytest.MonkeyPa
     assert whole(view(tensor)) == whole(tensor)
 
 
-def test_a_lazy_conjugate_is_digested_as_what_it_means() -> None:
+def test_a_lazy_conjugate_is_digested_by_its_values() -> None:
     tensor = torch.tensor([1 + 2j, 3 - 4j])
     assert whole(tensor.conj()) == whole(tensor.conj().resolve_conj()) != whole(tensor)
 
 
-def test_an_expanded_tensor_is_digested_as_what_it_means() -> None:
+def test_an_expanded_tensor_is_digested_by_its_values() -> None:
     assert whole(torch.ones(1, 5).expand(300, 5)) == whole(torch.ones(300, 5))
 
 
-def test_rows_are_laid_out_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_digested_in_parts_have_the_same_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = random_tensor((1000, 64), torch.float32)
     expected = whole(tensor)
     monkeypatch.setattr(tensor_digest, "_MOST_ROWS", 128)
@@ -216,7 +216,7 @@ def test_rows_are_laid_out_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     assert sum_over_boxes(tensor, [[0, 1000], [0, 13, 64]], copy=True) == expected
 
 
-def test_the_input_is_left_as_it_was() -> None:
+def test_the_input_is_not_changed() -> None:
     tensor = random_tensor((300, 193), torch.int16)
     before = tensor.clone()
     sum_over_boxes(tensor, [[0, 300], [0, 49, 193]], copy=False)
@@ -229,7 +229,7 @@ def test_many_threads_digest_at_once() -> None:
         assert list(pool.map(whole, tensors)) == [whole(tensor) for tensor in tensors]
 
 
-def test_nothing_digests_to_zero() -> None:
+def test_a_tensor_without_elements_digests_to_zero() -> None:
     assert whole(torch.empty(0, 5)) == Digest.zero()
 
 

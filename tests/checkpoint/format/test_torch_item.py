@@ -1,4 +1,4 @@
-"""Items that we write ourselves are items of torch.save, for torch and for anybody who reads zip archives."""
+"""Items that we write ourselves are items of torch.save, for torch and for any reader of zip archives."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_torch_loads_an_object(value: Any) -> None:
     assert zipfile.ZipFile(io.BytesIO(item)).testzip() is None
 
 
-def test_a_longer_number_does_not_move_what_comes_after_it() -> None:
+def test_a_longer_number_does_not_move_the_next_item() -> None:
     assert len(object_item(9)) == len(object_item(10**30)) == len(object_item(0.1))
     assert len(object_item(9)) % OBJECT_GRAIN == 0
 
