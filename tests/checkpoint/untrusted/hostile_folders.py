@@ -1,7 +1,7 @@
-"""Checkpoints that somebody made to do harm, and what becomes of a run that meets one.
+"""Checkpoints made to do harm, and the outcome for a run that loads one.
 
-`CASES` has each by its name: what it does to the folder of a sound checkpoint of step 4. `probe` runs in a process of
-its own, for what it looks at may hang or take all memory; it reports line by line, so that a hang has a name.
+`CASES` maps each name to a function that changes the folder of a sound checkpoint of step 4. `probe` runs in a process
+of its own, because a case may hang or take all memory; it writes a line before each case, so that a hang has a name.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MANY = 1_000_000
 
 
 def deep(depth: int) -> Any:
-    """A list in a list in a list."""
+    """Return an empty list inside `depth` lists."""
     value: Any = []
     for _ in range(depth):
         value = [value]
@@ -43,7 +43,7 @@ def deep(depth: int) -> Any:
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """The manifest is another one, and rightly sealed: each field stands on its line, as it is written."""
+    """Change the manifest and seal it correctly, with each field on its own line as the package writes it."""
     document = json.loads((folder / MANIFEST).read_bytes())
     del document["digest"]
     change(document)
@@ -55,7 +55,7 @@ def write(folder: Path, fields: str) -> None:
 
 
 def set_to(value: Any, *path: str) -> Make:
-    """The field at `path` is `value`."""
+    """Return a case that sets the field at `path` to `value`."""
 
     def change(document: dict[str, Any]) -> None:
         *above, last = path
@@ -67,7 +67,7 @@ def set_to(value: Any, *path: str) -> Make:
 
 
 def renamed(name: str) -> Make:
-    """The data file has another name in the table of files."""
+    """Return a case that gives the data file another name in the table of files."""
 
     def change(document: dict[str, Any]) -> None:
         document["files"][name] = document["files"].pop(DATA)
@@ -76,7 +76,7 @@ def renamed(name: str) -> Make:
 
 
 def of_format_2(path: Any) -> Make:
-    """As older versions wrote it, each entry with its path; that of one tensor is `path`."""
+    """Return a case of format 2, in which every entry has a path; the path of one tensor is `path`."""
 
     def change(document: dict[str, Any]) -> None:
         document["format_version"] = 2
@@ -146,11 +146,11 @@ WRONG: dict[str, tuple[tuple[str, ...], Sequence[Any]]] = {
         ],
     ),
 }
-"""Field to its place and what cannot stand there."""
+"""Name to the path of a field and the values that it cannot have."""
 
 
 def instead(name: str, make: Make) -> Make:
-    """The file `name` is what `make` makes at its path, and a file outside has its bytes."""
+    """Return a case that replaces the file `name` by what `make` makes, and moves its bytes to a file outside."""
 
     def change(folder: Path) -> None:
         path = folder / name
@@ -170,7 +170,7 @@ def a_device(path: Path) -> None:
 
 
 def of_size(num_bytes: int) -> Make:
-    """A file of so many zeros, none of them on the disk."""
+    """Return a function that makes a sparse file of `num_bytes` zeros."""
 
     def make(path: Path) -> None:
         path.touch()
@@ -202,7 +202,7 @@ INSTEAD: dict[str, Make] = {
 
 
 def many(field: str, item: str, count: int = MANY, opening: str = "[", closing: str = "]") -> Make:
-    """The manifest has a field of very many items."""
+    """Return a case whose manifest has a `field` with `count` items."""
 
     def make(folder: Path) -> None:
         document = json.loads((folder / MANIFEST).read_bytes())
@@ -250,7 +250,7 @@ COUNTS: dict[str, Make] = {
 
 
 def of_another_tool(make: Make) -> Make:
-    """The same, of a checkpoint without our manifest."""
+    """Return the case `make` for a checkpoint without our manifest."""
 
     def change(folder: Path) -> None:
         (folder / MANIFEST).unlink()
@@ -260,7 +260,7 @@ def of_another_tool(make: Make) -> Make:
 
 
 def metadata(change: Callable[[Any], object]) -> Make:
-    """DCP's metadata is another one."""
+    """Return a case that changes DCP's metadata."""
 
     def make(folder: Path) -> None:
         described = FileSystemReader(folder).read_metadata()
@@ -275,7 +275,7 @@ def pickled(data: bytes) -> Make:
 
 
 def place(**fields: Any) -> Callable[[Any], None]:
-    """Every chunk lies there."""
+    """Return a change that sets these fields of the place of every chunk."""
 
     def change(described: Any) -> None:
         for info in described.storage_data.values():
@@ -315,7 +315,7 @@ PICKLES: dict[str, Make] = {
 
 
 def linked_findings(folder: Path) -> None:
-    """It is damaged, and what would be written of that has somewhere else to go."""
+    """Damage the manifest, and make the file for the findings a link to a file outside."""
     (folder.parent.parent / OUTSIDE).write_bytes(b"precious")
     (folder / "findings.json").symlink_to(folder.parent.parent / OUTSIDE)
     (folder / MANIFEST).write_bytes(b"{")
@@ -327,7 +327,7 @@ def piped_findings(folder: Path) -> None:
 
 
 def crowd(folder: Path) -> None:
-    """A folder of many names, and a manifest for which they are counted."""
+    """Make a folder of many names, with a manifest so large that a load counts them for its limit."""
     for number in range(5000):
         (folder / f"name{number}").touch()
     many("extra", "[]", 400_000, opening='{"a":[', closing="]}")(folder)
@@ -348,32 +348,32 @@ CASES: dict[str, Make] = {
     "findings as a pipe": piped_findings,
     "a crowd": crowd,
 }
-"""Of checkpoints of our own."""
+"""Cases for checkpoints of our own."""
 
 PLAIN_CASES: dict[str, Make] = {
     **{f"pickle: {name}": make for name, make in PICKLES.items()},
     **{f"{METADATA} alone as {what}": of_another_tool(instead(METADATA, make)) for what, make in INSTEAD.items()},
 }
-"""Of other tools', which are loaded by their path alone."""
+"""Cases for checkpoints of other tools, which are loaded only by their path."""
 
 
 def probe(names: Sequence[str], template: str, folder: str, report: str) -> None:
-    """Writes to `report` what becomes of a run that meets each of `names`, in its own folder and by its path."""
+    """Write to `report` the outcome for a run that loads each of `names`, from its own folder and by path."""
     torch.set_num_threads(1)
     gc.collect()
-    gc.freeze()  # All that was loaded before would be looked through at every load.
+    gc.freeze()  # Otherwise every load would collect over all objects that were loaded before.
     with Path(report).open("a", buffering=1) as lines:
 
-        def tell(name: str, way: str, meet: Callable[[], str]) -> None:
-            told = {"name": name, "way": way, "outcome": "it hangs, or ended the process", "peak": 0}
-            lines.write(json.dumps(told) + "\n")
+        def report_on(name: str, way: str, meet: Callable[[], str]) -> None:
+            line = {"name": name, "way": way, "outcome": "it hangs, or ended the process", "peak": 0}
+            lines.write(json.dumps(line) + "\n")
             outcome, began = [], time.monotonic()
-            told["peak"] = peak_above_before(lambda: outcome.append(meet()))
-            lines.write(json.dumps(told | {"outcome": outcome[0], "seconds": time.monotonic() - began}) + "\n")
+            line["peak"] = peak_above_before(lambda: outcome.append(meet()))
+            lines.write(json.dumps(line | {"outcome": outcome[0], "seconds": time.monotonic() - began}) + "\n")
 
         for number, name in enumerate((WARMING, *names)):
             for way, meet in _ways(name, Path(template), Path(folder) / str(number)):
-                tell(name, way, meet)
+                report_on(name, way, meet)
             shutil.rmtree(Path(folder) / str(number), ignore_errors=True)
 
 
@@ -401,7 +401,7 @@ def _in_its_own_folder(folder: Path) -> str:
     if not found or step != 2:
         return f"loaded {step}"
     if not events.steps("fallback"):
-        return "passed over"
+        return "skipped"
     finding = events.figures("fallback")["finding"]
     return f"fell back: {finding:.300}"
 

@@ -1,4 +1,4 @@
-"""Checkpoints that somebody made to do harm: nothing of them runs, nothing outside is opened, nothing large is made."""
+"""Checkpoints made to do harm: no code in them runs, no file outside is opened, nothing large is allocated."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ sys.addaudithook(_watch)
 
 @pytest.fixture(autouse=True)
 def nothing_happens(tmp_path: Path) -> Iterator[None]:
-    """The canary does not sing, the file outside is not opened, and no memory to speak of is taken."""
+    """Put a file outside the checkpoint, and check after the test that no code in the checkpoint made the canary."""
     global _opened
     (tmp_path / OUTSIDE).write_bytes(bytes(100_000))
     yield
@@ -58,13 +58,13 @@ def canary(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A checkpoint by DCP of one tensor, in two chunks' worth of names, and one object."""
+    """Write a checkpoint of one tensor and one object with plain DCP."""
     dcp_save({"model": {"w": torch.ones(8, 4)}, "s": {"n": 7}}, checkpoint_id=tmp_path / "c", no_dist=True)
     return tmp_path / "c"
 
 
 def refused(folder: Path, kind: type[CheckpointError], match: str) -> None:
-    """Reading all there is raises exactly `kind`."""
+    """Check that reading the whole checkpoint raises exactly `kind`, opens nothing outside and takes little memory."""
     global _opened
     _opened = []
     tracemalloc.start()
@@ -82,7 +82,7 @@ def refused(folder: Path, kind: type[CheckpointError], match: str) -> None:
 
 
 class Calls:
-    """Pickled, it is a call of `function`."""
+    """An object whose pickle is a call of `function`."""
 
     def __init__(self, function: Any, *args: Any) -> None:
         self.call = (function, args)
@@ -178,7 +178,7 @@ META = "torch.distributed.checkpoint.metadata"
     ],
     ids=lambda data: repr(data[:30]),
 )
-def test_a_pickle_that_is_no_metadata_is_refused(folder: Path, pickled: bytes) -> None:
+def test_a_pickle_that_is_not_metadata_is_refused(folder: Path, pickled: bytes) -> None:
     for head in (b"", b"\x80\x04"):
         (folder / ".metadata").write_bytes(head + pickled)
         refused(folder, CheckpointUnsafe, "not metadata as DCP writes it")
@@ -204,7 +204,7 @@ def test_a_call_in_an_object_is_not_made(tmp_path: Path, call: Callable[[Path], 
 
 
 def put_object(folder: Path, key: str, item: bytes, *, ours: bool) -> None:
-    """The object `key` of the checkpoint is what `item` holds."""
+    """Make `item` the stored object `key`; `ours`: with a manifest that says so."""
     change_places(folder, {key: (DATA, append(folder / DATA, item), len(item))})
     if ours:
         where = {key: {"path": [key], "item": [DATA, (folder / DATA).stat().st_size - len(item), len(item)]}}
@@ -213,7 +213,7 @@ def put_object(folder: Path, key: str, item: bytes, *, ours: bool) -> None:
 
 
 def append(path: Path, data: bytes) -> int:
-    """`data` stands at the end of the file `path`, from the byte on that is returned."""
+    """Append `data` to the file `path`, and return the byte where it starts."""
     size = path.stat().st_size
     with path.open("ab") as file:
         file.write(data)
@@ -236,7 +236,7 @@ def change_metadata(folder: Path, change: Callable[[Any], None]) -> None:
 
 
 def bomb(*, compressed: bool) -> bytes:
-    """A small archive, as torch.save makes it, of something very large."""
+    """Return a small archive, as torch.save makes it, that would load to something very large."""
     item = io.BytesIO()
     torch.save(Calls(bytearray, 1 << 40), item)
     if not compressed:
@@ -287,7 +287,9 @@ def test_a_name_in_the_manifest_that_leads_out_is_not_followed(folder: Path, nam
 
 @pytest.mark.parametrize("name", [DATA, ".metadata", "manifest.json"])
 @pytest.mark.parametrize("what", ["link", "dangling link", "pipe", "folder", "device"])
-def test_what_is_no_file_is_neither_followed_nor_waited_for(folder: Path, name: str, what: str) -> None:
+def test_a_link_pipe_or_folder_in_place_of_a_file_is_refused_without_waiting(
+    folder: Path, name: str, what: str
+) -> None:
     if name != ".metadata":
         add_manifest(folder)
     path, outside = folder / name, folder.parent / OUTSIDE
@@ -370,8 +372,8 @@ def test_a_tensor_in_the_metadata_that_cannot_be_is_damage(folder: Path, change:
     refused(folder, CheckpointDamaged, "elements where there are|its shape is not possible|is in bytes")
 
 
-def test_chunks_that_are_listed_again_and_again_are_not_counted_out(folder: Path) -> None:
-    """A pickle says a list once, and names it a thousand times."""
+def test_a_list_of_chunks_that_a_thousand_tensors_share_is_refused(folder: Path) -> None:
+    """A pickle can refer to the same list a thousand times."""
 
     def change(metadata: Any) -> None:
         shared = metadata.state_dict_metadata["model.w"]

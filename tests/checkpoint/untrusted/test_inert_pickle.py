@@ -1,4 +1,4 @@
-"""Pickles are read as what they say: as `pickle` reads plain values, and nothing of what it would do for others."""
+"""Pickles are parsed without running them: plain values are what `pickle` loads, calls become inert records."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ plain = st.recursive(
 
 
 def typed(value: Any) -> Any:
-    """With every type, which == does not look at."""
+    """Return `value` with the type of every part, which == does not compare."""
     if isinstance(value, dict):
         return {(type(key), key): typed(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -43,12 +43,12 @@ def typed(value: Any) -> Any:
 
 @settings(max_examples=150)
 @given(plain, st.integers(2, pickle.HIGHEST_PROTOCOL))
-def test_plain_values_come_out_as_pickle_reads_them(value: Any, protocol: int) -> None:
+def test_plain_values_are_what_pickle_loads(value: Any, protocol: int) -> None:
     assert typed(parse(pickle.dumps(value, protocol), {})) == typed(value)
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-def test_what_occurs_again_is_found_again_however_much_there_is(protocol: int) -> None:
+def test_repeated_values_are_found_in_the_memo_however_many_there_are(protocol: int) -> None:
     names = [f"name {number}" for number in range(300)]
     value = [*names, *names, tuple(names[:1]), tuple(names[:2]), tuple(names[:3]), tuple(names[:4]), names]
     assert parse(pickle.dumps(value, protocol), {}) == value
@@ -89,7 +89,7 @@ def test_a_pickle_that_is_cut_is_refused(value: Any, protocol: int, data: st.Dat
         (b"\x80\x04i", r"operation b'i' at byte 2 is one that no checkpoint needs"),
     ],
 )
-def test_what_no_checkpoint_has_is_refused_and_named(pickled: bytes, found: str) -> None:
+def test_a_pickle_that_no_checkpoint_has_is_refused_with_the_reason(pickled: bytes, found: str) -> None:
     with pytest.raises(InertPickleError, match=found):
         parse(pickled, TABLE)
 
@@ -101,7 +101,7 @@ def test_every_length_of_a_number_is_read() -> None:
     assert parse(b"\x80\x02G" + struct.pack(">d", 0.1) + b".", {}) == 0.1
 
 
-def test_a_call_leaves_an_instance_with_what_it_was_given() -> None:
+def test_a_call_becomes_an_instance_with_its_arguments_items_and_state() -> None:
     calls: list[tuple[Kind, tuple[Any, ...]]] = []
     pickled = b"\x80\x04cshapes\nPoint\nK\x03\x85R(K\x01K\x02e(K\x04K\x05u}b."
     point = parse(pickled, TABLE, lambda kind, args: calls.append((kind, args)))
@@ -110,7 +110,7 @@ def test_a_call_leaves_an_instance_with_what_it_was_given() -> None:
     assert calls == [(POINT, (3,))]
 
 
-def test_a_call_that_the_judge_refuses_is_not_made() -> None:
+def test_a_call_that_the_judge_refuses_is_an_error() -> None:
     def refuse(kind: Kind, args: tuple[Any, ...]) -> None:
         raise InertPickleError(f"{kind.name} of {args}")
 
@@ -118,29 +118,29 @@ def test_a_call_that_the_judge_refuses_is_not_made() -> None:
         parse(b"\x80\x04\x8c\x06shapes\x8c\x05Point\x93K\x03\x85\x81.", TABLE, refuse)
 
 
-def test_a_real_class_is_read_as_what_its_pickle_says() -> None:
+def test_an_instance_of_a_real_class_is_parsed_to_its_members() -> None:
     table = {("collections", "OrderedDict"): Kind("OrderedDict")}
     read = parse(pickle.dumps(collections.OrderedDict(a=1), 2), table)
     assert (read.kind.name, read.args, read.members) == ("OrderedDict", (), {"a": 1})
 
 
-def test_what_stands_outside_the_pickle_is_named() -> None:
+def test_a_persistent_id_is_returned() -> None:
     read = parse(b"\x80\x02\x8c\x03key\x85Q.", {})
     assert type(read) is Persistent
     assert read.id == ("key",)
 
 
 @pytest.mark.parametrize(
-    ("key", "is_taken"),
+    ("key", "is_accepted"),
     [
         *(((), True), ((1, "a", (None, 2.5)), True), (tuple(range(999)), True), (tuple(range(1000)), False)),
         *(((1, (2, (3, b"bytes"))), False), (((),) * 999, True), ((((),) * 2,) * 500, False)),
     ],
     ids=lambda key: repr(key)[:30],
 )
-def test_a_tuple_is_a_key_if_it_is_small_and_of_plain_parts(key: tuple[Any, ...], is_taken: bool) -> None:
+def test_a_tuple_is_a_key_if_it_is_small_and_of_plain_parts(key: tuple[Any, ...], is_accepted: bool) -> None:
     pickled = pickle.dumps({key: 1}, 2)
-    if is_taken:
+    if is_accepted:
         assert parse(pickled, {}) == {key: 1}
     else:
         with pytest.raises(InertPickleError):

@@ -1,4 +1,4 @@
-"""Elements of a `torch.save`d tensor are located only where all of them lie within the item, whatever it says."""
+"""The elements of a `torch.save`d tensor are located only if all of them are inside the item, whatever it says."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def located(item: bytes) -> Layout | None:
 
 
 def with_entry(item: bytes, name: str, change: Callable[[bytes], bytes]) -> bytes:
-    """`item` with other contents of the entry that ends in `name`."""
+    """Return `item` with the content of the entry whose name ends in `name` changed."""
     changed = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(item)) as old, zipfile.ZipFile(changed, "w") as new:
         for entry in old.infolist():
@@ -36,13 +36,13 @@ def with_entry(item: bytes, name: str, change: Callable[[bytes], bytes]) -> byte
 
 
 def with_directory_size(item: bytes, num_bytes: int) -> bytes:
-    """`item` whose directory says that the elements take `num_bytes`."""
+    """Return `item` with a directory that gives the elements `num_bytes`."""
     name = item.rindex(b"/data/0")
     at = item.rindex(b"PK\x01\x02", 0, name)
     return item[: at + 20] + struct.pack("<II", num_bytes, num_bytes) + item[at + 28 :]
 
 
-def test_the_elements_of_a_whole_item_are_where_it_says() -> None:
+def test_the_elements_of_a_whole_item_are_located() -> None:
     for item in (saved(), with_entry(saved(), "data/0", lambda content: content)):
         layout = located(item)
         assert layout is not None
@@ -64,7 +64,7 @@ def test_a_part_of_a_storage_is_located_up_to_its_last_element_and_no_further() 
     assert located(with_entry(saved(part), "data/0", lambda content: content[:35])) is None
 
 
-def test_a_storage_that_is_said_to_go_on_past_the_item_is_not_located() -> None:
+def test_a_storage_that_reaches_beyond_the_item_is_not_located() -> None:
     item = saved()
     assert located(with_directory_size(item, 40)) is not None
     assert located(with_directory_size(item, len(item))) is None
