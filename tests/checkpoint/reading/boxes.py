@@ -1,4 +1,4 @@
-"""Boxes that a tensor can be cut into, for hypothesis."""
+"""Strategies of hypothesis for the boxes that a tensor can be cut into."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def shapes(draw: st.DrawFn, max_dims: int = 4, max_size: int = 7) -> tuple[int, 
 
 @st.composite
 def partitions(draw: st.DrawFn, shape: tuple[int, ...], max_cuts: int = 5) -> list[Box]:
-    """Boxes that cover a tensor of `shape` exactly once, cut one after another, in any order."""
+    """Draw boxes that cover a tensor of `shape` exactly once, made by successive cuts, in any order."""
     boxes: list[Box] = [((0,) * len(shape), shape)]
     for _ in range(draw(st.integers(0, max_cuts)) if shape else 0):
         offsets, sizes = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
@@ -31,7 +31,7 @@ def partitions(draw: st.DrawFn, shape: tuple[int, ...], max_cuts: int = 5) -> li
 
 @st.composite
 def grids(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
-    """Boxes that cover a tensor of `shape` as a mesh of ranks does."""
+    """Draw boxes that cover a tensor of `shape` as a mesh of ranks does."""
     cuts = [sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=3))}) for size in shape]
     cells = product(*(list(pairwise(cut)) or [(0, 0)] for cut in cuts))
     return [(tuple(a for a, _ in cell), tuple(b - a for a, b in cell)) for cell in cells]
@@ -39,6 +39,6 @@ def grids(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
 
 @st.composite
 def inside(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
-    """Any box within a tensor of `shape`."""
+    """Draw any box inside a tensor of `shape`."""
     bounds = [sorted((draw(st.integers(0, size)), draw(st.integers(0, size)))) for size in shape]
     return tuple(a for a, _ in bounds), tuple(b - a for a, b in bounds)

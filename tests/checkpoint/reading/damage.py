@@ -1,4 +1,4 @@
-"""What a disk may do to a file of a checkpoint."""
+"""Damage a file of a checkpoint as a disk may."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torchtitan_lite.store.manifest import Manifest
 
 
 def flip(path: Path, at: int = -1) -> None:
-    """One bit of the file is another."""
+    """Flip one bit of the file."""
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
 
 
 def in_tensor(folder: Path, key: str) -> int:
-    """A byte of the file of tensors that is the tensor's."""
+    """Return a byte of the data file that belongs to the tensor `key`."""
     manifest = Manifest.of_folder(folder)
     assert manifest is not None
     at: int = manifest.tensors[key]["chunks"][0][1]

@@ -1,6 +1,6 @@
-"""Folders as torchtitan writes them, made by plain DCP from a small run: the same keys, the same kinds of values.
+"""Folders as torchtitan writes them, made by plain DCP from a small run: the same keys and kinds of values.
 
-`of_2024` has the layout of November 2024, `of_0_3` that of torchtitan 0.3.0. Both were read off its sources.
+`of_2024` has the layout of November 2024, `of_0_3` that of torchtitan 0.3.0. Both follow torchtitan's sources.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ TOKENS_OF_RANK = 640
 
 
 def of_2024(run: SmallRun, folder: Path) -> Path:
-    """A full folder: the model under `model`, a whole LambdaLR, losses as lists saved into BytesIO."""
+    """Write a full folder: the model under `model`, a whole LambdaLR, losses as lists saved into BytesIO."""
     schedule = run.scheduler.state_dict()
-    # torchtitan's factor was a functools.partial, of which an empty dict is saved; DCP drops what is empty.
+    # torchtitan's factor was a functools.partial, which LambdaLR saves as an empty dict; DCP drops that.
     schedule["lr_lambdas"] = [{}]
     train_state = {
         "step": torch.tensor(run.train_state.step, dtype=torch.int32),
@@ -42,9 +42,9 @@ def of_2024(run: SmallRun, folder: Path) -> Path:
 
 
 def of_0_3(run: SmallRun, folder: Path, *, prefix: str = "") -> Path:
-    """A full folder of two data-parallel ranks: the model's names on top, plain numbers, `last_epoch` alone.
+    """Write a full folder of two data-parallel ranks: bare FQNs, plain numbers, only `last_epoch` of the schedule.
 
-    `prefix` stands before each name of the model's.
+    `prefix` is put before each FQN of the model.
     """
     optimizer = {}
     for key, value in _optimizer(run).items():
@@ -61,7 +61,7 @@ def of_0_3(run: SmallRun, folder: Path, *, prefix: str = "") -> Path:
 
 
 def save_plain(state: dict[str, Any], folder: Path) -> Path:
-    """`state` as `dcp.save` writes it."""
+    """Write `state` with `dcp.save`."""
     return _save(state, folder)
 
 

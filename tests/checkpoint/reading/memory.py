@@ -1,4 +1,4 @@
-"""How much memory something takes at its peak, for tests that run it in a process of its own."""
+"""Measure the peak memory of a function, for tests that run it in a process of its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RESET_PEAK = "5"
 
 
 def peak_above_before(work: Callable[[], object]) -> int:
-    """Bytes of memory, shared ones included, that this process had at most during `work`, less those before."""
+    """Return how many bytes the peak memory of this process during `work`, shared memory included, is above before."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text(_RESET_PEAK, encoding="ascii")
     before = status_bytes("VmRSS")
@@ -25,14 +25,14 @@ def peak_above_before(work: Callable[[], object]) -> int:
 
 
 def status_bytes(name: str, status: Path = _STATUS) -> int:
-    """A figure of /proc/PID/status."""
+    """Return a figure of /proc/PID/status in bytes."""
     found = re.search(rf"^{name}:\s+(\d+) kB$", status.read_text(encoding="ascii"), re.MULTILINE)
     assert found is not None
     return 1024 * int(found[1])
 
 
 def untouched_zeros(num_bytes: int) -> torch.Tensor:
-    """So many bytes that are no memory until they are written: all of them read from one page of zeros."""
+    """Return zeros that take no memory until they are written: the kernel maps one page of zeros for all of them."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)  # Writing to gigabytes page by page takes many times as long.

@@ -1,4 +1,4 @@
-"""Tensors of every dtype that DCP can save, in every way in which one can lie in memory."""
+"""Tensors of every dtype that DCP can save, in every memory layout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NEGATABLE = ("float64", "float32", "float16", "bfloat16", "int8", "int64", "comp
 
 
 def random_bits(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> Tensor:
-    """Any elements, NaNs of every kind among them."""
+    """Return a tensor of any bits, all kinds of NaN among them."""
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     generator = torch.Generator().manual_seed(seed)
     high = 2 if dtype is torch.bool else 256
@@ -19,13 +19,13 @@ def random_bits(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> Te
 
 
 def bits(tensor: Tensor) -> bytes:
-    """The row-major bytes of its elements."""
+    """Return the row-major bytes of its elements."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return bytes(plain.reshape(-1).view(torch.uint8).numpy()) if plain.numel() else b""
 
 
 def every_tensor() -> dict[str, Tensor]:
-    """By dtype and layout."""
+    """Return a tensor for each dtype and layout, named `dtype.layout`."""
     return {
         f"{name}.{layout}": tensor
         for seed, (name, dtype) in enumerate(DTYPES.items())
@@ -34,12 +34,12 @@ def every_tensor() -> dict[str, Tensor]:
 
 
 def zeros(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Zeros, of a dtype that torch has no zeros of, too."""
+    """Return zeros, also of dtypes that `torch.zeros` does not support."""
     return torch.zeros(torch.Size(shape).numel() * dtype.itemsize, dtype=torch.uint8).view(dtype).reshape(shape)
 
 
 def zeros_like(tensor: Tensor) -> Tensor:
-    """Zeros that lie in memory as `tensor` does, as far as it can be written to; sharing it with no other."""
+    """Return zeros in memory of their own, with the layout of `tensor`, or contiguous if its elements overlap."""
     plain = zeros(tensor.dtype, tuple(tensor.shape))
     if tensor.numel() and not _overlaps(tensor):
         room = zeros(tensor.dtype, (1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)),))
@@ -50,7 +50,7 @@ def zeros_like(tensor: Tensor) -> Tensor:
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """Whether two of its elements may lie in one place."""
+    """Return whether two of its elements may share memory."""
     end = 1
     for stride, size in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
         if stride < end:
@@ -77,7 +77,7 @@ def _layouts(name: str, dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
         "empty_box": much[:3, :0, :2],
         "of_ones": much[:1, 5:6, 2:3],
         "channels_last": random_bits(dtype, (2, 3, 4, 5), seed + 400).to(memory_format=torch.channels_last),
-        # More than one block, and one request's end within it.
+        # More than one block, with the end of a read request inside.
         "large": random_bits(dtype, (700, 300), seed + 500) if name in ("float32", "complex32") else base[:, 2],
         "large_transposed": random_bits(dtype, (700, 310), seed + 600).t() if name == "bfloat16" else base[:, 1:3].t(),
     }

@@ -9,7 +9,7 @@ from torchtitan_lite.checkpoint.reading.entries import Leaf, entries
 
 
 def contents(**paths: tuple[str | int, ...] | None) -> Contents:
-    """A checkpoint with an object under each key; it says where the key leads to, but for those with None."""
+    """Return a checkpoint with an object under each key, and with the path of each key that has one."""
     objects = {key.replace("__", "."): StoredObject(1) for key in paths}
     known = {key.replace("__", "."): path for key, path in paths.items() if path is not None}
     return Contents("step-4", {}, objects, known)

@@ -1,4 +1,4 @@
-"""Every file of a checkpoint, damaged in every way: it is found, named, and not resumed from."""
+"""Every file of a checkpoint, damaged in every way: a load finds and names it, and resumes from an older one."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from torchtitan_lite.store.manifest import Manifest
 
 FLIPS = 50
 Damage = Callable[[bytes, bytes], bytes | None]
-"""Makes another file of a file and of that of another step; None: the file is gone."""
+"""Returns the damaged bytes of a file, from its bytes and those of another step; None: the file is deleted."""
 
 
 class Big:
-    """Makes a file of several blocks."""
+    """A state that takes several blocks of a file."""
 
     def __init__(self) -> None:
         self.tensors = {name: torch.rand(BLOCK_BYTES // 4) for name in ("one", "two")}
@@ -34,7 +34,7 @@ class Big:
 
 
 def flips(size: int) -> Iterator[tuple[int, int]]:
-    """Places and bits: the first byte, the last, and others anywhere."""
+    """Yield places and bits to flip: the first byte, the last, and others anywhere."""
     chance = random.Random(size)
     places = [0, size - 1, *(chance.randrange(size) for _ in range(FLIPS - 2))]
     return ((place, 1 << chance.randrange(8)) for place in places)
@@ -67,7 +67,7 @@ def trained(start_run: StartRun) -> SmallRun:
 
 
 def tensors_at(folder: Path, file: str, place: int) -> set[str]:
-    """The tensors whose elements have this byte of the file."""
+    """Return the tensors with an element at this byte of the file."""
     manifest = Manifest.of_folder(folder)
     assert manifest is not None
     found = set()
@@ -82,7 +82,7 @@ def tensors_at(folder: Path, file: str, place: int) -> set[str]:
 def probe(
     trained: SmallRun, start_run: StartRun, caplog: pytest.LogCaptureFixture, file: str, data: bytes | None
 ) -> tuple[str, set[str]]:
-    """What the load finds, and in which tensors, if the `file` of step 2 is `data`. Afterwards it is as it was."""
+    """Return what a load finds, and in which tensors, if the `file` of step 2 is `data`. Restores the file."""
     path = trained.root / "step-2" / file
     before = path.read_bytes()
     path.unlink()
@@ -90,20 +90,20 @@ def probe(
         path.write_bytes(data)
     run = start_run(interval=100, states={"big": Big()})
     assert run.manager.load(), "there is an older one"
-    assert (run.manager.loaded_step, run.train_state.step) == (1, 1), "not resumed from"
+    assert (run.manager.loaded_step, run.train_state.step) == (1, 1), "the damaged one is not resumed"
     run.manager.close()
-    finding = f"{path.parent} has no manifest and is passed over"
+    finding = f"{path.parent} has no manifest"
     keys: set[str] = set()
     if data is None and file == layout.MANIFEST:
-        assert finding in caplog.text, "it may be anybody's: it stays as it is"
+        assert finding in caplog.text, "it may be another tool's, so it stays as it is"
     else:
         assert run.events.steps("quarantined") == [2]
         figures = run.events.figures("fallback")
         finding, keys = figures["finding"], set(figures["keys"])
         (trained.root / "step-2.corrupt").rename(trained.root / "step-2")
-    for told in (trained.root / "step-2").glob("*.json"):
-        if told.name != "manifest.json":
-            told.unlink()
+    for document in (trained.root / "step-2").glob("*.json"):
+        if document.name != "manifest.json":
+            document.unlink()
     path.write_bytes(before)
     return finding, keys
 
@@ -124,13 +124,13 @@ def test_all_damage_is_found_and_named(
     for how, damage in OTHERS.items():
         damaged = damage(data, other)
         if damaged == data:
-            continue  # Where nothing moved, two steps have the same description.
+            continue  # Two steps have the same description if no object moved.
         finding, _ = probe(trained, start_run, caplog, file, damaged)
-        is_gone = damaged is None and file == "manifest.json"  # It may be anybody's: nothing says that it was ours.
+        is_gone = damaged is None and file == "manifest.json"  # Without a manifest it may be another tool's.
         assert file in finding or is_gone, (how, finding)
         found += 1
     print(f"{file}: {found} of {found} damages found and named")
     assert found >= FLIPS + len(OTHERS) - 1
     run = start_run(interval=100, states={"big": Big()})
     assert run.manager.load()
-    assert run.manager.loaded_step == 2, "undamaged, it is taken"
+    assert run.manager.loaded_step == 2, "undamaged, it is resumed"

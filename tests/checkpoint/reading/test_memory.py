@@ -1,4 +1,4 @@
-"""Saving and loading take a fixed amount of memory besides the state, and nothing that adds up over saves."""
+"""Saving and loading take a fixed amount of memory besides the state, and it does not grow from save to save."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from torchtitan_lite.store.store import CheckpointStore
 
 STATE_BYTES = 1000 * MIB
 EXTRA_BYTES = 64 * MIB
-"""Besides the state, or the state and its one copy."""
+"""Limit of the memory besides the state, or besides the state and its one copy."""
 GROWTH_BYTES = 32 * MIB
-"""Between the first save and the fifth: threads' allocators keep more or less. Nothing of 8 MiB is left behind."""
+"""Limit of the growth from the first save to the fifth: what the allocators of threads keep varies."""
 
 
 @pytest.fixture
 def alone() -> Iterator[Ranks]:
-    """A process in which nothing was done before."""
+    """Return one fresh process."""
     ranks = Ranks(1, grouped=False, deadline_seconds=240)
     yield ranks
     ranks.close()
 
 
 def large_state() -> dict[str, Any]:
-    """`STATE_BYTES` in tensors, some of which do not lie row by row, and a few objects."""
+    """Return `STATE_BYTES` in tensors, some of them not contiguous, and a few objects."""
     model: dict[str, Tensor] = {f"w{i}": torch.full((5000, 5000), float(i)) for i in range(8)}
     model["transposed"] = torch.full((10_000, 2500), 8.0).t()
     model["strided"] = torch.full((2500, 10_000), 9.0)[:, ::2]
@@ -49,7 +49,7 @@ def large_state() -> dict[str, Any]:
 
 
 def small_state() -> dict[str, Any]:
-    """What has the modules imported and the threads started that any save needs."""
+    """Return a state whose save imports the modules and starts the threads that every save needs."""
     return {"model": {"w": torch.ones(100, 100), "transposed": torch.ones(30, 20).t()}, "step": 1}
 
 
@@ -82,7 +82,7 @@ def peaks_of_sync_save_and_load(rank: int, folder: Path) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_a_sync_save_and_a_load_take_as_much_memory_whatever_the_state(alone: Ranks, tmp_path: Path) -> None:
+def test_a_sync_save_and_a_load_take_bounded_memory_besides_the_state(alone: Ranks, tmp_path: Path) -> None:
     [(saving, loading)] = alone.run(peaks_of_sync_save_and_load, folder=tmp_path)
     print(f"extra at its peak: save {saving / MIB:.1f} MiB, load {loading / MIB:.1f} MiB")
     assert saving <= EXTRA_BYTES
@@ -90,7 +90,7 @@ def test_a_sync_save_and_a_load_take_as_much_memory_whatever_the_state(alone: Ra
 
 
 def peaks_of_async_saves(rank: int, folder: Path, mode: str) -> tuple[list[int], int]:
-    """The peak so far after each of five saves, and what the writer process has for itself."""
+    """Return the peak so far after each of five saves, and the anonymous memory of the writer process."""
     saver: Any = ThreadSaver(peers()) if mode == "thread" else ProcessSaver(peers(), 60)
     small: Saver = ThreadSaver(peers())
     save(small, folder / "small", small_state())
@@ -116,7 +116,7 @@ def peaks_of_async_saves(rank: int, folder: Path, mode: str) -> tuple[list[int],
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["thread", "process"])
-def test_async_saves_take_one_copy_of_the_state_however_many_there_are(alone: Ranks, tmp_path: Path, mode: str) -> None:
+def test_async_saves_take_one_copy_of_the_state_however_many_they_are(alone: Ranks, tmp_path: Path, mode: str) -> None:
     [(peaks, of_writer)] = alone.run(peaks_of_async_saves, folder=tmp_path, mode=mode)
     extra = [(peak - STATE_BYTES) / MIB for peak in peaks]
     print(f"besides one copy: {extra} MiB; the writer process for itself: {of_writer / MIB:.1f} MiB")
@@ -147,7 +147,7 @@ def test_twenty_saves_leave_no_more_descriptors_and_threads_than_five(
 
 
 def descriptors_and_threads(run: TinyRun) -> tuple[list[str], list[str]]:
-    """All that this process has open, and its threads, once the save under way is over."""
+    """Return the files that this process has open and its threads, after the save in flight has ended."""
     run.saver.wait()
     assert run.manager._housekeeping.wait(60)
     for thread in threading.enumerate():

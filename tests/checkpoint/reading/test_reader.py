@@ -1,4 +1,4 @@
-"""What a checkpoint holds, what is refused before a byte is read, what comes back."""
+"""What a checkpoint holds, what is refused before any data is read, and what a load restores."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_model_is_read_into_its_live_tensors(tmp_path: Path) -> None:
     assert live["a.weight"] is weight
 
 
-def test_weights_under_bare_names_are_read_too_whatever_is_beside_them(tmp_path: Path) -> None:
+def test_weights_under_bare_names_are_read_whatever_else_the_checkpoint_has(tmp_path: Path) -> None:
     live = model()
     stored(tmp_path, **model(3), more=torch.ones(1)).read_model(live, cast=False)
     assert same(live, model(3))
@@ -81,13 +81,13 @@ def test_a_model_that_does_not_fit_is_refused_before_a_byte_is_read(
     assert same(live, before)
 
 
-def test_weights_of_another_floating_dtype_are_cast_when_asked_for(tmp_path: Path) -> None:
+def test_weights_of_another_floating_dtype_are_cast_with_cast(tmp_path: Path) -> None:
     live = model()
     stored(tmp_path, **model(1.5, torch.bfloat16)).read_model(live, cast=True)
     assert same(live, model(1.5))
 
 
-def test_all_that_does_not_fit_is_one_report(tmp_path: Path) -> None:
+def test_all_differences_are_in_one_report(tmp_path: Path) -> None:
     optimizer = {"a.weight": Slot(("a.weight",), (0, 0), torch.zeros(2, 2), {"lr": 0.1}, {})}
     checkpoint = stored(tmp_path, model=model(), optimizer={}, there={"n": 1})
     with pytest.raises(CheckpointMismatch) as refusal:
@@ -97,7 +97,7 @@ def test_all_that_does_not_fit_is_one_report(tmp_path: Path) -> None:
     assert set(names) == {"    b", "    optimizer.param_groups.a.weight", "    loader"}
 
 
-def test_an_optimizer_comes_back_and_settings_that_the_checkpoint_has_not_stay(tmp_path: Path) -> None:
+def test_an_optimizer_is_restored_and_keeps_settings_that_the_checkpoint_does_not_have(tmp_path: Path) -> None:
     state = {"step": torch.tensor(3.0), "exp_avg": torch.ones(2), "exp_avg_sq": torch.full((2,), 2.0)}
     saved: dict[str, Any] = {f"state.w.{key}": value for key, value in state.items()}
     saved |= {"param_groups.w.lr": 0.5, "param_groups.w.betas": (0.9, 0.95)}
@@ -110,7 +110,7 @@ def test_an_optimizer_comes_back_and_settings_that_the_checkpoint_has_not_stay(t
     assert (group["lr"], group["betas"], group["eps"]) == (0.5, (0.9, 0.95), 1e-8)
 
 
-def test_a_state_comes_back_as_it_was_saved_whatever_the_run_has_now(tmp_path: Path) -> None:
+def test_a_state_is_read_as_it_was_saved_whatever_the_run_has_now(tmp_path: Path) -> None:
     state = {
         "text": "a",
         "none": None,
@@ -123,8 +123,8 @@ def test_a_state_comes_back_as_it_was_saved_whatever_the_run_has_now(tmp_path: P
     assert same(read, state)
 
 
-def test_a_mapping_of_the_run_that_was_empty_comes_back_empty(tmp_path: Path) -> None:
-    """DCP keeps leaves only."""
+def test_a_mapping_that_was_empty_at_the_save_is_read_as_empty(tmp_path: Path) -> None:
+    """DCP stores leaves only."""
     own = {"n": 0, "workers": {"0": 5}}
     assert stored(tmp_path, loader={"n": 1, "workers": {}}).read_state("loader", own) == {"n": 1, "workers": {}}
     assert own["workers"] == {"0": 5}
@@ -149,7 +149,7 @@ def test_nothing_is_unpickled_freely(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["nothing there", "no metadata"])
-def test_metadata_that_cannot_be_read_is_told_with_the_path(tmp_path: Path, damage: str) -> None:
+def test_metadata_that_cannot_be_read_is_an_error_with_the_path(tmp_path: Path, damage: str) -> None:
     folder = tmp_path / "c"
     if damage != "nothing there":
         folder.mkdir()
@@ -157,7 +157,7 @@ def test_metadata_that_cannot_be_read_is_told_with_the_path(tmp_path: Path, dama
         StoredCheckpoint(folder, PEERS).read_model(model(), cast=False)
 
 
-def test_a_data_file_that_is_gone_is_told_with_the_path(tmp_path: Path) -> None:
+def test_a_missing_data_file_is_an_error_with_the_path(tmp_path: Path) -> None:
     checkpoint = stored(tmp_path, model=model())
     (checkpoint.path / "__0_0.distcp").unlink()
     with pytest.raises(CheckpointDamaged, match=f"{checkpoint.path} .*__0_0.distcp is missing"):
@@ -176,7 +176,7 @@ def test_dcp_loads_with_the_reader_whatever_wrote_the_checkpoint(tmp_path: Path,
 
 
 @pytest.mark.parametrize(("verify", "is_found"), [("off", False), ("size", False), ("full", True)])
-def test_damage_is_looked_for_as_much_as_is_asked_for(tmp_path: Path, verify: Verify, is_found: bool) -> None:
+def test_damage_is_found_only_with_full_verification(tmp_path: Path, verify: Verify, is_found: bool) -> None:
     folder = stored(tmp_path, model=model(3)).path
     manifest = add_manifest(folder)
     [name, at, *_] = manifest.tensors["model.a.weight"]["chunks"][0]
@@ -206,7 +206,7 @@ def test_a_file_of_another_size_is_found_before_it_is_read(tmp_path: Path, verif
         checkpoint.read_model(model(), cast=False)
 
 
-def test_an_error_of_the_machine_is_no_damage(tmp_path: Path) -> None:
+def test_an_error_of_the_machine_is_not_reported_as_damage(tmp_path: Path) -> None:
     folder = stored(tmp_path, model=model(3)).path
     add_manifest(folder)
     faults.install("EIO@read:times=always", rank=0)

@@ -1,4 +1,4 @@
-"""Which bytes of a checkpoint are read and checked, and whose they are found to be where they are damaged."""
+"""Which bytes of a checkpoint are read and verified, and which keys an error names where they are damaged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchtitan_lite.errors import CheckpointDamaged
 
 DATA = "__0_0.distcp"
 PLACES = {
-    "first": (0, BLOCK_BYTES),  # All of block 0, and nothing of block 1.
+    "first": (0, BLOCK_BYTES),  # All of block 0 and nothing of block 1.
     "second": (BLOCK_BYTES, BLOCK_BYTES - 8),
     "across": (2 * BLOCK_BYTES - 8, 16),  # The end of block 1, the beginning of block 2.
     "empty": (4 * BLOCK_BYTES + 100, 0),
@@ -35,7 +35,7 @@ NEXT_AT = 4 * BLOCK_BYTES
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A checkpoint of three files: the second has two blocks, the third holds nothing."""
+    """Write a checkpoint of three files: the second has two blocks, the third holds no tensor and no object."""
     item = object_item(list(range(200)))
     assert 512 < len(item) < BLOCK_BYTES, "it ends in block 3"
     data = bytearray((bytes(range(251)) * (BLOCK_BYTES // 50 + 1))[: 5 * BLOCK_BYTES + 100])
@@ -57,7 +57,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 class Noting(BlockReader):
-    """Notes what is read, and which blocks are verified."""
+    """Records the reads and the blocks that are verified."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def regions(folder: Path, *keys: str, dtype: torch.dtype = torch.uint8) -> list[
 
 
 def keys_damaged(folder: Path, wanted: Wanted) -> list[str]:
-    """Read `wanted`, and return which keys are told to be concerned by damage; none if there is none."""
+    """Read `wanted`, and return the keys that the error for damage names; none if there is no damage."""
     try:
         CheckpointReader(folder).read(wanted)
     except CheckpointDamaged as error:
@@ -89,7 +89,7 @@ def keys_damaged(folder: Path, wanted: Wanted) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("at", "wanted", "concerned"),
+    ("at", "wanted", "affected"),
     [
         (0, ["first"], ["first"]),
         (BLOCK_BYTES - 1, ["first"], ["first"]),
@@ -103,14 +103,14 @@ def keys_damaged(folder: Path, wanted: Wanted) -> list[str]:
         (5 * BLOCK_BYTES, ["empty"], []),
     ],
 )
-def test_damage_is_found_by_whoever_reads_its_block_and_is_everybodys_who_has_a_part_of_it(
-    folder: Path, at: int, wanted: list[str], concerned: list[str]
+def test_damage_is_found_by_a_read_of_its_block_and_named_with_all_keys_in_it(
+    folder: Path, at: int, wanted: list[str], affected: list[str]
 ) -> None:
     flip(folder / DATA, at)
-    assert keys_damaged(folder, Wanted(regions(folder, *wanted))) == concerned
+    assert keys_damaged(folder, Wanted(regions(folder, *wanted))) == affected
 
 
-def test_damage_of_an_object_is_found_by_whoever_reads_it(folder: Path) -> None:
+def test_damage_of_an_object_is_found_by_a_read_of_it(folder: Path) -> None:
     taken: list[Any] = []
     wanted = Wanted(objects=[("numbers", taken.append)])
     assert keys_damaged(folder, wanted) == []
@@ -119,14 +119,14 @@ def test_damage_of_an_object_is_found_by_whoever_reads_it(folder: Path) -> None:
     assert keys_damaged(folder, wanted) == ["numbers"]
 
 
-def test_damage_of_one_file_is_not_what_lies_at_the_same_place_of_another(folder: Path) -> None:
+def test_damage_of_one_file_does_not_name_keys_at_the_same_place_of_another(folder: Path) -> None:
     flip(folder / "__1_0.distcp", 4)
     assert keys_damaged(folder, Wanted(regions(folder, *PLACES))) == []
     assert keys_damaged(folder, Wanted(regions(folder, "beside"))) == ["beside"]
 
 
-def test_the_rest_is_every_block_that_no_tensor_lies_in(folder: Path) -> None:
-    """What is read of the tensors comes on top; so each byte is looked at, and most of them once."""
+def test_the_rest_is_every_block_without_a_tensor(folder: Path) -> None:
+    """With a read of all tensors, every byte is verified, most of them once."""
     noting = Noting()
     CheckpointReader(folder, blocks=noting).verify_rest(0, 1)
     rest = [(DATA, 3), (DATA, 4), ("__1_0.distcp", 1), ("__2_0.distcp", 0)]
@@ -134,7 +134,7 @@ def test_the_rest_is_every_block_that_no_tensor_lies_in(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
-def test_ranks_share_the_files_of_the_rest_each_has_its_own(folder: Path, count: int) -> None:
+def test_each_file_of_the_rest_is_verified_by_one_rank(folder: Path, count: int) -> None:
     together: list[tuple[str, int]] = []
     for number in range(count):
         noting = Noting()
@@ -148,7 +148,7 @@ def test_ranks_share_the_files_of_the_rest_each_has_its_own(folder: Path, count:
 
 
 @pytest.mark.parametrize("at", [4 * BLOCK_BYTES + 50, 3 * BLOCK_BYTES + 100_000])
-def test_damage_that_no_tensor_would_show_is_found_in_the_rest(folder: Path, at: int) -> None:
+def test_damage_outside_all_tensors_is_found_in_the_rest(folder: Path, at: int) -> None:
     flip(folder / DATA, at)
     assert keys_damaged(folder, Wanted(regions(folder, "first", "second", "across", "last"))) == []
     with pytest.raises(CheckpointDamaged, match=f"of {DATA}: "):
@@ -156,9 +156,7 @@ def test_damage_that_no_tensor_would_show_is_found_in_the_rest(folder: Path, at:
     CheckpointReader(folder, "size").verify_rest(0, 1)
 
 
-def test_what_must_be_read_somewhere_else_first_is_read_in_batches_of_little_memory(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_staged_parts_are_read_in_batches_of_bounded_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "BATCH_BYTES", 96)
     wanted = regions(folder, "across", "last", "beside", dtype=torch.float32)
     noting = Noting()
@@ -182,5 +180,5 @@ def test_one_part_that_is_larger_than_a_batch_is_a_batch(folder: Path, monkeypat
 
 
 def names(folder: Path) -> list[str]:
-    """The files with a record."""
+    """Return the files with a record in the manifest."""
     return sorted(CheckpointFolder(folder).records)

@@ -1,4 +1,4 @@
-"""Whatever is read, it is what DCP's own reader reads, and a byte that is not what it was is found."""
+"""Our reader reads what DCP's own reader reads, and finds every changed byte."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ CASTS = {torch.float32: torch.bfloat16, torch.bfloat16: torch.float32, torch.int
 
 @contextmanager
 def small_parts(num_bytes: int) -> Iterator[None]:
-    """What is staged is staged in parts of so many bytes, and runs of a tenth are long."""
+    """Stage in parts of `num_bytes` meanwhile, and treat runs of a tenth of it as long."""
     before = regions.STAGED_BYTES, regions._LONG_RUN_BYTES, reader.BATCH_BYTES
     regions.STAGED_BYTES, regions._LONG_RUN_BYTES, reader.BATCH_BYTES = num_bytes, num_bytes // 10, 3 * num_bytes
     try:
@@ -93,7 +93,7 @@ class _Chunks(DefaultLoadPlanner):
 
 
 def write(folder: Path, tensors: dict[str, torch.Tensor], boxes: dict[str, list[Box]]) -> None:
-    """A checkpoint of `tensors` in chunks, as DCP's own writer writes it."""
+    """Write a checkpoint of `tensors` in chunks with DCP's own writer."""
     folder.mkdir()
     writer = FileSystemWriter(folder, sync_files=False)
     writer.set_up_storage_writer(True)
@@ -101,7 +101,7 @@ def write(folder: Path, tensors: dict[str, torch.Tensor], boxes: dict[str, list[
     for key, tensor in tensors.items():
         properties = TensorProperties(dtype=tensor.dtype)
         chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes[key]]
-        # An empty chunk has no place of its own: another one may have its offsets.
+        # Leave out empty chunks: another chunk may have the same offsets.
         chunks = [chunk for chunk in chunks if 0 not in chunk.sizes] or chunks[:1]
         described[key] = TensorStorageMetadata(properties, tensor.size(), chunks)
         items += [
@@ -131,7 +131,7 @@ def numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tens
 
 @st.composite
 def views(draw: st.DrawFn, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of `shape` that may lie anyhow in memory."""
+    """Return a tensor of `shape` with any memory layout."""
     order = draw(st.permutations(range(len(shape))))
     if draw(st.booleans()):
         return torch.zeros(shape, dtype=dtype)
@@ -181,7 +181,7 @@ def forget(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of several blocks, with objects that stand in its files alone."""
+    """Write a checkpoint of several blocks, with objects that are in its files only."""
     folder = tmp_path_factory.mktemp("saved") / "c"
     tensors = {f"w{i}": numbers((300, 500), torch.float32, i) for i in range(4)}
     dcp_save({"model": tensors, "s": {"text": "x" * 3_000_000, "n": 1}}, checkpoint_id=folder, no_dist=True)
@@ -189,17 +189,18 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def load_everything(folder: Path) -> None:
+def load_everything(folder: Path) -> dict[str, torch.Tensor]:
+    """Verify the rest of the files, and return the model."""
     checkpoint = StoredCheckpoint(folder, Peers(timedelta(seconds=60)))
     checkpoint.verify_rest()
     model = {f"w{i}": torch.zeros(300, 500) for i in range(4)}
     checkpoint.read_model(model)
-    assert all(torch.equal(model[f"w{i}"], numbers((300, 500), torch.float32, i)) for i in range(4))
+    return model
 
 
 @settings(deadline=None, max_examples=examples(60))
 @given(st.floats(0, 1, exclude_max=True), st.sampled_from(["__0_0.distcp", ".metadata", "manifest.json"]))
-def test_a_byte_that_is_not_what_it_was_is_found_wherever_it_is(saved: Path, where: float, name: str) -> None:
+def test_a_changed_byte_is_found_wherever_it_is(saved: Path, where: float, name: str) -> None:
     path = saved / name
     at = int(where * path.stat().st_size)
     flip(path, at)
@@ -210,12 +211,13 @@ def test_a_byte_that_is_not_what_it_was_is_found_wherever_it_is(saved: Path, whe
         flip(path, at)
 
 
-def test_what_is_whole_is_read(saved: Path) -> None:
-    load_everything(saved)
+def test_an_undamaged_checkpoint_is_read(saved: Path) -> None:
+    model = load_everything(saved)
+    assert [key for key in model if not torch.equal(model[key], numbers((300, 500), torch.float32, int(key[1:])))] == []
 
 
-def test_ranks_share_what_holds_no_tensor(saved: Path) -> None:
-    """Each file is one rank's, and together they look at all of them."""
+def test_ranks_share_the_blocks_without_tensors(saved: Path) -> None:
+    """One rank verifies each file, and together they verify all files."""
     for name, at in ("__0_0.distcp", 1_500_000), (".metadata", 10):
         flip(saved / name, at)
         found = [finding(saved, number, 3) for number in range(3)]

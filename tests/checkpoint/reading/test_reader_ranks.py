@@ -1,4 +1,4 @@
-"""A checkpoint read by two ranks, each its part: what one of them finds is everyone's."""
+"""Two ranks read a checkpoint, each its part: an error on one of them is raised on both."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROWS, COLUMNS = 1024, 1024
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """4 MiB of one tensor, and 2 MiB of an object that stands in the file alone."""
+    """Write 4 MiB of one tensor, and 2 MiB of an object that is in the data file only."""
     state = {"model": {"w": torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS).float()}, "s": {"text": "x" * (2 << 20)}}
     dcp_save(state, checkpoint_id=tmp_path / "c", no_dist=True)
     add_manifest(tmp_path / "c")
@@ -32,14 +32,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 def place_of(folder: Path, row: int) -> tuple[Path, int]:
-    """The byte where `row` begins."""
+    """Return the file and the byte where `row` begins."""
     manifest = add_manifest(folder)
     [name, at, *_] = manifest.tensors["model.w"]["chunks"][0]
     return folder / name, at + row * COLUMNS * 4
 
 
 def read(rank: int, folder: Path, dim: int = 0, fault: str = "") -> tuple[str, torch.Tensor]:
-    """What reading it all raised, as "type: keys", and this rank's part."""
+    """Read everything. Returns the error that it raised, as "type: keys", and this rank's part."""
     mesh = init_device_mesh("cpu", (2,))
     live = distribute_tensor(torch.zeros(ROWS, COLUMNS), mesh, [Shard(dim)])
     assert isinstance(live, DTensor)
@@ -64,14 +64,12 @@ def test_each_rank_reads_its_part(two_ranks: Ranks, folder: Path, dim: int) -> N
 
 
 @pytest.mark.parametrize("row", [ROWS // 8, ROWS - ROWS // 8])
-def test_damage_in_one_ranks_part_is_told_by_all(two_ranks: Ranks, folder: Path, row: int) -> None:
+def test_damage_in_one_ranks_part_is_raised_on_all(two_ranks: Ranks, folder: Path, row: int) -> None:
     flip(*place_of(folder, row))
     assert [found for found, _ in two_ranks.run(read, folder=folder)] == ["CheckpointDamaged: model.w"] * 2
 
 
-def test_damage_where_there_is_no_tensor_is_told_by_all_before_a_tensor_is_touched(
-    two_ranks: Ranks, folder: Path
-) -> None:
+def test_damage_outside_all_tensors_is_raised_on_all_before_a_tensor_changes(two_ranks: Ranks, folder: Path) -> None:
     flip(folder / "__0_0.distcp", 3 << 19)
     for found, local in two_ranks.run(read, folder=folder):
         assert found == "CheckpointDamaged: "

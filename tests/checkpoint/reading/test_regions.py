@@ -1,4 +1,4 @@
-"""What is read straight into its place, what comes by way of other memory, and in how large parts."""
+"""What is read straight into its place, what is staged through a buffer, and in parts of which size."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def file_of(num_elements: int) -> bytes:
 
 
 def source(shape: Sequence[int], strides: Sequence[int] | None = None, first: int = 0) -> Source:
-    """Return what of such a file is a tensor of `shape`, from the element `first` on."""
+    """Return the source of a tensor of `shape` in such a file, starting at the element `first`."""
     strides = contiguous_strides(tuple(shape)) if strides is None else strides
     return Source("f", 7 + 4 * first, FLOAT, tuple(shape), tuple(strides))
 
@@ -79,14 +79,14 @@ def test_long_rows_are_read_one_by_one_each_into_its_place(length: int) -> None:
 
 
 def test_short_rows_that_lie_close_together_are_not_read_one_by_one() -> None:
-    """So many small reads are slower than one read and a copy."""
+    """Many small reads are slower than one read and a copy."""
     length = LONG_ROW - 1
     assert straight(source((5, length + 9)).part((0, 0), (3, length)), torch.zeros(3, length)) is None
 
 
 @pytest.mark.parametrize(("gap", "is_straight"), [(GAP_BYTES // 4, False), (GAP_BYTES // 4 + 1, True)])
 def test_short_rows_that_lie_far_apart_are_read_one_by_one(gap: int, is_straight: bool) -> None:
-    """What lies between them would be read for nothing."""
+    """One read of them all would read the large gaps for nothing."""
     box, target = source((3, 10 + gap)).part((0, 0), (3, 10)), torch.zeros(3, 10)
     pieces = straight(box, target)
     assert (pieces is not None) == is_straight
@@ -95,7 +95,7 @@ def test_short_rows_that_lie_far_apart_are_read_one_by_one(gap: int, is_straight
         assert torch.equal(target, expected(box))
 
 
-def test_of_rows_in_several_dimensions_the_least_gap_counts() -> None:
+def test_the_smallest_gap_between_rows_in_several_dimensions_counts() -> None:
     far = GAP_BYTES // 4 + 100
     assert straight(source((2, 3, 8), (far, 9, 1)), torch.zeros(2, 3, 8)) is None
     target = torch.zeros(2, 3, 8)
@@ -108,7 +108,7 @@ def test_of_rows_in_several_dimensions_the_least_gap_counts() -> None:
 
 def test_dimensions_that_lie_together_in_both_are_one_row() -> None:
     target = torch.zeros(3, 2, 2, LONG_ROW)[:, :1]
-    box = source((3, 1, 2, LONG_ROW), (4 * LONG_ROW, 7, LONG_ROW, 1))  # Where there is one row, its stride is nothing.
+    box = source((3, 1, 2, LONG_ROW), (4 * LONG_ROW, 7, LONG_ROW, 1))  # The stride of a dim of size 1 does not matter.
     pieces = straight(box, target)
     assert pieces is not None
     assert [len(piece.into) for piece in pieces] == [8 * LONG_ROW] * 3
@@ -134,12 +134,12 @@ def test_a_small_transposed_tensor_is_one_piece_too() -> None:
     assert target.tolist() == [[0, 3], [1, 4], [2, 5]]
 
 
-def test_elements_that_are_stored_once_and_wanted_often_are_not_read_straight() -> None:
+def test_elements_that_are_stored_once_for_many_places_are_not_read_straight() -> None:
     assert straight(source((3, LONG_ROW), (0, 1)), torch.zeros(3, LONG_ROW)) is None
 
 
 class Subclass(torch.Tensor):
-    """May mean anything by its memory."""
+    """A tensor whose memory may mean anything."""
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ class Subclass(torch.Tensor):
     ],
     ids=["dtype", "subclass", "gaps", "negative", "device", "layout"],
 )
-def test_what_is_no_plain_memory_of_that_dtype_is_not_read_straight(target: Tensor) -> None:
+def test_a_target_without_plain_memory_of_that_dtype_is_not_read_straight(target: Tensor) -> None:
     assert straight(source((4,)), target) is None
     assert whole(Chunk("f", 7, (0,), (4,)), FLOAT, target) is None
 
@@ -169,7 +169,7 @@ def test_a_conjugated_view_is_not_read_straight() -> None:
     assert straight(Source("f", 0, torch.complex64, (4,), (1,)), target) is None
 
 
-def test_a_whole_chunk_is_one_piece_if_its_target_is_just_as_it_is() -> None:
+def test_a_whole_chunk_is_one_piece_if_its_target_has_its_dtype_shape_and_layout() -> None:
     chunk, target = Chunk("f", 7, (0, 0), (2, 3)), torch.zeros(2, 3)
     piece = whole(chunk, FLOAT, target)
     assert piece is not None
@@ -183,7 +183,7 @@ def test_a_whole_chunk_is_one_piece_if_its_target_is_just_as_it_is() -> None:
 
 
 SMALL = 4096
-"""Bytes of a part in the tests below."""
+"""Bytes of a staged part in the tests below."""
 
 
 @pytest.mark.parametrize(
@@ -225,14 +225,13 @@ def test_parts_are_small_and_make_up_the_whole(of: Source, target: Tensor, monke
     assert torch.equal(target, expected(of).to(target.dtype))
 
 
-def test_what_lies_between_long_rows_is_not_read() -> None:
-    """Neither where they are read straight nor where they come by way of other memory."""
+def test_gaps_between_long_rows_are_not_read_when_the_rows_are_staged() -> None:
     box = source((4, 3 * LONG_ROW)).part((0, LONG_ROW), (4, LONG_ROW))
     [part] = staged(box, torch.zeros(4, LONG_ROW, dtype=torch.float64))
     assert [len(piece.into) for piece in part.begin()] == [LONG_RUN_BYTES] * 4
 
 
-def test_what_is_no_larger_than_a_part_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_is_no_larger_than_a_part_is_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(regions, "STAGED_BYTES", SMALL)
     for count, parts in ((SMALL // 4, 1), (SMALL // 4 + 1, 2)):
         assert len(list(staged(source((count,)), torch.zeros(count, dtype=torch.float64)))) == parts
@@ -250,7 +249,7 @@ def test_a_single_element_may_be_larger_than_a_part(monkeypatch: pytest.MonkeyPa
 
 
 def test_parts_are_as_large_as_they_may_be() -> None:
-    """Eight MiB: each part is a request of its own, and an object for each of its rows."""
+    """They have 8 MiB: each part costs a request of its own, and an object for each of its rows."""
     count = (20 << 20) // 4
     parts = list(staged(source((count,)), torch.zeros(count, dtype=torch.float64)))
     assert [part.num_bytes for part in parts] == [8 << 20, 8 << 20, 4 << 20]

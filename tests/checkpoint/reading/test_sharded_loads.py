@@ -1,4 +1,4 @@
-"""Checkpoints of two ranks with a sharded model: who can load them, and what is refused before anything changes."""
+"""Checkpoints of two ranks with a sharded model: which runs load them, and what is refused before anything changes."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torchtitan_lite.errors import CheckpointMismatch, CheckpointNotFound, Corpu
 
 
 class Loader:
-    """The position in a corpus; takes none of another corpus."""
+    """A position in a corpus; if it `refuses`, it raises as for a position in another corpus."""
 
     def __init__(self, *, refuses: bool = False) -> None:
         self.refuses = refuses
@@ -27,14 +27,14 @@ class Loader:
 
 
 def train_and_save(rank: int, folder: Path, mode: str = "disabled") -> dict[str, Any]:
-    """A run of three steps, saved at the last two; what was saved last."""
+    """Run three steps, save the last two, and return the contents of the last save."""
     with (run := TinyRun(folder, interval=2, async_mode=mode)).manager:
         run.steps(3, force=True)
     return run.contents()
 
 
 def resume(rank: int, folder: Path) -> dict[str, Any]:
-    """The latest checkpoint of `folder`, as loaded."""
+    """Load the latest checkpoint of `folder` and return the contents of the run."""
     with (run := TinyRun(folder)).manager:
         assert run.manager.load()
         return run.contents()

@@ -1,4 +1,4 @@
-"""On two ranks: what FSDP1, FSDP2 and DDP have of a state comes back, in the form that they have it in."""
+"""On two ranks: FSDP1, FSDP2 and DDP get their state back in their own form."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def whole(state: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("original", [True, False])
 @on_two_ranks
-def test_fsdp1_with_a_mesh_goes_on_as_if_it_had_never_stopped(rank: int, tmp_path: Path, original: bool) -> None:
+def test_fsdp1_with_a_mesh_continues_as_if_it_had_never_stopped(rank: int, tmp_path: Path, original: bool) -> None:
     def run() -> tuple[nn.Module, Optimizer]:
         torch.manual_seed(0)
         mesh = init_device_mesh("cpu", (2,))
@@ -97,7 +97,7 @@ def test_fsdp1_with_a_mesh_goes_on_as_if_it_had_never_stopped(rank: int, tmp_pat
     plain = Net()
     loaded = torch.optim.AdamW(plain.parameters())
     if rank == 0:
-        # A checkpoint of FSDP1 is one of the plain model.
+        # A checkpoint of FSDP1 has the names of the plain model.
         names = set(OptimizerWrapper([plain], [loaded]).slots())
         assert {
             key.removeprefix("param_groups.").removesuffix(".lr") for key in states[0] if key.endswith(".lr")
@@ -105,7 +105,7 @@ def test_fsdp1_with_a_mesh_goes_on_as_if_it_had_never_stopped(rank: int, tmp_pat
 
 
 @on_two_ranks
-def test_fsdp1_without_a_mesh_is_told_to_take_one(rank: int, tmp_path: Path) -> None:
+def test_fsdp1_without_a_mesh_is_refused_with_the_fix(rank: int, tmp_path: Path) -> None:
     model = FullyShardedDataParallel(Net(), use_orig_params=True, device_id=torch.device("cpu"))
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(ConfigError, match=r"without a device mesh.*Pass device_mesh=init_device_mesh"):
@@ -120,7 +120,9 @@ def sharded() -> Net:
 
 
 @on_two_ranks
-def test_state_is_made_at_a_load_as_its_parameter_is_sharded_and_only_where_it_was(rank: int, tmp_path: Path) -> None:
+def test_a_load_creates_state_sharded_like_its_parameter_and_only_where_the_checkpoint_has_it(
+    rank: int, tmp_path: Path
+) -> None:
     model = sharded()
     optimizer = torch.optim.NAdam(model.parameters(), lr=0.1)
     for parameter in (*model.first.parameters(), *model.second.parameters()):
@@ -163,7 +165,7 @@ def test_state_of_another_shape_than_its_parameter_is_sharded_as_it_was(rank: in
 
 
 @on_two_ranks
-def test_a_part_that_is_no_dtensor_is_refused_at_the_save_by_name(rank: int, tmp_path: Path) -> None:
+def test_state_of_one_rank_that_is_not_a_dtensor_is_refused_at_the_save_by_name(rank: int, tmp_path: Path) -> None:
     model = sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model.first.weight]["local"] = torch.zeros_like(model.first.weight.to_local())
@@ -196,7 +198,7 @@ def test_under_ddp_hooks_and_extra_state_have_the_plain_names_and_come_back(rank
 
 
 @on_two_ranks
-def test_a_load_hook_that_raises_on_one_rank_is_the_error_of_both(rank: int, tmp_path: Path) -> None:
+def test_a_load_hook_that_raises_on_one_rank_raises_on_both(rank: int, tmp_path: Path) -> None:
     model = sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with managed(tmp_path, model, optimizer) as manager:

@@ -1,4 +1,4 @@
-"""A run goes on from a full folder that torchtitan 0.3 itself wrote; skipped where that is not installed."""
+"""A run resumes from a full folder that torchtitan 0.3 itself wrote; skipped if that is not installed."""
 
 from __future__ import annotations
 
@@ -93,6 +93,6 @@ def _run_torchtitan(folder: Path) -> dict[str, Any]:
 
 
 def _theirs(name: str) -> str:
-    """What torchtitan 0.3 calls the tensor that is called `name` here."""
+    """Return torchtitan 0.3's name of the tensor `name`."""
     name = name.replace("output.", "lm_head.")
     return name.replace("attention.w", "attention.qkv_linear.w").replace("qkv_linear.wo", "wo")

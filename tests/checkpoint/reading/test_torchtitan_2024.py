@@ -1,4 +1,4 @@
-"""The wrappers of torchtitan of November 2024 load a full checkpoint of ours; the whole of it, once it is converted."""
+"""The wrappers of torchtitan of November 2024 load a full checkpoint of ours: parts as it is, all after conversion."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from torchtitan_lite.disk.block_reader import DamagedRange
 
 
 class Theirs:
-    """A run as torchtitan of November 2024 had it, freshly begun."""
+    """A fresh run with the objects of torchtitan of November 2024."""
 
     def __init__(self, *, dp_rank: int = 0) -> None:
         torch.manual_seed(5)
         self.model = Tiny()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        # Its factor was a functools.partial; a function with the same numbers as small_run's.
+        # torchtitan's factor was a functools.partial; this one has the same numbers as small_run's.
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, functools.partial(_falling, 1))
         self.train_state = wrappers_of_2024.TrainState()
         self.loader = wrappers_of_2024.Loader(dp_rank, {"_sample_idx": 7})
@@ -54,14 +54,14 @@ def _falling(first: int, done: int) -> float:
 
 @pytest.fixture
 def saved(start_run: StartRun) -> SmallRun:
-    """A run that was saved at step 4."""
+    """Return a run that was saved at step 4."""
     run = start_run()
     run.manager.load()
     run.train(4)
     return run
 
 
-def test_model_optimizer_and_schedule_are_loaded_as_they_lie(saved: SmallRun) -> None:
+def test_model_optimizer_and_schedule_are_loaded_without_conversion(saved: SmallRun) -> None:
     theirs = Theirs()
     theirs.load(saved.root / "step-4", "model", "optimizer", "lr_scheduler")
     assert same(dict(theirs.model.state_dict()), saved.contents()["model"])
@@ -70,7 +70,7 @@ def test_model_optimizer_and_schedule_are_loaded_as_they_lie(saved: SmallRun) ->
     assert theirs.scheduler.get_last_lr() == saved.scheduler.get_last_lr()
 
 
-def test_the_step_alone_is_loaded_as_it_lies_and_the_lists_are_not(saved: SmallRun) -> None:
+def test_of_the_train_state_only_the_step_is_loaded_without_conversion(saved: SmallRun) -> None:
     path = saved.root / "step-4"
     step = {"train_state": {"step": torch.tensor(0, dtype=torch.int32)}}
     with warnings.catch_warnings():
@@ -81,12 +81,12 @@ def test_the_step_alone_is_loaded_as_it_lies_and_the_lists_are_not(saved: SmallR
         Theirs().load(path, "train_state")
 
 
-def test_converted_all_of_it_is_loaded_and_the_run_goes_on_as_ours_would(saved: SmallRun, tmp_path: Path) -> None:
+def test_after_conversion_all_of_it_is_loaded_and_the_run_continues_as_ours(saved: SmallRun, tmp_path: Path) -> None:
     target = tmp_path / "titan" / "step-4"
     before = {path.name: path.read_bytes() for path in (saved.root / "step-4").iterdir()}
     convert(saved.root / "step-4", target, dp_ranks=2)
     assert {path.name: path.read_bytes() for path in (saved.root / "step-4").iterdir()} == before
-    assert not (target / "manifest.json").exists(), "it is torchtitan's now"
+    assert not (target / "manifest.json").exists(), "a folder of torchtitan has no manifest"
     theirs = Theirs(dp_rank=1)
     theirs.load(target)
     assert theirs.train_state.step == 4
@@ -108,7 +108,7 @@ def test_converted_all_of_it_is_loaded_and_the_run_goes_on_as_ours_would(saved: 
     assert theirs.scheduler.get_last_lr() == saved.scheduler.get_last_lr()
 
 
-def test_what_is_converted_is_loaded_here_too(saved: SmallRun, start_run: StartRun, tmp_path: Path) -> None:
+def test_a_converted_checkpoint_is_loaded_here_too(saved: SmallRun, start_run: StartRun, tmp_path: Path) -> None:
     convert(saved.root / "step-4", tmp_path / "titan" / "step-4")
     run = start_run(
         tmp_path / "again", initial_load_path=str(tmp_path / "titan" / "step-4"), initial_load_model_only=False
@@ -118,7 +118,7 @@ def test_what_is_converted_is_loaded_here_too(saved: SmallRun, start_run: StartR
     assert same(run.contents()["moments"], saved.contents()["moments"])
 
 
-def test_nothing_is_made_of_a_damaged_checkpoint_or_in_the_place_of_a_folder(saved: SmallRun, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_not_converted_and_no_folder_is_replaced(saved: SmallRun, tmp_path: Path) -> None:
     target = tmp_path / "step-4"
     with pytest.raises(ValueError, match="is no checkpoint of this package"):
         convert(tmp_path, target)

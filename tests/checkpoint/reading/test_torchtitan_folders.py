@@ -1,4 +1,4 @@
-"""A run goes on from a full folder of torchtitan: model, optimizer, learning rate and step."""
+"""A run resumes from a full folder of torchtitan: model, optimizer, learning rate and step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYOUTS = pytest.mark.parametrize("make", [of_2024, of_0_3])
 
 
 class Refusing(dict[str, Any]):
-    """A loader that takes no position but its own."""
+    """A loader that refuses every position that is not its own."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"corpus": "ours"}
@@ -37,7 +37,7 @@ class Refusing(dict[str, Any]):
 
 @pytest.fixture
 def trained(start_run: StartRun, tmp_path: Path) -> SmallRun:
-    """A run of four steps that saved nothing."""
+    """Return a run of four steps that saved nothing."""
     run = start_run(tmp_path / "elsewhere")
     run.train(4, last=False)
     return run
@@ -50,7 +50,7 @@ def taken_over(start_run: StartRun, path: Path, **options: Any) -> SmallRun:
 
 
 @LAYOUTS
-def test_model_optimizer_learning_rate_and_step_come_from_it(
+def test_model_optimizer_learning_rate_and_step_are_loaded_from_it(
     start_run: StartRun, trained: SmallRun, tmp_path: Path, make: MakeFolder
 ) -> None:
     run = taken_over(start_run, make(trained, tmp_path / "step-4"))
@@ -70,7 +70,7 @@ def test_model_optimizer_learning_rate_and_step_come_from_it(
 
 
 @LAYOUTS
-def test_the_dataloaders_state_is_skipped_with_one_line_and_nothing_else_is_warned_of(
+def test_the_dataloaders_state_is_skipped_with_one_line_and_no_other_warning(
     start_run: StartRun, trained: SmallRun, tmp_path: Path, make: MakeFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = taken_over(start_run, make(trained, tmp_path / "step-4"))
@@ -93,7 +93,9 @@ def test_a_dry_run_says_what_the_run_does(
     assert f"Resume from {path}, step 4:" in str(report)
 
 
-def test_losses_of_2024_and_tokens_of_0_3_are_taken_too(start_run: StartRun, trained: SmallRun, tmp_path: Path) -> None:
+def test_losses_of_2024_and_tokens_of_0_3_are_loaded_too(
+    start_run: StartRun, trained: SmallRun, tmp_path: Path
+) -> None:
     run = taken_over(start_run, of_2024(trained, tmp_path / "step-4"))
     run.manager.load()
     assert (run.losses, run.train_state.log_steps) == (trained.losses, [1, 2, 3, 4])
@@ -104,13 +106,15 @@ def test_losses_of_2024_and_tokens_of_0_3_are_taken_too(start_run: StartRun, tra
     assert run.train_state.n_tokens_seen == 2 * TOKENS_OF_RANK
 
 
-def test_a_loader_of_another_corpus_is_not_asked(start_run: StartRun, trained: SmallRun, tmp_path: Path) -> None:
+def test_a_loader_of_another_corpus_does_not_see_torchtitans_position(
+    start_run: StartRun, trained: SmallRun, tmp_path: Path
+) -> None:
     run = taken_over(start_run, of_0_3(trained, tmp_path / "step-4"))
     run.manager._run.small["dataloader"] = Refusing()
     assert run.manager.load()
 
 
-def test_parameters_and_their_optimizer_state_are_renamed_where_the_names_are_on_top(
+def test_parameters_with_bare_names_and_their_optimizer_state_are_renamed(
     start_run: StartRun, trained: SmallRun, tmp_path: Path
 ) -> None:
     path = of_0_3(trained, tmp_path / "step-4", prefix="net.")
@@ -122,7 +126,7 @@ def test_parameters_and_their_optimizer_state_are_renamed_where_the_names_are_on
     assert same(run.contents()["moments"], trained.contents()["moments"])
 
 
-def test_a_step_of_torchtitan_in_the_runs_own_folder_is_resumed_when_asked_for(
+def test_a_step_of_torchtitan_in_the_runs_own_folder_is_resumed_with_load_step(
     start_run: StartRun, trained: SmallRun, tmp_path: Path
 ) -> None:
     of_0_3(trained, tmp_path / "checkpoint" / "step-4")
@@ -151,9 +155,9 @@ def test_a_list_in_a_bytesio_that_holds_code_is_refused(start_run: StartRun, tra
         run.manager.load()
 
 
-def test_only_a_bytesio_of_bytes_is_made_of_an_item() -> None:
+def test_an_item_is_loaded_as_a_bytesio_only_if_it_is_nothing_else() -> None:
     buffer = io.BytesIO()
     torch.save({"inside": io.BytesIO(b"x")}, buffer)
     with pytest.raises(UnsafeItem):
         load_item(buffer.getvalue())
-    assert pickle.dumps(io.BytesIO(b"x"))  # What torch.save makes of it is a pickle like any other.
+    assert pickle.dumps(io.BytesIO(b"x"))  # torch.save pickles a BytesIO like any other object.

@@ -1,6 +1,6 @@
-"""Four steps of torchtitan 0.3's own objects, a full folder, and what came after: run as a program by a test.
+"""Train four steps with torchtitan 0.3's own objects, save a full folder, and train on. A test runs this program.
 
-`python torchtitan_run.py FOLDER` leaves `FOLDER/checkpoint/step-4` and `FOLDER/reference.pt`. Needs torchtitan 0.3.
+`python torchtitan_run.py FOLDER` writes `FOLDER/checkpoint/step-4` and `FOLDER/reference.pt`. Needs torchtitan 0.3.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DIM, HEADS, KV_HEADS, LAYERS, VOCAB = 128, 4, 2, 2, 258
 
 
 class Tokens(IterableDataset[torch.Tensor]):
-    """Counts; each row follows from its number."""
+    """Counts its rows; each row is a function of its number."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -52,7 +52,7 @@ class Tokens(IterableDataset[torch.Tensor]):
 
 
 class Progress:
-    """What torchtitan's trainer has under `train_state`."""
+    """The state of torchtitan's trainer under `train_state`."""
 
     step = ntokens_seen = 0
 
@@ -64,7 +64,7 @@ class Progress:
 
 
 def build_model() -> Any:
-    """A Llama of 0.3's classes that is ours too: rotary positions as they are, q, k and v apart."""
+    """Return a Llama of 0.3's classes that equals ours: unscaled rotary positions, separate q, k and v."""
     norm = RMSNorm.Config(normalized_shape=DIM, param_init=_NORM_INIT)
 
     def block(depth: int) -> Any:

@@ -1,6 +1,6 @@
-"""What torchtitan of November 2024 gave to `dcp.save` and `dcp.load`: the same keys, the same kinds of values.
+"""The objects that torchtitan of November 2024 gave to `dcp.save` and `dcp.load`: the same keys and kinds of values.
 
-Written from the layout, for a test that loads our folders as it did.
+They are written from the layout, for a test that loads our folders as torchtitan did.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 @dataclass
 class Model:
-    """`model`: its tensors, under their names."""
+    """`model`: its tensors under their names."""
 
     of: nn.Module
 
@@ -38,7 +38,7 @@ class Model:
 
 @dataclass
 class Optimizer:
-    """`optimizer`: flat, by the names of parameters; asking makes what state there is not."""
+    """`optimizer`: flat, by the names of parameters; `state_dict` creates state that does not exist yet."""
 
     model: nn.Module
     of: torch.optim.Optimizer
@@ -52,7 +52,7 @@ class Optimizer:
 
 @dataclass
 class TrainState:
-    """`train_state`: the step as a tensor of 32 bits, three lists as what torch.save made of them in memory."""
+    """`train_state`: the step as a 32-bit tensor, and three lists that torch.save wrote into a `BytesIO` each."""
 
     step: int = 0
     global_avg_losses: list[float] = field(default_factory=list)
@@ -75,7 +75,7 @@ class TrainState:
 
 @dataclass
 class Loader:
-    """`dataloader`: one pickle for each data-parallel rank; an empty position begins the data."""
+    """`dataloader`: one pickle for each data-parallel rank; with an empty position the data begin from their start."""
 
     rank: int
     position: dict[str, Any]
