@@ -1,4 +1,4 @@
-"""From 4 GiB on a tensor's sizes and places no longer fit into 32 bits: nothing else changes."""
+"""From 4 GiB on, the sizes and places of a tensor do not fit into 32 bits; nothing else changes."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 FOUR_GIB = 1 << 32
 LARGE = FOUR_GIB + 12_345
 MARKS = [0, 1, FOUR_GIB - 4097, FOUR_GIB - 1, FOUR_GIB, FOUR_GIB + 4096, LARGE - 1]
-"""Bytes of the large tensor that are not 0."""
+"""Positions of the bytes of the large tensor that are not 0."""
 NEEDED_BYTES = 12 << 30
-"""On the disk: the checkpoint, twice, and something for the others."""
+"""Free space on the disk: for the checkpoint twice, and a reserve for other processes."""
 WRITE_BYTES = 200 * MIB
-"""Of memory that a save may take."""
+"""Limit of the memory that a save takes."""
 HEAD = len(tensor_frame(torch.uint8, (LARGE,)).head)
 
 
@@ -53,11 +53,11 @@ HEAD = len(tensor_frame(torch.uint8, (LARGE,)).head)
 def test_a_frame_around_gigabytes_is_read_by_torch_and_by_us(
     tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
-    """All but a few bytes is a hole in the file."""
+    """All but a few bytes of the file are a hole."""
     frame, path = tensor_frame(dtype, shape), tmp_path / "item"
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     item_bytes = len(frame.head) + num_bytes + len(frame.tail)
-    # In both headers, though torch looks at the last one only.
+    # Both headers have them, though torch reads only the second one.
     in_64_bits = struct.pack("<2sHQQ", b"\x01\x00", 16, num_bytes, num_bytes)
     assert [frame.head.count(in_64_bits), frame.tail.count(in_64_bits)] == [num_bytes >= FOUR_GIB - 1] * 2
     with path.open("wb") as file:
@@ -82,14 +82,14 @@ def _part(fd: int, at: int, count: int) -> bytes:
 
 @pytest.fixture
 def alone() -> Iterator[Ranks]:
-    """A process in which nothing was done before."""
+    """Return one fresh process."""
     ranks = Ranks(1, grouped=False, deadline_seconds=300)
     yield ranks
     ranks.close()
 
 
 def zeros_and_more(*, marked: bool) -> dict[str, Tensor]:
-    """A tensor of more than 4 GiB, and one before and one after it in the file."""
+    """Return a tensor of more than 4 GiB, one before it in the file and two after it."""
     large = untouched_zeros(LARGE)
     after = torch.arange(100_000.0) if marked else torch.zeros(100_000)
     if marked:
@@ -98,7 +98,7 @@ def zeros_and_more(*, marked: bool) -> dict[str, Tensor]:
 
 
 def save(rank: int, folder: Path) -> int:
-    """The memory that it took at its peak."""
+    """Save, and return the peak of the memory that it took."""
     state = {"model": zeros_and_more(marked=True)}
     saver = SyncSaver(Peers(timedelta(seconds=60)))
     pending = peak_above_before(lambda: saver.save(state, target(CheckpointStore(folder), 1)).durable.result())
@@ -106,7 +106,7 @@ def save(rank: int, folder: Path) -> int:
 
 
 def load_with_ours(rank: int, folder: Path) -> int:
-    """The memory that it took at its peak besides what was loaded."""
+    """Load, and return the peak of the memory that it took besides the loaded tensors."""
     found = zeros_and_more(marked=False)
     stored = StoredCheckpoint(folder / "step-1", Peers(timedelta(seconds=60)))
     peak = peak_above_before(lambda: stored.read_model(found))
@@ -140,7 +140,7 @@ def _ignore_one_process() -> None:
 @pytest.mark.slow
 def test_a_tensor_over_four_gibibytes_is_saved_in_little_memory_and_read_by_both(alone: Ranks, tmp_path: Path) -> None:
     if shutil.disk_usage(tmp_path).free < NEEDED_BYTES:
-        pytest.skip("there is no room for it on the disk")
+        pytest.skip(f"needs {NEEDED_BYTES >> 30} GiB of free disk space")
     try:
         [saving] = alone.run(save, folder=tmp_path)
         [loading] = alone.run(load_with_ours, folder=tmp_path)

@@ -1,4 +1,4 @@
-"""A copy of the state that training can no longer change."""
+"""The staged copy of a state is the image of the file, and training cannot change it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def views() -> list[torch.Tensor]:
     ]
 
 
-def test_what_is_staged_is_the_file(stager: Stager) -> None:
+def test_the_staged_image_has_the_bytes_of_the_file(stager: Stager) -> None:
     image = image_of(views(), object_item("text"))
     assert data_of(stager.take(image)) == whole(image)
 
@@ -59,7 +59,7 @@ def test_the_staged_tensors_are_those_of_the_state(stager: Stager) -> None:
         assert torch.equal(copy, tensor)
 
 
-def test_what_changes_afterwards_does_not_change_the_copy(stager: Stager) -> None:
+def test_a_later_change_of_the_state_does_not_change_the_copy(stager: Stager) -> None:
     tensors = [torch.zeros(100), torch.ones(3, 3).T]
     staged = stager.take(image_of(tensors))
     staged.wait()
@@ -83,13 +83,13 @@ def test_the_arena_is_kept_from_save_to_save_and_grows_when_it_must(stager: Stag
     assert arena.fd == -1
 
 
-def test_another_layout_in_the_same_arena_is_framed_anew(stager: Stager) -> None:
+def test_another_layout_in_the_same_arena_gets_frames_of_its_own(stager: Stager) -> None:
     first, second = image_of([torch.zeros(1000)]), image_of([torch.ones(10), torch.ones(20)])
     for image in (first, second, first):
         assert data_of(stager.take(image)) == whole(image)
 
 
-def test_an_arena_that_was_made_ready_is_the_one_that_is_used(stager: Stager) -> None:
+def test_a_prepared_arena_is_used_and_kept(stager: Stager) -> None:
     image = image_of([torch.rand(1_000_000)])
     stager.prepare(image.num_bytes)
     stager.take(image)
@@ -117,7 +117,7 @@ def test_a_closed_stager_has_no_memory_and_can_be_used_again() -> None:
 
 
 def test_another_mapping_of_the_arena_sees_the_file(stager: Stager) -> None:
-    """As the writer process has it."""
+    """The writer process has such a mapping."""
     image = image_of([torch.rand(7), torch.rand(3000)])
     staged = stager.take(image)
     descriptor = os.dup(staged.arena.fd)
@@ -129,8 +129,8 @@ def test_another_mapping_of_the_arena_sees_the_file(stager: Stager) -> None:
     assert torch.equal(torch.load(io.BytesIO(item), weights_only=True), image.tensors[0])
 
 
-def test_the_memory_of_a_closed_arena_is_given_back_whoever_still_has_it_open() -> None:
-    """A writer process, say, or a worker that was forked while it was there."""
+def test_the_memory_of_a_closed_arena_is_freed_even_if_another_process_has_it_open() -> None:
+    """A writer process has it open, and so does a worker that was forked while it existed."""
     arena = StagingArena(1 << 20, pin=False)
     arena.touch()
     elsewhere = os.dup(arena.fd)

@@ -1,4 +1,4 @@
-"""What is staged from devices is what it was when the save began, whatever they were about to do."""
+"""A staged copy from devices has the values at the start of the save, whatever kernels are queued before and after."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def assert_holds(staged: Staged, tensors: list[torch.Tensor]) -> None:
 
 
 def keep_busy(device: torch.device) -> None:
-    """The device has something to do for a while, and what comes after it on this stream waits."""
+    """Queue work on the device for a while, so that later kernels on this stream wait."""
     a = torch.ones(4096, 4096, device=device)
     for _ in range(20):
         a = a @ a * 1e-4
 
 
-def test_tensors_of_every_kind_and_from_both_memories_are_staged_as_they_are(stager: Stager) -> None:
+def test_tensors_of_every_kind_on_the_device_and_on_the_host_are_staged_as_they_are(stager: Stager) -> None:
     base = torch.arange(12.0, device="cuda").view(3, 4)
     numbers = torch.randn(50, dtype=torch.complex64, device="cuda")
     tensors = [
@@ -52,7 +52,7 @@ def test_tensors_of_every_kind_and_from_both_memories_are_staged_as_they_are(sta
 
 
 @pytest.mark.parametrize("device", [torch.device("cuda", n) for n in range(max(1, torch.cuda.device_count()))], ids=str)
-def test_a_copy_comes_after_what_made_the_values_and_before_what_changes_them(
+def test_a_copy_runs_after_the_kernels_that_computed_the_values_and_before_those_that_change_them(
     stager: Stager, device: torch.device
 ) -> None:
     parameter, buffer = torch.zeros(1 << 20, device=device), torch.zeros(1000, device=device)
@@ -61,9 +61,9 @@ def test_a_copy_comes_after_what_made_the_values_and_before_what_changes_them(
     parameter.fill_(1)
     buffer.fill_(1)
     staged = stager.take(image_of([parameter, buffer], volatile=frozenset({1})))
-    buffer.fill_(2)  # Forward may, at once.
+    buffer.fill_(2)  # Forward may change a buffer at once.
     staged.wait()
-    parameter.fill_(2)  # An optimizer waits.
+    parameter.fill_(2)  # An optimizer waits first.
     torch.cuda.synchronize(device)
     assert_holds(staged, [torch.ones(1 << 20), torch.ones(1000)])
 
@@ -75,6 +75,6 @@ def test_the_arena_is_pinned_and_the_host_does_not_wait_for_the_device(stager: S
     busy = torch.cuda.Event()
     busy.record()
     staged = stager.take(image_of([parameter]))
-    assert not busy.query(), "the caller went on while the device was at work"
+    assert not busy.query(), "the caller waited for the device"
     assert staged.tensors()[0].is_pinned()
     staged.wait()

@@ -1,4 +1,4 @@
-"""Optimizers wait, each before each of its steps, from the start of the guard to its end."""
+"""Every optimizer waits before each of its steps, from the start of the guard to its end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def value(optimizer: torch.optim.Optimizer) -> float:
     return parameter.item()
 
 
-def test_each_optimizer_waits_before_each_step_while_the_guard_stands() -> None:
+def test_each_optimizer_waits_before_each_step_while_the_guard_is_on() -> None:
     first, second = optimizers(2)
     seen: list[tuple[float, float]] = []
     guard = StagingGuard([first, second], lambda: seen.append((value(first), value(second))))

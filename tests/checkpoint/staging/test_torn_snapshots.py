@@ -1,4 +1,4 @@
-"""No checkpoint is of two moments: the optimizer waits, and what else changes is found if asked for."""
+"""No checkpoint mixes two moments: optimizers wait, and `debug_staging` finds every other change."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEADLINE_SECONDS = 60.0
 
 
 class StagedWhenAskedFor(ThreadSaver):
-    """Its saves are staged as soon as somebody waits for it; notes what the state was then."""
+    """A saver whose saves are staged as soon as a caller waits for that; records the state at that moment."""
 
     def __init__(self) -> None:
         super().__init__(PEERS)
@@ -48,14 +48,14 @@ class _Asked(Future[None]):
         self.set_result(None)
 
 
-def test_an_optimizer_that_nobody_told_waits_until_its_state_is_staged(start_run: StartRun) -> None:
+def test_an_optimizer_that_steps_without_the_manager_waits_until_its_state_is_staged(start_run: StartRun) -> None:
     saver = StagedWhenAskedFor()
     run = start_run(interval=1, async_mode="async", seams={"saver": saver})
     saver.look = lambda: run.model.first.weight.sum().item()
     run.step()
     weight = run.model.first.weight.sum().item()
     run.model(next(run.loader)).square().mean().backward()
-    run.optimizer.step()  # without a word to the manager
+    run.optimizer.step()  # without a call of the manager
     assert saver.seen == [weight]
     assert run.model.first.weight.sum().item() != weight
 
@@ -70,7 +70,7 @@ def test_a_closed_manager_leaves_the_optimizer_as_it_was(start_run: StartRun) ->
 
 
 class Disturbed(HostCopier):
-    """Something changes `tensor` after staging began and before it is copied."""
+    """A copier that changes `tensor` after staging began and before it is copied."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
@@ -80,7 +80,7 @@ class Disturbed(HostCopier):
         return super().copy(image, arena)
 
 
-def test_what_changed_while_it_was_staged_is_named_and_not_committed(tmp_path: Path) -> None:
+def test_a_tensor_that_changed_while_it_was_staged_is_named_and_not_committed(tmp_path: Path) -> None:
     state = {"model": {"calm": torch.zeros(5000), "volatile": torch.zeros(3, 4).T}}
     saver = ThreadSaver(PEERS, stager=Stager(Disturbed(state["model"]["volatile"]), pin=False), watch=watch)
     store = CheckpointStore(tmp_path / "checkpoint")
@@ -93,7 +93,7 @@ def test_what_changed_while_it_was_staged_is_named_and_not_committed(tmp_path: P
 
 
 @pytest.mark.parametrize("async_mode", ["async", "async_with_pinned_mem"])
-def test_with_the_watch_on_an_honest_run_saves_as_ever(start_run: StartRun, async_mode: str) -> None:
+def test_a_run_that_changes_nothing_while_staging_saves_with_the_watch_on(start_run: StartRun, async_mode: str) -> None:
     run = start_run(interval=2, async_mode=async_mode, debug_staging=True)
     run.train(6)
     assert run.committed() == [2, 4, 6]
