@@ -1,4 +1,4 @@
-"""Fixtures of the checkpoint tests: small runs, in each of the three ways to save."""
+"""Fixtures of the checkpoint tests: small runs, with each of the three ways to save."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ StartRun = Callable[..., SmallRun]
 
 @pytest.fixture(scope="session", autouse=True)
 def _saves_that_are_left_behind() -> Iterator[None]:
-    """Some tests leave saves under way that never end; the exit of the tests does not wait for them."""
+    """Let the test process exit without waiting for saves that some tests leave unfinished for ever."""
     yield
     at_exit._UNFINISHED.clear()
 
 
 @pytest.fixture(scope="session")
 def process_saver() -> Iterator[ProcessSaver]:
-    """A writer process takes seconds to start, so the tests share one."""
+    """Return one saver for all tests, because its writer process takes seconds to start."""
     saver = ProcessSaver(Peers(timedelta(seconds=60)), timeout_seconds=60)
     yield saver
     saver.close(60)
@@ -36,7 +36,7 @@ def process_saver() -> Iterator[ProcessSaver]:
 
 @pytest.fixture
 def start_run(tmp_path: Path, process_saver: ProcessSaver) -> Iterator[StartRun]:
-    """Starts a run in the test's folder, as often as the test restarts it; all are closed at its end."""
+    """Return a function that starts a run in the test's folder. All runs are closed at the end of the test."""
     with ExitStack() as stack:
 
         def start(folder: Path = tmp_path, *, seams: dict[str, Any] | None = None, **options: Any) -> SmallRun:
@@ -50,6 +50,6 @@ def start_run(tmp_path: Path, process_saver: ProcessSaver) -> Iterator[StartRun]
 
 @pytest.fixture(params=MODES)
 def mode(request: pytest.FixtureRequest) -> str:
-    """Each `async_mode` in turn."""
+    """Return each `async_mode` in turn."""
     name: str = request.param
     return name

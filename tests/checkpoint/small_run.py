@@ -1,7 +1,7 @@
-"""A run small enough to be made many times: a tiny model, AdamW, a schedule, a loader, a manager.
+"""A run that is small enough to be made many times: a tiny model, AdamW, a schedule, a loader, a manager.
 
-Training is deterministic: the batch is a function of the loader's position, so two runs that are at
-the same state go on alike, bit for bit.
+Training is deterministic: the batch is a function of the loader's position, so two runs in the same
+state continue alike, bit for bit.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.store import CheckpointStore
 
 ORIGIN = Origin(Lineage("run1"), topology="1 rank", config={})
-"""Of checkpoints that are saved without a manager."""
+"""The origin of checkpoints that tests save without a manager."""
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
+    """A fake clock: `seconds` changes only when a test sets it."""
 
     def __init__(self) -> None:
         self.seconds = 1000.0
@@ -38,7 +38,7 @@ class Clock:
 
 
 class Events:
-    """Everything that a manager told, in order."""
+    """A record of all events of a manager, in order."""
 
     def __init__(self) -> None:
         self.told: list[tuple[str, int, dict[str, Any]]] = []
@@ -47,16 +47,16 @@ class Events:
         self.told.append((event, step, figures))
 
     def steps(self, event: str) -> list[int]:
-        """The steps that `event` was told of."""
+        """Return the steps of all `event`s with this name."""
         return [step for name, step, _ in self.told if name == event]
 
     def figures(self, event: str) -> dict[str, Any]:
-        """What came with the last `event`."""
+        """Return the figures of the last `event` with this name."""
         return next(figures for name, _, figures in reversed(self.told) if name == event)
 
 
 class Tiny(nn.Module):
-    """Floating parameters, a floating and an integer buffer, and a buffer that is nobody's business."""
+    """Floating-point parameters, floating-point and integer buffers, and one buffer that is not persistent."""
 
     counter: Tensor
     table: Tensor
@@ -75,7 +75,7 @@ class Tiny(nn.Module):
 
 
 class Loader:
-    """Counts; its state is one live object that changes with every batch."""
+    """Counts batches; its state is one live object that changes with every batch."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {"position": 0, "seen": []}
@@ -94,7 +94,7 @@ class Loader:
 
 
 class Run:
-    """What every small run has: AdamW over `model`, a falling rate, counters, a manager. Seams are the manager's."""
+    """The base of small runs: AdamW over `model`, a falling rate, counters, a manager that gets `seams` as keywords."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Run:
         )
 
     def take_step(self, loss: Callable[[], Tensor]) -> float:
-        """One step of the optimizer and the schedule; returns the loss."""
+        """Take one step of the optimizer and the schedule. Returns the loss."""
         self.train_state.step += 1
         value = loss()
         value.backward()  # type: ignore[no-untyped-call]  # torch's gap
@@ -133,7 +133,7 @@ class Run:
 
 
 class SmallRun(Run):
-    """One run, or the part of it between two restarts. Options of `[checkpoint]` and seams go to its manager."""
+    """One run, or its part between two restarts. Its manager gets the options of `[checkpoint]` and the seams."""
 
     def __init__(
         self,
@@ -162,23 +162,23 @@ class SmallRun(Run):
         self.manager.__exit__(*error)
 
     def step(self, *, last: bool = False) -> bool:
-        """One optimizer step, then the manager is asked; whether it saved."""
+        """Take one optimizer step, then call the manager's `save`. Returns whether it saved."""
         loss = self.take_step(lambda: self.model(next(self.loader)).square().mean())
         self.train_state.record_loss(loss, loss)
         return self.manager.save(self.train_state.step, force=last)
 
     def train(self, steps: int, *, last: bool = True) -> None:
-        """Goes on until `steps` are done; `last`: the run ends there."""
+        """Train until `steps` are done. With `last` the run ends there, so the last step is saved in any case."""
         while self.train_state.step < steps:
             self.step(last=last and self.train_state.step + 1 == steps)
 
     @property
     def losses(self) -> list[float]:
-        """Of every step since the very first start."""
+        """The losses of all steps since the first start."""
         return self.train_state.global_avg_losses
 
     def contents(self) -> dict[str, Any]:
-        """A copy of all that a checkpoint should bring back."""
+        """Return a copy of everything that a checkpoint must restore."""
         return {
             "model": {name: tensor.clone() for name, tensor in self.model.state_dict().items()},
             "moments": [{k: v.clone() for k, v in s.items()} for s in self.optimizer.state_dict()["state"].values()],
@@ -190,7 +190,7 @@ class SmallRun(Run):
         }
 
     def scramble(self) -> None:
-        """Nothing of the state is as it was."""
+        """Change every part of the state."""
         with torch.no_grad():
             for tensor in self.model.state_dict().values():
                 tensor.add_(1)
@@ -202,22 +202,22 @@ class SmallRun(Run):
         self.train_state.step = 99
 
     def committed(self) -> list[int]:
-        """Steps on disk."""
+        """Return the steps of the committed checkpoints."""
         return [info.step for info in CheckpointStore(self.root).committed()]
 
     def names(self) -> list[str]:
-        """All that is in the folder of checkpoints but the lease."""
+        """Return all names in the folder of checkpoints except the lease's."""
         return sorted(path.name for path in self.root.iterdir() if path.name != layout.LOCK)
 
 
 def job_config(folder: Path, **checkpoint: Any) -> JobConfig:
-    """A config whose checkpoints lie in `folder`; no signals are watched, for they are the test runner's."""
+    """Return a config with checkpoints in `folder`. It watches no signals, because these belong to the test runner."""
     defaults: dict[str, Any] = {"enable_checkpoint": True, "preemption_signals": (), "timeout_seconds": 60}
     return JobConfig(job=Job(dump_folder=str(folder)), checkpoint=Checkpoint(**defaults | checkpoint))
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two nests of containers, numbers and tensors are equal, bit for bit."""
+    """Return whether two nests of containers, numbers and tensors are equal, bit for bit."""
     if isinstance(a, Tensor):
         return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict):
@@ -228,7 +228,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 class Lent:
-    """A saver that several managers use one after another: closing it is its owner's."""
+    """A saver that several managers use one after another; only its owner closes it."""
 
     def __init__(self, saver: Saver) -> None:
         self._saver = saver
@@ -243,14 +243,14 @@ class Lent:
         return self._saver.save(state, target)
 
     def close(self, timeout_seconds: float) -> None:
-        """The owner closes."""
+        """Do nothing: the owner closes the saver."""
 
 
 def target(store: CheckpointStore, step: int, kind: CheckpointKind = CheckpointKind.FULL) -> Target:
-    """What one save is to make."""
+    """Return the target of one save into `store`."""
     return Target(store, step, kind, ORIGIN)
 
 
 def fqns(names: Sequence[str], prefix: str) -> set[str]:
-    """Those of `names` that begin with `prefix`, without it."""
+    """Return those of `names` that begin with `prefix`, without the prefix."""
     return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}

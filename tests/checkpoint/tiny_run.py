@@ -1,6 +1,6 @@
-"""A run small enough to be saved hundreds of times: two layers, Adam, a learning-rate schedule, a counter.
+"""A run that is small enough to be saved hundreds of times: two layers, AdamW, a schedule, a counter.
 
-It is the same run on two ranks (FSDP2) as in one process without a process group: same initial
+It is the same run on two ranks (FSDP2) and in one process without a process group: the same initial
 parameters, and at each step every rank takes its own part of the same batch.
 """
 
@@ -34,11 +34,11 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.store import CheckpointStore
 
 TIMEOUT_SECONDS = 120
-"""To wait for what comes at once where the machine is idle: a writer process that starts, a peer, a save."""
+"""The longest wait for a writer process, a peer or a save; on an idle machine these take no time."""
 
 
 class TinyRun(Run):
-    """Model, optimizer and manager. `checkpoint` are keys of that config section, `seams` the manager's keywords."""
+    """Model, optimizer and manager. `checkpoint` are keys of that config section, `seams` keywords of the manager."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class TinyRun(Run):
         super().__init__(model, config, dataloader=dataloader, seams={**observed, **(seams or {})})
 
     def step(self) -> int:
-        """One optimizer step; returns its number."""
+        """Take one optimizer step. Returns its number."""
         self.take_step(self._loss)
         return self.train_state.step
 
@@ -74,19 +74,19 @@ class TinyRun(Run):
         return loss
 
     def steps(self, last: int, *, force: bool = False) -> list[int]:
-        """Trains up to step `last`, the manager asked after each; returns the steps that were saved."""
+        """Train up to step `last` and call the manager's `save` after each step. Returns the saved steps."""
         remaining = range(self.train_state.step, last)
         return [step for _ in remaining if self.manager.save(step := self.step(), force=force and step == last)]
 
     def disturb(self) -> None:
-        """Every number of the run is another."""
+        """Change every number of the run."""
         with torch.no_grad():
             for value in [*self._model().values(), *self._optimizer().values()]:
                 if isinstance(value, Tensor):
                     value.add_(1)
 
     def contents(self) -> dict[str, Any]:
-        """All that a resumed run must have again, as plain copies of whole tensors. Collective."""
+        """Return everything that a load must restore, as plain copies of whole tensors. **Collective**."""
         return {
             **{f"model.{key}": _whole(value) for key, value in self._model().items()},
             **{f"optimizer.{key}": _whole(value) for key, value in self._optimizer().items()},
@@ -95,11 +95,14 @@ class TinyRun(Run):
         }
 
     def happened(self, event: str) -> list[tuple[int, int, dict[str, Any]]]:
-        """Of each such event: its step, the step of the run at which it came, its figures."""
+        """Return for each such event its step, the step of the run when it occurred, and its figures."""
         return [(step, figures.pop("at"), figures) for name, step, figures in self.events if name == event]
 
     def checkpoints(self) -> list[str]:
-        """What is in the folder once all ranks are here: the coordinator may have more to do at the end of a save."""
+        """Return the names in the folder, except the lease's. **Collective**.
+
+        It waits for all ranks first, because the coordinator does more work at the end of a save.
+        """
         if self.sharded:
             dist.barrier()
         return sorted(path.name for path in self.folder.iterdir() if path.name != layout.LOCK)
@@ -115,7 +118,7 @@ class TinyRun(Run):
 
 
 class ObservedSaver:
-    """`inner`, with a call of `before_write` before this rank writes its file, and the end of each save known."""
+    """Wraps `inner`: calls `before_write` before this rank writes its file, and lets a test wait for the last save."""
 
     def __init__(self, inner: Saver) -> None:
         self.inner = inner
@@ -124,7 +127,7 @@ class ObservedSaver:
         self._over.set()
 
     def wait(self) -> None:
-        """Returns when the last save is over, with all that the manager does then."""
+        """Wait until the last save has ended, with everything that the manager does then."""
         assert self._over.wait(TIMEOUT_SECONDS)
 
     def start(self) -> None:
@@ -155,7 +158,7 @@ class ObservedSaver:
 
 
 class _WatchedStore(CheckpointStore):
-    """`store`, with a call of `before_write` as soon as there is a folder for this rank's file."""
+    """Wraps `store`: calls `before_write` once the folder for this rank's file exists."""
 
     def __init__(self, store: CheckpointStore, before_write: Callable[[Path], object]) -> None:
         super().__init__(store.root, durable=store.durable)
@@ -170,17 +173,17 @@ class _WatchedStore(CheckpointStore):
 
 
 def at_steps(*steps: int) -> SavePolicy:
-    """Due at these steps."""
+    """Return a policy that saves at these steps."""
     return AnyOf(tuple(AtStep(step) for step in steps))
 
 
 def differing(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
-    """The keys under which the two are not the same, bit for bit."""
+    """Return the keys whose values differ in the two, bit for bit."""
     return [key for key in found.keys() | expected.keys() if not same(found.get(key), expected.get(key))]
 
 
 def same_everywhere(value: Any) -> bool:
-    """Whether all ranks brought the same plain value. Collective."""
+    """Return whether all ranks passed the same plain value. **Collective**."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return all(other == value for other in values)

@@ -1,4 +1,4 @@
-"""A plain DCP checkpoint made one of ours: the same files, and a manifest that describes and digests them."""
+"""Make a plain DCP checkpoint one of ours: the same files, and a manifest that describes and digests them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchtitan_lite.store.manifest import CheckpointKind, Manifest, Table
 
 
 def add_manifest(folder: Path) -> Manifest:
-    """Writes and returns the manifest of `folder`, a checkpoint of row-major tensors that DCP wrote."""
+    """Write and return a manifest for `folder`, a checkpoint of row-major tensors that DCP wrote."""
     contents = read_metadata(folder)
     files = {file: (folder / file).read_bytes() for file in contents.files()}
     tensors: dict[str, Any] = {}
@@ -48,7 +48,7 @@ def add_manifest(folder: Path) -> Manifest:
 def write_manifest(
     folder: Path, files: dict[str, bytes], tensors: dict[str, Any], objects: dict[str, Any], structure: Any = None
 ) -> Manifest:
-    """Writes and returns a manifest with these tables, with the digests of `files`."""
+    """Write and return a manifest with these tables and the digests of `files`."""
     manifest = Manifest(
         step=1,
         kind=CheckpointKind.FULL,
@@ -65,7 +65,7 @@ def write_manifest(
 
 
 def flip(path: Path, at: int) -> None:
-    """The byte `at` of the file `path` is another one."""
+    """Change the byte `at` of the file `path`."""
     with path.open("r+b") as file:
         byte = os.pread(file.fileno(), 1, at)[0]
         os.pwrite(file.fileno(), bytes([byte ^ 0x41]), at)
