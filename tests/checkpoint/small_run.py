@@ -41,18 +41,18 @@ class Events:
     """A record of all events of a manager, in order."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, int, dict[str, Any]]] = []
+        self.recorded: list[tuple[str, int, dict[str, Any]]] = []
 
     def __call__(self, event: str, step: int, /, **figures: Any) -> None:
-        self.told.append((event, step, figures))
+        self.recorded.append((event, step, figures))
 
     def steps(self, event: str) -> list[int]:
         """Return the steps of all `event`s with this name."""
-        return [step for name, step, _ in self.told if name == event]
+        return [step for name, step, _ in self.recorded if name == event]
 
     def figures(self, event: str) -> dict[str, Any]:
         """Return the figures of the last `event` with this name."""
-        return next(figures for name, _, figures in reversed(self.told) if name == event)
+        return next(figures for name, _, figures in reversed(self.recorded) if name == event)
 
 
 class Tiny(nn.Module):

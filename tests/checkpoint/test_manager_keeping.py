@@ -277,7 +277,7 @@ def test_a_load_tells_what_it_reads_and_how_long_that_takes(start_run: StartRun)
     again = start_run(states={"slow": SlowState(clock)}, seams={"clock": clock})
     again.manager.load()
     path = str(run.root / "step-1")
-    told = [(name, step, figures) for name, step, figures in again.events.told if name.startswith("load")]
+    told = [(name, step, figures) for name, step, figures in again.events.recorded if name.startswith("load")]
     assert told == [
         ("load_started", 1, {"path": path}),
         ("loaded", 1, {"path": path, "seconds": 2.5, "bytes": nbytes}),

@@ -94,7 +94,7 @@ def test_the_latest_is_taken_and_nothing_is_changed(store: CheckpointStore) -> N
     found, events = candidates(store)
     source = found.take(load)
     assert source is not None
-    assert (source.step, load.tried, events.told, found.damaged) == (6, [6], [], {})
+    assert (source.step, load.tried, events.recorded, found.damaged) == (6, [6], [], {})
     assert names(store) == ["step-2", "step-4", "step-6"]
 
 
@@ -103,7 +103,7 @@ def test_where_there_is_none_nothing_is_loaded(tmp_path: Path) -> None:
     found, events = candidates(CheckpointStore(tmp_path / "none"))
     assert found.take(load) is None
     assert found.first() is None
-    assert (load.tried, events.told) == ([], [])
+    assert (load.tried, events.recorded) == ([], [])
 
 
 def test_each_that_proves_damaged_is_told_and_set_aside_once_another_was_loaded(
@@ -116,7 +116,7 @@ def test_each_that_proves_damaged_is_told_and_set_aside_once_another_was_loaded(
     assert (source.step, load.tried) == (2, [6, 4, 2])
     assert names(store) == ["step-2", "step-4.corrupt", "step-6.corrupt"]
     keys = ["key0", "key1", "key2"]
-    assert events.told == [
+    assert events.recorded == [
         ("fallback", 2, {"damaged_step": 6, "finding": "bits of 6", "keys": keys}),
         ("fallback", 2, {"damaged_step": 4, "finding": "bits of 4", "keys": keys}),
         ("quarantined", 4, {"path": str(store.root / "step-4.corrupt")}),
@@ -163,7 +163,7 @@ def test_a_step_that_was_asked_for_is_not_replaced_by_another_and_stays(store: C
         found, events = candidates(store, wanted=4)
         with pytest.raises(CheckpointDamaged, match="step-4"):
             found.take(load)
-        assert [event for event, *_ in events.told] == ["load_failed"]
+        assert [event for event, *_ in events.recorded] == ["load_failed"]
         assert events.steps("load_failed") == [4]
         assert names(store) == ["step-2", "step-4", "step-6"]
 
@@ -173,7 +173,7 @@ def test_what_is_damaged_beside_a_step_that_was_asked_for_is_left_alone(store: C
     found, events = candidates(store, wanted=2)
     source = found.take(Load())
     assert source is not None
-    assert (source.step, events.told, names(store)) == (2, [], ["step-2", "step-4", "step-6"])
+    assert (source.step, events.recorded, names(store)) == (2, [], ["step-2", "step-4", "step-6"])
 
 
 def test_a_damaged_manifest_is_told_of_if_it_is_newer_than_what_is_taken(store: CheckpointStore) -> None:
@@ -195,7 +195,7 @@ def test_where_all_are_damaged_each_is_named_and_stays(store: CheckpointStore, s
     with pytest.raises(AllCheckpointsDamaged) as raised:
         found.take(load)
     assert sorted(raised.value.findings) == [2, 4, 6]
-    assert (load.tried, events.told, names(store)) == ([], [], ["step-2", "step-4", "step-6"])
+    assert (load.tried, events.recorded, names(store)) == ([], [], ["step-2", "step-4", "step-6"])
 
 
 def test_another_runs_checkpoint_does_not_hide_that_all_of_the_runs_own_are_damaged(
@@ -222,7 +222,7 @@ def test_another_runs_checkpoint_that_is_damaged_is_not_replaced_and_stays(tmp_p
     found, events = candidates(empty, initial_load_path=str(path))
     with pytest.raises(CheckpointDamaged, match="it is cut"):
         found.take(load)
-    assert events.told == [("load_failed", 0, {"path": str(path), "finding": "it is cut"})]
+    assert events.recorded == [("load_failed", 0, {"path": str(path), "finding": "it is cut"})]
     assert (load.tried, names(another)) == ([0], ["step-9"])
 
 
@@ -239,7 +239,7 @@ def test_an_error_of_the_machine_ends_the_load_and_is_no_damage(store: Checkpoin
     failures = damaged(store, 6) | {4: CheckpointUnreadable("step-4", "EIO")}
     with pytest.raises(CheckpointUnreadable):
         found.take(Load(failures))
-    assert events.told == [("load_failed", 4, {"path": "step-4", "finding": "EIO"})]
+    assert events.recorded == [("load_failed", 4, {"path": "step-4", "finding": "EIO"})]
     assert names(store) == ["step-2", "step-4", "step-6"]
 
 
@@ -261,7 +261,7 @@ def test_a_step_that_was_asked_for_and_has_a_damaged_manifest_is_an_event_that_n
     found, events = candidates(store, wanted=4)
     with pytest.raises(CheckpointDamaged, match=r"step-4 is damaged: manifest\.json: "):
         found.take(Load())
-    [(event, step, figures)] = events.told
+    [(event, step, figures)] = events.recorded
     assert (event, step, figures["path"]) == ("load_failed", 4, str(store.root / "step-4"))
     assert figures["finding"].startswith("manifest.json: ")
 
@@ -300,7 +300,7 @@ def test_a_step_that_is_removed_while_it_is_read_is_chosen_again(
     found, events = candidates(store, load_only=True, verify_on_load=verify)
     source = found.take(load)
     assert source is not None
-    assert (source.step, tried, events.told, found.damaged) == (8, [6, 8], [], {})
+    assert (source.step, tried, events.recorded, found.damaged) == (8, [6, 8], [], {})
     assert "Step 6 was removed while it was read" in caplog.text
 
 
@@ -315,7 +315,7 @@ def test_a_step_that_another_one_replaced_while_it_was_read_is_read_again(store:
 
     found, events = candidates(store, load_only=True)
     assert found.take(load) is not None
-    assert (tried, events.told) == ([6, 6], [])
+    assert (tried, events.recorded) == ([6, 6], [])
 
 
 def unreadable(step: int) -> str:

@@ -90,7 +90,7 @@ def test_a_save_that_is_not_durable_yet_is_not_reported(root: Path) -> None:
     case = Case(root)
     case.begin(1)
     case.in_flight.poll()
-    assert [name for name, *_ in case.events.told] == ["save_started", "staged"]
+    assert [name for name, *_ in case.events.recorded] == ["save_started", "staged"]
     case.saver.complete()
     case.in_flight.poll()
     assert case.events.steps("committed") == [1]
@@ -172,7 +172,7 @@ def test_so_many_failures_in_a_row_are_an_error_and_a_success_between_starts_ane
     assert case.save(3, FailingDisk("rename")) is not None
     with pytest.raises(SaveFailed, match="the save of step 4 failed"):
         case.save(4, FailingDisk("rename"))
-    assert [figures["in_a_row"] for name, _, figures in case.events.told if name == "save_failed"] == [1, 1, 2]
+    assert [figures["in_a_row"] for name, _, figures in case.events.recorded if name == "save_failed"] == [1, 1, 2]
 
 
 def test_an_outcome_is_told_whatever_the_number_in_a_row(root: Path) -> None:
@@ -393,7 +393,7 @@ def test_settling_waits_for_retention_too(root: Path) -> None:
     thread = threading.Thread(target=case.saver.complete)
     thread.start()
     case.in_flight.settle()
-    told = [(name, step) for name, step, _ in case.events.told if name in ("purged", "committed")]
+    told = [(name, step) for name, step, _ in case.events.recorded if name in ("purged", "committed")]
     thread.join()
     assert told[-2:] == [("purged", 2), ("committed", 3)]
 
@@ -421,7 +421,7 @@ def test_only_the_coordinator_looks_after_the_folder_and_tells_of_a_save(
         saver.durable.set_result(None)
         in_flight.poll()
     assert in_flight.last_durable == 3
-    assert [name for name, *_ in events.told] == ["save_started", "staged"]
+    assert [name for name, *_ in events.recorded] == ["save_started", "staged"]
     assert [record for record in caplog.records if record.name == "torchtitan_lite"] == []
     store.stage(4)
     in_flight.begin(4, {}, CheckpointKind.FULL, store, saver, ORIGIN)
@@ -467,7 +467,7 @@ def test_weights_alone_are_told_as_such(root: Path, caplog: pytest.LogCaptureFix
         case.save(2, kind=CheckpointKind.WEIGHTS_ONLY)
     assert "saved step 1: " in caplog.text
     assert "saved step 2 (weights only): " in caplog.text
-    assert [figures["kind"] for name, _, figures in case.events.told if name == "save_started"] == [
+    assert [figures["kind"] for name, _, figures in case.events.recorded if name == "save_started"] == [
         "full",
         "weights_only",
     ]

@@ -71,7 +71,7 @@ def test_a_disabled_manager_does_nothing(start_run: StartRun) -> None:
     assert run.manager.latest_step() == -1
     run.manager.close()
     assert not run.root.exists()
-    assert run.events.told == []
+    assert run.events.recorded == []
 
 
 def test_making_a_manager_touches_nothing(start_run: StartRun, tmp_path: Path) -> None:
