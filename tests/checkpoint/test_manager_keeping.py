@@ -243,7 +243,7 @@ def test_a_run_that_was_asked_to_leave_before_it_trained_says_so_and_saves_nothi
         assert watch.noted == ["start", "leave"]
         assert again.events.figures("preempted") == {"signal": signal.SIGTERM, "given_up_steps": 0}
         assert again.events.steps("preempted") == [step]
-        assert f"Trained nothing after step {step}; leaving for SIGTERM." in caplog.text
+        assert f"Trained nothing after step {step}; leaving for SIGTERM" in caplog.text
 
 
 def test_a_load_that_no_signal_came_to_leaves_for_none(start_run: StartRun) -> None:

@@ -107,8 +107,8 @@ def test_a_save_is_told_with_its_bytes_and_seconds(root: Path, caplog: pytest.Lo
     figures = case.events.figures("committed")
     assert figures["bytes"] == CheckpointStore(root).get(1).nbytes
     assert (figures["kind"], figures["seconds"], figures["stall_seconds"]) == ("full", 2.5, 0.0)
-    assert "saved step 1: " in caplog.text
-    assert "KiB in 2.50 s (training stood still 0.000 s)" in caplog.text
+    assert "Saved step 1: " in caplog.text
+    assert "KiB in 2.50 s (blocked 0.000 s)" in caplog.text
 
 
 def test_waiting_is_counted_as_training_that_stood_still(root: Path) -> None:
@@ -465,8 +465,9 @@ def test_weights_alone_are_told_as_such(root: Path, caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.INFO, "torchtitan_lite"):
         case.save(1)
         case.save(2, kind=CheckpointKind.WEIGHTS_ONLY)
-    assert "saved step 1: " in caplog.text
-    assert "saved step 2 (weights only): " in caplog.text
+    assert "Saved step 1: " in caplog.text
+    assert "Saved step 2: " in caplog.text
+    assert caplog.text.count(", weights only") == 1
     assert [figures["kind"] for name, _, figures in case.events.recorded if name == "save_started"] == [
         "full",
         "weights_only",

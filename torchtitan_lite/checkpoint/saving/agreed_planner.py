@@ -1,8 +1,8 @@
-"""To DCP, a rank whose plan is made and agreed on already.
+"""A DCP planner for ranks that have agreed on a plan already.
 
-DCP's `save` gathers a plan of every rank, and scatters them again. Here they are empty: who writes
-what was agreed before (save_plan.py), and what remains of DCP's protocol is what is needed, that a
-failure of one rank is every rank's and that the coordinator finishes after all have written.
+DCP's `save` gathers a plan of every rank and scatters them again. Here these plans are empty, because
+save_plan.py has decided who writes what. The rest of DCP's protocol is what a save needs: a failure of
+one rank is raised on every rank, and the coordinator finishes after all ranks have written.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 
 class AgreedPlanner(SavePlanner):
-    """Plans nothing; raises `failure`, if this rank has one, where every rank learns of it."""
+    """Plans nothing. Raises `failure`, if this rank has one, in the planning phase, which all ranks share."""
 
     def __init__(self, failure: Exception | None = None) -> None:
         self._failure = failure
@@ -24,7 +24,7 @@ class AgreedPlanner(SavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Nothing: the state was looked at before."""
+        """Do nothing: `PlanCache` has examined the state."""
 
     def create_local_plan(self) -> SavePlan:
         if self._failure is not None:

@@ -1,4 +1,4 @@
-"""What a rank's file is written from: the live tensors, or a copy of them in the staging arena."""
+"""What a rank writes its file from: the live tensors, or a copy of them in the staging arena."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ WriteStaged = Callable[[Path, Staged, Target], FileRecord]
 
 
 def live_content(image: RankImage, target: Target) -> RankContent:
-    """Return what writes the live tensors of `image`, through a buffer: nothing is held twice.
+    """Return content that writes the live tensors of `image` through a small buffer, without a copy.
 
-    Training must wait until it is written.
+    The state must not change until the file is written. Waits for the devices of the tensors.
     """
     file, durable = image.file, target.store.durable
     _wait_for_devices(file.tensors)
@@ -36,13 +36,13 @@ def live_content(image: RankImage, target: Target) -> RankContent:
 
 
 def _wait_for_devices(tensors: Sequence[torch.Tensor]) -> None:
-    """Wait for what this thread queued on devices: other threads, which read `tensors`, have streams of their own."""
+    """Wait for what this thread queued on devices: the threads that read `tensors` have their own streams."""
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
 
 
 class Copies:
-    """Copies images into the arena of `stager`; `write` writes them from there, `watch` checks each copy."""
+    """Copies images into the arena of `stager`; `write` writes a file from there, `watch` checks each copy."""
 
     def __init__(self, stager: Stager, write: WriteStaged, watch: StagingWatch) -> None:
         self.stager = stager
@@ -50,7 +50,10 @@ class Copies:
         self._watch = watch
 
     def content(self, image: RankImage, target: Target) -> RankContent:
-        """Begin to copy `image`, and return what writes the copy. Main thread; the last copy must be written."""
+        """Begin to copy `image`, and return content that writes the copy. Main thread.
+
+        The copy replaces the last one, which must be written by now.
+        """
         faults.point("stage", step=target.step)
         compare = self._watch(image.file, [item.index.fqn for item in image.plan.items])
         staged = self.stager.take(image.file)
@@ -66,5 +69,5 @@ class Copies:
 
 
 def write_in_place(path: Path, staged: Staged, target: Target) -> FileRecord:
-    """Write the file from the arena, in this process."""
+    """Write the staged image to `path` in this process, durably."""
     return write_blocks(path, InPlace(staged.arena.memory, staged.num_bytes), durable=target.store.durable)

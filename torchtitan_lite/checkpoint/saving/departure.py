@@ -1,4 +1,4 @@
-"""How the ranks leave when a scheduler asks one of them to: what is saved before, and what is said.
+"""How the ranks leave after a scheduler's signal to one of them: what they save before, and what they report.
 
 Every method is **collective**.
 """
@@ -17,7 +17,7 @@ from torchtitan_lite.store.housekeeping import OnEvent
 
 
 class Departure:
-    """The leaving of all ranks together, for the signal that one of them received."""
+    """Makes all ranks leave together for a signal that one of them received."""
 
     def __init__(
         self, preemption: PreemptionWatch, saves: RunSaves, in_flight: InFlight, peers: Peers, on_event: OnEvent
@@ -29,31 +29,33 @@ class Departure:
         self._on_event = on_event
 
     def untrained(self, step: int) -> int:
-        """Return the signal that the ranks leave for before they train anything after `step`; 0 for none."""
+        """Return the signal for which the ranks leave before they train anything after `step`; 0 for none."""
         received: int = max(self._peers.gather(self._preemption.received))
         if received:
             self._preemption.leave()
-            logger.info("Trained nothing after step %d; leaving for %s.", step, signal.Signals(received).name)
+            logger.info("Trained nothing after step %d; leaving for %s", step, signal.Signals(received).name)
             self._on_event("preempted", step, signal=received, given_up_steps=0)
         return received
 
     def after(self, step: int, received: int) -> bool:
-        """Leave after `step` for the signal `received`, something being durable: `step` (True), or what was in flight,
-        if time is too short for more."""
+        """Save what the grace period has time for, and report that the ranks leave for the signal `received`.
+
+        Returns whether `step` is durable; if not, the save that was in flight is. Raises as `RunSaves.full` does.
+        """
         awaited = self._in_flight.step
-        self._in_flight.outcome()  # However it ended: the ranks leave.
+        self._in_flight.outcome()  # Whether it failed or not, the ranks leave.
         if self._how(step, awaited) is Leaving.AFTER_A_SAVE:
             self._saves.full(step)
         saved = self._peers.on_coordinator(lambda: self._in_flight.last_durable)
         assert saved is not None, "each way to leave has a durable save"
         if saved != step:
-            logger.warning("The grace period is too short to save step %d too; a rerun trains it again.", step)
-        logger.info("Saved step %d; leaving for %s.", saved, signal.Signals(received).name)
+            logger.warning("The grace period is too short to save step %d; the next start trains it again", step)
+        logger.info("Saved step %d; leaving for %s", saved, signal.Signals(received).name)
         self._on_event("preempted", saved, signal=received, given_up_steps=step - saved)
         return saved == step
 
     def _how(self, step: int, awaited: int | None) -> Leaving:
-        left = min(self._peers.gather(self._preemption.seconds_left()))  # The signal may have come to one rank alone.
+        left = min(self._peers.gather(self._preemption.seconds_left()))  # Perhaps only one rank received the signal.
         done = self._in_flight
         return self._peers.on_coordinator(
             lambda: how_to_leave(

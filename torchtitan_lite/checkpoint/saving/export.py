@@ -1,6 +1,6 @@
-"""What goes into a weights-only checkpoint.
+"""The state of a weights-only checkpoint.
 
-Pure: tensors come in, new tensors go out, and nothing that training still uses is touched.
+Pure: casts make new tensors, and tensors that training uses do not change.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 def weights_only(model_state: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """The model's state under its bare FQNs, floating tensors cast to `dtype`, all others as they are. Any rank."""
+    """Return the model's state by bare FQN, floating-point tensors cast to `dtype`, all else unchanged. Any rank."""
     return {fqn: _cast(fqn, value, dtype) for fqn, value in model_state.items()}
 
 

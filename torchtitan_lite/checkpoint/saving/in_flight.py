@@ -1,9 +1,9 @@
-"""The save in flight, and how the last ones ended.
+"""The save in flight, and how the last saves ended.
 
-One save is in flight at most. It is settled when it is durable or failed: a durable one is followed
-by retention, which so counts only what is durable; a failed one is reported, counted and dropped,
-and only `max_failed_saves` in a row are an error of the run. Success is noticed by each rank as it
-polls; failure is a fact that the ranks exchange first, so that they act on it in the same step.
+At most one save is in flight. It is settled once it is durable or has failed. Retention runs after a
+durable one, so that it counts only durable checkpoints. A failed one is reported, counted and dropped;
+only `max_failed_saves` failures in a row end the run. Each rank sees success when it polls; a failure
+goes through the step flags first, so that all ranks act on it in the same step.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class _Save:
     stall_seconds: float = 0.0
     durable_seconds: float = 0.0
     over: Future[None] = field(default_factory=Future)
-    """Done when retention, or the removal of what a failed save left, is over too; a thread that waits for `durable`
-    may go on before."""
+    """Done when retention, or the removal of a failed save's leftovers, is over, too. Threads that wait for `durable`
+    may wake before that."""
 
 
 class InFlight:
-    """The save in flight, if there is one. `timeout_seconds` bounds each wait, `exit_seconds` that at the exit."""
+    """The save in flight, if there is one. `timeout_seconds` bounds each wait, `exit_seconds` the one at exit."""
 
     def __init__(
         self,
@@ -68,24 +68,24 @@ class InFlight:
         self._save: _Save | None = None
         self._failed_in_a_row = 0
         self.last_durable: int | None = None
-        """The step that was saved last, durably."""
+        """The last step that became durable."""
         self.last_seconds: float | None = None
-        """How long that save took, from its beginning until it was durable."""
+        """Seconds from the beginning of that save until it was durable."""
         forget_in_children(self.forget)
 
     @property
     def step(self) -> int | None:
-        """The step of the save in flight. Not collective."""
+        """The step of the save in flight, None for none. Any rank."""
         return None if self._save is None else self._save.pending.step
 
     @property
     def failed(self) -> bool:
-        """Whether this rank knows that the save in flight failed. Not collective."""
+        """Whether the save in flight has failed, as far as this rank knows. Any rank."""
         return self._save is not None and _failed(self._save.pending.durable)
 
     @property
     def is_writing(self) -> bool:
-        """Whether the save in flight is neither durable nor failed on this rank. Not collective."""
+        """Whether the save in flight is neither durable nor failed on this rank. Any rank."""
         return self._save is not None and not self._save.pending.durable.done()
 
     def begin(
@@ -98,10 +98,10 @@ class InFlight:
         origin: Origin,
         fence: Callable[[], None] = free,
     ) -> None:
-        """Sets off a save of `state`; nothing may be in flight. **Collective**.
+        """Begin to save `state`; nothing may be in flight. **Collective**.
 
-        `fence` raises `LeaseLost` if the folder is no longer this job's; asked on the coordinator, before anything
-        there is touched and before the commit.
+        `fence` raises `LeaseLost` if the folder no longer belongs to this job. The coordinator calls it before it
+        touches anything there, and before the commit.
         """
         assert self._save is None, "settle() comes first"
         began = self._clock()
@@ -118,16 +118,16 @@ class InFlight:
         self._on_event("staged", step, stall_seconds=save.stall_seconds)
 
     def forget_lineage(self) -> None:
-        """Another checkpoint was loaded: what was saved before is no step of the run that goes on. Any rank."""
+        """Forget the last durable step, because another checkpoint was loaded: it is no step of that run. Any rank."""
         self.last_durable = None
 
     def forget(self) -> None:
-        """Have nothing in flight, in a child that was just forked: the thread that saves is its parent's."""
+        """Drop the save in flight, in a child that was just forked: the thread that saves belongs to its parent."""
         self._save = None
         is_finished(self)
 
     def end_at_exit(self) -> None:
-        """Wait for the save in flight, and tell how it ended: nobody will settle it any more. Not collective."""
+        """Wait for the save in flight at the interpreter's exit, and log how it ended. Any rank."""
         if (save := self._save) is None:
             return
         self._save = None
@@ -135,13 +135,13 @@ class InFlight:
         if not save.over.done():
             logger.warning(
                 "The checkpoint manager was not closed: waiting up to %.0f s for the save of step %d. "
-                "Use it in a with statement, or call close().",
+                "Use it in a with statement, or call close()",
                 seconds,
                 step,
             )
             wait_for([save.over], seconds)
         if not save.pending.durable.done():
-            logger.warning("Step %d is not saved: its save was not over after %.0f s.", step, seconds)
+            logger.warning("Step %d is not saved: its save was not over after %.0f s", step, seconds)
         elif (failure := save.pending.durable.exception()) is not None:
             logger.warning("Step %d is not saved: %s", step, next(iter(str(failure).splitlines()), ""))
         else:
@@ -149,7 +149,7 @@ class InFlight:
             self._housekeeping.close(max(0.0, seconds - (self._clock() - began)))
 
     def wait_for_staging(self) -> None:
-        """Returns when the state may change. Not collective. Raises `SaveFailed` if that takes too long."""
+        """Wait until the state may change. Any rank. Raises `SaveFailed` after `timeout_seconds`."""
         if self._save is not None and not self._save.pending.staged.done():
             began = self._clock()
             try:
@@ -160,14 +160,15 @@ class InFlight:
             self._save.stall_seconds += self._clock() - began
 
     def poll(self) -> None:
-        """Takes note of a save that became durable; returns at once. Not collective."""
+        """Settle a save that has become durable; return at once. Any rank."""
         if self._save is not None and self._save.over.done() and not self.failed:
             self.settle()
 
     def settle(self) -> SaveFailed | None:
-        """Waits until nothing is in flight; returns how the save failed, if it did. Every rank comes to the same end.
+        """Wait until nothing is in flight; return the save's failure, None if it is durable or there was none.
 
-        Raises that failure when it is one too many in a row.
+        Each rank waits by itself and gets the same result. Raises the failure if it is number `max_failed_saves` in a
+        row.
         """
         failure = self.outcome()
         if failure is not None and self._failed_in_a_row >= self._max_failed_saves:
@@ -175,7 +176,7 @@ class InFlight:
         return failure
 
     def outcome(self) -> SaveFailed | None:
-        """As `settle`, and leaves it to the caller what a failure means."""
+        """Wait as `settle` does, and return the failure however many there were in a row."""
         if self._save is None:
             return None
         save, began = self._save, self._clock()
@@ -185,7 +186,7 @@ class InFlight:
         if save.pending.durable.done():
             wait_for([save.over], self._timeout_seconds)
         else:
-            self._peers.is_group_in_doubt = True  # Its thread may hang in it.
+            self._peers.is_group_in_doubt = True  # The save's thread may hang in a collective of the group.
         save.stall_seconds += self._clock() - began
         if failure is None:
             self._failed_in_a_row = 0
@@ -197,7 +198,7 @@ class InFlight:
         return failure
 
     def _when_over(self, save: _Save) -> None:
-        """Runs in the thread that saved, as soon as the save is over."""
+        """Run retention or cleanup, in the thread that saved, as soon as the save is over."""
         save.durable_seconds = self._clock() - save.began_seconds
         try:
             if not self._peers.is_coordinator:
@@ -213,23 +214,23 @@ class InFlight:
             save.over.set_result(None)
 
     def _preflight(self, step: int, kind: CheckpointKind, store: CheckpointStore, fence: Callable[[], None]) -> None:
-        """Refuses a save that would fail half-way: the folder is another job's by now, or the disk has no room."""
+        """Raise for a save that would fail half-way: the folder belongs to another job, or the disk has no room."""
         if self._peers.is_coordinator:
-            fence()  # First: making room, and then staging, remove what a save of the other job has staged.
+            fence()  # First: making room, and then staging, remove what another job's save has staged.
             self._housekeeping.make_sure_of_room(step, kind, store)
 
     def _report_saved(self, save: _Save) -> None:
         committed = save.pending.durable.result()
         if committed is None:
-            return  # It is the coordinator that tells.
+            return  # The coordinator reports it.
         step, stall, nbytes = save.pending.step, save.stall_seconds, committed.nbytes
         logger.info(
-            "saved step %d%s: %s in %.2f s (training stood still %.3f s)",
+            "Saved step %d: %s in %.2f s (blocked %.3f s)%s",
             step,
-            " (weights only)" if save.kind is CheckpointKind.WEIGHTS_ONLY else "",
             readable_bytes(nbytes),
             save.durable_seconds,
             stall,
+            ", weights only" if save.kind is CheckpointKind.WEIGHTS_ONLY else "",
         )
         self._on_event(
             "committed",
@@ -251,7 +252,7 @@ def _failed(durable: Future[CheckpointInfo | None]) -> bool:
 
 
 def _outcome(pending: PendingSave, timeout_seconds: float) -> SaveFailed | None:
-    """How `pending` failed, if it did. Raises `LeaseLost`: no further try can succeed."""
+    """Return the failure of `pending`, None if it is durable. Raises `LeaseLost`: no further try can succeed."""
     try:
         failure = pending.durable.exception(timeout_seconds)
     except FutureTimeout:
@@ -266,7 +267,7 @@ def _outcome(pending: PendingSave, timeout_seconds: float) -> SaveFailed | None:
 def build_in_flight(
     config: Checkpoint, peers: Peers, housekeeping: Housekeeping, clock: Callable[[], float], on_event: OnEvent
 ) -> InFlight:
-    """Return what watches the saves of a run."""
+    """Return the `InFlight` of a run with `config`."""
     return InFlight(
         peers,
         housekeeping,

@@ -1,9 +1,9 @@
-"""Whether the weights of a checkpoint hold NaN, found from a sample of them.
+"""Finds NaN in the weights of a checkpoint from a sample of them.
 
-A loss that became NaN is in nearly all weights after one step. So a small part of each tensor shows
-it, for a hundredth of the work of looking at every element. A tensor of up to `_MAX_ELEMENTS` is
-looked at whole, of a larger one both ends, and of very many tensors an even choice. Infinity is not
-looked for: masks are made of it.
+A loss that became NaN is in nearly all weights after one step, so a small part of each tensor shows it,
+for a hundredth of the work of a look at every element. The sample is all of a tensor of up to
+`_MAX_ELEMENTS`, both ends of a larger one, and of more than `_MAX_TENSORS` tensors an even choice.
+Infinity is no finding: attention masks are made of it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAX_TENSORS = 1024
 
 @torch.no_grad()
 def names_with_nan(items: Sequence[WriteItem], tensors: Sequence[torch.Tensor], prefix: str) -> list[str]:
-    """Return the keys under `prefix` of those of `tensors`, which `items` describe, that were seen to hold NaN."""
+    """Return the keys under `prefix` of those `tensors` whose sample holds NaN; `items` describe them. Any rank."""
     floating = [
         (item.index.fqn, tensor)
         for item, tensor in zip(items, tensors, strict=True)
@@ -31,14 +31,14 @@ def names_with_nan(items: Sequence[WriteItem], tensors: Sequence[torch.Tensor], 
             samples.setdefault((part.dtype, part.device), []).append((key, part))
     found: dict[str, None] = {}
     for of_a_kind in samples.values():
-        # A norm is NaN if an element is, and one call takes them all.
+        # A norm is NaN if one element is, and one call computes all norms.
         norms = torch.stack(torch._foreach_norm([part for _, part in of_a_kind]))
         found |= dict.fromkeys(of_a_kind[index][0] for index in norms.isnan().nonzero().flatten().tolist())
     return [*found]
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """All of `tensor`, or both ends of it."""
+    """Return all of `tensor`, or both ends of a large one."""
     if tensor.numel() <= _MAX_ELEMENTS:
         return [tensor] if tensor.numel() else []
     first = last = tensor

@@ -1,10 +1,10 @@
-"""What of a state is no tensor: counters, settings, positions of loaders.
+"""Encodes the objects of a state: counters, settings, positions of loaders, all that is no tensor.
 
-Each becomes an item that `torch.load(weights_only=True)` takes, so that plain DCP reads it, and a
-JSON value for the manifest where it is made of plain types. What the manifest does not hold is read
-back, by our own reader, before it is saved: what would not come back is refused now, by name. There
-may be thousands of objects (the settings of every parameter) that are the same from save to save:
-those are encoded, and proven, once.
+Each becomes an item that `torch.load(weights_only=True)` accepts, so that plain DCP reads it, and also
+a JSON value for the manifest if it is made of plain types. An object that the manifest does not hold
+is read back by our own reader before it is saved, and refused by name if it would not come back equal.
+There may be thousands of objects (the settings of every parameter) that are the same in every save:
+these are encoded and checked once.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from torchtitan_lite.disk.digest import text_digest
 from torchtitan_lite.store.described import DESCRIPTION_RATIO
 
 _MAX_IN_MANIFEST_BYTES = 64 << 10
-"""An object whose item is larger stands in its rank's file alone: the manifest is read whole, by every rank."""
+"""An object with a larger item is only in its rank's file: every rank reads the whole manifest."""
 _MAX_RATIO = DESCRIPTION_RATIO
-"""So does one whose JSON is so many times as long as its item (a list of one string, again and again): beside so little
-data the manifest would be refused as too large."""
+"""So is an object whose JSON is more than this many times as long as its item, such as a list that repeats one string:
+next to so little data a load would refuse the manifest as too large."""
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,18 @@ class _Encoded:
 
 
 class ObjectItems:
-    """Encodes objects, and remembers those of the last time that cannot change unnoticed."""
+    """Encodes objects, and keeps the encoded form of immutable ones from the last call."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[type, str], _Encoded] = {}
         self._known_before = self._known
-        self._proven: dict[str, str] = {}
-        """Key to the digest of its item, of objects that were read back."""
+        self._readable: dict[str, str] = {}
+        """The digest of the item that was read back, by key."""
 
     def lay_out(self, objects: Mapping[str, Any], file: str, at: int) -> tuple[bytes, list[PlacedObject]]:
-        """The bytes of `objects` at byte `at` of `file`, and where each of them lies.
+        """Return the bytes of `objects`, which start at byte `at` of `file`, and the place of each object.
 
-        Raises TypeError for an object that could not be loaded again: now, and not when it is needed.
+        Raises TypeError for an object that could not be loaded again, so that the save fails and not the load.
         """
         self._known_before, self._known = self._known, {}
         items: list[bytes] = []
@@ -80,38 +80,39 @@ class ObjectItems:
             item = object_item(value)
             if len(item) <= _MAX_IN_MANIFEST_BYTES and len(json.dumps(plain)) <= _MAX_RATIO * len(item):
                 return _Encoded(item, plain, True)
-        self._prove(key, value, item)
+        self._check_readable(key, value, item)
         return _Encoded(item, None, False)
 
-    def _prove(self, key: str, value: Any, item: bytes) -> None:
-        """Raises TypeError unless `item` is read back as what `value` is."""
+    def _check_readable(self, key: str, value: Any, item: bytes) -> None:
+        """Raise TypeError unless `item` is read back equal to `value`."""
         digest = text_digest([item])
-        if self._proven.get(key) == digest:
+        if self._readable.get(key) == digest:
             return
         try:
             finding = difference(value, load_item(item), key)
         except (UnsafeItem, RecursionError) as error:
-            raise _not_kept(key, error) from None
+            raise _not_loadable(key, error) from None
         if finding:
-            raise _not_kept(key, finding)
-        self._proven[key] = digest
+            raise _not_loadable(key, finding)
+        self._readable[key] = digest
 
 
 def _saved_by_torch(key: str, value: Any) -> bytes:
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
-        if CALL_OF_BYTES in buffer.getvalue():  # This pickler is a slow one.
+        if CALL_OF_BYTES in buffer.getvalue():  # Only then, because this pickler is slow.
             buffer = io.BytesIO()
             torch.save(value, buffer, pickle_module=SafePickle)
     except Exception as error:
-        raise _not_kept(key, error) from None
-    return buffer.getvalue() + bytes(-buffer.tell() % OBJECT_GRAIN)
+        raise _not_loadable(key, error) from None
+    item = buffer.getvalue()
+    return item + bytes(-len(item) % OBJECT_GRAIN)
 
 
-def _not_kept(key: str, reason: Exception | str) -> TypeError:
-    told = (str(reason).splitlines() or [type(reason).__name__])[0].partition(". Please use")[0]
+def _not_loadable(key: str, reason: Exception | str) -> TypeError:
+    first_line = (str(reason).splitlines() or [type(reason).__name__])[0].partition(". Please use")[0]
     return TypeError(
-        f"{key} holds an object that could not be loaded again ({told}). "
+        f"{key} holds an object that could not be loaded again ({first_line}). "
         "Return tensors, numbers, strings, bytes, and lists, tuples, sets and dicts of these from state_dict"
     )

@@ -1,7 +1,7 @@
 """What one rank writes: its part of the agreed plan, and the image of its file.
 
-A `RankPlan` holds for every save of a state that is made of the same things. `Planned.image` fills it
-with the tensors and objects of one state. Tensors stay live: nothing is copied here.
+A `RankPlan` is valid for every state of the same structure. `Planned.image` fills it with the tensors
+and objects of one state. The tensors are live: nothing is copied here.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What this rank writes, as all ranks agreed: kept from save to save."""
+    """The items that this rank writes, as the ranks agreed; the same from save to save."""
 
     file_name: str
     items: Sequence[WriteItem]
-    """Chunks of tensors, in the order of the file."""
+    """Chunks of tensors, in file order."""
     object_keys: Sequence[str]
     layout: FileLayout
     description: Description | None
-    """On the coordinator."""
+    """Of the whole checkpoint; coordinator only, None on other ranks."""
 
 
 @dataclass(frozen=True)
 class RankImage:
-    """The file of this rank, complete in memory: live tensors, encoded objects, and where each of them lies."""
+    """The complete file of this rank: live tensors, encoded objects, and where each of them lies."""
 
     plan: RankPlan
     file: FileImage
@@ -46,17 +46,18 @@ class RankImage:
 
 @dataclass(frozen=True)
 class Planned:
-    """A state that all ranks have a plan for."""
+    """A state and the plan that the ranks agreed on for it."""
 
     plan: RankPlan
     _flat: State
     _object_items: ObjectItems
 
     def image(self) -> RankImage:
-        """Return this rank's file.
+        """Return the finished image of this rank's file. Any rank.
 
-        Raises on this rank alone, for a state that cannot be written as planned: the saver reports that failure to the
-        other ranks with the save, so that it costs no exchange of its own.
+        Raises on this rank only, TypeError for an object that cannot be saved and ValueError for a tensor that is not
+        as planned. The saver passes the failure on to the other ranks within the save, which costs no exchange of its
+        own.
         """
         plan = self.plan
         objects = {key: self._flat[key] for key in plan.object_keys}
@@ -65,12 +66,12 @@ class Planned:
         return RankImage(plan, FileImage(plan.layout, tensors, encoded, self._volatile()), placed)
 
     def _volatile(self) -> set[int]:
-        """Return the numbers of the tensors that more than the optimizer's step may change: buffers."""
-        return {number for number, item in enumerate(self.plan.items) if not self._is_the_optimizers(item.index.fqn)}
+        """Return the numbers, in file order, of the tensors that forward may change, not only the optimizer's step."""
+        return {number for number, item in enumerate(self.plan.items) if not self._only_step_changes(item.index.fqn)}
 
-    def _is_the_optimizers(self, key: str) -> bool:
+    def _only_step_changes(self, key: str) -> bool:
         fqn = key.removeprefix("model.")
-        # A setting that is a tensor (lr) is a scheduler's to change.
+        # A scheduler may change a setting that is a tensor, such as lr.
         return key.startswith("optimizer.state.") or f"optimizer.param_groups.{fqn}.lr" in self._flat
 
 

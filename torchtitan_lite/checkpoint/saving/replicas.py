@@ -1,11 +1,11 @@
-"""What several ranks hold under one name: whose is saved, and whether they hold the same.
+"""Values that several ranks hold under one name: which rank's is saved, and whether they are equal.
 
-Parameters and the state of their optimizers are the same on all ranks that hold them, so any of these
-ranks may write them, and the bytes are spread evenly. Nothing says that of the rest (buffers, states of
-the caller's, settings), so it comes from the lowest rank that has it, all of it: what is loaded is then
-what one rank had, and never a mixture. At the first save of a run the ranks compare what they hold of
-the rest, and one warning names what differs. It cannot know what is meant to differ but by the name:
-what is another on each rank has a name of its own on each (`PerRank`, the random generators).
+Training keeps parameters and the state of their optimizers equal on all ranks that hold them, so any of
+these ranks may write them, and the bytes are spread evenly. Nothing guarantees that for the rest
+(buffers, the caller's states, settings): the lowest rank that has a value writes it, so that a load
+gets what one rank had and never a mixture. At the first save of a run the ranks compare these values,
+and one warning names those that differ. A value that is meant to differ needs another name on each
+rank, as `PerRank` and the random generators give it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.log import logger
 
 SHOWN = 4
-"""Keys that a warning names; the rest is a count."""
+"""Number of keys that a warning names; it counts the others."""
 
 State = dict[str, Any]
 _OPTIMIZER = "optimizer"
 _WEIGHTS = ""
-"""The one section of a checkpoint of weights alone, whose keys have no state's name before them."""
+"""The only section of a weights-only checkpoint, whose keys do not begin with a state's name."""
 
 
 def _none() -> Collection[str]:
@@ -37,21 +37,21 @@ def _none() -> Collection[str]:
 
 
 class Replicas:
-    """Knows the model's `parameters`, by FQN, and the keys of entries that `may_differ` between ranks."""
+    """Compares values across ranks, except the model's `parameters` (FQNs) and the keys that `may_differ`."""
 
     def __init__(self, parameters: Callable[[], Collection[str]] = _none, may_differ: Collection[str] = ()) -> None:
         self._parameters = parameters
         self._may_differ = frozenset(may_differ)
 
     def of_lowest_rank(self, state: State, items: Sequence[WriteItem]) -> frozenset[int]:
-        """Return the numbers of those tensors of `items` that only the lowest rank which has them may write."""
+        """Return the numbers of the tensors in `items` that only the lowest rank that has them may write. Any rank."""
         is_same = self._sameness(state)
         return frozenset(n for n, item in enumerate(items) if item.tensor_data and not is_same(item.index.fqn))
 
     def compare(self, state: State, flat: State, peers: Peers) -> None:
-        """Warn, on the coordinator, of what ranks hold differently under one name. **Collective**.
+        """Warn, on the coordinator, about keys whose values differ between ranks. **Collective**.
 
-        A digest of each state travels; a digest of each key only of states that differ.
+        Each rank sends one digest a state, and one a key only for states that differ.
         """
         if peers.world_size == 1:
             return
@@ -64,7 +64,7 @@ class Replicas:
         peers.scatter_answers(mine, _warn_of_differences)
 
     def _sections(self, state: State, flat: State) -> dict[str, dict[str, str]]:
-        """The digests of what is to be the same on all ranks that have it, by state and key."""
+        """Return the digests of values that must be equal on all ranks that have them, by state and key."""
         is_same, is_full = self._sameness(state), _is_full(state)
         sections: dict[str, dict[str, str]] = defaultdict(dict)
         for key, value in flat.items():
@@ -77,7 +77,7 @@ class Replicas:
         return sections
 
     def _sameness(self, state: State) -> Callable[[str], bool]:
-        """Whether a key is of a parameter, or of its optimizer's state."""
+        """Return a test whether training keeps a key equal on all ranks: a parameter, or its optimizer state."""
         parameters = frozenset(self._parameters())
         if not _is_full(state):
             return lambda key: key in parameters
@@ -88,26 +88,26 @@ class Replicas:
 
 
 def build_replicas(parameters: Callable[[], Collection[str]], states: Mapping[str, object]) -> Replicas:
-    """Return what is known of a run with these `states`, which may name entries that differ between ranks."""
+    """Return the `Replicas` of a run. `states` may name entries in `may_differ_between_ranks`."""
     may_differ = [f"{name}.{key}" for name, s in states.items() for key in getattr(s, "may_differ_between_ranks", ())]
     return Replicas(parameters, may_differ)
 
 
 def _is_full(state: State) -> bool:
-    """Whether the model is one state of several; else its tensors are all that there is."""
+    """Return whether `state` is a full checkpoint's; a weights-only one has no state "model", only tensors."""
     return isinstance(state.get("model"), Mapping)
 
 
 def _summary(digests: Mapping[str, str]) -> tuple[str, str]:
-    """A digest of the keys, and one of what they hold."""
+    """Return a digest of the keys, and one of their values."""
     return text_digest(key.encode() + b"\0" for key in digests), text_digest(d.encode() for d in digests.values())
 
 
 def _may_differ(name: str, summaries: Sequence[Mapping[str, tuple[str, str]]]) -> bool:
-    """Whether ranks that have the state `name` may hold a key of it differently."""
+    """Return whether ranks that have the state `name` may hold different values under one key of it."""
     held = {summary[name] for summary in summaries if name in summary}
     names = {keys for keys, _ in held}
-    # The optimizers of pipeline stages have other parameters, and so no settings in common.
+    # Pipeline stages have different parameters, so their optimizers have no settings in common.
     return len(held) > len(names) if name == _OPTIMIZER else len(held) > 1
 
 
@@ -122,7 +122,7 @@ def _warn_of_differences(per_rank: Sequence[Mapping[str, str]]) -> list[None]:
         more = f" and {len(different) - SHOWN} more" if len(different) > SHOWN else ""
         logger.warning(
             "Ranks hold different values of %s%s. A checkpoint has one of each, and every rank gets that one when it "
-            "is loaded. If each rank needs its own, wrap the state in PerRank; buffers under DDP follow rank 0 anyway.",
+            "is loaded. If each rank needs its own, wrap the state in PerRank; buffers under DDP follow rank 0 anyway",
             named,
             more,
         )
@@ -130,14 +130,14 @@ def _warn_of_differences(per_rank: Sequence[Mapping[str, str]]) -> list[None]:
 
 
 def _label(key: str, part: Part) -> str:
-    """Another one for each shard of a tensor, and the same for its replicas."""
+    """Return a label that differs between the shards of a tensor, and is the same for its replicas."""
     return f"{key} at {list(part.offsets)}" if any(part.offsets) else key
 
 
 def _digest(value: Any) -> str:
-    """A text that equal values have on every rank. Of what can be neither read nor pickled: its type's."""
+    """Return a text that is the same for equal values on every rank; for a value that cannot be pickled, its type's."""
     if type(value) in (bool, int, float, type(None)):
-        return repr(value)  # There are thousands, of every parameter's settings.
+        return repr(value)  # The fast way for thousands of them, the settings of every parameter.
     try:
         return text_digest(_canonical(value))
     except Exception:
@@ -145,7 +145,7 @@ def _digest(value: Any) -> str:
 
 
 def _canonical(value: Any) -> Iterator[bytes | memoryview]:
-    """Bytes that say `value`, whatever the order of its sets and mappings, and which of its parts are one object."""
+    """Yield bytes that stand for `value`, whatever the order of sets and mappings and however parts are shared."""
     kind = type(value)
     yield f"{kind.__module__}.{kind.__qualname__}:".encode()
     if isinstance(value, torch.Tensor):

@@ -1,7 +1,7 @@
-"""The saves of a run: one at a time, and those that must be there on return.
+"""The saves of a run: one at a time, in the background or durable on return.
 
-When to save is decided by whoever calls. Every method is **collective**, for the ranks make their states together: one
-that a rank cannot give fails the save on all of them.
+The caller decides when to save. Every method is **collective** unless it says otherwise, because the ranks
+make their states together: a state that fails on one rank fails the save on all of them.
 """
 
 from __future__ import annotations
@@ -54,24 +54,24 @@ class RunSaves:
         self._on_event = on_event
         self._is_prepared = False
         self.origin = origin
-        """Of what is saved from now on, but for the parent, which is the last step that was durable."""
+        """Recorded in what is saved from now on; the parent step, though, is the last durable one."""
         self.last = Tick(0, clock())
-        """When the last save began, or was left out."""
+        """When the last save began, or was skipped."""
 
     def continue_from(self, lineage: Lineage) -> None:
-        """Save as `lineage` from now on: a checkpoint of it was loaded. Any rank."""
+        """Record `lineage` in what is saved from now on: a checkpoint of it was loaded. Any rank."""
         self.origin = dataclasses.replace(self.origin, lineage=lineage)
 
     def begin(self, step: int) -> None:
-        """Begin a full save beside training; nothing may be in flight."""
+        """Begin a full save in the background; nothing may be in flight."""
         self._begin(step, self._full, CheckpointKind.FULL, self._folders.checkpoints, self._saver)
 
     def full(self, step: int) -> None:
-        """Save in full, durably on return; nothing may be in flight. Raises `SaveFailed` if a second try fails too."""
+        """Save in full, durable on return; nothing may be in flight. Raises `SaveFailed` if a second try fails, too."""
         self._and_wait(step, self._full, CheckpointKind.FULL, self._folders.checkpoints)
 
     def last_of_all(self, step: int) -> None:
-        """Save what the config wants of the last step, durably on return. Raises as `full` does."""
+        """Save the last step as `config` says, in full, only its weights or both; durable and raises as `full`."""
         config, exports = self._config, self._folders.exports
         if config.create_seed_checkpoint:
             self._and_wait(step, self._run.seed, CheckpointKind.FULL, self._folders.checkpoints)
@@ -84,11 +84,11 @@ class RunSaves:
             self.export(step)
 
     def export(self, step: int) -> None:
-        """Save the weights alone, durably on return. Raises as `full` does."""
+        """Save only the weights, durable on return. Raises as `full` does."""
         if self._folders.exports is None and self._peers.on_coordinator(lambda: self._is_saved_in_full(step)):
             logger.warning(
-                "Step %d is saved in full, and stays so: its weights alone would take its place. "
-                "Set --checkpoint.export_folder to have both.",
+                "Step %d keeps its full checkpoint and gets no export, which would replace it. "
+                "Set --checkpoint.export_folder to have both",
                 step,
             )
             return
@@ -100,20 +100,20 @@ class RunSaves:
         )
 
     def skip(self, step: int, in_flight: int) -> bool:
-        """Leave out the save of `step`, for that of `in_flight` is still being written; return False."""
-        logger.warning("step %d is not saved: the save of step %d is still being written.", step, in_flight)
+        """Skip the save of `step`, because that of step `in_flight` is still being written; return False."""
+        logger.warning("Step %d is not saved: the save of step %d is still being written", step, in_flight)
         self._on_event("save_skipped", step, in_flight=in_flight)
         self.leave_out(step)
         return False
 
     def leave_out(self, step: int) -> None:
-        """Count the save of `step`, which is not made, for the policies."""
+        """Count `step` as the last save for the policies, although none is made. Any rank."""
         self.last = Tick(step, self._clock())
 
     def prepare(self, step: int, *, now: bool) -> None:
-        """Make the saver ready for a first save, off its path: `now`, or as soon as the optimizers have state.
+        """Prepare the saver before the first save is due: `now`, or if the optimizers of all ranks have state.
 
-        Asking an optimizer for state before its first step would make it.
+        Before its first step an optimizer has no state to plan for.
         """
         if self._is_prepared or self._config.load_only:
             return
@@ -174,7 +174,7 @@ class RunSaves:
 
 @dataclass(frozen=True)
 class _Refusal:
-    """Saves nothing: the state could not be made, on every rank."""
+    """Saves nothing, because one rank could not make its state."""
 
     error: SaveFailed
 

@@ -1,11 +1,11 @@
-"""Which rank writes what, and where in its file: agreed once, and kept while nothing changes.
+"""Which rank writes what, and where in its file: planned once, and reused while the structure stays the same.
 
-What a state is made of (names, containers, dtypes, shapes, shardings) is compared with the last save's;
-the ranks agree in one small exchange whether it is the same for all of them. If it is, the plan is the
-last one and nothing else travels. If it is not, on any rank, all plan anew: each rank proves that its
-state can be put together again, DCP makes its items, the coordinator gives what several ranks hold to
-one of them (replicas.py), balanced, and lays out every file. Planning happens before staging, while the caller waits,
-so that a rank stages what it writes and nothing else.
+Each rank compares the structure of its state (names, containers, dtypes, shapes, shardings) with that of
+the last save, and one all-reduce max says whether it is unchanged on all ranks. If so, the last plan
+holds and nothing else travels. If it changed on any rank, all ranks plan again: each rank proves that
+its state can be rebuilt, DCP makes its items, and the coordinator assigns each item that several ranks
+hold to one of them (replicas.py), balanced, and lays out every file. Planning comes before staging,
+while the caller waits, so that a rank stages only what it writes.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class _Examined:
-    """What a state is made of; equal for states that are saved by the same plan."""
+    """The structure of a state; states of equal structure are saved by the same plan."""
 
     structure: Branch
     entries: Sequence[tuple[Any, ...]]
-    """Of each entry, in order: its name, and what is the same in every save of a tensor."""
+    """For each entry, in order: its name, and for a tensor what stays the same from save to save."""
 
 
 class _Verdict(enum.IntEnum):
-    """What one rank says of its plan; that of all ranks is the highest."""
+    """One rank's answer to whether its plan still holds; the maximum over the ranks counts."""
 
     UNCHANGED = 0
     CHANGED = 1
@@ -58,7 +58,7 @@ class _Verdict(enum.IntEnum):
 
 
 class PlanCache:
-    """Plans saves, and remembers the last plan."""
+    """Plans saves, and keeps the last plan."""
 
     def __init__(self, peers: Peers, replicas: Replicas | None = None) -> None:
         self._peers = peers
@@ -68,13 +68,13 @@ class PlanCache:
         self._is_compared = False
         self._plan: RankPlan | None = None
         self.num_made = 0
-        """How often a plan had to be made."""
+        """Number of plans made so far."""
 
     def plan(self, state: State, check: Callable[[], None] | None = None) -> Planned:
-        """What this rank writes of `state`. **Collective**.
+        """Return the plan for `state`, whose `image` is this rank's file. **Collective**.
 
-        Whatever fails on one rank, `check` included, is raised on every rank. The first time with a `check`, which is
-        the first save of a run, the ranks compare what all of them have to have alike.
+        What fails on one rank, `check` included, is raised on every rank. The first call with a `check`, which is the
+        first save of a run, also compares the values that must be the same on all ranks, and warns where they differ.
         """
         flat: State = {}
         examined: _Examined | None = None
@@ -87,13 +87,13 @@ class PlanCache:
         except Exception as error:
             verdict, failure = _Verdict.FAILED, error
         highest, is_in_doubt = self._peers.max_over_ranks(verdict, self._peers.is_group_in_doubt)
-        together = _Verdict(highest)
+        agreed = _Verdict(highest)
         if is_in_doubt:
             self._peers.renew_group()
-        if together is _Verdict.FAILED:
+        if agreed is _Verdict.FAILED:
             self._peers.raise_together(failure)
-        assert examined is not None, "else all failed together"
-        if together is _Verdict.CHANGED or self._plan is None:
+        assert examined is not None, "else all ranks failed together"
+        if agreed is _Verdict.CHANGED or self._plan is None:
             self._plan = self._examined = None
             self._plan = self._make(state, flat, examined.structure)
             self._examined = examined
@@ -112,21 +112,21 @@ class PlanCache:
         except Exception as error:
             failure = error
         answers = _Answers(failure or local)
-        with no_collection():  # The coordinator has an object for each chunk of each rank.
+        with no_collection():  # The coordinator holds an object for each chunk of each rank.
             kept: list[int] = self._peers.scatter_answers(answers.mine, answers.of_all)
         assert local is not None
         return _rank_plan(self._peers.rank, [local.items[number] for number in kept], answers.description)
 
 
 class _Answers:
-    """What the coordinator says to the plans of all ranks; its own description stays with it."""
+    """The coordinator's answer to the plans of all ranks. The description stays on the coordinator."""
 
     def __init__(self, mine: SavePlan | Exception | None) -> None:
         self.mine = mine
         self.description: Description | None = None
 
     def of_all(self, plans: list[SavePlan | Exception | None]) -> list[list[int]]:
-        """For each rank the numbers of those of its items that it writes."""
+        """Return for each rank the numbers of those of its items that it writes. Raises the first rank's failure."""
         whole: list[SavePlan] = []
         for plan in plans:
             if isinstance(plan, Exception):
@@ -138,8 +138,8 @@ class _Answers:
             dataclasses.replace(plan, items=[plan.items[number] for number in numbers], storage_data=None)
             for plan, numbers in zip(whole, kept, strict=True)
         ]
-        # DCP's own: chunk by chunk into one metadata, and a look whether every tensor is whole. The paths of keys come
-        # from the structure: its way of joining them is quadratic in the number of ranks that have keys of their own.
+        # DCP's planner merges the chunks into one metadata and checks that every tensor is complete. The paths of keys
+        # come from the structure: DCP's way to join them is quadratic in the number of ranks that have their own keys.
         final, metadata = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(reduced)
         structure = joint(plan.planner_data for plan in whole)
         tensors = {
@@ -156,11 +156,11 @@ class _Answers:
 
 
 def balanced(plans: Sequence[SavePlan]) -> list[list[int]]:
-    """For each rank the numbers of those of its items that it writes: each item once, the bytes spread evenly.
+    """Return for each rank the numbers of those of its items that it writes: each item once, the bytes spread evenly.
 
-    What only one rank has is its own. Objects, and the items whose numbers are a plan's storage data, go to the lowest
-    rank that has them. The rest goes, the largest first, to whoever has least of those that hold it (Graham's rule: at
-    most 4/3 of the best possible).
+    An item of only one rank stays there. Objects, and the items whose numbers are in a plan's storage data, go to the
+    lowest rank that has them. The others go, the largest first, to the rank with the fewest bytes among their holders
+    (Graham's rule: at most 4/3 of the best possible).
     """
     holders: dict[MetadataIndex, list[tuple[int, int]]] = {}
     for rank, plan in enumerate(plans):
@@ -194,14 +194,17 @@ def _examine(state: State, check: Callable[[], None] | None) -> tuple[State, _Ex
 
 
 def _prove(state: State, flat: State, structure: Branch) -> None:
-    """Raises TypeError unless what the manifest would say of `structure` makes `state` again of `flat`."""
+    """Raise TypeError unless `flat` and what the manifest stores of `structure` rebuild `state`."""
     again = rebuild(decode(json.loads(json.dumps(encode(structure)))), flat)
     if finding := difference(state, again, "state"):
         raise TypeError(f"{finding} in a checkpoint. Return dicts and lists of tensors and numbers from state_dict")
 
 
 def _entry(key: str, value: Any) -> tuple[Any, ...]:
-    """Raises TypeError for a tensor whose elements cannot be written as they lie."""
+    """Return the name of an entry and what of it the plan depends on.
+
+    Raises TypeError for a tensor whose elements cannot be written as they lie in memory.
+    """
     if isinstance(value, torch.Tensor):
         local = value._local_tensor if isinstance(value, DTensor) else value
         if local.layout != torch.strided or local.is_quantized or local.is_meta or _has_no_memory(local):
@@ -217,7 +220,7 @@ def _entry(key: str, value: Any) -> tuple[Any, ...]:
 
 
 def _has_no_memory(tensor: torch.Tensor) -> bool:
-    # Such as tensors that are made of others; asking some of them is an error.
+    # Such as wrapper subclasses over other tensors; some of them raise when asked for their memory.
     try:
         return tensor.numel() > 0 and tensor.data_ptr() == 0
     except RuntimeError:
@@ -233,7 +236,7 @@ def _local_plan(flat: State, structure: Branch) -> SavePlan:
 
 
 def _placed(item: WriteItem, value: Any) -> WriteItem:
-    """`item` with the chunk that `value` has in memory. Raises ValueError if its placement says another one."""
+    """Return `item` with the chunk that `value` has in memory. Raises ValueError if its placement contradicts that."""
     if not isinstance(value, DTensor) or knows_its_parts(value):
         return item
     assert item.tensor_data is not None
@@ -263,7 +266,7 @@ def _spec(item: WriteItem) -> Spec:
 
 
 def _num_bytes(item: WriteItem) -> int:
-    """Of the elements of a chunk; 0 for an object. (`tensor_storage_size` is that of the whole tensor.)"""
+    """Return the bytes of a chunk's elements; 0 for an object. (`tensor_storage_size` is of the whole tensor.)"""
     if item.tensor_data is None:
         return 0
     return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize

@@ -1,11 +1,10 @@
 """How a state becomes a checkpoint while training goes on: at once, in a thread, in a process.
 
-A saver is given a state and a target, and hands back a `PendingSave` with two promises: `staged`,
-after which the state may change, and `durable`, after which the checkpoint cannot be lost. A failure
-is the result of `durable`, as `SaveFailed` (`LeaseLost` where the folder is another job's), and never
-raised from `save`: every mode is settled in the same way. One save is under way at a time; the
-caller settles the last one first. **Collective**: all ranks save the same step with savers of the
-same kind.
+`save` takes a state and a target, and returns a `PendingSave` with two futures: after `staged` the
+state may change, after `durable` the checkpoint cannot be lost. A failure is the result of `durable`,
+as `SaveFailed` (`LeaseLost` if the folder belongs to another job), and `save` never raises it: the
+caller settles every mode in the same way. One save is under way at a time; the caller settles the
+last one first. **Collective**: all ranks save the same step with the same kind of saver.
 """
 
 from __future__ import annotations
@@ -47,15 +46,15 @@ class PendingSave:
     staged: Future[None]
     """Done when the state may change."""
     durable: Future[CheckpointInfo | None]
-    """Done when the checkpoint is committed, on the coordinator with what it is; failed with `SaveFailed`, or
-    `LeaseLost`."""
+    """Done when the checkpoint is committed; its result is what was committed on the coordinator, None on other ranks.
+    Failed with `SaveFailed` or `LeaseLost`."""
 
 
 class SavesStates(Protocol):
-    """Begins saves; all that a save in flight needs of a saver."""
+    """Begins saves: the part of a saver that `InFlight` uses."""
 
     def save(self, state: State, target: Target) -> PendingSave:
-        """Sets off a save. Collective."""
+        """Begin to save `state` as `target`. **Collective**."""
         ...
 
 
@@ -63,23 +62,23 @@ class Saver(SavesStates, Protocol):
     """One way to save."""
 
     def start(self) -> None:
-        """Makes early what takes time to make. Idempotent, main thread."""
+        """Start early what takes long to start. Idempotent, main thread."""
 
     def prepare(self, get_state: Callable[[], State]) -> None:
-        """Plans, and makes ready for, saves of states like `get_state()`: the first one is as fast as the others.
+        """Plan and allocate for states like `get_state()`, so that the first save is as fast as the later ones.
 
-        Collective, as `get_state` is. What fails here fails again, and is told, when it is saved.
+        **Collective**, and `get_state` may be, too. A failure here is only logged: the save meets it again and reports
+        it.
         """
 
     def close(self, timeout_seconds: float) -> None:
-        """Ends what `start` or `save` began, after the save under way or after that time. Idempotent."""
+        """End threads and processes, after the save under way or after `timeout_seconds`. Idempotent."""
 
 
 class StateSaver:
-    """Saves in one of three ways: at once from the live tensors, or from `copies` in a thread, which may have a
-    `process` write them.
+    """Saves at once from the live tensors; with `copies`, in a thread from a copy, which a `process` may write.
 
-    Agreement and commit are the same in each: the plan in the caller's thread, the rest where the save runs.
+    All three plan in the caller's thread and commit where the save runs.
     """
 
     def __init__(
@@ -98,12 +97,12 @@ class StateSaver:
         self._run: Run = _at_once if copies is None else _in_thread
 
     def start(self) -> None:
-        """Start the writer process if there is one. Idempotent, main thread."""
+        """Start the writer process, if there is one. Idempotent, main thread."""
         if self._process is not None:
             self._process.start()
 
     def prepare(self, get_state: Callable[[], State]) -> None:
-        """Plan for states like `get_state()`, and have an arena made for them: without copies there is no need."""
+        """Plan for states like `get_state()` and allocate an arena for them; without copies, do nothing. Collective."""
         if self._copies is None:
             return
         try:
@@ -111,12 +110,12 @@ class StateSaver:
         except Exception as error:
             logger.debug("No plan for saves yet: %s", error)
             return
-        # The arena is exchanged for a larger one, which the thread must not be writing from.
+        # A larger arena replaces the present one, from which the thread of a save under way still writes.
         if self._under_way.done():
             self._copies.stager.prepare(image.file.num_bytes)
 
     def save(self, state: State, target: Target) -> PendingSave:
-        """Begin a save: plan it, take the content, and commit that. **Collective**, main thread."""
+        """Plan, take the content, and commit it: here, or in a thread. **Collective**, main thread."""
         try:
             planned = self._plans.plan(state, lambda: self._check(target))
         except Exception as error:
@@ -126,7 +125,7 @@ class StateSaver:
         try:
             content = self._content(planned.image(), target)
         except Exception as error:
-            failure = error  # Of this rank alone: `commit` raises it on all.
+            failure = error  # Of this rank only: `commit` raises it on every rank.
         # The group is made here: making it is collective, and in the thread it could meet the caller's collectives.
         group = self._peers.group
         staged: Future[None] = Future()
@@ -136,11 +135,11 @@ class StateSaver:
         return PendingSave(target.step, staged, durable)
 
     def close(self, timeout_seconds: float) -> None:
-        """End what `start` and `save` began, after the save under way or after that time. Idempotent."""
+        """Give the arena back and end the process, after the save under way or after that time. Idempotent."""
         if wait_for([self._under_way], timeout_seconds).not_done:
-            logger.warning("A save is still being written after %.0f s; leaving it behind.", timeout_seconds)
+            logger.warning("A save is still being written after %.0f s; closing without it", timeout_seconds)
         else:
-            self._under_way = _done(None)  # A failure holds what it came through, the copy too.
+            self._under_way = _done(None)  # The traceback of a failure keeps references, also to the copy.
             if self._copies is not None:
                 self._copies.stager.close()
         if self._process is not None:
@@ -148,9 +147,9 @@ class StateSaver:
 
     def _check(self, target: Target) -> None:
         if not self._under_way.done():
-            # The caller stopped waiting for it, and its copy must not change while it is being written.
+            # The caller stopped waiting for that save, and its copy must not change while it is being written.
             raise SaveFailed(target.step, f"on rank {self._peers.rank} the save before it is still being written")
-        self.start()  # Again, if the process died: here a failure to start is every rank's.
+        self.start()  # Again, if the process died: a failure raised here fails the save on every rank.
         target.check()
 
     def _finish(
@@ -172,14 +171,14 @@ class StateSaver:
 
 
 class SyncSaver(StateSaver):
-    """Saves while the caller waits, from the live tensors: nothing is held twice."""
+    """Saves while the caller waits, from the live tensors: no copy, so no additional memory."""
 
     def __init__(self, peers: Peers, plans: PlanCache | None = None) -> None:
         super().__init__(peers, plans)
 
 
 class ThreadSaver(StateSaver):
-    """Copies the state while the caller waits, then has `write` write the copy in a thread."""
+    """Copies the state while the caller waits; a thread then writes the copy by `write`."""
 
     def __init__(
         self,
@@ -194,7 +193,7 @@ class ThreadSaver(StateSaver):
 
 
 class ProcessSaver(StateSaver):
-    """Copies the state while the caller waits into memory that a writer process maps too; that process writes it."""
+    """Copies the state while the caller waits into memory that a writer process maps, too; that process writes it."""
 
     def __init__(
         self,
@@ -213,19 +212,19 @@ class ProcessSaver(StateSaver):
 
 
 def build_saver(config: Checkpoint, peers: Peers, plans: PlanCache | None = None) -> Saver:
-    """The saver of `config.async_mode`."""
+    """Return the saver of `config.async_mode`."""
     if config.async_mode == "disabled":
         return SyncSaver(peers, plans)
     watch = build_staging_watch(config)
     if config.async_mode == "async":
         return ThreadSaver(peers, plans, watch=watch)
     if not torch.cuda.is_available():
-        logger.info("async_with_pinned_mem: no accelerator here, staging into shared memory that is not pinned.")
+        logger.info("async_with_pinned_mem: no accelerator found, staging into shared memory that is not pinned")
     return ProcessSaver(peers, config.timeout_seconds, config.preemption_signals, plans=plans, watch=watch)
 
 
 class Run(Protocol):
-    """Runs `work`, which raises `CheckpointError` if it fails, and returns its outcome."""
+    """Runs `work` and returns its outcome, which may be a `CheckpointError`."""
 
     def __call__(self, work: Callable[[], T], /) -> Future[T]: ...
 
@@ -238,14 +237,14 @@ def _at_once(work: Callable[[], T]) -> Future[T]:
 
 
 def _in_thread(work: Callable[[], T]) -> Future[T]:
-    """The outcome of `work`. A thread that nobody has to wait for: one that hangs does not keep the process."""
+    """Return the outcome of `work`, which a daemon thread runs: one that hangs does not keep the process alive."""
     future: Future[T] = Future()
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def run() -> None:
         try:
             if device is not None:
-                torch.cuda.set_device(device)  # Each thread begins with the first one.
+                torch.cuda.set_device(device)  # A new thread begins with device 0.
             give_way()
             outcome = work()
         except BaseException as error:
@@ -258,7 +257,7 @@ def _in_thread(work: Callable[[], T]) -> Future[T]:
 
 
 def refused(step: int, error: Exception) -> PendingSave:
-    """Return a save that failed on every rank before anything of it was there."""
+    """Return a save that failed on every rank before it touched the disk."""
     if not isinstance(error, SaveFailed | LeaseLost):
         error = SaveFailed(step, f"{type(error).__name__}: {error}")
     return PendingSave(step, _done(None), _failed(error))

@@ -1,9 +1,9 @@
 """DCP's writing side: every rank writes its file into a staging folder, the coordinator commits them.
 
 DCP is a two-phase commit already: `write_data` on every rank is the preparation, the gathered
-results are the vote, and `finish` runs on the coordinator alone, after every rank succeeded. So the
-commit is in `finish` and nowhere else. Who writes what is agreed before (save_plan.py), so what
-travels with a save is the digests of a file and the objects in it.
+results are the vote, and `finish` runs on the coordinator only, after every rank succeeded. So the
+commit is in `finish` and nowhere else. The ranks agreed before who writes what (save_plan.py), so a
+save sends only the digests of each file and the objects in it.
 """
 
 from __future__ import annotations
@@ -44,71 +44,74 @@ from torchtitan_lite.store.store import CheckpointStore
 
 @dataclass(frozen=True)
 class Origin:
-    """What a manifest says of the run that a checkpoint is of."""
+    """What a manifest records about the run that saved the checkpoint."""
 
     lineage: Lineage
     topology: str
     config: dict[str, Any]
     tensor_digests: bool = False
-    """Whether it has a digest of each tensor."""
+    """Whether the manifest gets a digest of each tensor."""
 
 
 def free() -> None:
-    """Nothing forbids it."""
+    """Do nothing: no fence, no check, nothing to wait for."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """The checkpoint that a save is to make."""
+    """The checkpoint that a save creates."""
 
     store: CheckpointStore
     step: int
     kind: CheckpointKind
     origin: Origin
     fence: Callable[[], None] = free
-    """Raises if the folder is another job's by now; asked right before the commit."""
+    """Raises `LeaseLost` if the folder belongs to another job by now; called right before the commit. Coordinator."""
     check: Callable[[], None] = free
-    """Raises if the save has no chance; asked before anything is planned. Coordinator."""
+    """Raises if the save cannot succeed; called before planning. Acts on the coordinator only."""
 
 
 @dataclass(frozen=True)
 class RankContent:
-    """What this rank writes, staged or live."""
+    """A rank's file and the ways to write it, from staged or from live tensors."""
 
     plan: RankPlan
     objects: Sequence[PlacedObject]
     num_bytes: int
     tensors: Callable[[], Sequence[torch.Tensor]]
-    """What is written, for digests of tensors."""
+    """Returns the tensors that are written, in file order, for digests and the search for NaN."""
     write: Callable[[Path], FileRecord]
-    """Makes the file, durably."""
+    """Writes the file durably."""
     wait: Callable[[], None] = free
-    """Returns when the state may change. Raises if what is written is not the state of one moment."""
+    """Returns when the state may change. Raises RuntimeError if it changed while it was copied."""
 
 
 @dataclass(frozen=True)
 class RankFile:
-    """What a rank tells the coordinator of the file that it wrote."""
+    """A rank's report to the coordinator about the file that it wrote."""
 
     name: str
     record: FileRecord
     objects: Sequence[PlacedObject]
     digests: Mapping[str, Digest] = field(default_factory=dict)
-    """The shares of tensors' digests that lie in the file, by key."""
+    """By key, the part of each tensor's digest that comes from this file."""
     nan_in: Sequence[str] = ()
     """Keys of weights in which NaN was seen."""
 
 
 class CommittingWriter(StorageWriter):
-    """Makes the checkpoint `target` appear, whole, or not at all. One instance a save."""
+    """Writes this rank's file, and on the coordinator commits `target`: it appears complete or not at all.
+
+    One instance a save.
+    """
 
     def __init__(self, target: Target, content: RankContent | None) -> None:
         self._target, self._content = target, content
         self.committed: CheckpointInfo | None = None
-        """What was committed; on the coordinator, once it was."""
+        """What was committed: on the coordinator, after `finish`; else None."""
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing: the place is given at construction."""
+        """Do nothing: the constructor has the place."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if is_coordinator:
@@ -126,14 +129,17 @@ class CommittingWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        """`results` has a list of at most one `RankFile` for each rank."""
+        """Write metadata and manifest, and commit. **Coordinator only**.
+
+        `results` has for each rank a list of at most one `RankFile`.
+        """
         assert self._content is not None
         target, description = self._target, self._content.plan.description
         assert description is not None, "the coordinator describes"
         files: list[RankFile] = [file for per_rank in results for file in per_rank]
         objects = [placed for file in files for placed in file.objects]
         nan_in = sorted({key for file in files for key in file.nan_in})
-        target.fence()  # What is staged here may be another job's by now.
+        target.fence()  # The staging folder may belong to another job by now.
         faults.point("metadata", step=target.step)
         described = description.metadata(objects)
         target.store.durable.write_file(target.store.stage(target.step) / layout.METADATA, described)
@@ -162,7 +168,7 @@ class CommittingWriter(StorageWriter):
         self.committed = target.store.commit(target.step, manifest, target.fence)
         if nan_in:
             logger.warning(
-                "Step %d is saved with NaN in its weights (%s). Retention keeps the latest checkpoint without it.",
+                "Step %d is saved with NaN in its weights (%s). Retention keeps the latest checkpoint without it",
                 target.step,
                 ", ".join(nan_in[:3]) + (f" and {len(nan_in) - 3} more" if len(nan_in) > 3 else ""),
             )
@@ -176,7 +182,7 @@ class CommittingWriter(StorageWriter):
 
     def _written(self) -> list[RankFile]:
         content, target = self._content, self._target
-        assert content is not None, "what could not be made ready was refused in planning"
+        assert content is not None, "AgreedPlanner raised the failure before"
         if content.num_bytes == 0:
             return []
         plan = content.plan
@@ -201,9 +207,10 @@ def commit(
     peers: Peers,
     group: dist.ProcessGroup | None,
 ) -> CheckpointInfo | None:
-    """Write `content` and commit `target`; return, on the coordinator, what was committed. **Collective**, any thread.
+    """Write `content` and commit `target`; return what was committed on the coordinator, else None.
 
-    Raises `SaveFailed` or `LeaseLost` on every rank if any rank failed, `failure` being what this one met before.
+    **Collective** over `group`, any thread. `failure` is what failed on this rank before, if anything did. Raises
+    `SaveFailed` or `LeaseLost` on every rank if one rank failed.
     """
     writer, planner = CommittingWriter(target, content), AgreedPlanner(failure)
     try:
@@ -215,7 +222,7 @@ def commit(
 
 
 def _tensor_digests(files: Sequence[RankFile], description: Description) -> dict[str, str]:
-    """Each tensor's digest, added up over its chunks, by key."""
+    """Return each tensor's digest by key, summed over its chunks."""
     total: dict[str, Digest] = {}
     for file in files:
         for key, digest in file.digests.items():
