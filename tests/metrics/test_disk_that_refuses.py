@@ -1,4 +1,4 @@
-"""What is told about a run never ends it: a disk that is full or read-only is one warning for each file."""
+"""A disk that is full or read-only is one warning for each file of a run, and never ends the run."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ def log_steps(metrics: MetricsLogger, events: EventLog, steps: range) -> None:
 
 
 @pytest.mark.parametrize("refuse", [fill, make_read_only])
-def test_each_file_is_one_warning_on_a_disk_that_refuses_from_the_first_second_on(refuse: object, disk: Path) -> None:
+def test_each_file_is_one_warning_on_a_disk_that_refuses_from_the_start(refuse: object, disk: Path) -> None:
     assert callable(refuse)
     refuse(disk)
     before = threading.active_count()
-    with warnings_told() as told, MetricsLogger(disk, Metrics(enable_tensorboard=True), rank=0) as metrics:
+    with warnings_told() as warnings, MetricsLogger(disk, Metrics(enable_tensorboard=True), rank=0) as metrics:
         events = EventLog(disk / "events.jsonl")
         metrics.start(0)
         log_steps(metrics, events, range(1, 30))
         events.close()
         assert threading.active_count() == before
-    assert len(told) == 3, told
-    assert all(any(name in line for line in told) for name in ("TensorBoard", METRICS_FILE, "events.jsonl"))
-    assert all("Training goes on." in line for line in told)
+    assert len(warnings) == 3, warnings
+    assert all(any(name in line for line in warnings) for name in ("TensorBoard", METRICS_FILE, "events.jsonl"))
+    assert all(line.endswith("Training continues") for line in warnings)
 
 
-def test_a_disk_that_fills_up_and_has_room_again_is_written_again(disk: Path) -> None:
+def test_writing_continues_when_a_full_disk_has_space_again(disk: Path) -> None:
     metrics, events = MetricsLogger(disk, Metrics(enable_tensorboard=True), rank=0), EventLog(disk / "events.jsonl")
     metrics.start(0)
-    with warnings_told() as told:
+    with warnings_told() as warnings:
         log_steps(metrics, events, range(1, 3))
         filler = fill(disk)
         log_steps(metrics, events, range(3, 300))
         filler.unlink()
         log_steps(metrics, events, range(300, 303))
         metrics.close()
-    assert len(told) == 6, told
+    assert len(warnings) == 6, warnings
     steps = [json.loads(line)["step"] for line in (disk / METRICS_FILE).read_text().splitlines() if line.endswith("}")]
     assert {1, 2, 300, 301, 302} <= {*steps} and 299 not in steps
     scalars = EventAccumulator(str(disk / "tb"))
@@ -69,23 +69,23 @@ def test_a_resume_on_a_full_disk_drops_the_lines_after_the_loaded_step(disk: Pat
     lines = [json.dumps({"step": step}) + "\n" for step in range(1, 6)]
     (disk / METRICS_FILE).write_text("".join(lines))
     fill(disk)
-    with warnings_told() as told, MetricsLogger(disk, Metrics(), rank=0) as metrics:
+    with warnings_told() as warnings, MetricsLogger(disk, Metrics(), rank=0) as metrics:
         metrics.start(3)
     assert (disk / METRICS_FILE).read_text() == "".join(lines[:3])
-    assert told == []
+    assert warnings == []
 
 
-def test_a_history_that_cannot_be_cut_is_a_warning(disk: Path) -> None:
+def test_lines_that_cannot_be_dropped_are_a_warning(disk: Path) -> None:
     (disk / METRICS_FILE).write_text('{"step": 1}\n{"step": 2}\n')
     make_read_only(disk)
     for loaded_step in (0, 1):
-        with warnings_told() as told, MetricsLogger(disk, Metrics(), rank=0) as metrics:
+        with warnings_told() as warnings, MetricsLogger(disk, Metrics(), rank=0) as metrics:
             metrics.start(loaded_step)
-        (warning,) = told
+        (warning,) = warnings
         assert f"{disk / METRICS_FILE} still has the lines of an earlier run" in warning
 
 
-def test_what_could_not_be_begun_leaves_no_file(disk: Path) -> None:
+def test_an_event_file_that_could_not_be_started_is_removed(disk: Path) -> None:
     fill(disk)
     with MetricsLogger(disk, Metrics(enable_tensorboard=True), rank=0) as metrics:
         metrics.start(0)

@@ -35,7 +35,7 @@ def test_events_of_a_restart_follow_those_before(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
 
 
-def test_an_event_after_a_torn_line_stands_on_its_own_line(tmp_path: Path) -> None:
+def test_an_event_after_a_torn_line_is_on_a_line_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(b'{"event": "save_started", "st')
     EventLog(path)("resumed", 7)
@@ -44,7 +44,7 @@ def test_an_event_after_a_torn_line_stands_on_its_own_line(tmp_path: Path) -> No
     assert json.loads(whole)["event"] == "resumed"
 
 
-def test_an_event_log_without_a_file_says_nothing(tmp_path: Path) -> None:
+def test_an_event_log_without_a_file_writes_nothing(tmp_path: Path) -> None:
     log = EventLog(None)
     log("committed", 1)
     log.close()
@@ -58,7 +58,7 @@ def test_a_full_disk_is_a_warning_and_ends_nothing(caplog: pytest.LogCaptureFixt
     lines.append({"step": 1})
     lines.close()
     logging.getLogger("torchtitan_lite").removeHandler(caplog.handler)
-    assert "a line for /dev/full was not written" in caplog.text
+    assert "Could not write a line to /dev/full" in caplog.text
 
 
 def test_only_whole_objects_are_whole_lines() -> None:

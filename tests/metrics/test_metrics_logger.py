@@ -36,7 +36,7 @@ def test_a_line_is_the_step_with_its_tags_in_full_precision(tmp_path: Path) -> N
     with MetricsLogger(tmp_path, FILES_ONLY, rank=0) as metrics:
         metrics.start(0)
         metrics.log(1, {LOSS: 0.1 + 0.2, "n_tokens_seen": 4096})
-        # read while the run goes on: nothing waits in a buffer
+        # Read before the logger is closed: nothing waits in a buffer.
         assert (tmp_path / "metrics.jsonl").read_text() == (
             '{"step": 1, "loss_metrics/global_avg_loss": 0.30000000000000004, "n_tokens_seen": 4096}\n'
         )
@@ -58,7 +58,7 @@ def test_a_resumed_run_drops_a_torn_line(tmp_path: Path, torn: bytes) -> None:
     assert logged_steps(tmp_path / "metrics.jsonl") == [1, 2, 3, 4]
 
 
-def test_a_resumed_run_without_metrics_begins_them(tmp_path: Path) -> None:
+def test_a_resumed_run_without_metrics_starts_the_file(tmp_path: Path) -> None:
     run_steps(tmp_path / "new", range(7, 9), loaded_step=6)
     assert logged_steps(tmp_path / "new" / "metrics.jsonl") == [7, 8]
 
@@ -89,14 +89,14 @@ def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path: Path) -> No
     assert tensorboard_scalars(tmp_path / "tb") == expected
 
 
-def test_tensorboard_holds_a_step_before_the_run_ends(tmp_path: Path) -> None:
+def test_tensorboard_shows_a_step_before_the_run_ends(tmp_path: Path) -> None:
     with MetricsLogger(tmp_path, WITH_TENSORBOARD, rank=0) as metrics:
         metrics.start(0)
         metrics.log(1, {LOSS: 0.5})
         assert tensorboard_scalars(tmp_path / "tb") == [(1, 0.5)]
 
 
-def test_each_rank_has_its_own_tensorboard_folder_where_the_config_says_so(tmp_path: Path) -> None:
+def test_each_rank_has_a_tensorboard_folder_of_its_own_if_the_config_says_so(tmp_path: Path) -> None:
     config = Metrics(enable_tensorboard=True, rank_0_only=False)
     for rank in (0, 1):
         run_steps(tmp_path, range(1, 2), config=config, rank=rank, loss=float(rank))

@@ -28,7 +28,7 @@ def files_in(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def test_a_trace_stands_where_torchtitan_puts_it_and_shows_the_step(tmp_path: Path) -> None:
+def test_a_trace_has_the_path_of_torchtitan_and_shows_the_step(tmp_path: Path) -> None:
     run_steps(tmp_path, Profiling(enable_profiling=True, profile_freq=5), 11, rank=3)
     assert files_in(tmp_path) == [
         "profile_traces/iteration_10/rank3_trace.json",
@@ -39,7 +39,7 @@ def test_a_trace_stands_where_torchtitan_puts_it_and_shows_the_step(tmp_path: Pa
 
 
 @pytest.mark.parametrize("loaded_step", [7, 8, 9])
-def test_a_resumed_run_goes_on_counting_from_the_loaded_step(tmp_path: Path, loaded_step: int) -> None:
+def test_a_resumed_run_continues_to_count_from_the_loaded_step(tmp_path: Path, loaded_step: int) -> None:
     run_steps(tmp_path, Profiling(enable_profiling=True, profile_freq=5), 4, loaded_step=loaded_step)
     assert files_in(tmp_path) == ["profile_traces/iteration_10/rank0_trace.json"]
 
@@ -54,7 +54,7 @@ def test_a_frequency_of_one_traces_every_step(tmp_path: Path) -> None:
 def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
     (tmp_path / "profile_traces").write_text("a file in the place of the folder")
     run_steps(tmp_path, Profiling(enable_profiling=True, profile_freq=2), 5)
-    assert "no trace of step 4" in log.text
+    assert "Could not write the trace of step 4 to" in log.text
 
 
 def test_nothing_is_written_while_both_are_off(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ BATCH = 12
 def run_steps(
     folder: Path, steps: range, *, num_ranks: int = 1, loaded_step: int = 0, mute: tuple[int, ...] = ()
 ) -> None:
-    """The `steps` of a job with `num_ranks` ranks that share batches of 12; those in `mute` do not write."""
+    """Trace the `steps` of a job with `num_ranks` ranks that share batches of 12; those in `mute` do not write."""
     traces = [SampleTrace(folder, rank=rank, writes=rank not in mute) for rank in range(num_ranks)]
     for trace in traces:
         trace.start(loaded_step)
@@ -29,7 +29,7 @@ def run_steps(
 
 
 def traced(folder: Path) -> list[tuple[int, int]]:
-    """Every (step, index) on file, sorted."""
+    """Return every (step, index) on file, sorted."""
     return sorted(
         (record["step"], index)
         for path in (folder / "samples").glob("rank*.jsonl")
@@ -63,7 +63,7 @@ def test_a_rank_that_does_not_write_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("degrees", [(2, 4, 1), (4, 2, 1, 2, 4), (2, 3)])
-def test_over_restarts_with_other_ranks_every_sample_stands_once(tmp_path: Path, degrees: tuple[int, ...]) -> None:
+def test_over_restarts_on_other_ranks_every_sample_is_traced_once(tmp_path: Path, degrees: tuple[int, ...]) -> None:
     for start, num_ranks in enumerate(degrees):
         # Each is killed two steps after its checkpoint; the next one goes on from there.
         first = 3 * start
@@ -71,19 +71,19 @@ def test_over_restarts_with_other_ranks_every_sample_stands_once(tmp_path: Path,
     assert traced(tmp_path) == expected(3 * len(degrees) + 2)
 
 
-def test_the_files_of_ranks_that_are_no_more_are_cut_as_well(tmp_path: Path) -> None:
+def test_later_lines_are_dropped_from_the_files_of_ranks_that_no_longer_exist(tmp_path: Path) -> None:
     run_steps(tmp_path, range(1, 6), num_ranks=4)
     run_steps(tmp_path, range(4, 4), num_ranks=1, loaded_step=3)
     assert traced(tmp_path) == expected(3)
 
 
-def test_the_first_rank_cuts_even_if_it_does_not_write(tmp_path: Path) -> None:
+def test_rank_0_drops_later_lines_even_if_it_does_not_write(tmp_path: Path) -> None:
     run_steps(tmp_path, range(1, 6), num_ranks=2)
     run_steps(tmp_path, range(3, 3), num_ranks=2, loaded_step=2, mute=(0,))
     assert traced(tmp_path) == expected(2)
 
 
-def test_another_rank_cuts_nothing(tmp_path: Path) -> None:
+def test_another_rank_drops_nothing(tmp_path: Path) -> None:
     run_steps(tmp_path, range(1, 6), num_ranks=2)
     SampleTrace(tmp_path, rank=1, writes=True).start(2)
     assert traced(tmp_path) == expected(5)

@@ -20,14 +20,14 @@ def run_parts(timer: StepTimer, parts: Iterable[str]) -> None:
             pass
 
 
-def test_the_step_line_has_the_shape_that_scripts_read() -> None:
+def test_the_step_line_has_the_format_that_scripts_read() -> None:
     line = step_line(1, 5.59034, 1.25, 3.5, 12345.6, 7.891, 1.234)
     assert line == (
         "step:  1  loss:  5.5903  grad_norm:  1.2500  memory:  3.50GiB  tps: 12,346  tflops: 7.89  mfu: 1.23%"
     )
 
 
-def test_the_step_line_has_no_mfu_where_the_peak_is_not_known() -> None:
+def test_the_step_line_has_no_mfu_if_the_peak_is_unknown() -> None:
     assert step_line(1000, 2.5, 0.5, 0.75, 99, 0.001, None).endswith("tps: 99  tflops: 0.00")
 
 
@@ -48,7 +48,7 @@ def test_a_device_is_found_by_the_longest_name_that_fits(name: str, flops: float
     assert peak_flops(name) == flops
 
 
-def test_throughput_is_told_as_a_share_of_the_peak_only_where_there_is_one() -> None:
+def test_throughput_has_a_percentage_of_the_peak_only_if_the_peak_is_known() -> None:
     assert throughput_tags(1000.0, 6e9, 312e12) == {
         "throughput(tps)": 1000.0,
         "tflops": 6.0,
@@ -57,7 +57,7 @@ def test_throughput_is_told_as_a_share_of_the_peak_only_where_there_is_one() -> 
     assert throughput_tags(1000.0, 6e9, None) == {"throughput(tps)": 1000.0, "tflops": 6.0}
 
 
-def test_loading_data_has_the_tags_that_torchtitan_gives_it() -> None:
+def test_loading_data_has_the_tags_of_torchtitan() -> None:
     assert time_tags(2.0, {"data": 0.5, "forward": 1.0}) == {
         "time_metrics/end_to_end(s)": 2.0,
         "time_metrics/data_loading(s)": 0.5,
@@ -66,7 +66,7 @@ def test_loading_data_has_the_tags_that_torchtitan_gives_it() -> None:
     }
 
 
-def test_the_timer_gives_means_over_steps_and_starts_anew() -> None:
+def test_the_timer_returns_means_over_steps_and_resets_them() -> None:
     times = [
         0,
         1,
@@ -99,14 +99,14 @@ def test_goodput_is_the_share_of_productive_seconds() -> None:
     assert goodput.percent() == 45.0
 
 
-def test_memory_of_the_process_is_what_is_told_without_an_accelerator() -> None:
+def test_without_an_accelerator_the_memory_is_that_of_the_process() -> None:
     tags = build_memory_monitor(torch.device("cpu")).tags()
     assert set(tags) == {"memory/max_active(GiB)", "memory/max_reserved(GiB)"}
     assert 0.01 < tags["memory/max_reserved(GiB)"] < math.inf
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_memory_of_the_allocator_is_its_peak_since_the_last_look() -> None:
+def test_the_memory_of_the_allocator_is_its_peak_since_the_last_call() -> None:
     monitor = build_memory_monitor(torch.device("cuda", 0))
     block = torch.empty(2**28, dtype=torch.uint8, device="cuda")
     del block

@@ -1,8 +1,8 @@
-"""How much of the time went into training.
+"""The share of a run's time that went into training.
 
-Productive are the seconds of training steps, as their caller measures them. Set-up, loading, and
-standing still for a save are not. With `resume` the totals go over all starts of a run; what was
-trained after the checkpoint that a restart goes on from is in neither.
+The seconds of training steps, as the caller measures them, are productive; set-up, loading and the time that a save
+blocks are not. With `resume` the totals cover all starts of a run, without the steps after the checkpoint that the
+restart loaded.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 
 class Goodput:
-    """Counts from its making."""
+    """Count seconds, from the moment it is made."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -20,25 +20,25 @@ class Goodput:
         self._productive_seconds = 0.0
 
     def add_productive(self, seconds: float) -> None:
-        """`seconds` more went into training steps."""
+        """Add `seconds` that went into training steps."""
         self._productive_seconds += seconds
 
     def resume(self, run_seconds: float, productive_seconds: float) -> None:
-        """Goes on from the totals of the starts before this one."""
+        """Add the totals of the earlier starts of this run."""
         self._start -= run_seconds
         self._productive_seconds += productive_seconds
 
     @property
     def run_seconds(self) -> float:
-        """All seconds so far."""
+        """Seconds of the run so far, over all of its starts."""
         return self._clock() - self._start
 
     @property
     def productive_seconds(self) -> float:
-        """Those that went into training steps."""
+        """The seconds of it that went into training steps."""
         return self._productive_seconds
 
     def percent(self) -> float:
-        """Productive seconds per 100 seconds since the start, 0 while no time has passed."""
+        """Return productive seconds in percent of all seconds; 0 while no time has passed."""
         elapsed = self.run_seconds
         return min(100.0, 100.0 * self._productive_seconds / elapsed) if elapsed > 0 else 0.0

@@ -1,10 +1,9 @@
-"""A file of JSON objects, one a line, that outlives being killed.
+"""A file of JSON objects, one a line, that stays readable if its writer is killed.
 
-A line is one write, so that a reader sees whole lines; a process killed in the middle leaves at most
-one torn line at the end. Whoever appends next starts on a new line. What the disk refuses (it is
-full, the folder is read-only) is one warning until a write succeeds again: what is told about a run
-must not end it. Where a run goes on from a step, the lines of later steps are dropped, so that every
-step stands in the history once.
+Each line is one write, so a reader sees whole lines, and a killed process leaves at most one torn line at the end; the
+next append starts a new line after it. A write that fails (disk full, folder read-only) is one warning until a write
+succeeds again: a problem with a log must not end the run. If a run resumes from a step, the lines of later steps are
+dropped, so that every step is in the history once.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torchtitan_lite.log import logger
 
 
 class JsonLines:
-    """Appends to `path`, which is made, with its folder, at the first line."""
+    """Append lines to `path`. The first line creates the file and its folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -31,7 +30,7 @@ class JsonLines:
         self._num_lost = 0
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """`record` is the last line of the file. Any thread."""
+        """Append `record` as the last line of the file. **Any thread**."""
         line = json.dumps(dict(record), default=str).encode() + b"\n"
         try:
             if self._fd is None:
@@ -39,18 +38,18 @@ class JsonLines:
             self._write(line)
         except OSError as error:
             if not self._num_lost:
-                logger.warning("a line for %s was not written: %s. Training goes on.", self.path, error)
+                logger.warning("Could not write a line to %s: %s. Training continues", self.path, error)
             self._num_lost += 1
         else:
             if self._num_lost:
-                logger.warning("%s is written again; %d lines of it are lost", self.path, self._num_lost)
+                logger.warning("Writing to %s works again; %d lines are lost", self.path, self._num_lost)
             self._num_lost = 0
 
     def close(self) -> None:
-        """The file is closed; idempotent, and a later line opens it again."""
+        """Close the file. Idempotent; a later line opens it again."""
         if self._fd is not None:
             fd, self._fd = self._fd, None
-            with suppress(OSError):  # What a network filesystem says here, it could not write.
+            with suppress(OSError):  # A network file system may report here what it could not write.
                 os.close(fd)
 
     def _open(self) -> None:
@@ -65,14 +64,14 @@ class JsonLines:
         written = os.write(self._fd, whole)
         self._is_torn = written > 0 and not whole[:written].endswith(b"\n")
         if written < len(whole):
-            raise OSError(f"only {written} of {len(whole)} bytes fitted")
+            raise OSError(f"wrote only {written} of {len(whole)} bytes")
 
 
 def start_history(path: Path, loaded_step: int) -> None:
-    """The lines of `path` end at `loaded_step`; at 0, a fresh start, the file of an earlier run is moved aside.
+    """Drop the lines of `path` after `loaded_step`; at 0, a fresh start, move the file of an earlier run aside.
 
-    A process that has the file open would go on in the old one: call before any appends. What the disk refuses is a
-    warning, and the older lines stay.
+    Call it before any process appends: one that has the file open would continue in the old file. If the disk refuses,
+    log a warning and leave the lines as they are.
     """
     try:
         if loaded_step:
@@ -80,11 +79,11 @@ def start_history(path: Path, loaded_step: int) -> None:
         else:
             _move_aside(path)
     except OSError as error:
-        logger.warning("%s still has the lines of an earlier run: %s. Training goes on.", path, error)
+        logger.warning("%s still has the lines of an earlier run: %s. Training continues", path, error)
 
 
 def whole_lines(data: bytes) -> list[tuple[bytes, dict[str, Any]]]:
-    """The lines of `data` that are whole JSON objects, each with its newline, beside what they say."""
+    """Return the lines of `data` that are whole JSON objects, each with its newline, and the parsed object."""
     return [
         (line, record)
         for line in data.splitlines(keepends=True)
@@ -104,7 +103,7 @@ def _drop_after(path: Path, step: int) -> None:
     except OSError:
         if not data.startswith(kept):
             raise
-        os.truncate(path, len(kept))  # Needs no room: what goes is mostly the end.
+        os.truncate(path, len(kept))  # Needs no space on the disk. The lines to drop are mostly at the end.
 
 
 def _move_aside(path: Path) -> None:
@@ -112,7 +111,7 @@ def _move_aside(path: Path) -> None:
         return
     free = next(name for number in itertools.count(1) if not (name := path.with_name(f"{path.name}.{number}")).exists())
     durable.rename(path, free)
-    logger.info("%s of an earlier run is now %s", path, free.name)
+    logger.info("Moved %s of an earlier run to %s", path, free.name)
 
 
 def _object(line: bytes) -> dict[str, Any] | None:

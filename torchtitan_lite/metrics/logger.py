@@ -1,8 +1,7 @@
-"""What a run tells about itself, in files: metrics.jsonl, TensorBoard, events.jsonl.
+"""The files that record a run: metrics.jsonl, TensorBoard files, events.jsonl.
 
-A run and its restarts are one history: every logged step stands in it once. So a resumed run drops
-what was logged after the step that it goes on from, and a fresh one moves an older history aside.
-The log lines for a person are made in `report`.
+A run and its restarts are one history, in which every logged step is present once. So a resumed run drops the lines
+after the step that it loaded, and a fresh start moves an older history aside. `report` formats the log lines.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class MetricsLogger:
-    """Figures by step, in {dump_folder}/metrics.jsonl (rank 0) and in TensorBoard files (as the config says).
+    """Write figures by step to {dump_folder}/metrics.jsonl (rank 0) and to TensorBoard files (as the config says).
 
-    Without `writes` they are nowhere.
+    With `writes` false, write nothing.
     """
 
     def __init__(self, dump_folder: Path, config: Metrics, *, rank: int, writes: bool = True) -> None:
@@ -33,21 +32,21 @@ class MetricsLogger:
         self._tensorboard = TensorBoardFile(folder) if folder is not None else None
 
     def start(self, loaded_step: int) -> None:
-        """The history ends at `loaded_step`; at 0, a fresh start, it is empty. Call before the first `log`."""
+        """Drop the history after `loaded_step`; at 0, a fresh start, begin a new one. Call before the first `log`."""
         if self._lines is not None:
             start_history(self._lines.path, loaded_step)
         if self._tensorboard is not None:
             self._tensorboard.start(loaded_step + 1)
 
     def log(self, step: int, tags: Mapping[str, float]) -> None:
-        """`tags` of `step` are on file, for whoever reads it now."""
+        """Write `tags` of `step` to the files. Other processes can read them when it returns."""
         if self._lines is not None:
             self._lines.append({"step": step} | {tag: _as_json(value) for tag, value in tags.items()})
         if self._tensorboard is not None:
             self._tensorboard.log(step, tags)
 
     def close(self) -> None:
-        """All files are closed; idempotent."""
+        """Close all files. Idempotent."""
         if self._lines is not None:
             self._lines.close()
         if self._tensorboard is not None:
@@ -63,19 +62,19 @@ class MetricsLogger:
 
 
 class EventLog:
-    """What happened to checkpoints and when, in `path`; with None (any rank but the first) it says nothing."""
+    """Write checkpoint events to `path`; with None (every rank but rank 0), write nothing."""
 
     def __init__(self, path: Path | None, *, clock: Callable[[], float] = time.time) -> None:
         self._lines = JsonLines(path) if path is not None else None
         self._clock = clock
 
     def __call__(self, event: str, step: int, /, **figures: Any) -> None:
-        """`event` is on file with the time in unix seconds. Any thread."""
+        """Write `event` with the time in Unix seconds. **Any thread**."""
         if self._lines is not None:
             self._lines.append({"event": event, "step": step, "time": self._clock()} | figures)
 
     def close(self) -> None:
-        """The file is closed; idempotent."""
+        """Close the file. Idempotent."""
         if self._lines is not None:
             self._lines.close()
 

@@ -1,7 +1,7 @@
 """How much memory training takes.
 
-On CUDA the allocator's peaks since the last look, under torchtitan's tags. On the CPU there is no
-allocator to ask: the peak is the process's own, since its start.
+On CUDA these are the allocator's peaks since the last call, under torchtitan's tags. On the CPU, where there is no such
+allocator, it is the peak of the process since its start.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ GIB = 1024**3
 
 
 class MemoryMonitor(Protocol):
+    """A source of memory figures."""
+
     def tags(self) -> dict[str, float]:
-        """Peaks since the last call, by TensorBoard tag; `memory/max_reserved(GiB)` is what the step line shows."""
+        """Return the peaks since the last call, by TensorBoard tag. The step line shows `memory/max_reserved(GiB)`."""
 
 
 class CudaMemory:
@@ -51,5 +53,5 @@ class ProcessMemory:
 
 
 def build_memory_monitor(device: torch.device) -> MemoryMonitor:
-    """The monitor that fits `device`."""
+    """Return the monitor for `device`."""
     return CudaMemory(device) if device.type == "cuda" else ProcessMemory()

@@ -1,8 +1,8 @@
-"""Traces of where the time and the memory of a step go.
+"""Traces of the time of a step, and snapshots of the memory.
 
-Every `profile_freq` steps, counted by the run's step number, a trace of the step just done stands in
-{dump_folder}/profile_traces/iteration_N/rankR_trace.json; snapshots of the CUDA allocator likewise.
-With both off, nothing is touched and `step` costs nothing.
+Every `profile_freq` steps, counted by the run's step number, the profiler writes a trace of the last step to
+{dump_folder}/profile_traces/iteration_N/rankR_trace.json, and a snapshot of the CUDA allocator to memory_snapshot/.
+With both off, `step` does nothing.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torchtitan_lite.config.job_config import Profiling
 from torchtitan_lite.log import logger
 
 WARMUP_STEPS = 3
-"""Steps that the profiler runs unrecorded before the one it records: its own start-up must not be in the trace."""
+"""Steps that the profiler runs without recording before the recorded one, so that its start-up is not in the trace."""
 
 MAX_MEMORY_EVENTS = 100_000
-"""Allocations and releases kept for a memory snapshot."""
+"""Allocations and frees that a memory snapshot keeps."""
 
 
 class Profiler:
-    """Call `step` after each training step. Any rank; nothing is collective."""
+    """Write the traces and snapshots of one rank. Call `step` after each training step. **Any rank**."""
 
     def __init__(self, dump_folder: Path, config: Profiling, *, rank: int, loaded_step: int = 0) -> None:
         self._config = config
@@ -45,7 +45,7 @@ class Profiler:
         return self
 
     def step(self) -> None:
-        """What the config asks for at the step just done is on file."""
+        """Write the trace and the snapshot of the last step, if they are due."""
         self._step += 1
         is_due = self._step % self._config.profile_freq == 0
         if self._trace is not None:
@@ -68,7 +68,7 @@ class Profiler:
             self._records_memory = False
 
     def _start_cycle(self) -> None:
-        # One torch profiler a trace: over several it would keep, or warn that it drops, the events of earlier ones.
+        # Each trace has a profiler of its own: one for several would keep the events of earlier traces, or warn.
         num_left = self._config.profile_freq - self._step % self._config.profile_freq
         cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
         self._trace = profile(
@@ -80,22 +80,22 @@ class Profiler:
         self._trace.start()
 
     def _end_cycle(self) -> None:
-        assert self._trace is not None, "a cycle is under way"
+        assert self._trace is not None, "a cycle was started"
         trace, self._trace = self._trace, None
         trace.stop()
 
     def _write_trace(self, trace: profile) -> None:
         if self._trace is None:
-            return  # leaving: torch hands over the step that was not done
+            return  # At exit torch calls this for the step that did not finish.
         path = self._traces / f"iteration_{self._step}" / f"rank{self._rank}_trace.json"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             trace.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:
-            # torch's profiler, left in the middle of this call by an exception, crashes the process when it is stopped.
-            logger.warning("no trace of step %d in %s: %s", self._step, path, error)
+            # An exception that leaves this call would make torch's profiler crash the process when it is stopped.
+            logger.warning("Could not write the trace of step %d to %s: %s", self._step, path, error)
         else:
-            logger.info("wrote a trace of step %d to %s", self._step, path)
+            logger.info("Wrote a trace of step %d to %s", self._step, path)
 
     def _start_memory_history(self) -> None:
         if not torch.cuda.is_available():
@@ -111,13 +111,13 @@ class Profiler:
             with path.open("wb") as file:
                 pickle.dump(torch.cuda.memory._snapshot(), file)
         except OSError as error:
-            logger.warning("no memory snapshot of step %d in %s: %s", self._step, path, error)
+            logger.warning("Could not write the memory snapshot of step %d to %s: %s", self._step, path, error)
         else:
-            logger.info("wrote a memory snapshot of step %d to %s", self._step, path)
+            logger.info("Wrote a memory snapshot of step %d to %s", self._step, path)
 
 
 def _action(num_left: int) -> ProfilerAction:
-    """Of the step that is the first of `num_left` up to and with the one to trace."""
+    """Return the profiler's action for the step after which `num_left` - 1 remain, the last of them being traced."""
     if num_left == 1:
         return ProfilerAction.RECORD_AND_SAVE
     return ProfilerAction.WARMUP if 1 < num_left <= 1 + WARMUP_STEPS else ProfilerAction.NONE

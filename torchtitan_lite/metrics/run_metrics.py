@@ -1,8 +1,8 @@
-"""All figures of a run, from what the loop and the checkpoint manager tell.
+"""All figures of a run, collected from the loop and the checkpoint manager.
 
-The loop times its parts and hands over what it measured at logged steps; the manager's events go to
-events.jsonl as they come, and their figures into the next logged step. What is said at a logged
-step covers the steps since the last one.
+The loop times its parts and passes its figures at logged steps. The manager's events are written to events.jsonl at
+once, and their figures go into the next logged step. The figures of a logged step cover the steps since the last logged
+one.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ EVENTS_FILE = "events.jsonl"
 
 
 class RunMetrics:
-    """Figures of this rank; the first rank writes them, unless the run only loads. A context manager."""
+    """Figures of this rank. Rank 0 writes them, unless the run only loads. A context manager."""
 
     def __init__(self, config: JobConfig, world: World, *, flops_per_token: float) -> None:
         dump_folder = Path(config.job.dump_folder).absolute()
         self.timer = StepTimer()
-        """Times the parts of a step: data, forward, backward, optimizer."""
+        """Timer of the parts of a step: data, forward, backward, optimizer."""
         self._flops_per_token = flops_per_token
         self._peak = peak_flops(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
         writes = not (config.checkpoint.enable_checkpoint and config.checkpoint.load_only)
@@ -48,18 +48,18 @@ class RunMetrics:
         self._since = time.perf_counter()
 
     def start(self, loaded_step: int) -> None:
-        """The history on file ends at `loaded_step`. Call right before the loop."""
+        """Drop the history on file after `loaded_step`. Call it directly before the loop."""
         self._files.start(loaded_step)
         self._since = time.perf_counter()
 
     def on_event(self, event: str, step: int, /, **figures: Any) -> None:
-        """What happened is on file, and its figures are in the next logged step. Any thread."""
+        """Write `event` to events.jsonl and keep its figures for the next logged step. **Any thread**."""
         self._events(event, step, **figures)
         with self._lock:
             self._event_tags |= checkpoint_tags(event, figures)
 
     def step_done(self, num_tokens: float) -> None:
-        """One more step, of `num_tokens` on this rank, is done."""
+        """Count one more step, of `num_tokens` on this rank."""
         self._tokens += num_tokens
         self._steps += 1
 
@@ -73,7 +73,7 @@ class RunMetrics:
         lr: float,
         n_tokens_seen: int,
     ) -> None:
-        """The step's line is printed and its figures are on file."""
+        """Log the line of `step` and write its figures to the files."""
         seconds = time.perf_counter() - self._since
         parts = self.timer.pop()
         self.goodput.add_productive(sum(parts.values()) * self._steps)
@@ -105,7 +105,7 @@ class RunMetrics:
         self._since = time.perf_counter()
 
     def close(self) -> None:
-        """All files are closed. Idempotent."""
+        """Close all files. Idempotent."""
         self._files.close()
         self._events.close()
 
@@ -119,7 +119,7 @@ class RunMetrics:
 
 
 def checkpoint_tags(event: str, figures: dict[str, Any]) -> dict[str, float]:
-    """The TensorBoard tags in a checkpoint event's figures."""
+    """Return the TensorBoard tags for a checkpoint event's figures."""
     if event == "staged":
         return {"checkpoint/stage(s)": figures["stall_seconds"]}
     if event == "loaded":

@@ -1,9 +1,8 @@
 """Which samples each step trained on, in {dump_folder}/samples/rankR.jsonl.
 
-One line a step: {"step", "indices"}, the positions of this rank's samples in the run's order before
-the shuffle. The files of all ranks, also of those that a smaller job no longer has, are one history:
-over all its restarts every step stands in it once, so it proves that no sample was repeated or
-skipped. Each rank writes its own file; the first rank alone cuts them.
+Each line is a step: {"step", "indices"}, the positions of this rank's samples in the run's order before the shuffle.
+The files of all ranks, also of ranks that a smaller job no longer has, are one history. Over all restarts every step is
+in it once, so it proves that no sample was repeated or skipped. Each rank writes its own file; only rank 0 drops lines.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ SAMPLES_FOLDER = "samples"
 
 
 class SampleTrace:
-    """The trace of one rank. `writes`: one rank of each group that takes the same data."""
+    """The trace of one rank. Give `writes` to one rank of each group that takes the same data."""
 
     def __init__(self, dump_folder: Path, *, rank: int, writes: bool) -> None:
         self._folder = dump_folder / SAMPLES_FOLDER
@@ -25,20 +24,20 @@ class SampleTrace:
         self._lines = JsonLines(self._folder / f"rank{rank}.jsonl") if writes else None
 
     def start(self, loaded_step: int) -> None:
-        """The history of all ranks ends at `loaded_step`; at 0, a fresh start, older files are moved aside.
+        """Drop the lines of all ranks after `loaded_step`; at 0, a fresh start, move older files aside.
 
-        Done by the first rank: no rank may `log` before `start` returned there.
+        Only rank 0 does it: no rank may `log` before `start` returned there.
         """
         if self._is_first:
             for path in sorted(self._folder.glob("rank*.jsonl")):
                 start_history(path, loaded_step)
 
     def log(self, step: int, indices: Iterable[int]) -> None:
-        """The samples of `step` are on file."""
+        """Write the samples of `step`."""
         if self._lines is not None:
             self._lines.append({"step": step, "indices": list(indices)})
 
     def close(self) -> None:
-        """The file is closed; idempotent."""
+        """Close the file. Idempotent."""
         if self._lines is not None:
             self._lines.close()

@@ -15,7 +15,7 @@ LAST_PART = "optimizer"
 
 
 class StepTimer:
-    """Seconds by part: data, forward, backward, optimizer. A step is over with its `optimizer` part."""
+    """Seconds by part: data, forward, backward, optimizer. A step ends with its `optimizer` part."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -24,14 +24,14 @@ class StepTimer:
 
     @contextmanager
     def __call__(self, part: str) -> Iterator[None]:
-        """The seconds of the block count for `part`; a part may come several times in one step."""
+        """Add the seconds of the block to `part`, which may come several times in one step."""
         start = self._clock()
         yield
         self._seconds[part] += self._clock() - start
         self._num_steps += part == LAST_PART
 
     def pop(self) -> dict[str, float]:
-        """Mean seconds a step, by part, since the last call; the count starts anew."""
+        """Return the mean seconds per step since the last call, by part, and reset them."""
         means = {part: seconds / max(1, self._num_steps) for part, seconds in self._seconds.items()}
         self._seconds.clear()
         self._num_steps = 0

@@ -1,8 +1,8 @@
-"""Scalars in TensorBoard's own files, written by whoever logs.
+"""Scalars in TensorBoard's event files, written in the thread that logs.
 
-Each step is one write to an event file. torch's SummaryWriter writes in a thread: what the disk refuses there ends
-the thread with a traceback, and is raised by a later call. Here it is one warning, until writing succeeds again; the
-next step then begins a new file, because TensorBoard reads no further than to a torn record.
+Each step is one write. torch's SummaryWriter writes in a thread of its own, which a disk error ends with a traceback,
+and a later call raises. Here a disk error is one warning until a write succeeds again. The next step then starts a new
+file, because TensorBoard stops reading a file at a torn record.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _numbers = itertools.count()
 
 
 class TensorBoardFile:
-    """Event files in `folder`, one a start and one more after each failure. Not thread-safe."""
+    """Event files in `folder`: one for each start, and another one after each failure. Not thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -35,11 +35,11 @@ class TensorBoardFile:
         self._is_failing = False
 
     def start(self, first_step: int) -> None:
-        """Begin a file; TensorBoard hides what earlier files have of `first_step` and later steps."""
+        """Start a file. TensorBoard then hides `first_step` and later steps of earlier files."""
         self._try(first_step, [])
 
     def log(self, step: int, tags: Mapping[str, float]) -> None:
-        """Append `tags` of `step`, for whoever reads the file now."""
+        """Append `tags` of `step`. Other processes can read them when it returns."""
         summaries = [scalar(tag, value) for tag, value in tags.items()]  # type: ignore[no-untyped-call]  # torch's gap
         self._try(step, [Event(step=step, summary=summary) for summary in summaries])
 
@@ -50,21 +50,21 @@ class TensorBoardFile:
             os.close(fd)
 
     def _try(self, step: int, events: list[Event]) -> None:
-        begun: Path | None = None
+        started: Path | None = None
         try:
             if self._fd is None:
-                begun = self._begin()
+                started = self._start_file()
                 events = [*_head(step), *events]
             assert self._fd is not None
             _write(self._fd, events)
         except OSError as error:
-            self._give_up(error, begun)
+            self._give_up(error, started)
         else:
             if self._is_failing:
-                logger.warning("TensorBoard files in %s are written again, from step %d on", self._folder, step)
+                logger.warning("Writing TensorBoard files in %s works again, from step %d on", self._folder, step)
             self._is_failing = False
 
-    def _begin(self) -> Path:
+    def _start_file(self) -> Path:
         self._folder.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads files in the order of their names.
         seconds, number = f"{int(time.time()):010d}", f"{next(_numbers):06d}"
@@ -72,18 +72,18 @@ class TensorBoardFile:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         return path
 
-    def _give_up(self, error: OSError, begun: Path | None) -> None:
-        with suppress(OSError):  # The same disk, and said below.
+    def _give_up(self, error: OSError, started: Path | None) -> None:
+        with suppress(OSError):  # The same disk error again, which the warning below reports.
             self.close()
-            if begun is not None:
-                begun.unlink()
+            if started is not None:
+                started.unlink()
         if not self._is_failing:
-            logger.warning("TensorBoard files in %s are not written: %s. Training goes on.", self._folder, error)
+            logger.warning("Could not write TensorBoard files in %s: %s. Training continues", self._folder, error)
         self._is_failing = True
 
 
 def _head(step: int) -> list[Event]:
-    """What a file begins with: TensorBoard hides what earlier files have of `step` and later ones."""
+    """Return the first events of a file. They make TensorBoard hide `step` and later steps of earlier files."""
     start = SessionLog(status=SessionLog.START)
     return [Event(file_version=_VERSION), Event(step=step, file_version=_VERSION), Event(step=step, session_log=start)]
 
@@ -97,4 +97,4 @@ def _write(fd: int, events: list[Event]) -> None:
         records.write(event.SerializeToString())
     data = buffer.getvalue()
     if (written := os.write(fd, data)) < len(data):
-        raise OSError(f"only {written} of {len(data)} bytes fitted")
+        raise OSError(f"wrote only {written} of {len(data)} bytes")
