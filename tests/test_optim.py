@@ -1,4 +1,4 @@
-"""Optimizers, the learning rate at every step, gradient clipping."""
+"""Optimizers, the learning rate at every step, gradient clipping, the check for divergence."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_the_learning_rate_at_step_s_is_lr_times_the_factor_of_s() -> None:
     assert seen == pytest.approx([0.1 * factor for factor in curve()])
 
 
-def test_a_scheduler_loaded_in_the_middle_goes_on_along_the_curve() -> None:
+def test_a_scheduler_loaded_in_the_middle_continues_the_curve() -> None:
     [first] = build_optimizers([nn.Linear(2, 2)], Optimizer(lr=0.1))
     [before] = build_lr_schedulers([first], LRScheduler(warmup_steps=2), total_steps=10)
     for _ in range(5):
@@ -94,7 +94,7 @@ def test_a_scheduler_loaded_in_the_middle_goes_on_along_the_curve() -> None:
     assert second.param_groups[0]["lr"] == pytest.approx(0.1 * curve()[6])
 
 
-def test_warm_up_longer_than_the_run_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_warm_up_longer_than_the_run_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     [optimizer] = build_optimizers([nn.Linear(2, 2)], Optimizer())
     with caplog.at_level(logging.WARNING, "torchtitan_lite"):
         logging.getLogger("torchtitan_lite").addHandler(caplog.handler)

@@ -1,4 +1,4 @@
-"""What each rank of two does for test_sharding.py: trains a tiny Llama in several ways and says what it saw."""
+"""The work of each of two ranks for test_sharding.py: train a tiny Llama in several ways and return what it saw."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchtitan_lite.parallelisms.parallelize_llama import parallelize_llama
 # 51 tokens and 5 heads of 6: no first dimension but the feed-forward's is even.
 ARGS = ModelArgs(dim=30, n_layers=2, n_heads=5, n_kv_heads=1, vocab_size=51, multiple_of=8, max_seq_len=16)
 SEED = 3
-SPLITS = [(5, 7, 1), (1, 7, 0), (3, 1, 1)]  # rows, columns, dim; some leave a rank with nothing
+SPLITS = [(5, 7, 1), (1, 7, 0), (3, 1, 1)]  # rows, columns, dim; some leave a rank without elements
 
 
 def job(dtype: str = "float32", ac: str = "none") -> JobConfig:
@@ -50,7 +50,7 @@ def loss_of(model: nn.Module, windows: Tensor) -> Tensor:
 
 
 def trained(model: Transformer, windows: Tensor) -> dict[str, Any]:
-    """One step of training, as plain tensors and numbers."""
+    """Train one step. Return its figures as plain tensors and numbers."""
     seen: dict[str, Any] = {"params": num_params(model), "initial": whole(model, lambda p: p)}
     optimizers = build_optimizers([model], Optimizer())
     loss = loss_of(model, windows)
@@ -64,7 +64,7 @@ def trained(model: Transformer, windows: Tensor) -> dict[str, Any]:
 
 
 def whole(model: nn.Module, of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
-    """Something of each parameter, gathered from all ranks."""
+    """Return one tensor of each parameter, gathered from all ranks."""
     result = {}
     for fqn, parameter in model.named_parameters():
         value = of(parameter)
@@ -78,7 +78,7 @@ def full(value: Tensor) -> Tensor:
 
 
 def split(mesh: DeviceMesh, rows: int, columns: int, dim: int) -> Tensor:
-    """The initial values of a parameter that is split along `dim`."""
+    """Return the initial values of a parameter that is split along `dim`."""
     model = nn.Linear(columns, rows, bias=False)
     model.weight = nn.Parameter(distribute_tensor(torch.empty(rows, columns), mesh, [Shard(dim)]))
     init_parameters(model, SEED, lambda fqn: Normal(std=1.0))
@@ -86,7 +86,7 @@ def split(mesh: DeviceMesh, rows: int, columns: int, dim: int) -> Tensor:
 
 
 def train_in_several_ways(rank: int) -> dict[str, Any]:
-    """By the name of the way; "split" holds initial values of parameters that are split in odd ways."""
+    """Return the results by the name of the way; "split" has initial values of unevenly split parameters."""
     mesh = ParallelDims(dp_shard=2).build_mesh("cpu")
     mine = batch().chunk(2)[rank]
     seen: dict[str, Any] = {

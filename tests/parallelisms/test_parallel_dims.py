@@ -29,7 +29,9 @@ def degrees(*, replicate: int = 1, shard: int = -1, tp: int = 1, pp: int = 1) ->
         (degrees(pp=2, shard=3), 6, ParallelDims(pp=2, dp_shard=3)),
     ],
 )
-def test_what_is_left_is_sharded(config: Parallelism, world_size: int, expected: ParallelDims) -> None:
+def test_minus_one_shards_over_the_remaining_ranks(
+    config: Parallelism, world_size: int, expected: ParallelDims
+) -> None:
     dims = build_parallel_dims(config, world_size)
     assert dims == expected
     assert dims.world_size == world_size

@@ -26,7 +26,7 @@ AC_MODES = [("none", "2"), ("selective", "1"), ("selective", "2"), ("selective",
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[DeviceMesh]:
-    """A mesh of this process alone."""
+    """A mesh of only this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield ParallelDims().build_mesh("cpu")
     dist.destroy_process_group()
@@ -61,13 +61,13 @@ def gradients(model: Transformer) -> list[Tensor]:
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(("mode", "option"), AC_MODES)
-def test_no_wrapper_shows_in_the_names_of_a_checkpoint(mode: str, option: str, compiled: bool) -> None:
+def test_wrappers_do_not_change_the_names_in_a_checkpoint(mode: str, option: str, compiled: bool) -> None:
     found = get_model_state_dict(build(job(mode, option, compile=compiled)))
     assert list(found) == list(build(job()).state_dict())
 
 
 @pytest.mark.parametrize(("mode", "option"), AC_MODES)
-def test_no_wrapper_shows_in_the_initial_parameters(mode: str, option: str) -> None:
+def test_wrappers_do_not_change_the_initial_parameters(mode: str, option: str) -> None:
     plain = build(job()).state_dict()
     found = get_model_state_dict(build(job(mode, option)))
     assert all(torch.equal(found[fqn], plain[fqn]) for fqn in plain)
@@ -87,13 +87,13 @@ def test_every_nth_block_is_recomputed() -> None:
     assert wrapped == ["1", "3"]
 
 
-def test_operators_mode_recomputes_only_what_is_cheap() -> None:
+def test_the_op_option_recomputes_only_cheap_operators() -> None:
     none, some, every = (operations(build(job(*mode))) for mode in [AC_MODES[0], AC_MODES[3], AC_MODES[4]])
     assert none < some < every
 
 
 def operations(model: Transformer) -> int:
-    """Floating-point operations of products and attention, in forward and backward."""
+    """Return the floating-point operations of matmuls and attention, in forward and backward."""
     with FlopCounterMode(display=False) as counter:
         gradients(model)
     return counter.get_total_flops()
@@ -117,7 +117,7 @@ def test_offload_without_an_accelerator_is_refused(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # the compiler's own, several a version
+@pytest.mark.filterwarnings("ignore")  # the compiler's own warnings, which differ between versions
 def test_compiled_blocks_compute_the_same_and_are_compiled_once(mesh: DeviceMesh) -> None:
     torch._dynamo.reset()
     config: dict[str, Any] = {"mixed_precision_param": "bfloat16"}

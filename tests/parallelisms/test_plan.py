@@ -1,4 +1,4 @@
-"""Which rank holds which layers, and what is refused before anything is built."""
+"""Which rank holds which layers, and what is refused before a model is built."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_without_a_pipeline_there_is_one_stage_with_all_layers() -> None:
     assert found.stages[0].is_first and found.stages[0].is_last
 
 
-def test_layers_are_shared_out_as_evenly_as_can_be_and_the_ends_get_the_fewer() -> None:
+def test_layers_are_split_as_evenly_as_possible_and_the_ends_get_fewer() -> None:
     assert layers(plan(2, pipeline_parallel_degree=2)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert layers(plan(3, pipeline_parallel_degree=3)) == [[0, 1, 2], [3, 4, 5], [6, 7]]
     assert [len(held) for held in layers(plan(6, pipeline_parallel_degree=6, batch_size=6))] == [1, 2, 2, 1, 1, 1]
@@ -68,7 +68,7 @@ def test_the_stages_together_have_the_parameters_of_the_model_under_their_own_na
     ("settings", "expected"),
     [({}, 6), ({"pipeline_parallel_microbatch_size": 3}, 2), ({"pipeline_parallel_microbatches": 3}, 3)],
 )
-def test_a_local_batch_is_cut_by_the_size_of_a_piece_or_by_their_number(
+def test_a_local_batch_is_split_by_the_size_or_the_number_of_micro_batches(
     settings: dict[str, Any], expected: int
 ) -> None:
     assert plan(2, pipeline_parallel_degree=2, batch_size=6, **settings).num_microbatches == expected
@@ -102,6 +102,8 @@ def test_a_local_batch_is_cut_by_the_size_of_a_piece_or_by_their_number(
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_key(world_size: int, settings: dict[str, Any], message: str) -> None:
+def test_a_plan_that_does_not_fit_is_refused_with_the_key(
+    world_size: int, settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         plan(world_size, **settings)

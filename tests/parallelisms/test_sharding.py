@@ -1,4 +1,4 @@
-"""Two ranks with FSDP hold and compute what one plain process does."""
+"""Two ranks with FSDP hold and compute the same as one plain process."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.ranks import Ranks
 
 @pytest.fixture(scope="module")
 def ranks(two_ranks: Ranks) -> list[dict[str, Any]]:
-    """What each of two ranks saw."""
+    """The results of each of two ranks."""
     return two_ranks.run(group.train_in_several_ways)
 
 
 @pytest.fixture(scope="module")
 def plain() -> dict[str, Any]:
-    """What one process sees that trains on the batches of both."""
+    """The results of one process that trains on the batches of both."""
     return group.trained(group.build(None, group.job()), group.batch())
 
 

@@ -52,7 +52,7 @@ TOPOLOGIES = [pytest.param(("two_ranks", settings), id=name) for name, settings 
 
 
 def first_step(rank: int, world_size: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """What this rank has before, during and after one step, as whole plain tensors and numbers."""
+    """Return what this rank has before, during and after one step, as whole plain tensors and numbers."""
     training = Training(batch_size=2, seq_len=16, mixed_precision_param="float32")
     config = JobConfig(training=training, parallelism=Parallelism(**settings))
     plan = build_plan(config, ARGS, world_size)
@@ -117,13 +117,13 @@ def whole(tensors: dict[str, Tensor] | dict[str, nn.Parameter]) -> dict[str, Ten
 
 @pytest.fixture(scope="module")
 def one_process() -> dict[str, Any]:
-    """What one plain process has."""
+    """The results of one plain process."""
     return first_step(0, 1, {})
 
 
 @pytest.fixture(scope="module", params=TOPOLOGIES)
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """What each rank of a topology has."""
+    """The results of each rank of a topology."""
     group, settings = request.param
     world_size = {"two_ranks": 2, "four_ranks": 4}[group]
     found: list[dict[str, Any]] = request.getfixturevalue(group).run(
@@ -132,7 +132,7 @@ def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return found
 
 
-def test_the_model_begins_bitwise_as_that_of_one_process(
+def test_the_initial_model_is_bitwise_that_of_one_process(
     ranks: list[dict[str, Any]], one_process: dict[str, Any]
 ) -> None:
     for seen in ranks:

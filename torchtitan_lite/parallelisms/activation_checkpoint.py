@@ -1,7 +1,7 @@
-"""Which activations are computed again in backward instead of kept.
+"""Activation checkpointing: recompute activations in backward instead of keeping them.
 
-Blocks are wrapped, so module paths change; state dicts made by DCP's `get_model_state_dict` do not.
-Results do not change either: with dropout the random state is restored for the recomputation.
+Blocks are wrapped, so module paths change, but the state dicts of DCP's `get_model_state_dict` do not. Results do not
+change either: with dropout, the random state is restored for the recomputation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EXPENSIVE: set[Callable[..., Any]] = {
 def apply_activation_checkpointing(
     layers: nn.Module, config: ActivationCheckpoint, *, preserve_rng_state: bool
 ) -> None:
-    """The children of `layers` that `config` selects are wrapped, in place."""
+    """Wrap the children of `layers` that `config` selects, in place."""
     if config.mode == "none":
         return
     by_operator = config.mode == "selective" and config.selective_ac_option == "op"
@@ -44,7 +44,7 @@ def apply_activation_checkpointing(
 
 
 def keep_expensive_results() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts of forward and recomputation that keep attention's results and every other matrix product's."""
+    """Return contexts of forward and recomputation that keep the results of attention and of every second matmul."""
     counts = {False: 0, True: 0}
 
     def policy(context: Any, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckpointPolicy:

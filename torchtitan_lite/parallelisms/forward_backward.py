@@ -1,7 +1,7 @@
-"""One optimizer step's forward and backward passes.
+"""The forward and backward passes of one optimizer step.
 
-However a step is done, the gradients are those of the mean loss over this rank's share of the batch,
-and its local batches are taken one after the other, so memory does not grow with their number.
+With every implementation the gradients are those of the mean loss over this rank's share of the batch. Local batches
+are processed one after the other, so memory does not grow with their number.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def build_forward_backward(
     timer: Timer,
     device: torch.device,
 ) -> ForwardBackward:
-    """The way that `plan` asks for, over `parts`, the model parts of `rank`, and `accumulation` local batches."""
+    """Return the implementation for `plan`. `rank` has the model parts `parts`; a step has `accumulation` batches."""
     if plan.dims.pp == 1:
         return Accumulating(parts[0], scaler, timer)
     num_losses = plan.num_microbatches * accumulation
@@ -62,17 +62,17 @@ def build_forward_backward(
 
 
 class ForwardBackward(Protocol):
-    """A way to get gradients."""
+    """An implementation of forward and backward."""
 
     def __call__(self, batch: Tensor) -> Tensor | None:
-        """Adds the gradients of the mean loss of `batch`, int64 [accumulation, local_batch, seq_len + 1].
+        """Add the gradients of the mean loss of `batch`, int64 [accumulation, local_batch, seq_len + 1].
 
-        Returns this loss, or None on a rank that does not see it.
+        Return this loss, or None on a rank that does not have the last pipeline stage.
         """
 
 
 class Accumulating:
-    """One model, one local batch after the other."""
+    """Run a whole model, one local batch after the other."""
 
     def __init__(self, model: nn.Module, scaler: torch.amp.GradScaler, timer: Timer) -> None:
         self._model, self._scaler, self._timer = model, scaler, timer
@@ -89,7 +89,7 @@ class Accumulating:
 
 
 class Pipelined:
-    """The stages of one rank; the schedule's losses, over all local batches, sum up to the mean."""
+    """Run the stages of one rank. The schedule's losses, over all local batches, add up to the mean."""
 
     def __init__(self, schedule: _PipelineSchedule, timer: Timer, *, has_first: bool, has_last: bool) -> None:
         self._schedule, self._timer = schedule, timer
@@ -109,5 +109,5 @@ class Pipelined:
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in float32 of `logits` [batch, seq, vocab] for `targets` [batch, seq]."""
+    """Return the mean cross-entropy in float32 of `logits` [batch, seq, vocab] for `targets` [batch, seq]."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(0, 1))

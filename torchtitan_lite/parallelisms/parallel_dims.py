@@ -1,8 +1,8 @@
-"""How many ranks share what, as arithmetic.
+"""The degrees of parallelism, and the arithmetic of ranks.
 
-Ranks are numbered with the pipeline outermost and tensor parallelism innermost, where communication
-is most frequent: rank = ((pp * dp_replicate + ...) * dp_shard + ...) * tp + .... Everything but
-`build_mesh` is a function of these four degrees.
+Ranks are numbered with the pipeline outermost and tensor parallelism, which communicates most often, innermost:
+rank = ((pp * dp_replicate + ...) * dp_shard + ...) * tp + .... Everything except `build_mesh` is a function of these
+four degrees.
 """
 
 from __future__ import annotations
@@ -30,35 +30,34 @@ class ParallelDims:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Number of all ranks."""
         return self.pp * self.dp_degree * self.tp
 
     @property
     def dp_degree(self) -> int:
-        """Ranks that take different data."""
+        """Number of ranks that take different data."""
         return self.dp_replicate * self.dp_shard
 
     def dp_rank(self, rank: int) -> int:
-        """Which of `dp_degree` shares of the data `rank` takes."""
+        """Return which of the `dp_degree` shares of the data `rank` takes."""
         return rank // self.tp % self.dp_degree
 
     def pp_rank(self, rank: int) -> int:
-        """The pipeline rank of `rank`."""
+        """Return the pipeline rank of `rank`."""
         return rank // (self.tp * self.dp_degree)
 
     def build_mesh(self, device_type: str) -> DeviceMesh:
-        """A mesh of the degrees above 1 and of `dp_shard`, by these names. **Collective**."""
+        """Return a mesh with a named dimension for each degree above 1 and for `dp_shard`. **Collective**."""
         dims = {name: degree for name, degree in asdict(self).items() if degree > 1 or name == "dp_shard"}
         return init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
 
     def dp_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        """The part of `build_mesh`'s mesh over which FSDP works: sharded, and before it replicated if there are
-        replicas."""
+        """Return the submesh over which FSDP works: `dp_shard`, and before it `dp_replicate` if there are replicas."""
         return mesh["dp_replicate", "dp_shard"] if self.dp_replicate > 1 else mesh["dp_shard"]
 
 
 def build_parallel_dims(config: Parallelism, world_size: int) -> ParallelDims:
-    """The degrees of `config`, with what is left for sharding at -1. ConfigError if they do not make `world_size`."""
+    """Return the degrees of `config`, -1 replaced by the remaining ranks. Raise ConfigError if `world_size` differs."""
     degrees = {
         "pp": config.pipeline_parallel_degree,
         "dp_replicate": config.data_parallel_replicate_degree,

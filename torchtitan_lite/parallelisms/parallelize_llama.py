@@ -1,10 +1,9 @@
-"""Everything that is done to a Llama, or to a pipeline stage of it, before it trains, in place.
+"""Parallelize a Llama, or a pipeline stage of it, in place.
 
-Tensor parallelism, activation checkpointing, compilation, FSDP, in that order. The compute dtype is
-the same function of the config in every topology: where a mixed precision is asked for, FSDP casts,
-on one rank too; one rank in float32 stays a plain module. DDP is FSDP over replicas of one shard
-each, for the same reason. Parameters and gradients are float32 always. FQNs, as DCP's
-`get_model_state_dict` spells them, do not change.
+Tensor parallelism, activation checkpointing, compilation and FSDP are applied in this order. The compute dtype is the
+same function of the config on every topology: with mixed precision FSDP casts, also on one rank, and one rank in
+float32 keeps a plain module. For the same reason DDP is FSDP over replicas of one shard each. Parameters and gradients
+are always float32. FQNs, as DCP's `get_model_state_dict` spells them, do not change.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from torchtitan_lite.parallelisms.tensor_parallel import apply_tensor_parallelis
 
 
 def parallelize_llama(model: nn.Module, mesh: DeviceMesh, dims: ParallelDims, config: JobConfig) -> None:
-    """`model`, best still on the meta device, computes as `config` says over the ranks of `mesh`, which is of `dims`.
+    """Make `model` compute as `config` says, over the ranks of `mesh`, which `dims` built. **Collective**.
 
-    **Collective**.
+    The model should still be on the meta device.
     """
     layers = model.get_submodule("layers")
     if dims.tp > 1:
@@ -36,14 +35,14 @@ def parallelize_llama(model: nn.Module, mesh: DeviceMesh, dims: ParallelDims, co
     if config.training.compile:
         compile_blocks(layers)
     if _is_sharded(dims, config):
-        # Each micro-batch of a pipeline would gather the parameters again.
+        # In a pipeline, resharding would gather the parameters again for each micro-batch.
         _shard(model, layers, dims.dp_mesh(mesh), config, reshard_after_forward=dims.pp == 1)
 
 
 def compile_blocks(layers: nn.Module) -> None:
-    """Each child of `layers` runs compiled; equal blocks share one compilation."""
+    """Compile each child of `layers`, in place; equal blocks share one compilation."""
     for block in layers.children():
-        # The forward, not the module: FSDP's hooks stay outside the graph, and no name gets a prefix.
+        # Compile the forward, not the module: FSDP's hooks stay outside the graph, and no FQN gets a prefix.
         block.forward = torch.compile(block.forward, fullgraph=True)
     logger.info("Each transformer block is compiled")
 
@@ -66,10 +65,12 @@ def _shard(
     }
     if training.enable_cpu_offload:
         if mesh.device_type == "cpu":
-            raise ConfigError("training.enable_cpu_offload: expected an accelerator to offload from, found none.")
+            raise ConfigError(
+                "training.enable_cpu_offload: expected an accelerator to offload from, found none. Unset it."
+            )
         settings["offload_policy"] = CPUOffloadPolicy()
     blocks = list(layers.children())
     for block in blocks:
-        # Backward begins with the last block: freed after forward, it would be gathered again at once.
+        # Backward starts with the last block: if freed after forward, it would be gathered again at once.
         fully_shard(block, reshard_after_forward=reshard_after_forward and block is not blocks[-1], **settings)
     fully_shard(model, **settings)

@@ -1,9 +1,8 @@
-"""A Llama cut into pipeline stages, by layer.
+"""Cut a Llama into pipeline stages, by layer.
 
-A stage is the whole model less what other stages have: layers keep their number and every parameter
-its FQN, so a checkpoint does not show where the cuts were. In the place of a missing end (embedding,
-norm, output) stands an identity, so forward is the same code. Stage s is on pipeline rank s modulo
-the number of ranks.
+A stage is the whole model without the layers of other stages. Layers keep their numbers and parameters their FQNs, so a
+checkpoint does not depend on the cuts. An identity replaces a missing end (embedding, norm, output), so forward is the
+same code. Stage s is on pipeline rank s modulo the number of pipeline ranks.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from torchtitan_lite.errors import ConfigError
 
 INTERLEAVED = "Interleaved1F1B"
 INTERLEAVED_STAGES = 2
-"""Stages a rank for the interleaved schedule, if no split points are given."""
+"""Stages on each rank with the interleaved schedule, if there are no split points."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Stage `index` of `num_stages`, which has `layers`."""
+    """Stage `index` of `num_stages`, with the layers of `layers`."""
 
     index: int
     num_stages: int
@@ -36,18 +35,18 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Whether the embedding is here."""
+        """Whether this stage has the embedding."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the logits, and so the loss, come from here."""
+        """Whether this stage computes the logits, and so the loss."""
         return self.index == self.num_stages - 1
 
 
 @dataclass(frozen=True)
 class Activations:
-    """What passes through the stages: a micro-batch, between them in `dtype` and `sequence_shards` parts."""
+    """Sizes of a micro-batch; between stages it is in `dtype`, and its sequence in `sequence_shards` parts."""
 
     batch_size: int
     seq_len: int
@@ -57,7 +56,7 @@ class Activations:
     dtype: torch.dtype
 
     def examples(self, stage: Stage) -> tuple[Tensor, Tensor]:
-        """What `stage` takes and what it gives, without data; its neighbours' buffers are made alike."""
+        """Return the input and output of `stage` on the meta device; the buffers between stages get their shapes."""
         with torch.device("meta"):
             tokens = torch.empty(self.batch_size, self.seq_len, dtype=torch.int64)
             local = (self.batch_size, self.seq_len // self.sequence_shards, self.dim)
@@ -67,11 +66,11 @@ class Activations:
 
 
 def build_stages(config: Parallelism, n_layers: int) -> list[Stage]:
-    """All stages in order. ConfigError if the layers, the ranks and the schedule do not fit."""
+    """Return all stages in order. Raise ConfigError if layers, ranks and schedule do not fit together."""
     degree, points = config.pipeline_parallel_degree, config.pipeline_parallel_split_points
-    a_rank = INTERLEAVED_STAGES if config.pipeline_parallel_schedule == INTERLEAVED else 1
+    stages_per_rank = INTERLEAVED_STAGES if config.pipeline_parallel_schedule == INTERLEAVED else 1
     if not points:
-        starts = _even_starts(n_layers, degree * a_rank)
+        starts = _even_starts(n_layers, degree * stages_per_rank)
     else:
         starts = [0, *(_layer_number(point, n_layers) for point in points)]
         _check_number_of_stages(config, len(starts))
@@ -82,7 +81,7 @@ def build_stages(config: Parallelism, n_layers: int) -> list[Stage]:
 
 
 def cut_to_stage(model: nn.Module, stage: Stage) -> None:
-    """`model`, a whole Llama, best still on the meta device, has only what belongs to `stage`."""
+    """Remove from `model`, a whole Llama, what is not in `stage`. The model should still be on the meta device."""
     layers = model.get_submodule("layers")
     for name, _ in list(layers.named_children()):
         if int(name) not in stage.layers:
@@ -93,7 +92,7 @@ def cut_to_stage(model: nn.Module, stage: Stage) -> None:
 
 
 def num_microbatches(config: JobConfig) -> int:
-    """Micro-batches of a local batch. ConfigError if it cannot be split so, or if the schedule needs another number."""
+    """Return the micro-batches in a local batch. Raise ConfigError unless it divides and fits the schedule."""
     parallelism, batch_size = config.parallelism, config.training.batch_size
     size, number = parallelism.pipeline_parallel_microbatch_size, parallelism.pipeline_parallel_microbatches
     divisor = size if number is None else number
@@ -127,8 +126,10 @@ def build_schedule(
     activations: Activations,
     device: torch.device,
 ) -> _PipelineSchedule:
-    """The order in which this rank's `parts`, which are `stages`, take their micro-batches. The sum of all `loss`es is
-    differentiated, not their mean."""
+    """Return the schedule that runs this rank's `parts`, the modules of `stages`, over their micro-batches.
+
+    Backward differentiates the sum of all `loss`es, not their mean.
+    """
     built: list[_PipelineStageBase] = [
         PipelineStage(part, stage.index, stage.num_stages, device, *activations.examples(stage), group=mesh.get_group())
         for part, stage in zip(parts, stages, strict=True)
@@ -142,10 +143,11 @@ def build_schedule(
 def _even_starts(n_layers: int, num_stages: int) -> list[int]:
     if num_stages > n_layers:
         raise ConfigError(
-            f"parallelism.pipeline_parallel_degree: the model's {n_layers} layers are too few for {num_stages} stages."
+            f"parallelism.pipeline_parallel_degree: the model's {n_layers} layers are too few for {num_stages} stages. "
+            "Lower the degree."
         )
     each, rest = divmod(n_layers, num_stages)
-    # What is left over goes to the middle first: the ends have the embedding and the output besides.
+    # Stages in the middle get the remaining layers first: the ends also have the embedding and the output.
     longer = [*range(1, num_stages - 1), 0][:rest]
     sizes = [each + (index in longer) for index in range(num_stages)]
     return [sum(sizes[:index]) for index in range(num_stages)]

@@ -1,7 +1,7 @@
-"""How a job spreads over its ranks, decided before anything is built.
+"""How a job uses its ranks, decided before a model is built.
 
-A pure function of the config, the model's sizes and the number of processes: one rank decides for
-all, and whatever does not fit is refused here, in one sentence.
+The plan is a pure function of the config, the model's sizes and the number of processes. One rank computes it for all
+ranks, and an error of one sentence refuses whatever does not fit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchtitan_lite.parallelisms.tensor_parallel import check_evenly_split
 
 
 class LlamaSizes(Protocol):
-    """What of a model's sizes matters here."""
+    """The sizes of a model that a plan depends on."""
 
     @property
     def dim(self) -> int: ...
@@ -35,19 +35,19 @@ class LlamaSizes(Protocol):
 
 @dataclass(frozen=True)
 class Plan:
-    """The degrees, the pipeline's stages (one without a pipeline), and in how many pieces they take a local batch."""
+    """The degrees, the pipeline's stages (one without a pipeline), and the micro-batches in a local batch."""
 
     dims: ParallelDims
     stages: tuple[Stage, ...]
     num_microbatches: int
 
     def stages_of(self, rank: int) -> tuple[Stage, ...]:
-        """The stages that `rank` holds: every pp-th."""
+        """Return the stages that `rank` holds: every pp-th one."""
         return self.stages[self.dims.pp_rank(rank) :: self.dims.pp]
 
 
 def build_plan(config: JobConfig, sizes: LlamaSizes, world_size: int) -> Plan:
-    """The plan that `config` asks for. ConfigError if the ranks, the model and the batch do not fit it."""
+    """Return the plan for `config`. Raise ConfigError if the ranks, the model or the batch do not fit it."""
     dims = build_parallel_dims(config.parallelism, world_size)
     check_evenly_split(
         dims.tp,

@@ -1,9 +1,8 @@
 """Tensor and sequence parallelism of a Llama.
 
-Between blocks, and where norms and dropout work, each rank holds its part of the sequence; inside
-attention and feed-forward it holds the whole sequence and its part of the heads or of the width.
-Parameters become DTensors over the mesh, their FQNs stay. Each rank ends up with the whole logits.
-(Korthikanti et al. 2022, as torchtitan lays it out.)
+Between blocks, and in norms and dropout, each rank holds its part of the sequence. Inside attention and feed-forward it
+holds the whole sequence and its part of the heads or of the width. Parameters become DTensors over the mesh and keep
+their FQNs. Each rank gets the whole logits. (Korthikanti et al. 2022, in torchtitan's layout.)
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 
 from torchtitan_lite.errors import ConfigError
 
-# The logits are a view of a DTensor, and FSDP warns of changing such a view in place, which no loss does.
+# The logits are a view of a DTensor. FSDP warns against changing such a view in place, which no loss does.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 SEQUENCE = Shard(1)
@@ -32,13 +31,13 @@ SEQUENCE = Shard(1)
 
 
 def apply_tensor_parallelism(model: nn.Module, mesh: DeviceMesh) -> None:
-    """`model`, or a pipeline stage of it, computes over the ranks of the one-dimensional `mesh`, in place."""
+    """Distribute `model`, or a pipeline stage of it, over the ranks of the one-dimensional `mesh`, in place."""
     ends: dict[str, ParallelStyle] = {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=SEQUENCE),
         "norm": SequenceParallel(),
         "output": ColwiseParallel(input_layouts=SEQUENCE, output_layouts=Replicate()),
     }
-    # A pipeline stage has an identity in the place of an end that is another stage's.
+    # A pipeline stage has an identity in place of an end that belongs to another stage.
     plan = {name: style for name, style in ends.items() if not isinstance(model.get_submodule(name), nn.Identity)}
     parallelize_module(model, mesh, plan)
     for block in model.get_submodule("layers").children():
@@ -62,7 +61,7 @@ def _block_plan() -> dict[str, ParallelStyle]:
 
 
 def check_evenly_split(degree: int, *, n_heads: int, n_kv_heads: int, ffn_dim: int, seq_len: int) -> None:
-    """Returns if all that is split is split evenly; else ConfigError."""
+    """Raise ConfigError unless `degree` divides every size that tensor parallelism splits."""
     split = {"n_heads": n_heads, "n_kv_heads": n_kv_heads, "feed-forward width": ffn_dim, "seq_len": seq_len}
     for name, size in split.items():
         if size % degree:
