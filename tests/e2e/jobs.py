@@ -1,9 +1,8 @@
 """Real jobs for end-to-end tests: `train.py`, as processes of their own.
 
-A job's workers are forked from a server that has the trainer loaded (each gets the variables that torchrun
-would set), or, where the start itself is what a test is about, are cold processes, alone or under torchrun.
-A job is watched through the files that it writes, with a deadline on every wait, and whatever still runs when
-a test ends is killed.
+A job's workers are forked from a server that has the trainer loaded, each with the variables that torchrun would set.
+Tests of the start itself use cold processes, with or without torchrun. Tests watch a job through the files that it
+writes, with a deadline on every wait; processes that still run at the end of a test are killed.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ Process = subprocess.Popen[str] | Forked
 
 
 class Job:
-    """Started processes of one job, and the files in its dump folder."""
+    """The processes of one job, and the files in its dump folder."""
 
     def __init__(self, processes: Sequence[Process], dump_folder: Path, log: Path) -> None:
         self.processes = list(processes)
@@ -60,12 +59,12 @@ class Job:
         return {line["step"]: line["loss_metrics/global_avg_loss"] for line in lines}
 
     def workers(self) -> list[int]:
-        """Process ids of the workers: those under torchrun, or the processes themselves."""
+        """Return the process ids of the workers: those under torchrun, or the processes themselves."""
         ids = [process.pid for process in self.processes]
         return [child for pid in ids for child in children(pid) if "train.py" in command_line(child)] or ids
 
     def wait_until(self, condition: Callable[[Job], Any]) -> None:
-        """Returns as soon as `condition` holds; fails when the job ends before or a deadline passes."""
+        """Return as soon as `condition` holds. Fail if the job ends before, or at a deadline."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         while not condition(self):
             assert time.monotonic() < deadline, f"nothing happened for {DEADLINE_SECONDS:.0f} s:\n{self.log}"
@@ -73,11 +72,11 @@ class Job:
             time.sleep(0.002)
 
     def wait(self) -> list[int]:
-        """Exit codes, once all have ended."""
+        """Wait until all processes have ended. Return their exit codes."""
         return [process.wait(DEADLINE_SECONDS) for process in self.processes]
 
     def kill(self) -> None:
-        """SIGKILL to everything at once, as a power cut would."""
+        """Send SIGKILL to all processes at once, as a power cut would end them."""
         for pid in [*(child for process in self.processes for child in children(process.pid)), *self.pids()]:
             send(pid, signal.SIGKILL)
         self.wait()
@@ -95,9 +94,9 @@ def start(
     environment: dict[str, str] | None = None,
     cold: bool = False,
 ) -> Iterator[Job]:
-    """A job of `ranks` workers, killed at the end of the block.
+    """Start a job of `ranks` workers, which is killed at the end of the block.
 
-    `cold`: each is a new Python; `torchrun`: under torchrun, with these options of it.
+    `cold`: each worker is a new Python process; `torchrun`: the workers run under torchrun with these options.
     """
     dump_folder.mkdir(parents=True, exist_ok=True)
     training = [str(REPO / "train.py"), *TINY, f"--job.dump_folder={dump_folder}", *arguments]
@@ -123,7 +122,7 @@ def start(
 
 
 def run(dump_folder: Path, *arguments: str, ranks: int = 1, **options: Any) -> Job:
-    """A job that has ended, all its workers with 0."""
+    """Run a job to its end. Fail unless all workers exit with 0."""
     with start(dump_folder, *arguments, ranks=ranks, **options) as job:
         codes = job.wait()
     assert codes == [0] * len(codes), job.log
@@ -136,13 +135,13 @@ def _cold(command: list[str], environment: dict[str, str], log: Path) -> subproc
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a JSON-lines file that somebody may be writing."""
+    """Return the complete lines of a JSON-lines file that another process may be writing."""
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def children(pid: int) -> list[int]:
-    """Process ids of all descendants."""
+    """Return the process ids of all descendants."""
     own = [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in _read(task).split()]
     return [*own, *(grandchild for child in own for grandchild in children(child))]
 

@@ -1,8 +1,8 @@
 """Jobs that are killed hundreds of times: two ranks, forked from a server that has torch loaded already.
 
-A job trains a tiny sharded model with a real manager, and each rank writes down what it did as it
-did it, so that what was known when it was killed is known after. `start` runs one start of a job to
-its end, however that comes; starting again in the same folder is a restart.
+A job trains a tiny sharded model with a real manager. Each rank records every action when it happens, so that the
+record is complete up to the moment of the kill. `start` runs one start of a job until all its processes have ended;
+another start in the same folder is a restart.
 """
 
 from __future__ import annotations
@@ -41,38 +41,38 @@ STEPS = 12
 INTERVAL = 3
 KEPT = 2
 DEADLINE_SECONDS = 90.0
-"""Of one start; it takes one or two."""
+"""For one start, which takes one or two seconds."""
 GRACE_SECONDS = 5.0
-"""After one rank has ended badly: how long the others, which may wait for it, have to end by themselves."""
+"""Time for the other ranks, which may wait for one that failed, to end by themselves."""
 TIMEOUT = timedelta(seconds=30)
 
 
 @dataclass(frozen=True)
 class Order:
-    """One start of the job in `folder`, the `number`-th."""
+    """The configuration of start number `number` of the job in `folder`."""
 
     folder: Path
     number: int
     mode: str = "disabled"
     fault: str = ""
     saves_again: int | None = None
-    """After the save of this step the parameters are changed and the step is saved once more; the trainers' faults
-    are installed between the two."""
+    """After the save of this step the parameters change and the step is saved again; the trainers' faults are installed
+    between the two saves."""
     power_cut: bool = False
-    """Whether all is killed as soon as one rank was."""
+    """Whether all processes are killed as soon as one rank was."""
 
     def record(self, rank: int) -> Path:
-        """Where `rank` writes down what it does."""
+        """Return the file in which `rank` records its actions."""
         return self.folder / f"start{self.number}-rank{rank}.jsonl"
 
     def log(self, rank: int) -> Path:
-        """What `rank` printed."""
+        """Return the file with the output of `rank`."""
         return self.record(rank).with_suffix(".log")
 
 
 @dataclass(frozen=True)
 class Started:
-    """How a start ended: each rank's exit code, None if it had to be killed, and what it wrote down."""
+    """How a start ended: each rank's exit code, None if it had to be killed, and its record."""
 
     order: Order
     codes: list[int | None]
@@ -83,34 +83,34 @@ class Started:
 
     @property
     def killed(self) -> set[int]:
-        """The ranks that a SIGKILL of their own ended."""
+        """The ranks that ended by the SIGKILL of their own fault."""
         return {rank for rank, code in enumerate(self.codes) if code == -signal.SIGKILL}
 
     @property
     def resumed(self) -> int:
-        """The step from which it went on; 0 for a fresh start."""
+        """The step from which it resumed; 0 for a fresh start."""
         return max(self.steps("resumed"), default=0)
 
     def steps(self, event: str) -> list[int]:
-        """The steps of which rank 0 wrote down that `event` happened."""
+        """Return the steps for which rank 0 recorded `event`."""
         return [line["step"] for line in self.records[0] if line["event"] == event]
 
     def losses(self, rank: int) -> dict[int, str]:
-        """Of each step, exact; of a step trained twice, the last."""
+        """Return the exact loss of each step; of a step trained twice, the second one."""
         return {line["step"]: line["loss"] for line in self.records[rank] if line["event"] == "trained"}
 
     def end(self, rank: int) -> str:
-        """A digest of all that `rank` had at the end; empty if it did not come to it."""
+        """Return the digest of the state of `rank` at the end; empty if it did not get there."""
         return next((line["digest"] for line in self.records[rank] if line["event"] == "end"), "")
 
     def tail(self) -> str:
-        """The last of what the ranks printed, for a person."""
+        """Return the end of each rank's output, for the message of a failed test."""
         logs = (self.order.log(rank) for rank in range(RANKS))
         return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in logs if path.exists())
 
 
 def start(order: Order) -> Started:
-    """Runs `order` until no process of it is left."""
+    """Run `order` until all its processes have ended."""
     order.folder.mkdir(exist_ok=True)
     processes = [server().Process(target=_serve, args=(order, rank), daemon=True) for rank in range(RANKS)]
     for process in processes:
@@ -134,7 +134,7 @@ def start(order: Order) -> Started:
 
 
 class KilledRun(Run):
-    """The run of one rank; its losses depend on all of its state and on the generators."""
+    """The run of one rank. Its losses depend on its whole state and on the generators."""
 
     def __init__(self, order: Order, record: _Record) -> None:
         torch.manual_seed(0)
@@ -150,7 +150,7 @@ class KilledRun(Run):
         torch.manual_seed(dist.get_rank())
 
     def train(self) -> str:
-        """One step; its loss, exact."""
+        """Train one step. Return its exact loss."""
         loss = self.take_step(self._loss)
         self.state.record_loss(loss, loss)
         return loss.hex()
@@ -161,14 +161,14 @@ class KilledRun(Run):
         return loss
 
     def change(self) -> None:
-        """The parameters are others, of the same step."""
+        """Change the parameters without another step."""
         self.manager.maybe_wait_for_staging()
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.mul_(0.5)
 
     def digest(self) -> str:
-        """Of all that this rank has."""
+        """Return a digest of this rank's whole state."""
         digest = hashlib.sha256()
         for tensor in self._tensors():
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -184,7 +184,7 @@ class KilledRun(Run):
 
 
 class _Record:
-    """What a rank did, a line each, in the kernel's hands as soon as it is written: a SIGKILL loses none."""
+    """The actions of a rank, one a line. Each line is written to the kernel at once, so a SIGKILL loses none."""
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -197,12 +197,12 @@ class _Record:
 
 
 def _serve(order: Order, rank: int) -> None:
-    """One rank, from its fork to its end."""
+    """Run one rank, from its fork to its exit."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     output = os.open(order.log(rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    # As a launcher would: the writer process reads them.
+    # Set as a launcher would set them: the writer process reads them.
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "TORCHTITAN_LITE_FAULT": order.fault}
     log.setup(0)
     torch.set_num_threads(1)
@@ -219,7 +219,7 @@ def _serve(order: Order, rank: int) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(code)  # Finalizing an interpreter with torch in it takes a second that no test needs.
+        os._exit(code)  # Skips the shutdown of an interpreter with torch, which takes a second.
 
 
 def _train(order: Order, rank: int, record: _Record) -> None:
@@ -233,7 +233,7 @@ def _train(order: Order, rank: int, record: _Record) -> None:
             faults.point("step", step=run.state.step)
             run.manager.save(run.state.step, force=run.state.step == STEPS)
             if run.state.step == order.saves_again:
-                run.manager.latest_step()  # Returns once the first save is settled: the faults are for the second.
+                run.manager.latest_step()  # Returns after the first save has ended: the faults are for the second.
                 run.change()
                 faults.install(fault_spec(), rank=rank)
                 run.manager.save(run.state.step)

@@ -1,4 +1,4 @@
-"""What a person gets from one command: the files of a run, its export, and one sentence for each mistake."""
+"""What one command gives its user: the files of a run, its export, and one message for each mistake."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from torchtitan_lite.models.llama.model import Transformer
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The dump folder of a run under torchrun, of 6 steps on two ranks with a bfloat16 export at its end."""
+    """The dump folder of a run of 6 steps on two ranks under torchrun, with a bfloat16 export at the end."""
     folder = tmp_path_factory.mktemp("exported") / "run"
     arguments = ("--training.steps=6", "--checkpoint.interval=3", "--metrics.enable_tensorboard")
     export = ("--checkpoint.model_weights_only", "--checkpoint.export_dtype=bfloat16")
@@ -29,11 +29,11 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "Saving a model weights only checkpoint in torch.bfloat16 at last step, step 6.",
         "Training completed",
     ):
-        assert job.log.count(line) == 1, f"{line!r} stands once in\n{job.log}"
+        assert job.log.count(line) == 1, f"expected {line!r} once in\n{job.log}"
     return folder
 
 
-def test_a_run_leaves_checkpoints_tensorboard_metrics_events_and_its_config(exported: Path) -> None:
+def test_a_run_writes_checkpoints_tensorboard_metrics_events_and_its_config(exported: Path) -> None:
     assert sorted(path.name for path in (exported / "checkpoint").iterdir()) == ["step-3", "step-6"]
     assert sorted(path.name for path in (exported / "checkpoint" / "step-3").iterdir()) == [
         ".metadata",
@@ -59,20 +59,22 @@ def test_dcp_to_torch_reads_a_full_and_a_weights_only_checkpoint(exported: Path,
     model.load_state_dict(weights, strict=True)
 
 
-def test_a_new_interpreter_runs_the_script_and_says_that_a_finished_run_is_finished(exported: Path) -> None:
+def test_a_new_interpreter_runs_the_script_and_logs_that_the_run_is_finished(exported: Path) -> None:
     again = run(exported, "--training.steps=6", cold=True)
     assert "Training completed: step 6 of 6 is in" in again.log
 
 
 @pytest.mark.slow
-def test_a_finished_run_says_so_and_asked_for_more_goes_on_from_the_last_full_one(exported: Path) -> None:
+def test_a_finished_run_with_more_steps_continues_from_its_last_full_checkpoint(exported: Path) -> None:
     again = run(exported, "--training.steps=6")
     assert "Training completed: step 6 of 6 is in" in again.log
     longer = run(exported, "--training.steps=8", "--checkpoint.interval=3")
     assert "Training starts at step 4," in longer.log
     assert longer.checkpoints == ["step-3", "step-6", "step-6.weights", "step-8"]
     manifest = json.loads((exported / "checkpoint" / "step-6" / "manifest.json").read_text())
-    assert manifest["kind"] == "full", "training on through its step took the name of the weights-only one"
+    assert manifest["kind"] == "full", (
+        "training through step 6 again saved a full checkpoint under the name of the weights-only one"
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,7 +90,7 @@ def test_a_finished_run_says_so_and_asked_for_more_goes_on_from_the_last_full_on
         (["--training.global_batch_size", "3"], 2, ["training.global_batch_size", "2 and 4 would do"]),
     ],
 )
-def test_a_mistake_is_one_message_that_names_the_thing_and_the_mend(
+def test_a_mistake_is_one_message_that_names_the_thing_and_the_fix(
     arguments: list[str], code: int, said: list[str], tmp_path: Path
 ) -> None:
     if arguments[0] == "--toml":
@@ -108,7 +110,7 @@ def _dcp_to_torch(checkpoint: Path, file: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_a_seed_checkpoint_is_made_by_one_process_and_begun_from_by_any_number(tmp_path: Path) -> None:
+def test_one_process_makes_a_seed_checkpoint_and_any_number_of_processes_start_from_it(tmp_path: Path) -> None:
     seed = run(tmp_path / "run", "--checkpoint.create_seed_checkpoint")
     assert seed.log.count("Created seed checkpoint") == 1 and seed.checkpoints == ["step-0"] and not seed.losses()
     begun = run(tmp_path / "run", "--training.steps=1", ranks=2)

@@ -1,4 +1,4 @@
-"""A job that is asked for a damaged step ends, and says why in its events."""
+"""A job whose load_step is damaged ends, and its events have the reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.e2e.jobs import run, start
 
 
 @pytest.mark.slow  # Two jobs.
-def test_a_step_that_was_asked_for_and_is_damaged_is_an_event_of_the_job(tmp_path: Path) -> None:
+def test_a_damaged_load_step_ends_the_job_with_an_event(tmp_path: Path) -> None:
     dump = tmp_path / "outputs"
     options = ["--checkpoint.interval=2", "--training.steps=4"]
     run(dump, *options)
@@ -18,6 +18,6 @@ def test_a_step_that_was_asked_for_and_is_damaged_is_an_event_of_the_job(tmp_pat
     with start(dump, *options, "--checkpoint.load_step=2") as job:
         assert job.wait() == [1]
     assert "step-2 is damaged: manifest.json: it is not JSON" in job.log
-    [told] = job.events("load_failed")
-    assert told["step"] == 2
-    assert told["finding"].startswith("manifest.json: ")
+    [failed] = job.events("load_failed")
+    assert failed["step"] == 2
+    assert failed["finding"].startswith("manifest.json: ")

@@ -1,4 +1,4 @@
-"""Jobs on a disk that is full or read-only: training goes on where it can, and what ends a job is one sentence."""
+"""Jobs on a disk that is full or read-only: training continues if possible, and otherwise one sentence says why not."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ STEPS = ("--training.steps=4", "--checkpoint.interval=2", "--metrics.enable_tens
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk with less room than a checkpoint takes."""
+    """A disk with less space than a checkpoint needs."""
     with small_disk(tmp_path / "disk") as disk:
         yield disk
 
 
-def test_a_job_starts_on_a_disk_that_a_cut_save_filled_and_trains_to_its_end(disk: Path) -> None:
+def test_a_job_starts_on_a_disk_that_an_interrupted_save_filled_and_trains_to_its_end(disk: Path) -> None:
     staging = disk / "checkpoint" / "step-9.staging"
     staging.mkdir(parents=True)
     fill(disk).rename(staging / "__0_0.distcp")
@@ -34,7 +34,7 @@ def test_a_job_starts_on_a_disk_that_a_cut_save_filled_and_trains_to_its_end(dis
     assert job.checkpoints == []
 
 
-def test_a_job_that_saves_nothing_ends_well_on_a_disk_that_refuses_from_the_first_second_on(disk: Path) -> None:
+def test_a_job_without_checkpoints_succeeds_on_a_disk_that_is_read_only_from_the_start(disk: Path) -> None:
     make_read_only(disk)
     with start(disk, *STEPS, "--checkpoint.no_enable_checkpoint", "--training.trace_samples") as job:
         assert job.wait() == [0], job.log

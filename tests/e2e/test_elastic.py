@@ -15,12 +15,12 @@ SAMPLES = STEPS * GLOBAL_BATCH
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> tuple[str, ...]:
-    """Of a job of one epoch over a corpus of `STEPS` whole steps, and some samples that make no step."""
+    """Arguments of a job of one epoch, over a corpus of `STEPS` whole steps and some samples that fill no step."""
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     num_tokens = (SAMPLES + GLOBAL_BATCH // 2) * (SEQ_LEN + 1)
     for half in (1, 2):
-        # A file is one document, which stands between two marks.
+        # A file is one document, between two marks.
         (corpus / f"{half}.txt").write_text(f"part {half} " * num_tokens, encoding="ascii")
         with (corpus / f"{half}.txt").open("r+b") as file:
             file.truncate(num_tokens // 2 - 2)
@@ -45,7 +45,7 @@ def test_an_epoch_over_2_then_4_then_1_processes_takes_every_sample_once(
         with start(folder, *arguments, ranks=ranks) as job:
             job.wait_until(lambda job, step=kill_after: step in job.losses())
             job.kill()
-        assert max(_consumed(job)) > _latest(job), "the kill must lose steps to show anything"
+        assert max(_consumed(job)) > _latest(job), "the kill must lose steps, or the test shows nothing"
     job = run(folder, *arguments)
     assert [event["step"] for event in job.events("resumed")] == [INTERVAL, 2 * INTERVAL]
     assert f"The data ends after step {STEPS}" in job.log
@@ -55,7 +55,7 @@ def test_an_epoch_over_2_then_4_then_1_processes_takes_every_sample_once(
 
 
 def _consumed(job: Job) -> dict[int, list[int]]:
-    """By step, what all ranks took."""
+    """Return the samples that all ranks took, by step."""
     taken: dict[int, list[int]] = {}
     for path in (job.dump_folder / "samples").glob("rank*.jsonl"):
         for line in read_lines(path):

@@ -1,8 +1,7 @@
-"""Done means all of it: what a run is to leave is there when it says so, and a rerun makes what is missing.
+"""A finished run has written everything it should, and a rerun writes what is missing.
 
-A run with an export is killed at each point between its last full save and the end of the export, and the
-same command is given again: the export is there, its weights are those of the full checkpoint bit for bit,
-and no step was trained for it.
+A run with an export is killed at each point between its last full save and the end of the export. Then the same command
+runs again: the export exists, its weights are those of the full checkpoint bit for bit, and no step was trained.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ ENDED_BY_DATA = "--training.max_epochs=1"
 IN_EXPORT = "path=export/step-2.staging/*"
 
 POINTS = {
-    "committed": "",  # of the full checkpoint: nothing of the export was begun
+    "committed": "",  # of the full checkpoint, before the export starts
     "save": "after=1",
     "preflight": "after=1",
     "plan": "after=1",
@@ -37,13 +36,13 @@ POINTS = {
     "commit": "after=1",
     "committed+1": "after=1",
 }
-"""Points of the last step, with what else is asked for so that the export is meant."""
+"""Points of the last step, with the conditions that select the export."""
 FAST = "commit"
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The dump folder of a run of two steps that was asked for no export."""
+    """The dump folder of a run of two steps without an export."""
     return run(tmp_path_factory.mktemp("finished") / "run", STEPS, TRACED).dump_folder
 
 
@@ -55,47 +54,45 @@ def copied(finished: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "point", [pytest.param(point, marks=[] if point == FAST else [pytest.mark.slow]) for point in POINTS]
 )
-def test_killed_between_the_last_save_and_the_end_of_the_export_a_rerun_makes_the_export(
+def test_after_a_kill_between_the_last_save_and_the_end_of_the_export_a_rerun_exports(
     point: str, tmp_path: Path
 ) -> None:
     conditions = ",".join(filter(None, ("step=2", POINTS[point])))
     fault = {"TORCHTITAN_LITE_FAULT": f"kill@{point.partition('+')[0]}:{conditions}"}
     with start(tmp_path / "run", STEPS, TRACED, *EXPORT, environment=fault) as job:
         assert job.wait() == [-9], job.log
-    assert "step-2" in job.checkpoints, "the full one was saved before"
-    _makes_the_export_and_trains_nothing(tmp_path / "run")
+    assert "step-2" in job.checkpoints, "the full checkpoint was saved before the kill"
+    _exports_and_trains_nothing(tmp_path / "run")
 
 
 @pytest.mark.slow  # two jobs of two ranks
-def test_ranks_of_which_one_was_killed_before_the_export_make_it_when_started_again(tmp_path: Path) -> None:
+def test_after_a_kill_of_one_rank_before_the_export_a_rerun_exports(tmp_path: Path) -> None:
     fault = {"TORCHTITAN_LITE_FAULT": "kill@plan:step=2,rank=1,after=1"}
     timeouts = ("--comm.init_timeout_seconds=10", "--checkpoint.timeout_seconds=10")
     with start(tmp_path / "run", STEPS, TRACED, *EXPORT, *timeouts, ranks=2, environment=fault) as job:
         assert job.processes[1].wait(60) == -9
         job.kill()
-    _makes_the_export_and_trains_nothing(tmp_path / "run", ranks=2)
+    _exports_and_trains_nothing(tmp_path / "run", ranks=2)
 
 
-def test_a_finished_run_that_is_asked_for_an_export_makes_it_once(copied: Path) -> None:
-    _makes_the_export_and_trains_nothing(copied)
+def test_a_finished_run_that_is_started_again_with_an_export_exports_once(copied: Path) -> None:
+    _exports_and_trains_nothing(copied)
 
 
 @pytest.mark.slow  # two more starts of a job
-def test_an_export_of_another_precision_is_made_too_and_one_that_is_cut_short_again(copied: Path) -> None:
+def test_an_export_is_written_again_for_another_dtype_or_if_it_is_cut_short(copied: Path) -> None:
     run(copied, STEPS, *EXPORT)
     run(copied, STEPS, *EXPORT, "--checkpoint.export_dtype=float32")
     assert _dtypes(copied / "export" / "step-2") == {torch.float32}
-    (cut,) = (copied / "export" / "step-2").glob("*.distcp")
-    cut.write_bytes(cut.read_bytes()[:-1])
+    (file,) = (copied / "export" / "step-2").glob("*.distcp")
+    file.write_bytes(file.read_bytes()[:-1])
     run(copied, STEPS, *EXPORT)
     _is_the_export_of(copied)
 
 
 @pytest.mark.slow  # three starts of a job
 @pytest.mark.parametrize("export", [(), ("--checkpoint.model_weights_only",), EXPORT], ids=["full", "weights", "both"])
-def test_a_run_that_the_data_ended_is_finished_and_trains_nothing_again(
-    export: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_run_whose_data_ended_is_finished_and_a_rerun_trains_nothing(export: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "corpus.txt").write_text("a line of the corpus\n" * 60)
     data = ("--training.dataset=text", f"--training.dataset_path={tmp_path}/corpus.txt", ENDED_BY_DATA)
     arguments = ("--training.steps=100", "--checkpoint.interval=4", TRACED, *data, *export)
@@ -114,7 +111,7 @@ def test_a_run_that_the_data_ended_is_finished_and_trains_nothing_again(
     assert max(more.losses()) > last
 
 
-def _makes_the_export_and_trains_nothing(folder: Path, *, ranks: int = 1) -> None:
+def _exports_and_trains_nothing(folder: Path, *, ranks: int = 1) -> None:
     before = {line["step"]: line["loss_metrics/global_avg_loss"] for line in read_lines(folder / "metrics.jsonl")}
     job = run(folder, STEPS, TRACED, *EXPORT, ranks=ranks)
     _trained_nothing(job, before)
@@ -123,7 +120,7 @@ def _makes_the_export_and_trains_nothing(folder: Path, *, ranks: int = 1) -> Non
     assert job.log.count("Training completed") == 1
     again = run(folder, STEPS, TRACED, *EXPORT, ranks=ranks)
     assert "Training completed: step 2 of 2 is in" in again.log
-    assert "Loading the checkpoint" not in again.log, "a run that has all of it looks, and ends"
+    assert "Loading the checkpoint" not in again.log, "a rerun of a complete run loads nothing and ends"
 
 
 def _trained_nothing(job: Job, before: dict[int, float]) -> None:
@@ -134,7 +131,7 @@ def _trained_nothing(job: Job, before: dict[int, float]) -> None:
 
 
 def _is_the_export_of(folder: Path, step: int = 2) -> None:
-    """The export has the weights of the full checkpoint, cast, bit for bit, and nothing else is there."""
+    """Check that the export folder has only the weights of the full checkpoint, cast, bit for bit."""
     assert sorted(path.name for path in (folder / "export").iterdir()) == [f"step-{step}"]
     full = _as_one_file(folder / "checkpoint" / f"step-{step}")["model"]
     exported = _as_one_file(folder / "export" / f"step-{step}")
@@ -156,11 +153,13 @@ def _as_one_file(checkpoint: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow  # three starts of a job
-def test_a_dry_run_says_that_a_finished_run_would_end_and_what_one_without_its_export_would_do(copied: Path) -> None:
+def test_a_dry_run_of_a_finished_run_reports_that_it_would_end_or_only_export(
+    copied: Path,
+) -> None:
     dry = (STEPS, "--checkpoint.dry_run")
     assert "It would end at once. Training completed: step 2 of 2 is in" in run(copied, *dry).log
-    lacking = run(copied, *dry, *EXPORT).log
-    assert "Nothing is left to train after step 2, but its weights would be exported" in lacking
+    without_export = run(copied, *dry, *EXPORT).log
+    assert "Nothing is left to train after step 2, but its weights would be exported" in without_export
     assert not (copied / "export").exists()
     run(copied, STEPS, "--checkpoint.model_weights_only", "--checkpoint.export_folder=export")
     assert "It would end at once." in run(copied, *dry, "--checkpoint.export_folder=export").log

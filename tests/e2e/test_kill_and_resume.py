@@ -1,4 +1,4 @@
-"""A run that is killed and started again is the run that was never killed."""
+"""A run that is killed and restarted has the losses of a run that was never killed."""
 
 import signal
 from pathlib import Path
@@ -14,7 +14,7 @@ ARGUMENTS = (f"--training.steps={STEPS}", "--checkpoint.interval=3", "--lr_sched
 
 @pytest.fixture(scope="module")
 def straight_losses_of_one(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """Losses of the run that nobody kills. The async mode has no part in them."""
+    """Losses of the run that is not killed. They do not depend on the async mode."""
     return run(tmp_path_factory.mktemp("straight") / "run", *ARGUMENTS).losses()
 
 
@@ -41,7 +41,7 @@ def test_two_processes_killed_twice_have_the_losses_of_the_straight_run(
 
 
 @pytest.mark.slow
-def test_under_max_restarts_a_killed_worker_brings_back_the_whole_job(
+def test_with_max_restarts_a_killed_worker_restarts_the_whole_job(
     tmp_path: Path, straight_losses_of_two: dict[int, float]
 ) -> None:
     with start(tmp_path / "run", *ARGUMENTS, ranks=2, torchrun=["--max-restarts=1"]) as job:
@@ -58,7 +58,7 @@ def _killed_twice(dump_folder: Path, mode: str, ranks: int) -> dict[int, float]:
         with start(dump_folder, *arguments, ranks=ranks) as job:
             job.wait_until(lambda job, step=kill_after: step in job.losses())
             job.kill()
-            assert STEPS not in job.losses(), "the kill came too late to show anything"
+            assert STEPS not in job.losses(), "the kill came too late for the test to show anything"
     job = run(dump_folder, *arguments, ranks=ranks)
     resumed = [event["step"] for event in job.events("resumed")]
     assert len(resumed) == 2 and 3 <= resumed[0] <= resumed[1], job.log

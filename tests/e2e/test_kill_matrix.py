@@ -1,9 +1,9 @@
-"""Whatever is killed, and at which point of a save or a load: no acknowledged step is lost, no number is wrong.
+"""A kill at any point of a save or a load loses no acknowledged step, and no number is wrong.
 
-A case is one job of two ranks that is killed by a fault at a point (docs/faults.md) and started again in
-the same folder. The second start must go on from the latest step of which the first one was told that it
-is committed, or from a newer one, and from there on have the losses, and at the end the state, of the run
-that nobody killed, bit for bit. A fault that did not come is a failed case.
+A case is one job of two ranks that a fault kills at a point (docs/faults.md) and that is started again in the same
+folder. The second start must resume from the latest step that the first one reported as committed, or from a later one.
+From there its losses, and at the end its state, must be those of the run that is not killed, bit for bit. A case whose
+fault does not fire fails.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torchtitan_lite.store import layout
 pytestmark = pytest.mark.slow
 
 SAVE = 6
-"""The save in which most are killed: step 3 is committed then, and is too old to be asked of afterwards."""
+"""The save in which most cases are killed: step 3 is committed by then, and no longer the latest after it."""
 PURGE = SAVE + INTERVAL
-"""The first save after which a checkpoint is one too many."""
+"""The first save that purges a checkpoint."""
 BEYOND = PURGE + 1
-"""Where the trainers are killed, if it was a writer process before: its failed save is known of by then."""
+"""The step at which the trainers are killed after a writer process was: its failed save is reported by then."""
 
-# async_mode, who is killed, at which points, and at which more with --exhaustive; "write+1" is at the second pass.
+# async_mode, who is killed, at which points, and the additional points of --exhaustive; "write+1" is its second hit.
 SAVES = (
     (
         "disabled",
@@ -51,7 +51,7 @@ SAVES = (
     ("async_with_pinned_mem", "writer 0", "open write fsync", ""),
     ("async_with_pinned_mem", "writer 1", "write+1", ""),
 )
-"""A save that is a step's first: every point in one mode, and those that a mode has for itself in that one."""
+"""The first save of a step: every point in one mode, and points that only one mode has in that mode."""
 
 SAVES_AGAIN = (
     ("disabled", "rank 0", "write+1 metadata manifest seal commit committed", "save plan open fsync"),
@@ -63,21 +63,21 @@ SAVES_AGAIN = (
     ("async_with_pinned_mem", "rank 0", "committed", "commit"),
     ("async_with_pinned_mem", "all", "", "seal"),
 )
-"""A save of a step that is there already, with other contents."""
+"""A save of a step that exists already, with other contents."""
 
 STARTS = (
     ("disabled", "rank 0", "recover lease listing load read", "read+1"),
     ("disabled", "rank 1", "read", "load read+1"),
     ("disabled", "all", "recover", "load read"),
 )
-"""The start after a save was cut right before its commit; the third start is the one that goes on."""
+"""The start after a save was interrupted directly before its commit; the third start resumes."""
 
 DAMAGED = (("disabled", "rank 0", "quarantine", ""), ("disabled", "all", "", "quarantine"))
-"""The start that finds the latest checkpoint damaged; the one before it is the one to go on from."""
+"""The start that finds the latest checkpoint damaged and must resume from the one before it."""
 
 
 LEFT_OUT = {
-    "heartbeat": "comes with the clock; no run here is long enough",
+    "heartbeat": "is timed by the clock; no run here is long enough",
 }
 
 
@@ -96,7 +96,7 @@ class Case:
 
     @property
     def fault(self) -> str:
-        """What is asked for."""
+        """The value of TORCHTITAN_LITE_FAULT."""
         name, _, after = self.point.partition("+")
         who, _, rank = self.victim.partition(" ")
         conditions = {
@@ -137,7 +137,7 @@ def _each(how: str) -> pytest.MarkDecorator:
 
 @dataclass
 class Tally:
-    """What came out, over all cases."""
+    """The results of all cases."""
 
     killed: int = 0
     resumed: int = 0
@@ -148,17 +148,17 @@ class Tally:
 
     def __str__(self) -> str:
         fine = f"{self.killed} killed, {self.resumed} resumed, {self.lost} lost, {self.wrong} wrong"
-        return f"kill matrix: {fine} ({self.not_killed} faults did not come, {self.stuck} survivors did not end)"
+        return f"kill matrix: {fine} ({self.not_killed} faults did not fire, {self.stuck} survivors did not end)"
 
 
 @dataclass(frozen=True)
 class Straight:
-    """A run that nobody kills."""
+    """A run that is not killed."""
 
     started: Started
 
     def differing(self, other: Started) -> dict[str, list[int]]:
-        """Where a rank of `other` has another loss than this run has: the steps, by rank."""
+        """Return, by rank, the steps whose loss in `other` differs from that of this run."""
         return {
             f"rank {rank}": steps
             for rank in range(RANKS)
@@ -183,7 +183,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
 
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory: pytest.TempPathFactory) -> Straight:
-    """The run whose parameters are changed after the first save of a step, which it then saves again."""
+    """The run that changes its parameters after the first save of a step, and then saves the step again."""
     return _straight(Order(tmp_path_factory.mktemp("changed") / "run", 1, saves_again=SAVE))
 
 
@@ -200,7 +200,7 @@ def test_a_killed_save_loses_nothing_and_the_losses_are_those_of_the_straight_ru
 
 
 @_each("again")
-def test_a_killed_save_of_a_step_that_is_there_leaves_the_old_one_or_the_new_one(
+def test_a_killed_save_of_an_existing_step_leaves_the_old_or_the_new_checkpoint(
     case: Case, straight: Straight, changed: Straight, tally: Tally, tmp_path: Path
 ) -> None:
     order = Order(tmp_path / "run", 1, case.mode, case.fault, saves_again=SAVE, power_cut=case.victim == "all")
@@ -208,7 +208,7 @@ def test_a_killed_save_of_a_step_that_is_there_leaves_the_old_one_or_the_new_one
     _was_killed(case, killed, tally)
     resumed = start(replace(order, number=2, fault="", saves_again=None))
     _nothing_is_lost(SAVE, resumed, tally)
-    # The first commit is told before the second save begins, so it takes two to have the new one acknowledged.
+    # The first commit is reported before the second save starts, so only a second report acknowledges the new one.
     must_be_new = case.point == "committed" or killed.steps("committed").count(SAVE) > 1
     is_old = not must_be_new and bool(changed.differing(resumed))
     _nothing_is_wrong([(killed, changed), (resumed, straight if is_old else changed)], tally)
@@ -220,7 +220,7 @@ def test_a_killed_start_changes_nothing_for_the_next_one(
 ) -> None:
     order = Order(tmp_path / "run", 1, case.mode, f"kill@commit:step={SAVE}", power_cut=True)
     cut = start(order)
-    assert cut.killed == {0}, f"no save was cut:\n{cut.tail()}"
+    assert cut.killed == {0}, f"no save was interrupted:\n{cut.tail()}"
     killed = start(replace(order, number=2, fault=case.fault, power_cut=case.victim == "all"))
     _was_killed(case, killed, tally)
     resumed = start(replace(order, number=3, fault=""))
@@ -244,7 +244,7 @@ def test_a_killed_quarantine_changes_nothing_for_the_next_start(
     _nothing_is_wrong([(started, straight) for started in (cut, killed, resumed)], tally, besides={aside})
 
 
-def test_there_are_enough_cases_and_every_point_is_in_one_that_is_not_only_exhaustive() -> None:
+def test_there_are_enough_cases_and_every_point_is_in_a_case_without_exhaustive() -> None:
     assert len({str(case) for case in CASES}) == len(CASES) >= 100
     slow = [case for case in CASES if not case.is_exhaustive]
     assert {case.point.partition("+")[0] for case in slow} == POINTS.keys() - LEFT_OUT.keys()
@@ -257,22 +257,22 @@ def _straight(order: Order) -> Straight:
 
 
 def _was_killed(case: Case, killed: Started, tally: Tally) -> None:
-    """The fault came, where it was asked for."""
+    """Check that the fault fired in the process and at the point of `case`."""
     who, _, rank = case.victim.partition(" ")
     tally.stuck += sum(code is None for code in killed.codes) if not killed.order.power_cut else 0
     if who == "writer":
-        came = SAVE in killed.steps("save_failed") and killed.killed == set(range(RANKS))
+        fired = SAVE in killed.steps("save_failed") and killed.killed == set(range(RANKS))
     elif who == "rank":
-        came = killed.killed == {int(rank)}
+        fired = killed.killed == {int(rank)}
     else:
-        came = bool(killed.killed)
-    tally.killed += came
-    tally.not_killed += not came
-    assert came, f"{case.fault} did not come: exit codes {killed.codes}\n{killed.tail()}"
+        fired = bool(killed.killed)
+    tally.killed += fired
+    tally.not_killed += not fired
+    assert fired, f"{case.fault} did not fire: exit codes {killed.codes}\n{killed.tail()}"
 
 
 def _acknowledged(case: Case, starts: list[Started]) -> int:
-    """The latest step that the job was told of as committed, or that must be there because of where it was killed."""
+    """Return the latest step that was reported as committed, or that must exist because of the point of the kill."""
     if case.point == "exit":
         return STEPS
     if case.point == "committed":
@@ -290,9 +290,9 @@ def _nothing_is_lost(acknowledged: int, resumed: Started, tally: Tally) -> None:
 
 
 def _nothing_is_wrong(starts: list[tuple[Started, Straight]], tally: Tally, besides: Collection[str] = ()) -> None:
-    """Every loss of each start, the state at the end of the last one and what it left in the folder are as expected.
+    """Check every loss of each start, the state at the end of the last one and the names in its folder.
 
-    `besides` the latest checkpoints these names are left.
+    The folder holds the latest checkpoints and the names of `besides`.
     """
     resumed, straight = starts[-1]
     found = {
@@ -313,5 +313,5 @@ def _names(started: Started) -> set[str]:
 
 
 def _kept() -> set[str]:
-    """The latest checkpoints of a run that came to its end."""
+    """Return the names of the checkpoints that a finished run keeps."""
     return {layout.step_dir(step) for step in range(STEPS, 0, -INTERVAL)[:KEPT]}

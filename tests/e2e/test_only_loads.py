@@ -1,4 +1,4 @@
-"""A job that only loads, on a folder that nobody may write."""
+"""A job that only loads runs on a read-only folder."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.e2e.jobs import run
 
 @contextmanager
 def read_only(folder: Path) -> Iterator[None]:
-    """The folder cannot be written, not even by root: it is mounted on itself so."""
+    """Bind-mount `folder` read-only on itself, so that not even root can write."""
     for options in (["--bind", str(folder), str(folder)], ["-o", "remount,bind,ro", str(folder)]):
         try:
             mounted = subprocess.run(["mount", *options], capture_output=True, text=True, check=False)
         except FileNotFoundError:
-            pytest.skip("there is no mount here")
+            pytest.skip("mount is not installed")
         if mounted.returncode != 0:
-            pytest.skip(f"a folder cannot be mounted read-only here: {mounted.stderr.strip()}")
+            pytest.skip(f"a folder cannot be mounted read-only: {mounted.stderr.strip()}")
     try:
         yield
     finally:
@@ -43,5 +43,5 @@ def test_a_job_that_only_loads_runs_on_a_read_only_folder(tmp_path: Path) -> Non
         again = run(dump, *longer)
     assert "Training starts at step 5" in again.log
     assert "Traceback" not in again.log
-    assert "was not written" not in again.log
+    assert "Could not write" not in again.log
     assert contents(dump) == before

@@ -1,4 +1,4 @@
-"""A job that is told to leave saves one step on every rank, leaves, and goes on from there."""
+"""A preempted job saves the same step on every rank and leaves; the rerun continues from there."""
 
 import os
 import signal
@@ -13,17 +13,17 @@ STEPS = 4000
 ARGUMENTS = (f"--training.steps={STEPS}", "--checkpoint.interval=10", "--checkpoint.async_mode=async_with_pinned_mem")
 
 
-def test_sigterm_to_one_worker_during_a_save_makes_all_leave_with_143_and_the_rerun_goes_on(tmp_path: Path) -> None:
+def test_sigterm_to_one_worker_during_a_save_ends_all_with_143_and_the_rerun_continues(tmp_path: Path) -> None:
     with start(tmp_path / "run", *ARGUMENTS, ranks=2) as job:
         job.wait_until(_save_in_flight)
         at_signal = max(job.losses())
         send(job.processes[1].pid, signal.SIGTERM)
         assert job.wait() == [143, 143], job.log
         step = _preempted_step(job)
-        assert step - at_signal <= 3, "the step under way when the signal came, and two more"
+        assert step - at_signal <= 3, "at most the step during the signal, and two more"
         assert _in_flight_before_it_left(job) <= _durable(job)
-        assert all(name.removeprefix("step-").isdigit() for name in job.checkpoints), "nothing is left as staging"
-    _goes_on_after(step, tmp_path / "run", ranks=2)
+        assert all(name.removeprefix("step-").isdigit() for name in job.checkpoints), "no staging folder is left"
+    _continues_after(step, tmp_path / "run", ranks=2)
 
 
 SIGNALLED_WHILE_LOADING = """
@@ -31,18 +31,18 @@ import logging, os, signal, sys, threading
 sys.path.insert(0, os.getcwd())
 import train
 from torchtitan_lite.checkpoint.state.train_state import TrainState
-noted, load_state_dict = threading.Event(), TrainState.load_state_dict
+received, load_state_dict = threading.Event(), TrainState.load_state_dict
 
-class Note(logging.Handler):
+class Watch(logging.Handler):
     def emit(self, record):
         if "Received SIGTERM" in record.getMessage():
-            noted.set()
+            received.set()
 
 def load_and_be_signalled(self, state):
     load_state_dict(self, state)
-    logging.getLogger("torchtitan_lite").addHandler(Note())
+    logging.getLogger("torchtitan_lite").addHandler(Watch())
     os.kill(os.getpid(), signal.SIGTERM)
-    assert noted.wait(60)
+    assert received.wait(60)
 
 TrainState.load_state_dict = load_and_be_signalled
 sys.exit(train.main(ARGUMENTS))
@@ -63,8 +63,8 @@ def test_sigterm_during_the_load_ends_the_job_before_it_trains_a_step(tmp_path: 
 
 
 @pytest.mark.slow
-def test_sigterm_while_the_model_is_compiled_is_acted_on_after_two_steps_at_the_latest(tmp_path: Path) -> None:
-    # Cold: the compiler starts workers of its own, which a forked process does not get.
+def test_sigterm_during_the_compilation_ends_the_job_after_two_steps_at_the_latest(tmp_path: Path) -> None:
+    # Cold, because the compiler cannot start its own workers from a forked process.
     with start(tmp_path / "run", *ARGUMENTS, "--training.compile", cold=True) as job:
         job.wait_until(lambda job: "Training starts at step 1," in job.log)
         send(job.processes[0].pid, signal.SIGTERM)
@@ -83,12 +83,12 @@ def test_sigterm_to_torchrun_reaches_every_rank_and_writer_and_loses_nothing(tmp
         assert _in_flight_before_it_left(job) <= _durable(job)
         assert all(name.removeprefix("step-").isdigit() for name in job.checkpoints)
         assert job.log.count("exitcode  : 143") == 2 or "Signal 15" not in job.log, job.log
-    _goes_on_after(step, tmp_path / "run", ranks=2)
+    _continues_after(step, tmp_path / "run", ranks=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "code"), [("SIGUSR1", 138), ("SIGINT", 130)])
-def test_other_signals_have_codes_of_their_own(name: str, code: int, tmp_path: Path) -> None:
+def test_other_signals_have_exit_codes_of_their_own(name: str, code: int, tmp_path: Path) -> None:
     with start(tmp_path / "run", *ARGUMENTS) as job:
         job.wait_until(lambda job: 5 in job.losses())
         send(job.processes[0].pid, signal.Signals[name])
@@ -97,7 +97,7 @@ def test_other_signals_have_codes_of_their_own(name: str, code: int, tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_rank_whose_peer_is_gone_without_a_word_ends_by_its_deadline(tmp_path: Path) -> None:
+def test_a_rank_whose_peer_is_frozen_ends_at_its_deadline(tmp_path: Path) -> None:
     with start(tmp_path / "run", *ARGUMENTS, "--checkpoint.preemption_grace_seconds=3", ranks=2) as job:
         job.wait_until(lambda job: 5 in job.losses())
         frozen, survivor = job.processes
@@ -126,7 +126,7 @@ def _preempted_step(job: Job) -> int:
     return int(preempted["step"])
 
 
-def _goes_on_after(step: int, dump_folder: Path, ranks: int) -> None:
+def _continues_after(step: int, dump_folder: Path, ranks: int) -> None:
     job = run(dump_folder, f"--training.steps={step + 2}", ranks=ranks)
     assert f"Training starts at step {step + 1}," in job.log
     assert sorted(job.losses()) == list(range(1, step + 3)), "each step is logged once"

@@ -1,4 +1,4 @@
-"""A resume that would be another run ends before its first step, and says why; a dry run says it beforehand."""
+"""A resume that would be another run ends before its first step with the reason; a dry run reports it in advance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MORE_STEPS = "--training.steps=4"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with `run`, of a job that saved step 2, and with the `corpus` that it trained on."""
+    """A folder with `run`, from a job that saved step 2, and with `corpus`, its data."""
     folder = tmp_path_factory.mktemp("saved")
     (folder / "corpus").mkdir()
     for name in ("a.txt", "b.txt"):
@@ -27,7 +27,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copied(saved: Path, tmp_path: Path) -> Path:
-    """A copy of `saved`, for this test alone."""
+    """A copy of `saved` for one test."""
     return Path(shutil.copytree(saved, tmp_path / "copied"))
 
 
@@ -51,18 +51,18 @@ def test_a_refusal_comes_before_the_first_step_and_names_the_key_and_both_values
 
 
 @pytest.mark.slow
-def test_a_changed_corpus_is_refused_with_what_changed_and_a_dry_run_says_so_beforehand(copied: Path) -> None:
+def test_a_changed_corpus_is_refused_with_the_change_and_a_dry_run_reports_it_in_advance(copied: Path) -> None:
     with (copied / "corpus" / "b.txt").open("a") as file:
         file.write("another line\n")
     said = ["bytes: 4200 -> 4213", "digest: ", "--checkpoint.exclude_from_loading=dataloader"]
-    with _left_as_it_was(copied / "run"):
+    with _unchanged(copied / "run"):
         _is_refused(copied, ["--checkpoint.dry_run"], 1, ["It would be refused:", *said])
     _is_refused(copied, [], 1, ["CorpusChanged: ", *said])
 
 
 @pytest.mark.slow
-def test_a_dry_run_says_what_would_be_done_and_changes_no_file(copied: Path) -> None:
-    with _left_as_it_was(copied / "run"):
+def test_a_dry_run_reports_what_a_resume_would_do_and_changes_no_file(copied: Path) -> None:
+    with _unchanged(copied / "run"):
         job = run(copied / "run", *_of(copied), MORE_STEPS, "--checkpoint.dry_run", "--optimizer.lr=1e-3")
         assert "step-2, step 2:" in job.log
         assert "optimizer.lr: 0.0008 -> 0.001" in job.log
@@ -84,7 +84,7 @@ def _is_refused(folder: Path, arguments: list[str], code: int, said: list[str]) 
 
 
 @contextmanager
-def _left_as_it_was(folder: Path) -> Iterator[None]:
+def _unchanged(folder: Path) -> Iterator[None]:
     before = _files(folder)
     yield
     assert _files(folder) == before

@@ -1,4 +1,4 @@
-"""What torchrun reports of a job that failed: the error, whichever rank it came up on."""
+"""torchrun's report of a failed job has the error, on whichever rank it happened."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ FAILS = {"TORCHTITAN_LITE_FAULT": "EIO@step:rank=1,step=1"}
 
 
 @pytest.mark.slow  # torchrun with two workers
-def test_the_report_has_the_traceback_of_an_unexpected_error_of_another_rank_than_the_first(tmp_path: Path) -> None:
+def test_the_report_has_the_traceback_of_an_unexpected_error_on_rank_1(tmp_path: Path) -> None:
     shown = ["--local-ranks-filter=0"]
     with start(tmp_path / "run", "--training.steps=2", ranks=2, torchrun=shown, environment=FAILS) as job:
         assert job.wait() == [1]

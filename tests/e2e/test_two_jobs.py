@@ -1,4 +1,4 @@
-"""Two jobs on one folder: the second is refused, and takes over once the first is gone."""
+"""Two jobs on one folder: the second is refused while the first runs, and a later one takes over."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ ARGUMENTS = ("--training.steps=5000", "--checkpoint.interval=5")
 
 
 def files(job: Job) -> dict[str, bytes]:
-    """What a second job could have touched; the first one trains on, and appends."""
+    """Return the files that a second job could have changed; the first one keeps appending to them."""
     return {name: (job.dump_folder / name).read_bytes() for name in ("config.json", "metrics.jsonl")}
 
 
