@@ -1,6 +1,6 @@
-"""A callback that gives a Lightning Trainer's run to the manager: the model, the optimizers, the loops, the data.
+"""Save a Lightning Trainer's run with a callback: the model, the optimizers, the loops, the data.
 
-Run `python lightning_callback.py 10`, then `python lightning_callback.py 20`: the second call goes on at step 11.
+Run `python lightning_callback.py 10`, then `python lightning_callback.py 20`: the second call continues at step 11.
 """
 
 import signal
@@ -15,11 +15,11 @@ from torchtitan_lite import log
 from torchtitan_lite.checkpoint import CheckpointManager
 from torchtitan_lite.config import Checkpoint, Job, JobConfig
 
-TOTAL_STEPS = 20  # What the data are for: the same in every call, wherever this one stops.
+TOTAL_STEPS = 20  # The data cover this many steps: the same number in every call, even if a call stops earlier.
 
 
 class Checkpoints(lightning.Callback):
-    """Loads before the first step, asks the manager after each one."""
+    """Load before the first step, call the manager after each step."""
 
     def __init__(self, config):
         self.config = config
@@ -27,21 +27,21 @@ class Checkpoints(lightning.Callback):
 
     def on_fit_start(self, trainer, module):
         schedulers = [each.scheduler for each in trainer.lr_scheduler_configs]
-        # Lightning's loops count the steps and the epochs, and have the place of a StatefulDataLoader.
+        # Lightning's loops have the numbers of steps and epochs, and the position of a StatefulDataLoader.
         states = {"loops": trainer.fit_loop}
         self.manager = CheckpointManager(None, module, trainer.optimizers, schedulers, states, self.config)
         self.manager.load()
         self.handler = signal.getsignal(signal.SIGTERM)
 
     def on_train_start(self, trainer, module):
-        signal.signal(signal.SIGTERM, self.handler)  # Lightning's own would end the run before the ranks have saved.
+        signal.signal(signal.SIGTERM, self.handler)  # Lightning's would end the run before the ranks have saved.
         self.manager.reset()
 
     def on_before_optimizer_step(self, trainer, module, optimizer):
         self.manager.maybe_wait_for_staging()
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        # With accumulate_grad_batches, return here until it was the last batch of a step.
+        # With accumulate_grad_batches, return here unless this was the last batch of a step.
         self.manager.save(trainer.global_step, force=trainer.global_step == trainer.max_steps)
         if self.manager.preempted_by:
             trainer.should_stop = True
@@ -76,10 +76,10 @@ steps = int(sys.argv[1])
 lightning.seed_everything(0)
 x = torch.rand(96, 1)
 samples = torch.utils.data.TensorDataset(x, torch.sin(6 * x))
-# Lightning leaves out an epoch when it goes on from the last batch of one, so this is one pass over the order of all.
+# When Lightning resumes from the last batch of an epoch, it skips the next one: put all epochs into one.
 epochs = range(TOTAL_STEPS * 16 // len(samples) + 1)
 order = torch.cat([torch.randperm(len(samples), generator=torch.Generator().manual_seed(each)) for each in epochs])
-# A generator of its own keeps the loader from drawing from the one that dropout draws from.
+# With its own generator the loader does not draw from the one that dropout uses.
 batches = StatefulDataLoader(samples, batch_size=16, sampler=order.tolist(), generator=torch.Generator())
 config = JobConfig(
     job=Job(dump_folder="outputs_lightning"),

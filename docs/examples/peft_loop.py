@@ -1,6 +1,6 @@
-"""LoRA adapters of peft in a loop of your own: the checkpoints hold what is trained, and not the frozen base.
+"""Save peft's LoRA adapters from a loop of your own, without the frozen base.
 
-Run `python peft_loop.py 10`, then `python peft_loop.py 20`: the second call goes on at step 11.
+Run `python peft_loop.py 10`, then `python peft_loop.py 20`: the second call continues at step 11.
 """
 
 import sys
@@ -16,13 +16,13 @@ from torchtitan_lite.config import Checkpoint, Job, JobConfig
 
 log.setup()
 steps = int(sys.argv[1])
-torch.manual_seed(0)  # Every call has to have the same base: from_pretrained(...), or this seed.
+torch.manual_seed(0)  # Every call needs the same base: from_pretrained(...), or this seed.
 base = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2, use_cache=False))
 model = get_peft_model(
     base, LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["c_attn"], fan_in_fan_out=True)
 )
 model.train()
-# The same parameters under one roof, without the frozen ones. A name in a ParameterDict has no dots.
+# The trained parameters in one module. A name in a ParameterDict has no dots.
 adapters = nn.ParameterDict({name.replace(".", "/"): p for name, p in model.named_parameters() if p.requires_grad})
 optimizer = torch.optim.AdamW(adapters.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.99)
@@ -36,7 +36,7 @@ with CheckpointManager(None, adapters, optimizer, scheduler, {"train_state": pro
     manager.load()
     manager.reset()
     while progress.step < steps and not manager.preempted_by:
-        # The data follow from the step, so there is no loader to save.
+        # The data depend only on the step, so there is no loader to save.
         tokens = torch.randint(0, 64, (4, 32), generator=torch.Generator().manual_seed(progress.step))
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
@@ -50,4 +50,4 @@ with CheckpointManager(None, adapters, optimizer, scheduler, {"train_state": pro
 
 if manager.preempted_by:
     sys.exit(128 + manager.preempted_by)
-model.save_pretrained("outputs_peft/adapter")  # peft's own format, for whoever only uses the adapters.
+model.save_pretrained("outputs_peft/adapter")  # peft's own format, to use the adapters without this package.

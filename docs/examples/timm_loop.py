@@ -1,6 +1,6 @@
-"""A model of timm, with its optimizer and its schedule, in a loop of your own.
+"""Save a timm model, its optimizer and its schedule from a loop of your own.
 
-Run `python timm_loop.py 10`, then `python timm_loop.py 20`: the second call goes on at step 11.
+Run `python timm_loop.py 10`, then `python timm_loop.py 20`: the second call continues at step 11.
 """
 
 import sys
@@ -15,7 +15,7 @@ from torchtitan_lite import log
 from torchtitan_lite.checkpoint import CheckpointManager, TrainState
 from torchtitan_lite.config import Checkpoint, Job, JobConfig
 
-TOTAL_STEPS = 20  # What the schedule is made for: the same in every call, wherever this one stops.
+TOTAL_STEPS = 20  # The schedule's length: the same in every call, even if a call stops earlier.
 
 log.setup()
 steps = int(sys.argv[1])
@@ -36,7 +36,7 @@ with CheckpointManager(None, model, optimizer, scheduler, {"train_state": progre
     manager.load()
     manager.reset()
     while progress.step < steps and not manager.preempted_by:
-        # The data follow from the step, so there is no loader to save.
+        # The data depend only on the step, so there is no loader to save.
         generator = torch.Generator().manual_seed(progress.step)
         images, labels = torch.randn(4, 3, 64, 64, generator=generator), torch.randint(0, 10, (4,), generator=generator)
         loss = nn.functional.cross_entropy(model(images), labels)

@@ -1,6 +1,6 @@
-"""A callback that gives a run of transformers' Trainer to the manager: model, optimizer, schedule, steps, data.
+"""Save a run of transformers' Trainer with a callback: model, optimizer, schedule, steps, data.
 
-Run `python trainer_callback.py 10`, then `python trainer_callback.py 20`: the second call goes on at step 11.
+Run `python trainer_callback.py 10`, then `python trainer_callback.py 20`: the second call continues at step 11.
 """
 
 import sys
@@ -15,11 +15,11 @@ from torchtitan_lite.checkpoint import CheckpointManager
 from torchtitan_lite.config import Checkpoint, Job, JobConfig
 from torchtitan_lite.data import StatefulDataLoaderAdapter
 
-TOTAL_STEPS = 20  # What the schedule is made for: the same in every call, wherever this one stops.
+TOTAL_STEPS = 20  # The schedule's length: the same in every call, even if a call stops earlier.
 
 
 class Progress:
-    """How far the Trainer has come: the numbers of its `TrainerState` that go on."""
+    """The progress of the Trainer: the numbers of its `TrainerState` that a resume restores."""
 
     def __init__(self, state):
         self.state = state
@@ -33,7 +33,7 @@ class Progress:
 
 
 class Checkpoints(TrainerCallback):
-    """Loads before the first step, asks the manager after each one."""
+    """Load before the first step, call the manager after each step."""
 
     def __init__(self, config, batches):
         self.config = config
@@ -57,13 +57,13 @@ class Checkpoints(TrainerCallback):
             control.should_training_stop = True
 
     def close(self):
-        """Has to be called after training, however that ends: a callback is not told of errors."""
+        """Close the manager: call it after training, even after an error, which callbacks do not see."""
         if self.manager is not None:
             self.manager.close()
 
 
 class TrainerOfBatches(Trainer):
-    """Takes its batches from a loader as it is, which goes on where it was; prints every loss."""
+    """Use a given loader unchanged, so that it continues at its position, and print every loss."""
 
     def __init__(self, *args, batches, **keywords):
         super().__init__(*args, **keywords)
@@ -84,10 +84,10 @@ torch.manual_seed(0)
 model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2, use_cache=False))
 tokens = torch.randint(0, 64, (48, 32))
 samples = [{"input_ids": each, "labels": each} for each in tokens]
-# The Trainer begins to count its epochs again at each start, so this is one pass over the order of all epochs.
+# The Trainer counts its epochs from 0 at each start: put all epochs into one.
 epochs = range(TOTAL_STEPS * 4 // len(samples) + 1)
 order = torch.cat([torch.randperm(len(samples), generator=torch.Generator().manual_seed(each)) for each in epochs])
-# A generator of its own keeps the loader from drawing from the one that dropout draws from.
+# With its own generator the loader does not draw from the one that dropout uses.
 loader = StatefulDataLoader(
     samples, batch_size=4, sampler=order[: TOTAL_STEPS * 4].tolist(), generator=torch.Generator()
 )

@@ -1,6 +1,6 @@
-"""A model of transformers, with its schedule, in a loop of your own.
+"""Save a transformers model and its schedule from a loop of your own.
 
-Run `python transformers_loop.py 10`, then `python transformers_loop.py 20`: the second call goes on at step 11.
+Run `python transformers_loop.py 10`, then `python transformers_loop.py 20`: the second call continues at step 11.
 """
 
 import sys
@@ -12,12 +12,12 @@ from torchtitan_lite import log
 from torchtitan_lite.checkpoint import CheckpointManager, TrainState
 from torchtitan_lite.config import Checkpoint, Job, JobConfig
 
-TOTAL_STEPS = 20  # What the schedule is made for: the same in every call, wherever this one stops.
+TOTAL_STEPS = 20  # The schedule's length: the same in every call, even if a call stops earlier.
 
 log.setup()
 steps = int(sys.argv[1])
 torch.manual_seed(0)
-# Yours may come from GPT2LMHeadModel.from_pretrained(...): what the checkpoint has takes the place of its weights.
+# Yours may come from GPT2LMHeadModel.from_pretrained(...): a load replaces its weights with the checkpoint's.
 model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2, use_cache=False))
 model.train()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -32,7 +32,7 @@ with CheckpointManager(None, model, optimizer, scheduler, {"train_state": progre
     manager.load()
     manager.reset()
     while progress.step < steps and not manager.preempted_by:
-        # The data follow from the step, so there is no loader to save.
+        # The data depend only on the step, so there is no loader to save.
         tokens = torch.randint(0, 64, (4, 32), generator=torch.Generator().manual_seed(progress.step))
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
