@@ -150,7 +150,7 @@ def _curves(runs: Runs) -> Iterator[str]:
     yield _text(_x(runs, step) + 14, _y(runs, runs.straight[step]) - 4, "first start", colour=FIRST, weight="600")
     highest = max(loss for step, loss in after.items() if step <= runs.kill + 20)
     yield _text(_x(runs, runs.kill + 3), _y(runs, highest) - 14, "second start", colour=SECOND, weight="600")
-    step = runs.last - 12
+    step = max(1, runs.last - 12)
     x, top, end = _x(runs, step), _y(runs, 4.2), _y(runs, runs.straight[step]) - 8
     yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top:.1f}" y2="{end:.1f}" stroke="{QUIET}"/>'
     yield _text(RIGHT, top - 26, "wide grey line:", colour=QUIET, anchor="end")
