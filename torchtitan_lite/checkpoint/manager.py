@@ -20,11 +20,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchtitan_lite.checkpoint.resume.ending import Ended, ended_run, export_of
+from torchtitan_lite.checkpoint.resume.first_save import FirstSave
 from torchtitan_lite.checkpoint.resume.load_source import LoadSource, latest_step, new_run
 from torchtitan_lite.checkpoint.resume.resume_report import ResumeReport
 from torchtitan_lite.checkpoint.resume.run_load import RunLoad
 from torchtitan_lite.checkpoint.saving.departure import Departure
-from torchtitan_lite.checkpoint.saving.first_save import FirstSave
 from torchtitan_lite.checkpoint.saving.in_flight import build_in_flight
 from torchtitan_lite.checkpoint.saving.replicas import build_replicas
 from torchtitan_lite.checkpoint.saving.run_saves import RunSaves

@@ -28,7 +28,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchtitan_lite.checkpoint.format import plain_value
-from torchtitan_lite.checkpoint.format.structure import Branch, Containers, Path, decode, paths_of
+from torchtitan_lite.checkpoint.format.containers import Containers
+from torchtitan_lite.checkpoint.format.structure import Branch, Path, decode, paths_of
 from torchtitan_lite.disk.plain_file import is_plain_name
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnsafe
 from torchtitan_lite.store import layout
