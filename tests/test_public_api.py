@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,27 @@ PUBLIC = {
     ],
     "torchtitan_lite.config": ["Checkpoint", "Job", "JobConfig"],
     "torchtitan_lite.data": ["HuggingFaceStreamAdapter", "StatefulDataLoaderAdapter"],
+    "torchtitan_lite.errors": [
+        "AllCheckpointsDamaged",
+        "CheckpointDamaged",
+        "CheckpointError",
+        "CheckpointMismatch",
+        "CheckpointNotFound",
+        "CheckpointUnreadable",
+        "CheckpointUnsafe",
+        "ConfigError",
+        "CorpusChanged",
+        "ExtraMissing",
+        "FolderInUse",
+        "FolderUnusable",
+        "FormatTooNew",
+        "LeaseLost",
+        "RunNotLoaded",
+        "SaveFailed",
+        "TorchtitanLiteError",
+        "TrainingDiverged",
+        "WriterProcessDied",
+    ],
 }
 
 
@@ -48,3 +70,12 @@ def test_the_packages_load_no_torch_until_a_name_is_asked_for() -> None:
 def test_type_checkers_are_told_that_the_package_has_types() -> None:
     assert (ROOT / "torchtitan_lite" / "py.typed").is_file()
     assert 'torchtitan_lite = ["py.typed", ' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
+def test_the_api_reference_is_up_to_date() -> None:
+    specification = importlib.util.spec_from_file_location("reference", ROOT / "scripts" / "generate_api_reference.py")
+    assert specification is not None and specification.loader is not None
+    reference = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(reference)
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    assert page == reference.render(), "run: python scripts/generate_api_reference.py"

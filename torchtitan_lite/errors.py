@@ -30,6 +30,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+__all__ = [
+    "AllCheckpointsDamaged",
+    "CheckpointDamaged",
+    "CheckpointError",
+    "CheckpointMismatch",
+    "CheckpointNotFound",
+    "CheckpointUnreadable",
+    "CheckpointUnsafe",
+    "ConfigError",
+    "CorpusChanged",
+    "ExtraMissing",
+    "FolderInUse",
+    "FolderUnusable",
+    "FormatTooNew",
+    "LeaseLost",
+    "RunNotLoaded",
+    "SaveFailed",
+    "TorchtitanLiteError",
+    "TrainingDiverged",
+    "WriterProcessDied",
+]
+
 
 class TorchtitanLiteError(Exception):
     """Root of the tree."""
