@@ -1,7 +1,7 @@
-"""Disks that refuse: the one stand-in for `Durable` that fails, for the tests of the store and of the checkpoint.
+"""Disks that fail: the one failing test double of `Durable`, for the tests of the store and of the checkpoint.
 
-What a real full file system does is tested on one (tests/checkpoint/saving/test_full_disk.py); what a job does under a
-fault of the system, with TORCHTITAN_LITE_FAULT.
+A real full file system is tested on one (tests/checkpoint/saving/test_full_disk.py), a job under a fault of the system
+with TORCHTITAN_LITE_FAULT.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torchtitan_lite.disk.durable import Durable
 
 
 class FailingDisk(Durable):
-    """Answers `operations` with the error `code`: from call number `after` on, `times` times, for paths called `name`.
+    """Fails `operations` with the error `code`: from call number `after` on, `times` times, for paths named `name`.
 
-    Calls are counted over all operations and threads, from 0. Without `name`, whatever the path.
+    Calls are counted over all operations and threads, from 0. Without `name`, all paths match.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ SMALL_BYTES = 2 << 20
 
 @contextmanager
 def small_disk(folder: Path, num_bytes: int = SMALL_BYTES) -> Iterator[Path]:
-    """A file system of its own in `folder`, which need not exist; skips the test where none can be mounted."""
+    """Mount a small file system at `folder`, which need not exist; skip the test where that is not possible."""
     folder.mkdir()
     try:
         mounted = _mount("-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder))
@@ -96,7 +96,7 @@ def small_disk(folder: Path, num_bytes: int = SMALL_BYTES) -> Iterator[Path]:
 
 
 def fill(disk: Path, *, leave_bytes: int = 0) -> Path:
-    """A file that takes all that is free on `disk` but so many bytes."""
+    """Create a file that leaves only so many bytes free on `disk`."""
     filler = disk / "filler"
     system = os.statvfs(disk)
     with filler.open("wb", buffering=0) as file:
@@ -105,7 +105,7 @@ def fill(disk: Path, *, leave_bytes: int = 0) -> Path:
 
 
 def make_read_only(disk: Path) -> None:
-    """Nothing on the `small_disk` can be written or changed any more, by root neither."""
+    """Make the `small_disk` read-only, also for root."""
     mounted = _mount("-o", "remount,ro", str(disk))
     assert mounted.returncode == 0, mounted.stderr
 

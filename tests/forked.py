@@ -1,9 +1,8 @@
-"""Processes that start at once: forked from a server that has torch and the trainer loaded already.
+"""Processes that start at once: forked from a server that has loaded torch and the trainer.
 
-An import of torch takes seconds and most tests that need a process need torch in it. The server is
-started by the first test that asks, lives as long as the test run and runs nothing itself, so it has no
-threads that a fork could lose. A forked process has default signal handlers, its own exit code and, to
-whoever looks, the command line of the server.
+An import of torch takes seconds, and most tests that need a process need torch in it. The first test that needs a
+process starts the server. It lives as long as the test run and runs nothing itself, so it has no threads that a fork
+could lose. A forked process has default signal handlers, its own exit code, and the command line of the server.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ REPO = Path(__file__).resolve().parents[1]
 
 
 def server() -> ForkServerContext:
-    """Return the context whose processes are forked from the loaded server."""
+    """Return the multiprocessing context whose processes are forked from the server."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.loaded"])
     return context
 
 
 class Forked:
-    """A forked process, with those methods of `subprocess.Popen` that the tests use."""
+    """A forked process, with the methods of `subprocess.Popen` that the tests use."""
 
     def __init__(self, target: Callable[..., Any], *arguments: Any, daemon: bool = False) -> None:
         self._process: BaseProcess = server().Process(target=target, args=arguments, daemon=daemon)
@@ -61,12 +60,12 @@ class Forked:
 def run_script(
     script: Path, arguments: Sequence[str], log: Path, environment: Mapping[str, str], folder: Path = REPO
 ) -> Forked:
-    """Start `script` as `python script arguments` would be; what it prints is appended to `log`."""
+    """Start `script` like `python script arguments`; append its output to `log`."""
     return Forked(_run_script, str(script), list(arguments), str(log), dict(environment), str(folder))
 
 
 def run_code(code: str, log: Path, environment: Mapping[str, str], folder: Path = REPO) -> Forked:
-    """Start `code` as `python -c code` would be."""
+    """Start `code` like `python -c code`."""
     return Forked(_run_code, code, str(log), dict(environment), str(folder))
 
 
@@ -85,7 +84,7 @@ def _run_code(code: str, log: str, environment: dict[str, str], folder: str) -> 
 
 
 class _As:
-    """The process is as a new interpreter would be: output, environment, folder; exit handlers run at the end."""
+    """Make the process look like a new interpreter: output, environment, folder; exit handlers run at the end."""
 
     def __init__(self, log: str, environment: dict[str, str], folder: str) -> None:
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

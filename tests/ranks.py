@@ -1,9 +1,9 @@
 """Tests that need ranks: functions that two processes, or four, run together.
 
-The processes are one gloo group, forked by the first test that asks and kept for the session. A case is a
-function of a module, called as `case(rank, **arguments)` in each; `on_two_ranks` makes a test of one. Every
-case has a deadline: a rank that dies or waits for ever is a failed test with a report from each rank, and the
-next case finds a new group.
+The processes are one gloo group, forked by the first test that needs it and kept for the session. A case is a function
+of a module, called as `case(rank, **arguments)` in each process; `on_two_ranks` makes a test of it. Every case has a
+deadline: if a rank dies or waits forever, the test fails with a report from each rank, and the next case gets a new
+group.
 """
 
 from __future__ import annotations
@@ -32,29 +32,30 @@ import pytest
 from tests.forked import server
 
 DEADLINE_SECONDS = 90.0
-"""Of one case, the start of the group included. Far more than any takes: it ends what would never end."""
+"""Of one case, with the start of the group. Far more than any case takes; it ends cases that hang."""
 GRACE_SECONDS = 5.0
-"""After one rank has failed: how long the other, which may wait for it, has to fail by itself."""
+"""How long the other ranks may take to fail by themselves after one rank has failed."""
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 
 Case = Callable[..., Any]
 LASTING: list[Any] = []
-"""On a rank, the `Peers` of what outlives its case. Their groups end with the case too, and are made again when next
-asked for."""
+"""On a rank, the `Peers` of objects that outlive a case. Their groups end with the case, and are created again on the
+next access."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """How a case ended on one rank: what it returned, or why it failed."""
+    """The end of a case on one rank: its result, or its failure."""
 
     value: Any = None
     failure: str = ""
 
 
 class Ranks:
-    """Processes that run cases: the fixtures `two_ranks` and `four_ranks`. Not `grouped`, each case makes its group.
+    """Processes that run cases: the fixtures `two_ranks` and `four_ranks`.
 
-    With `once` each case has processes of its own, which end after it and destroy no group before.
+    If not `grouped`, each case creates its group. With `once`, each case gets new processes, which end after it without
+    destroying a group.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Ranks:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, case: Case, **arguments: Any) -> list[Any]:
-        """What `case(rank, **arguments)` returned on each rank, plain values all; fails the test if one failed."""
+        """Return the results of `case(rank, **arguments)`, plain values, by rank; fail the test if one failed."""
         reports = self.reports(case, **arguments)
         if any(report.failure for report in reports):
             lines = (f"rank {rank}: {report.failure or 'passed'}" for rank, report in enumerate(reports))
@@ -81,7 +82,7 @@ class Ranks:
         return [report.value for report in reports]
 
     def reports(self, case: Case, **arguments: Any) -> list[Report]:
-        """How `case` ended on each rank. A group in which one failed is ended: it may be out of step."""
+        """Return the end of `case` on each rank. End the group if one failed: its ranks may be out of step."""
         if not self._processes:
             self._start()
         for connection in self._connections:
@@ -94,7 +95,7 @@ class Ranks:
         return reports
 
     def close(self) -> None:
-        """Ends the processes in good order. Idempotent."""
+        """End the processes in good order. Idempotent."""
         for connection in self._connections:
             connection.close()
         for process in self._processes:
@@ -120,7 +121,7 @@ class Ranks:
         waiting = {connection: rank for rank, connection in enumerate(self._connections)}
         while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
             for connection in ready:
-                rank = waiting.pop(connection)  # type: ignore[call-overload]  # wait() returns what it was given
+                rank = waiting.pop(connection)  # type: ignore[call-overload]  # wait() returns what it got
                 reports[rank] = self._receive(rank)
                 if reports[rank].failure:
                     deadline = min(deadline, time.monotonic() + self._grace_seconds)
@@ -152,7 +153,7 @@ class Ranks:
 
 
 def on_two_ranks(case: Case) -> Case:
-    """`case(rank, **fixtures)` as a test, which passes if it passes on both ranks; fixtures must be picklable."""
+    """Make a test of `case(rank, **fixtures)`, which passes if both ranks pass; fixtures must be picklable."""
     signature = inspect.signature(case)
     fixtures = [parameter for name, parameter in signature.parameters.items() if name != "rank"]
     group = inspect.Parameter("two_ranks", inspect.Parameter.KEYWORD_ONLY)
@@ -167,7 +168,7 @@ def on_two_ranks(case: Case) -> Case:
 
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[Ranks]:
-    """Two processes in one group, started when the first case is run."""
+    """Two processes in one group, started by the first case."""
     ranks = Ranks()
     yield ranks
     ranks.close()
@@ -175,14 +176,14 @@ def two_ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="session")
 def four_ranks() -> Iterator[Ranks]:
-    """Four processes in one group, started when the first case is run."""
+    """Four processes in one group, started by the first case."""
     ranks = Ranks(4)
     yield ranks
     ranks.close()
 
 
 def join_group(rank: int, world_size: int, rendezvous: Path) -> None:
-    """The default process group: `world_size` ranks that meet at the file `rendezvous`, which must be a new one."""
+    """Open the default process group: `world_size` ranks that meet at the file `rendezvous`, which must be new."""
     import torch.distributed as dist
 
     method = f"file://{rendezvous}"
@@ -190,7 +191,7 @@ def join_group(rank: int, world_size: int, rendezvous: Path) -> None:
 
 
 def _serve(rank: int, world_size: int, rendezvous: Path | None, once: bool, connection: Connection) -> None:
-    """One of the processes: runs cases until the connection ends."""
+    """Run cases in one of the processes until the connection ends."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable()
     import torch
@@ -207,16 +208,16 @@ def _serve(rank: int, world_size: int, rendezvous: Path | None, once: bool, conn
     if dist.is_initialized() and not once:
         dist.barrier()
         dist.destroy_process_group()
-    os._exit(0)  # Finalizing an interpreter with torch in it takes a second that no test needs.
+    os._exit(0)  # Finalizing an interpreter with torch takes a second, for nothing.
 
 
 def _drop_groups() -> None:
-    """Destroy the groups that managers made in a case: each has threads that wake a hundred times a second."""
+    """Destroy the groups that managers created in a case: each has threads that wake up a hundred times a second."""
     import torch.distributed as dist
 
     from torchtitan_lite.distributed.consensus import GROUP_DESC
 
-    dist.barrier()  # No rank is in a collective of theirs any more.
+    dist.barrier()  # No rank is in a collective of these groups any more.
     for peers in LASTING:
         peers._save_group = None
         peers.__dict__.pop("_talk", None)
@@ -234,7 +235,7 @@ def _next(connection: Connection) -> Any:
 
 def _report(rank: int, module: str, name: str, arguments: dict[str, Any]) -> Report:
     try:
-        # What the module holds under the name is the test that `on_two_ranks` made of the case.
+        # In the module the name is that of the test that `on_two_ranks` made of the case.
         case = inspect.unwrap(getattr(importlib.import_module(module), name))
         value = case(rank, **arguments)
         pickle.dumps(value)

@@ -1,4 +1,4 @@
-"""The errors of the package: whole after a journey between ranks, and of use to a person."""
+"""The errors of the package: they survive pickle between ranks, and their messages help."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ SAMPLES: dict[str, Any] = {
     "Mapping[int, str]": {100: "a digest", 200: "a size"},
     "Sequence[str]": ("files: 3 -> 4", "bytes: 5 -> 6"),
 }
-"""A value for every annotation that a constructor has; a new one fails here until it is added."""
+"""A value for every annotation in a constructor; a new annotation fails here until it is added."""
 
-MENDS = {
+FIXES = {
     errors.CheckpointNotFound: "--checkpoint.load_step",
     errors.CheckpointDamaged: "--checkpoint.load_step",
     errors.CheckpointUnreadable: "--checkpoint.load_step",
@@ -37,7 +37,7 @@ MENDS = {
     errors.CorpusChanged: "--checkpoint.exclude_from_loading=dataloader",
     errors.TrainingDiverged: "--checkpoint.load_step",
 }
-"""What a person is told to do, or need not do; the messages of the others are made where they are raised."""
+"""The fix in each message, or that there is nothing to do; the other errors get their message where they are raised."""
 
 
 def tree(root: type[TorchtitanLiteError] = TorchtitanLiteError) -> Iterator[type[TorchtitanLiteError]]:
@@ -47,7 +47,7 @@ def tree(root: type[TorchtitanLiteError] = TorchtitanLiteError) -> Iterator[type
 
 
 def fields_of(kind: type[TorchtitanLiteError]) -> dict[str, Any]:
-    """A sample of each argument of the constructor; none where the message is all there is."""
+    """Return a sample of each argument of the constructor; none if it takes only a message."""
     if kind.__init__ is Exception.__init__ or "__init__" not in kind.__dict__:
         return {}
     parameters = list(inspect.signature(kind.__init__).parameters.values())[1:]
@@ -81,31 +81,31 @@ def test_an_error_keeps_every_argument_as_a_field(kind: type[TorchtitanLiteError
 
 
 @every_error
-def test_a_message_names_everything_that_the_error_knows(kind: type[TorchtitanLiteError]) -> None:
+def test_a_message_contains_every_field_of_the_error(kind: type[TorchtitanLiteError]) -> None:
     message = str(sample(kind))
     for value in fields_of(kind).values():
         parts = value if isinstance(value, tuple) else [*value, *value.values()] if isinstance(value, dict) else [value]
         assert all(str(part) in message for part in parts)
 
 
-@pytest.mark.parametrize(("kind", "mend"), MENDS.items(), ids=lambda value: getattr(value, "__name__", ""))
-def test_a_message_names_the_mend(kind: type[TorchtitanLiteError], mend: str) -> None:
-    assert mend in str(sample(kind))
+@pytest.mark.parametrize(("kind", "fix"), FIXES.items(), ids=lambda value: getattr(value, "__name__", ""))
+def test_a_message_names_the_fix(kind: type[TorchtitanLiteError], fix: str) -> None:
+    assert fix in str(sample(kind))
 
 
 @every_error
-def test_an_error_is_new_to_whoever_raises_it(kind: type[TorchtitanLiteError]) -> None:
+def test_an_error_is_not_reported_elsewhere_when_it_is_raised(kind: type[TorchtitanLiteError]) -> None:
     assert not sample(kind).reported_elsewhere
 
 
 @every_error
-def test_an_error_is_drawn_in_the_tree(kind: type[TorchtitanLiteError]) -> None:
+def test_an_error_is_in_the_tree_of_the_docstring(kind: type[TorchtitanLiteError]) -> None:
     line = next(line for line in (errors.__doc__ or "").splitlines() if kind.__name__ in line.split()[-30:])
     builtin = next((base for base in kind.__bases__ if base.__module__ == "builtins"), Exception)
     assert builtin is Exception or f"({builtin.__name__})" in line
 
 
-def test_a_missing_step_is_told_what_there_is() -> None:
+def test_the_error_for_a_missing_step_lists_the_existing_ones() -> None:
     assert str(errors.CheckpointNotFound("outputs/checkpoint", 700, [200, 400, 600])) == (
         "step 700 is not in outputs/checkpoint (it has 200, 400, 600). "
         "Set --checkpoint.load_step to one of these, or -1 for the latest."

@@ -1,4 +1,4 @@
-"""Faults on request: what a spec asks for happens at its point, and nothing else happens anywhere."""
+"""Faults on request: a fault of the spec happens at its point, and nothing else happens anywhere."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _nothing_stays_installed() -> Iterator[None]:
 
 
 def fired(pass_point: Callable[[], object], times: int) -> list[int]:
-    """Which of so many passes failed, from 1."""
+    """Return which of so many passes failed, from 1."""
     failed = []
     for number in range(1, times + 1):
         try:
@@ -75,7 +75,7 @@ def test_an_error_at_a_point_without_a_path_names_none() -> None:
     assert raised.value.filename is None
 
 
-def test_a_fault_happens_once_unless_told_otherwise() -> None:
+def test_a_fault_happens_once_by_default() -> None:
     faults.install("EIO@write", rank=0)
     assert fired(passing(), 4) == [1]
 
@@ -107,7 +107,7 @@ def test_after_and_times_choose_among_the_passes(conditions: str, expected: list
         ("process=trainer,rank=2", 2, "writer", False),
     ],
 )
-def test_rank_and_process_say_where(conditions: str, rank: int, process: str, happens: bool) -> None:
+def test_rank_and_process_select_where_a_fault_happens(conditions: str, rank: int, process: str, happens: bool) -> None:
     faults.install(f"EIO@write:{conditions}", rank=rank, process=process)
     assert fired(passing(), 1) == [1] * happens
 
@@ -123,7 +123,7 @@ def test_rank_and_process_say_where(conditions: str, rank: int, process: str, ha
         ("*", None, False),
     ],
 )
-def test_a_glob_says_for_which_files(glob: str, path: Path | None, happens: bool) -> None:
+def test_a_glob_selects_the_files(glob: str, path: Path | None, happens: bool) -> None:
     faults.install(f"EIO@write:path={glob}", rank=0)
     assert fired(passing(path=path), 1) == [1] * happens
 
@@ -139,7 +139,7 @@ def test_the_step_is_the_one_of_the_point_or_else_the_one_that_was_set() -> None
     assert fired(passing(step=10), 1)
 
 
-def test_only_the_passes_that_fit_are_counted() -> None:
+def test_only_matching_passes_are_counted() -> None:
     faults.install("EIO@write:step=10,path=*.distcp,after=1", rank=0)
     passes = [
         passing("write", step=9, path=FILE),
@@ -151,13 +151,13 @@ def test_only_the_passes_that_fit_are_counted() -> None:
     assert fired(passes[-1], 1)
 
 
-def test_several_faults_are_counted_each_by_itself() -> None:
+def test_several_faults_are_counted_separately() -> None:
     faults.install("EIO@write:after=1; ENOSPC@fsync ;EROFS@write:after=2;", rank=0)
     assert fired(passing("write"), 4) == [2, 3]
     assert fired(passing("fsync"), 2) == [1]
 
 
-def test_what_is_installed_takes_the_place_of_what_was() -> None:
+def test_a_new_spec_replaces_the_installed_one() -> None:
     faults.install("EIO@write:times=always", rank=0)
     faults.install("EIO@fsync:times=always", rank=0)
     assert not fired(passing("write"), 1)
@@ -166,7 +166,7 @@ def test_what_is_installed_takes_the_place_of_what_was() -> None:
     assert not fired(passing("fsync"), 1)
 
 
-def test_what_was_installed_can_be_handed_on_to_another_process() -> None:
+def test_an_installed_spec_can_be_handed_to_another_process() -> None:
     spec = "EIO@write:process=writer; EIO@stage:rank=3"
     faults.install(spec, rank=0)
     assert faults.installed() == spec
@@ -174,7 +174,7 @@ def test_what_was_installed_can_be_handed_on_to_another_process() -> None:
     assert faults.installed() == ""
 
 
-def test_threads_that_pass_a_point_together_meet_a_fault_as_often_as_was_asked() -> None:
+def test_threads_that_pass_a_point_together_meet_a_fault_as_often_as_the_spec_says() -> None:
     faults.install("EIO@write:after=100,times=50", rank=0)
     failed: list[int] = []
     together = threading.Barrier(8)
@@ -191,14 +191,14 @@ def test_threads_that_pass_a_point_together_meet_a_fault_as_often_as_was_asked()
     assert len(failed) == 50
 
 
-def test_a_short_write_says_so_and_the_rest_is_written(tmp_path: Path) -> None:
+def test_a_short_write_returns_its_length_and_the_rest_is_written(tmp_path: Path) -> None:
     faults.install("short@write:after=1", rank=0)
     written = _write_all(tmp_path / "file", b"abcdef", b"ghijklm", b"nop")
     assert written == [6, 4, 3, 3]
     assert (tmp_path / "file").read_bytes() == b"abcdefghijklmnop"
 
 
-def test_every_write_may_be_short_and_comes_to_an_end(tmp_path: Path) -> None:
+def test_a_file_is_written_to_its_end_also_if_every_write_is_short(tmp_path: Path) -> None:
     faults.install("short@write:times=always", rank=0)
     assert _write_all(tmp_path / "file", b"a" * 100) == [50, 25, 13, 6, 3, 2, 1]
 
@@ -211,7 +211,7 @@ def test_a_torn_write_leaves_its_first_half_and_fails(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == b"abcdefghi"
 
 
-def test_what_follows_a_torn_write_that_nobody_went_on_with_is_whole(tmp_path: Path) -> None:
+def test_writes_after_a_torn_one_that_was_given_up_are_whole(tmp_path: Path) -> None:
     faults.install("tear@write", rank=0)
     assert faults.limit("write", 100, path=tmp_path / "file") == 50
     assert faults.limit("write", 100, path=tmp_path / "other") == 100
@@ -224,7 +224,7 @@ def test_a_write_meets_every_kind_of_fault() -> None:
         faults.limit("write", 100, path=FILE)
 
 
-def test_slow_waits_as_long_as_it_says_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_waits_for_its_seconds_and_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
     monkeypatch.setattr("time.sleep", waited.append)
     faults.install("slow@fsync:seconds=0.25,times=2;slow@open", rank=0)
@@ -238,12 +238,12 @@ def test_kill_is_a_sigkill_at_its_point() -> None:
     assert (ended.stdout.split(), ended.returncode) == (["1", "2"], -signal.SIGKILL)
 
 
-def test_a_kill_of_another_rank_is_none() -> None:
+def test_a_kill_for_another_rank_does_nothing() -> None:
     ended = _run("kill@step:step=2,rank=1", rank=0)
     assert (ended.stdout.split(), ended.returncode) == (["1", "2", "3", "end"], 0)
 
 
-def test_stop_stops_the_process_until_it_is_told_to_go_on() -> None:
+def test_stop_stops_the_process_until_a_sigcont() -> None:
     with subprocess.Popen(_command("stop@step:step=2", 0), cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         _, status = os.waitpid(process.pid, os.WUNTRACED)
         assert os.WIFSTOPPED(status) and os.WSTOPSIG(status) == signal.SIGSTOP
@@ -252,13 +252,13 @@ def test_stop_stops_the_process_until_it_is_told_to_go_on() -> None:
     assert (out.split(), process.returncode) == (["1", "2", "3", "end"], 0)
 
 
-def test_what_was_asked_for_is_told_when_it_is_installed_and_when_it_happens(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fault_is_logged_when_it_is_installed_and_when_it_happens(caplog: pytest.LogCaptureFixture) -> None:
     with _heard(caplog):
         faults.install("EIO@open:rank=1; EIO@open:rank=0", rank=1)
         fired(passing("open", path=FILE), 2)
-    told = list(dict.fromkeys(record.message for record in caplog.records))  # It may reach the handler twice.
-    assert len(told) == 2 and all("EIO@open:rank=1" in line for line in told)
-    assert str(FILE) in told[1]
+    lines = list(dict.fromkeys(record.message for record in caplog.records))  # A line may reach the handler twice.
+    assert len(lines) == 2 and all("EIO@open:rank=1" in line for line in lines)
+    assert str(FILE) in lines[1]
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_what_was_asked_for_is_told_when_it_is_installed_and_when_it_happens(cap
         ("EIO@write; kill@nowhere:rank=1", ["'kill@nowhere:rank=1'"]),
     ],
 )
-def test_a_bad_spec_is_one_error_that_names_the_part_and_lists_what_there_is(spec: str, said: list[str]) -> None:
+def test_a_bad_spec_is_one_error_that_names_the_part_and_lists_what_is_valid(spec: str, said: list[str]) -> None:
     with pytest.raises(ConfigError) as raised:
         faults.install(spec, rank=7)
     message = str(raised.value)
@@ -293,7 +293,7 @@ def test_a_bad_spec_is_one_error_that_names_the_part_and_lists_what_there_is(spe
     assert [part for part in [*said, *faults.KINDS, *faults.POINTS, *faults.CONDITIONS] if part not in message] == []
 
 
-def test_a_bad_spec_leaves_what_was_installed() -> None:
+def test_a_bad_spec_leaves_the_installed_one() -> None:
     faults.install("EIO@write:times=always", rank=0)
     with pytest.raises(ConfigError):
         faults.install("EIO@fsync;nonsense", rank=0)
@@ -314,17 +314,17 @@ def test_a_bad_spec_ends_a_job_with_2_before_anything_else() -> None:
     assert "no.such_key" not in ended.stderr
 
 
-def test_a_point_that_is_not_in_the_set_is_a_mistake_of_ours() -> None:
+def test_passing_an_unknown_point_is_an_assertion_error() -> None:
     faults.install("EIO@write", rank=0)
     with pytest.raises(AssertionError):
         faults.point("wirte")
 
 
-def test_the_code_passes_no_point_that_is_not_in_the_set() -> None:
+def test_the_code_passes_only_known_points() -> None:
     assert _points_in_the_code() <= faults.POINTS.keys()
 
 
-def test_every_point_is_somewhere_in_the_code() -> None:
+def test_the_code_passes_every_known_point() -> None:
     assert faults.POINTS.keys() - _points_in_the_code() == set()
 
 
@@ -335,7 +335,7 @@ def test_the_page_has_every_point_kind_and_condition_with_what_it_means() -> Non
 
 
 def _points_in_the_code() -> set[str]:
-    """The first argument of every `faults.point(...)` and `faults.limit(...)`."""
+    """Return the first argument of every `faults.point(...)` and `faults.limit(...)` in the package."""
     files = [ROOT / "train.py", *(ROOT / "torchtitan_lite").rglob("*.py")]
     calls = (node for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call))
     return {
@@ -346,7 +346,7 @@ def _points_in_the_code() -> set[str]:
 
 
 def _write_all(path: Path, *blocks: bytes) -> list[int]:
-    """Writes as a writer does that goes on after a short write; returns how much each write took."""
+    """Write like a writer that continues after a short write; return the length of each write."""
     written = []
     with path.open("wb", buffering=0) as file:
         for block in blocks:
@@ -366,7 +366,7 @@ def _command(spec: str, rank: int) -> list[str]:
 
 
 class _heard:
-    """What the package logs reaches `caplog`, also where a test before has set up logging."""
+    """Let log lines of the package reach `caplog`, also after another test has set up logging."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
         self._caplog = caplog

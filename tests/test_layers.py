@@ -1,4 +1,4 @@
-"""The layers of the package, as far as its syntax shows them. docs/design.md says why they are so."""
+"""The layers of the package, checked on its syntax. docs/design.md explains them."""
 
 import ast
 import subprocess
@@ -41,7 +41,7 @@ LAYERS = {
     "cli": 12,
     "train": 12,
 }
-"""Each part imports from lower numbers only; parts with the same number do not know one another."""
+"""Each part imports only from parts with lower numbers."""
 
 WITHOUT_TORCH = ("__init__", "errors", "faults", "log", "disk", "store", "config")
 UNKNOWN_TO_CHECKPOINT = ("models", "data", "trainer", "metrics", "optim", "parallelisms")
@@ -88,7 +88,7 @@ CHOICES = ("async_mode", "interval_type", "export_dtype", "keep_latest_k", "when
 
 @dataclass(frozen=True)
 class Module:
-    """One source file; `name` is without the package's, as "store.layout"."""
+    """One source file; `name` is without that of the package, as in "store.layout"."""
 
     path: Path
 
@@ -103,7 +103,7 @@ class Module:
 
     @cached_property
     def bindings(self) -> dict[str, str]:
-        """What each imported name stands for: {"dist": "torch.distributed", "Path": "pathlib.Path"}."""
+        """Return the full name of each imported one: {"dist": "torch.distributed", "Path": "pathlib.Path"}."""
         found: dict[str, str] = {}
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
@@ -118,7 +118,7 @@ class Module:
         return f"{self.path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}: {finding}"
 
     def imports(self) -> Iterator[tuple[ast.AST, str]]:
-        """Every module imported anywhere in the file, in functions too."""
+        """Yield every import in the file, also those in functions."""
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
                 yield from ((node, alias.name) for alias in node.names)
@@ -127,7 +127,7 @@ class Module:
                 yield from ((node, f"{node.module}.{alias.name}") for alias in node.names)
 
     def uses(self) -> Iterator[tuple[ast.expr, str]]:
-        """Every use of an imported name, spelt out: `dist.barrier` is "torch.distributed.barrier"."""
+        """Yield every use of an imported name, in full: `dist.barrier` is "torch.distributed.barrier"."""
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Attribute | ast.Name):
                 base, *attributes = _dotted(node).split(".")
@@ -149,7 +149,7 @@ def is_in(name: str, packages: Iterable[str]) -> bool:
 
 
 def part_of(module_name: str) -> str:
-    """The longest entry of the table that `module_name` belongs to."""
+    """Return the longest entry of the table that `module_name` belongs to."""
     parts = [part for part in LAYERS if is_in(module_name, [part])]
     assert parts, f"{module_name} is in no layer: give it one in LAYERS"
     return max(parts, key=len)
@@ -180,7 +180,7 @@ def test_a_module_imports_only_from_layers_below_and_from_its_own_part() -> None
     assert not findings, "\n" + "\n".join(findings)
 
 
-def test_what_runs_on_a_login_node_names_no_torch() -> None:
+def test_modules_for_a_login_node_import_no_torch() -> None:
     findings = [
         module.at(node, f"imports {imported}")
         for module in modules_in(*WITHOUT_TORCH)
@@ -190,7 +190,7 @@ def test_what_runs_on_a_login_node_names_no_torch() -> None:
     assert not findings, "\n" + "\n".join(findings)
 
 
-def test_what_runs_on_a_login_node_loads_no_torch() -> None:
+def test_modules_for_a_login_node_load_no_torch() -> None:
     names = [f"{PACKAGE}.{module.name}" for module in modules_in(*WITHOUT_TORCH) if module.name != "__init__"]
     script = f"import sys, {', '.join(names)}\nsys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False).returncode == 0
@@ -211,15 +211,15 @@ def test_only_layout_spells_a_name_on_disk() -> None:
         module.at(node, f"spells {text!r}")
         for module in modules_outside("store.layout")
         for node, text in _texts(module.tree)
-        if len(text.split()) == 1  # more is a sentence for a person
-        and not text.startswith("torch.")  # the name of a module
+        if len(text.split()) == 1  # more words are a message
+        and not text.startswith("torch.")  # a module name
         and any(name in text for name in NAMES_ON_DISK)
     ]
     assert not findings, "\n" + "\n".join(findings)
 
 
 def _texts(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-    """Each string that is not a docstring; the parts of an f-string are one."""
+    """Yield each string that is not a docstring; the parts of an f-string are joined."""
     skipped: set[int] = set()
     for node in ast.walk(tree):  # breadth first: parents come before their parts
         if isinstance(node, ast.Expr):
@@ -242,7 +242,10 @@ def test_only_durable_syncs_renames_and_removes_trees() -> None:
 
 
 def _renames_a_path(module: Module, node: ast.AST) -> bool:
-    """`somewhere.rename(x)`; two arguments are `durable.rename(src, dst)`, and `replace` with one is no string's."""
+    """Return whether `node` is `path.rename(x)` or `path.replace(x)`.
+
+    Two arguments are `durable.rename(src, dst)` or the `replace` of a string.
+    """
     return (
         isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
@@ -275,7 +278,7 @@ def test_policies_read_no_clock(policies: str) -> None:
     assert not findings, "\n" + "\n".join(findings)
 
 
-def test_a_choice_in_the_config_is_looked_at_once_where_its_object_is_built() -> None:
+def test_a_choice_in_the_config_is_read_only_where_its_object_is_built() -> None:
     findings = []
     for module in modules_outside("config"):
         builders = [node for node in ast.walk(module.tree) if _is_builder(node)]
@@ -344,7 +347,7 @@ def test_no_class_has_a_del() -> None:
     assert not findings, "\n" + "\n".join(findings)
 
 
-def test_every_module_says_what_holds_in_it() -> None:
+def test_every_module_has_a_docstring() -> None:
     findings = [
         module.at(module.tree, "no docstring") for module in MODULES if module.tree.body and not _has_docstring(module)
     ]

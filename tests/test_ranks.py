@@ -1,4 +1,4 @@
-"""The harness of the tests that need ranks: a group that fails says so, in time, and is replaced."""
+"""The harness of tests that need ranks: a failing group is reported in time, and replaced."""
 
 import os
 

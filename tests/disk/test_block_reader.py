@@ -56,7 +56,7 @@ def no_faults() -> Iterator[None]:
 
 
 def forget(path: Path) -> None:
-    """The page cache has nothing of `path`, which is on the disk."""
+    """Drop `path`, which is synced, from the page cache."""
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -73,7 +73,7 @@ def reader(threads: int = 2, *, direct: bool = True) -> BlockReader:
 
 @st.composite
 def ranges(draw: st.DrawFn) -> list[tuple[int, int]]:
-    """Some that are short, some long, some one after another, some of the same bytes."""
+    """Short and long pieces, adjacent ones, and ones that overlap."""
     found = []
     for _ in range(draw(st.integers(0, 12))):
         near = draw(st.sampled_from([0, BLOCK_BYTES, REQUEST_BYTES, 2 * REQUEST_BYTES, SIZE, SIZE // 2]))
@@ -108,9 +108,7 @@ def test_every_piece_gets_its_bytes(
 @pytest.mark.parametrize("cold", [False, True])
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("at", [0, BLOCK_BYTES - 1, BLOCK_BYTES, REQUEST_BYTES + 7, SIZE - 1])
-def test_a_byte_that_is_not_what_it_was_is_found_in_its_block(
-    own: Path, data: bytes, at: int, direct: bool, cold: bool
-) -> None:
+def test_a_changed_byte_is_found_in_its_block(own: Path, data: bytes, at: int, direct: bool, cold: bool) -> None:
     with own.open("r+b") as file:
         file.seek(at)
         file.write(bytes([data[at] ^ 1]))
@@ -126,7 +124,7 @@ def test_a_byte_that_is_not_what_it_was_is_found_in_its_block(
 
 
 @pytest.mark.parametrize("cold", [False, True])
-def test_only_blocks_that_are_touched_are_looked_at(own: Path, data: bytes, cold: bool) -> None:
+def test_only_touched_blocks_are_read(own: Path, data: bytes, cold: bool) -> None:
     with own.open("r+b") as file:
         file.seek(BLOCK_BYTES)
         file.write(b"other bytes")
@@ -152,7 +150,7 @@ def test_a_piece_beyond_the_end_is_damage(path: Path, direct: bool) -> None:
 
 
 @pytest.mark.parametrize("cold", [False, True])
-def test_an_error_of_the_machine_that_passes_is_passed_over(path: Path, data: bytes, cold: bool) -> None:
+def test_a_transient_io_error_is_retried(path: Path, data: bytes, cold: bool) -> None:
     if cold:
         forget(path)
     faults.install("EIO@read:times=2", rank=0)
@@ -161,13 +159,13 @@ def test_an_error_of_the_machine_that_passes_is_passed_over(path: Path, data: by
     assert pieces[0].into == data
 
 
-def test_an_error_of_the_machine_that_stays_is_told_and_is_no_damage(path: Path, data: bytes) -> None:
+def test_a_lasting_io_error_is_raised_and_is_no_damage(path: Path, data: bytes) -> None:
     faults.install("EIO@read:after=1,times=always", rank=0)
     with pytest.raises(CheckpointUnreadable, match=rf"{path} could not be read: EIO \(.*\), 3 times"):
         reader().read(path, FileRecord.of(data), pieces_of([(0, SIZE)]))
 
 
-def test_where_direct_reading_is_refused_the_page_cache_serves(path: Path, data: bytes) -> None:
+def test_where_direct_io_is_refused_reads_go_through_the_page_cache(path: Path, data: bytes) -> None:
     forget(path)
     faults.install("EINVAL@read:times=1", rank=0)
     pieces = pieces_of([(5, SIZE - 5)])
@@ -175,7 +173,7 @@ def test_where_direct_reading_is_refused_the_page_cache_serves(path: Path, data:
     assert pieces[0].into == data[5:]
 
 
-def test_damage_that_could_not_be_looked_at_twice_is_not_proven(own: Path, data: bytes) -> None:
+def test_damage_that_could_not_be_read_twice_is_not_proven(own: Path, data: bytes) -> None:
     with own.open("r+b") as file:
         file.write(b"other bytes")
     faults.install("EIO@read:after=1,times=always", rank=0)
@@ -184,10 +182,10 @@ def test_damage_that_could_not_be_looked_at_twice_is_not_proven(own: Path, data:
 
 
 @pytest.mark.parametrize("cold", [False, True])
-def test_a_block_that_is_right_when_it_is_read_again_is_taken(
+def test_a_block_that_is_right_when_read_again_is_used(
     own: Path, data: bytes, cold: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The disk is repaired while the second look, which the machine refuses once, is waited for."""
+    """Repairs the disk during the pause before the second read, which fails once."""
 
     def write(some: bytes) -> None:
         with own.open("r+b") as file:
@@ -205,7 +203,7 @@ def test_a_block_that_is_right_when_it_is_read_again_is_taken(
     assert f"bytes {BLOCK_BYTES} to {2 * BLOCK_BYTES} were right only when read again" in caplog.text
 
 
-def test_a_file_that_is_not_there_is_told_at_once(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error_at_once(tmp_path: Path) -> None:
     with pytest.raises(CheckpointUnreadable, match="ENOENT"):
         reader().read(tmp_path / "none", None, pieces_of([(0, 1)]))
 
@@ -222,7 +220,7 @@ def test_an_empty_file_is_read(tmp_path: Path) -> None:
 
 
 def test_buffers_are_bounded(path: Path, data: bytes) -> None:
-    """However much is read, each thread has one bounce buffer and one scratch buffer."""
+    """Each thread has one bounce buffer and one scratch buffer, however much it reads."""
     taken = 2 * (REQUEST_BYTES + BLOCK_BYTES + 2 * block_reader.ALIGNMENT)
     assert block_reader.THREADS * taken // 2 <= 32 << 20
     one = reader(2)
@@ -237,13 +235,13 @@ PREADV = os.preadv
 
 
 class ShortReads:
-    """Replaces os.preadv: returns as many bytes as the next of `cuts` says, and puts junk behind them."""
+    """Replaces os.preadv: reads as many bytes as the next of `cuts` says, and writes junk after them."""
 
     def __init__(self, cuts: Sequence[int]) -> None:
         self._cuts = iter(cuts)
         self._lock = threading.Lock()
         self.off_grid = 0
-        """Direct requests that no disk would take."""
+        """Direct requests that a real disk would refuse."""
         self.was_direct: list[bool] = []
 
     def __call__(self, fd: int, buffers: list[memoryview], offset: int) -> int:
@@ -272,7 +270,7 @@ cuts = st.lists(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(ranges(), st.integers(1, 4), st.booleans(), st.booleans(), st.booleans(), cuts)
-def test_a_read_may_be_as_short_as_it_likes_at_any_moment(
+def test_reads_may_be_short_at_any_moment(
     path: Path,
     data: bytes,
     caplog: pytest.LogCaptureFixture,
@@ -293,14 +291,14 @@ def test_a_read_may_be_as_short_as_it_likes_at_any_moment(
     assert all(piece.into == data[piece.at : piece.at + len(piece.into)] for piece in pieces)
     assert short.off_grid == 0
     assert direct or not any(short.was_direct)
-    # Every block was right at the first attempt: one with another digest is read again, which hides such a fault.
+    # Every block was right at the first read: a second read of a wrong block would hide the mistake.
     assert not [message for message in caplog.messages if "again" in message]
 
 
 @needs_direct
 @pytest.mark.parametrize("digests", [False, True])
 @pytest.mark.parametrize("cut", [4096, REQUEST_BYTES - 4096, 5000])
-def test_a_direct_read_goes_on_past_the_page_cache_as_long_as_it_ends_on_the_disk_s_grid(
+def test_a_direct_read_stays_direct_while_short_reads_end_at_a_sector(
     path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch, cut: int, digests: bool
 ) -> None:
     forget(path)
@@ -316,7 +314,7 @@ def test_a_direct_read_goes_on_past_the_page_cache_as_long_as_it_ends_on_the_dis
 
 @needs_direct
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
-def test_where_direct_reading_is_refused_when_the_file_is_opened_the_page_cache_serves(
+def test_where_direct_io_is_refused_when_opening_reads_go_through_the_page_cache(
     own: Path, data: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
 ) -> None:
     real_open = os.open
@@ -344,7 +342,7 @@ def test_where_direct_reading_is_refused_when_the_file_is_opened_the_page_cache_
 
 @pytest.mark.parametrize("cold", [False, True])
 @pytest.mark.parametrize("digests", [False, True])
-def test_a_file_that_becomes_shorter_while_it_is_read_is_damaged_from_there_on(
+def test_a_file_that_is_truncated_during_a_read_is_damaged_from_its_new_end_on(
     own: Path, data: bytes, monkeypatch: pytest.MonkeyPatch, digests: bool, cold: bool
 ) -> None:
     if cold:

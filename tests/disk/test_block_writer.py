@@ -1,4 +1,4 @@
-"""A rank's file is the bytes that were meant, or an error that names it, whatever the disk makes of each request."""
+"""A rank's file has the right bytes, or an error names it, whatever the disk does with each request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.disks import FailingDisk
-from tests.store.refusals import told
+from tests.store.refusals import refusals_logged
 from torchtitan_lite import faults
 from torchtitan_lite.disk.block_writer import (
     ALIGNMENT,
@@ -36,13 +36,13 @@ from torchtitan_lite.disk.durable import DISK, O_DIRECT, Durable
 DATA = random.Random(0).randbytes(4 * REQUEST_BYTES + 3)
 BORDERS = [0, 1, 511, 512, 4095, 4096, 4097, BLOCK_BYTES, REQUEST_BYTES, REQUEST_BYTES + BLOCK_BYTES]
 SEVERAL = 3 * REQUEST_BYTES + 5000
-"""Bytes: four requests, the last of which is off the disk's grid."""
+"""Bytes: four requests, the last of which ends between two sectors."""
 REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
 needs_direct = pytest.mark.skipif(not O_DIRECT, reason="the system has no direct I/O")
 
 
 def in_place(data: bytes) -> InPlace:
-    """All of `data` in memory as an arena has it, with something after it that is not the file's."""
+    """`data` in memory as in an arena, with bytes after it that do not belong to the file."""
     memory = mmap.mmap(-1, aligned(len(data)) + ALIGNMENT)
     memory[:] = b"\xee" * len(memory)
     memory[: len(data)] = data
@@ -50,7 +50,7 @@ def in_place(data: bytes) -> InPlace:
 
 
 def bounced(data: bytes) -> Bounced:
-    """`data` as an image gives it."""
+    """`data` through a bounce buffer, as from an image."""
 
     def fill(buffer: memoryview, begin: int, end: int) -> None:
         assert 0 <= begin < end <= len(data)
@@ -67,9 +67,9 @@ def is_direct(fd: int) -> bool:
 
 
 class Disk(Durable):
-    """Writes as short as `cuts` say, one after another, and refuses direct I/O where it is told to.
+    """Writes as many bytes as the next of `cuts` says, and refuses direct I/O on request.
 
-    A file that is opened for direct I/O has the flag whatever the folder's filesystem makes of it.
+    A file opened for direct I/O has the flag, also if the file system of the folder refuses it.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Disk(Durable):
         self._num_direct = 0
         self.refused = 0
         self.off_grid = 0
-        """Direct requests that no disk would take."""
+        """Direct requests that a real disk would refuse."""
         self.was_direct: list[bool] = []
 
     def create(self, path: Path, *, direct: bool) -> int:
@@ -103,7 +103,7 @@ class Disk(Durable):
                 raise OSError(self._refuses_write, os.strerror(self._refuses_write))
         if cut >= len(data):
             return super().write_at(fd, data, offset)
-        # A write of its own through the page cache: no disk takes such a part of a direct one.
+        # A separate write through the page cache: no disk accepts such a part of a direct one.
         other = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY)
         try:
             return super().write_at(other, data[:cut], offset)
@@ -113,7 +113,7 @@ class Disk(Durable):
 
 @contextmanager
 def nothing_left_over() -> Iterator[None]:
-    """As many threads and descriptors afterwards as before."""
+    """Check that no thread and no descriptor is left over."""
     before = threading.active_count(), len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # it has no paths to keep
     yield
     after = threading.active_count(), len(os.listdir("/proc/self/fd"))  # noqa: PTH208
@@ -147,7 +147,7 @@ def test_the_file_and_its_record_are_the_bytes_of_the_source(
 ) -> None:
     data, path, disk = DATA[:size], base / "file", Disk()
     path.write_bytes(b"of an earlier attempt" * 1000)
-    with told() as lines, nothing_left_over():
+    with refusals_logged() as lines, nothing_left_over():
         record = write_blocks(path, SOURCES[kind](data), direct=direct, threads=threads, durable=disk)
     check(path, data, record)
     assert lines == []
@@ -157,11 +157,11 @@ def test_the_file_and_its_record_are_the_bytes_of_the_source(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
 @given(sizes, st.sampled_from([*SOURCES]), st.integers(1, 4), st.booleans(), cuts)
-def test_a_write_may_be_as_short_as_it_likes_at_any_moment(
+def test_writes_may_be_short_at_any_moment(
     base: Path, size: int, kind: str, threads: int, direct: bool, cuts: list[int]
 ) -> None:
     data, path, disk = DATA[:size], base / "file", Disk(cuts=cuts)
-    with told() as lines, nothing_left_over():
+    with refusals_logged() as lines, nothing_left_over():
         record = write_blocks(path, SOURCES[kind](data), direct=direct, threads=threads, durable=disk)
     check(path, data, record)
     assert lines == []
@@ -178,26 +178,26 @@ def test_a_write_may_be_as_short_as_it_likes_at_any_moment(
     st.integers(-1, 4),
     cuts | st.just([]),
 )
-def test_where_direct_io_is_refused_the_file_is_the_same_and_it_is_told_once(
+def test_where_direct_io_is_refused_the_file_is_the_same_and_one_line_is_logged(
     base: Path, size: int, kind: str, threads: int, code: int, after: int, cuts: list[int]
 ) -> None:
     data, path = DATA[:size], base / "file"
     disk = Disk(cuts=cuts, refuses_open=code) if after < 0 else Disk(cuts=cuts, refuses_write=code, after=after)
-    with told() as lines, nothing_left_over():
+    with refusals_logged() as lines, nothing_left_over():
         record = write_blocks(path, SOURCES[kind](data), threads=threads, durable=disk)
     check(path, data, record)
     assert disk.off_grid == 0
     if disk.refused and not cuts:
         assert len(lines) == 1
-    # After a write that ended off the disk's grid nothing is direct any more, and a refusal beside it is none.
+    # After a write that ended between two sectors nothing is direct any more, and a refusal is not logged.
     assert len(lines) <= bool(disk.refused)
     assert all(str(base) in line and os.strerror(code) in line for line in lines)
 
 
 @needs_direct
-def test_two_threads_that_are_refused_together_both_go_on(base: Path) -> None:
+def test_two_threads_whose_direct_io_is_refused_at_once_both_continue(base: Path) -> None:
     class Together(Durable):
-        """Refuses two direct writes; the second is told of it when the first one's thread has gone on."""
+        """Refuses two direct writes; the second one returns after the thread of the first has continued."""
 
         def __init__(self) -> None:
             self.both, self.gone_on, self.lock = threading.Barrier(2, timeout=60), threading.Event(), threading.Lock()
@@ -216,7 +216,7 @@ def test_two_threads_that_are_refused_together_both_go_on(base: Path) -> None:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
     data = DATA[:SEVERAL]
-    with told() as lines:
+    with refusals_logged() as lines:
         record = write_blocks(base / "file", bounced(data), threads=2, durable=Together())
     check(base / "file", data, record)
     assert len(lines) == 1
@@ -225,11 +225,11 @@ def test_two_threads_that_are_refused_together_both_go_on(base: Path) -> None:
 @needs_direct
 @pytest.mark.parametrize("point", ["open", "write"])
 @pytest.mark.parametrize("kind", SOURCES)
-def test_a_refusal_that_was_asked_for_is_one_like_the_system_s(base: Path, kind: str, point: str) -> None:
+def test_an_injected_refusal_of_direct_io_acts_like_one_of_the_system(base: Path, kind: str, point: str) -> None:
     data = DATA[:SEVERAL]
     faults.install(f"EINVAL@{point}", rank=0)
     try:
-        with told() as lines:
+        with refusals_logged() as lines:
             record = write_blocks(base / "file", SOURCES[kind](data))
     finally:
         faults.install("", rank=0)
@@ -240,19 +240,19 @@ def test_a_refusal_that_was_asked_for_is_one_like_the_system_s(base: Path, kind:
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS])
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=12)
 @given(kind=st.sampled_from([*SOURCES]), threads=st.integers(1, 4), direct=st.booleans(), at=st.integers(0, 3))
-def test_a_write_that_fails_is_that_error_with_the_path_and_the_end_of_all_threads(
+def test_a_failing_write_raises_its_error_with_the_path_and_ends_all_threads(
     base: Path, code: int, kind: str, threads: int, direct: bool, at: int
 ) -> None:
     source, path, disk = SOURCES[kind](DATA[:SEVERAL]), base / "file", FailingDisk("write_at", code=code, after=at)
-    with nothing_left_over(), told() as lines, pytest.raises(OSError) as raised:
+    with nothing_left_over(), refusals_logged() as lines, pytest.raises(OSError) as raised:
         write_blocks(path, source, direct=direct, threads=threads, durable=disk)
     assert (raised.value.errno, raised.value.strerror, raised.value.filename) == (code, os.strerror(code), str(path))
     assert lines == []
 
 
-def test_nobody_begins_a_write_once_one_has_failed(base: Path) -> None:
+def test_no_thread_begins_a_write_after_one_has_failed(base: Path) -> None:
     class FailingInHelper(Durable):
-        """Fails in the other thread; this one's write lasts until that thread is over."""
+        """Fails in the other thread; the write of this one lasts until that thread has ended."""
 
         def __init__(self) -> None:
             self.failed = threading.Event()
@@ -276,23 +276,23 @@ def test_nobody_begins_a_write_once_one_has_failed(base: Path) -> None:
 
 
 @pytest.mark.parametrize("direct", [False, True])
-def test_a_refusal_that_has_nothing_to_do_with_direct_io_is_an_error(base: Path, direct: bool) -> None:
+def test_an_error_that_is_no_refusal_of_direct_io_is_raised(base: Path, direct: bool) -> None:
     disk = FailingDisk("write_at", code=errno.EINVAL)
-    with told() as lines, pytest.raises(OSError) as raised:
+    with refusals_logged() as lines, pytest.raises(OSError) as raised:
         write_blocks(base / "file", bounced(DATA[:SEVERAL]), direct=direct, durable=disk)
     assert (raised.value.errno, raised.value.filename) == (errno.EINVAL, str(base / "file"))
     assert len(lines) == (direct and bool(O_DIRECT))
 
 
 @pytest.mark.parametrize("code", [errno.ENOENT, errno.EACCES, errno.ENOSPC])
-def test_an_open_that_fails_is_not_tried_again(base: Path, code: int) -> None:
-    with told() as lines, pytest.raises(OSError) as raised:
+def test_a_failing_open_is_not_retried(base: Path, code: int) -> None:
+    with refusals_logged() as lines, pytest.raises(OSError) as raised:
         write_blocks(base / "file", bounced(DATA[:1]), durable=Disk(refuses_open=code))
     assert raised.value.errno == code
     assert (lines, [*base.iterdir()]) == ([], [])
 
 
-def test_a_write_that_comes_to_nothing_is_an_error(base: Path) -> None:
+def test_a_write_of_zero_bytes_is_an_error(base: Path) -> None:
     class Nothing(Durable):
         def write_at(self, fd: int, data: memoryview, offset: int) -> int:
             return 0
@@ -303,21 +303,21 @@ def test_a_write_that_comes_to_nothing_is_an_error(base: Path) -> None:
 
 
 @pytest.mark.parametrize("operation", ["allocate", "set_size", "fsync_file"])
-def test_whatever_else_fails_names_the_file_too(base: Path, operation: str) -> None:
+def test_any_other_failure_names_the_file_too(base: Path, operation: str) -> None:
     disk = FailingDisk(operation)
     with nothing_left_over(), pytest.raises(OSError) as raised:
         write_blocks(base / "file", bounced(DATA[:SEVERAL]), durable=disk)
     assert (raised.value.errno, raised.value.filename) == (errno.ENOSPC, str(base / "file"))
 
 
-def test_where_there_is_no_room_nothing_is_written(base: Path) -> None:
+def test_without_room_nothing_is_written(base: Path) -> None:
     disk = FailingDisk("allocate")
     with pytest.raises(OSError, match="No space left"):
         write_blocks(base / "file", bounced(DATA[:SEVERAL]), durable=disk)
     assert not (base / "file").exists() or (base / "file").stat().st_size == 0
 
 
-def test_a_disk_that_cannot_tell_whether_there_is_room_is_written_to(base: Path) -> None:
+def test_a_disk_that_cannot_reserve_room_is_written_to(base: Path) -> None:
     class CannotTell(Durable):
         def allocate(self, fd: int, num_bytes: int) -> None:
             with Path("/dev/null").open("wb") as device:
@@ -334,7 +334,7 @@ def test_what_the_source_raises_is_raised_and_ends_all_threads(base: Path) -> No
         def reader(self) -> None:
             raise MemoryError("no room for a buffer")
 
-    source: Source = Unreadable()  # type: ignore[assignment]  # what it returns is never seen
+    source: Source = Unreadable()  # type: ignore[assignment]  # the result is never used
     with nothing_left_over(), pytest.raises(MemoryError, match="no room for a buffer"):
         write_blocks(base / "file", source, threads=4)
 
@@ -367,7 +367,7 @@ def test_the_file_is_synced_after_the_last_byte_and_after_its_size(base: Path) -
 
 
 def test_on_the_disk_itself_the_file_is_the_same() -> None:
-    """The others are in memory where they can be; this one is wherever temporary files are."""
+    """Other tests write to memory if possible; this one writes to the folder of temporary files."""
     with tempfile.TemporaryDirectory() as folder:
         for kind, make in SOURCES.items():
             path = Path(folder, kind)

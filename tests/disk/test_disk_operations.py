@@ -1,4 +1,4 @@
-"""What single operations on the disk leave: modes, relative paths, what others do at the same moment, who is blamed."""
+"""Single operations on the disk: modes, relative paths, races with other processes, names in errors."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def test_a_new_file_may_be_read_by_all_and_written_by_its_owner(tmp_path: Path) 
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644
 
 
-def test_a_folder_that_another_makes_at_the_same_moment_is_as_good(tmp_path: Path) -> None:
+def test_a_folder_that_another_process_creates_at_the_same_moment_is_no_error(tmp_path: Path) -> None:
     class Beside(Durable):
-        """Another process makes each folder right before this one does."""
+        """Another process creates each folder right before this one does."""
 
         def make_dir(self, path: Path) -> None:
             super().make_dir(path)
@@ -61,9 +61,7 @@ def test_a_folder_that_another_makes_at_the_same_moment_is_as_good(tmp_path: Pat
     assert (tmp_path / "outputs" / "checkpoint").is_dir()
 
 
-def test_an_allocation_that_a_signal_interrupts_is_asked_for_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_allocation_interrupted_by_a_signal_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([errno.EINTR, errno.EINTR, 0])
 
     def fallocate(*arguments: object) -> int:
@@ -76,7 +74,7 @@ def test_an_allocation_that_a_signal_interrupts_is_asked_for_again(
     assert next(answers, None) is None
 
 
-def test_room_that_is_allocated_is_the_file_s(tmp_path: Path) -> None:
+def test_allocated_room_belongs_to_the_file(tmp_path: Path) -> None:
     fd = durable.create(tmp_path / "file", direct=False)
     try:
         durable.allocate(fd, 1 << 20)
@@ -107,7 +105,7 @@ def test_a_fault_of_one_file_s_writes_leaves_others_alone(tmp_path: Path, point:
 
 @pytest.fixture
 def pid() -> Iterator[int]:
-    """A process that waits for a signal, and whose name is no text."""
+    """A process that waits for a signal, with a name that is not valid text."""
     ours, theirs = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -127,7 +125,7 @@ def pid() -> Iterator[int]:
             os.waitpid(pid, 0)
 
 
-def test_looking_whether_a_process_lives_sends_it_no_signal(pid: int) -> None:
+def test_checking_whether_a_process_lives_sends_it_no_signal(pid: int) -> None:
     holder = dataclasses.replace(Holder.this_process("theirs", 0), pid=pid, started=0)
     assert not holder.has_ended()
     os.kill(pid, signal.SIGTERM)
@@ -135,7 +133,7 @@ def test_looking_whether_a_process_lives_sends_it_no_signal(pid: int) -> None:
     assert os.WTERMSIG(status) == signal.SIGTERM, "any other signal would have ended it before"
 
 
-def test_a_process_whose_name_is_no_text_has_a_start_time(pid: int) -> None:
+def test_a_process_whose_name_is_not_valid_text_has_a_start_time(pid: int) -> None:
     holder = dataclasses.replace(Holder.this_process("theirs", 0), pid=pid, started=1)
     assert holder.has_ended(), "it started later: it is another one"
 
@@ -143,7 +141,7 @@ def test_a_process_whose_name_is_no_text_has_a_start_time(pid: int) -> None:
 @pytest.mark.parametrize(
     ("field", "low", "high"), [("pid", 1, 2**31 - 1), ("started", 0, 2**63 - 1), ("since", 0, 253402300799)]
 )
-def test_a_lock_file_with_a_number_out_of_range_names_nobody(field: str, low: int, high: int) -> None:
+def test_a_lock_file_with_a_number_out_of_range_names_no_holder(field: str, low: int, high: int) -> None:
     holder = Holder.this_process("theirs", 0)
     for number, is_sound in ((low, True), (low - 1, False), (high, True), (high + 1, False)):
         changed = dataclasses.replace(holder, **{field: number})  # type: ignore[arg-type]  # a number each

@@ -35,7 +35,7 @@ def test_a_write_that_is_cut_before_its_end_leaves_the_old_contents(tmp_path: Pa
     assert (path.read_bytes(), names(tmp_path)) == (b"newer", ["metrics.jsonl"])
 
 
-def test_writing_where_there_is_no_folder_says_so(tmp_path: Path) -> None:
+def test_writing_into_a_missing_folder_raises(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nowhere"):
         durable.write_atomically(tmp_path / "nowhere" / "file", b"")
 
@@ -48,7 +48,7 @@ def test_an_exchange_swaps_two_folders_or_does_nothing(tmp_path: Path) -> None:
     assert (names(a), names(b)) == ((["of b"], ["of a"]) if swapped else (["of a"], ["of b"]))
 
 
-def test_an_exchange_with_nothing_fails_and_names_both(tmp_path: Path) -> None:
+def test_an_exchange_with_a_missing_path_fails_and_names_both(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     try:
         assert durable.exchange(tmp_path / "a", tmp_path / "b") is False
@@ -81,7 +81,7 @@ def test_removing_a_tree_does_not_follow_links(tmp_path: Path) -> None:
 
 
 class Refusing:
-    """Replaces a function of the C library: fails with each of `codes`, and then does what `then` does."""
+    """Replaces a function of the C library: fails with each of `codes`, then calls `then`."""
 
     def __init__(self, codes: Sequence[int], then: Callable[..., int] = lambda *arguments: 0) -> None:
         self._codes, self._then = iter(codes), then
@@ -103,7 +103,7 @@ def two_folders(folder: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_where_an_exchange_is_refused_as_unknown_nothing_is_done_and_it_is_no_error(
+def test_an_unsupported_exchange_changes_nothing_and_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     a, b = two_folders(tmp_path)
@@ -113,7 +113,7 @@ def test_where_an_exchange_is_refused_as_unknown_nothing_is_done_and_it_is_no_er
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.EROFS, errno.ENOSPC])
-def test_an_exchange_that_fails_otherwise_is_the_systems_error_and_names_both(
+def test_an_exchange_that_fails_otherwise_raises_the_error_of_the_system_and_names_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     a, b = two_folders(tmp_path)
@@ -125,13 +125,13 @@ def test_an_exchange_that_fails_otherwise_is_the_systems_error_and_names_both(
     assert (error.filename, error.filename2) == (str(a), str(b))
 
 
-def test_the_system_itself_refuses_to_exchange_a_folder_with_one_inside_it_and_nothing_is_done(tmp_path: Path) -> None:
+def test_the_system_refuses_to_exchange_a_folder_with_one_inside_it_and_changes_nothing(tmp_path: Path) -> None:
     a, _ = two_folders(tmp_path)
     assert durable.exchange(a, a / "of a") is False
     assert (names(tmp_path), names(a)) == (["a", "b"], ["of a"])
 
 
-def test_where_the_c_library_has_no_exchange_nothing_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_exchange_in_the_c_library_nothing_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = two_folders(tmp_path)
     monkeypatch.setattr(durable, "_renameat2", lambda: None)
     assert durable.exchange(a, b) is False
@@ -145,7 +145,9 @@ def can_exchange(folder: Path) -> bool:
     return renameat2 is not None and renameat2(-100, os.fsencode(a), -100, os.fsencode(b), 2) == 0
 
 
-def test_an_exchange_swaps_wherever_the_system_can_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exchange_swaps_wherever_the_system_can_and_returns_true(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not can_exchange(tmp_path):
         pytest.skip("the system has no exchange of names here")
     a, b = two_folders(tmp_path)
@@ -172,25 +174,23 @@ def test_a_file_that_is_created_over_another_is_empty_and_readable_by_others(tmp
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_room_is_asked_for_from_the_first_byte_to_the_last_until_no_signal_interrupts_it(
+def test_room_is_reserved_for_the_whole_file_and_interrupted_calls_are_repeated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[object] = []
+    requests: list[object] = []
 
     def note(*arguments: object) -> int:
-        asked.append(arguments)
+        requests.append(arguments)
         return 0
 
     fallocate = Refusing([errno.EINTR, errno.EINTR], note)
     monkeypatch.setattr(durable, "_fallocate", lambda: fallocate)
     durable.allocate(7, 5 << 30)
-    assert (asked, fallocate.num_calls) == ([(7, 0, 0, 5 << 30)], 3)
+    assert (requests, fallocate.num_calls) == ([(7, 0, 0, 5 << 30)], 3)
 
 
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV])
-def test_where_the_system_cannot_tell_whether_there_is_room_nothing_is_done(
-    monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
+def test_where_the_system_cannot_reserve_room_nothing_is_done(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     fallocate = Refusing([code])
     monkeypatch.setattr(durable, "_fallocate", lambda: fallocate)
     durable.allocate(7, 100)
@@ -200,7 +200,7 @@ def test_where_the_system_cannot_tell_whether_there_is_room_nothing_is_done(
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO])
-def test_where_there_is_no_room_it_is_the_systems_error(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_without_room_the_error_of_the_system_is_raised(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     fallocate = Refusing([code])
     monkeypatch.setattr(durable, "_fallocate", lambda: fallocate)
     with pytest.raises(OSError) as caught:
@@ -209,7 +209,7 @@ def test_where_there_is_no_room_it_is_the_systems_error(monkeypatch: pytest.Monk
     assert fallocate.num_calls == 1
 
 
-def test_room_that_was_allocated_is_taken_on_the_disk(base: Path) -> None:
+def test_allocated_room_takes_space_on_the_disk(base: Path) -> None:
     num_bytes = 64 << 10
     with (base / "probe").open("wb") as probe, (base / "file").open("wb") as file:
         if ctypes.CDLL(None).fallocate(probe.fileno(), 0, ctypes.c_long(0), ctypes.c_long(num_bytes)) != 0:
@@ -237,14 +237,14 @@ def test_a_folder_that_another_rank_makes_at_the_same_moment_is_no_error(tmp_pat
 
 
 @pytest.mark.parametrize("operation", ["rename", "replace"])
-def test_a_file_that_is_renamed_takes_the_place_of_another(tmp_path: Path, operation: str) -> None:
+def test_a_renamed_file_replaces_another(tmp_path: Path, operation: str) -> None:
     (tmp_path / "a").write_bytes(b"of a")
     (tmp_path / "b").write_bytes(b"of b")
     getattr(durable, operation)(tmp_path / "a", tmp_path / "b")
     assert (names(tmp_path), (tmp_path / "b").read_bytes()) == (["b"], b"of a")
 
 
-def test_a_link_is_removed_and_what_it_points_to_is_not(tmp_path: Path) -> None:
+def test_a_link_is_removed_and_its_target_stays(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"kept")
     (tmp_path / "link").symlink_to("file")
     durable.remove_file(tmp_path / "link")
@@ -253,7 +253,7 @@ def test_a_link_is_removed_and_what_it_points_to_is_not(tmp_path: Path) -> None:
         durable.remove_file(tmp_path / "link")
 
 
-def test_bytes_go_where_they_belong_and_the_file_ends_where_it_should(tmp_path: Path) -> None:
+def test_bytes_are_written_at_their_offset_and_the_file_has_its_size(tmp_path: Path) -> None:
     fd = durable.create(tmp_path / "file", direct=False)
     assert durable.write_at(fd, memoryview(b"end"), 5) == 3
     assert durable.write_at(fd, memoryview(b"begin"), 0) == 5
@@ -262,7 +262,7 @@ def test_bytes_go_where_they_belong_and_the_file_ends_where_it_should(tmp_path: 
     assert (tmp_path / "file").read_bytes() == b"beginen"
 
 
-def test_a_file_for_which_no_disk_has_room_is_refused_by_the_system_itself(base: Path) -> None:
+def test_a_file_too_large_for_any_disk_is_refused_by_the_system(base: Path) -> None:
     with (base / "probe").open("wb") as probe, (base / "file").open("wb") as file:
         if ctypes.CDLL(None).fallocate(probe.fileno(), 0, ctypes.c_long(0), ctypes.c_long(4096)) != 0:
             pytest.skip("the file system cannot allocate")
@@ -271,7 +271,7 @@ def test_a_file_for_which_no_disk_has_room_is_refused_by_the_system_itself(base:
     assert caught.value.errno in (errno.ENOSPC, errno.EFBIG)
 
 
-def test_where_the_c_library_has_neither_call_nothing_is_allocated_and_nothing_swapped(
+def test_with_neither_call_in_the_c_library_nothing_is_allocated_or_swapped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = (durable._fallocate, durable._renameat2)
@@ -291,7 +291,7 @@ def test_where_the_c_library_has_neither_call_nothing_is_allocated_and_nothing_s
     assert (names(a), names(b)) == (["of a"], ["of b"])
 
 
-def test_what_is_synced_as_a_folder_must_be_one(tmp_path: Path) -> None:
+def test_syncing_a_folder_refuses_what_is_not_one(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(NotADirectoryError):
         durable.fsync_dir(tmp_path / "file")
@@ -307,7 +307,7 @@ def test_what_is_synced_as_a_folder_must_be_one(tmp_path: Path) -> None:
     ],
     ids=["fsync_dir", "write_file", "write_atomically", "make_dir"],
 )
-def test_a_sync_that_fails_names_what_was_synced(
+def test_a_failing_sync_names_its_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[Path], None], name: str
 ) -> None:
     def refuse(fd: int) -> None:
@@ -319,7 +319,7 @@ def test_a_sync_that_fails_names_what_was_synced(
     assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(tmp_path / name))
 
 
-def test_a_rename_that_fails_names_both(tmp_path: Path) -> None:
+def test_a_failing_rename_names_both_paths(tmp_path: Path) -> None:
     with pytest.raises(OSError) as caught:
         durable.rename(tmp_path / "none", tmp_path / "other")
     assert (caught.value.filename, caught.value.filename2) == (str(tmp_path / "none"), str(tmp_path / "other"))

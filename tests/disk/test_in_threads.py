@@ -14,7 +14,7 @@ from torchtitan_lite.disk.in_threads import in_threads
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
-def test_each_item_is_worked_on_once_by_one_of_the_workers(threads: int) -> None:
+def test_each_item_is_processed_once_by_one_of_the_workers(threads: int) -> None:
     done: list[int] = []
     workers = 0
 
@@ -29,7 +29,7 @@ def test_each_item_is_worked_on_once_by_one_of_the_workers(threads: int) -> None
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_failure_is_the_callers_and_nothing_is_begun_after_it(threads: int) -> None:
+def test_a_failure_is_raised_in_the_caller_and_nothing_is_begun_after_it(threads: int) -> None:
     before = threading.active_count()
     begun: list[int] = []
 
@@ -51,7 +51,7 @@ def test_a_worker_that_cannot_be_made_is_a_failure_too() -> None:
         in_threads([1], 2, make_worker)
 
 
-def test_nobody_is_at_work_any_more_when_an_interrupted_caller_goes_on() -> None:
+def test_no_thread_works_any_more_when_an_interrupted_caller_continues() -> None:
     begun, interrupted, ended = threading.Event(), threading.Event(), threading.Event()
     caller = threading.get_ident()
 
@@ -77,7 +77,7 @@ def test_nobody_is_at_work_any_more_when_an_interrupted_caller_goes_on() -> None
     assert ended.is_set()
 
 
-def test_where_the_system_has_no_more_threads_those_that_are_there_do_all_of_it(
+def test_when_the_system_has_no_more_threads_those_that_started_do_all_the_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(self: threading.Thread) -> None:
@@ -89,11 +89,11 @@ def test_where_the_system_has_no_more_threads_those_that_are_there_do_all_of_it(
     assert done == list(range(10))
 
 
-def test_where_there_is_nothing_to_do_nothing_is_done() -> None:
+def test_without_items_nothing_is_done() -> None:
     in_threads([], 2, lambda: lambda item: pytest.fail("there is no item"))
 
 
-def test_an_interrupt_in_the_moment_in_which_the_caller_begins_is_not_lost() -> None:
+def test_an_interrupt_at_the_moment_when_the_caller_begins_is_not_lost() -> None:
     def interrupt(frame: FrameType, event: str, argument: object) -> None:
         if (frame.f_code.co_name, frame.f_globals["__name__"]) == ("run", in_threads.__module__):
             raise KeyboardInterrupt
@@ -107,7 +107,7 @@ def test_an_interrupt_in_the_moment_in_which_the_caller_begins_is_not_lost() -> 
         sys.settrace(before)
 
 
-def test_a_caller_that_is_interrupted_while_it_waits_for_the_others_goes_on_waiting_and_then_says_so() -> None:
+def test_a_caller_that_is_interrupted_while_waiting_keeps_waiting_and_then_raises() -> None:
     caller, begun, ended = threading.get_ident(), threading.Event(), threading.Event()
 
     def is_waiting() -> bool:
@@ -124,7 +124,7 @@ def test_a_caller_that_is_interrupted_while_it_waits_for_the_others_goes_on_wait
 
     def make_worker() -> Callable[[int], None]:
         if threading.get_ident() == caller:
-            begun.wait()  # It finds no item.
+            begun.wait()  # It gets no item.
         return work
 
     def work(item: int) -> None:

@@ -1,4 +1,4 @@
-"""Files of a checkpoint are looked at where they are, and what is no file is refused by its kind."""
+"""Files of a checkpoint are opened in place, and anything but a regular file is refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchtitan_lite.disk.plain_file import is_plain_name, opened, read_plain, s
 from torchtitan_lite.errors import CheckpointUnsafe
 
 
-def test_the_sizes_of_those_files_that_are_there_are_told(tmp_path: Path) -> None:
+def test_the_sizes_of_existing_files_are_returned(tmp_path: Path) -> None:
     for name, size in (("a", 3), ("c", 0), ("d", 5000)):
         (tmp_path / name).write_bytes(bytes(size))
     assert sizes_of(tmp_path, ["a", "b", "c", "e", "d"]) == {"a": 3, "c": 0, "d": 5000}
@@ -27,11 +27,11 @@ def test_a_name_that_leads_out_of_the_folder_is_refused(tmp_path: Path, name: st
 
 
 @pytest.mark.parametrize("name", ["a", "...", ".metadata", "__0_0.distcp", "a b"])
-def test_any_other_name_is_that_of_a_file(name: str) -> None:
+def test_any_other_name_can_be_that_of_a_file(name: str) -> None:
     assert is_plain_name(name)
 
 
-def test_what_is_no_file_is_refused_and_its_kind_is_named(tmp_path: Path) -> None:
+def test_anything_but_a_regular_file_is_refused_and_its_kind_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"bytes")
     (tmp_path / "link").symlink_to(tmp_path / "file")
     (tmp_path / "folder").mkdir()
@@ -57,7 +57,7 @@ def test_a_file_is_read_up_to_its_limit_and_not_beyond(tmp_path: Path) -> None:
         read_plain(tmp_path / "file", 4)
 
 
-def test_what_the_system_refuses_is_its_own_error(tmp_path: Path) -> None:
+def test_a_refusal_of_the_system_is_its_own_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), opened(tmp_path / "none"):
         pass
     with pytest.raises(OSError) as caught, opened(tmp_path / ("x" * 300)):

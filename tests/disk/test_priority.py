@@ -1,4 +1,4 @@
-"""What writes in the background gives way to training, and training itself does not."""
+"""Background writers give way to training, and training itself does not."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _nice_of_this_thread() -> int:
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
-def test_a_thread_that_gives_way_takes_along_what_it_starts_and_leaves_the_others_as_they_are() -> None:
+def test_giving_way_affects_the_thread_and_those_it_starts_and_no_others() -> None:
     before = _nice_of_this_thread()
 
     def both() -> int:
@@ -55,7 +55,7 @@ def test_a_thread_that_gives_way_takes_along_what_it_starts_and_leaves_the_other
 
 
 @pytest.mark.skipif(platform.machine() not in IOPRIO_GET, reason="the system call's number is not known here")
-def test_on_the_disk_it_comes_last_of_those_that_get_anything() -> None:
+def test_giving_way_sets_the_lowest_best_effort_io_priority() -> None:
     def class_and_level() -> int:
         give_way()
         return ctypes.CDLL(None).syscall(IOPRIO_GET[platform.machine()], 1, 0)
@@ -64,7 +64,7 @@ def test_on_the_disk_it_comes_last_of_those_that_get_anything() -> None:
     assert divmod(_nice_in_thread(class_and_level), 1 << 13) == (best_effort, 7)
 
 
-def test_where_another_priority_is_refused_what_is_written_is_written_all_the_same(
+def test_a_save_succeeds_also_where_another_priority_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(by: int) -> int:
@@ -78,7 +78,7 @@ def test_where_another_priority_is_refused_what_is_written_is_written_all_the_sa
     assert _nice_in_thread(work) == _nice_of_this_thread()
 
 
-def test_the_thread_that_writes_a_save_gives_way_and_the_one_that_asked_for_it_does_not(tmp_path: Path) -> None:
+def test_the_thread_that_writes_a_save_gives_way_and_its_caller_does_not(tmp_path: Path) -> None:
     before = _nice_of_this_thread()
     while_writing: list[int] = []
 

@@ -1,4 +1,4 @@
-"""What a read asks of the system: how many requests, of which size, past the page cache or through it."""
+"""Requests of a read to the system: number, size, direct or through the page cache."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ PREADV = os.preadv
 class Request(NamedTuple):
     at: int
     sizes: list[int]
-    """Of the buffers."""
+    """In the buffers."""
     direct: bool
 
 
 class Requests:
-    """Replaces os.preadv: does the same, and notes what was asked for."""
+    """Replaces os.preadv: does the same, and records the requests."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: list[Request] = []
@@ -65,7 +65,7 @@ def path(data: bytes, tmp_path: Path) -> Iterator[Path]:
 
 
 def read(path: Path, ranges: list[tuple[int, int]], record: FileRecord | None = None, *, direct: bool = False) -> None:
-    """Reads `ranges`, each an offset and a length, and compares them with the file."""
+    """Read `ranges`, each an offset and a length, and compare them with the file."""
     pieces = [Piece(at, memoryview(bytearray(count))) for at, count in ranges]
     BlockReader(1, direct, pause=lambda seconds: None).read(path, record, pieces)
     data = path.read_bytes()
@@ -73,7 +73,7 @@ def read(path: Path, ranges: list[tuple[int, int]], record: FileRecord | None = 
 
 
 def forget(path: Path) -> None:
-    """The page cache has nothing of `path`, which is on the disk."""
+    """Drop `path`, which is synced, from the page cache."""
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -105,12 +105,12 @@ def test_up_to_32_pieces_of_a_block_are_read_straight_into_their_places(
 ) -> None:
     read(path, [(i * 100, 10) for i in range(count)])
     assert len(requests.made) == 1
-    # Through the bounce buffer there is one; straight, one a piece and one for each gap.
+    # One request through the bounce buffer; read straight, one for each piece and each gap.
     assert len(requests.made[0].sizes) == (2 * count - 1 if straight else 1)
 
 
 @pytest.mark.skipif(not O_DIRECT, reason="the system has no direct I/O")
-def test_a_direct_request_is_of_the_pages_that_are_wanted_and_no_more(path: Path, requests: Requests) -> None:
+def test_a_direct_request_covers_the_wanted_pages_and_no_more(path: Path, requests: Requests) -> None:
     forget(path)
     read(path, [(2 * BLOCK_BYTES + 5000, 10_000)], direct=True)
     if not requests.made[0].direct:
@@ -118,7 +118,7 @@ def test_a_direct_request_is_of_the_pages_that_are_wanted_and_no_more(path: Path
     assert requests.made == [Request(2 * BLOCK_BYTES + 4096, [12288], True)]
 
 
-def test_where_the_page_cache_cannot_be_looked_into_all_is_read_through_it(
+def test_without_a_look_into_the_page_cache_everything_is_read_through_it(
     path: Path, requests: Requests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forget(path)
@@ -128,7 +128,7 @@ def test_where_the_page_cache_cannot_be_looked_into_all_is_read_through_it(
     assert not any(request.direct for request in requests.made)
 
 
-def test_what_is_right_at_once_is_neither_read_twice_nor_reported(
+def test_a_block_that_is_right_at_once_is_neither_read_twice_nor_reported(
     path: Path, data: bytes, requests: Requests, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "torchtitan_lite"):
@@ -142,9 +142,7 @@ def test_what_is_right_at_once_is_neither_read_twice_nor_reported(
     assert not [message for message in caplog.messages if "again" in message]
 
 
-def test_an_opening_that_the_system_refuses_is_tried_again_and_then_told(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_open_is_retried_and_then_raised(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
     def refuse(*arguments: object) -> int:
@@ -174,7 +172,7 @@ def test_a_fault_of_one_file_s_reads_leaves_others_alone(path: Path) -> None:
         read(other, [(0, 5)])
 
 
-def test_damage_says_where_it_is(path: Path, data: bytes) -> None:
+def test_damage_names_its_bytes(path: Path, data: bytes) -> None:
     record = FileRecord.of(data)
     path.write_bytes(data[:BLOCK_BYTES] + b"other bytes" + data[BLOCK_BYTES + 11 :])
     with pytest.raises(DamagedRange) as caught:
@@ -193,7 +191,7 @@ def test_several_threads_each_have_their_own_buffers(path: Path, data: bytes) ->
     assert len(one._buffers) == 2, "they are kept"
 
 
-def test_a_file_that_ends_while_it_is_read_is_damaged_up_to_the_end_of_the_request(
+def test_a_file_truncated_during_a_read_is_damaged_up_to_the_end_of_the_request(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def cut_and_read(fd: int, buffers: list[memoryview], offset: int) -> int:
@@ -207,7 +205,7 @@ def test_a_file_that_ends_while_it_is_read_is_damaged_up_to_the_end_of_the_reque
 
 
 PAGES = 17
-"""Of a file of which every second page is looked at."""
+"""Of a file; the checks look at every second page."""
 
 
 @pytest.fixture
@@ -216,7 +214,7 @@ def paged(tmp_path: Path) -> Iterator[int]:
     (tmp_path / "pages").write_bytes(os.urandom(PAGES * mmap.PAGESIZE))
     forget(tmp_path / "pages")
     fd = os.open(tmp_path / "pages", os.O_RDONLY)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # No page is read that was not asked for.
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # No read-ahead.
     if is_cached(fd, 0, 1):
         pytest.skip("the file system of the temporary folder keeps all files in memory")
     yield fd
@@ -226,19 +224,21 @@ def paged(tmp_path: Path) -> Iterator[int]:
 def is_cached(fd: int, begin: int, end: int) -> bool:
     with look_into_cache(fd, PAGES * mmap.PAGESIZE) as has:
         if has is None:
-            pytest.skip("the system does not tell")
+            pytest.skip("the system does not say")
         return has(begin, end)
 
 
 @pytest.mark.parametrize("missing", range(0, PAGES, 2))
-def test_a_range_is_cached_only_if_the_first_page_the_last_and_seven_between_are(paged: int, missing: int) -> None:
+def test_a_range_counts_as_cached_only_if_its_first_its_last_and_seven_pages_between_are(
+    paged: int, missing: int
+) -> None:
     for page in range(PAGES):
         if page != missing:
             os.pread(paged, 1, page * mmap.PAGESIZE)
     assert not is_cached(paged, 0, PAGES * mmap.PAGESIZE)
 
 
-def test_pages_outside_a_range_are_not_looked_at(paged: int) -> None:
+def test_pages_outside_a_range_are_not_checked(paged: int) -> None:
     begin, end = 3 * mmap.PAGESIZE, 8 * mmap.PAGESIZE
     for at in range(begin, end, mmap.PAGESIZE):
         os.pread(paged, 1, at)
@@ -248,9 +248,9 @@ def test_pages_outside_a_range_are_not_looked_at(paged: int) -> None:
     assert not is_cached(paged, begin, end + 1)
 
 
-def test_a_file_that_cannot_be_mapped_is_not_looked_into(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_mapped_is_not_checked(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class NoMaps:
-        """A C library on a file system without mappings; it has nothing else that could be called."""
+        """A C library on a file system without mappings; it has no other function."""
 
         def mmap(self, *arguments: object) -> int | None:
             return ctypes.c_void_p(-1).value

@@ -1,7 +1,7 @@
-"""The real disk is synced: files when they have all their bytes, folders when they have all their names.
+"""The real disk is synced: files after all their bytes, folders after all their names.
 
-The other tests of the store hand it a `Durable` that records syncs and makes none. Here `Durable` is the real one,
-and `Syncs` records the calls of os.fsync and os.fdatasync, and makes them.
+The other tests of the store give it a `Durable` that records syncs without making them. Here `Durable` is the real
+one, and `Syncs` records the calls of os.fsync and os.fdatasync, and makes them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manif
 from torchtitan_lite.store.store import CheckpointStore
 
 Synced = tuple[str, int | tuple[str, ...]]
-"""A file's name and its size at the moment of the sync, in bytes; or a folder's name and the names in it then."""
+"""Name and size in bytes of a synced file, or name and entries of a synced folder, at the moment of the sync."""
 
 
 class Syncs:
-    """Records each sync, in order, by inode: the name is what the file is called when `take` is called."""
+    """Records each sync, in order, by inode; the name is that at the call of `take`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
         self._root = root
@@ -49,7 +49,7 @@ class Syncs:
         return note
 
     def take(self) -> list[Synced]:
-        """Return what was synced since the last call."""
+        """Return the syncs since the last call."""
         names = {path.lstat().st_ino: path.name for path in [self._root, *self._root.rglob("*")]}
         seen, self._seen[:] = list(self._seen), []
         return [(names.get(inode, self._called[inode]), found) for inode, found in seen]
@@ -57,7 +57,7 @@ class Syncs:
 
 @pytest.fixture
 def root(base: Path) -> Path:
-    """Make a folder, in memory where the system has that: the calls are the same, and a busy disk takes seconds."""
+    """Create a folder, in memory if the system has that: the calls are the same, and a busy disk takes seconds."""
     (base / "root").mkdir()
     return base / "root"
 
@@ -115,7 +115,7 @@ SYNCS: dict[str, tuple[Act, list[Synced]]] = {
         [("new", 5), ("root", ("new", "old"))],
     ),
     "make_dir": (make_dirs, [("root", ("a", "old")), ("a", ("b",))]),
-    # The callers of these sync the folder or the file, once for several of them.
+    # The callers of these sync the folder or the file, once for several operations.
     "rename": (lambda durable, root, fd: durable.rename(root / "old", root / "new"), []),
     "replace": (lambda durable, root, fd: durable.replace(root / "old", root / "new"), []),
     "exchange": (exchange, []),
@@ -128,12 +128,12 @@ SYNCS: dict[str, tuple[Act, list[Synced]]] = {
 }
 
 
-def test_of_every_operation_it_is_known_what_it_syncs() -> None:
+def test_every_operation_has_an_entry_that_says_what_it_syncs() -> None:
     assert SYNCS.keys() == {name for name in vars(Durable) if not name.startswith("_")}
 
 
 @pytest.mark.parametrize("operation", SYNCS)
-def test_an_operation_syncs_whole_files_and_the_folders_that_name_them_and_nothing_else(
+def test_an_operation_syncs_whole_files_and_the_folders_with_their_names_and_nothing_else(
     root: Path, fd: int, syncs: Syncs, operation: str
 ) -> None:
     act, synced = SYNCS[operation]
@@ -144,7 +144,7 @@ def test_an_operation_syncs_whole_files_and_the_folders_that_name_them_and_nothi
 
 
 @pytest.mark.parametrize("operation", [name for name, (_, synced) in SYNCS.items() if synced])
-def test_a_sync_that_fails_is_the_systems_error_and_leaves_no_descriptor(
+def test_a_failing_sync_raises_the_error_of_the_system_and_leaves_no_descriptor(
     root: Path, fd: int, syncs: Syncs, operation: str
 ) -> None:
     syncs.fails, before = True, descriptors()
@@ -168,7 +168,7 @@ def source(kind: str, data: bytes) -> InPlace | Bounced:
 
 @pytest.mark.parametrize("kind", ["in place", "bounced"])
 @pytest.mark.parametrize("num_bytes", [0, 1, 9000])
-def test_a_rank_s_file_is_synced_once_when_it_has_its_last_byte_and_its_size(
+def test_a_rank_s_file_is_synced_once_after_its_last_byte_and_its_size(
     root: Path, syncs: Syncs, kind: str, num_bytes: int
 ) -> None:
     data = b"x" * max(num_bytes, 1)
@@ -197,7 +197,7 @@ def save(store: CheckpointStore, step: int, data: bytes) -> CheckpointInfo:
 FILES = (".metadata", "__0_0.distcp", "manifest.json")
 
 
-def test_a_commit_has_every_file_and_every_name_on_the_disk_before_it_says_so(root: Path, syncs: Syncs) -> None:
+def test_a_commit_has_synced_every_file_and_every_name_before_it_returns(root: Path, syncs: Syncs) -> None:
     info = save(CheckpointStore(root / "outputs" / "checkpoint"), 5, b"data")
     manifest_bytes = (info.path / "manifest.json").stat().st_size
     assert syncs.take() == [
@@ -206,7 +206,7 @@ def test_a_commit_has_every_file_and_every_name_on_the_disk_before_it_says_so(ro
         ("checkpoint", ("step-5.staging",)),
         ("__0_0.distcp", 4),
         (".metadata", 6),
-        (".metadata", 6),  # Synced by the commit too: DCP does not sync what it writes.
+        (".metadata", 6),  # Synced by the commit, too, because DCP does not sync what it writes.
         ("manifest.json", manifest_bytes),
         ("step-5", FILES),
         ("checkpoint", ("step-5.staging",)),
@@ -224,14 +224,14 @@ def test_a_replaced_checkpoint_is_trash_on_the_disk_only_after_the_new_one_has_i
     of_the_names = [found for name, found in syncs.take() if name == "root"]
     swapped = [("step-5", "step-5.staging")]
     renamed = [(".replaced-step-5-1", "step-5.staging"), (".replaced-step-5-1", "step-5")]
-    staged = [("step-5", "step-5.staging")] * 2  # When the folder was made, and when it was sealed.
+    staged = [("step-5", "step-5.staging")] * 2  # Once when the folder was created, and once when it was sealed.
     assert of_the_names in (
         [*staged, *swapped, (".trash-step-5-1", "step-5")],
         [*staged, *renamed, (".trash-step-5-1", "step-5")],
     )
 
 
-def test_what_is_deleted_or_quarantined_has_its_new_name_on_the_disk_first(root: Path, syncs: Syncs) -> None:
+def test_a_deleted_or_quarantined_checkpoint_has_its_new_name_on_the_disk_first(root: Path, syncs: Syncs) -> None:
     store = CheckpointStore(root)
     for step in (1, 2):
         save(store, step, b"data")
@@ -247,7 +247,7 @@ def test_what_is_deleted_or_quarantined_has_its_new_name_on_the_disk_first(root:
     ]
 
 
-def test_what_a_recovery_found_is_on_the_disk_before_anything_is_removed_for_it(root: Path, syncs: Syncs) -> None:
+def test_a_recovery_syncs_what_it_found_before_it_removes_anything_for_it(root: Path, syncs: Syncs) -> None:
     store = CheckpointStore(root / "checkpoint")
     save(store, 1, b"data").path.rename(store.root / ".replaced-step-1-1")
     store.stage(2)

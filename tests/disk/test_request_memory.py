@@ -1,4 +1,4 @@
-"""Memory for requests begins at a border, holds what is written there, and is not a forked child's."""
+"""Memory for requests is aligned, writable, and absent in a forked child."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchtitan_lite.disk.request_memory import HUGE_PAGE_BYTES, request_memory
 
 
 @pytest.mark.parametrize("num_bytes", [1, 4096, HUGE_PAGE_BYTES, 2 * HUGE_PAGE_BYTES + 8192])
-def test_it_begins_at_a_huge_page_s_border_and_is_zero(num_bytes: int) -> None:
+def test_request_memory_is_aligned_to_a_huge_page_and_zero(num_bytes: int) -> None:
     memory = request_memory(num_bytes)
     assert len(memory) == num_bytes
     assert ctypes.addressof(ctypes.c_char.from_buffer(memory)) % HUGE_PAGE_BYTES == 0
@@ -28,18 +28,18 @@ def test_it_begins_at_a_huge_page_s_border_and_is_zero(num_bytes: int) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps memory from a child")
-def test_a_forked_child_does_not_have_it() -> None:
+def test_a_forked_child_has_no_request_memory() -> None:
     memory = request_memory(4096)
     memory[0] = 1
     child = os.fork()
     if child == 0:
         faulthandler.disable()
-        os._exit(memory[0])  # Where the memory were copied, a fork would move it from under the disk.
+        os._exit(memory[0])  # If the memory were copied, a fork would move it away from under the disk.
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGSEGV
     assert memory[0] == 1
 
 
-def test_a_reader_that_a_forked_child_inherits_reads_there_too(tmp_path: Path) -> None:
+def test_a_reader_inherited_by_a_forked_child_reads_there_too(tmp_path: Path) -> None:
     data = bytes(range(256)) * 4096
     (tmp_path / "file").write_bytes(data)
     reader = BlockReader()

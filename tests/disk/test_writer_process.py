@@ -1,4 +1,4 @@
-"""The process that writes: what it survives, what ends it, what its end looks like."""
+"""The writer process: what it survives, what ends it, and how its end is reported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ IGNORED_NUMBERS = [signal.Signals[name] for name in IGNORED_SIGNALS]
 
 @pytest.fixture(scope="module")
 def lasting() -> Iterator[WriterProcess]:
-    """One for all tests, for it takes seconds to start."""
+    """One process for all tests, because a start takes seconds."""
     process = WriterProcess(DEADLINE_SECONDS)
     yield process
     process.close()
@@ -35,7 +35,7 @@ def lasting() -> Iterator[WriterProcess]:
 
 @pytest.fixture
 def process(lasting: WriterProcess) -> WriterProcess:
-    """It runs; a test that ends it has the next one start it again."""
+    """The running process; the next test starts it again if a test ended it."""
     lasting.start()
     return lasting
 
@@ -49,14 +49,14 @@ def arena() -> Iterator[StagingArena]:
 
 
 def write(process: WriterProcess, path: Path, arena: StagingArena) -> bytes:
-    """What was written, which is what the process says that it wrote."""
+    """Return what was written, after comparing it with the answer of the process."""
     record = process.write(path, arena, len(WORDS), step=1)
     data = path.read_bytes()
     assert record == FileRecord.of(data)
     return data
 
 
-def test_it_writes_the_beginning_of_the_arena_as_it_is_when_it_is_asked(
+def test_the_process_writes_the_start_of_the_arena_as_it_is_at_the_request(
     process: WriterProcess, arena: StagingArena, tmp_path: Path
 ) -> None:
     assert write(process, tmp_path / "f", arena) == WORDS
@@ -64,7 +64,7 @@ def test_it_writes_the_beginning_of_the_arena_as_it_is_when_it_is_asked(
     assert write(process, tmp_path / "g", arena) == b"THAT" + WORDS[4:]
 
 
-def test_it_follows_to_a_new_arena(process: WriterProcess, arena: StagingArena, tmp_path: Path) -> None:
+def test_the_process_follows_to_a_new_arena(process: WriterProcess, arena: StagingArena, tmp_path: Path) -> None:
     write(process, tmp_path / "f", arena)
     other = StagingArena(8192, pin=False)
     other.memory[:5] = b"other"
@@ -72,22 +72,22 @@ def test_it_follows_to_a_new_arena(process: WriterProcess, arena: StagingArena, 
     other.close()
 
 
-def test_it_needs_no_torch_and_gives_way_to_training(
+def test_the_process_loads_no_torch_and_gives_way_to_training(
     process: WriterProcess, arena: StagingArena, tmp_path: Path
 ) -> None:
     write(process, tmp_path / "f", arena)
     assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
-    # Nice 19 is the end of the scale: there it has nowhere to go.
+    # Niceness ends at 19.
     assert os.getpriority(os.PRIO_PROCESS, process.pid or 0) == min(os.getpriority(os.PRIO_PROCESS, 0) + NICE, 19)
 
 
-def test_starting_a_started_one_changes_nothing(process: WriterProcess) -> None:
+def test_starting_a_running_process_again_changes_nothing(process: WriterProcess) -> None:
     pid = process.pid
     process.start()
     assert process.pid == pid
 
 
-def test_it_ignores_the_signals_that_a_scheduler_sends(
+def test_the_process_ignores_the_signals_that_a_scheduler_sends(
     process: WriterProcess, arena: StagingArena, tmp_path: Path
 ) -> None:
     pid = process.pid
@@ -98,7 +98,9 @@ def test_it_ignores_the_signals_that_a_scheduler_sends(
     assert process.pid == pid
 
 
-def test_it_ignores_them_from_its_first_moment_on(process: WriterProcess, arena: StagingArena, tmp_path: Path) -> None:
+def test_the_process_ignores_signals_from_its_first_moment_on(
+    process: WriterProcess, arena: StagingArena, tmp_path: Path
+) -> None:
     process.close()
     process.start()
     assert process.pid is not None
@@ -107,11 +109,11 @@ def test_it_ignores_them_from_its_first_moment_on(process: WriterProcess, arena:
     assert write(process, tmp_path / "f", arena) == WORDS
 
 
-def test_the_signal_mask_of_the_trainer_is_as_it_was(process: WriterProcess) -> None:
+def test_the_signal_mask_of_the_trainer_is_unchanged(process: WriterProcess) -> None:
     assert not set(IGNORED_NUMBERS) & signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
-def test_what_writing_raises_is_raised_here_and_the_process_goes_on(
+def test_an_error_of_the_write_is_raised_in_the_trainer_and_the_process_continues(
     process: WriterProcess, arena: StagingArena, tmp_path: Path
 ) -> None:
     with pytest.raises(FileNotFoundError):
@@ -119,7 +121,7 @@ def test_what_writing_raises_is_raised_here_and_the_process_goes_on(
     assert write(process, tmp_path / "f", arena) == WORDS
 
 
-def test_a_killed_one_is_an_error_with_its_number_and_the_next_start_makes_another(
+def test_a_killed_process_is_an_error_with_its_pid_and_the_next_start_starts_another(
     process: WriterProcess, arena: StagingArena, tmp_path: Path
 ) -> None:
     pid = process.pid
@@ -135,7 +137,7 @@ def test_a_killed_one_is_an_error_with_its_number_and_the_next_start_makes_anoth
     assert write(process, tmp_path / "f", arena) == WORDS
 
 
-def test_a_stopped_one_is_noticed_named_and_replaced(
+def test_a_stopped_process_is_noticed_named_and_replaced(
     process: WriterProcess, arena: StagingArena, tmp_path: Path
 ) -> None:
     write(process, tmp_path / "f", arena)
@@ -150,7 +152,7 @@ def test_a_stopped_one_is_noticed_named_and_replaced(
     assert write(process, tmp_path / "h", arena) == WORDS
 
 
-def test_one_that_was_stopped_while_idle_is_replaced_at_the_next_start(
+def test_a_process_stopped_while_idle_is_replaced_at_the_next_start(
     process: WriterProcess, arena: StagingArena, tmp_path: Path
 ) -> None:
     pid = process.pid
@@ -163,7 +165,7 @@ def test_one_that_was_stopped_while_idle_is_replaced_at_the_next_start(
     assert write(process, tmp_path / "f", arena) == WORDS
 
 
-def test_closing_ends_it_and_may_be_done_again(process: WriterProcess) -> None:
+def test_closing_ends_the_process_and_may_be_repeated(process: WriterProcess) -> None:
     pid = process.pid
     process.close()
     process.close()
@@ -171,7 +173,7 @@ def test_closing_ends_it_and_may_be_done_again(process: WriterProcess) -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_closing_one_that_was_never_started_is_nothing() -> None:
+def test_closing_before_a_start_does_nothing() -> None:
     process = WriterProcess(timeout_seconds=DEADLINE_SECONDS)
     process.close()
     assert process.pid is None
@@ -187,13 +189,13 @@ sys.stdin.read()
 """
 
 
-def test_it_dies_with_its_trainer() -> None:
+def test_the_process_dies_with_its_trainer() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", PARENT], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as trainer:
         assert trainer.stdout is not None
         writer = Path("/proc") / trainer.stdout.readline().strip()
-        # The kernel sets the command line of a new process a moment after the process is there.
+        # The kernel sets the command line of a new process a moment after its start.
         _wait_until(lambda: b"serve" in (writer / "cmdline").read_bytes(), "the writer process did not start")
         trainer.kill()
     _wait_until(lambda: not _runs(writer), "the writer process outlived its trainer")
@@ -211,7 +213,7 @@ def _runs(process: Path) -> bool:
 
 
 def _state(process: Path) -> str:
-    """One letter; X for a process that is gone."""
+    """Return the state, one letter; X for a process that is gone."""
     try:
         return (process / "stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""What the ranks tell one another: facts a step later, decisions and refusals at once."""
+"""Exchanges between ranks: flags a step later, decisions and errors at once."""
 
 import os
 from collections.abc import Callable
@@ -16,7 +16,7 @@ NOTHING = StepFlags()
 
 
 class Stubborn(Exception):
-    """Comes out of pickle as an error of its own constructor."""
+    """Cannot be unpickled: its constructor takes other arguments."""
 
     def __init__(self, what: str, why: str) -> None:
         super().__init__(f"{what}, because {why}")
@@ -26,7 +26,7 @@ def local_error() -> Exception:
     class Local(Exception):
         """Cannot be pickled at all."""
 
-    return Local("nobody can name my class")
+    return Local("no module has my class")
 
 
 def refuse(error: Exception) -> Callable[[], int]:
@@ -37,7 +37,7 @@ def refuse(error: Exception) -> Callable[[], int]:
 
 
 @on_two_ranks
-def test_a_fact_of_one_rank_reaches_both_at_the_next_step_and_no_later_one(rank: int) -> None:
+def test_a_flag_of_one_rank_reaches_both_at_the_next_step_and_no_later_one(rank: int) -> None:
     consensus = StepConsensus(TIMEOUT)
     assert consensus.receive() == NOTHING
     consensus.send(StepFlags(save_due=rank == 1))
@@ -47,16 +47,16 @@ def test_a_fact_of_one_rank_reaches_both_at_the_next_step_and_no_later_one(rank:
 
 
 @on_two_ranks
-def test_facts_of_both_are_ored_and_the_highest_signal_wins(rank: int) -> None:
+def test_flags_of_both_ranks_are_ored_and_the_highest_signal_wins(rank: int) -> None:
     consensus = StepConsensus(TIMEOUT)
     consensus.send(StepFlags(save_due=True, signal=10) if rank == 0 else StepFlags(save_failed=True, signal=15))
     assert consensus.receive() == StepFlags(save_due=True, save_failed=True, signal=15)
 
 
 @on_two_ranks
-def test_sending_waits_for_nobody(rank: int, tmp_path: Path) -> None:
+def test_sending_waits_for_no_rank(rank: int, tmp_path: Path) -> None:
     consensus = StepConsensus(TIMEOUT)
-    consensus.send(NOTHING)  # The first one makes the group, together.
+    consensus.send(NOTHING)  # The first one creates the group, on both ranks.
     consensus.receive()
     if rank == 0:
         os.mkfifo(tmp_path / "after the send")
@@ -81,18 +81,18 @@ def test_a_drained_exchange_is_over_and_forgotten(rank: int) -> None:
 
 @on_two_ranks
 def test_the_coordinator_decides_for_all(rank: int) -> None:
-    asked = []
+    called = []
 
     def choose() -> dict[str, int]:
-        asked.append(rank)
+        called.append(rank)
         return {"step": rank}
 
     assert Peers(TIMEOUT).on_coordinator(choose) == {"step": 0}
-    assert asked == ([0] if rank == 0 else [])
+    assert called == ([0] if rank == 0 else [])
 
 
 @on_two_ranks
-def test_what_the_coordinator_refuses_is_raised_on_all_and_told_once(rank: int) -> None:
+def test_an_error_of_the_coordinator_is_raised_on_all_ranks_and_reported_once(rank: int) -> None:
     with pytest.raises(CheckpointNotFound, match="step 700 is not in there") as raised:
         Peers(TIMEOUT).on_coordinator(refuse(CheckpointNotFound("there", 700, [200, 400])))
     assert (raised.value.folder, raised.value.step, raised.value.available) == ("there", 700, (200, 400))
@@ -100,7 +100,7 @@ def test_what_the_coordinator_refuses_is_raised_on_all_and_told_once(rank: int) 
 
 
 @on_two_ranks
-def test_of_several_errors_the_one_of_the_lowest_rank_is_raised_on_all(rank: int) -> None:
+def test_of_several_errors_that_of_the_lowest_rank_is_raised_on_all(rank: int) -> None:
     with pytest.raises(CorpusChanged) as raised:
         Peers(TIMEOUT).raise_together(CorpusChanged([f"rank {rank}"]))
     assert raised.value.changes == ("rank 0",)

@@ -1,4 +1,4 @@
-"""What DCP raises comes out as one of our errors: the worst of what any rank found."""
+"""Errors of DCP become errors of this package: the worst one of any rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOST = LeaseLost("checkpoint", "run theirs")
 
 
 def raised(monkeypatch: pytest.MonkeyPatch, call: str, *failures: BaseException) -> BaseException:
-    """What comes out of `call` when DCP reports `failures`, the first of rank 0, the next of rank 1 ..."""
+    """Return the error of `call` when DCP reports `failures`, of rank 0, rank 1, ..."""
     whole = CheckpointException(call, {rank: (error, None) for rank, error in enumerate(failures)})  # type: ignore[misc]  # no traceback
 
     def fail(*arguments: Any, **settings: Any) -> None:
@@ -26,7 +26,7 @@ def raised(monkeypatch: pytest.MonkeyPatch, call: str, *failures: BaseException)
     monkeypatch.setattr(dcp, f"dcp_{call}", fail)
     with pytest.raises(Exception) as caught:
         if call == "load":
-            dcp.load({}, None, None, None, "step-4")  # type: ignore[arg-type]  # none is looked at
+            dcp.load({}, None, None, None, "step-4")  # type: ignore[arg-type]  # none is used
         else:
             dcp.save({}, None, None, None, 4)  # type: ignore[arg-type]
     return caught.value
@@ -41,19 +41,19 @@ def raised(monkeypatch: pytest.MonkeyPatch, call: str, *failures: BaseException)
         ((UNREADABLE, DAMAGED), UNREADABLE),
     ],
 )
-def test_a_load_raises_that_the_machine_failed_on_any_rank_before_what_another_found(
+def test_a_load_raises_an_io_error_of_any_rank_before_damage_of_another(
     monkeypatch: pytest.MonkeyPatch, failures: tuple[BaseException, ...], worst: BaseException
 ) -> None:
     assert raised(monkeypatch, "load", *failures) is worst
 
 
-def test_a_load_that_failed_with_what_is_not_ours_on_any_rank_proves_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_failed_with_an_unknown_error_on_any_rank_proves_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
     error = raised(monkeypatch, "load", DAMAGED, MemoryError("no memory"))
     assert isinstance(error, CheckpointUnreadable)
     assert "rank 0: CheckpointDamaged" in str(error) and "rank 1: MemoryError: no memory" in str(error)
 
 
-def test_a_save_raises_that_the_folder_was_lost_before_what_else_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_raises_a_lost_folder_before_any_other_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     assert raised(monkeypatch, "save", OSError("no space"), LOST) is LOST
 
 
@@ -70,7 +70,7 @@ def test_a_save_names_the_failures_of_three_ranks_and_counts_the_rest(
 
 
 @pytest.mark.parametrize("call", ["load", "save"])
-def test_what_dcp_itself_cannot_do_is_one_of_our_errors_and_the_ranks_may_be_apart(
+def test_a_failure_of_dcp_itself_is_one_of_our_errors_and_leaves_the_group_in_doubt(
     monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     def fail(*arguments: Any, **settings: Any) -> None:
@@ -79,7 +79,7 @@ def test_what_dcp_itself_cannot_do_is_one_of_our_errors_and_the_ranks_may_be_apa
     monkeypatch.setattr(dcp, f"dcp_{call}", fail)
     with pytest.raises((SaveFailed, CheckpointUnreadable), match="RuntimeError: Connection reset by peer") as caught:
         if call == "load":
-            dcp.load({}, None, None, None, "step-4")  # type: ignore[arg-type]  # none is looked at
+            dcp.load({}, None, None, None, "step-4")  # type: ignore[arg-type]  # none is used
         else:
             dcp.save({}, None, None, None, 4)  # type: ignore[arg-type]
     assert not dcp.is_group_whole(caught.value)

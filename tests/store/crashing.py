@@ -1,8 +1,8 @@
-"""A disk on which an act stops at its n-th operation, and what is then in the folder.
+"""A disk that stops at the n-th operation, and helpers that read what is in the folder then.
 
 `Cut` does real operations on real files. With `power=True` it also takes back the renames that were not synced,
-as a power cut may; where something relied on one of them before it was durable, a checkpoint is lost and a test
-fails. What a power cut does to bytes and to names that were never synced, recording.py plays through.
+as a power cut may; if something relied on one of them before it was durable, a checkpoint is lost and a test fails.
+recording.py covers what a power cut does to bytes and names that were never synced.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ NEVER = 10**9
 
 
 class Crash(BaseException):
-    """The process is gone."""
+    """The end of the process."""
 
 
 class Cut(Durable):
-    """Stops at operation `at`; syncs are written down, not done."""
+    """Stops at operation `at`; syncs are recorded, not done."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ Contents = dict[str, "bytes | Path | None"]
 
 
 def contents(folder: Path) -> Contents:
-    """All that is in `folder`: a file's bytes, a link's target, None for a folder."""
+    """Return everything in `folder`: bytes of a file, target of a link, None for a folder."""
     found: Contents = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
@@ -101,5 +101,5 @@ def contents(folder: Path) -> Contents:
 
 
 def steps_of(root: Path) -> dict[int, Contents]:
-    """What a reader finds, by step."""
+    """Return what a reader finds, by step."""
     return {info.step: contents(info.path) for info in CheckpointStore(root).committed()}

@@ -1,10 +1,9 @@
-"""A disk that keeps what was synced, and of the rest whatever it likes.
+"""A disk that keeps what was synced, and any part of the rest.
 
-`Recorder` does real operations on real files and tells each one to a `Disk`, which knows what is
-there for certain and what is only on its way. `Disk.losses` are the ways in which a crash may treat
-what is on its way: of the names in a folder any part may be there, each rename whole or not at all,
-whatever became of other folders; of the bytes of a file any write may be missing, cut off in the
-middle, or zeros. `Disk.tree` is the folder that is then found, `lay_out` makes it.
+`Recorder` does real operations on real files and passes each one on to a `Disk`, which knows what is durable and what
+is pending. `Disk.losses` are the ways in which a crash may treat what is pending: of the changes of names in a folder
+any subset may survive, each rename whole or not at all, independent of other folders; of the bytes of a file any write
+may be missing, cut off in the middle, or zeros. `Disk.tree` is the folder after the crash, `lay_out` creates it.
 """
 
 from __future__ import annotations
@@ -22,29 +21,29 @@ from torchtitan_lite.disk.durable import Durable
 NEVER = 10**9
 Leaf = bytes | Path | None
 Tree = dict[str, Leaf]
-"""By relative path: a file's bytes, a link's target, None for a folder."""
+"""By relative path: bytes of a file, target of a link, None for a folder."""
 Lost = Mapping[int, str]
-"""By position among what is on its way, how it was lost; what is not named here was kept."""
+"""How each pending event is lost, by its position; events that are not in here are kept."""
 
 DROPPED, TORN, ZEROED = "dropped", "torn", "zeroed"
 _FEW = 5
-"""So many changes of names that all subsets can be tried."""
+"""Up to so many changes of names, all subsets are tried."""
 
 
 class Change(Protocol):
-    """What was done and is not synced."""
+    """An operation that is not synced."""
 
     node: int
-    """The file or folder in which it was done."""
+    """The file or folder that it changes."""
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """How it can be lost."""
+        """The ways in which it can be lost."""
 
 
 @dataclass(frozen=True)
 class Renaming:
-    """In a folder, those in `moved` lose their names, and then each of `named` has a new one, in one atomic step."""
+    """In a folder, the entries in `moved` lose their names and those in `named` get new ones, in one atomic step."""
 
     node: int
     moved: tuple[int, ...]
@@ -80,7 +79,7 @@ class Writing:
 
 @dataclass(frozen=True)
 class Sizing:
-    """The file ends after `num_bytes`, or not before if it only grows."""
+    """The file ends after `num_bytes`; if `grows_only`, not before."""
 
     node: int
     num_bytes: int
@@ -96,29 +95,29 @@ class Sizing:
 
 @dataclass(frozen=True)
 class Sync:
-    """What was done in `node` is kept from here on."""
+    """Makes everything before it in `node` durable."""
 
     node: int
-    told: str = ""
-    """Of what, for a person."""
+    path: str = ""
+    """Path of what was synced, for messages."""
 
 
 Event = Renaming | Writing | Sizing | Sync
 
 
 class Disk:
-    """Folders and files by number, 0 being the outermost folder."""
+    """Folders and files by number; 0 is the outermost folder."""
 
     def __init__(self) -> None:
         self.folders: dict[int, dict[str, int]] = {0: {}}
         self.files: dict[int, bytes | Path] = {}
         self.seen: dict[int, dict[str, int]] = {0: {}}
-        """The names as a process sees them that asks now."""
+        """The names as a process sees them now."""
         self.under_way: list[Renaming | Writing | Sizing] = []
 
     @classmethod
     def of(cls, root: Path) -> Disk:
-        """One that has what is in `root`, for certain."""
+        """Return a disk with the contents of `root`, all durable."""
         disk, numbers = cls(), {root: 0}
         for path in sorted(root.rglob("*")):
             number = disk.number()
@@ -134,7 +133,7 @@ class Disk:
         return disk
 
     def copy(self) -> Disk:
-        """One that goes its own way from here."""
+        """Return an independent copy."""
         other = Disk()
         other.folders = {number: dict(names) for number, names in self.folders.items()}
         other.seen = {number: dict(names) for number, names in self.seen.items()}
@@ -142,18 +141,18 @@ class Disk:
         return other
 
     def number(self) -> int:
-        """One that no file and no folder has."""
+        """Return a number that no file and no folder has."""
         return len(self.folders) + len(self.files)
 
     def find(self, parts: Iterable[str]) -> int:
-        """The number of what is at the path of `parts` now."""
+        """Return the number of what is at the path of `parts` now."""
         number = 0
         for part in parts:
             number = self.seen[number][part]
         return number
 
     def do(self, event: Event) -> None:
-        """Takes note of `event`."""
+        """Apply `event`."""
         if isinstance(event, Sync):
             synced = [change for change in self.under_way if change.node == event.node]
             self.under_way = [change for change in self.under_way if change.node != event.node]
@@ -165,12 +164,12 @@ class Disk:
             event.on(self.seen[event.node])
 
     def do_all(self) -> None:
-        """Everything is kept that is under way."""
+        """Make everything pending durable."""
         for node in {change.node for change in self.under_way}:
             self.do(Sync(node))
 
     def losses(self) -> Iterator[Lost]:
-        """What a crash may do now; the first is that nothing is lost."""
+        """Yield what a crash may lose now; first, nothing."""
         names = [at for at, change in enumerate(self.under_way) if isinstance(change, Renaming)]
         data = [at for at, change in enumerate(self.under_way) if not isinstance(change, Renaming)]
         of_names, of_data = list(_losses_of_names(names)), list(self._losses_of_data(data))
@@ -178,7 +177,7 @@ class Disk:
             yield {**lost_names, **lost_data}
 
     def tree(self, lost: Lost) -> Tree:
-        """What is found after a crash that treats what is under way as `lost` says."""
+        """Return what is left after a crash that loses `lost` of what is pending."""
         touched = {change.node for change in self.under_way}
         folders = {number: dict(self.folders[number]) if number in touched else self.folders[number]
                    for number in self.folders}  # fmt: skip
@@ -247,14 +246,14 @@ def _walk(
 
 
 class Contents:
-    """Files by what is in them, each written once; `lay_out` makes links to them."""
+    """Files by contents, each written once; `lay_out` links to them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[bytes, Path] = {}
 
     def lay_out(self, tree: Tree, root: Path) -> None:
-        """`root`, which is not there yet, holds `tree`. Nothing may write into its files."""
+        """Create `root` with the contents `tree`. Nothing may write into its files."""
         root.mkdir(parents=True)
         for name in sorted(tree):
             leaf = tree[name]
@@ -274,7 +273,7 @@ class Contents:
 
 
 def lay_out(tree: Tree, root: Path) -> None:
-    """`root`, which is not there yet, holds `tree`, and nothing else has its files."""
+    """Create `root` with the contents `tree`, in files of its own."""
     root.mkdir(parents=True)
     for name in sorted(tree):
         leaf = tree[name]
@@ -287,10 +286,10 @@ def lay_out(tree: Tree, root: Path) -> None:
 
 
 class Recorder(Durable):
-    """Does to `root`, the outermost folder, what it is told, tells `disk`, and writes it down in `log`.
+    """Does each operation in `root`, the outermost folder, and records it in `disk` and `log`.
 
-    Syncs are only told. `before` is called before each event with its number, from 1 on. A write takes `request_bytes`
-    at most, so that a small file is written by several.
+    Syncs are only recorded. `before` is called before each event with its number, from 1 on. A write takes
+    `request_bytes` at most, so that a small file is written by several.
     """
 
     def __init__(
@@ -318,84 +317,84 @@ class Recorder(Durable):
         with self._lock:
             number, parent = self._find(src), self._within_one_folder(src, dst)
             event = Renaming(parent, (number,), ((dst.name, number),))
-            self._ask()
+            self._begin()
             super().rename(src, dst)
-            self._tell(event)
+            self._record(event)
 
     def replace(self, src: Path, dst: Path) -> None:
         with self._lock:
             number, parent = self._find(src), self._within_one_folder(src, dst)
             event = Renaming(parent, (number,), ((dst.name, number),))
-            self._ask()
+            self._begin()
             super().replace(src, dst)
-            self._tell(event)
+            self._record(event)
 
     def exchange(self, a: Path, b: Path) -> bool:
         if not self._exchanges:
             return False
         with self._lock:
             numbers, parent = (self._find(a), self._find(b)), self._within_one_folder(a, b)
-            self._ask()
-            # Three renames stand for the call, so that this does not depend on the filesystem.
+            self._begin()
+            # Three renames replace the call, so that this does not depend on the file system.
             spare = a.with_name("spare")
             for src, dst in ((a, spare), (b, a), (spare, b)):
                 src.rename(dst)
-            self._tell(Renaming(parent, numbers, ((b.name, numbers[0]), (a.name, numbers[1]))))
+            self._record(Renaming(parent, numbers, ((b.name, numbers[0]), (a.name, numbers[1]))))
             return True
 
     def create(self, path: Path, *, direct: bool) -> int:
         with self._lock:
-            self._ask()
+            self._begin()
             fd = super().create(path, direct=False)
-            self._tell_of_new_file(path)
+            self._record_new_file(path)
             return fd
 
     def allocate(self, fd: int, num_bytes: int) -> None:
-        self._ask()
+        self._begin()
         os.ftruncate(fd, max(num_bytes, os.fstat(fd).st_size))
-        self._tell(Sizing(self._of_fd(fd), num_bytes, grows_only=True))
+        self._record(Sizing(self._of_fd(fd), num_bytes, grows_only=True))
 
     def write_at(self, fd: int, data: memoryview, offset: int) -> int:
         with self._lock:
-            self._ask()
+            self._begin()
             written = super().write_at(fd, data[: self._request_bytes], offset)
-            self._tell(Writing(self._of_fd(fd), offset, bytes(data[:written])))
+            self._record(Writing(self._of_fd(fd), offset, bytes(data[:written])))
             return written
 
     def set_size(self, fd: int, num_bytes: int) -> None:
-        self._ask()
+        self._begin()
         super().set_size(fd, num_bytes)
-        self._tell(Sizing(self._of_fd(fd), num_bytes))
+        self._record(Sizing(self._of_fd(fd), num_bytes))
 
     def fsync_file(self, fd: int) -> None:
-        self._ask()
+        self._begin()
         number = self._of_fd(fd)
-        self._tell(Sync(number, self._told(number)))
+        self._record(Sync(number, self._path_of(number)))
 
     def fsync_dir(self, path: Path) -> None:
-        self._ask()
+        self._begin()
         assert path.is_dir()
         number = self._find(path)
-        self._tell(Sync(number, self._told(number)))
+        self._record(Sync(number, self._path_of(number)))
 
     def write_file(self, path: Path, data: bytes) -> None:
         with self._lock:
-            self._ask()
+            self._begin()
             path.write_bytes(b"")
-            self._tell_of_new_file(path)
-            self._ask()
+            self._record_new_file(path)
+            self._begin()
             path.write_bytes(data)
             number = self._find(path)
-            self._tell(Writing(number, 0, data))
-            self._ask()
-            self._tell(Sync(number, self._told(number)))
+            self._record(Writing(number, 0, data))
+            self._begin()
+            self._record(Sync(number, self._path_of(number)))
 
     def remove_file(self, path: Path) -> None:
         with self._lock:
             event = Renaming(self._find(path.parent), (self._find(path),), ())
-            self._ask()
+            self._begin()
             super().remove_file(path)
-            self._tell(event)
+            self._record(event)
 
     def remove_tree(self, path: Path) -> None:
         with self._lock:
@@ -403,36 +402,36 @@ class Recorder(Durable):
                 is_folder = child.is_dir() and not child.is_symlink()
                 self.remove_tree(child) if is_folder else self.remove_file(child)
             event = Renaming(self._find(path.parent), (self._find(path),), ())
-            self._ask()
+            self._begin()
             path.rmdir()
-            self._tell(event)
+            self._record(event)
 
     def make_dir(self, path: Path) -> None:
         with self._lock:
             if not path.is_dir():
                 self.make_dir(path.parent)
-                self._ask()
+                self._begin()
                 number, parent = self.disk.number(), self._find(path.parent)
                 self.disk.folders[number], self.disk.seen[number] = {}, {}
                 self.start.folders[number], self.start.seen[number] = {}, {}
-                self._tell(Renaming(parent, (), ((path.name, number),)))
+                self._record(Renaming(parent, (), ((path.name, number),)))
             super().make_dir(path)
 
-    def _tell_of_new_file(self, path: Path) -> None:
-        """Of the empty file `path`, which is there."""
+    def _record_new_file(self, path: Path) -> None:
+        """Record the new, empty file `path`."""
         names = self.disk.seen[self._find(path.parent)]
         if path.name in names:
-            self._tell(Sizing(names[path.name], 0))
+            self._record(Sizing(names[path.name], 0))
             return
         number = self.disk.number()
         self.disk.files[number] = self.start.files[number] = b""
         self._numbers[_inode(path)] = number
-        self._tell(Renaming(self._find(path.parent), (), ((path.name, number),)))
+        self._record(Renaming(self._find(path.parent), (), ((path.name, number),)))
 
-    def _ask(self) -> None:
+    def _begin(self) -> None:
         self.before(len(self.log) + 1)
 
-    def _tell(self, event: Event) -> None:
+    def _record(self, event: Event) -> None:
         with self._lock:
             self.log.append(event)
             self.disk.do(event)
@@ -448,12 +447,12 @@ class Recorder(Durable):
         status = os.fstat(fd)
         return self._numbers[status.st_dev, status.st_ino]
 
-    def _told(self, number: int) -> str:
-        """The path of what has `number`."""
+    def _path_of(self, number: int) -> str:
+        """Return the path of what has `number`."""
         for folder, names in self.disk.seen.items():
             for name, child in names.items():
                 if child == number:
-                    return f"{self._told(folder)}/{name}".lstrip("/")
+                    return f"{self._path_of(folder)}/{name}".lstrip("/")
         return ""
 
 

@@ -1,4 +1,4 @@
-"""What the package logs of direct I/O that the system refuses."""
+"""Log lines about direct I/O that the system refuses."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torchtitan_lite.log import logger
 
 
 @contextmanager
-def told() -> Iterator[list[str]]:
-    """What the package logs of direct I/O."""
+def refusals_logged() -> Iterator[list[str]]:
+    """Collect the lines that the package logs about refused direct I/O."""
     lines: list[str] = []
 
     class Listener(logging.Handler):

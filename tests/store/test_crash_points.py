@@ -1,4 +1,4 @@
-"""Every place where a save, a replacement, a removal or a recovery can be cut."""
+"""Every operation at which a save, a replacement, a removal or a recovery can be cut."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def leftovers(root: Path) -> list[str]:
 
 @dataclass
 class Scenario:
-    """A folder as it was before, and what is then cut; it is about `step`."""
+    """A folder and the operation on `step` that is cut there."""
 
     before: Callable[[Path], object]
     step: int
@@ -115,7 +115,7 @@ NO_EXCHANGE = [("replace", False), ("replace after an attempt", False)]
 
 
 class Cuts:
-    """Cuts what is done to copies of a folder, and counts."""
+    """Cuts an operation on copies of a folder, and counts the cuts."""
 
     def __init__(self, base: Path, exchanges: bool) -> None:
         self.base, self.exchanges = base, exchanges
@@ -123,13 +123,13 @@ class Cuts:
 
     def copy(self, source: Path) -> Path:
         self.num_copies += 1
-        # Links are quicker, and as good: no operation changes a file that is already there.
+        # Links are faster, and enough: no operation changes an existing file.
         return Path(shutil.copytree(source, self.base / str(self.num_copies), symlinks=True, copy_function=os.link))
 
     def of(self, source: Path, act: Act, unsynced: Renames = ()) -> Iterator[tuple[Path, Renames]]:
-        """`source` after `act` was cut at operation 1, 2, 3 ..., each state once; last, after it was not cut.
+        """Yield `source` after `act` was cut at operation 1, 2, 3 ..., each state once; last, after all of it.
 
-        With the renames, made here or before (`unsynced`), that a later power cut may still take back.
+        With the renames, made here or before (`unsynced`), that a later power cut may still undo.
         """
         states: list[tuple[Contents, Renames]] = []
         for at in itertools.count(1):
@@ -138,7 +138,7 @@ class Cuts:
                 disk = Cut(at, self.exchanges, power, unsynced=[(root / src, root / dst) for src, dst in unsynced])
                 finished = self._finishes(act, root, disk)
                 revocable = [] if power else [(src.name, dst.name) for src, dst in disk.unsynced]
-                # What comes next depends on nothing but this.
+                # What follows depends on nothing else.
                 if (state := (contents(root), revocable)) not in states or finished:
                     states.append(state)
                     yield root, revocable
@@ -158,7 +158,9 @@ class Cuts:
 
 
 @pytest.mark.parametrize(("name", "exchanges"), [*((name, True) for name in SCENARIOS), *NO_EXCHANGE])
-def test_cut_anywhere_there_is_the_old_or_the_new_one_bit_for_bit(name: str, exchanges: bool, base: Path) -> None:
+def test_a_save_cut_anywhere_leaves_the_old_or_the_new_checkpoint_bit_for_bit(
+    name: str, exchanges: bool, base: Path
+) -> None:
     scenario, source = SCENARIOS[name], base / "source"
     scenario.before(source)
     first, second = Cuts(base / "first", exchanges), Cuts(base / "second", exchanges)
@@ -188,7 +190,9 @@ def test_cut_anywhere_there_is_the_old_or_the_new_one_bit_for_bit(name: str, exc
 
 
 @pytest.mark.parametrize(("name", "exchanges"), [*((name, True) for name in SAVES), *NO_EXCHANGE])
-def test_a_disk_that_fails_once_anywhere_leaves_the_old_or_the_new_one(name: str, exchanges: bool, base: Path) -> None:
+def test_a_disk_that_fails_once_anywhere_leaves_the_old_or_the_new_checkpoint(
+    name: str, exchanges: bool, base: Path
+) -> None:
     scenario, source, copies = SCENARIOS[name], base / "source", Cuts(base / "copies", exchanges)
     scenario.before(source)
     complete = copies.copy(source)

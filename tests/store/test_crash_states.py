@@ -1,8 +1,8 @@
-"""Every folder that a crash may leave: a save, a replacement, a removal, a quarantine, a recovery.
+"""Every folder that a crash may leave: during a save, a replacement, a removal, a quarantine, a recovery.
 
-Each is recorded on a disk that keeps what was synced and loses what it likes of the rest (see
-recording.py). Whatever it lost, whenever: a reader finds what was there before or what was to be
-there, bit for bit and right by its own digests, and once the caller was told, only the latter.
+Each is recorded on a disk that keeps what was synced and loses any part of the rest (recording.py). Whatever it lost,
+whenever: a reader finds the old state or the new one, bit for bit and with the right digests, and after the operation
+returned, only the new one.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from torchtitan_lite.store.store import CheckpointStore
 ROOT = "checkpoint"
 UNSUPPORTED = ("step-2.corrupt", "step-10.bak", "step-abc", "notes")
 SIZES = (9000, 5000)
-"""Bytes of each rank's file; a write takes 4096 at most."""
+"""Bytes of each rank's file; one write takes 4096 at most."""
 Files = dict[str, bytes]
 Answer = dict[int, tuple[bool, Files]]
-"""What a reader finds: by step, whether all its files have their digests, and the files."""
+"""What a reader finds, by step: whether all files have their digests, and the files."""
 Frozen = frozenset[tuple[str, "bytes | Path | None"]]
 
 
 class Unsynced(Durable):
-    """For what is done to a folder that no power cut will meet."""
+    """Makes no syncs: for preparations, which no power cut hits."""
 
     def fsync_file(self, fd: int) -> None: ...
 
@@ -46,12 +46,12 @@ class Unsynced(Durable):
 
 
 def payload(text: str, num_bytes: int) -> bytes:
-    """Bytes that tell which ones they are; no zero is among them."""
+    """Return distinguishable bytes, none of them zero."""
     return b"".join(f"{text}:{at};".encode() for at in range(num_bytes // 8))[:num_bytes]
 
 
 def save(store: CheckpointStore, durable: Durable, step: int, text: str, lineage: Lineage | None = None) -> None:
-    """Two ranks' files, DCP's description and the commit, as a save of a run does it."""
+    """Save the files of two ranks and `.metadata`, and commit, as a run does."""
     store.clear_staging(step)
     files: dict[str, FileRecord] = {}
     for rank, num_bytes in enumerate(SIZES):
@@ -80,7 +80,7 @@ def manifest(store: CheckpointStore, step: int, files: dict[str, FileRecord], li
 
 
 def read(root: Path) -> Answer:
-    """What a reader finds in `root`, every byte of it checked against the digests in the manifest."""
+    """Return what a reader finds in `root`, every byte checked against the digests in the manifest."""
     answer: Answer = {}
     for info in CheckpointStore(root).committed():
         files = {path.name: b"" if path.is_dir() else path.read_bytes() for path in info.path.iterdir()}
@@ -107,16 +107,16 @@ Act = Callable[[CheckpointStore, Recorder], object]
 
 @dataclass(frozen=True)
 class Scenario:
-    """What was there, durably, and what is then done."""
+    """A durable folder, and the operation on it."""
 
     name: str
     before: Callable[[CheckpointStore], object]
     act: Act
     after: tuple[int, ...]
-    """The steps that a reader finds when it is done."""
+    """The steps that a reader finds after it."""
     exchanges: bool = True
     keeps: tuple[str, ...] = ()
-    """Steps whose folders must be somewhere, whole, whatever they are called."""
+    """Steps whose folders must exist, whole, under any name."""
 
 
 def nothing_yet(store: CheckpointStore) -> None:
@@ -170,7 +170,7 @@ def a_branch_to_be(store: CheckpointStore) -> None:
 
 
 def a_branch_half_made(store: CheckpointStore) -> None:
-    """As a crash leaves it between the commit of step 3 and the new names of what that abandons."""
+    """Prepare the state after a crash between the commit of step 3 and the renames of what it abandons."""
     a_branch_to_be(store)
     save(store, Unsynced(), 3, "new", Lineage("b2", None, 2))
     for step in (4, 6):
@@ -226,7 +226,7 @@ def named(name: str) -> Scenario:
 
 @dataclass
 class Recording:
-    """What a scenario did, and what a reader found before and after."""
+    """The operations of a scenario, and what a reader finds before and after."""
 
     scenario: Scenario
     start: Disk
@@ -249,7 +249,7 @@ class Recording:
 
 
 def at_the_same_time(log: Sequence[Event]) -> list[Event]:
-    """`log` with what the ranks did to their files in turns, not one rank after another."""
+    """Return `log` with the operations of the ranks on their files in turns, not one rank after another."""
     of_ranks: dict[int, list[Event]] = {}
     first, others = len(log), []
     for at, event in enumerate(log):
@@ -267,7 +267,7 @@ def at_the_same_time(log: Sequence[Event]) -> list[Event]:
 
 @dataclass
 class Tally:
-    """Crash states built and looked at, and what was wrong with which."""
+    """Crash states that were checked, and what was wrong with each."""
 
     states: int = 0
     failures: list[str] = field(default_factory=list)
@@ -275,15 +275,15 @@ class Tally:
 
 @dataclass(frozen=True)
 class Found:
-    """In one crash state."""
+    """What a reader finds in one crash state."""
 
     answer: Answer
     findings: tuple[str, ...]
-    """What is wrong, whatever was expected."""
+    """What is wrong in any case."""
 
 
 class Examiner:
-    """Builds each state once, opens it as the next job does, and tells what is found."""
+    """Builds each state once, opens it as the next job does, and returns what it finds."""
 
     def __init__(self, base: Path, recording: Recording, tally: Tally) -> None:
         self._base, self._recording, self._tally = base, recording, tally
@@ -292,7 +292,7 @@ class Examiner:
         self._found: dict[Frozen, Found] = {}
 
     def look(self, tree: Tree) -> Found:
-        """What a reader finds in `tree`; the same after a recovery, which leaves nothing of ours behind."""
+        """Return what a reader finds in `tree`; it must find the same after a recovery, which leaves no leftovers."""
         key = frozenset(tree.items())
         if key not in self._found:
             self._tally.states += 1
@@ -324,7 +324,7 @@ def files_in(folder: Path) -> Files:
 
 
 def crashes(start: Disk, log: Sequence[Event]) -> Iterator[tuple[int, Disk, Lost]]:
-    """For each number of events done: the disk then, and each way in which a crash may treat it."""
+    """Yield, for each number of events done, the disk then and each loss that a crash may cause."""
     disk = start.copy()
     for done in range(len(log) + 1):
         if done:
@@ -333,26 +333,26 @@ def crashes(start: Disk, log: Sequence[Event]) -> Iterator[tuple[int, Disk, Lost
             yield done, disk, lost
 
 
-def tell(name: str, done: int, log: Sequence[Event], disk: Disk, lost: Lost) -> str:
+def in_words(name: str, done: int, log: Sequence[Event], disk: Disk, lost: Lost) -> str:
     last = repr(log[done - 1])[:90] if done else "nothing"
     losses = ", ".join(f"{how} {repr(disk.under_way[at])[:90]}" for at, how in lost.items())
     return f"{name}, crash after event {done} of {len(log)} ({last}), lost: {losses or 'nothing'}"
 
 
 def failures(recording: Recording, examiner: Examiner) -> Iterator[str]:
-    """What is wrong with which crash of `recording`."""
+    """Yield what is wrong with each crash of `recording`."""
     log, old, new = recording.log, recording.old, recording.new
     must_be_new, before = False, 0
     answers: list[Answer] = []
     for done, disk, lost in crashes(recording.start, log):
         if done != before:
-            # Once no crash can bring the old one back, none later may.
+            # Once no crash can bring the old state back, no later one may.
             must_be_new = must_be_new or (old not in answers and old != new)
             answers, before = [], done
         found = examiner.look(disk.tree(lost))
         answers.append(found.answer)
         for finding in wrong(found, [new] if done == len(log) or must_be_new else [old, new]):
-            yield f"{tell(recording.scenario.name, done, log, disk, lost)}: {finding}"
+            yield f"{in_words(recording.scenario.name, done, log, disk, lost)}: {finding}"
 
 
 def wrong(found: Found, allowed: Sequence[Answer]) -> list[str]:
@@ -372,7 +372,7 @@ def report(what: str, tally: Tally) -> None:
     assert not tally.failures, "\n".join(tally.failures[:20])
 
 
-def test_after_a_crash_anywhere_there_is_the_old_or_the_new_one_bit_for_bit(base: Path) -> None:
+def test_a_crash_anywhere_leaves_the_old_or_the_new_checkpoint_bit_for_bit(base: Path) -> None:
     tally = Tally()
     for number, scenario in enumerate(SCENARIOS):
         before = tally.states
@@ -396,7 +396,7 @@ def clear(store: CheckpointStore, step: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["first save", "replacement, no exchange"])
-def test_killed_anywhere_and_saved_again_it_is_there_for_good(name: str, base: Path) -> None:
+def test_a_save_killed_anywhere_is_durable_once_it_is_repeated(name: str, base: Path) -> None:
     scenario, tally = named(name), Tally()
     recording = Recording.of(scenario, base / "recorded")
     examiner = Examiner(base / "states", recording, tally)
@@ -415,10 +415,10 @@ def test_killed_anywhere_and_saved_again_it_is_there_for_good(name: str, base: P
 
 
 @pytest.mark.parametrize("then", [recover, *(pytest.param(act, marks=pytest.mark.slow) for act in (abandon, clear))])
-def test_killed_anywhere_the_next_act_is_as_safe_from_a_power_cut(
+def test_after_a_kill_anywhere_the_next_operation_is_safe_from_a_power_cut(
     then: Callable[[CheckpointStore, int], None], base: Path
 ) -> None:
-    """What the killed process did not sync is still on its way while the next one works."""
+    """What the killed process did not sync is still pending while the next one works."""
     tally = Tally()
     for number, scenario in enumerate(SAVES):
         recording = Recording.of(scenario, base / f"{number} recorded")
@@ -440,20 +440,20 @@ def failures_of(
     killed: Path,
     disk: Disk,
 ) -> Iterator[str]:
-    """What is wrong with which crash of `then`, done in the folder `killed` while `disk` has not synced it all."""
+    """Yield what is wrong with each crash of `then`, in the folder `killed`, which `disk` has not synced in full."""
     recorder = Recorder(killed, disk, exchanges=scenario.exchanges)
     seen = read(killed / ROOT)
     then(CheckpointStore(killed / ROOT, durable=recorder), max(recording.new))
     assert read(killed / ROOT) == seen
     for done, later, lost in crashes(recorder.start, recorder.log):
-        # A recovery is what the next run starts from: what it saw then is there for good.
+        # The next run starts from a recovery, so what that saw must be durable.
         is_final = done == len(recorder.log) and then is recover
         for finding in wrong(examiner.look(later.tree(lost)), [seen] if is_final else [recording.old, recording.new]):
-            yield f"{tell(f'{scenario.name}, killed, {then.__name__}', done, recorder.log, later, lost)}: {finding}"
+            yield f"{in_words(f'{scenario.name}, killed, {then.__name__}', done, recorder.log, later, lost)}: {finding}"
 
 
 def of_a_save(step: int) -> list[tuple[str, list[str]]]:
-    """The syncs that come before the names in the outer folder are changed."""
+    """Return the syncs before the changes of names in the outer folder."""
     staging = f"{ROOT}/{layout.staging_dir(step)}"
     files = [layout.data_file(1, 0), layout.data_file(0, 0), layout.MANIFEST]
     return [*((f"{staging}/{name}", []) for name in files), (staging, [layout.MANIFEST])]
@@ -466,11 +466,11 @@ RELIED_ON = {
     "purge": [(ROOT, [".trash-step-1-1"])],
     "quarantine": [(ROOT, ["step-2.corrupt-2"])],
 }
-"""The file or folder that is synced, and which name was given last in it. DCP's description is synced twice."""
+"""The synced file or folder, and the last new name in it. `.metadata` is synced twice."""
 
 
 @pytest.mark.parametrize("name", RELIED_ON)
-def test_without_one_of_these_syncs_a_crash_would_show(name: str, base: Path) -> None:
+def test_without_any_one_of_these_syncs_a_crash_loses_something(name: str, base: Path) -> None:
     scenario = named(name)
     recording = Recording.of(scenario, base / "recorded")
     examiner = Examiner(base / "states", recording, Tally())
@@ -481,5 +481,5 @@ def test_without_one_of_these_syncs_a_crash_would_show(name: str, base: Path) ->
             lesser = Recording(scenario, recording.start, log, recording.old, recording.new, recording.kept)
             if next(failures(lesser, examiner), None) is not None:
                 names = [done for done in recording.log[:at] if isinstance(done, Renaming) and done.node == event.node]
-                relied_on.append((event.told, [name for name, _ in names[-1].named] if names else []))
+                relied_on.append((event.path, [name for name, _ in names[-1].named] if names else []))
     assert relied_on == RELIED_ON[name]

@@ -1,4 +1,4 @@
-"""Which process holds a folder, and whether it has ended: real processes, and a /proc that does not say."""
+"""Which process holds a folder, and whether it has ended: real processes, and an unreadable /proc."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ READ_TEXT = Path.read_text
 
 @contextmanager
 def started() -> Iterator[subprocess.Popen[str]]:
-    """Start a process that waits until its standard input ends; its name has brackets, spaces and no UTF-8 in it."""
+    """Start a process that waits until its standard input ends; its name has brackets, spaces and invalid UTF-8."""
     rename = r"pathlib.Path('/proc/self/comm').write_bytes(b') Z 1 (\xff')"
     code = f"import pathlib, sys; {rename}; print(flush=True); sys.stdin.read()"
     with subprocess.Popen(
@@ -54,11 +54,11 @@ def hide(monkeypatch: pytest.MonkeyPatch, pid: int) -> None:
     monkeypatch.setattr(Path, "read_text", read_text)
 
 
-def test_a_process_that_lives_has_not_ended_whatever_it_is_called(process: subprocess.Popen[str]) -> None:
+def test_a_running_process_has_not_ended_whatever_its_name(process: subprocess.Popen[str]) -> None:
     assert not holder_of(process.pid).has_ended()
 
 
-def test_a_process_that_lives_and_whose_start_time_cannot_be_read_has_not_ended(
+def test_a_running_process_with_an_unreadable_start_time_has_not_ended(
     process: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     holder = holder_of(process.pid)
@@ -66,14 +66,14 @@ def test_a_process_that_lives_and_whose_start_time_cannot_be_read_has_not_ended(
     assert not holder.has_ended()
 
 
-def test_a_process_that_lives_and_whose_lock_file_does_not_say_when_it_started_has_not_ended(
+def test_a_running_process_without_a_start_time_in_its_lock_file_has_not_ended(
     process: subprocess.Popen[str],
 ) -> None:
     assert not dataclasses.replace(holder_of(process.pid), started=0).has_ended()
 
 
 @pytest.mark.parametrize("hidden", [True, False])
-def test_a_process_of_another_user_is_judged_by_its_start_time_where_that_can_be_read(
+def test_a_process_of_another_user_is_judged_by_its_start_time_if_that_is_readable(
     process: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, hidden: bool
 ) -> None:
     def refuse(pid: int, signal: int) -> None:
@@ -87,7 +87,7 @@ def test_a_process_of_another_user_is_judged_by_its_start_time_where_that_can_be
     assert dataclasses.replace(holder, started=holder.started + 1).has_ended() is not hidden
 
 
-def test_of_a_process_in_another_pid_space_it_is_not_known_that_it_has_ended() -> None:
+def test_a_process_in_another_pid_space_is_never_known_to_have_ended() -> None:
     with started() as process:
         holder = holder_of(process.pid)
         process.kill()
@@ -96,9 +96,7 @@ def test_of_a_process_in_another_pid_space_it_is_not_known_that_it_has_ended() -
 
 
 @pytest.mark.parametrize("missing", ["/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"])
-def test_where_the_system_does_not_say_which_boot_this_is_the_host_s_name_is_the_pid_space(
-    monkeypatch: pytest.MonkeyPatch, missing: str
-) -> None:
+def test_without_a_boot_id_the_host_name_is_the_pid_space(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     readlink = Path.readlink
 
     def refuse_text(path: Path, *arguments: str, **settings: str) -> str:
@@ -122,7 +120,7 @@ def test_the_pid_space_of_this_process_is_its_boot_and_its_pid_namespace() -> No
     assert namespace == str(Path("/proc/self/ns/pid").readlink())
 
 
-def test_where_the_boot_is_not_told_in_plain_letters_the_host_s_name_is_the_pid_space(
+def test_with_a_garbled_boot_id_the_host_name_is_the_pid_space(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def garbled(path: Path, *arguments: str, **settings: str) -> str:
@@ -147,7 +145,7 @@ STAT = "41 (python) {state} " + " ".join(["1"] * 18) + " 500 1 1"
 
 
 @pytest.mark.parametrize(("state", "ended"), [*((state, False) for state in "RSDTtIW"), ("Z", True), ("X", True)])
-def test_a_process_that_is_dead_and_not_waited_for_has_ended_and_one_in_any_other_state_has_not(
+def test_a_zombie_has_ended_and_a_process_in_any_other_state_has_not(
     process: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, state: str, ended: bool
 ) -> None:
     holder = dataclasses.replace(holder_of(process.pid), started=500)
@@ -157,7 +155,7 @@ def test_a_process_that_is_dead_and_not_waited_for_has_ended_and_one_in_any_othe
 
 
 @pytest.mark.parametrize("num_fields", [0, 1, 18, 19])
-def test_of_a_process_whose_state_is_cut_short_nothing_is_known_but_that_it_lives(
+def test_a_process_with_a_truncated_state_is_taken_to_run(
     process: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, num_fields: int
 ) -> None:
     holder = holder_of(process.pid)
@@ -190,7 +188,9 @@ def test_a_lock_file_with_a_wrong_field_names_no_holder(field: str, value: objec
     ("field", "value"),
     [("pid", 1), ("pid", 2**31 - 1), ("started", 0), ("started", 2**63 - 1), ("since", 0), ("since", 253402300799)],
 )
-def test_the_least_and_the_largest_number_of_a_field_are_read_back_and_can_be_shown(field: str, value: int) -> None:
+def test_the_smallest_and_the_largest_number_of_a_field_are_read_back_and_can_be_printed(
+    field: str, value: int
+) -> None:
     change: dict[str, Any] = {field: value}
     holder = dataclasses.replace(SOUND, **change)
     assert Holder.parse(holder.to_bytes(3, 7)) == holder
@@ -213,7 +213,7 @@ def test_a_process_is_its_pid_space_its_pid_and_its_start_time(field: str) -> No
     assert not SOUND.is_same_process_as(dataclasses.replace(other, **change))
 
 
-def test_each_taking_by_a_process_has_a_token_of_its_own() -> None:
+def test_a_process_has_a_new_token_each_time_it_takes_a_folder() -> None:
     one, two = (Holder.this_process("ours", 5.9) for _ in range(2))
     assert one.token != two.token
     assert (one.pid, one.host, one.since, one.run_id) == (os.getpid(), platform.node(), 5, "ours")

@@ -1,4 +1,4 @@
-"""Cleanup around the saves: there is room before one, what is superfluous goes after it, and one known good stays."""
+"""Housekeeping around the saves: room before a save, purges after it, and a known good checkpoint that stays."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ METADATA = b"of dcp"
 
 
 class Disk(Durable):
-    """Fails an operation if `fails` says so of it and the name it is for; syncs nothing."""
+    """Fails an operation if `fails` returns True for it and its path; syncs nothing."""
 
     def __init__(self) -> None:
         self.fails: Callable[[str, str], bool] = lambda operation, name: False
@@ -47,7 +47,7 @@ class Disk(Durable):
 
 
 class Folder:
-    """A folder of checkpoints on a disk of `capacity` bytes, of which ranks' files alone take some."""
+    """A folder of checkpoints on a disk of `capacity` bytes, of which only files of ranks take some."""
 
     def __init__(self, root: Path, capacity: int = 1 << 30) -> None:
         self.disk = Disk()
@@ -96,7 +96,9 @@ def no_faults() -> Iterator[None]:
     faults.install("", rank=0)
 
 
-def test_what_the_policy_lets_go_is_removed_and_reported_with_its_size(folder: Folder, events: Events) -> None:
+def test_a_checkpoint_that_the_policy_does_not_keep_is_removed_and_reported_with_its_size(
+    folder: Folder, events: Events
+) -> None:
     for step in (1, 2, 3):
         folder.save(step, num_bytes=step * 1000)
     Housekeeping(KeepLatest(1), events).purge(folder.store)
@@ -107,7 +109,7 @@ def test_what_the_policy_lets_go_is_removed_and_reported_with_its_size(folder: F
     ]
 
 
-def test_one_of_which_a_file_is_missing_is_neither_counted_nor_removed(folder: Folder, events: Events) -> None:
+def test_a_checkpoint_with_a_missing_file_is_neither_counted_nor_removed(folder: Folder, events: Events) -> None:
     for step in (1, 2, 3):
         folder.save(step)
     folder.damage(3)
@@ -115,7 +117,7 @@ def test_one_of_which_a_file_is_missing_is_neither_counted_nor_removed(folder: F
     assert folder.names() == ["step-2", "step-3"]
 
 
-def test_the_latest_that_this_run_knows_to_be_good_stays_and_older_ones_do_not(folder: Folder, events: Events) -> None:
+def test_the_latest_checkpoint_known_to_be_good_stays_and_older_ones_do_not(folder: Folder, events: Events) -> None:
     housekeeping = Housekeeping(KeepLatest(1), events)
     for step in (1, 2, 3, 4):
         folder.save(step)
@@ -125,7 +127,7 @@ def test_the_latest_that_this_run_knows_to_be_good_stays_and_older_ones_do_not(f
     assert folder.names() == ["step-2", "step-4"]
 
 
-def test_what_this_run_committed_is_known_to_be_good(folder: Folder, events: Events) -> None:
+def test_a_checkpoint_that_this_run_committed_is_known_to_be_good(folder: Folder, events: Events) -> None:
     housekeeping = Housekeeping(KeepLatest(1), events)
     housekeeping.note_committed(folder.save(1), folder.store)
     for step in (2, 3):
@@ -134,10 +136,10 @@ def test_what_this_run_committed_is_known_to_be_good(folder: Folder, events: Eve
     assert folder.names() == ["step-1", "step-3"]
 
 
-def test_an_export_that_this_run_committed_is_no_full_checkpoint_that_is_known_to_be_good(
+def test_an_export_that_this_run_committed_does_not_count_as_a_known_good_checkpoint(
     folder: Folder, events: Events
 ) -> None:
-    """Step 2 was exported by this run, and later saved in full by another."""
+    """This run exported step 2, and another one saved it in full later."""
     housekeeping = Housekeeping(KeepLatest(1), events)
     housekeeping.note_committed(folder.save(1), folder.store)
     housekeeping.note_committed(folder.save(2, kind=WEIGHTS_ONLY), folder.store)
@@ -147,7 +149,7 @@ def test_an_export_that_this_run_committed_is_no_full_checkpoint_that_is_known_t
     assert folder.names() == ["step-1", "step-2.weights", "step-3"]
 
 
-def test_a_save_for_which_there_is_room_removes_nothing(folder: Folder, events: Events) -> None:
+def test_a_save_with_enough_room_removes_nothing(folder: Folder, events: Events) -> None:
     housekeeping = Housekeeping(KeepLatest(1), events)
     for step in (1, 2):
         folder.save(step)
@@ -155,7 +157,7 @@ def test_a_save_for_which_there_is_room_removes_nothing(folder: Folder, events: 
     assert folder.names() == ["step-1", "step-2"]
 
 
-def test_where_there_is_too_little_room_what_the_policy_lets_go_is_removed_before_the_save(
+def test_with_too_little_room_superfluous_checkpoints_are_removed_before_the_save(
     tmp_path: Path, events: Events
 ) -> None:
     folder = Folder(tmp_path, capacity=3 * 1000 + 50)
@@ -170,9 +172,7 @@ def test_where_there_is_too_little_room_what_the_policy_lets_go_is_removed_befor
     assert [(event, step) for event, step, _ in events.seen] == [("purged", 1), ("purged", 2)]
 
 
-def test_where_no_room_can_be_made_the_save_is_refused_and_nothing_that_is_kept_is_removed(
-    tmp_path: Path, events: Events
-) -> None:
+def test_a_save_without_room_is_refused_and_no_kept_checkpoint_is_removed(tmp_path: Path, events: Events) -> None:
     folder = Folder(tmp_path, capacity=2 * 1000 + 50)
     for step in (1, 2):
         folder.save(step, num_bytes=1000)
@@ -182,10 +182,10 @@ def test_where_no_room_can_be_made_the_save_is_refused_and_nothing_that_is_kept_
 
 
 @pytest.mark.parametrize("fits", [True, False])
-def test_as_much_room_is_asked_for_as_the_last_checkpoint_of_the_same_kind_took(
+def test_a_save_needs_as_much_room_as_the_last_checkpoint_of_its_kind(
     tmp_path: Path, events: Events, fits: bool
 ) -> None:
-    """The sizes of another kind, of an older step and of another folder do not count."""
+    """Sizes of another kind, an older step or another folder do not count."""
     needed = {FULL: 2000 + len(METADATA), WEIGHTS_ONLY: 500 + len(METADATA)}
     other = Folder(tmp_path / "other")
     for kind, room in needed.items():
@@ -204,7 +204,7 @@ def test_as_much_room_is_asked_for_as_the_last_checkpoint_of_the_same_kind_took(
                 housekeeping.make_sure_of_room(5, kind, folder.store)
 
 
-def test_what_the_last_commit_took_is_remembered_and_not_looked_up_again(folder: Folder, events: Events) -> None:
+def test_the_size_of_the_last_commit_is_remembered_and_not_read_again(folder: Folder, events: Events) -> None:
     housekeeping = Housekeeping(KeepAll(), events)
     housekeeping.note_committed(folder.save(1, num_bytes=1000), folder.store)
     housekeeping.make_sure_of_room(2, FULL, folder.store)
@@ -214,12 +214,12 @@ def test_what_the_last_commit_took_is_remembered_and_not_looked_up_again(folder:
         housekeeping.make_sure_of_room(3, FULL, folder.store)
 
 
-def test_the_first_save_of_a_folder_asks_for_no_room(tmp_path: Path, events: Events) -> None:
+def test_the_first_save_of_a_folder_needs_no_room(tmp_path: Path, events: Events) -> None:
     folder = Folder(tmp_path / "checkpoint", capacity=0)
     Housekeeping(KeepAll(), events).make_sure_of_room(1, FULL, folder.store)
 
 
-def test_one_that_cannot_be_removed_is_a_warning_and_the_others_go(
+def test_a_checkpoint_that_cannot_be_removed_is_a_warning_and_the_others_are_removed(
     folder: Folder, events: Events, caplog: pytest.LogCaptureFixture
 ) -> None:
     for step in (1, 2, 3):
@@ -231,7 +231,7 @@ def test_one_that_cannot_be_removed_is_a_warning_and_the_others_go(
     assert "step-1, which is no longer kept" in caplog.text
 
 
-def test_a_folder_that_cannot_be_looked_through_is_a_warning_and_nothing_is_removed(
+def test_a_folder_that_cannot_be_listed_is_a_warning_and_nothing_is_removed(
     folder: Folder, events: Events, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(path: Path) -> None:
@@ -246,14 +246,14 @@ def test_a_folder_that_cannot_be_looked_through_is_a_warning_and_nothing_is_remo
     assert "Could not list" in caplog.text
 
 
-def test_nothing_is_left_of_a_save_that_failed(folder: Folder, events: Events) -> None:
+def test_a_failed_save_leaves_nothing(folder: Folder, events: Events) -> None:
     folder.save(1)
     (folder.store.stage(2) / layout.data_file(0, 0)).write_bytes(b"half")
     Housekeeping(KeepAll(), events).abandon(2, folder.store)
     assert folder.names() == ["step-1"]
 
 
-def test_what_a_failed_save_left_and_cannot_be_removed_is_a_warning(
+def test_leftovers_of_a_failed_save_that_cannot_be_removed_are_a_warning(
     folder: Folder, events: Events, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder.store.stage(2)
@@ -263,7 +263,7 @@ def test_what_a_failed_save_left_and_cannot_be_removed_is_a_warning(
     assert "step 2" in caplog.text and "Input/output error" in caplog.text
 
 
-def test_the_fault_points_of_a_save_s_room_and_of_each_removal_are_passed_with_their_step(
+def test_the_fault_points_preflight_and_purge_are_passed_with_their_step(
     folder: Folder, events: Events, caplog: pytest.LogCaptureFixture
 ) -> None:
     housekeeping = Housekeeping(KeepLatest(1), events)

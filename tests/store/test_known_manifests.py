@@ -1,4 +1,4 @@
-"""The manifests of a folder are looked at, each opened once, and what cannot be looked at stops nothing."""
+"""Each manifest of a folder is read once, and an unreadable one stops nothing."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def nothing_stays() -> Iterator[None]:
 
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
-    """Whose clock says that every file was written a while ago."""
+    """Return a store whose clock says that every file was written a while ago."""
     return CheckpointStore(tmp_path / "checkpoint", now_ns=lambda: time.time_ns() + LATER_NS)
 
 
 def watched() -> list[tuple[str, str]]:
-    """What is opened and listed from now on."""
+    """The files opened and folders listed from now on."""
     global _seen
     _seen = []
     return _seen
@@ -72,7 +72,7 @@ def manifest(step: int, lineage: Lineage = RUN, **fields: Any) -> Manifest:
 
 
 def put(root: Path, made: Manifest, name: str = "") -> Path:
-    """A folder with this manifest, as if it had been committed."""
+    """Create a folder with this manifest, as if it had been committed."""
     folder = root / (name or layout.step_dir(made.step))
     folder.mkdir(parents=True)
     (folder / DATA).write_bytes(b"data")
@@ -92,7 +92,7 @@ def steps(store: CheckpointStore) -> list[int]:
     return [info.step for info in store.committed()]
 
 
-def test_a_commit_opens_no_kept_manifest_that_was_seen_before(store: CheckpointStore) -> None:
+def test_a_commit_opens_no_manifest_that_was_read_before(store: CheckpointStore) -> None:
     for step in range(1, KEPT + 1):
         put(store.root, manifest(step))
     seen = watched()
@@ -107,12 +107,12 @@ def test_a_commit_opens_no_kept_manifest_that_was_seen_before(store: CheckpointS
 
 
 def opened_of(seen: list[tuple[str, str]]) -> list[str]:
-    """The checkpoints whose manifests were opened, in order."""
+    """Return the checkpoints whose manifests were opened, in order."""
     paths = [Path(path) for event, path in seen if event == "open"]
     return [path.parent.name for path in paths if path.name == layout.MANIFEST and "staging" not in path.parent.name]
 
 
-def test_a_manifest_that_was_changed_is_read_again(store: CheckpointStore) -> None:
+def test_a_changed_manifest_is_read_again(store: CheckpointStore) -> None:
     for step in (2, 4):
         put(store.root, manifest(step))
     assert steps(store) == [2, 4]
@@ -128,7 +128,7 @@ def test_a_manifest_that_was_changed_is_read_again(store: CheckpointStore) -> No
     assert (steps(store), store.damaged()) == ([2], {})
 
 
-def test_a_manifest_that_was_changed_within_a_tick_of_the_clock_is_read_again(tmp_path: Path) -> None:
+def test_a_manifest_changed_within_a_tick_of_the_clock_is_read_again(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, now_ns=lambda: 0)
     path = put(tmp_path, manifest(4)) / layout.MANIFEST
     data, before = path.read_bytes(), path.stat()
@@ -138,7 +138,7 @@ def test_a_manifest_that_was_changed_within_a_tick_of_the_clock_is_read_again(tm
     assert steps(store) == []
 
 
-def test_one_that_another_took_the_place_of_is_read_again(store: CheckpointStore) -> None:
+def test_a_manifest_replaced_by_another_file_is_read_again(store: CheckpointStore) -> None:
     save(store, 4, Lineage("run1"))
     assert [info.run_id for info in store.committed()] == ["run1"]
     save(store, 4, Lineage("run2"))
@@ -146,7 +146,7 @@ def test_one_that_another_took_the_place_of_is_read_again(store: CheckpointStore
 
 
 @pytest.mark.parametrize("code", ["EIO", "EACCES", "ESTALE"])
-def test_a_step_that_the_system_does_not_give_is_one_warning_and_stops_no_commit(
+def test_an_unreadable_step_is_one_warning_and_stops_no_commit(
     store: CheckpointStore, code: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     for step in (2, 4):
@@ -157,16 +157,16 @@ def test_a_step_that_the_system_does_not_give_is_one_warning_and_stops_no_commit
     store.recover()
     assert steps(store) == [4, 6, 8]
     assert (store.damaged(), list(store.unreadable())) == ({}, [2])
-    told = [line for line in caplog.messages if "neither counted nor removed" in line]
-    assert len(told) == 1
-    assert str(store.root / "step-2") in told[0]
+    lines = [line for line in caplog.messages if "neither counted nor removed" in line]
+    assert len(lines) == 1
+    assert str(store.root / "step-2") in lines[0]
     with pytest.raises(CheckpointUnreadable, match="step-2 could not be read"):
         store.get(2)
     faults.install("", rank=0)
     assert steps(store) == [2, 4, 6, 8]
 
 
-def test_a_step_that_the_system_does_not_give_is_kept_when_it_is_saved_again(store: CheckpointStore) -> None:
+def test_an_unreadable_step_is_kept_when_it_is_saved_again(store: CheckpointStore) -> None:
     put(store.root, manifest(2))
     faults.install("EIO@listing:path=step-2/manifest.json,times=always", rank=0)
     save(store, 2, Lineage("run2"))
@@ -174,7 +174,7 @@ def test_a_step_that_the_system_does_not_give_is_kept_when_it_is_saved_again(sto
 
 
 @pytest.mark.parametrize("name", ["step-5", ".replaced-step-5-1"])
-def test_what_a_manifest_abandons_by_the_thousand_is_looked_for_once(store: CheckpointStore, name: str) -> None:
+def test_thousands_of_abandoned_steps_are_looked_for_once(store: CheckpointStore, name: str) -> None:
     put(store.root, manifest(5, Lineage("run0")), name)
     abandons = [
         *((step, "aa") for step in range(10_000)),
@@ -190,7 +190,7 @@ def test_what_a_manifest_abandons_by_the_thousand_is_looked_for_once(store: Chec
     assert sorted(path.name for path in store.root.iterdir()) == ["step-5.abandoned-run0", "step-7"]
 
 
-def test_more_than_is_ever_abandoned_is_damage_and_is_not_written(store: CheckpointStore) -> None:
+def test_a_manifest_that_abandons_too_many_steps_is_damage_and_is_not_written(store: CheckpointStore) -> None:
     abandons = tuple((step, "aa") for step in range(MAX_ABANDONED + 1))
     with pytest.raises(CheckpointDamaged, match=f"lineage: abandons: expected .* {MAX_ABANDONED} at most"):
         Manifest.parse(manifest(7, Lineage("run1", abandons=abandons)).to_json())
@@ -202,7 +202,7 @@ def test_more_than_is_ever_abandoned_is_damage_and_is_not_written(store: Checkpo
         store.commit(7, made)
 
 
-def test_a_manifest_that_would_be_refused_as_too_large_fails_its_save(store: CheckpointStore) -> None:
+def test_a_save_fails_if_its_manifest_would_be_refused_as_too_large(store: CheckpointStore) -> None:
     staging = store.stage(7)
     (staging / DATA).write_bytes(b"data")
     (staging / layout.METADATA).write_bytes(b"of dcp")
@@ -223,7 +223,7 @@ def test_a_manifest_may_be_as_large_as_the_data_beside_it_can_need(store: Checkp
 
 
 @pytest.mark.parametrize("what", ["link", "pipe"])
-def test_findings_do_not_go_where_their_name_leads(store: CheckpointStore, tmp_path: Path, what: str) -> None:
+def test_findings_are_not_written_through_a_link(store: CheckpointStore, tmp_path: Path, what: str) -> None:
     folder = put(store.root, manifest(5))
     (tmp_path / "mine").write_text("precious")
     if what == "link":

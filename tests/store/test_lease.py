@@ -1,4 +1,4 @@
-"""One job writes a folder at a time: real files, and real processes that live, stop and die."""
+"""One job at a time writes a folder: real files, and real processes that live, stop and die."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ for line in sys.stdin:
 
 
 class Process:
-    """Another job, which does as it is told."""
+    """Another job, which obeys commands."""
 
     def __init__(self) -> None:
         root = Path(__file__).parents[2]
@@ -91,7 +91,7 @@ class Process:
         os.kill(self.pid, signal.SIGCONT)
 
     def kill(self, *, wait_for: bool = True) -> None:
-        """Without `wait_for` it is a zombie, as with a launcher that looks away."""
+        """Kill the process; without `wait_for` it stays a zombie, as under a launcher that does not wait for it."""
         os.kill(self.pid, signal.SIGKILL)
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         if wait_for:
@@ -116,12 +116,12 @@ def process() -> Iterator[Process]:
 
 @pytest.fixture
 def new_lease(root: Path) -> Iterator[Callable[..., Lease]]:
-    """Makes leases of this process, which wait in no time, and releases them."""
+    """Return a function that makes leases of this process, which wait in no time; release them at the end."""
     with contextlib.ExitStack() as stack:
 
         def new(**settings: object) -> Lease:
             defaults = {"run_id": "ours", "timeout_seconds": 3, "heartbeat_seconds": 1, "sleep": lambda seconds: None}
-            lease = Lease(root, **(defaults | settings))  # type: ignore[arg-type]  # a few of many
+            lease = Lease(root, **(defaults | settings))  # type: ignore[arg-type]  # a few of many parameters
             stack.callback(lease.release)
             return lease
 
@@ -152,7 +152,7 @@ def here(**changes: object) -> Holder:
 
 
 def put(root: Path, holder: Holder, beat: int = 1) -> None:
-    """As taking does: another file under the name."""
+    """Put a new file in place, as taking a folder does."""
     root.mkdir(exist_ok=True)
     (root / "new").write_bytes(holder.to_bytes(beat, 1_700_000_000 + beat))
     (root / "new").replace(root / "writer.lock")
@@ -166,7 +166,7 @@ def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
 
-def test_a_free_folder_is_made_and_taken_at_once_and_free_again_when_it_is_released(
+def test_a_free_folder_is_created_and_taken_at_once_and_free_again_after_release(
     root: Path, new_lease: Callable[..., Lease]
 ) -> None:
     lease = new_lease(sleep=never)
@@ -183,7 +183,7 @@ def test_a_free_folder_is_made_and_taken_at_once_and_free_again_when_it_is_relea
         assert names(root) == []
 
 
-def test_a_folder_is_refused_while_its_holder_lives_and_the_message_says_who_it_is(
+def test_a_folder_is_refused_while_its_holder_lives_and_the_message_names_the_holder(
     root: Path, process: Process
 ) -> None:
     assert process.do(f"take {root}") == "done"
@@ -192,26 +192,26 @@ def test_a_folder_is_refused_while_its_holder_lives_and_the_message_says_who_it_
         Lease(root, run_id="ours", heartbeat_seconds=BEAT_SECONDS).take()
     assert holder is not None
     message = str(refused.value)
-    for told in (str(root), "run theirs", f"process {process.pid} on {holder.host}", "since 2", "--job.dump_folder"):
-        assert told in message
+    for part in (str(root), "run theirs", f"process {process.pid} on {holder.host}", "since 2", "--job.dump_folder"):
+        assert part in message
     assert process.do("check") == "done"
     assert names(root) == ["writer.lock"]
 
 
-def test_waiting_is_told_once(root: Path, new_lease: Callable[..., Lease], caplog: pytest.LogCaptureFixture) -> None:
+def test_waiting_is_logged_once(root: Path, new_lease: Callable[..., Lease], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     put(root, ELSEWHERE)
     new_lease().take()
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 2
-    assert "Waiting up to 3 s" in told[0]
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2
+    assert "Waiting up to 3 s" in lines[0]
     holder = "run theirs (process 41 on node7, since 2023-11-14 22:13:20 UTC)"
-    assert holder in told[0] and holder in told[1]
-    assert "no sign of life" in told[1]
+    assert holder in lines[0] and holder in lines[1]
+    assert "no sign of life" in lines[1]
 
 
 @pytest.mark.parametrize("wait_for", [True, False], ids=["gone", "zombie"])
-def test_a_holder_that_was_killed_is_succeeded_at_once(
+def test_a_folder_of_a_killed_holder_is_taken_over_at_once(
     root: Path, process: Process, new_lease: Callable[..., Lease], caplog: pytest.LogCaptureFixture, wait_for: bool
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -224,14 +224,14 @@ def test_a_holder_that_was_killed_is_succeeded_at_once(
     assert names(root) == ["writer.lock"]
 
 
-def test_a_process_that_has_the_pid_of_the_holder_is_not_the_holder(
+def test_another_process_with_the_pid_of_the_holder_is_not_the_holder(
     root: Path, new_lease: Callable[..., Lease]
 ) -> None:
     put(root, here(started=here().started + 1))
     new_lease(sleep=never).take()
 
 
-def test_a_holder_that_stands_still_is_succeeded_and_finds_out_when_it_goes_on(
+def test_a_stopped_holder_loses_the_folder_and_notices_when_it_continues(
     root: Path, process: Process, new_lease: Callable[..., Lease]
 ) -> None:
     assert process.do(f"take {root}") == "done"
@@ -245,12 +245,12 @@ def test_a_holder_that_stands_still_is_succeeded_and_finds_out_when_it_goes_on(
     answer = process.do("check")
     assert answer.startswith("LeaseLost")
     assert f"run ours (process {os.getpid()} on " in answer
-    assert process.do("release") == "done"  # Its heartbeat has ended with this.
+    assert process.do("release") == "done"  # This also ends its heartbeat.
     assert (root / "writer.lock").read_bytes() == taken
     lease.check()
 
 
-def test_a_silent_holder_elsewhere_is_succeeded_after_the_whole_wait(
+def test_a_folder_of_a_silent_holder_elsewhere_is_taken_over_after_the_whole_wait(
     root: Path, new_lease: Callable[..., Lease]
 ) -> None:
     put(root, ELSEWHERE)
@@ -262,7 +262,7 @@ def test_a_silent_holder_elsewhere_is_succeeded_after_the_whole_wait(
 
 
 @pytest.mark.parametrize("beats_during", [1, 4, 6])
-def test_a_holder_elsewhere_that_beats_keeps_its_folder(
+def test_a_holder_elsewhere_with_a_heartbeat_keeps_its_folder(
     root: Path, new_lease: Callable[..., Lease], beats_during: int
 ) -> None:
     put(root, ELSEWHERE)
@@ -274,7 +274,7 @@ def test_a_holder_elsewhere_that_beats_keeps_its_folder(
     assert names(root) == ["writer.lock"]
 
 
-def test_without_time_to_wait_a_holder_that_may_live_keeps_its_folder(
+def test_with_a_time_out_of_zero_a_holder_that_may_live_keeps_its_folder(
     root: Path, new_lease: Callable[..., Lease]
 ) -> None:
     put(root, ELSEWHERE)
@@ -282,21 +282,23 @@ def test_without_time_to_wait_a_holder_that_may_live_keeps_its_folder(
         new_lease(timeout_seconds=0, sleep=never).take()
 
 
-def test_a_folder_that_becomes_free_meanwhile_is_taken_then(root: Path, new_lease: Callable[..., Lease]) -> None:
+def test_a_folder_that_becomes_free_during_the_wait_is_taken(root: Path, new_lease: Callable[..., Lease]) -> None:
     put(root, ELSEWHERE)
     sleeper = Sleeper({2: (root / "writer.lock").unlink})
     new_lease(sleep=sleeper).take()
     assert len(sleeper.waits) == 2
 
 
-def test_who_sees_another_succeed_the_silent_holder_is_refused(root: Path, new_lease: Callable[..., Lease]) -> None:
+def test_a_job_that_sees_another_take_over_from_the_silent_holder_is_refused(
+    root: Path, new_lease: Callable[..., Lease]
+) -> None:
     put(root, ELSEWHERE)
     quicker = dataclasses.replace(ELSEWHERE, token="other", host="node8")
     with pytest.raises(FolderInUse, match="node8"):
         new_lease(sleep=Sleeper({6: lambda: put(root, quicker)})).take()
 
 
-def test_who_is_itself_succeeded_at_the_same_moment_by_a_host_without_common_locks_is_refused(
+def test_a_job_is_refused_if_a_host_without_common_locks_takes_the_folder_after_it(
     root: Path, new_lease: Callable[..., Lease]
 ) -> None:
     put(root, ELSEWHERE)
@@ -323,7 +325,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("data", DAMAGED.values(), ids=DAMAGED)
-def test_a_damaged_lock_file_is_waited_for_and_then_succeeded(
+def test_a_damaged_lock_file_is_taken_over_after_the_wait(
     root: Path, new_lease: Callable[..., Lease], caplog: pytest.LogCaptureFixture, data: bytes
 ) -> None:
     root.mkdir()
@@ -336,7 +338,7 @@ def test_a_damaged_lock_file_is_waited_for_and_then_succeeded(
     assert "from an unknown job (its lock file is damaged)" in caplog.text
 
 
-def test_another_that_is_about_to_take_the_folder_is_not_disturbed(root: Path, new_lease: Callable[..., Lease]) -> None:
+def test_another_job_that_is_taking_the_folder_is_not_disturbed(root: Path, new_lease: Callable[..., Lease]) -> None:
     put(root, here(started=1))
     before = (root / "writer.lock").read_bytes()
     with (root / "writer.lock").open("r+b") as at_it:
@@ -348,7 +350,7 @@ def test_another_that_is_about_to_take_the_folder_is_not_disturbed(root: Path, n
 
 
 class Overtaken(Durable):
-    """Before its own lock file is put in place, there is another's."""
+    """Another job puts its lock file in place right before this one does."""
 
     def write_file(self, path: Path, data: bytes) -> None:
         super().write_file(path, data)
@@ -356,7 +358,9 @@ class Overtaken(Durable):
 
 
 @pytest.mark.parametrize("before", ["free", "of a dead process"])
-def test_who_comes_second_to_a_folder_is_refused(root: Path, new_lease: Callable[..., Lease], before: str) -> None:
+def test_the_second_job_that_takes_a_folder_is_refused(
+    root: Path, new_lease: Callable[..., Lease], before: str
+) -> None:
     root.mkdir()
     if before != "free":
         put(root, here(started=1))
@@ -365,7 +369,7 @@ def test_who_comes_second_to_a_folder_is_refused(root: Path, new_lease: Callable
     assert holder_of(root) == ELSEWHERE
 
 
-def test_who_opened_a_lock_file_that_another_has_succeeded_is_refused(
+def test_a_job_is_refused_if_another_replaced_the_lock_file_that_it_opened(
     root: Path, new_lease: Callable[..., Lease], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(root, here(started=1))
@@ -399,7 +403,7 @@ def damaged_lock_file(root: Path) -> None:
     [(no_lock_file, 30, 5), (lock_file_of_the_dead, 30, 5), (damaged_lock_file, 0.5, 1)],
     ids=["free", "dead", "damaged"],
 )
-def test_of_many_that_take_a_folder_at_the_same_moment_one_has_it(
+def test_of_many_jobs_that_take_a_folder_at_the_same_moment_one_gets_it(
     tmp_path: Path, prepare: Callable[[Path], None], timeout_seconds: float, rounds: int
 ) -> None:
     with contextlib.ExitStack() as stack:
@@ -422,7 +426,7 @@ def test_of_many_that_take_a_folder_at_the_same_moment_one_has_it(
             assert names(root) == []
 
 
-def test_only_ones_own_lock_file_is_removed(root: Path, new_lease: Callable[..., Lease]) -> None:
+def test_a_release_removes_only_its_own_lock_file(root: Path, new_lease: Callable[..., Lease]) -> None:
     lease = new_lease()
     lease.take()
     put(root, ELSEWHERE)
@@ -437,7 +441,9 @@ def test_a_fork_of_the_holder_releases_nothing(root: Path, process: Process) -> 
 
 
 @pytest.mark.parametrize("now", ["another", "no job"])
-def test_a_lost_folder_is_told_with_who_has_it(root: Path, new_lease: Callable[..., Lease], now: str) -> None:
+def test_the_error_for_a_lost_folder_names_its_new_holder(
+    root: Path, new_lease: Callable[..., Lease], now: str
+) -> None:
     lease = new_lease()
     lease.take()
     put(root, ELSEWHERE)
@@ -459,7 +465,7 @@ def test_a_lock_file_that_cannot_be_removed_is_a_warning(
 
 
 class Clock:
-    """Each look at it is the next of `moments`; the one after them tells `over`."""
+    """Calls the next of `moments` at each look; the look after them sets `over`."""
 
     def __init__(self, *moments: Callable[[], object]) -> None:
         self.moments = list(moments)
@@ -481,9 +487,7 @@ def heartbeat(root: Path) -> threading.Thread:
     return next(thread for thread in threading.enumerate() if str(root) in thread.name)
 
 
-def test_the_heartbeat_moves_the_lock_file_which_goes_on_naming_its_holder(
-    root: Path, new_lease: Callable[..., Lease]
-) -> None:
+def test_the_heartbeat_changes_the_lock_file_and_not_its_holder(root: Path, new_lease: Callable[..., Lease]) -> None:
     seen: list[bytes] = []
 
     def look() -> None:
@@ -497,7 +501,7 @@ def test_the_heartbeat_moves_the_lock_file_which_goes_on_naming_its_holder(
     assert {Holder.parse(data) for data in seen} == {holder_of(root)}
 
 
-def test_a_heartbeat_that_fails_is_told_once_and_tried_again(
+def test_a_failing_heartbeat_is_logged_once_and_retried(
     new_lease: Callable[..., Lease], caplog: pytest.LogCaptureFixture
 ) -> None:
     def full() -> None:
@@ -512,11 +516,11 @@ def test_a_heartbeat_that_fails_is_told_once_and_tried_again(
     assert ["No space left" in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_a_beat_does_not_reach_the_lock_file_of_another(
+def test_a_heartbeat_never_writes_to_the_lock_file_of_another_job(
     root: Path, new_lease: Callable[..., Lease], caplog: pytest.LogCaptureFixture
 ) -> None:
     theirs = ELSEWHERE.to_bytes(7, 1_700_000_007)
-    # During a beat, after it has seen that the file is ours.
+    # During a beat, after the check that the file is ours.
     clock = Clock(nothing, nothing, lambda: put(root, ELSEWHERE, beat=7))
     hold = threading.Event()
     clock.moments.insert(2, lambda: hold.wait(30))
@@ -530,7 +534,7 @@ def test_a_beat_does_not_reach_the_lock_file_of_another(
     assert ["no longer this job's" in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_whoever_reads_in_the_middle_of_a_beat_reads_who_holds_the_folder() -> None:
+def test_a_reader_in_the_middle_of_a_heartbeat_reads_the_holder() -> None:
     old, new = ELSEWHERE.to_bytes(9, 999_999_999), ELSEWHERE.to_bytes(10, 1_000_000_001)
     assert old != new
     for at in range(len(old)):
@@ -539,7 +543,7 @@ def test_whoever_reads_in_the_middle_of_a_beat_reads_who_holds_the_folder() -> N
 
 @pytest.mark.parametrize("before", ["free", "held"])
 @pytest.mark.parametrize("at", range(1, 6))
-def test_a_taking_that_is_cut_anywhere_is_done_by_the_next(
+def test_a_job_can_take_a_folder_after_another_was_cut_anywhere_while_taking_it(
     root: Path, new_lease: Callable[..., Lease], before: str, at: int
 ) -> None:
     root.mkdir()
@@ -555,7 +559,7 @@ def test_a_taking_that_is_cut_anywhere_is_done_by_the_next(
     assert names(root) == ["writer.lock"]
 
 
-def test_recovering_a_store_leaves_the_lock_file_and_what_belongs_to_it(
+def test_recovering_a_store_leaves_the_lock_file_and_its_temporary_files(
     root: Path, new_lease: Callable[..., Lease]
 ) -> None:
     lease = new_lease()
@@ -569,7 +573,7 @@ def test_recovering_a_store_leaves_the_lock_file_and_what_belongs_to_it(
 
 
 @pytest.mark.parametrize("taken", ["first", "over"])
-def test_a_filesystem_without_links_and_without_locks_will_do(
+def test_a_file_system_without_links_and_locks_works(
     root: Path, new_lease: Callable[..., Lease], monkeypatch: pytest.MonkeyPatch, taken: str
 ) -> None:
     def refuse(*args: object) -> None:
@@ -589,10 +593,10 @@ def test_a_filesystem_without_links_and_without_locks_will_do(
     assert names(root) == []
 
 
-def test_a_holder_of_the_same_process_is_succeeded_at_once_and_finds_out(
+def test_a_folder_of_the_same_process_is_taken_over_at_once_and_the_old_lease_notices(
     root: Path, new_lease: Callable[..., Lease]
 ) -> None:
-    """A manager in a notebook that nobody closed."""
+    """A manager in a notebook that was not closed."""
     first, second = new_lease(), new_lease(timeout_seconds=0)
     first.take()
     second.take()
@@ -603,14 +607,16 @@ def test_a_holder_of_the_same_process_is_succeeded_at_once_and_finds_out(
     second.check()
 
 
-def test_a_folder_that_cannot_be_made_is_the_systems_error(root: Path, new_lease: Callable[..., Lease]) -> None:
+def test_a_folder_that_cannot_be_created_raises_the_error_of_the_system(
+    root: Path, new_lease: Callable[..., Lease]
+) -> None:
     root.write_bytes(b"a file")
     with pytest.raises(FileExistsError):
         new_lease().take()
 
 
 class Cleared(Durable):
-    """Another job, which takes the folder too, clears each of the first `times` temporary lock files away."""
+    """Another job that takes the folder, too, removes each of the first `times` temporary lock files."""
 
     def __init__(self, times: int) -> None:
         self.times = times
@@ -623,10 +629,10 @@ class Cleared(Durable):
 
 
 @pytest.mark.parametrize(("prepare", "waits"), [(no_lock_file, 2), (lock_file_of_the_dead, 2), (damaged_lock_file, 9)])
-def test_a_job_whose_temporary_lock_file_was_cleared_away_has_not_taken_the_folder_yet(
+def test_a_job_whose_temporary_lock_file_was_removed_has_not_taken_the_folder(
     root: Path, new_lease: Callable[..., Lease], prepare: Callable[[Path], None], waits: int
 ) -> None:
-    """Two looks find the folder free to take and take nothing; the third one takes it."""
+    """At two looks the folder is free and cannot be taken; at the third one it can."""
     prepare(root)
     sleeper = Sleeper()
     lease = new_lease(durable=Cleared(2), sleep=sleeper)
@@ -637,7 +643,7 @@ def test_a_job_whose_temporary_lock_file_was_cleared_away_has_not_taken_the_fold
 
 
 @pytest.mark.parametrize("prepare", [no_lock_file, lock_file_of_the_dead])
-def test_a_job_whose_temporary_lock_file_is_cleared_away_until_another_has_the_folder_is_refused(
+def test_a_job_whose_temporary_lock_file_is_removed_until_another_has_the_folder_is_refused(
     root: Path, new_lease: Callable[..., Lease], prepare: Callable[[Path], None]
 ) -> None:
     prepare(root)
@@ -660,7 +666,7 @@ def test_a_job_that_is_refused_at_the_last_moment_leaves_no_temporary_file(
 
 
 @pytest.mark.parametrize("prepare", [no_lock_file, lock_file_of_the_dead])
-def test_a_disk_that_fails_while_a_folder_is_taken_is_the_systems_error_and_leaves_no_temporary_file(
+def test_a_disk_that_fails_while_a_folder_is_taken_raises_its_error_and_leaves_no_temporary_file(
     root: Path, new_lease: Callable[..., Lease], monkeypatch: pytest.MonkeyPatch, prepare: Callable[[Path], None]
 ) -> None:
     def fail(*arguments: object) -> None:
@@ -670,7 +676,7 @@ def test_a_disk_that_fails_while_a_folder_is_taken_is_the_systems_error_and_leav
     before = names(root)
     monkeypatch.setattr(Path, "hardlink_to", fail)
     disk = Durable()
-    disk.replace = fail  # type: ignore[method-assign,assignment]  # the one operation that fails
+    disk.replace = fail  # type: ignore[method-assign,assignment]  # the only operation that fails
     with pytest.raises(OSError, match="Input/output error"):
         new_lease(durable=disk).take()
     assert names(root) == before
@@ -682,28 +688,28 @@ def pause(begun: threading.Event, hold: threading.Event) -> None:
     hold.wait(30)
 
 
-def test_once_a_folder_is_released_its_heartbeat_has_ended(root: Path, new_lease: Callable[..., Lease]) -> None:
+def test_after_a_release_the_heartbeat_has_ended(root: Path, new_lease: Callable[..., Lease]) -> None:
     hold, in_a_beat = threading.Event(), threading.Event()
     clock = Clock(nothing, nothing, lambda: pause(in_a_beat, hold))
     lease = new_lease(now=clock, heartbeat_seconds=0.001)
     lease.take()
     thread = heartbeat(root)
-    join, asked = thread.join, []
+    join, timeouts = thread.join, []
 
     def go_on_and_join(timeout: float | None = None) -> None:
-        asked.append(timeout)
+        timeouts.append(timeout)
         hold.set()
         join(30)
 
-    thread.join = go_on_and_join  # type: ignore[method-assign]  # the beat ends only once it is waited for
+    thread.join = go_on_and_join  # type: ignore[method-assign]  # the beat ends only when something waits for it
     assert in_a_beat.wait(30)
     lease.release()
-    assert asked == [0.001]
+    assert timeouts == [0.001]
     assert not thread.is_alive()
     assert names(root) == []
 
 
-def test_a_heartbeat_that_hangs_in_the_disk_is_not_waited_for_and_brings_no_lock_file_back(
+def test_a_release_does_not_wait_for_a_hanging_heartbeat_which_restores_no_lock_file(
     root: Path, new_lease: Callable[..., Lease]
 ) -> None:
     hold, in_a_beat = threading.Event(), threading.Event()
@@ -721,7 +727,7 @@ def test_a_heartbeat_that_hangs_in_the_disk_is_not_waited_for_and_brings_no_lock
     assert (root / "writer.lock").read_bytes() == ELSEWHERE.to_bytes(1, 1_700_000_001)
 
 
-def test_a_lock_file_that_this_user_may_not_write_is_succeeded_where_the_folder_allows_it(
+def test_a_lock_file_that_this_user_may_not_write_is_replaced_if_the_folder_allows_it(
     root: Path, new_lease: Callable[..., Lease], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(root, here(pid=2**22 + 1))  # more than any process has

@@ -1,4 +1,4 @@
-"""Where a checkpoint comes from, and what a commit leaves behind."""
+"""The run and branch of a checkpoint, and what a commit abandons."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LINEAGES = st.builds(
 
 @dataclass(frozen=True)
 class Saved:
-    """As much of a checkpoint as lineage looks at."""
+    """The part of a checkpoint that lineage uses."""
 
     step: int
     lineage: Lineage
@@ -45,11 +45,11 @@ def test_a_lineage_survives_json(lineage: Lineage) -> None:
     assert Lineage.from_json(json.loads(json.dumps(lineage.to_json()))) == lineage
 
 
-def test_a_run_id_alone_is_the_lineage_of_a_first_checkpoint() -> None:
+def test_the_lineage_of_a_first_checkpoint_has_only_a_run_id() -> None:
     assert Lineage.from_json({"run_id": "a1"}) == Lineage("a1", parent_step=None, branch_point=None, abandons=())
 
 
-def test_a_field_that_is_not_known_is_passed_over() -> None:
+def test_an_unknown_field_is_ignored() -> None:
     assert Lineage.from_json({"run_id": "a1", "mood": "good"}) == Lineage("a1")
 
 
@@ -71,26 +71,26 @@ def test_a_wrong_field_is_named_with_what_was_found(field: str, value: Any) -> N
     assert str(refusal.value).endswith(f"found {value!r}")
 
 
-def test_a_run_that_never_went_back_abandons_nothing() -> None:
+def test_a_run_that_never_rolled_back_abandons_nothing() -> None:
     assert abandoned_by("new", None, [saved(2, "old"), saved(4, "older")]) == ()
 
 
-def test_a_branch_abandons_what_other_runs_have_beyond_its_branch_point() -> None:
+def test_a_branch_abandons_the_steps_of_other_runs_beyond_its_branch_point() -> None:
     committed = [saved(1, "old"), saved(2, "old"), saved(3, "old"), saved(3, "new"), saved(4, "older")]
     assert abandoned_by("new", 2, committed) == ((3, "old"), (4, "older"))
 
 
-def test_a_branch_keeps_all_that_is_its_own() -> None:
+def test_a_branch_keeps_all_its_own_steps() -> None:
     assert abandoned_by("new", 0, [saved(5, "new"), saved(6, "new")]) == ()
 
 
-def test_what_is_abandoned_is_that_step_of_that_run_and_no_other() -> None:
+def test_a_step_of_one_run_is_abandoned_and_not_that_of_another() -> None:
     kept = [saved(3, "new", (3, "old"), (4, "old")), saved(4, "new"), saved(5, "old")]
     assert without_abandoned([saved(3, "old"), saved(4, "old"), *kept]) == kept
 
 
 @given(st.lists(st.builds(saved, STEPS, RUN_IDS)), RUN_IDS, STEPS)
-def test_once_committed_a_branch_has_nothing_of_others_beyond_its_branch_point(
+def test_after_its_first_commit_a_branch_leaves_no_step_of_others_beyond_its_branch_point(
     committed: list[Saved], run_id: str, branch_point: int
 ) -> None:
     first = saved(branch_point + 1, run_id, *abandoned_by(run_id, branch_point, committed))
@@ -131,7 +131,7 @@ def commit(store: CheckpointStore, step: int, run_id: str, branch_point: int | N
 
 
 def trunk(root: Path) -> dict[str, Contents]:
-    """Steps 2, 4 and 6 of a run are in `root`; by the names that 4 and 6 get once abandoned, what is in them."""
+    """Save steps 2, 4 and 6 of a run; return the contents of 4 and 6 by the names they get when abandoned."""
     for step in (2, 4, 6):
         commit(CheckpointStore(root, durable=Cut()), step, "old")
     return {f"step-{step}.abandoned-old": contents(root / f"step-{step}") for step in (4, 6)}
@@ -139,7 +139,7 @@ def trunk(root: Path) -> dict[str, Contents]:
 
 @pytest.mark.parametrize("failures", [1, 2, 3])
 @pytest.mark.parametrize(("step", "exchanges"), [(3, True), (4, True), (4, False)])
-def test_wherever_the_disk_fails_nothing_that_is_abandoned_is_lost(
+def test_wherever_the_disk_fails_no_abandoned_checkpoint_is_lost(
     step: int, exchanges: bool, failures: int, tmp_path: Path
 ) -> None:
     for at in itertools.count(1):
@@ -160,7 +160,7 @@ def test_wherever_the_disk_fails_nothing_that_is_abandoned_is_lost(
 
 
 @pytest.mark.parametrize("exchanges", [True, False])
-def test_after_one_failure_of_the_disk_the_removal_of_what_is_left_succeeds(exchanges: bool, tmp_path: Path) -> None:
+def test_after_one_failure_of_the_disk_leftovers_are_removed(exchanges: bool, tmp_path: Path) -> None:
     for at in itertools.count(1):
         trunk(tmp_path / str(at))
         disk = FailsFor(at, 1, exchanges)
@@ -175,7 +175,7 @@ def test_after_one_failure_of_the_disk_the_removal_of_what_is_left_succeeds(exch
 
 
 def save_twice(store: CheckpointStore, step: int) -> None:
-    """As the manager saves the last step: what a failed save left is removed, if it can be, and it is tried again."""
+    """Save like the manager at the last step: after a failure, remove the leftovers if possible, and retry."""
     for _ in range(2):
         try:
             return commit(store, step, "new", branch_point=2)
@@ -207,7 +207,7 @@ def test_an_abandoned_step_is_not_found_even_while_it_still_has_its_name(tmp_pat
         (Lineage("run", branch_point=4, counts_again=True), -1),
     ],
 )
-def test_a_run_that_counts_again_keeps_no_step_of_another_a_branch_those_up_to_its_point(
+def test_a_run_that_counts_again_keeps_no_step_of_another_and_a_branch_those_up_to_its_point(
     lineage: Lineage, last_kept: int | None
 ) -> None:
     assert lineage.last_kept == last_kept

@@ -1,4 +1,4 @@
-"""What a folder of checkpoints holds, by the names in it."""
+"""What is in a folder of checkpoints, by its names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def listing(folder: Path, *names: str) -> Listing:
 @pytest.mark.parametrize(
     ("taken", "following"), [((), 1), ((1,), 2), ((1, 2), 3), ((3,), 4), ((2, 10), 11), ((9, 10), 11)]
 )
-def test_the_next_number_is_above_all_that_are_taken(
+def test_the_next_number_is_above_all_taken_ones(
     tmp_path: Path, prefix: str, taken: tuple[int, ...], following: int
 ) -> None:
     of_other_steps = (f"{prefix}-step-50-70", f"{prefix}-step-15-80")

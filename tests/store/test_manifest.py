@@ -27,7 +27,7 @@ MANIFEST = Manifest(
 
 
 def sealed(document: dict[str, Any]) -> bytes:
-    """`document` as somebody wrote it who knows about digests."""
+    """Return `document` as JSON with the right digest in its last line."""
     fields = {name: value for name, value in document.items() if name != "digest"}
     return seal(json.dumps(fields).removesuffix("}").encode())
 
@@ -48,7 +48,7 @@ def test_whole_seconds_are_seconds() -> None:
 
 
 INT64 = (1 << 63) - 1
-# Half a surrogate pair is no text.
+# Half a surrogate pair is not valid text.
 KEYS = st.text(st.characters(codec="utf-8"))
 
 
@@ -73,12 +73,12 @@ def test_any_manifest_is_read_back_as_it_was_written(manifest: Manifest) -> None
     assert Manifest.parse(manifest.to_json()) == manifest
 
 
-def test_fields_of_a_later_writer_are_passed_over() -> None:
+def test_fields_of_a_later_writer_are_ignored() -> None:
     files = {"__0_0.distcp": {"size": 10, "owner": "d"}, "__1_0.distcp": {"size": 20}}
     assert Manifest.parse(edited(files=files, mood="good")) == MANIFEST
 
 
-def test_a_newer_format_is_named_and_is_not_called_damage() -> None:
+def test_a_newer_format_is_named_and_is_no_damage() -> None:
     with pytest.raises(FormatTooNew, match=f"format version {FORMAT_VERSION + 1}.* up to {FORMAT_VERSION}") as caught:
         Manifest.parse(edited(format_version=FORMAT_VERSION + 1, files="of another shape"), "step-5/manifest.json")
     assert caught.value.path == "step-5/manifest.json"
@@ -144,12 +144,12 @@ def test_a_missing_field_is_damage_and_is_named(field: str) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{", b"\xff", b"null", b'{"step": NaN}', b"[" * 100_000, b"1" * 5000])
-def test_bytes_that_are_no_manifest_are_damage(data: bytes) -> None:
+def test_bytes_that_are_not_a_manifest_are_damage(data: bytes) -> None:
     with pytest.raises(CheckpointDamaged):
         Manifest.parse(data)
 
 
-def test_a_torn_manifest_is_damage_wherever_it_is_torn() -> None:
+def test_a_manifest_truncated_anywhere_is_damage() -> None:
     data = MANIFEST.to_json().rstrip()
     for length in range(len(data)):
         with pytest.raises(CheckpointDamaged):
@@ -188,7 +188,7 @@ def test_a_file_is_digested_in_blocks_that_cover_it() -> None:
 
 
 def with_line(name: str, text: str) -> bytes:
-    """The manifest with a table `name` that stands, as `text`, on a line of its own."""
+    """Return the manifest with the table `name` as `text`, on a line of its own."""
     lines = MANIFEST.to_json().decode().split("\n")
     found = [f'"{name}": {text},' if line.startswith(f'"{name}": ') else line for line in lines]
     assert found != lines
@@ -197,7 +197,7 @@ def with_line(name: str, text: str) -> bytes:
 
 @pytest.mark.parametrize("name", ["tensors", "objects"])
 @pytest.mark.parametrize("text", ['{"w" 5}', '{"w": NaN}', '{"w": 5}', '{"w": []}', '{"w": {"a": Infinity}}', "{,}"])
-def test_a_table_that_is_none_is_damage_once_it_is_looked_into(name: str, text: str) -> None:
+def test_a_wrong_table_is_damage_at_the_first_access(name: str, text: str) -> None:
     manifest = Manifest.parse(with_line(name, text), "step-5/manifest.json")
     for look in (len, list, lambda table: table["w"], lambda table: "w" in table):
         with pytest.raises(CheckpointDamaged, match=r"step-5 is damaged: manifest\.json: ") as caught:
@@ -205,7 +205,7 @@ def test_a_table_that_is_none_is_damage_once_it_is_looked_into(name: str, text: 
         assert caught.value.path == "step-5"
 
 
-def test_a_table_is_read_when_it_is_first_looked_into_and_goes_on_the_way_it_came() -> None:
+def test_a_table_is_parsed_at_the_first_access_and_written_back_unchanged() -> None:
     data = with_line("tensors", '{ "v": {"dtype": "int8"},  "w": {} }')
     manifest = Manifest.parse(data)
     assert dict(manifest.tensors) == {"v": {"dtype": "int8"}, "w": {}}
@@ -233,7 +233,7 @@ def test_the_lines_of_a_manifest_are_what_other_versions_read() -> None:
     ]
 
 
-def test_what_is_no_json_number_is_not_written() -> None:
+def test_a_value_that_is_not_a_json_number_is_not_written() -> None:
     for manifest in (
         dataclasses.replace(MANIFEST, extra={"loss": float("nan")}),
         dataclasses.replace(MANIFEST, created_at=float("inf")),
@@ -242,13 +242,13 @@ def test_what_is_no_json_number_is_not_written() -> None:
             manifest.to_json()
 
 
-def test_a_time_that_is_no_number_of_seconds_is_damage() -> None:
+def test_a_time_that_is_not_a_number_of_seconds_is_damage() -> None:
     data = MANIFEST.to_json().replace(b"1700000000.25", b"1e999")
     with pytest.raises(CheckpointDamaged, match="created_at: expected seconds, found inf"):
         Manifest.parse(seal(data.partition(b',\n"digest"')[0]))
 
 
-def test_a_manifest_whose_seal_is_wrong_says_which_one_it_has() -> None:
+def test_the_error_for_a_wrong_digest_quotes_the_digest() -> None:
     data = MANIFEST.to_json()
     digest = data[-36:-4].decode()
     with pytest.raises(CheckpointDamaged, match=f"its own digest is not the {digest} of its last line"):

@@ -54,7 +54,7 @@ def test_every_field_has_a_line_and_the_last_one_is_the_digest_of_all_before() -
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-def test_a_number_that_json_has_not_is_not_written(number: float) -> None:
+def test_a_number_that_json_lacks_is_not_written(number: float) -> None:
     with pytest.raises(ValueError, match="JSON compliant"):
         dataclasses.replace(MANIFEST, extra={"loss": number}).to_json()
     with pytest.raises(ValueError, match="JSON compliant"):
@@ -63,7 +63,7 @@ def test_a_number_that_json_has_not_is_not_written(number: float) -> None:
 
 @pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity"])
 @pytest.mark.parametrize("table", ["objects", "extra"])
-def test_a_number_that_json_has_not_is_damage_and_is_named(constant: str, table: str) -> None:
+def test_a_number_that_json_lacks_is_damage_and_is_named(constant: str, table: str) -> None:
     lines = {"objects": '"objects": {"n":{"value":%s}},', "extra": '"extra": {"n":%s},'}
     text = "\n".join(LINES).replace("DIGEST", "").replace("BLOCKS", "").removesuffix(",")
     changed = "\n".join(lines[table] % constant if line.startswith(f'"{table}"') else line for line in text.split("\n"))
@@ -85,7 +85,9 @@ def test_a_number_that_json_has_not_is_damage_and_is_named(constant: str, table:
         (1, 0, True),
     ],
 )
-def test_a_file_has_a_digest_of_eight_bytes_for_each_block_or_none(size: int, num_bytes: int, is_sound: bool) -> None:
+def test_a_file_has_eight_bytes_of_digest_for_each_block_or_none_at_all(
+    size: int, num_bytes: int, is_sound: bool
+) -> None:
     manifest = dataclasses.replace(MANIFEST, files={"__0_0.distcp": FileRecord(size, bytes(num_bytes))})
     if is_sound:
         assert Manifest.parse(manifest.to_json()) == manifest
@@ -95,13 +97,13 @@ def test_a_file_has_a_digest_of_eight_bytes_for_each_block_or_none(size: int, nu
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../a", "a\\b", "a\0b"])
-def test_a_name_that_is_no_file_of_the_folder_is_damage(name: str) -> None:
+def test_a_name_that_cannot_be_a_file_of_the_folder_is_damage(name: str) -> None:
     manifest = dataclasses.replace(MANIFEST, files={name: FileRecord(1)})
     with pytest.raises(CheckpointDamaged, match="is not the name of a file"):
         Manifest.parse(manifest.to_json())
 
 
-def test_a_table_is_read_when_it_is_first_looked_into_and_names_its_file_when_it_is_none() -> None:
+def test_a_table_is_parsed_at_the_first_access_and_damage_names_its_file() -> None:
     text = "\n".join(LINES).replace("DIGEST", "").replace("BLOCKS", "").removesuffix(",")
     damaged = seal(text.replace('"objects": {"n":{', '"objects": {"n":{{').encode())
     manifest = Manifest.parse(damaged, "step-5/manifest.json")
@@ -119,7 +121,7 @@ def test_a_table_of_anything_but_objects_is_damage(entries: str, found: str) -> 
         Manifest.parse(seal(changed.encode())).objects.get("n")
 
 
-def test_what_is_no_object_in_the_place_of_a_table_is_damage() -> None:
+def test_anything_but_an_object_in_the_place_of_a_table_is_damage() -> None:
     text = "\n".join(LINES).replace("DIGEST", "").replace("BLOCKS", "").removesuffix(",")
     changed = text.replace('{"n":{"value":3}}', "[]")
     with pytest.raises(CheckpointDamaged, match="objects: expected dict, found list"):

@@ -50,12 +50,12 @@ def test_the_latest_is_the_highest_step_not_the_last_of_the_list_nor_of_the_alph
     assert steps(to_purge(KeepLatest(1), [info(10), info(9), info(100)])) == [9, 10]
 
 
-def test_fewer_than_asked_for_all_stay() -> None:
+def test_all_stay_if_there_are_fewer_than_the_policy_keeps() -> None:
     assert to_purge(KeepLatest(5), [info(1), info(2)]) == []
     assert to_purge(KeepLatest(1), []) == []
 
 
-def test_weights_only_is_neither_counted_nor_purged() -> None:
+def test_weights_only_checkpoints_are_neither_counted_nor_purged() -> None:
     committed = [weights(1), info(2), info(3), weights(4)]
     assert steps(to_purge(KeepLatest(1), committed)) == [2]
     assert KeepLatest(1).keep(committed) == {1, 3, 4}
@@ -76,14 +76,16 @@ class KeepNothing:
 
 
 @given(INFOS)
-def test_whatever_the_policy_the_latest_full_one_and_the_weights_stay(committed: list[CheckpointInfo]) -> None:
+def test_the_latest_full_checkpoint_and_the_weights_stay_whatever_the_policy(committed: list[CheckpointInfo]) -> None:
     purged = steps(to_purge(KeepNothing(), committed))
     full = sorted(found.step for found in committed if found.kind is CheckpointKind.FULL)
     assert purged == full[:-1]
 
 
 @given(INFOS, st.integers(1, 5), st.sets(st.integers(0, 50)))
-def test_exactly_k_stay_besides_the_protected(committed: list[CheckpointInfo], k: int, protected: set[int]) -> None:
+def test_exactly_k_stay_besides_the_protected_ones(
+    committed: list[CheckpointInfo], k: int, protected: set[int]
+) -> None:
     purged = set(steps(to_purge(KeepLatest(k), committed, protected)))
     full = {found.step for found in committed if found.kind is CheckpointKind.FULL}
     assert full - purged == set(sorted(full)[-k:]) | full & protected
@@ -91,23 +93,23 @@ def test_exactly_k_stay_besides_the_protected(committed: list[CheckpointInfo], k
     assert to_purge(KeepAll(), committed, protected) == []
 
 
-def test_the_latest_known_good_one_stays_however_many_newer_ones_there_are() -> None:
+def test_the_latest_known_good_checkpoint_stays_however_many_later_ones_there_are() -> None:
     committed = [info(1), info(2), info(3), info(4), info(5)]
     assert steps(to_purge(KeepLatest(1), committed, known_good={1, 2})) == [1, 3, 4]
 
 
-def test_a_known_good_one_that_is_no_longer_there_or_holds_weights_alone_is_none() -> None:
+def test_a_removed_or_weights_only_checkpoint_does_not_count_as_known_good() -> None:
     assert steps(to_purge(KeepLatest(1), [weights(1), info(2), info(3)], known_good={1, 9})) == [2]
 
 
-def test_what_is_not_sound_is_neither_counted_nor_purged() -> None:
+def test_a_damaged_checkpoint_is_neither_counted_nor_purged() -> None:
     committed = [info(1), info(2), info(3), info(4)]
     sound = {1, 2, 4}
     assert steps(to_purge(KeepLatest(2), committed, is_sound=lambda found: found.step in sound)) == [1]
     assert to_purge(KeepLatest(3), committed, is_sound=lambda found: found.step in sound) == []
 
 
-def test_nothing_is_asked_of_checkpoints_while_none_would_go() -> None:
+def test_checkpoints_are_not_inspected_while_none_would_be_purged() -> None:
     def is_sound(found: CheckpointInfo) -> bool:
         raise AssertionError(f"step {found.step} was looked at")
 
@@ -115,7 +117,7 @@ def test_nothing_is_asked_of_checkpoints_while_none_would_go() -> None:
     assert to_purge(KeepAll(), [info(1), info(2), info(3)], is_sound=is_sound) == []
 
 
-def test_only_full_checkpoints_are_looked_at() -> None:
+def test_only_full_checkpoints_are_inspected() -> None:
     looked_at: list[int] = []
 
     def is_sound(found: CheckpointInfo) -> bool:
@@ -127,7 +129,7 @@ def test_only_full_checkpoints_are_looked_at() -> None:
 
 
 @given(INFOS, st.integers(1, 5), st.sets(st.integers(0, 50)), st.sets(st.integers(0, 50)))
-def test_whatever_is_broken_the_last_good_one_stays(
+def test_the_last_good_checkpoint_stays_whatever_is_damaged(
     committed: list[CheckpointInfo], k: int, sound: set[int], good: set[int]
 ) -> None:
     purged = set(steps(to_purge(KeepLatest(k), committed, known_good=good, is_sound=lambda i: i.step in sound)))
@@ -168,7 +170,7 @@ def full(*steps: int) -> Act:
 
 
 def damage(step: int, name: str, data: bytes | None = None) -> Act:
-    """A file of the checkpoint of `step` holds `data`, or is gone."""
+    """Replace a file of the checkpoint of `step` by `data`, or remove it."""
 
     def act(store: CheckpointStore) -> None:
         path = store.get(step).path / name
@@ -182,7 +184,7 @@ def weights_alone(step: int) -> Act:
 
 
 def under_way(step: int) -> Act:
-    """A save of which one rank's file is written."""
+    """Begin a save: one rank's file is written."""
     return lambda store: (store.stage(step) / layout.data_file(0, 0)).write_bytes(b"half")
 
 
@@ -200,7 +202,7 @@ def branch(step: int, *abandons: int) -> Act:
 
 
 def not_yet_set_aside(step: int, run_id: str) -> Act:
-    """As after a crash between the commit of a branch and the new names of what it abandons."""
+    """Prepare the state after a crash between the commit of a branch and the renames of what it abandons."""
     return lambda store: (store.root / layout.abandoned_dir(step, run_id, 1)).rename(store.root / layout.step_dir(step))
 
 
@@ -209,7 +211,7 @@ DATA = layout.data_file(0, 0)
 
 @dataclass(frozen=True)
 class Row:
-    """What is in the folder, the policy, and the names that are gone after a purge; all others are as they were."""
+    """The folder, the policy, and the names that a purge removes; all others stay as they are."""
 
     name: str
     there: tuple[Act, ...]
@@ -284,7 +286,7 @@ def contents(root: Path) -> dict[str, dict[str, bytes]]:
     return {path.name: {file.name: file.read_bytes() for file in path.iterdir()} for path in root.iterdir()}
 
 
-def test_one_that_a_load_fell_back_from_is_not_counted_once_it_is_quarantined(tmp_path: Path) -> None:
+def test_a_quarantined_checkpoint_is_not_counted(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     full(1, 2, 3)(store)
     store.quarantine(3, ["a byte"])
@@ -293,7 +295,7 @@ def test_one_that_a_load_fell_back_from_is_not_counted_once_it_is_quarantined(tm
     shutil.rmtree(tmp_path / "step-3.corrupt")
 
 
-def test_the_latest_one_without_nan_stays_whatever_the_policy_says() -> None:
+def test_the_latest_checkpoint_without_nan_stays_whatever_the_policy() -> None:
     committed = [info(1), info(2), *(dataclasses.replace(info(step), has_nan=True) for step in (3, 4, 5))]
     assert steps(to_purge(KeepLatest(1), committed)) == [1, 3, 4]
     assert steps(to_purge(KeepLatest(1), committed, known_good={1, 3, 4, 5})) == [3, 4]

@@ -21,7 +21,7 @@ from torchtitan_lite.store.store import CheckpointStore, free_bytes
 
 
 class Transcript(Durable):
-    """Does what it is told and writes it down; syncing is only written down."""
+    """Does each operation and records it; syncs are only recorded."""
 
     def __init__(self, exchanges: bool = True) -> None:
         self.exchanges = exchanges
@@ -32,7 +32,7 @@ class Transcript(Durable):
         super().rename(src, dst)
 
     def exchange(self, a: Path, b: Path) -> bool:
-        # Three renames stand for the call, so that these tests do not depend on the filesystem.
+        # Three renames replace the call, so that these tests do not depend on the file system.
         if self.exchanges:
             self.lines.append(f"exchange {a.name} {b.name}")
             spare = a.with_name("spare")
@@ -123,13 +123,13 @@ def test_steps_are_listed_by_number(store: CheckpointStore) -> None:
     assert store.latest() == store.get(100)
 
 
-def test_the_latest_full_one_is_not_a_weights_only_one(store: CheckpointStore) -> None:
+def test_the_latest_full_checkpoint_is_not_a_weights_only_one(store: CheckpointStore) -> None:
     full, weights = save(store, 1), save(store, 2, kind=CheckpointKind.WEIGHTS_ONLY)
     assert store.latest() == full
     assert store.latest(CheckpointKind.WEIGHTS_ONLY) == weights
 
 
-def test_a_step_that_is_not_there_is_refused_and_the_others_are_named(store: CheckpointStore, root: Path) -> None:
+def test_a_missing_step_is_an_error_that_names_the_others(store: CheckpointStore, root: Path) -> None:
     save(store, 200)
     save(store, 400)
     with pytest.raises(CheckpointNotFound, match=r"step 7 .* 200, 400") as caught:
@@ -142,7 +142,7 @@ def test_staging_is_made_by_any_rank_any_number_of_times(store: CheckpointStore,
     assert store.committed() == []
 
 
-def test_clearing_drops_what_an_earlier_attempt_left_and_nothing_else(store: CheckpointStore, root: Path) -> None:
+def test_clearing_removes_what_an_earlier_attempt_left_and_nothing_else(store: CheckpointStore, root: Path) -> None:
     save(store, 5)
     write(store, 6)
     (store.stage(6) / "folder").mkdir()
@@ -183,7 +183,7 @@ def test_a_save_without_one_of_its_files_is_refused(store: CheckpointStore, miss
     assert store.committed() == []
 
 
-def test_the_record_of_dcps_description_is_the_writers_where_it_has_one(store: CheckpointStore) -> None:
+def test_the_writer_s_record_of_the_metadata_is_used_if_there_is_one(store: CheckpointStore) -> None:
     write(store, 5)
     handed_over = FileRecord.of(b"OF DCP")
     given = manifest(5)
@@ -192,7 +192,7 @@ def test_the_record_of_dcps_description_is_the_writers_where_it_has_one(store: C
     assert written is not None and written.files[".metadata"] == handed_over
 
 
-def test_a_save_that_nobody_staged_is_refused(store: CheckpointStore) -> None:
+def test_a_save_without_a_staging_folder_is_refused(store: CheckpointStore) -> None:
     with pytest.raises(SaveFailed, match="missing"):
         store.commit(5, manifest(5))
 
@@ -215,7 +215,7 @@ def of_run(run_id: str, step: int, *abandons: tuple[int, str]) -> Manifest:
     return dataclasses.replace(manifest(step), lineage=Lineage(run_id, abandons=abandons))
 
 
-def test_a_save_that_would_not_count_because_its_run_was_left_is_refused(store: CheckpointStore, root: Path) -> None:
+def test_a_save_of_an_abandoned_step_is_refused(store: CheckpointStore, root: Path) -> None:
     write(store, 2)
     store.commit(2, of_run("b2", 2, (3, "a1")))
     write(store, 3)
@@ -227,12 +227,12 @@ def test_a_save_that_would_not_count_because_its_run_was_left_is_refused(store: 
 
 
 class Lost(Exception):
-    """The folder is another's."""
+    """The folder belongs to another job."""
 
 
 @pytest.mark.parametrize("exchanges", [True, False])
 @pytest.mark.parametrize("there", ["nothing", "old", "foreign", "abandoning"])
-def test_once_the_fence_raised_nothing_is_renamed(root: Path, there: str, exchanges: bool) -> None:
+def test_nothing_is_renamed_after_the_fence_raised(root: Path, there: str, exchanges: bool) -> None:
     for passes in itertools.count():
         disk = Transcript(exchanges)
         store = CheckpointStore(root / str(passes), durable=disk)
@@ -246,14 +246,17 @@ def test_once_the_fence_raised_nothing_is_renamed(root: Path, there: str, exchan
             store.commit(5, dataclasses.replace(of_run("b2", 5, (9, "unknown")), files={"__0_0.distcp": FileRecord(3)}))
             (store.root / "aside").rename(store.root / "step-9")
         write(store, 5, b"new")
-        begun, asked = len(disk.lines), itertools.count()
+        begun, calls = len(disk.lines), itertools.count()
         lines_then: list[int] = []
 
         def fence(
-            passes: int = passes, asked: Iterator[int] = asked, disk: Transcript = disk, then: list[int] = lines_then
+            passes: int = passes,
+            calls: Iterator[int] = calls,
+            disk: Transcript = disk,
+            then: list[int] = lines_then,
         ) -> None:
             then.append(len(disk.lines))
-            if next(asked) == passes:
+            if next(calls) == passes:
                 raise Lost
 
         try:
@@ -261,7 +264,7 @@ def test_once_the_fence_raised_nothing_is_renamed(root: Path, there: str, exchan
         except Lost:
             assert len(disk.lines) == lines_then[-1]
             renamed = [line for line in disk.lines[begun:] if line.startswith(("rename", "exchange"))]
-            # Between the two renames of a replacement, what was replaced is where every reader finds it.
+            # Between the two renames of a replacement, readers find the replaced checkpoint.
             assert renamed in (
                 [],
                 ["rename step-5 .replaced-step-5-1"],
@@ -282,7 +285,7 @@ def test_once_the_fence_raised_nothing_is_renamed(root: Path, there: str, exchan
 
 
 @pytest.mark.parametrize("exchanges", [True, False])
-def test_a_step_saved_again_is_the_new_one_alone(root: Path, exchanges: bool) -> None:
+def test_a_step_saved_again_is_only_the_new_checkpoint(root: Path, exchanges: bool) -> None:
     store = CheckpointStore(root, durable=Transcript(exchanges))
     save(store, 5, b"old")
     new = save(store, 5, b"newer", CheckpointKind.WEIGHTS_ONLY)
@@ -294,14 +297,14 @@ def test_a_step_saved_again_is_the_new_one_alone(root: Path, exchanges: bool) ->
 SEALED = ["fsync file", "write step-5.staging/manifest.json", "fsync step-5.staging/", "fsync checkpoint/"]
 
 
-def test_a_commit_does_these_things_in_this_order(root: Path) -> None:
+def test_a_commit_performs_these_operations_in_this_order(root: Path) -> None:
     disk = Transcript()
     save(CheckpointStore(root, durable=disk), 5)
     made = disk.lines.index("fsync file")
     assert disk.lines[made:] == [*SEALED, "rename step-5.staging step-5", "fsync checkpoint/"]
 
 
-def test_a_replacement_does_these_things_in_this_order(root: Path) -> None:
+def test_a_replacement_performs_these_operations_in_this_order(root: Path) -> None:
     disk = Transcript()
     save(CheckpointStore(root), 5)
     save(CheckpointStore(root, durable=disk), 5)
@@ -316,7 +319,7 @@ def test_a_replacement_does_these_things_in_this_order(root: Path) -> None:
     ]
 
 
-def test_a_replacement_without_exchange_does_these_things_in_this_order(root: Path) -> None:
+def test_a_replacement_without_exchange_performs_these_operations_in_this_order(root: Path) -> None:
     disk = Transcript(exchanges=False)
     save(CheckpointStore(root), 5)
     save(CheckpointStore(root, durable=disk), 5)
@@ -333,7 +336,7 @@ def test_a_replacement_without_exchange_does_these_things_in_this_order(root: Pa
     ]
 
 
-def test_a_recovery_does_these_things_in_this_order(store: CheckpointStore, root: Path) -> None:
+def test_a_recovery_performs_these_operations_in_this_order(store: CheckpointStore, root: Path) -> None:
     for step in (1, 2):
         save(store, step, b"old").path.rename(root / f".replaced-step-{step}-1")
     save(store, 3).path.rename(root / ".trash-step-3-1")
@@ -354,7 +357,9 @@ def test_a_recovery_does_these_things_in_this_order(store: CheckpointStore, root
     ]
 
 
-def test_a_replaced_one_that_cannot_be_removed_is_a_warning(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_replaced_checkpoint_that_cannot_be_removed_is_a_warning(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class NothingIsRemoved(Transcript):
         def remove_tree(self, path: Path) -> None:
             raise PermissionError(f"{path.name} is busy")
@@ -383,7 +388,7 @@ def test_a_failing_delete_raises_and_the_next_one_works(root: Path) -> None:
     assert names(root) == [".trash-step-1-1"]
 
 
-def test_deleting_what_is_gone_raises(store: CheckpointStore) -> None:
+def test_deleting_a_removed_checkpoint_raises(store: CheckpointStore) -> None:
     info = save(store, 1)
     store.delete(info)
     with pytest.raises(FileNotFoundError):
@@ -393,7 +398,7 @@ def test_deleting_what_is_gone_raises(store: CheckpointStore) -> None:
 DATA = "__0_0.distcp"
 
 
-def test_sizes_that_are_as_committed_are_no_finding(store: CheckpointStore) -> None:
+def test_sizes_as_committed_are_no_finding(store: CheckpointStore) -> None:
     info = save(store, 5)
     (info.path / DATA).write_bytes(b"flip")
     assert store.check_sizes(info) == []
@@ -412,7 +417,7 @@ def test_sizes_that_are_as_committed_are_no_finding(store: CheckpointStore) -> N
         (lambda folder: shutil.rmtree(folder), "manifest.json is missing"),
     ],
 )
-def test_a_file_that_is_gone_or_of_another_size_is_found_and_named(
+def test_a_missing_file_or_one_of_another_size_is_named(
     store: CheckpointStore, damage: Callable[[Path], object], finding: str
 ) -> None:
     info = save(store, 5)
@@ -421,7 +426,7 @@ def test_a_file_that_is_gone_or_of_another_size_is_found_and_named(
     assert len(findings) == 1 and findings[0].startswith(finding)
 
 
-def test_quarantining_does_these_things_in_this_order(root: Path) -> None:
+def test_quarantining_performs_these_operations_in_this_order(root: Path) -> None:
     disk = Transcript()
     save(CheckpointStore(root), 5)
     assert CheckpointStore(root, durable=disk).quarantine(5, ["block 3 of a file"]) == root / "step-5.corrupt"
@@ -433,7 +438,7 @@ def test_quarantining_does_these_things_in_this_order(root: Path) -> None:
     ]
 
 
-def test_what_is_quarantined_is_whole_tells_why_and_is_never_looked_at_again(
+def test_a_quarantined_checkpoint_is_whole_has_its_findings_and_is_never_read_again(
     store: CheckpointStore, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     old = save(store, 4)
@@ -444,8 +449,8 @@ def test_what_is_quarantined_is_whole_tells_why_and_is_never_looked_at_again(
     assert "Step 5 is damaged and is now" in caplog.text
     aside = [root / "step-5.corrupt", root / "step-5.corrupt-2"]
     assert [(path / DATA).read_bytes() for path in aside] == [b"bad1", b"bad2"]
-    told = json.loads((aside[0] / "findings.json").read_text())
-    assert told == {"step": 5, "findings": ["block 3 of __0_0.distcp", ".metadata is missing"]}
+    written = json.loads((aside[0] / "findings.json").read_text())
+    assert written == {"step": 5, "findings": ["block 3 of __0_0.distcp", ".metadata is missing"]}
     assert store.latest() == old
     assert (store.committed(), store.unmanaged(), store.damaged(), store.recover()) == ([old], [], {}, [])
     new = save(store, 5)
@@ -460,7 +465,9 @@ def test_a_checkpoint_whose_manifest_is_damaged_is_found_and_quarantined(store: 
     assert (names(root), store.damaged()) == (["step-5.corrupt"], {})
 
 
-def test_a_disk_that_is_full_quarantines_without_a_word(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_on_a_full_disk_a_checkpoint_is_quarantined_without_its_findings(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     save(CheckpointStore(root), 5)
     with caplog.at_level(logging.WARNING, "torchtitan_lite"):
         aside = CheckpointStore(root, durable=FailingDisk("write_file")).quarantine(5, ["a byte"])
@@ -468,7 +475,7 @@ def test_a_disk_that_is_full_quarantines_without_a_word(root: Path, caplog: pyte
     assert "findings.json: [Errno 28] No space left on device" in caplog.text
 
 
-def test_what_a_damaged_one_abandons_stays_abandoned(store: CheckpointStore, root: Path) -> None:
+def test_checkpoints_that_a_damaged_one_abandons_stay_abandoned(store: CheckpointStore, root: Path) -> None:
     save(store, 6).path.rename(root / "kept")
     write(store, 5)
     store.commit(5, of_run("b2", 5, (6, "unknown")))
@@ -479,23 +486,23 @@ def test_what_a_damaged_one_abandons_stays_abandoned(store: CheckpointStore, roo
 
 
 class Room:
-    """Says that `free` bytes are free, and counts how often it was asked."""
+    """Returns that `free` bytes are free, and counts its calls."""
 
     def __init__(self, free: int) -> None:
-        self.free, self.asked = free, 0
+        self.free, self.calls = free, 0
 
     def __call__(self, folder: Path) -> int:
-        self.asked += 1
+        self.calls += 1
         return self.free
 
 
-def test_where_there_is_room_nothing_is_removed(root: Path) -> None:
+def test_with_enough_room_nothing_is_removed(root: Path) -> None:
     store = CheckpointStore(root, free_bytes=Room(100))
     store.preflight(7, 100, make_room=lambda: pytest.fail("there is room"))
     assert not root.exists()
 
 
-def test_where_there_is_too_little_leavings_go_and_room_is_made(root: Path) -> None:
+def test_with_too_little_room_leftovers_are_removed_and_room_is_made(root: Path) -> None:
     room = Room(99)
     store = CheckpointStore(root, free_bytes=room)
     write(store, 6)
@@ -505,10 +512,10 @@ def test_where_there_is_too_little_leavings_go_and_room_is_made(root: Path) -> N
         room.free = 100
 
     store.preflight(7, 100, make_room)
-    assert room.asked == 2
+    assert room.calls == 2
 
 
-def test_where_no_room_can_be_made_the_save_is_refused_with_what_is_needed_and_free(root: Path) -> None:
+def test_a_save_without_room_is_refused_with_the_needed_and_the_free_bytes(root: Path) -> None:
     store = CheckpointStore(root, free_bytes=Room(3 << 20))
     info = save(store, 5)
     with pytest.raises(SaveFailed, match=r"step 7 failed: .*room for 3.0 MiB, the last save took 5.0 MiB; .*keep_lat"):
@@ -516,7 +523,7 @@ def test_where_no_room_can_be_made_the_save_is_refused_with_what_is_needed_and_f
     assert store.committed() == [info]
 
 
-def test_the_room_of_a_folder_that_is_yet_to_be_is_that_of_the_one_it_will_be_in(tmp_path: Path) -> None:
+def test_the_free_room_of_a_missing_folder_is_that_of_its_parent(tmp_path: Path) -> None:
     assert free_bytes(tmp_path / "outputs" / "checkpoint") > 0
     CheckpointStore(tmp_path / "outputs" / "checkpoint").preflight(1, 1)
     with pytest.raises(SaveFailed, match="has room for"):
@@ -535,7 +542,7 @@ def put_unknown_names(root: Path) -> None:
     (root / "step-90" / "manifest.json").mkdir(parents=True)
 
 
-def test_foreign_names_are_never_chosen_and_never_touched(store: CheckpointStore, root: Path) -> None:
+def test_unknown_names_are_never_chosen_and_never_touched(store: CheckpointStore, root: Path) -> None:
     put_unknown_names(root)
     foreign = names(root)
     info = save(store, 5)
@@ -546,7 +553,7 @@ def test_foreign_names_are_never_chosen_and_never_touched(store: CheckpointStore
     assert (root / "foo" / ".metadata").read_bytes() == b"theirs"
 
 
-def test_a_damaged_latest_is_passed_over_with_a_warning(
+def test_a_damaged_latest_checkpoint_is_skipped_with_a_warning(
     store: CheckpointStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     old, latest = save(store, 5), save(store, 6)
@@ -567,7 +574,7 @@ def test_a_copy_under_another_steps_name_is_not_that_step(store: CheckpointStore
         store.get(9)
 
 
-def test_a_checkpoint_of_a_newer_version_stops_the_search_instead_of_being_passed_over(
+def test_a_checkpoint_of_a_newer_version_stops_the_search_and_is_not_skipped(
     store: CheckpointStore,
 ) -> None:
     save(store, 5)
@@ -579,9 +586,7 @@ def test_a_checkpoint_of_a_newer_version_stops_the_search_instead_of_being_passe
             ask()
 
 
-def test_torchtitans_own_checkpoints_are_reported_and_read_only_when_asked_for(
-    store: CheckpointStore, root: Path
-) -> None:
+def test_torchtitan_s_own_checkpoints_are_listed_apart(store: CheckpointStore, root: Path) -> None:
     info = save(store, 5)
     for step, name in ((7, ".metadata"), (8, "__0_0.distcp")):
         (root / f"step-{step}").mkdir()
@@ -592,7 +597,7 @@ def test_torchtitans_own_checkpoints_are_reported_and_read_only_when_asked_for(
         store.get(7)
 
 
-def test_what_is_not_ours_and_in_the_way_of_a_commit_is_moved_aside(
+def test_what_is_not_ours_and_in_the_way_of_a_commit_is_renamed(
     store: CheckpointStore, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root.mkdir()
@@ -620,7 +625,9 @@ def test_a_damaged_checkpoint_is_kept_when_its_step_is_saved_again(store: Checkp
     assert (root / "step-5.foreign" / "__0_0.distcp").read_bytes() == b"old"
 
 
-def test_a_reader_sees_the_replaced_one_until_recovery_puts_it_back(store: CheckpointStore, root: Path) -> None:
+def test_a_reader_sees_the_replaced_checkpoint_until_recovery_renames_it_back(
+    store: CheckpointStore, root: Path
+) -> None:
     save(store, 5, b"old").path.rename(root / ".replaced-step-5-1")
     write(store, 5, b"new")
     assert store.latest() == store.get(5)
@@ -631,7 +638,7 @@ def test_a_reader_sees_the_replaced_one_until_recovery_puts_it_back(store: Check
     assert names(root) == ["step-5"]
 
 
-def test_the_last_one_replaced_is_the_one_put_back(store: CheckpointStore, root: Path) -> None:
+def test_the_checkpoint_that_was_replaced_last_is_renamed_back(store: CheckpointStore, root: Path) -> None:
     for number in (2, 10):
         save(store, 5, str(number).encode()).path.rename(root / f".replaced-step-5-{number}")
     assert data_of(store.get(5)) == b"10"
@@ -640,7 +647,7 @@ def test_the_last_one_replaced_is_the_one_put_back(store: CheckpointStore, root:
     assert names(root) == ["step-5"]
 
 
-def test_a_replaced_one_is_kept_while_something_else_has_its_name(store: CheckpointStore, root: Path) -> None:
+def test_a_replaced_checkpoint_is_kept_while_something_else_has_its_name(store: CheckpointStore, root: Path) -> None:
     save(store, 5).path.rename(root / ".replaced-step-5-1")
     (root / "step-5").mkdir()
     assert store.recover() == []
@@ -648,7 +655,7 @@ def test_a_replaced_one_is_kept_while_something_else_has_its_name(store: Checkpo
     assert steps(store) == [5]
 
 
-def test_deleting_does_not_bring_an_older_one_back(store: CheckpointStore, root: Path) -> None:
+def test_deleting_does_not_bring_back_an_older_checkpoint(store: CheckpointStore, root: Path) -> None:
     save(store, 5, b"old").path.rename(root / "kept")
     new = save(store, 5, b"new")
     (root / "kept").rename(root / ".replaced-step-5-1")
@@ -659,7 +666,7 @@ def test_deleting_does_not_bring_an_older_one_back(store: CheckpointStore, root:
 
 
 @pytest.mark.parametrize("exchanges", [True, False])
-def test_a_job_that_lost_the_folder_while_it_sealed_does_not_rename_what_the_replaced_one_abandons(
+def test_a_job_that_lost_the_folder_while_sealing_does_not_rename_what_the_replaced_checkpoint_abandons(
     root: Path, exchanges: bool
 ) -> None:
     disk = Transcript(exchanges)
@@ -681,7 +688,7 @@ def test_a_job_that_lost_the_folder_while_it_sealed_does_not_rename_what_the_rep
 
 
 def step_5_replaced_twice(root: Path) -> CheckpointStore:
-    """Save step 5 three times; what was replaced is still there, as after a crash."""
+    """Save step 5 three times; the replaced checkpoints are still there, as after a crash."""
     store = CheckpointStore(root)
     for number, data in enumerate((b"first", b"second"), 1):
         save(store, 5, data).path.rename(root / f"kept-{number}")
@@ -692,9 +699,7 @@ def step_5_replaced_twice(root: Path) -> CheckpointStore:
 
 
 @pytest.mark.parametrize("at", [1, 2, 3])
-def test_a_quarantine_that_is_cut_never_makes_an_older_one_of_the_step_the_one_that_is_found(
-    root: Path, at: int
-) -> None:
+def test_a_cut_quarantine_never_exposes_an_older_checkpoint_of_the_step(root: Path, at: int) -> None:
     class CutAtRename(Durable):
         renames = 0
 
@@ -710,7 +715,7 @@ def test_a_quarantine_that_is_cut_never_makes_an_older_one_of_the_step_the_one_t
     assert data_of(store.get(5)) == b"third"
 
 
-def test_all_of_a_step_is_quarantined_and_the_findings_are_with_the_one_that_was_found_damaged(root: Path) -> None:
+def test_a_quarantine_takes_every_checkpoint_of_the_step_and_puts_findings_in_the_damaged_one(root: Path) -> None:
     store = step_5_replaced_twice(root)
     aside = store.quarantine(5, ["a byte"])
     assert names(root) == ["step-5.corrupt", "step-5.corrupt-2", "step-5.corrupt-3"]
@@ -718,9 +723,7 @@ def test_all_of_a_step_is_quarantined_and_the_findings_are_with_the_one_that_was
     assert (aside / DATA).read_bytes() == b"third"
 
 
-def test_a_folder_that_has_exactly_the_size_of_the_file_in_whose_place_it_is_is_found(
-    store: CheckpointStore, root: Path
-) -> None:
+def test_a_folder_of_the_size_of_a_file_is_found_in_its_place(store: CheckpointStore, root: Path) -> None:
     (root / "folder").mkdir(parents=True)
     info = save(store, 5, b"x" * (root / "folder").stat().st_size)
     (info.path / DATA).unlink()
@@ -729,7 +732,7 @@ def test_a_folder_that_has_exactly_the_size_of_the_file_in_whose_place_it_is_is_
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EPERM])
-def test_where_the_system_refuses_to_swap_names_a_step_is_replaced_all_the_same(
+def test_a_step_is_replaced_also_where_the_system_refuses_to_swap_names(
     store: CheckpointStore, root: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     def refuse(*arguments: object) -> int:
@@ -742,7 +745,9 @@ def test_where_the_system_refuses_to_swap_names_a_step_is_replaced_all_the_same(
     assert names(root) == ["step-5"]
 
 
-def test_two_stores_are_in_the_same_place_however_it_is_spelt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_stores_of_one_folder_are_in_the_same_place_however_it_is_spelt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "outputs").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "outputs")
     monkeypatch.chdir(tmp_path)

@@ -1,9 +1,9 @@
-"""A folder over its whole life: whatever happens to it, in whatever order, what was acknowledged loads.
+"""A folder over its whole life: every acknowledged save loads, whatever happens, in whatever order.
 
-Saves at once and saves whose commit comes later, kills and power cuts at any operation, failing
-disks, damage, removal by a policy, going back to an earlier step, other numbers of ranks, a second
-writer. The store is real, on real files; the disk is the one of recording.py. The model is what each
-rule says should be there; a reader that checks every byte must find exactly that.
+Synchronous saves and saves with a later commit, kills and power cuts at any operation, failing disks, damage, removal
+by a policy, rolling back to an earlier step, other numbers of ranks, a second writer. The store is real, on real files;
+the disk is that of recording.py. The model is what each rule says should be there; a reader that checks every byte
+must find exactly that.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ FULL = CheckpointKind.FULL
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens at the `at`-th operation from now; `seed` says what a power cut loses."""
+    """An event at the `at`-th operation from now; `seed` decides what a power cut loses."""
 
     at: int
     kind: str
@@ -67,12 +67,12 @@ DAMAGE = st.sampled_from(["flip", "truncate", "delete", "zero"])
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint as it must be found."""
+    """A checkpoint as a reader must find it."""
 
     run_id: str
     kind: CheckpointKind
     files: dict[str, bytes]
-    """All but the manifest."""
+    """Its files but the manifest."""
     is_sound: bool = True
     has_its_sizes: bool = True
 
@@ -82,7 +82,7 @@ There = dict[int, Saved]
 
 @dataclass(frozen=True)
 class Staged:
-    """A save whose files are written and whose commit is to come."""
+    """A save whose files are written and that is not committed yet."""
 
     step: int
     manifest: Manifest
@@ -90,7 +90,7 @@ class Staged:
 
 
 def read(root: Path) -> There:
-    """What a reader finds, every byte checked against the digests in the manifest."""
+    """Return what a reader finds, every byte checked against the digests in the manifest."""
     found: There = {}
     store = CheckpointStore(root)
     for info in store.committed():
@@ -172,7 +172,7 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.staged is not None)
     @rule(passes=st.integers(0, 3), takes_over_first=st.booleans())
     def commit_as_another_takes_over(self, passes: int, takes_over_first: bool) -> None:
-        """The fence lets `passes` questions pass and then raises, if it is asked so often."""
+        """The fence passes `passes` times, and raises at the next call if there is one."""
         staged = self._take_staged()
         outcome = self._outcome(staged)
         if takes_over_first:
@@ -204,7 +204,7 @@ class Life(RuleBasedStateMachine):
         steps = sorted(self.there)
         step = steps[-1 - which % len(steps)]
         info = CheckpointStore(self.root).get(step)
-        # Without its manifest nobody knows what it abandons; that is another story.
+        # Without its manifest, what it abandons is unknown; other tests cover that.
         names = sorted(
             path.name for path in info.path.iterdir() if path.name != layout.MANIFEST or not info.lineage.abandons
         )
@@ -237,7 +237,7 @@ class Life(RuleBasedStateMachine):
 
     @precondition(lambda self: self.staged is None and self._latest_sound() is not None)
     @rule(which=st.integers(0, 9))
-    def go_back(self, which: int) -> None:
+    def roll_back(self, which: int) -> None:
         steps = sorted(step for step, saved in self.there.items() if saved.kind is FULL and saved.is_sound)
         self.step = steps[which % len(steps)]
         self.num_runs += 1
@@ -277,7 +277,7 @@ class Life(RuleBasedStateMachine):
                 assert {*left} <= {*UNSUPPORTED, *self._aside()}
 
     def _stage(self, kind: CheckpointKind) -> None:
-        """The ranks write the files of the present step."""
+        """Write the files of the ranks for the present step."""
         self.num_saves += 1
         step, store = self.step, self.store
         store.clear_staging(step)
@@ -333,7 +333,7 @@ class Life(RuleBasedStateMachine):
         return not self.store.check_sizes(info)
 
     def _try(self, act: Callable[[], object], outcomes: list[There], fault: Fault | None, step: int = -1) -> bool:
-        """Whether `act` came to its end; else one of `outcomes` is there, and the next process runs."""
+        """Return whether `act` finished; else check for one of `outcomes`, and go on as the next process."""
         first = len(self.recorder.log)
 
         def strike(number: int) -> None:
@@ -371,7 +371,7 @@ class Life(RuleBasedStateMachine):
         self.one_must_load = self.one_must_load and self._latest_sound() is not None
 
     def _cut_power(self, seed: int) -> None:
-        """What is not synced is kept or lost; 0 keeps it all, 1 loses it all."""
+        """Keep or lose what is not synced; 0 keeps all, 1 loses all."""
         disk, chance = self.recorder.disk, random.Random(seed)
         lost: Lost = {}
         if seed == 1:
@@ -385,7 +385,7 @@ class Life(RuleBasedStateMachine):
         self._attach(Disk.of(self.base))
 
     def _restart(self, fault: Fault | None) -> None:
-        """A new process recovers, and loads the latest checkpoint that is not damaged."""
+        """Recover as a new process, and load the latest undamaged checkpoint."""
         self.staged = None
         self._attach(self.recorder.disk)
         self.known_good = set()
@@ -410,7 +410,7 @@ class Life(RuleBasedStateMachine):
             self.step, self.lineage, self.known_good = info.step, replace(info.lineage, abandons=()), {info.step}
             assert found == self.there[info.step]
             if info.run_id in {run for other in self.store.intact() for _, run in other.lineage.abandons}:
-                # What lies beyond is abandoned by that run's name: who goes on from here needs another one.
+                # Later steps are abandoned under the id of that run: a run that continues here needs another id.
                 self.num_runs += 1
                 self.lineage = Lineage(f"run{self.num_runs}", info.step)
         else:
@@ -430,7 +430,7 @@ class Life(RuleBasedStateMachine):
         elif how == "zero":
             path.write_bytes(bytes(len(data)))
         else:
-            # All that is saved is ASCII: done twice, it is not undone.
+            # All saved bytes are ASCII, so a second time does not undo the first.
             path.write_bytes(data[:middle] + bytes([data[middle] | 128]) + data[middle + 1 :])
 
     def _attach(self, disk: Disk) -> None:
@@ -461,7 +461,7 @@ def _source(data: bytes) -> Bounced:
 
 
 @pytest.mark.parametrize("examples", [100, pytest.param(1000, marks=pytest.mark.slow)])
-def test_whatever_happens_what_was_acknowledged_loads(examples: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_acknowledged_save_loads_whatever_happens(examples: int, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "torchtitan_lite")
     Life.examples = Life.loads = Life.crashes = 0
     run_state_machine_as_test(Life, settings=settings(max_examples=examples, stateful_step_count=20, deadline=None))

@@ -1,4 +1,4 @@
-"""Small objects through JSON and back."""
+"""Small objects as JSON, and back."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ values = st.recursive(
 
 
 def bits(value: Any) -> Any:
-    """`value` with its types spelt out and its floats as bytes, so that == means the very same."""
+    """Return `value` with its types, and its floats as bytes, so that == compares exactly."""
     if isinstance(value, float):
         return "float", struct.pack(">d", value)
     if isinstance(value, list | tuple):
@@ -56,7 +56,7 @@ def bits(value: Any) -> Any:
 @example(10**5000)
 @example("\ud800\udc00")
 @example([float("nan"), float("inf"), -float("inf"), 5e-324])
-def test_a_plain_value_comes_back_the_very_same(value: Any) -> None:
+def test_a_plain_value_is_decoded_to_the_same_value(value: Any) -> None:
     text = json.dumps(encode(value), allow_nan=False)
     assert bits(decode(json.loads(text))) == bits(value)
 
@@ -84,12 +84,12 @@ def test_anything_else_is_not_plain(value: Any, wrap: Any) -> None:
         encode(wrap(value))
 
 
-def test_a_key_that_is_not_plain_is_seen() -> None:
+def test_a_key_that_is_not_plain_is_refused() -> None:
     with pytest.raises(NotPlain, match="Name"):
         encode({Name("a"): 1})
 
 
-def test_what_is_nested_too_deeply_or_in_itself_is_not_plain() -> None:
+def test_a_value_nested_too_deeply_or_in_itself_is_not_plain() -> None:
     deep: Any = 1
     for _ in range(MAX_DEPTH):
         deep = [deep]
@@ -124,7 +124,7 @@ def test_what_is_nested_too_deeply_or_in_itself_is_not_plain() -> None:
     ],
     ids=lambda value: repr(value).partition(" at 0x")[0],
 )
-def test_a_document_that_stands_for_nothing_is_refused(document: Any) -> None:
+def test_a_document_that_encodes_no_value_is_refused(document: Any) -> None:
     with pytest.raises(ValueError):
         decode(document)
 

@@ -13,7 +13,7 @@ import pytest
 from tests.checkpoint.saving.failing_runs import run_with
 from tests.checkpoint.tiny_run import TinyRun, differing
 from tests.ranks import on_two_ranks
-from tests.store.refusals import told
+from tests.store.refusals import refusals_logged
 from torchtitan_lite import faults
 from torchtitan_lite.disk.durable import O_DIRECT
 from torchtitan_lite.store.manifest import Manifest
@@ -91,7 +91,7 @@ def assert_loads(folder: Path, saved: dict[str, object]) -> None:
 def heard() -> Iterator[list[str]]:
     """In the end, what was told of direct I/O: by this process and, on stderr, by the writer process it started."""
     found: list[str] = []
-    with tempfile.TemporaryFile("w+") as file, told() as own:
+    with tempfile.TemporaryFile("w+") as file, refusals_logged() as own:
         stderr = os.dup(2)
         os.dup2(file.fileno(), 2)
         try:
