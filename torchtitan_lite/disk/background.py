@@ -63,7 +63,7 @@ class Background:
             return self._changed.wait_for(lambda: not self._is_running, seconds)
 
     def close(self, seconds: float) -> bool:
-        """As `wait`, then drop the tasks that have not begun."""
+        """Wait as `wait` does, then drop the tasks that have not begun."""
         is_over = self.wait(seconds)
         with self._changed:
             self.is_closed = True

@@ -73,7 +73,7 @@ class LockFile:
     def renew(self, is_ours: Callable[[bytes], bool], data: bytes) -> bool:
         """Return whether the contents were ours, and are now `data`, which is as long."""
         # One open file: what is written goes where the contents were read, though the name may pass to another file
-        # meanwhile. Closing it is what shows it to the other hosts of a network filesystem.
+        # meanwhile. Closing it is what shows it to the other hosts of a network file system.
         with self._path.open("r+b", buffering=0) as file:
             if not is_ours(file.read(_LIMIT_BYTES)):
                 return False
@@ -120,7 +120,7 @@ class LockFile:
         return True
 
     def _replace_in_place(self, seen: bytes, data: bytes) -> bool:
-        """As `replace`, without a second file: the disk is full, and the old holder's file has its room already."""
+        """Replace as `replace` does, without a second file: the disk is full, and the old file has its room already."""
         with self._locked() as found:
             if found != seen:
                 return False

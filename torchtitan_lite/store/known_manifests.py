@@ -84,7 +84,7 @@ class KnownManifests:
         found = (self.find_intact(step, places) for step, places in all_places.items())
         return [info for info in found if info is not None]
 
-    def faults(self) -> dict[int, CheckpointDamaged | CheckpointUnreadable]:
+    def errors_by_step(self) -> dict[int, CheckpointDamaged | CheckpointUnreadable]:
         """Return what is wrong with each step that has checkpoints but no intact one, by step."""
         found: dict[int, CheckpointDamaged | CheckpointUnreadable] = {}
         for step, places in Listing(self._root).places().items():

@@ -113,7 +113,7 @@ class CheckpointStore:
 
     def damaged(self) -> dict[int, CheckpointDamaged]:
         """Return what is wrong with each step whose manifests are damaged and that has no intact one, by step."""
-        errors = self._manifests.faults()
+        errors = self._manifests.errors_by_step()
         return {step: error for step, error in errors.items() if isinstance(error, CheckpointDamaged)}
 
     def unreadable(self) -> dict[int, CheckpointUnreadable]:
@@ -121,7 +121,7 @@ class CheckpointStore:
 
         Nothing is known of these checkpoints.
         """
-        errors = self._manifests.faults()
+        errors = self._manifests.errors_by_step()
         return {step: error for step, error in errors.items() if isinstance(error, CheckpointUnreadable)}
 
     def get(self, step: int) -> CheckpointInfo:
