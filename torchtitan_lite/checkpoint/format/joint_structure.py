@@ -19,19 +19,19 @@ def joint(structures: Iterable[Branch]) -> Branch:
     Raises ValueError, naming the entry, if two of them do not fit together.
     """
     first, *others = structures
-    grown = _Grown(first)
+    grown = _JointContainer(first)
     for structure in others:
         grown.add(structure, "")
     return grown.finished("")
 
 
-class _Grown:
+class _JointContainer:
     """A container that takes in the keys of one rank after another, without a new `Branch` for each."""
 
     def __init__(self, first: Branch) -> None:
         self._kind = first.kind
         self._keys: dict[Any, Any] = {}
-        self._children: dict[Any, _Grown | None] = {}
+        self._children: dict[Any, _JointContainer | None] = {}
         self._has_branches = False
         self._first = first
         self._last: Branch | None = None
@@ -44,8 +44,8 @@ class _Grown:
             raise _conflict(name, f"a {self._kind}", f"a {branch.kind}")
         self._last = branch
         identities: Any = branch.keys
-        if branch.spelt:  # 1 and True are the same key in a dict.
-            pairs = zip(branch.keys, branch.spelt, strict=True)
+        if branch.key_reprs:  # 1 and True are the same key in a dict.
+            pairs = zip(branch.keys, branch.key_reprs, strict=True)
             identities = [key if type(key) is str else (text,) for key, text in pairs]
         self._keys.update(zip(identities, branch.keys, strict=True))
         if self._has_branches or any(child is not None for child in branch.children):
@@ -57,7 +57,7 @@ class _Grown:
 
     def _add_child(self, identity: Any, child: Branch | None, name: str) -> None:
         if identity not in self._children:
-            self._children[identity] = None if child is None else _Grown(child)
+            self._children[identity] = None if child is None else _JointContainer(child)
             return
         known = self._children[identity]
         if (known is None) != (child is None):

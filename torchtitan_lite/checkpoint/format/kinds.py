@@ -30,7 +30,7 @@ def difference(expected: Any, found: Any, name: str = "") -> str:
         pairs = enumerate(zip(expected, found, strict=True))
         return next((finding for i, pair in pairs if (finding := difference(*pair, f"{name}[{i}]"))), "")
     if isinstance(expected, Set):
-        return "" if expected == found and _spelt(expected) == _spelt(found) else f"{name}: its members change"
+        return "" if expected == found and _reprs(expected) == _reprs(found) else f"{name}: its members change"
     if isinstance(expected, torch.Tensor) and (expected.dtype, expected.shape) != (found.dtype, found.shape):
         return f"{name}: a tensor of {expected.dtype} {[*expected.shape]} becomes {found.dtype} {[*found.shape]}"
     return ""
@@ -45,7 +45,7 @@ def _of_mappings(expected: Mapping[Any, Any], found: Mapping[Any, Any], name: st
     return next((finding for (key, a), b in pairs if (finding := difference(a, b, f"{name}[{key!r}]"))), "")
 
 
-def _spelt(members: Any) -> list[str]:
+def _reprs(members: Any) -> list[str]:
     return sorted(map(repr, members))
 
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from torchtitan_lite.checkpoint.format.structure import Branch, Path, empty_like, flatten, rebuild
 
-MAX_HOLES = 100_000
+MAX_MISSING = 100_000
 """Missing positions in one list, which stand for empty mappings that the checkpoint does not store."""
 _MAX_DEPTH = 500
-_MAX_SPELT = 64
+_MAX_KEY_LETTERS = 64
 """Characters. A longer key is taken for a string."""
 
 
@@ -70,19 +70,19 @@ def _value(tree: Any, live: Any, name: str) -> Any:
 
 def _list(tree: _Tree, live: list[Any], name: str) -> list[Any]:
     length = 1 + max(map(int, tree))
-    if min(map(int, tree)) < 0 or length - len(tree) > MAX_HOLES:
+    if min(map(int, tree)) < 0 or length - len(tree) > MAX_MISSING:
         raise ValueError(f"{name}: {len(tree)} entries do not make a list of {length}")
     present = [live[i] if i < len(live) else None for i in range(length)]
-    items = [_value(tree[i], own, f"{name}.{i}") if i in tree else _hole(own) for i, own in enumerate(present)]
+    items = [_value(tree[i], own, f"{name}.{i}") if i in tree else _missing_item(own) for i, own in enumerate(present)]
     for own in live[length:]:
-        if (structure := _traceless(own)) is None:
+        if (structure := _empty_structure(own)) is None:
             break
         items.append(rebuild(structure, {}))
     return items
 
 
-def _hole(own: Any) -> Any:
-    structure = _traceless(own)
+def _missing_item(own: Any) -> Any:
+    structure = _empty_structure(own)
     return {} if structure is None else rebuild(structure, {})
 
 
@@ -92,7 +92,7 @@ def _mapping(tree: _Tree, live: Mapping[Any, Any], name: str) -> Any:
     keys = {_key(text, live, name): text for text in map(str, tree)}
     values = {key: _value(tree[text], live.get(key), f"{name}.{text}") for key, text in keys.items()}
     for key, own in live.items():
-        if key not in values and (structure := _traceless(own)) is not None:
+        if key not in values and (structure := _empty_structure(own)) is not None:
             values[key] = rebuild(structure, {})
     ordered = [key for key in live if key in values]
     made = empty_like(live)
@@ -107,7 +107,7 @@ def _key(text: str, live: Mapping[Any, Any], name: str) -> Any:
     if len(found) == 1:
         return found[0]
     kinds = {*map(type, live)}
-    other = _other_reading(text)
+    other = _other_value(text)
     if not found and (other is None or kinds == {str}):
         return text
     if not found and kinds == {int} and type(other) is int:
@@ -120,9 +120,9 @@ def _key(text: str, live: Mapping[Any, Any], name: str) -> Any:
     )
 
 
-def _other_reading(text: str) -> Any:
+def _other_value(text: str) -> Any:
     """Return the number, boolean, tuple or bytes whose string form is `text`; None if there is none."""
-    if len(text) > _MAX_SPELT or not text.isascii():
+    if len(text) > _MAX_KEY_LETTERS or not text.isascii():
         return None
     try:
         value = ast.literal_eval(text)  # Evaluates literals only; runs no code.
@@ -131,7 +131,7 @@ def _other_reading(text: str) -> Any:
     return value if type(value) in (int, float, bool, tuple, bytes) and str(value) == text else None
 
 
-def _traceless(own: Any) -> Branch | None:
+def _empty_structure(own: Any) -> Branch | None:
     """Return the structure of `own` if it is a container without any entry; else None."""
     if not isinstance(own, Mapping | list):
         return None

@@ -55,7 +55,7 @@ class Branch(NamedTuple):
     """A key of `_MAKERS`, or `list`."""
     keys: Sequence[Any]
     """The keys in order; the positions of a list."""
-    spelt: tuple[str, ...]
+    key_reprs: tuple[str, ...]
     """The keys' `repr`, which shows their types (1 is not True); empty for a list and if all keys are strings."""
     children: tuple[Branch | None, ...]
     """The child for each key; None for an entry of the flat state, which is not a container."""
@@ -175,7 +175,7 @@ class _Walk:
                 return self._within(key, self._list, value, name)
         if name in self.flat:
             raise ValueError(
-                f"{_spelt([*self._path, key])} and another entry of the state are both called {name!r} in a "
+                f"{_expression([*self._path, key])} and another entry of the state are both called {name!r} in a "
                 "checkpoint, and one of them would be lost. Give them keys that differ when joined by dots"
             )
         self.flat[name] = value
@@ -222,7 +222,7 @@ class _Walk:
             ) from None
 
     def _here(self) -> str:
-        return _spelt(self._path) if self._path else "the state"
+        return _expression(self._path) if self._path else "the state"
 
 
 class _Decoder:
@@ -307,7 +307,7 @@ def _would_not_come_back(remedy: str) -> str:
     )
 
 
-def _spelt(path: Sequence[Any]) -> str:
+def _expression(path: Sequence[Any]) -> str:
     """Return `path` as a Python expression: `loader['seen'][0]`."""
     first, *rest = path
     return (repr(first) if "." in f"{first}" else f"{first}") + "".join(f"[{_shown(key)}]" for key in rest)

@@ -102,7 +102,7 @@ class StoredCheckpoint:
         """
 
         def own() -> KeyReport:
-            if error := _misplaced(str(self.path), model, slots):
+            if error := _placement_error(str(self.path), model, slots):
                 raise error
             reports = [
                 self._model.report(model, cast=cast),
@@ -112,7 +112,7 @@ class StoredCheckpoint:
                 reports.append(self._optimizer.report(slots))
             return merged(*reports)
 
-        return self._of_all_ranks(own)
+        return self._joint_report(own)
 
     def check(
         self, model: Mapping[str, Any], slots: Mapping[str, Slot], states: Sequence[str] = (), *, cast: bool = False
@@ -121,9 +121,9 @@ class StoredCheckpoint:
 
         By default a difference raises `CheckpointMismatch` on every rank; a missing state always does.
         """
-        self._judge(self.report(model, slots, states, cast=cast), states)
+        self._apply_strictness(self.report(model, slots, states, cast=cast), states)
 
-    def _judge(self, report: KeyReport, states: Sequence[str] = ()) -> None:
+    def _apply_strictness(self, report: KeyReport, states: Sequence[str] = ()) -> None:
         if report and (self._rules.strictness == "error" or report.lost_states(states)):
             raise CheckpointMismatch(str(self.path), str(report))
         if report and self._rules.strictness == "warn":
@@ -137,7 +137,7 @@ class StoredCheckpoint:
         the rules choose, with the model's shapes and, unless `cast`, its dtypes; otherwise this raises
         `CheckpointMismatch` on every rank before it reads any data. **Collective**.
         """
-        self._judge(self._of_all_ranks(lambda: self._model.report(model, cast=cast)))
+        self._apply_strictness(self._joint_report(lambda: self._model.report(model, cast=cast)))
         read = self._read(lambda: self._model.targets(model, cast=cast))
         return self._peers.together(lambda: self._model.assembled(model, read))
 
@@ -147,7 +147,7 @@ class StoredCheckpoint:
 
         Live tensors are read in place. Settings (`param_groups.*`) that only this version of torch has are not in it.
         """
-        self._judge(self._of_all_ranks(lambda: self._optimizer.report(slots)))
+        self._apply_strictness(self._joint_report(lambda: self._optimizer.report(slots)))
         read = self._read(lambda: self._optimizer.targets(slots))
         flat = self._peers.together(lambda: self._optimizer.assembled(slots, read))
         name = f"optimizer.{OF_OPTIMIZERS}"
@@ -220,7 +220,7 @@ class StoredCheckpoint:
     def _optimizer(self) -> StoredOptimizer:
         return StoredOptimizer(self.contents, self._rules, self._model.names("model." if self.keys("model.") else ""))
 
-    def _of_all_ranks(self, own: Callable[[], KeyReport]) -> KeyReport:
+    def _joint_report(self, own: Callable[[], KeyReport]) -> KeyReport:
         """Return the joint report of all ranks. **Collective**.
 
         Each rank may have a part of the model, so a key is unexpected only if it is on every rank.
@@ -312,7 +312,7 @@ class _OwnPlanner(LoadPlanner):
         raise AssertionError("there are no items in our own plan")
 
 
-def _misplaced(path: str, model: Mapping[str, Any], slots: Mapping[str, Slot]) -> CheckpointMismatch | None:
+def _placement_error(path: str, model: Mapping[str, Any], slots: Mapping[str, Slot]) -> CheckpointMismatch | None:
     """Return the error for the first tensor whose memory does not have the shape that its placements give it."""
     states = ((f"{name}.{key}", value) for name, slot in slots.items() for key, value in slot.state.items())
     for key, value in chain(model.items(), ((name, slot.like) for name, slot in slots.items()), states):

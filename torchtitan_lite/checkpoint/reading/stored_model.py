@@ -95,7 +95,7 @@ class StoredModel:
         for fqn, stored in self._wanted(model, prefix).items() if extras else ():
             if stored in extras and is_extra(fqn, model[fqn]):
                 extra = assembled(self._contents, prefix + stored, extras[stored], read)
-                whole[fqn] = _placed(extra, model[fqn])
+                whole[fqn] = _on_device_of(extra, model[fqn])
         return whole
 
     def _wanted(self, model: Mapping[str, Any], prefix: str) -> dict[str, str]:
@@ -135,7 +135,7 @@ def _is_extra_name(fqn: str) -> bool:
     return fqn.rpartition(".")[2] == EXTRA_STATE
 
 
-def _placed(value: Any, own: Any) -> Any:
+def _on_device_of(value: Any, own: Any) -> Any:
     """Return `value`, extra state, on the device of the model's `own` if both are tensors."""
     if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor):
         return value.to(own.device)

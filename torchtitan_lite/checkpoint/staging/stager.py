@@ -108,13 +108,13 @@ class Stager:
     def prepare(self, num_bytes: int) -> None:
         """Make and touch an arena for images of about `num_bytes` in a thread; the first `take` waits for it."""
         if self._preparation is None and not self._has_room(num_bytes):
-            self._preparation = self._begin_making(num_bytes)
+            self._preparation = self._start_making(num_bytes)
 
     def take(self, image: FileImage) -> Staged:
         """Begin to copy `image`. No code may still need the previous image. Main thread."""
         self._finish_preparation()
         if not self._has_room(image.num_bytes):
-            self._begin_making(image.num_bytes).result()
+            self._start_making(image.num_bytes).result()
         arena = self.arena
         assert arena is not None
         if image.layout is not self._framed:
@@ -133,7 +133,7 @@ class Stager:
     def _has_room(self, num_bytes: int) -> bool:
         return self.arena is not None and num_bytes <= self.arena.num_bytes
 
-    def _begin_making(self, num_bytes: int) -> Future[StagingArena]:
+    def _start_making(self, num_bytes: int) -> Future[StagingArena]:
         """Begin to make an arena for `num_bytes` in a thread, because CUDA stores its last error per thread.
 
         If pinning failed in the caller's thread, the next kernel that training launches would raise that error.
@@ -198,7 +198,7 @@ class CudaCopier:
         elsewhere: list[int] = []
         for number, tensor in enumerate(image.tensors):
             (on_devices.setdefault(tensor.device, []) if tensor.is_cuda else elsewhere).append(number)
-        done = [self._begin(device, numbers, image, arena) for device, numbers in on_devices.items()]
+        done = [self._enqueue_on(device, numbers, image, arena) for device, numbers in on_devices.items()]
         _copy_now(image, arena, elsewhere)
         held = [image]  # Until the copies are done: the allocator must not reuse the memory that they read.
 
@@ -209,7 +209,7 @@ class CudaCopier:
 
         return wait
 
-    def _begin(
+    def _enqueue_on(
         self, device: torch.device, numbers: Sequence[int], image: FileImage, arena: StagingArena
     ) -> torch.cuda.Event:
         """Enqueue the copies of the tensors on `device`, and return an event behind the last of them."""
@@ -219,9 +219,9 @@ class CudaCopier:
         stream.wait_stream(training)  # The kernels that compute the values come first.
         # One stream for each device: torch puts a copy on the current stream of the device that it reads.
         with torch.cuda.stream(stream):
-            _set_off(image, arena, [number for number in numbers if number in image.volatile])
+            _enqueue_copies(image, arena, [number for number in numbers if number in image.volatile])
             training.wait_stream(stream)
-            _set_off(image, arena, [number for number in numbers if number not in image.volatile])
+            _enqueue_copies(image, arena, [number for number in numbers if number not in image.volatile])
             # With blocking=True a thread that waits sleeps instead of using a core.
             done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
             done.record(stream)
@@ -244,7 +244,7 @@ def _copy_now(image: FileImage, arena: StagingArena, numbers: Sequence[int]) -> 
     in_threads(_pieces(image, numbers), THREADS, lambda: copy)
 
 
-def _set_off(image: FileImage, arena: StagingArena, numbers: Sequence[int]) -> None:
+def _enqueue_copies(image: FileImage, arena: StagingArena, numbers: Sequence[int]) -> None:
     """Enqueue copies of the tensors with these numbers, all on one device, on its current stream."""
     for number in numbers:
         dtype, shape = image.layout.specs[number]

@@ -81,12 +81,12 @@ def locate(read: Read, num_bytes: int) -> Layout | None:
     Whatever the item says, all elements of a returned layout are inside it.
     """
     try:
-        return _locate(_buffered(read, num_bytes), num_bytes)
+        return _locate(_with_both_ends(read, num_bytes), num_bytes)
     except (InertPickleError, IndexError, KeyError, TypeError, UnicodeDecodeError, ValueError, struct.error):
         return None
 
 
-def _buffered(read: Read, num_bytes: int) -> Read:
+def _with_both_ends(read: Read, num_bytes: int) -> Read:
     """Return a `read` that has the first and the last bytes of the item in memory."""
     if num_bytes <= _WHOLE_BYTES:
         whole = read(0, num_bytes)
@@ -115,7 +115,7 @@ def _locate(read: Read, num_bytes: int) -> Layout | None:
         return None
     dtype, key, first, shape, strides = tensor
     storage = entries[f"{folder}data/{key}"]
-    begin, size = _begin(read, storage), dtype.itemsize
+    begin, size = _content_start(read, storage), dtype.itemsize
     last = first + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if 0 not in shape else -1
     fits = first >= 0 and (last + 1) * size <= storage.num_bytes and begin + storage.num_bytes <= num_bytes
     return Layout(begin + first * size, dtype, shape, strides) if fits else None
@@ -157,7 +157,7 @@ def _directory(read: Read, num_bytes: int) -> dict[str, _Entry]:
 
 def _entry(fields: tuple[Any, ...], extra: bytes) -> _Entry:
     packed, unpacked, header = fields[8], fields[9], fields[16]
-    wide = _wide(extra)
+    wide = _zip64_field(extra)
     # The zip64 field has only those values that do not fit into 32 bits, in this order.
     unpacked = int.from_bytes(wide[:8], "little") if unpacked == _MAX_32 else unpacked
     wide = wide[8:] if fields[9] == _MAX_32 else wide
@@ -169,7 +169,7 @@ def _entry(fields: tuple[Any, ...], extra: bytes) -> _Entry:
     return _Entry(fields[4], fields[3], unpacked, header)
 
 
-def _wide(extra: bytes) -> bytes:
+def _zip64_field(extra: bytes) -> bytes:
     """Return the zip64 field among the extra fields."""
     at = 0
     while at + 4 <= len(extra):
@@ -180,7 +180,7 @@ def _wide(extra: bytes) -> bytes:
     return b""
 
 
-def _begin(read: Read, entry: _Entry) -> int:
+def _content_start(read: Read, entry: _Entry) -> int:
     """Return the byte of the item where the content of `entry` starts."""
     fields = _LOCAL.unpack(read(entry.header, _LOCAL.size))
     if fields[0] != b"PK\x03\x04" or entry.method != 0 or entry.flags & _ENCRYPTED:
@@ -191,7 +191,7 @@ def _begin(read: Read, entry: _Entry) -> int:
 def _content(read: Read, entry: _Entry) -> bytes:
     if entry.num_bytes > _MAX_DIRECTORY_BYTES:
         raise ValueError("the description is too long")
-    content = read(_begin(read, entry), entry.num_bytes)
+    content = read(_content_start(read, entry), entry.num_bytes)
     if len(content) != entry.num_bytes:
         raise ValueError("the description is cut off")
     return content
