@@ -7,12 +7,10 @@ import sys
 
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from torchtitan_lite import log
 from torchtitan_lite.checkpoint import CheckpointManager, TrainState
-from torchtitan_lite.config import Checkpoint, Job, JobConfig
 
 log.setup()
 steps = int(sys.argv[1])
@@ -22,17 +20,21 @@ model = get_peft_model(
     base, LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["c_attn"], fan_in_fan_out=True)
 )
 model.train()
-# The trained parameters in one module. A name in a ParameterDict has no dots.
-adapters = nn.ParameterDict({name.replace(".", "/"): p for name, p in model.named_parameters() if p.requires_grad})
-optimizer = torch.optim.AdamW(adapters.parameters(), lr=1e-2)
+optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.99)
 progress = TrainState()
-config = JobConfig(
-    job=Job(dump_folder="outputs_peft"),
-    checkpoint=Checkpoint(enable_checkpoint=True, interval=5, keep_latest_k=2, async_mode="async"),
-)
 
-with CheckpointManager(None, adapters, optimizer, scheduler, {"train_state": progress}, config) as manager:
+with CheckpointManager.for_loop(
+    model=model,
+    optimizer=optimizer,
+    lr_scheduler=scheduler,
+    states={"train_state": progress},
+    folder="outputs_peft/checkpoint",
+    interval=5,
+    keep_latest_k=2,
+    async_mode="async",
+    save_trained_only=True,  # without the frozen base
+) as manager:
     manager.load()
     manager.reset()
     while progress.step < steps and not manager.preempted_by:

@@ -13,7 +13,6 @@ from torch import nn
 
 from torchtitan_lite import log
 from torchtitan_lite.checkpoint import CheckpointManager, TrainState
-from torchtitan_lite.config import Checkpoint, Job, JobConfig
 
 TOTAL_STEPS = 20  # The schedule's length: the same in every call, even if a call stops earlier.
 
@@ -27,12 +26,17 @@ scheduler = CosineLRScheduler(
     optimizer, t_initial=TOTAL_STEPS, warmup_t=4, warmup_lr_init=1e-4, t_in_epochs=False, noise_range_t=(5, 20)
 )
 progress = TrainState()
-config = JobConfig(
-    job=Job(dump_folder="outputs_timm"),
-    checkpoint=Checkpoint(enable_checkpoint=True, interval=5, keep_latest_k=2, async_mode="async"),
-)
 
-with CheckpointManager(None, model, optimizer, scheduler, {"train_state": progress}, config) as manager:
+with CheckpointManager.for_loop(
+    model=model,
+    optimizer=optimizer,
+    lr_scheduler=scheduler,
+    states={"train_state": progress},
+    folder="outputs_timm/checkpoint",
+    interval=5,
+    keep_latest_k=2,
+    async_mode="async",
+) as manager:
     manager.load()
     manager.reset()
     while progress.step < steps and not manager.preempted_by:

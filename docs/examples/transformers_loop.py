@@ -10,7 +10,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, get_cosine_schedule_with_w
 
 from torchtitan_lite import log
 from torchtitan_lite.checkpoint import CheckpointManager, TrainState
-from torchtitan_lite.config import Checkpoint, Job, JobConfig
 
 TOTAL_STEPS = 20  # The schedule's length: the same in every call, even if a call stops earlier.
 
@@ -23,12 +22,17 @@ model.train()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 scheduler = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=4, num_training_steps=TOTAL_STEPS)
 progress = TrainState()
-config = JobConfig(
-    job=Job(dump_folder="outputs_transformers"),
-    checkpoint=Checkpoint(enable_checkpoint=True, interval=5, keep_latest_k=2, async_mode="async"),
-)
 
-with CheckpointManager(None, model, optimizer, scheduler, {"train_state": progress}, config) as manager:
+with CheckpointManager.for_loop(
+    model=model,
+    optimizer=optimizer,
+    lr_scheduler=scheduler,
+    states={"train_state": progress},
+    folder="outputs_transformers/checkpoint",
+    interval=5,
+    keep_latest_k=2,
+    async_mode="async",
+) as manager:
     manager.load()
     manager.reset()
     while progress.step < steps and not manager.preempted_by:
