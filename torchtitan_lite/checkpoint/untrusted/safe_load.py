@@ -73,7 +73,7 @@ def _bytes_held(value: Any) -> bytes | None:
 def _judge(kind: Kind, args: tuple[Any, ...]) -> None:
     makes_room = kind.name in ("builtins.bytearray", "__builtin__.bytearray") and any(type(arg) is int for arg in args)
     if makes_room or (kind.name.startswith("torch.") and kind.name.endswith(("Tensor", "Storage"))):
-        raise InertPickleError(f"it makes a {kind.name} of any size that it names")
+        raise InertPickleError(f"it allocates a {kind.name} of any size")
 
 
 def _reason_from_torch(error: Exception) -> str:

@@ -71,7 +71,7 @@ def _contents(metadata: Any, path: str) -> Contents:
     num_chunks = 0
     for key, described in _dict(fields["state_dict_metadata"]).items():
         if type(key) is not str or type(described) is not Instance:
-            raise InertPickleError("a key is not a string, or what it stands for is not described")
+            raise InertPickleError("a key is not a string, or it has no description")
         if described.kind is OBJECT:
             objects[key] = StoredObject(item=storage[key, None])
             continue
@@ -110,7 +110,7 @@ def _tensor(
     chunks = []
     listed = fields["chunks"]
     if type(listed) is not list or len(listed) > len(storage):
-        raise InertPickleError(f"{key} has no list of chunks, or more than there are places")
+        raise InertPickleError(f"{key} has no list of chunks, or it has more chunks than places for them")
     for chunk in listed:
         where = _fields(chunk, CHUNK)
         offsets = _size(where["offsets"])
