@@ -58,7 +58,7 @@ def test_an_optimizer_state_of_another_shape_is_left_as_it_is_and_reported(
     for name, tensor in second.tensors().items():
         fits = before[name].shape == expected[name].shape
         assert torch.equal(tensor, expected[name] if fits else before[name]), name
-    assert [name for name in before if before[name].shape == expected[name].shape], "some of it is taken"
+    assert [name for name in before if before[name].shape == expected[name].shape], "some of it is loaded"
     assert (f"optimizer.state.0.weight.exp_avg: shape [{saved}, 3]" in caplog.text) == (strictness == "warn")
 
 

@@ -109,7 +109,7 @@ def test_the_random_generators_of_one_process_continue_where_they_were(golden: P
 
 
 @each_folder
-def test_golden_weights_alone_are_what_a_new_run_begins_with(golden: Path, tmp_path: Path) -> None:
+def test_a_new_run_begins_with_golden_weights(golden: Path, tmp_path: Path) -> None:
     weights = str(golden / "export" / f"step-{STEP}")
     run = GoldenRun(tmp_path, FORMAT_VERSION, filled=False, initial_load_path=weights)
     with run.manager:
@@ -132,7 +132,7 @@ def test_plain_dcp_reads_a_golden_checkpoint(golden: Path) -> None:
 
 
 @each_folder
-def test_a_run_goes_on_from_a_golden_checkpoint_and_saves_beside_it(golden: Path, tmp_path: Path) -> None:
+def test_a_run_continues_from_a_golden_checkpoint_and_saves_beside_it(golden: Path, tmp_path: Path) -> None:
     folder = copied(golden, tmp_path)
     run = GoldenRun(folder, FORMAT_VERSION, filled=False)
     with run.manager:

@@ -48,7 +48,7 @@ def test_a_long_report_is_cut_and_says_how_much_is_not_shown() -> None:
     assert lines[-1] == "    ... and 5 more"
 
 
-def test_casting_forgives_floating_dtypes_and_nothing_else() -> None:
+def test_cast_allows_another_floating_dtype_and_nothing_else() -> None:
     found = {"a": FP32.bfloat16()}
     assert compare_tensors({"a": FP32}, found)
     assert not compare_tensors({"a": FP32}, found, cast=True)

@@ -81,7 +81,7 @@ def test_a_model_that_does_not_fit_is_refused_before_a_byte_is_read(
     assert same(live, before)
 
 
-def test_weights_of_another_floating_dtype_are_cast_with_cast(tmp_path: Path) -> None:
+def test_cast_converts_weights_of_another_floating_dtype(tmp_path: Path) -> None:
     live = model()
     stored(tmp_path, **model(1.5, torch.bfloat16)).read_model(live, cast=True)
     assert same(live, model(1.5))

@@ -51,7 +51,7 @@ _MOST_ROWS = 1 << 16
 """How many runs are processed at a time. A multiple of every period, because a period divides `_BLOCK_BYTES`."""
 _ENOUGH_BYTES = 16 << 10
 """In a group of runs of at least this size, the work outweighs the cost of the numpy calls."""
-_SEEDS = {  # the first fraction digits of pi, in order: numbers with nothing up the sleeve
+_SEEDS = {  # the first fraction digits of pi, in order, so not chosen for any property
     "table": (0x243F6A8885A308D3, 0x13198A2E03707344),
     "multiplier": (0xA4093822299F31D0, 0x082EFA98EC4E6C89),
 }
