@@ -123,7 +123,7 @@ def test_each_that_proves_damaged_is_told_and_set_aside_once_another_was_loaded(
         ("quarantined", 6, {"path": str(store.root / "step-6.corrupt")}),
     ]
     for step in (4, 6):
-        assert f"step {step} is damaged: " in caplog.text
+        assert f"Step {step} is damaged: " in caplog.text
         assert f"Fell back from step {step} to step 2: " in caplog.text
     told = json.loads((store.root / "step-6.corrupt" / layout.FINDINGS).read_text())
     assert told["step"] == 6
@@ -301,7 +301,7 @@ def test_a_step_that_is_removed_while_it_is_read_is_chosen_again(
     source = found.take(load)
     assert source is not None
     assert (source.step, tried, events.recorded, found.damaged) == (8, [6, 8], [], {})
-    assert "Step 6 was removed while it was read" in caplog.text
+    assert "Step 6 was removed during the load: choosing again" in caplog.text
 
 
 def test_a_step_that_another_one_replaced_while_it_was_read_is_read_again(store: CheckpointStore) -> None:

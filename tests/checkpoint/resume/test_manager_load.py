@@ -340,7 +340,7 @@ def test_a_plain_dcp_checkpoint_is_passed_over_and_loads_when_asked_for(
     with pytest.warns(UserWarning, match="torch.distributed is disabled"):
         dcp_save(state, checkpoint_id=run.root / "step-7", no_dist=True)
     assert not start_run(seed=1).manager.load()
-    assert "step-7 has no manifest and is passed over" in caplog.text
+    assert "step-7 has no manifest and is skipped" in caplog.text
     asking = start_run(seed=1, load_step=7)
     assert asking.manager.load()
     assert same(asking.contents(), run.contents())

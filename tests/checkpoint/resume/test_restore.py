@@ -74,7 +74,7 @@ def test_on_another_topology_new_generators_begin_the_same_at_every_resume(
 def test_digests_prove_a_resume(start_run: StartRun, caplog: pytest.LogCaptureFixture) -> None:
     _saved(start_run, tensor_digests=True)
     start_run(verify_resume=True).manager.load()
-    assert "tensors: they are what was saved." in caplog.text
+    assert "tensors: they are what was saved" in caplog.text
 
 
 def test_a_tensor_that_is_not_what_was_saved_is_named(start_run: StartRun) -> None:

@@ -81,7 +81,7 @@ def test_the_same_command_again_goes_on_from_the_latest_step_of_the_branch(
     run = start_run(interval=1, load_step=2)
     run.manager.load()
     assert run.train_state.step == 5
-    assert "Step 2 was gone back to already; going on from step 5 of that branch." in caplog.text
+    assert "Rolled back to step 2 before: resuming from step 5 of that branch" in caplog.text
 
 
 def test_a_run_told_to_load_its_latest_step_is_such_a_branch_too(start_run: StartRun) -> None:

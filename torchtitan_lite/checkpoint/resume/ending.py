@@ -1,9 +1,9 @@
-"""Whether a run has ended, and all that it was to leave is there.
+"""Decides whether a run has ended and left everything that its configuration wants.
 
-A run is done when its last full checkpoint and, with an export folder, the export of that very step are
-there; without one, the weights-only step does as well. The last step is `training.steps`, or an earlier one
-where the data ended, which only the checkpoint that was made for the end shows: an export or a weights-only
-step below the number of steps that its run had. Looks at manifests and sizes of files, and changes nothing.
+A run has ended when its last full checkpoint is there and, with an export folder, the export of the same
+step; without one, a weights-only checkpoint is enough. The last step is `training.steps`, or an earlier
+one where the data ended. Only the checkpoint that a run makes at its end shows the latter: an export or a
+weights-only step below the run's `training.steps`. Reads manifests and file sizes; changes nothing.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manif
 from torchtitan_lite.store.store import CheckpointStore
 
 _SAYS_WHERE_DATA_END = ("dataset", "dataset_path", "dataset_text_key", "seq_len", "max_epochs")
-"""Keys of [training]: while they are what they were, the data ends where it ended."""
+"""Keys of [training]: while they are unchanged, the data ends at the same step."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A run that is done: its last step, and the folders that hold it."""
+    """A run that has ended: its last step, and the folders that hold it."""
 
     step: int
     folders: tuple[Path, ...]
     by_data: bool = False
-    """Whether the data ended, before the last of `training.steps`."""
+    """Whether the data ended before `training.steps`."""
 
     def told(self, steps: int) -> str:
-        """Return what a person who asked for `steps` is told of it, and how to go on."""
+        """Return a sentence for the log of a run that asked for `steps`: what is there, and how to go on."""
         where = " and ".join(str(folder) for folder in self.folders)
         if self.by_data:
             return f"the data ended at step {self.step}, which is in {where}. To go on, raise --training.max_epochs."
@@ -44,9 +44,9 @@ class Ended:
 
 
 def ended_run(store: CheckpointStore, export: CheckpointStore | None, config: JobConfig) -> Ended | None:
-    """Return how the run in `store` ended; None while there is something to train, to save or to export.
+    """Return how the run in `store` ended; None while there is something left to train, save or export.
 
-    `export` holds the exports, if the run makes them. Coordinator.
+    `export` is the store of exports, None if the run makes none. **Coordinator only**.
     """
     steps = of_the_run(store, config.checkpoint)
     if export is not None:
@@ -64,9 +64,10 @@ def ended_run(store: CheckpointStore, export: CheckpointStore | None, config: Jo
 
 
 def export_of(step: int, run_id: str, export: CheckpointStore, config: JobConfig) -> CheckpointInfo | None:
-    """Return the whole export in `export` of `step` of the run `run_id`, as `config` wants it; None if it is not there.
+    """Return the complete export of `step` of the run `run_id`, as `config` wants it, from `export`; None if missing.
 
-    One of another run, as of a branch that was left, is not it, and neither is one of another dtype. Coordinator.
+    An export of another run, such as of a branch that was left, does not count, nor one of another dtype.
+    **Coordinator only**.
     """
     info = next((info for info in export.committed() if info.step == step), None)
     if info is None or info.run_id != run_id or export.check_sizes(info):
@@ -77,7 +78,7 @@ def export_of(step: int, run_id: str, export: CheckpointStore, config: JobConfig
 
 def _was_ended_by_data(made_last: CheckpointInfo, config: JobConfig) -> bool:
     if made_last.kind is not CheckpointKind.WEIGHTS_ONLY:
-        return False  # A full one is made before the end, too.
+        return False  # A run makes full ones before its end, too.
     then, now = _section(made_last, "training"), config.to_dict()["training"]
     steps = then.get("steps")
     return (
@@ -89,7 +90,7 @@ def _was_ended_by_data(made_last: CheckpointInfo, config: JobConfig) -> bool:
 
 
 def _section(info: CheckpointInfo, name: str) -> dict[str, Any]:
-    """The section `name` of the configuration that made `info`; empty where its manifest has none."""
+    """Return the section `name` of the configuration in the manifest of `info`; empty if it has none."""
     manifest = Manifest.of_folder(info.path)
     config = manifest.extra.get("config") if manifest is not None else None
     section = config.get(name) if isinstance(config, dict) else None

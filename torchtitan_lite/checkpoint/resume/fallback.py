@@ -1,10 +1,10 @@
-"""The latest checkpoint that is what was committed.
+"""Finds the latest undamaged checkpoint, and falls back to an older one where the latest is damaged.
 
-A candidate that is proven damaged, before it is read or while it is, is passed over on all ranks,
-and the next older one is taken, in the same start. Only once one was loaded are the damaged ones
-quarantined: where all are damaged nothing is renamed, because a folder without checkpoints would be
-a fresh start the next time. What was asked for by its step or path is never replaced by another,
-and an error of the machine is no proof of damage. Every function is **collective**.
+If a candidate proves damaged, before the load or during it, all ranks skip it and try the next older
+one in the same start. The damaged ones are quarantined only after one was loaded: if all are damaged,
+nothing is renamed, because the next start would take a folder without checkpoints for a fresh start.
+A step or path that the user named is never replaced by another one, and an error of the machine is no
+proof of damage. Every public method is **collective**.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from torchtitan_lite.store.known_manifests import damage_in
 from torchtitan_lite.store.store import CheckpointStore
 
 _MOST_KEYS = 100
-"""In an event."""
+"""Keys in an event."""
 _MOST_FINDINGS = 10
-"""In a message: of files of another size there may be thousands."""
+"""Findings in a message: thousands of files may have another size."""
 
 
 @dataclass
 class Candidates:
-    """The checkpoints of `store` that a load for `wanted` (-1: the latest) may take, latest first."""
+    """The checkpoints of `store` that a load of step `wanted` (-1: the latest) may use, latest first."""
 
     store: CheckpointStore
     wanted: int
@@ -47,39 +47,40 @@ class Candidates:
     peers: Peers
     on_event: OnEvent
     is_exact: bool = False
-    """Whether `wanted` itself is meant, not the latest of a branch that was begun there."""
+    """Whether `wanted` means that very step, not the latest one of a branch that began there."""
     damaged: dict[int, CheckpointDamaged] = field(default_factory=dict)
-    """What was found to be damaged so far, by step; the same on every rank."""
+    """Damaged checkpoints found so far, by step; the same on every rank."""
     _chosen: tuple[int, ...] | None = field(default=None, init=False, repr=False)
-    """The identity of the manifest of the one that was chosen last; coordinator."""
+    """The identity of the manifest of the last candidate; coordinator only."""
 
     def take(self, load: Callable[[LoadSource], None]) -> LoadSource | None:
-        """The first one that `load` does not find damaged, loaded; None if there is none to begin with.
+        """Load candidates with `load` until one is undamaged, and return that one; None if there are no candidates.
 
-        Raises `AllCheckpointsDamaged` if there were some, and `CheckpointDamaged` or `CheckpointUnsafe` for one that
-        was asked for. One that is not there any more, removed by the job that writes the folder, is chosen again.
+        Raises `AllCheckpointsDamaged` if each one is damaged; `CheckpointDamaged` or `CheckpointUnsafe` for a step or
+        path that the user named; `CheckpointUnreadable` for an error of the machine. If the job that writes the folder
+        removes a candidate in the meantime, chooses again.
         """
-        while (source := self._first_of(self._asked_for)) is not None:
+        while (source := self._first_of(self._choose_and_report)) is not None:
             try:
                 load(source)
             except (CheckpointDamaged, CheckpointUnsafe, CheckpointUnreadable) as error:
                 if self._is_gone(source):
-                    self._warn("Step %d was removed while it was read. Choosing again.", source.step)
+                    self._warn("Step %d was removed during the load: choosing again", source.step)
                     continue
                 if source.is_explicit or isinstance(error, CheckpointUnreadable):
-                    self._tell_of_failure(source.step, error)
+                    self._report_failure(source.step, error)
                     raise
                 self.damaged[source.step] = damage = _as_damage(source, error)
-                self._warn("step %d is damaged: %s. Trying an older one.", source.step, damage.summary)
+                self._warn("Step %d is damaged: %s. Trying an older one", source.step, damage.summary)
             else:
-                self._set_damaged_aside(source)
+                self._quarantine_damaged(source)
                 return source
         return None
 
     def first(self) -> LoadSource | None:
-        """The first one whose manifest and file sizes are right, of those not found damaged so far; changes nothing.
+        """Return the first candidate whose manifest and file sizes are right; None if there are no candidates.
 
-        None if there is none to begin with. Raises as `take` does.
+        Changes nothing. Raises as `take` does.
         """
         return self._first_of(self._choose)
 
@@ -91,16 +92,16 @@ class Candidates:
             raise AllCheckpointsDamaged(str(self.store.root), {step: e.summary for step, e in self.damaged.items()})
         return source
 
-    def _asked_for(self) -> tuple[LoadSource | None, dict[int, CheckpointDamaged]]:
-        """As `_choose`; that a step which was asked for cannot be loaded is an event."""
+    def _choose_and_report(self) -> tuple[LoadSource | None, dict[int, CheckpointDamaged]]:
+        """Choose as `_choose` does, with an event if the step or path that the user named cannot be loaded."""
         try:
             return self._choose()
         except (CheckpointDamaged, CheckpointUnsafe, CheckpointUnreadable) as error:
-            self._tell_of_failure(layout.parse_step(Path(error.path).name) or max(self.wanted, 0), error)
+            self._report_failure(layout.parse_step(Path(error.path).name) or max(self.wanted, 0), error)
             raise
 
     def _choose(self) -> tuple[LoadSource | None, dict[int, CheckpointDamaged]]:
-        """The next candidate whose manifest and file sizes are right, and what was found on the way to it."""
+        """Return the next candidate whose manifest and file sizes are right, and all damaged ones found so far."""
         damaged = dict(self.damaged)
         while True:
             source = choose_source(self.store, self.wanted, self.config, damaged, is_exact=self.is_exact)
@@ -118,13 +119,13 @@ class Candidates:
                 raise error
             damaged[source.step] = error
         if self.wanted == -1 and damaged and (source is None or source.initial):
-            # Beginning anew over what is damaged would hide that it is.
+            # A fresh start over damaged checkpoints would hide the damage.
             source = None
         self._chosen = None if source is None else _identity(source.path)
         return source, damaged
 
     def _refuse_what_may_be_newer(self, source: LoadSource | None) -> None:
-        """Raise for a step beyond `source` that the system does not give: going on without it might lose it."""
+        """Raise for an unreadable step after `source`: to resume without it might lose it."""
         for step, error in sorted(self.store.unreadable().items(), reverse=True):
             if self._is_newer(step, source):
                 raise error
@@ -132,7 +133,7 @@ class Candidates:
     def _is_newer(self, step: int, source: LoadSource | None) -> bool:
         if source is None or source.initial:
             return self.wanted == -1
-        # Beside a step that was asked for everything is left alone; a branch that goes on has its own latest.
+        # A step that the user named leaves all others alone; a branch that continues has its own latest step.
         return step > source.step and (self.wanted == -1 or not source.is_explicit)
 
     def _size_findings(self, source: LoadSource) -> list[str]:
@@ -140,28 +141,28 @@ class Candidates:
         return [] if info is None else self.store.check_sizes(info)
 
     def _is_gone(self, source: LoadSource) -> bool:
-        """Whether `source`, one of several, was removed or replaced meanwhile; the same on every rank."""
+        """Return whether `source`, one of several candidates, was removed or replaced; the same on every rank."""
         if source.is_explicit:
             return False
         return self.peers.on_coordinator(lambda: _identity(source.path) != self._chosen)
 
-    def _tell_of_failure(self, step: int, error: CheckpointError) -> None:
+    def _report_failure(self, step: int, error: CheckpointError) -> None:
         finding = error.cause if isinstance(error, CheckpointUnreadable) else getattr(error, "finding", "")
         self.on_event("load_failed", step, path=getattr(error, "path", ""), finding=finding)
 
-    def _set_damaged_aside(self, source: LoadSource) -> None:
+    def _quarantine_damaged(self, source: LoadSource) -> None:
         if not self.damaged:
             return
         for step, error in sorted(self.damaged.items(), reverse=True):
             self._warn("Fell back from step %d to step %d: %s", step, source.step, error.summary)
-            concerned = list(error.keys[:_MOST_KEYS])
-            self.on_event("fallback", source.step, damaged_step=step, finding=error.finding, keys=concerned)
+            keys = list(error.keys[:_MOST_KEYS])
+            self.on_event("fallback", source.step, damaged_step=step, finding=error.finding, keys=keys)
         if not self.config.load_only:
             for step, path in self.peers.on_coordinator(self._quarantine).items():
                 self.on_event("quarantined", step, path=path)
 
     def _warn(self, message: str, *figures: object) -> None:
-        """All ranks found the same; one tells of it."""
+        """Log a warning on the coordinator only: all ranks found the same."""
         if self.peers.is_coordinator:
             logger.warning(message, *figures)
 
@@ -174,13 +175,13 @@ class Candidates:
 
 
 def _identity(folder: Path) -> tuple[int, ...] | None:
-    """What another checkpoint in the place of `folder` would not have the same; None where there is none."""
+    """Return what differs once another checkpoint takes the place of `folder`; None if there is no checkpoint."""
     try:
         found = (folder / layout.MANIFEST).lstat()
     except FileNotFoundError:
         return None
     except OSError as error:
-        # What a network filesystem says of a file that another host removed; else the error will be met again.
+        # ESTALE is what a network file system gives for a file that another host removed; the load meets other errors.
         return None if error.errno == errno.ESTALE else (error.errno or 0,)
     return found.st_dev, found.st_ino, found.st_mtime_ns
 

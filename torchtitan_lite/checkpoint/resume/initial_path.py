@@ -1,8 +1,8 @@
-"""The checkpoint that `initial_load_path` names, or what it names instead.
+"""Checks that `initial_load_path` names a checkpoint, and says what it names instead.
 
 People start from many things: a file of weights, the folder of a whole run, a name on a hub. None of
-them is a checkpoint, and each has its own way to become one or to lead to one; the refusal says it.
-Looks at names alone, and reads no file.
+these is a checkpoint. The error names for each how to convert it, or where the checkpoint is. Looks at
+names only, and reads no file.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _FROM_TORCH_SAVE = (
 
 
 def checked_initial_path(given: str) -> Path:
-    """Return the folder `given` if it holds a checkpoint. Raise `CheckpointNotFound`, saying what it is instead."""
+    """Return the folder `given` if it holds a checkpoint; else raise `CheckpointNotFound` with what it is. Any rank."""
     path = Path(given)
-    # What is called so and is no file is refused when it is read, by what it is.
+    # A `.metadata` that is no regular file is refused when it is read.
     if not _SCHEME.match(given) and os.path.lexists(path / layout.METADATA):
         return path
     raise CheckpointNotFound(given, None, finding=_finding(given, path))
@@ -87,6 +87,6 @@ def _of_folder(path: Path) -> str:
 
 
 def _last_step(folder: Path) -> Path | None:
-    """The checkpoint of the highest step in `folder`, ours or another tool's."""
+    """Return the checkpoint with the highest step in `folder`, whichever tool wrote it; None if there is none."""
     steps = [places[0] for places in Listing(folder).places().values() if (places[0] / layout.METADATA).is_file()]
     return steps[-1] if steps else None

@@ -1,11 +1,11 @@
-"""Which checkpoint a run starts from, and of which run it then is.
+"""Decides which checkpoint a run starts from, and which lineage it then has.
 
-Decided on the coordinator alone, from what is in the folder and what was asked for. Automatic
-resume takes the latest committed full checkpoint and nothing else. A `load_step` of the
-configuration begins a branch there; asked for again, once the branch has checkpoints of its own, it
-is the latest of those that is taken, so that a restart of the same command throws nothing away. A
-step that a caller names is that step, whatever came after it. `initial_load_path` counts only while
-the run has no checkpoint of its own, so that one command serves first start and restart.
+Every function runs on the coordinator only, and decides from the folder and the configuration.
+Automatic resume takes the latest committed full checkpoint and nothing else. `load_step` begins a
+branch at that step; once the branch has checkpoints, the same `load_step` takes the latest of these,
+so that a restart of the same command loses nothing. A step that a caller passes to `load` is that very
+step, whatever came after it. `initial_load_path` counts only while the run has no checkpoint of its
+own, so that one command serves for the first start and for restarts.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ class LoadSource:
 
     path: Path
     step: int
-    """Where the run goes on from; 0 if it starts anew with these weights."""
+    """The step that the run resumes from; 0 if it starts from scratch with these weights."""
     model_only: bool
     lineage: Lineage
-    """Of the run that goes on from it."""
+    """Lineage of the run that resumes from it."""
     nbytes: int = 0
     initial: bool = False
-    """Whether it is another run's, taken as a beginning."""
+    """Whether it is from another run, to start a new one."""
     is_explicit: bool = False
-    """Whether just this one was asked for: no other one will do."""
+    """Whether the user named it by step or path: no other one may replace it."""
     topology: str = ""
-    """Of the run that saved it; empty if unknown."""
+    """Topology of the run that saved it; empty if unknown."""
     config: dict[str, Any] = field(default_factory=dict)
-    """Of the run that saved it; empty if unknown."""
+    """Configuration of the run that saved it; empty if unknown."""
     tensor_digests: dict[str, str] = field(default_factory=dict)
-    """By key; empty if it has none."""
+    """Digest of each tensor by key; empty if it has none."""
     excluded: tuple[str, ...] = ()
-    """States that this load leaves as they are."""
+    """States that this load does not change."""
     has_nan: bool = False
     """Whether NaN was seen in its weights when they were saved."""
 
     found_at: int | None = None
-    """The step at which it was saved, where the run that begins with it does not go on from there."""
+    """The step at which it was saved, if the new run does not resume from there; else None."""
 
     @property
     def saved_at(self) -> int:
@@ -67,12 +67,12 @@ class LoadSource:
 
     @property
     def continues_at(self) -> int | None:
-        """The step that the run goes on from; None if it counts from the start."""
+        """The step that the run resumes from; None if it counts from the start."""
         return None if self.lineage.counts_again or (self.initial and self.model_only) else self.step
 
 
 def new_run() -> Lineage:
-    """The lineage of a run that begins."""
+    """Return the lineage of a new run."""
     return Lineage(run_id=uuid.uuid4().hex[:8])
 
 
@@ -84,22 +84,23 @@ def choose_source(
     *,
     is_exact: bool = False,
 ) -> LoadSource | None:
-    """What to load when asked for `step` (-1: the latest); None: a fresh start. Raises `CheckpointNotFound`.
+    """Return what to load for `step` (-1: the latest); None for a fresh start. **Coordinator only**.
 
-    Steps in `skipped` are as if they were not there, unless `step` is one of them. `is_exact`: `step` itself is
-    meant, not the latest of a branch that was begun there.
+    Ignores the steps in `skipped`, unless `step` is one of them. With `is_exact`, `step` means that very step, not the
+    latest one of a branch that began there. Raises `CheckpointNotFound`, and `CheckpointMismatch` for a `step` that
+    holds only weights.
     """
     source = _chosen(store, step, config, skipped, is_exact)
     return None if source is None else _with_exclusions(source, config)
 
 
 def latest_step(store: CheckpointStore, config: Checkpoint) -> int:
-    """The latest committed step, full or weights only, of what a load would go on with; -1 if there is none."""
+    """Return the latest committed step, full or weights-only, of the run that a load would resume; -1 for none."""
     return max((info.step for info in of_the_run(store, config)), default=-1)
 
 
 def of_the_run(store: CheckpointStore, config: Checkpoint) -> list[CheckpointInfo]:
-    """Return what is committed, full or weights only, of what a load would go on with, by ascending step."""
+    """Return the committed checkpoints, full or weights-only, of the run that a load would resume, by step."""
     committed = [info for info in store.committed() if _is_whole(info, store)]
     if config.load_step != -1:
         committed = [info for info in committed if is_branch_of(info, config.load_step, config)]
@@ -113,11 +114,11 @@ def _is_whole(info: CheckpointInfo, store: CheckpointStore) -> bool:
     try:
         return not store.check_sizes(info)
     except CheckpointUnreadable:
-        return False  # If it matters, the load that follows says so.
+        return False  # If it matters, the load that follows raises it.
 
 
 def is_branch_of(info: CheckpointInfo | None, step: int, config: Checkpoint) -> bool:
-    """Whether `info` is on a branch begun at `step`, and no other one is asked for."""
+    """Return whether `info` is on a branch that began at `step`, and `config` does not ask for a new branch."""
     return info is not None and info.lineage.branch_point == step and not config.new_branch
 
 
@@ -134,9 +135,10 @@ def _chosen(
 
 
 def _with_exclusions(source: LoadSource, config: Checkpoint) -> LoadSource:
-    """`source` without what `config` excludes; where that is the step counter, the run counts again, on a branch.
+    """Return `source` without the states that `config` excludes. Without the step counter, the run counts from the
+    start again, on a branch.
 
-    A checkpoint of a run that began so is its own: all of it is loaded, or each restart would count again.
+    A checkpoint of a run that began like this is loaded whole: else each restart would count from the start again.
     """
     if source.model_only:
         return source
@@ -145,21 +147,21 @@ def _with_exclusions(source: LoadSource, config: Checkpoint) -> LoadSource:
     is_its_own = not source.initial and _TRAIN_STATE in _exclusions_of(source.config)
     if is_its_own and not config.new_branch:
         return source
-    # With the branch point of before: asked for by the same `load_step` again, it is this branch that goes on.
+    # Keeps the branch point, so that the same `load_step` continues this branch at the next start.
     run_id, parent = new_run().run_id, source.lineage.parent_step
     lineage = dataclasses.replace(source.lineage, run_id=run_id, parent_step=parent, counts_again=True)
     return dataclasses.replace(source, excluded=config.exclude_from_loading, lineage=lineage)
 
 
 def _exclusions_of(config: dict[str, Any]) -> Collection[str]:
-    """What the configuration in a manifest, which may hold anything, excluded from loading."""
+    """Return what the configuration in a manifest excluded from loading. The manifest may hold anything."""
     section = config.get("checkpoint")
     excluded = section.get("exclude_from_loading") if isinstance(section, dict) else None
     return excluded if isinstance(excluded, list) else ()
 
 
 def _of_a_run_that_continues(source: LoadSource, store: CheckpointStore) -> LoadSource:
-    """`source`; of a new run if checkpoints of its own were abandoned, for what it saves would be taken for these."""
+    """Return `source`, with a new run id if checkpoints of its run were abandoned: new ones would count as these."""
     abandoned = {run_id for info in store.intact() for _, run_id in info.lineage.abandons}
     if source.lineage.run_id not in abandoned:
         return source
@@ -179,7 +181,7 @@ def _committed(info: CheckpointInfo) -> LoadSource:
     if info.kind is CheckpointKind.WEIGHTS_ONLY:
         raise CheckpointMismatch(
             str(info.path),
-            "  it holds weights only: no optimizer, no position to go on from. To start a new run from these weights, "
+            "  it holds weights only: no optimizer, no position in the data. To start a new run from these weights, "
             "set --checkpoint.initial_load_path to this folder and dump_folder to a new one.",
         )
     source = LoadSource(
@@ -210,13 +212,13 @@ def _initial(config: Checkpoint) -> LoadSource:
 
 
 def _step_of(path: Path) -> int:
-    """The step of the checkpoint at `path`: its manifest says it, or where another tool wrote it, its name; else 0."""
+    """Return the step of the checkpoint at `path`, from its manifest, or without one from its name; else 0."""
     manifest = CheckpointFolder(path).manifest
     return manifest.step if manifest is not None else layout.parse_step(path.absolute().name) or 0
 
 
 def _with_origin(source: LoadSource) -> LoadSource:
-    """`source` with what its manifest, if it has one, says of the run that saved it."""
+    """Return `source` with what its manifest, if there is one, records about the run that saved it."""
     manifest = CheckpointFolder(source.path).manifest
     if manifest is None:
         return source

@@ -1,8 +1,8 @@
-"""A run put back as a checkpoint has it.
+"""Restores a run's objects from a checkpoint.
 
-What can be found out beforehand comes first, on all ranks together: keys and shapes, the configuration,
-then the small states (another corpus, say). Only then are tensors of the model touched; after that the
-machine can fail, or a load hook of the user, and what fails on one rank is the error of all. The random
+What can refuse a load comes first, on all ranks together: keys and shapes, the configuration, then the
+small states (another corpus, for one). Tensors of the model change only after that. From then on only
+the machine or a load hook of the user can fail, and a failure of one rank is raised on all. The random
 generators come last, so that nothing draws from them in between.
 """
 
@@ -38,9 +38,9 @@ from torchtitan_lite.store.store import CheckpointStore
 
 
 def refuse_early(config: JobConfig, peers: Peers) -> None:
-    """Raises, before anything is built, what a load would refuse for its step or its configuration. **Collective**.
+    """Raise what a load would refuse because of its step or configuration, before anything is built. **Collective**.
 
-    A model of another size may not even fit into memory, and would be refused all the same. Changes nothing.
+    A model of another size may not even fit into memory, and the load would refuse it anyway. Changes nothing.
     """
     checkpoint = config.checkpoint
     if not checkpoint.enable_checkpoint or checkpoint.create_seed_checkpoint:
@@ -49,7 +49,7 @@ def refuse_early(config: JobConfig, peers: Peers) -> None:
     try:
         source = peers.on_coordinator(lambda: _chosen(store, checkpoint))
     except (CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe):
-        return  # The load finds it again, and reports it in an event.
+        return  # The load meets it again, and reports it in an event.
     if source is not None and not source.model_only and source.config:
         refused = [f"  {change}" for change in compare(source.config, config) if change.rule is Rule.REFUSED]
         if refused:
@@ -62,7 +62,7 @@ def _chosen(store: CheckpointStore, config: Checkpoint) -> LoadSource | None:
 
 
 class Restore:
-    """The loading of `source` into a run's objects; see the module. Every method is **collective**."""
+    """Loads `source` into a run's objects, in the order that the module describes. Every method is **collective**."""
 
     def __init__(
         self,
@@ -85,38 +85,39 @@ class Restore:
         self._optimizer = optimizer if optimizer and everything and "optimizer" not in excluded else None
         self._model_state: dict[str, Any] = {}
         self._slots: dict[str, Slot] = {}
-        peers.raise_together(_error_of(self._ask_the_owners, None))
+        peers.raise_together(_error_of(self._read_owners, None))
         self._small = {name: s for name, s in small_states.items() if everything and name not in excluded}
         self._restores_rng = everything and RNG not in excluded
-        # Weights that a new run begins with may have any precision: an export has another one than training.
+        # The initial weights of a new run may have any precision: an export has another one than training.
         self._cast = source.initial
         self._stored = StoredCheckpoint(
             source.path, peers, build_load_rules(config.checkpoint), verify=config.checkpoint.verify_on_load
         )
 
-    def _ask_the_owners(self, _: None) -> None:
+    def _read_owners(self, _: None) -> None:
         self._model_state = self._model.state_dict()
         self._slots = self._optimizer.slots() if self._optimizer else {}
 
     def report(self) -> ResumeReport:
-        """What `run` would do. Small states that can check theirs without taking it are asked."""
-        self._agree_that_it_can_be_read()
+        """Return what `run` would do. Calls `check_state` of the small states that have it; changes nothing."""
+        self._raise_unless_readable()
         refused: list[str] = []
         keys = self._keys()
         for name, state in self._taken.items():
             check = getattr(state, "check_state", None)
             if check is not None and name not in keys.missing:
-                error = _error_of(check, self._read_small(name))  # Its own errors are everybody's already.
+                error = _error_of(check, self._read_small(name))  # `_read_small` raises its own errors on all ranks.
                 refused += [found for found in self._peers.gather(str(error or "")) if found][:1]
         return self._report(keys, refused)
 
     @no_collection()
     def run(self) -> None:
-        """Raises `CheckpointMismatch` and what a state refuses with, on every rank, before the model is touched.
+        """Load everything.
 
-        Raises also what a load hook of an optimizer or a module raises, on every rank, when it is.
+        Raises `CheckpointMismatch`, and the error of a small state that refuses, on every rank, before the model
+        changes. Raises what a load hook of an optimizer or a module raises, on every rank, after it has changed.
         """
-        self._agree_that_it_can_be_read()
+        self._raise_unless_readable()
         report = self._report(self._keys(), ())
         if report.refusals:
             raise CheckpointMismatch(str(report.path), "\n".join([*report.refusals, *report.ways_out]))
@@ -125,9 +126,9 @@ class Restore:
         self._warn_of_unmatched_globs()
         for change in report.changes:
             (logger.warning if change.rule is Rule.WARNED else logger.info)("Since the checkpoint: %s", change)
-        self._warn_of_states_without_a_taker()
+        self._warn_of_ignored_states()
         if self._source.has_nan:
-            logger.warning("%s was saved with NaN in its weights; --checkpoint.load_step rolls back.", report.path)
+            logger.warning("%s was saved with NaN in its weights; --checkpoint.load_step rolls back", report.path)
         for reason in report.fresh_states:
             logger.warning("%s", reason)
         for name, state in self._taken.items():
@@ -136,7 +137,7 @@ class Restore:
             flat = self._stored.read_optimizer(self._slots)
             self._peers.raise_together(_error_of(self._optimizer.load_state_dict, flat))
         whole = self._stored.read_model(self._model_state, cast=self._cast)
-        # Most of it was read in place. What hooks made of it, and extra state, only the modules can put back.
+        # Most tensors were read in place. Extra state, and what hooks made of tensors, only the modules can load.
         self._peers.raise_together(_error_of(self._model.put_back, whole))
         if self._config.checkpoint.verify_resume:
             self._verify()
@@ -148,25 +149,25 @@ class Restore:
         if rules.is_partial:
             fqns = [fqn for per_rank in self._peers.gather(list(self._model_state)) for fqn in per_rank]
             for glob in unmatched_globs(rules, fqns):
-                logger.warning("checkpoint.load_include / load_exclude: %r names no tensor of the model.", glob)
+                logger.warning("checkpoint.load_include / load_exclude: %r names no tensor of the model", glob)
 
-    def _agree_that_it_can_be_read(self) -> None:
+    def _raise_unless_readable(self) -> None:
         self._peers.raise_together(_error_of(lambda _: self._stored.contents, {}))
 
-    def _warn_of_states_without_a_taker(self) -> None:
+    def _warn_of_ignored_states(self) -> None:
         taken = {"model", "dataloader", RNG, *self._small, *self._source.excluded}
         taken |= {"optimizer"} if self._optimizer is not None else set()
-        # A path of one name is a tensor or value on top, such as a weight under its bare name, and no state.
+        # A path of one name is a tensor or value at the top, such as a weight under its bare FQN, and no state.
         paths = (path for path in self._stored.contents.paths.values() if len(path) > 1)
         left = sorted({str(path[0]) for path in paths} - taken)
         if left and not self._source.model_only:
             logger.warning(
-                "The checkpoint has states that this run does not take, and will not save: %s.", ", ".join(left)
+                "The checkpoint has states that this run does not load, and will not save: %s", ", ".join(left)
             )
 
     @cached_property
     def _fresh(self) -> dict[str, str]:
-        """The states that begin fresh though everything is loaded, each with the reason."""
+        """The states that begin fresh although everything is loaded, with the reason of each."""
         return {
             name: reason
             for name, state in self._small.items()
@@ -210,14 +211,14 @@ class Restore:
         rules = build_load_rules(self._config.checkpoint)
         if rules.changes_tensors or self._cast:
             logger.warning(
-                "checkpoint.verify_resume proves what is loaded as it was; with renames, casts or a lesser "
-                "strictness there is nothing to compare with."
+                "checkpoint.verify_resume verifies nothing: with renames, casts or a lower load_strictness the loaded "
+                "tensors need not equal the saved ones"
             )
             return
         verify(str(self._source.path), lambda: self._state_to_verify(rules), self._source.tensor_digests, self._peers)
 
     def _state_to_verify(self, rules: LoadRules) -> dict[str, Any]:
-        # A new state dict: the one that was read into may be copies, which say nothing of the model.
+        # A new state dict: the one that the load read into may hold copies, which prove nothing about the model.
         model = {fqn: value for fqn, value in self._model.state_dict().items() if rules.wants(fqn)}
         state: dict[str, Any] = {"model": model, **{name: state.state_dict() for name, state in self._taken.items()}}
         if self._optimizer is not None:
@@ -234,7 +235,7 @@ class Restore:
             return
         rng.derive(torch.initial_seed(), self._source.step, rank)
         logger.info(
-            "The random generators of %s do not fit %s: new ones begin, derived from seed, step and rank.",
+            "The random generators of %s do not fit %s: new ones begin, derived from seed, step and rank",
             self._source.topology or "the checkpoint",
             self._topology,
         )

@@ -1,7 +1,8 @@
-"""What a resume would do, said before it does it.
+"""What a resume would do, before it does it.
 
-Where it goes on from, which keys do not fit, what changed in the configuration and the topology, and
-what the data says. Made on every rank alike, from what the ranks agreed on; a pure value.
+The step that it resumes from, the keys that do not fit, what changed in the configuration and the
+topology, and what the states refuse. A pure value, the same on every rank, made from what the ranks
+agreed on.
 """
 
 from __future__ import annotations
@@ -16,33 +17,33 @@ from torchtitan_lite.config.drift import Change, Rule
 
 @dataclass(frozen=True)
 class ResumeReport:
-    """A resume from `path`, as it would be."""
+    """A resume from `path` that has not happened yet."""
 
     path: Path
     step: int
     keys: KeyReport
     keys_are_refused: bool
-    """Whether differing keys end the resume (`checkpoint.load_strictness`)."""
+    """Whether the resume is refused if keys differ (`checkpoint.load_strictness`)."""
     changes: Sequence[Change]
     topology_before: str
     topology_now: str
     refused_states: Sequence[str] = ()
-    """What states refuse with, one sentence each."""
+    """The refusals of states, one sentence each."""
     fresh_states: Sequence[str] = ()
-    """Which states are not taken from the checkpoint, and why, one sentence each."""
+    """States that are not loaded from the checkpoint, and why, one sentence each."""
     ways_out: Sequence[str] = ()
-    """What to set where keys are missing, one sentence each; empty if none are, or it is not known."""
+    """Settings that would supply missing keys, one sentence each; empty if none are missing or none would help."""
 
     @property
     def refusals(self) -> list[str]:
-        """Why this resume cannot be; empty if it can."""
+        """Why this resume is refused, one line each; empty if it is not."""
         config = [f"  {change}" for change in self.changes if change.rule is Rule.REFUSED]
         keys = [str(self.keys)] if self.keys and self.keys_are_refused else []
         return [*keys, *config, *(f"  {sentence}" for sentence in self.refused_states)]
 
     @property
     def notes(self) -> list[str]:
-        """What is different and honoured, a line each."""
+        """Differences that the resume accepts, one line each."""
         topology = (
             [f"topology: {self.topology_before or 'unknown'} -> {self.topology_now}"]
             if self.topology_before != self.topology_now

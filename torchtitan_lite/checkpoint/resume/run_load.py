@@ -1,7 +1,6 @@
-"""The load of a run: candidates from the latest on, until one is what was committed.
+"""The load of a run: tries candidates, the latest first, until one is undamaged.
 
-Nothing is decided here about which checkpoints are candidates (load_source, fallback), nor how one is put back
-(restore). Every method is **collective**.
+load_source and fallback decide which checkpoints are candidates; restore loads one. Every method is **collective**.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torchtitan_lite.store.store import CheckpointStore
 
 
 class RunLoad:
-    """Puts `run` back as a checkpoint of `store` has it."""
+    """Loads a checkpoint of `store` into the objects of `run`."""
 
     def __init__(
         self,
@@ -44,19 +43,20 @@ class RunLoad:
         self._on_event = on_event
 
     def load(self, step: int) -> LoadSource | None:
-        """Load `step` itself, or at -1 what the config says; return what was loaded, None for a fresh start.
+        """Load `step` itself, or for -1 what the config says; return what was loaded, None for a fresh start.
 
-        Raises `CheckpointNotFound`, `CheckpointMismatch`, `AllCheckpointsDamaged`, and what a state refuses with.
+        Raises `CheckpointNotFound`, `CheckpointMismatch`, `AllCheckpointsDamaged`, and the error of a state that
+        refuses, on every rank.
         """
         wanted = step if step != -1 else self._config.checkpoint.load_step
         source = self._candidates(wanted, is_exact=step != -1).take(lambda source: self._load(wanted, source))
         if source is None:
             self._report_unmanaged(wanted)
-            logger.info("No checkpoint in %s: a fresh start.", self._store.root)
+            logger.info("No checkpoint in %s: a fresh start", self._store.root)
         return source
 
     def report(self) -> ResumeReport | None:
-        """Return what `load` would do, and refuse; None for a fresh start. Nothing is changed."""
+        """Return what `load` would do and what it would refuse; None for a fresh start. Changes nothing."""
         source = self._candidates(self._config.checkpoint.load_step).first()
         return None if source is None else self._restore(source).report()
 
@@ -81,15 +81,15 @@ class RunLoad:
     def _report_choice(self, wanted: int, source: LoadSource) -> None:
         self._report_unmanaged(wanted)
         if source.initial:
-            logger.info("Beginning from %s.", source.path)
+            logger.info("Starting from %s", source.path)
         elif wanted not in (-1, source.step):
-            logger.info("Step %d was gone back to already; going on from step %d of that branch.", wanted, source.step)
+            logger.info("Rolled back to step %d before: resuming from step %d of that branch", wanted, source.step)
         if source.lineage.counts_again:
-            logger.info("Steps are counted from the start again; the first save sets the old run's aside.")
+            logger.info("Counting steps from the start again; the first save sets the old run's checkpoints aside")
 
     def _report_unmanaged(self, wanted: int) -> None:
         for path in self._store.unmanaged() if self._peers.is_coordinator and wanted == -1 else []:
-            logger.warning("%s has no manifest and is passed over; to load it, ask for its step or path.", path)
+            logger.warning("%s has no manifest and is skipped. To load it, name its step or path", path)
 
     def _restore(self, source: LoadSource) -> Restore:
         return Restore(

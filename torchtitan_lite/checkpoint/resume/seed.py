@@ -1,7 +1,7 @@
-"""Whether a checkpoint is a seed: weights that a run begins with, and nothing else.
+"""Recognizes seed checkpoints: a seed holds the weights that a run begins with, and nothing else.
 
-A seed checkpoint is the step-0 that holds a model alone. A step-0 with an optimizer, a step counter
-or random generators is the first checkpoint of a loop that counts from 0, and is resumed whole.
+A step-0 that holds only a model is a seed. A step-0 with an optimizer, a step counter or random
+generators is the first checkpoint of a loop that counts from 0, and a resume loads all of it.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from torchtitan_lite.config.job_config import EXCLUDABLE_STATES
 from torchtitan_lite.errors import CheckpointError
 
 _OF_A_RUN = tuple(f"{name}." for name in EXCLUDABLE_STATES)
-"""Keys that begin so are in every full checkpoint, ours and torchtitan's, and in no seed checkpoint of ours."""
+"""Beginnings of keys that are in every full checkpoint, ours and torchtitan's, and in no seed checkpoint of ours."""
 
 
 def is_seed(path: Path, step: int) -> bool:
-    """Return whether the checkpoint of `step` at `path` is a seed; where that cannot be read, whether it could be."""
+    """Return whether the checkpoint of `step` at `path` is a seed; for an unreadable step 0, True. Coordinator."""
     if step != 0:
         return False
     try:
         contents = CheckpointFolder(path, "off").contents
     except CheckpointError:
-        return True  # The load that follows finds the same, and says what it is.
+        return True  # The load that follows meets the same error, and raises it.
     return not any(key.startswith(_OF_A_RUN) for key in contents)

@@ -1,7 +1,8 @@
-"""Proof that what was loaded is what was saved.
+"""Verifies that the loaded tensors equal the saved ones.
 
-The manifest holds a digest of every logical tensor that is the same for every topology; after a load
-each rank digests its own shards, the ranks add up, each shard once, and the sums must be the manifest's.
+The manifest holds a digest of every logical tensor that is the same for every topology. After a load
+each rank digests its own shards, the digests are summed over the ranks, each shard once, and the sums
+must equal the manifest's.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from torchtitan_lite.log import logger
 
 
 def verify(path: str, make_state: Callable[[], dict[str, Any]], expected: Mapping[str, str], peers: Peers) -> None:
-    """Raise `CheckpointMismatch` on every rank, naming the first tensor of `make_state()` that is not as `expected`.
+    """Raise `CheckpointMismatch` for the first tensor of `make_state()` whose digest is not the `expected` one.
 
-    `expected` is the manifest's digests by key; what is in only one of the two is skipped. What fails on one rank is
-    raised on every rank. **Collective**.
+    `expected` has the manifest's digests by key; a key that is in only one of the two is skipped. What fails on one
+    rank is raised on every rank. **Collective**.
     """
     if not expected:
-        logger.warning("%s has no tensor digests: nothing to verify. Save with --checkpoint.tensor_digests.", path)
+        logger.warning("%s has no tensor digests: nothing to verify. Save with --checkpoint.tensor_digests", path)
         return
     per_rank = peers.gather_made(lambda: _shares(make_state(), expected))
     found = _add_up([own for own, _ in per_rank])
@@ -36,22 +37,22 @@ def verify(path: str, make_state: Callable[[], dict[str, Any]], expected: Mappin
         if digest is None or finish(digest, *dtypes_and_shapes[key]).to_hex() != expected[key]:
             raise CheckpointMismatch(path, f"  {key} is not, after loading, what was saved")
     if not found:
-        logger.warning("None of the tensors of %s has the name that it was saved under: nothing was verified.", path)
+        logger.warning("No tensor of %s has the name that it was saved under: nothing was verified", path)
         return
-    logger.info("Verified %d tensors: they are what was saved.", len(found))
+    logger.info("Verified %d tensors: they are what was saved", len(found))
 
 
 def _shares(
     state: dict[str, Any], expected: Mapping[str, str]
 ) -> tuple[dict[str, dict[Shape, Digest]], dict[str, tuple[torch.dtype, Shape]]]:
-    """Return what this rank adds to the sum of each tensor, and dtype and shape of each."""
+    """Return this rank's part of each tensor's sum, and each tensor's dtype and shape."""
     tensors = {key: t for key, t in flatten_state_dict(state)[0].items() if isinstance(t, torch.Tensor)}
     own = {key: _own(key, tensor) for key, tensor in tensors.items() if key in expected}
     return own, {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
 
 
 def _own(key: str, tensor: torch.Tensor) -> dict[Shape, Digest]:
-    """Return what each part of `tensor` on this rank adds to the sum, by where it begins."""
+    """Return the digest of each part of `tensor` on this rank, by the part's offsets."""
     if isinstance(tensor, DTensor) and _is_counted_elsewhere(tensor):
         return {}
     return {
@@ -61,7 +62,7 @@ def _own(key: str, tensor: torch.Tensor) -> dict[Shape, Digest]:
 
 
 def _is_counted_elsewhere(tensor: DTensor) -> bool:
-    """Return whether another rank of the tensor's mesh counts what this one has."""
+    """Return whether another rank of the tensor's mesh counts the part that this one has."""
     coordinate = tensor.device_mesh.get_coordinate()
     return coordinate is not None and any(
         place.is_replicate() and coordinate[dim] != 0 for dim, place in enumerate(tensor.placements)
@@ -69,10 +70,10 @@ def _is_counted_elsewhere(tensor: DTensor) -> bool:
 
 
 def _add_up(per_rank: list[dict[str, dict[Shape, Digest]]]) -> dict[str, Digest | None]:
-    """Return the sum over the parts of each tensor; None where two ranks hold a part differently.
+    """Return the sum over the parts of each tensor; None where two ranks hold different values of one part.
 
-    Ranks of several meshes hold the same parts: FSDP2 next to tensor parallelism shards a layer that the latter leaves
-    alone once for each of its ranks.
+    Ranks of different meshes may hold the same parts: under FSDP2 with tensor parallelism, a layer that the latter does
+    not shard is sharded by FSDP2 once for each tensor-parallel rank.
     """
     parts: dict[str, dict[Shape, Digest]] = {}
     differing: set[str] = set()

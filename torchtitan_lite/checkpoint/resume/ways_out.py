@@ -1,8 +1,8 @@
-"""What to set where a checkpoint lacks what a run asks for.
+"""Suggests settings for names that a run has and a checkpoint lacks.
 
-Three things are often behind a missing name: all names of the model have a prefix more or less, one
-of two tied tensors was left out, or a state is new. Each is looked for, and only a setting that would
-make the name found is named. Pure: names and tensors come in, sentences go out.
+Three causes are common: all names of the model have one prefix more or less, one of two tied tensors
+was not saved, or a state is new. Each is looked for, and a setting is suggested only if the load would
+then find the name. Pure: takes names and tensors, returns sentences.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def ways_out(
 ) -> list[str]:
     """Return a sentence for each setting that would supply some of `missing`.
 
-    `names` are the checkpoint's names of tensors as its renames leave them; `states` the run's small states.
+    `names` are the checkpoint's tensor names after the configured renames; `states` are the run's small states.
     """
     of_model = [fqn for fqn in missing if fqn in model]
     ties = _ties(of_model, model, names)
@@ -33,7 +33,7 @@ def ways_out(
 
 
 def _ties(missing: Sequence[str], model: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[str, str]:
-    """The names in `missing` of tensors that `model` has under another name too, which is there; with that name."""
+    """Return the names in `missing` whose tensor `model` also has under a name that is in `names`, with that name."""
     there = {place: fqn for fqn, tensor in model.items() if fqn in names and (place := _place(tensor))}
     return {fqn: there[place] for fqn in missing if (place := _place(model[fqn])) in there}
 
@@ -45,7 +45,7 @@ def _place(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 
 def _rename(missing: Sequence[str], model: Mapping[str, torch.Tensor], names: Collection[str]) -> str:
-    """The rename of the checkpoint's `names` after which all of `missing` are among them; empty if none is found."""
+    """Return a rename of the checkpoint's `names` after which they include all of `missing`; empty if there is none."""
     for theirs, ours in _prefixes(missing[0], model, names):
         if all(fqn.startswith(ours) and theirs + fqn.removeprefix(ours) in names for fqn in missing):
             return f"'^{theirs.replace('.', '[.]')}={ours}'"
@@ -53,8 +53,8 @@ def _rename(missing: Sequence[str], model: Mapping[str, torch.Tensor], names: Co
 
 
 def _prefixes(fqn: str, model: Mapping[str, torch.Tensor], names: Collection[str]) -> Iterator[tuple[str, str]]:
-    """The prefix that the checkpoint has before `fqn`, and that the model has, wherever a name in `names` fits."""
+    """Yield pairs of prefixes, the checkpoint's and the model's, under which a name in `names` could be `fqn`."""
     yield from ((name.removesuffix(fqn), "") for name in names if name.endswith(f".{fqn}"))
-    if not any(other in names for other in model):  # A name that fits would no longer.
+    if not any(other in names for other in model):  # Else names that fit now would not fit then.
         parts = fqn.split(".")
         yield from (("", ".".join(parts[:count]) + ".") for count in range(1, len(parts)))
