@@ -225,7 +225,7 @@ def test_each_rank_gets_back_what_it_saved(two_ranks: Ranks, tmp_path: Path) -> 
     assert two_ranks.run(load_per_rank, folder=tmp_path) == [(10, [0, 1, 2], []), (11, [0, 1, 2, 3], [])]
     position, seen, told = load_per_rank(0, tmp_path)
     assert (position, seen) == (10, [0, 1, 2])
-    assert told == ["Held of 2 ranks is loaded by 1: rank 1 is not taken."]
+    assert told == ["Held of 2 ranks is loaded by 1: rank 1 is not loaded"]
 
 
 def refused_then_fresh(rank: int, folder: Path) -> None:
@@ -245,7 +245,7 @@ def refused_then_fresh(rank: int, folder: Path) -> None:
         assert report is not None and not report.refusals
         assert manager.load()
     assert own.values["position"] == (10 if rank == 0 else 5)
-    assert told == (["Held of 1 rank is loaded by 2: rank 1 begins from scratch."] if rank == 0 else [])
+    assert told == (["Held of 1 rank is loaded by 2: rank 1 begins from scratch"] if rank == 0 else [])
 
 
 def test_a_rank_that_saved_none_refuses_together_with_the_others(two_ranks: Ranks, tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_without_an_optimizer_the_model_of_a_full_checkpoint_is_loaded(
     with managed(tmp_path, again, None, load_only=True) as manager:
         assert manager.load()
     assert same(dict(again.state_dict()), dict(model.state_dict()))
-    assert "states that this run does not take, and will not save: optimizer" in caplog.text
+    assert "states that this run does not load, and will not save: optimizer" in caplog.text
 
 
 def test_parameters_of_a_loss_are_named_by_its_state(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_schedulers_that_differ_must_be_as_many_again(tmp_path: Path) -> None:
     with manager:
         manager.save(1, force=True)
     _, _, manager = scheduled(tmp_path, {"step": 0.1}, load_strictness="ignore")
-    with manager, pytest.raises(CheckpointMismatch, match="states of 2 schedulers that differ, and here are 1"):
+    with manager, pytest.raises(CheckpointMismatch, match="states of 2 schedulers that differ, and this run has 1"):
         manager.load()
 
 
@@ -232,7 +232,7 @@ def test_a_scheduler_of_another_class_is_refused(tmp_path: Path) -> None:
     with manager:
         manager.save(1, force=True)
     _, _, manager = scheduled(tmp_path, {"exponential": 0.1})
-    with manager, pytest.raises(CheckpointMismatch, match=r"was a StepLR, and here is a ExponentialLR.*exclude_from"):
+    with manager, pytest.raises(CheckpointMismatch, match=r"a StepLR, and is a ExponentialLR in this run.*exclude_"):
         manager.load()
     _, _, manager = scheduled(tmp_path, {"exponential": 0.1}, exclude_from_loading=("lr_scheduler",))
     with manager:

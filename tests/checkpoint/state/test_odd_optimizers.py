@@ -173,7 +173,7 @@ def test_moments_of_a_higher_precision_than_the_parameter_keep_their_bits(tmp_pa
 def test_a_form_of_its_own_is_refused_where_parts_of_the_model_are_on_several_ranks(tmp_path: Path) -> None:
     parts = [nn.ModuleDict({name: nn.Linear(2, 2)}) for name in ("a", "b")]
     optimizer = OwnForm([parameter for part in parts for parameter in part.parameters()], lr=0.1)
-    with pytest.raises(ConfigError, match=r"optimizers\[0\] \(OwnForm\): its state_dict\(\) is not of the form"):
+    with pytest.raises(ConfigError, match=r"optimizers\[0\] \(OwnForm\): its state_dict\(\) does not have the form"):
         CheckpointManager(None, parts, optimizer, None, {}, job_config(tmp_path))
 
 

@@ -1,8 +1,8 @@
-"""What FullyShardedDataParallel (FSDP1) needs that other modules do not.
+"""Special handling of FullyShardedDataParallel (FSDP1).
 
-Its parameters are flat pieces, so its state dicts are copies, sharded as DTensors, and the way back
-leads through its own functions; all of them are collective. That takes a device mesh: without one its
-state is ShardedTensor, which no plan of ours can carry.
+FSDP1's parameters are pieces of flat tensors, so its state dicts are copies, sharded as DTensors, and
+only its own functions load them back; all of these are collective. They need a device mesh: without
+one the state is made of ShardedTensors, which our plans do not support.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from torchtitan_lite.errors import ConfigError
 
 
 def is_fsdp1(module: nn.Module) -> bool:
-    """Return whether `module` or a part of it is wrapped by FSDP1."""
+    """Return whether FSDP1 wraps `module` or a part of it."""
     return any(isinstance(each, FullyShardedDataParallel) for each in module.modules())
 
 
 @contextmanager
 def sharded_state_dicts(module: nn.Module) -> Iterator[None]:
-    """Give FSDP1's state dicts as shards within; change nothing for modules without it.
+    """Make FSDP1's state dicts sharded within this context; do nothing for modules without FSDP1.
 
-    Whatever raises within, the parameters are sharded again. Raise ConfigError for a hook that takes one's name away.
+    If the body raises, the parameters are sharded again. Raises ConfigError for a hook that removes or renames a key.
     """
     if not is_fsdp1(module):
         yield
         return
     with warnings.catch_warnings():
-        # Of torch's own calls within.
+        # Warnings that torch's own code causes.
         warnings.filterwarnings("ignore", message="FSDP.state_dict_type", category=FutureWarning)
         warnings.filterwarnings("ignore", module=r"torch\.distributed\.", category=UserWarning)
         with FullyShardedDataParallel.state_dict_type(
@@ -55,7 +55,7 @@ def sharded_state_dicts(module: nn.Module) -> Iterator[None]:
 
 
 def refuse_without_mesh(parts: Sequence[nn.Module]) -> None:
-    """Raise ConfigError if a part is sharded by FSDP1 without a device mesh."""
+    """Raise ConfigError if FSDP1 shards a part without a device mesh."""
     for part in parts:
         for name, module in part.named_modules():
             if not isinstance(module, FullyShardedDataParallel):
@@ -70,13 +70,13 @@ def refuse_without_mesh(parts: Sequence[nn.Module]) -> None:
 
 
 def like_of_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return FSDP1's sharded parameters and buffers by name: what its optimizer's state is sharded like. Collective."""
+    """Return FSDP1's parameters and buffers by name, sharded as its optimizer's state is. **Collective**."""
     with sharded_state_dicts(module):
         return {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
 
 
 def names_in_another_order(module: nn.Module) -> list[str]:
-    """Return the raw names of parameters whose memory is not in the order of their dimensions (torch 2.6 to 2.13)."""
+    """Return the raw names of parameters that are not contiguous, such as channels_last (torch 2.6 to 2.13)."""
     names = []
     for prefix, each in module.named_modules():
         handle = getattr(each, "_handle", None) if isinstance(each, FullyShardedDataParallel) else None
@@ -87,18 +87,21 @@ def names_in_another_order(module: nn.Module) -> list[str]:
 
 
 def _shard_again(module: nn.Module) -> None:
-    """Leave the whole parameters that torch lends to a state dict, and keeps when that raises (torch 2.6 to 2.13)."""
+    """Exit the contexts in which torch unshards parameters for a state dict: it leaves them open if that raises.
+
+    Seen in torch 2.6 to 2.13.
+    """
     for each in reversed(list(module.modules())):
-        lent = getattr(each, "_unshard_params_ctx", {}) if isinstance(each, FullyShardedDataParallel) else {}
-        while lent:
-            lent.popitem()[1].__exit__(None, None, None)
+        open_contexts = getattr(each, "_unshard_params_ctx", {}) if isinstance(each, FullyShardedDataParallel) else {}
+        while open_contexts:
+            open_contexts.popitem()[1].__exit__(None, None, None)
 
 
 def _explain(error: BaseException) -> None:
-    """Raise ConfigError in the place of FSDP1's assertion that each parameter is in the state dict."""
+    """Raise ConfigError in place of FSDP1's assertion that each parameter is in the state dict."""
     lost = re.match(r"FSDP assumes (\S+) is in the state_dict", str(error))
     if isinstance(error, AssertionError) and lost:
         raise ConfigError(
             f"model: {lost[1]} is not in the state dict under its name, because a state-dict hook took it out or "
-            "renamed it, and FSDP1 gives no state dict then. Take the hook away, or use fully_shard."
+            "renamed it, and FSDP1 gives no state dict then. Remove the hook, or use fully_shard."
         ) from error

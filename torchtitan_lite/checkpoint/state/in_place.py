@@ -1,10 +1,10 @@
-"""A `load_state_dict` over tensors that were read in place.
+"""Makes `load_state_dict` safe over tensors that were read in place.
 
-A load reads into the tensors that `state_dict` returned, and most of them are views of the live ones.
-`Tensor.copy_` does nothing where source and target are the same view, so handing all of them to
-`load_state_dict` costs nothing. But a load hook may give the memory of one live tensor to another name
-(a swap), and copying it while it is being overwritten would mix the two: such a view is cloned first,
-after all hooks of the module.
+A load reads into the tensors that `state_dict` returned, and most of these are views of live ones.
+`Tensor.copy_` does nothing if source and target are the same view, so `load_state_dict` with all of
+them costs nothing. But a load hook may put the memory of one live tensor under another name (a swap),
+and a copy from memory that is being overwritten would mix the two. Such a view is cloned first, after
+all hooks of the module.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 @contextmanager
 def no_mixing(root: nn.Module) -> Iterator[None]:
-    """Let `root.load_state_dict` within copy no live tensor's memory into another one's while both change."""
+    """Within this context, keep `root.load_state_dict` from copying one live tensor into another while both change."""
     rewriting = {id(each): each for each in root.modules() if _rewrites(each)}
     live = _Live(root) if rewriting else None
     handles = [
@@ -45,7 +45,7 @@ class _Live:
         self._storages = {_storage(tensor) for tensor in self._tensors.values()} - {0}
 
     def clone_strays(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Be the last load hook of `module`: what is live memory under another name than its own is a copy then."""
+        """Clone the entries that are live memory of another name. Runs as the last load hook of `module`."""
         for key, value in state_dict.items():
             if not isinstance(value, torch.Tensor) or not key.startswith(prefix):
                 continue
@@ -73,5 +73,5 @@ def _is_same_view(a: torch.Tensor, b: torch.Tensor | None) -> bool:
 def _storage(tensor: torch.Tensor) -> int:
     try:
         return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # Tensors that are made of others have no memory of their own.
+    except (RuntimeError, NotImplementedError):  # Wrapper subclasses over other tensors have no memory of their own.
         return 0

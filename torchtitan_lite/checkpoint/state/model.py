@@ -1,8 +1,8 @@
 """The model parts of a rank as one state dict under plain names.
 
-`state_dict` asks the modules: most tensors it returns are views of live ones, and a load reads straight
-into them. What hooks or `get_extra_state` return may be copies, so a load is complete only when the
-modules have taken the whole dict back with `put_back`.
+`state_dict` calls the modules' own: most tensors that it returns are views of live ones, and a load
+reads straight into them. What hooks or `get_extra_state` return may be copies, so a load is complete
+only after `put_back` has given the whole dict to the modules.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from torchtitan_lite.errors import CheckpointMismatch
 
 
 class ModelWrapper:
-    """All model parts of this rank as one `Stateful`: FQN to live tensor, or to what a module returns besides.
+    """All model parts of this rank as one `Stateful`: FQN to live tensor, or to a module's extra state.
 
-    With `trained_only` the parameters whose `requires_grad` is False are no part of it.
+    With `trained_only` it leaves out the parameters whose `requires_grad` is False.
     """
 
     def __init__(self, model_parts: nn.Module | Sequence[nn.Module], *, trained_only: bool = False) -> None:
@@ -38,9 +38,10 @@ class ModelWrapper:
         self._trained_only = trained_only
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the modules' `state_dict` return, by plain name. **Collective** with FSDP1.
+        """Return the modules' state dicts, merged, by plain name. **Collective** with FSDP1.
 
-        Raises TypeError for a tensor that nothing can be loaded into, ConfigError for a lazy module without shapes.
+        Raises TypeError for an expanded tensor, which a load cannot write into, and ConfigError for a lazy module
+        without shapes.
         """
         refuse_lazy(self.parts)
         state = merge_disjoint([{name: raw[key] for key, name in names.items()} for _, raw, names in self._raw()])
@@ -48,23 +49,26 @@ class ModelWrapper:
         return state
 
     def parameter_names(self) -> set[str]:
-        """Return the names in `state_dict` that are parameters; the rest is buffers and what modules add."""
+        """Return the names in `state_dict` that are parameters; the rest is buffers and extra state."""
         return {name for names in named_parameters(self.parts).values() for name in names} - self._left_out()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take exactly the keys that `state_dict` has; raise `CheckpointMismatch` before anything is changed."""
+        """Load `state_dict`, which must have exactly the tensors of `state_dict()`.
+
+        Raises `CheckpointMismatch` before anything changes.
+        """
         report = compare_tensors(expected=tensors_of(self.state_dict()), found=tensors_of(state_dict))
         if report:
             raise CheckpointMismatch("the model's state dict", str(report))
         self.put_back(state_dict)
 
     def put_back(self, state_dict: Mapping[str, Any]) -> None:
-        """Give all of `state_dict`, which has the keys of `state_dict()`, to the modules' `load_state_dict`.
+        """Give `state_dict`, which has the keys of `state_dict()`, to the modules' `load_state_dict`.
 
-        What is a view of a live tensor stays where it is. Raises what hooks raise. **Collective** with FSDP1.
+        Views of live tensors are not copied. Raises what hooks raise. **Collective** with FSDP1.
         """
         for part, raw, names in self._raw():
-            # The dict is the module's own: its `_metadata` has the versions that load hooks go by.
+            # The module's own dict: load hooks read versions from its `_metadata`.
             raw.update({key: state_dict[name] for key, name in names.items()})
             with torch.no_grad(), fsdp1.sharded_state_dicts(part), no_mixing(part):
                 part.load_state_dict(raw)
@@ -89,7 +93,7 @@ class ModelWrapper:
 
 
 def is_extra(name: str, value: Any) -> bool:
-    """Return whether an entry of a model's state dict is of a shape of its own: extra state, or no tensor."""
+    """Return whether an entry of a model's state dict may have any shape: extra state, or no tensor."""
     if not isinstance(value, torch.Tensor):
         return True
     return name.endswith(EXTRA_STATE) and name.rpartition(".")[2] == EXTRA_STATE

@@ -1,9 +1,9 @@
-"""Names that do not depend on how a run is set up.
+"""Names that do not depend on how a run is parallelised.
 
-A name here is the plain model's FQN: no prefix of DDP, FSDP, compilation or activation checkpointing.
-Everything that is in a checkpoint under a parameter's name uses these, so the parts of a model that
-one rank holds (pipeline stages) must not share one. Key names made by state-dict hooks need not be
-attributes of any module; such a name stays as it is from the first unknown component on.
+A name here is the plain model's FQN, without prefixes of DDP, FSDP, compilation or activation
+checkpointing. Every key of a checkpoint with a parameter's name in it uses these, so the model parts of
+one rank (pipeline stages) must not share a name. A key that a state-dict hook made need not be an
+attribute of any module; it stays as it is from the first unknown component on.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch.nn.parameter import is_lazy
 from torchtitan_lite.errors import ConfigError
 
 EXTRA_STATE = "_extra_state"
-"""Last component of the key of what a module's `get_extra_state` returns."""
+"""Last component of the key under which `get_extra_state` of a module is saved."""
 _CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module."
 
 
 def clean_names(module: nn.Module, raw_names: Iterable[str]) -> dict[str, str]:
-    """Return each of `raw_names`, keys of `module`'s state dict or names of its parameters, with its plain name."""
+    """Return the plain name of each of `raw_names`, which are keys of `module`'s state dict or names of parameters."""
     known: dict[str, tuple[list[str], Any]] = {"": ([], module)}
     return {raw: ".".join(_walked(raw.replace(_CHECKPOINT_WRAPPED, ""), known)[0]) for raw in raw_names}
 
 
 def named_parameters(parts: Sequence[nn.Module]) -> dict[torch.Tensor, tuple[str, ...]]:
-    """Return each parameter of `parts` with all its names; a tied one has several, the first is the one to save under.
+    """Return each parameter of `parts` with its names. A tied one has several, and is saved under the first.
 
     Raises ConfigError for a name that two parts share.
     """
@@ -63,7 +63,7 @@ def merge_disjoint(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def refuse_lazy(parts: Sequence[nn.Module]) -> None:
-    """Raise ConfigError, naming it, for a parameter or buffer of a lazy module that has no shape yet."""
+    """Raise ConfigError for the first parameter or buffer of a lazy module that has no shape yet."""
     for part in parts:
         for kind in (part.named_parameters(), part.named_buffers()):
             for name, tensor in kind:
@@ -75,21 +75,21 @@ def refuse_lazy(parts: Sequence[nn.Module]) -> None:
 
 
 def _walked(raw: str, known: dict[str, tuple[list[str], Any]]) -> tuple[list[str], Any]:
-    """Return the components of the plain name of `raw`, and the object there; `known` has what was walked before."""
+    """Return the components of the plain name of `raw`, and the object of that name; `known` caches both."""
     if raw not in known:
         parent, _, component = raw.rpartition(".")
         clean, owner = _walked(parent, known)
         wrapper = _wrapper_attribute(owner)
         if component == wrapper:
             known[raw] = clean, getattr(owner, wrapper)
-        else:  # A wrapper may give what it wraps under no name of its own.
+        else:  # A wrapper may leave its attribute out of the names of what it wraps.
             inner = getattr(owner, wrapper) if wrapper else owner
             known[raw] = [*clean, component], getattr(inner, component, None)
     return known[raw]
 
 
 def _wrapper_attribute(module: Any) -> str:
-    """Return the name under which `module` holds the one that it wraps; empty if it is no wrapper."""
+    """Return the attribute in which `module` holds the module that it wraps; empty if it is no wrapper."""
     if isinstance(module, DistributedDataParallel):
         return "module"
     if isinstance(module, FullyShardedDataParallel):

@@ -1,8 +1,8 @@
 """The optimizers of a rank as one flat state dict, by parameter name.
 
-Nothing is made for a save: a parameter without state has no keys, and gets none back. A load makes the
-state that the checkpoint has, sharded as its parameter. See `optimizer_state` for the keys and
-`optimizer_owner` for how an optimizer is asked.
+A save creates no state: a parameter without state has no keys, and a load gives it none. A load creates
+the state that the checkpoint has, sharded like its parameter. `optimizer_state` defines the keys, and
+`optimizer_owner` reads and replaces the state of one optimizer.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import ConfigError
 
 _NOT_OF_ONE_RANK = (
-    "its state_dict() is not of the form of torch.optim (state by number of the parameter, and param_groups), and its "
-    "parameters are sharded or in several model parts: no rank's state dict would be the state of all. "
-    "Use it in one process or with DDP, or one with torch.optim's form."
+    "its state_dict() does not have the form of torch.optim (state by number of the parameter, and param_groups), and "
+    "its parameters are sharded or in several model parts: no rank's state dict would be the state of all. "
+    "Use it in one process or with DDP, or use an optimizer with torch.optim's form."
 )
 
 
 class OptimizerWrapper:
     """Any number of optimizers over the parameters of `model_parts`, and of further `modules` by name of their state.
 
-    Raises ConfigError for a parameter that is nobody's or that two optimizers have, and for an optimizer whose state
-    dict has a form of its own where ranks have different parts of it.
+    Raises ConfigError for a parameter that belongs to no module or to two optimizers, and for an optimizer whose state
+    dict has a special form while ranks hold different parts of the model.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class OptimizerWrapper:
         self._modules = dict(modules or {})
         self._optimizers = list(optimizers)
         self._names: dict[torch.Tensor, tuple[str, ...]] = {}
-        self._look_at_names()
+        self._refresh_names()
         self._owners = [_owner(number, each, self._parts, self._names) for number, each in enumerate(optimizers)]
 
     def __bool__(self) -> bool:
@@ -67,8 +67,8 @@ class OptimizerWrapper:
         return bool(self._owners)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the flat state; see the module. **Collective** with FSDP1."""
-        self._look_at_names()
+        """Return the flat state, with the keys of `optimizer_state`. **Collective** with FSDP1."""
+        self._refresh_names()
         whole: dict[str, Any] = {}
         of_optimizers: dict[str, Any] = {}
         for number, owner in enumerate(self._owners):
@@ -79,8 +79,8 @@ class OptimizerWrapper:
         return whole | ({OF_OPTIMIZERS: of_optimizers} if of_optimizers else {})
 
     def slots(self) -> dict[str, Slot]:
-        """Return what a load has to know of each parameter, by its name. **Collective** with FSDP1."""
-        self._look_at_names()
+        """Return for each parameter, by name, what a load needs to know. **Collective** with FSDP1."""
+        self._refresh_names()
         aliases = {names[0]: names for names in self._names.values()}
         slots: dict[str, Slot] = {}
         for number, owner in enumerate(self._owners):
@@ -92,11 +92,11 @@ class OptimizerWrapper:
         return slots
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take all of the flat state: a parameter without keys is without state then. **Collective** with FSDP1.
+        """Replace all state by the flat state; a parameter without keys loses its state. **Collective** with FSDP1.
 
-        Settings that it has not (`param_groups.*`) stay as they are.
+        Settings (`param_groups.*`) that are not in it do not change.
         """
-        self._look_at_names()
+        self._refresh_names()
         for number, owner in enumerate(self._owners):
             own = owner.read()
             names = {name for group in own.groups for name in group.names}
@@ -104,18 +104,18 @@ class OptimizerWrapper:
             rest = state_dict.get(OF_OPTIMIZERS, {}).get(str(number), {})
             owner.take(states, settings, {**own.rest, **rest})
 
-    def _look_at_names(self) -> None:
-        """Know the names of the parameters that there are now: a model may be changed after the manager was made."""
+    def _refresh_names(self) -> None:
+        """Read the names of the present parameters: a model may change after the manager was made."""
         self._names.clear()
         self._names.update(named_parameters(self._parts))
         for state, module in self._modules.items():
             raw = dict(module.named_parameters())
             for name, parameter in zip(clean_names(module, raw).values(), raw.values(), strict=True):
                 self._names.setdefault(parameter, (f"{state}.{name}",))
-        _refuse_strangers(self._optimizers, self._names)
+        _refuse_unknown_parameters(self._optimizers, self._names)
 
     def refuse_where_parts_differ(self, peers: Peers) -> None:
-        """Raise ConfigError on every rank if an optimizer's state dict is carried whole and ranks have other models.
+        """Raise ConfigError on every rank if an optimizer's state dict is saved whole and ranks have different models.
 
         **Collective**.
         """
@@ -127,7 +127,7 @@ class OptimizerWrapper:
             raise ConfigError(f"{kind}: {_NOT_OF_ONE_RANK}")
 
     def has_state(self) -> bool:
-        """Return whether every trained parameter has stepped, or was loaded."""
+        """Return whether every trained parameter has optimizer state, from a step or a load. Any rank."""
         return all(
             getattr(owner.optimizer, "state", {}).get(parameter)
             for owner in self._owners
@@ -151,7 +151,7 @@ def _owner(
     return WholeOwner(optimizer)
 
 
-def _refuse_strangers(optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, Sequence[str]]) -> None:
+def _refuse_unknown_parameters(optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, Sequence[str]]) -> None:
     holders: dict[torch.Tensor, int] = {}
     for number, optimizer in enumerate(optimizers):
         which = f"optimizers[{number}] ({type(optimizer).__name__})"

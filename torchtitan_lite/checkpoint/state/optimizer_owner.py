@@ -1,10 +1,10 @@
-"""One optimizer asked for its state, and given it back.
+"""Reads and replaces the state of one optimizer.
 
-The optimizer is the owner: its own `state_dict` and `load_state_dict` are called, with all its hooks,
-and never its `step`, so asking changes nothing, and a parameter that never had a gradient has no state.
-Three kinds: an optimizer whose state dict is as `torch.optim` makes it, one over FSDP1's flat
-parameters, and any other object, whose state dict is carried as it is; that is possible only where all
-ranks have the same.
+Only the optimizer's own `state_dict` and `load_state_dict` are called, with all their hooks, and never
+its `step`: to read the state changes nothing, and a parameter that never had a gradient has no state.
+There are three kinds of owners: for a state dict as `torch.optim` makes it, for an optimizer over FSDP1's
+flat parameters, and for any other object. The last one saves the state dict unchanged, which works only
+if it is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from torchtitan_lite.errors import CheckpointMismatch, ConfigError
 
 _NOT_SETTINGS = ("params", "param_names")
 GLOBAL, OTHER, EMPTY_GROUPS, WHOLE = "global", "other", "empty_groups", "whole"
-"""What is in `OptimizerState.rest`: state of no parameter, further keys of the state dict, settings of groups without
-parameters, and a state dict as it is."""
+"""Keys of `OptimizerState.rest`: state that belongs to no parameter, further keys of the state dict, settings of groups
+without parameters, and a whole state dict."""
 
 
 class Owner(Protocol):
@@ -42,30 +42,30 @@ class Owner(Protocol):
 
     optimizer: Any
     reads_in_place: bool
-    """Whether what is read into the tensors of `read` is read into the optimizer."""
+    """Whether the tensors that `read` returns are the optimizer's own, so that a load may read into them."""
 
     def likes(self) -> dict[str, torch.Tensor]:
-        """Return by parameter's name what its state is sharded like."""
+        """Return for each parameter, by name, a tensor that is sharded as its state is."""
         ...
 
     def read(self) -> OptimizerState:
-        """Return the live state; its tensors are live ones where the optimizer's own state dict has them."""
+        """Return the current state. Its tensors are live where the optimizer's own state dict has live ones."""
         ...
 
     def layouts(self, state: OptimizerState) -> dict[str, str]:
-        """Return how tensors of `state` are sharded, by flat key, where that does not follow from their parameters.
+        """Return how tensors of `state` are sharded, by flat key, if they are not sharded like their parameters.
 
-        Raises TypeError for a tensor that no checkpoint can hold, because each rank may have another one.
+        Raises TypeError for a tensor that a checkpoint cannot hold, because its value may differ between ranks.
         """
         ...
 
     def take(self, states: Mapping[str, Any], settings: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
-        """Replace the state by this, by parameter's name; a setting that is not given stays as it is."""
+        """Replace the state; `states` and `settings` are by parameter name. A missing setting does not change."""
         ...
 
 
 class PlainOwner:
-    """An optimizer whose state dict has `state` by number of the parameter, and `param_groups`."""
+    """An optimizer whose state dict has `state`, by the parameter's number, and `param_groups`."""
 
     reads_in_place = True
 
@@ -97,7 +97,7 @@ class PlainOwner:
                 if tensor.numel() > 1 and not isinstance(tensor, DTensor):
                     raise TypeError(
                         f"{type(self.optimizer).__name__} has a tensor of shape {list(tensor.shape)} that belongs to "
-                        "no parameter, while its parameters are sharded: each rank may have another one. "
+                        "no parameter, while its parameters are sharded: its value may differ between ranks. "
                         "Keep it in the state of a parameter."
                     )
         return dict(flat_layouts(state, likes))
@@ -120,7 +120,7 @@ class PlainOwner:
             )
 
     def _numbered(self, own: Mapping[str, Any]) -> dict[Any, str]:
-        """Return the name of each number that stands for a parameter in the state dict `own`."""
+        """Return the name of each parameter by its number in the state dict `own`."""
         names: dict[Any, str] = {}
         for group, live in zip(own["param_groups"], self.optimizer.param_groups, strict=True):
             for number, parameter in zip(group["params"], live["params"], strict=True):
@@ -128,7 +128,7 @@ class PlainOwner:
         return names
 
     def _placed(self, values: Mapping[Any, Any], live: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Return `values` on the devices of `live`, or, for those that are new, of the parameters."""
+        """Return `values` on the devices of `live`; values that are not in `live` go to the parameters' device."""
         device = next((parameter.device for parameter in parameters_of(self.optimizer)), torch.device("cpu"))
         return {key: _on_devices_of(value, live.get(key), device) for key, value in values.items()}
 
@@ -154,12 +154,12 @@ class Fsdp1Owner:
             if name in in_another_order and any(tensor.dim() > 0 for tensor in tensors_in(state)):
                 raise ConfigError(
                     f"optimizer.state.{name}: its parameter is in another memory format, such as channels_last, and "
-                    "FSDP1 puts state of such a one back in another order. Make the parameter contiguous."
+                    "FSDP1 loads the state of such a parameter in the wrong order. Make the parameter contiguous."
                 )
             if any(tensor.dim() > 0 and tensor.numel() == 0 for tensor in tensors_in(state)):
                 raise ConfigError(
-                    f"optimizer.state.{name}: its parameter has no elements, and FSDP1 loads no state of such a one. "
-                    "Leave it out of the optimizer, or use fully_shard."
+                    f"optimizer.state.{name}: its parameter has no elements, and FSDP1 loads no state of such a "
+                    "parameter. Leave it out of the optimizer, or use fully_shard."
                 )
         groups = []
         for group in own["param_groups"]:
@@ -168,7 +168,7 @@ class Fsdp1Owner:
         return OptimizerState(states, groups)
 
     def layouts(self, state: OptimizerState) -> dict[str, str]:
-        return {}  # FSDP1 shards state as its parameters, and only that.
+        return {}  # FSDP1 shards all state like its parameters.
 
     def take(self, states: Mapping[str, Any], settings: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
         with fsdp1.sharded_state_dicts(self._module):
@@ -192,10 +192,10 @@ class Fsdp1Owner:
         except RuntimeError as error:
             if "is not in the optimizer state" not in str(error):
                 raise
-            # FSDP1 moves the state of all parameters in a flat one together.
+            # FSDP1 handles the state of all parameters in a flat one together.
             raise ConfigError(
-                f"{type(self.optimizer).__name__}: FSDP1 gives the state of an optimizer only if that has one for each "
-                f"trained parameter of a wrapped module, and here {error} Use one optimizer for each wrapped module, "
+                f"{type(self.optimizer).__name__}: FSDP1 returns an optimizer's state only if that has one for each "
+                f"trained parameter of a wrapped module, but {error} Use one optimizer for each wrapped module, "
                 "with state for each parameter, or fully_shard."
             ) from error
 
@@ -205,7 +205,7 @@ class Fsdp1Owner:
 
 
 class WholeOwner:
-    """An optimizer whose state dict has a form of its own."""
+    """An optimizer whose state dict has a special form, and is saved unchanged."""
 
     reads_in_place = False
 
@@ -225,16 +225,16 @@ class WholeOwner:
         if WHOLE not in rest:
             kind = type(self.optimizer).__name__
             raise CheckpointMismatch(
-                "the optimizer's state dict", f"  there is no state dict of {kind} in it, which has a form of its own"
+                "the optimizer's state dict", f"  it has no state dict of {kind}, which has a special form"
             )
         self.optimizer.load_state_dict(rest[WHOLE])
 
 
 def has_torchs_form(optimizer: Any) -> bool:
-    """Return whether the state dict of `optimizer` is as `torch.optim` makes it, so that names can take its numbers."""
+    """Return whether the state dict of `optimizer` has the form of `torch.optim`, with parameters by number."""
     try:
         own = optimizer.state_dict()
-    except Exception:  # To be raised where it is asked for its state, at a save.
+    except Exception:  # A save meets it again, and raises it.
         return True
     groups = own.get("param_groups") if isinstance(own, Mapping) else None
     if not isinstance(groups, list) or not isinstance(own.get("state"), Mapping):
@@ -248,18 +248,18 @@ def has_torchs_form(optimizer: Any) -> bool:
 
 
 def parameters_of(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Yield the parameters that `optimizer` has, group by group."""
+    """Yield the parameters of `optimizer`, group by group."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
 @contextmanager
 def exact_dtypes(optimizer: Any) -> Iterator[None]:
-    """Let `optimizer.load_state_dict` within keep the dtypes of what it is given.
+    """Within this context, have `optimizer.load_state_dict` keep the dtypes of the state that it loads.
 
-    `torch.optim.Optimizer` casts state to its parameter's dtype, which loses bits of moments that are kept in a higher
-    precision, and turns integers into floating numbers. An optimizer with a way of its own is left to it, but one that
-    it wraps is not.
+    `torch.optim.Optimizer` casts state to its parameter's dtype, which loses bits of moments in a higher precision, and
+    turns integers into floating-point numbers. An optimizer with its own `load_state_dict` is left alone, but not the
+    optimizers that it wraps.
     """
     held = [each for each in (optimizer, *vars(optimizer).values()) if isinstance(each, Optimizer)]
     with ExitStack() as stack:
@@ -284,7 +284,7 @@ def _exact_dtypes(optimizer: Optimizer) -> Iterator[None]:
                 if key in own and key != "step":
                     own[key] = _with_dtypes_of(value, own[key])
 
-    # After the user's hooks before it, and before those after it.
+    # The first after the user's own pre-hooks, the second before the user's own post-hooks.
     handles = (
         optimizer.register_load_state_dict_pre_hook(note),
         optimizer.register_load_state_dict_post_hook(restore, prepend=True),

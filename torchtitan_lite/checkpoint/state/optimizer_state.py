@@ -1,10 +1,9 @@
 """An optimizer's state by parameter name, and the flat keys under which it is saved.
 
 Keys are `state.<fqn>.<name>` and `param_groups.<fqn>.<key>`: by FQN and not by index, so that a
-parameter finds its state whatever part, rank or group it belongs to. A name that is no string without
-dots stands one level deeper, under `state.<fqn>`. What belongs to no parameter is under
-`optimizers.<number of the optimizer>`, and how a tensor was sharded under `layouts.<fqn>.<name>` where
-that does not follow from its parameter.
+parameter finds its state whatever part, rank or group it belongs to. Names that are not strings, or have
+dots, are in a dict under `state.<fqn>`. What belongs to no parameter is under `optimizers.<number of the
+optimizer>`, and `layouts.<fqn>.<name>` holds how a tensor was sharded if not like its parameter.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Group:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What an optimizer's own state dict says, by name. A parameter that never stepped has no entry in `states`."""
+    """The content of an optimizer's state dict, by name. A parameter that never stepped is not in `states`."""
 
     states: Mapping[str, Mapping[Any, Any]]
     groups: Sequence[Group]
@@ -44,17 +43,17 @@ class Slot:
     """A parameter that an optimizer holds, as a load sees it."""
 
     names: Sequence[str]
-    """Its FQNs, more than one if it is tied; under the first it is saved."""
+    """Its FQNs, more than one if it is tied; it is saved under the first."""
     group: tuple[int, int]
     """Numbers of its optimizer and group."""
     like: torch.Tensor
-    """What state of the parameter's shape is shaped, placed and sharded like."""
+    """A tensor with the shape, device and sharding of state that has the parameter's shape."""
     settings: Mapping[str, Any]
     state: Mapping[Any, Any]
     """The live state that may be read into; empty if there is none."""
 
     def empty(self, name: Any, shape: torch.Size, dtype: torch.dtype, live: Any, layout: str = "") -> torch.Tensor:
-        """Return memory for the stored tensor `name` of the state: `live` if it is like that, else a new tensor."""
+        """Return memory for the stored tensor `name` of the state: `live` if shape and dtype fit, else a new tensor."""
         if isinstance(live, torch.Tensor) and (live.shape, live.dtype) == (shape, dtype) and not live.requires_grad:
             return live
         device = self.like.device
@@ -62,14 +61,14 @@ class Slot:
             return _empty_sharded(shape, dtype, self.like, layout)
         if self.like.shape == shape and name != "step":
             return torch.empty_like(self.like, dtype=dtype, requires_grad=False)
-        # As torch loads it: counters stay on the CPU, unless the steps are captured or fused.
+        # As in torch: step counters are on the CPU, unless the optimizer is capturable or fused.
         if name == "step" and not (self.settings.get("capturable") or self.settings.get("fused")):
             device = torch.device("cpu")
         return torch.empty(shape, dtype=dtype, device=device)
 
 
 def flat(state: OptimizerState) -> Iterator[tuple[str, Any]]:
-    """Yield the flat keys and values of an optimizer, but for `state.rest`."""
+    """Yield the flat keys and values of `state`, except of `state.rest`."""
     for name, own in state.states.items():
         odd = {}
         for key, value in own.items():
@@ -86,10 +85,10 @@ def flat(state: OptimizerState) -> Iterator[tuple[str, Any]]:
 
 
 def flat_layouts(state: OptimizerState, like: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
-    """Yield how tensors are sharded that are not as their parameter, which `like` has by name.
+    """Yield how tensors are sharded that are not sharded like their parameter, which `like` has by name.
 
-    Raises TypeError for a tensor that is not the same on all ranks, and says where its parts belong by nothing;
-    ConfigError for DTensors within lists or dicts, of which a load could make plain tensors only.
+    Raises TypeError for a plain tensor that may differ between ranks, because nothing says where its part belongs, and
+    ConfigError for DTensors within lists or dicts, because a load could make only plain tensors of them.
     """
     for name, own in state.states.items():
         for key, value in own.items():
@@ -98,30 +97,30 @@ def flat_layouts(state: OptimizerState, like: Mapping[str, torch.Tensor]) -> Ite
                 _refuse_local(where, tensor, like[name])
                 if isinstance(tensor, DTensor) and tensor is not value:
                     raise ConfigError(
-                        f"{where} is a {type(value).__name__} with DTensors in it, of which a load would make plain "
-                        "tensors. Use an optimizer that keeps tensors by themselves in its state, which LBFGS does "
-                        "not, or train without fully_shard."
+                        f"{where} is a {type(value).__name__} with DTensors in it, which a load would turn into plain "
+                        "tensors. Use an optimizer whose state holds tensors directly, unlike LBFGS, or train without "
+                        "fully_shard."
                     )
             if isinstance(value, DTensor) and value.shape != like[name].shape:
                 yield f"{LAYOUTS}.{name}.{key}", ",".join(map(_spelt, value.placements))
 
 
 def refuse_unsharded(states: Mapping[str, Mapping[Any, Any]], like: Mapping[str, torch.Tensor]) -> None:
-    """Raise `CheckpointMismatch` for stored state in lists or dicts that a sharded parameter cannot go with."""
+    """Raise `CheckpointMismatch` for stored tensors in lists or dicts whose parameter is sharded now."""
     for name, own in states.items():
         for key, value in own.items() if isinstance(like.get(name), DTensor) else ():
             if isinstance(value, torch.Tensor) or all(each.numel() <= 1 for each in tensors_in(value)):
                 continue
             raise CheckpointMismatch(
                 "the optimizer's state dict",
-                f"  {STATE}.{name}.{key} is a {type(value).__name__} with tensors in it, and nothing says how they are "
-                "sharded. Resume without fully_shard, or begin the optimizer's state from scratch with "
+                f"  {STATE}.{name}.{key} is a {type(value).__name__} with tensors in it, and nothing says how to shard "
+                "them. Resume without fully_shard, or begin the optimizer's state from scratch with "
                 "--checkpoint.exclude_from_loading=optimizer.",
             )
 
 
 def by_name(flat_state: Mapping[str, Any], names: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the states and the settings in `flat_state`, each by name of a parameter (one of `names`) and key."""
+    """Return the states and the settings in `flat_state`, each by the parameter's name (one of `names`) and key."""
     states: dict[str, Any] = {}
     settings: dict[str, Any] = {}
     for key, value in flat_state.items():
@@ -135,7 +134,7 @@ def by_name(flat_state: Mapping[str, Any], names: Collection[str]) -> tuple[dict
 
 
 def split_key(rest: str, names: Collection[str]) -> tuple[str, str]:
-    """Return the parameter's name and the key of what `<name>.<key>` spells; the name is one of `names` if one fits."""
+    """Return the parameter's name and the key in `<name>.<key>`; the name is one of `names` if one fits."""
     name, _, key = rest.rpartition(".")
     at = len(name)
     while at > 0 and rest[:at] not in names:
@@ -144,7 +143,7 @@ def split_key(rest: str, names: Collection[str]) -> tuple[str, str]:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a nest of dicts, lists and tuples."""
+    """Yield the tensors in nested dicts, lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -164,8 +163,8 @@ def _refuse_local(where: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
         return
     if any(p.is_shard() for p in like.placements) and tensor.shape in (like._local_tensor.shape, like.shape):
         raise TypeError(
-            f"{where} is a plain tensor of shape {list(tensor.shape)} beside a parameter that is sharded, so each rank "
-            "has another one and nothing says which part of the whole it is. Make it with torch.zeros_like(parameter)."
+            f"{where} is a plain tensor of shape {list(tensor.shape)} while its parameter is sharded, so it differs "
+            "between ranks and nothing says which part of the whole it is. Make it with torch.zeros_like(parameter)."
         )
 
 
@@ -175,7 +174,7 @@ def _spelt(placement: Placement) -> str:
 
 def _empty_sharded(shape: torch.Size, dtype: torch.dtype, like: DTensor, layout: str) -> DTensor:
     mesh, spelt = like.device_mesh, layout.split(",")
-    # On a mesh of another kind the ranks hold the whole; where it is sharded is for the optimizer to say.
+    # On a mesh with another number of dimensions each rank holds the whole tensor; the optimizer may shard it.
     placements: list[Placement] = [Replicate() for _ in range(mesh.ndim)]
     sharded = {f"shard{dim}": Shard(dim) for dim in range(len(shape))}
     if len(spelt) == mesh.ndim:

@@ -1,8 +1,8 @@
-"""A state that is another one on each rank, saved for each of them.
+"""A state that differs between ranks, saved for each rank.
 
-A checkpoint has one entry under each name, and one rank's is saved (replicas.py). `PerRank` gives each
-rank's a name of its own, with the rank's number in it. The number is all that says whose it is: a rank
-takes what the rank of its number saved, whatever part of the work that was.
+A checkpoint has one entry for each name, and one rank writes it (replicas.py). `PerRank` gives the
+state of each rank its own name, with the rank's number in it. Only the number says whose state it is: a
+rank loads what the rank of the same number saved, whatever part of the work that rank had.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _RANKS = "ranks"
 
 
 class PerRank:
-    """`state` as each rank has it: a `Stateful` that saves every rank's, and gives each rank its own back.
+    """A `Stateful` that saves `state` of every rank, and loads each rank's own.
 
-    On fewer ranks than saved, those that there are take theirs, and one warning says how many are left. On more ranks,
-    those that have none refuse the checkpoint, all ranks together, or with `on_missing="fresh"` keep `state` as it is,
-    with one warning.
+    On fewer ranks than saved, each rank loads its own, and one warning names the ranks whose state is not loaded. On
+    more ranks, those without a saved state refuse the checkpoint, on every rank, or with `on_missing="fresh"` leave
+    `state` unchanged, with one warning.
     """
 
     def __init__(self, state: Stateful, *, on_missing: OnMissing = "refuse") -> None:
@@ -37,29 +37,29 @@ class PerRank:
         self._is_fresh_allowed = on_missing == "fresh"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's part of what is saved, under the rank's number."""
+        """Return this rank's state under the rank's number."""
         rank, num_ranks = _place()
         return {_RANKS: num_ranks, _name(rank): self._state.state_dict()}
 
     def is_of_another_rank(self, key: str) -> bool:
-        """Whether the entry `key` of what is saved need not be read on this rank."""
+        """Return whether this rank need not read the saved entry `key`."""
         return key.partition(".")[0] not in (_RANKS, _name(_place()[0]))
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Change nothing. Raise ConfigError if this rank refuses `state_dict`, and what `state` refuses it with."""
+        """Raise what `load_state_dict` would raise: ConfigError, or the refusal of `state`. Changes nothing."""
         if self._has_own(state_dict):
             check = getattr(self._state, "check_state", None)
             if check is not None:
                 check(_own(state_dict))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Give `state` what this rank saved. Raise as `check_state`."""
+        """Load into `state` what this rank saved. Raises as `check_state` does."""
         if self._has_own(state_dict):
             self._state.load_state_dict(_own(state_dict))
-        self._tell(int(state_dict.get(_RANKS, 0)))
+        self._warn_of_other_ranks(int(state_dict.get(_RANKS, 0)))
 
     def _has_own(self, state_dict: Mapping[str, Any]) -> bool:
-        """Whether this rank saved one. Raises ConfigError if it has to have one."""
+        """Return whether this rank saved a state. Raises ConfigError if it did not and must have."""
         rank, num_ranks = _place()
         saved = int(state_dict.get(_RANKS, 0))
         if rank < saved:
@@ -74,19 +74,19 @@ class PerRank:
             )
         return False
 
-    def _tell(self, saved: int) -> None:
+    def _warn_of_other_ranks(self, saved: int) -> None:
         rank, num_ranks = _place()
         if rank > 0 or saved == num_ranks:
             return
         what = f"{type(self._state).__name__} of {_count(saved)} is loaded by {num_ranks}"
         if saved > num_ranks:
-            logger.warning("%s: %s not taken.", what, _those_from(num_ranks, saved, "is", "are"))
+            logger.warning("%s: %s not loaded", what, _those_from(num_ranks, saved, "is", "are"))
         elif self._is_fresh_allowed:
-            logger.warning("%s: %s from scratch.", what, _those_from(saved, num_ranks, "begins", "begin"))
+            logger.warning("%s: %s from scratch", what, _those_from(saved, num_ranks, "begins", "begin"))
 
 
 def _own(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    # Of a mapping without entries nothing is stored.
+    # A checkpoint stores nothing of an empty mapping.
     return dict(state_dict.get(_name(_place()[0]), {}))
 
 
@@ -103,7 +103,7 @@ def _name(rank: int) -> str:
 
 
 def _place() -> tuple[int, int]:
-    """This rank, and how many there are."""
+    """Return this rank and the number of ranks."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1

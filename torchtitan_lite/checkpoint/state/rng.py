@@ -1,9 +1,9 @@
 """The random generators of one rank.
 
-Python's, NumPy's and torch's, on the CPU and on this rank's accelerator: what dropout and user code
-draw from. On the topology that saved them they go on bit for bit; on another there is no generator
-to go on with, so each rank begins a new one, derived from (seed, step, rank) and so the same in
-every resume from that step. All of it is tensors in a checkpoint.
+Python's, NumPy's and torch's, on the CPU and on this rank's accelerator: dropout and user code draw
+from these. On the topology that saved them they continue bit for bit. On another topology each rank
+begins new ones, derived from (seed, step, rank), so that every resume from that step draws the same
+numbers. In a checkpoint they are tensors.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import numpy as np
 import torch
 
 RNG = "rng"
-"""The name of the generators' state in a checkpoint; below it there is a key for each rank."""
+"""The name of the generators' state in a checkpoint, with a key for each rank below it."""
 
 _MASK_63 = 2**63 - 1
 
 
 class RngState:
-    """A `Stateful` of this rank alone; kept under a key with the rank in it."""
+    """The generators of this rank as a `Stateful`, saved under a key with the rank in it."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         version, internal, gauss = random.getstate()
@@ -46,7 +46,7 @@ class RngState:
             torch.cuda.set_rng_state(state_dict["cuda"].cpu())
 
     def derive(self, seed: int, step: int, rank: int) -> None:
-        """New generators, the same for the same (seed, step, rank) and unlike those of any other."""
+        """Seed all generators from (seed, step, rank): the same numbers for the same three, others for others."""
         digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
         derived = int.from_bytes(digest, "little") & _MASK_63
         random.seed(derived)

@@ -1,7 +1,7 @@
-"""A run's objects under the names that they have in a checkpoint, and the state of all of them.
+"""A run's objects by the names that they have in a checkpoint, and the state of all of them.
 
-The forms in which people have them (one module or a list, no optimizer, several) end here: everything else sees one
-model, one optimizer and named small states. Nothing here decides when a state is taken or where it goes.
+People pass them in several forms (one module or a list, no optimizer or several). Only this module sees the forms:
+all others see one model, one optimizer and named small states. It decides neither when to save nor where.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ State = dict[str, Any]
 
 
 class RunState:
-    """`model`, `optimizer` and `small`, the states beside them by name. Raises ConfigError for another argument."""
+    """`model`, `optimizer` and `small`, the other states by name. Raises ConfigError for an unsupported argument."""
 
     def __init__(
         self,
@@ -41,14 +41,14 @@ class RunState:
         self.small = _small_states(dataloader, arguments.lr_schedulers(lr_schedulers), states)
 
     def full(self, rank: int) -> State:
-        """Return what a full checkpoint holds of this `rank`. Raises what a state raises."""
+        """Return the full state of this `rank`. Raises what a state raises. **Collective** with FSDP1."""
         small = {name: state.state_dict() for name, state in self.small.items()}
-        # A key of its own for each rank: the generators are the one thing that ranks do not share.
+        # Each rank has its own key: no two ranks share their generators.
         rng = {f"rank{rank}": RngState().state_dict()}
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), **small, RNG: rng}
 
     def seed(self) -> State:
-        """Return what a seed checkpoint holds: the model."""
+        """Return the state of a seed checkpoint: only the model. **Collective** with FSDP1."""
         return {"model": self.model.state_dict()}
 
 

@@ -1,9 +1,9 @@
 """The LR schedulers of a rank as one state.
 
-One scheduler's keys are `lr_scheduler.<key>`. So are those of several that are in the same state, as
-the schedulers of pipeline stages are: any number of them resume from it. Schedulers that differ have
-one each, `lr_scheduler.<number>.<key>`, and their number must be the same again. With each goes the
-scheduler's class, because attributes of one class mean nothing to another.
+One scheduler has the keys `lr_scheduler.<key>`. So have several schedulers in equal states, such as
+those of pipeline stages: any number of schedulers resumes from them. Schedulers in different states
+have the keys `lr_scheduler.<number>.<key>`, and a resume needs the same number of them. Each state has
+the scheduler's class, because attributes of one class mean nothing to another.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from torchtitan_lite.errors import CheckpointMismatch
 
 CLASS = "_class"
-"""Key of the scheduler's class."""
+"""The key of the scheduler's class."""
 _WAY_OUT = "Build the same schedule, or begin this one with --checkpoint.exclude_from_loading=lr_scheduler."
 _OF_VERSIONS = {"verbose", "lr_lambdas"}
-"""Keys that some versions of torch have not, or that are empty and have left no trace in an older checkpoint."""
+"""Keys that some versions of torch do not have, or that are empty and missing from older checkpoints."""
 
 
 class LRSchedulerWrapper:
@@ -29,18 +29,18 @@ class LRSchedulerWrapper:
         self._schedulers = list(lr_schedulers)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all; see the module."""
+        """Return the state of all schedulers, once if they are in equal states. Any rank."""
         states = self._own_states()
         if all(is_same(state, states[0]) for state in states[1:]):
             return states[0] if states else {}
         return {str(number): state for number, state in enumerate(states)}
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise `CheckpointMismatch` if `state_dict` is not these schedulers'; change nothing."""
+        """Raise `CheckpointMismatch` if `state_dict` does not fit these schedulers. Changes nothing."""
         self._for_each(state_dict)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Give each scheduler its state; raise `CheckpointMismatch` before any is changed."""
+        """Load each scheduler's state. Raises `CheckpointMismatch` before any scheduler changes."""
         for scheduler, state in zip(self._schedulers, self._for_each(state_dict), strict=True):
             scheduler.load_state_dict(state)
 
@@ -48,7 +48,7 @@ class LRSchedulerWrapper:
         return [dict(each.state_dict()) | {CLASS: class_name(each)} for each in self._schedulers]
 
     def _for_each(self, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return what each scheduler is to load."""
+        """Return the state that each scheduler loads."""
         own_states = self._own_states()
         given = _distributed(state_dict, own_states)
         return [
@@ -58,14 +58,14 @@ class LRSchedulerWrapper:
 
 
 def class_name(scheduler: Any) -> str:
-    """Return the class of `scheduler`, with those of the schedulers that it is made of."""
+    """Return the name of the class of `scheduler`, with those of its inner schedulers."""
     parts = getattr(scheduler, "_schedulers", None)
     inner = f"({', '.join(map(class_name, parts))})" if isinstance(parts, list | tuple) else ""
     return type(scheduler).__name__ + inner
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Return whether two nests of containers, numbers and tensors are equal, in types too."""
+    """Return whether two nested structures of numbers and tensors are equal, types included."""
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
@@ -83,22 +83,22 @@ def _distributed(state_dict: Mapping[str, Any], own_states: Sequence[Mapping[str
     own_are_alike = all(is_same(state, own_states[0]) for state in own_states[1:])
     if shared and (own_are_alike or not numbered):
         if not own_are_alike:
-            raise _mismatch(f"it has the state of one scheduler, and here are {len(own_states)} that differ.")
+            raise _mismatch(f"it has the state of one scheduler, and this run has {len(own_states)} that differ.")
         return [shared] * len(own_states)
     states = [numbered[key] for key in sorted(numbered, key=int)]
     if len(states) == len(own_states):
         return states
     if all(is_same(state, states[0]) for state in states[1:]):
         return states[:1] * len(own_states)
-    raise _mismatch(f"it has the states of {len(states)} schedulers that differ, and here are {len(own_states)}.")
+    raise _mismatch(f"it has the states of {len(states)} schedulers that differ, and this run has {len(own_states)}.")
 
 
 def _merged(stored: Mapping[str, Any], own: Mapping[str, Any], number: int | None) -> dict[str, Any]:
-    """Return `stored` without the class, completed by what an older checkpoint has no trace of."""
+    """Return `stored` without the class, and with the keys of `own` that an older checkpoint lacks."""
     which = "the scheduler" if number is None else f"scheduler {number}"
     if CLASS in stored:
         if stored[CLASS] != own[CLASS]:
-            raise _mismatch(f"{which} was a {stored[CLASS]}, and here is a {own[CLASS]}.")
+            raise _mismatch(f"{which} was a {stored[CLASS]}, and is a {own[CLASS]} in this run.")
     elif others := sorted(_public(stored) ^ _public(own)):
         raise _mismatch(
             f"{which} was of another class than {own[CLASS]}: only one of the two has {', '.join(map(repr, others))}."

@@ -13,11 +13,11 @@ __all__ = ["LRSchedulerWrapper", "ModelWrapper", "OptimizerWrapper", "PerRank", 
 
 
 class Stateful(Protocol):
-    """Anything that can be in a checkpoint: what `state_dict` returns, `load_state_dict` takes back.
+    """Any object that can be in a checkpoint: `load_state_dict` accepts what `state_dict` returned.
 
-    `state_dict` returns a copy or live tensors that change only in the optimizer's step. It is the same on every rank,
-    for one rank's is saved; `PerRank` saves each rank's. Entries that may differ for all that, as times do, are named
-    in an attribute `may_differ_between_ranks`: the lowest rank's are saved, without a warning.
+    `state_dict` returns a copy, or live tensors that change only in the optimizer's step. It must be the same on every
+    rank, because one rank's is saved; `PerRank` saves each rank's. Entries that may differ anyway, such as times, are
+    named in an attribute `may_differ_between_ranks`: the lowest rank's are saved, without a warning.
     """
 
     def state_dict(self) -> dict[str, Any]: ...

@@ -1,8 +1,8 @@
-"""How far the run has come: step, tokens, time, logged losses.
+"""The progress of a run: step, tokens, time, logged losses.
 
-All of it is tensors in a checkpoint, never pickles, so that nothing has to be unpickled to know
-the step. The loss history holds one entry a logged step; in a checkpoint it is filled up to a power
-of two, so that its shape, and with it the plan of a save, is the same for long stretches.
+In a checkpoint all of it is tensors, never pickles, so that nothing must be unpickled to know the step.
+The loss history has one entry a logged step; in a checkpoint it is padded to a power of two, so that its
+shape, and with it the plan of a save, rarely changes.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ import torch
 T = TypeVar("T")
 
 _NO_STEP = -1
-_LEAST = 1024
+_MIN_LENGTH = 1024
 
 
 @dataclass
 class TrainState:
-    """A `Stateful`. `n_tokens_seen` counts over all ranks."""
+    """The progress of a run as a `Stateful`. `n_tokens_seen` counts the tokens of all ranks."""
 
     may_differ_between_ranks: ClassVar[tuple[str, ...]] = ("run_seconds", "productive_seconds")
-    """Each rank has a clock of its own."""
+    """Each rank reads its own clock."""
     step: int = 0
     n_tokens_seen: int = 0
     skipped_steps: int = 0
     run_seconds: float = 0.0
-    """Wall-clock time of the run up to this step, over all of its starts."""
+    """Wall-clock time of the run up to this step, summed over its starts."""
     productive_seconds: float = 0.0
-    """Of these, the time spent in training steps."""
+    """The part of `run_seconds` spent in training steps."""
     log_steps: list[int] = field(default_factory=list)
     global_avg_losses: list[float] = field(default_factory=list)
     global_max_losses: list[float] = field(default_factory=list)
 
     def record_loss(self, average: float, maximum: float) -> None:
-        """Adds the losses of the present step to the history."""
+        """Append the losses of the current step to the history."""
         self.log_steps.append(self.step)
         self.global_avg_losses.append(average)
         self.global_max_losses.append(maximum)
@@ -48,9 +48,9 @@ class TrainState:
             "skipped_steps": torch.tensor(self.skipped_steps, dtype=torch.int64, device="cpu"),
             "run_seconds": torch.tensor(self.run_seconds, dtype=torch.float64, device="cpu"),
             "productive_seconds": torch.tensor(self.productive_seconds, dtype=torch.float64, device="cpu"),
-            "log_steps": torch.tensor(_filled(self.log_steps, _NO_STEP), dtype=torch.int64, device="cpu"),
-            "global_avg_losses": torch.tensor(_filled(self.global_avg_losses, 0.0), dtype=torch.float64, device="cpu"),
-            "global_max_losses": torch.tensor(_filled(self.global_max_losses, 0.0), dtype=torch.float64, device="cpu"),
+            "log_steps": torch.tensor(_padded(self.log_steps, _NO_STEP), dtype=torch.int64, device="cpu"),
+            "global_avg_losses": torch.tensor(_padded(self.global_avg_losses, 0.0), dtype=torch.float64, device="cpu"),
+            "global_max_losses": torch.tensor(_padded(self.global_max_losses, 0.0), dtype=torch.float64, device="cpu"),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -66,7 +66,7 @@ class TrainState:
         self.global_max_losses = state_dict["global_max_losses"].tolist()[:count]
 
 
-def _filled(values: list[T], filler: T) -> list[T]:
-    """`values` and as many fillers as make the length a power of two, `_LEAST` or more."""
-    length = max(_LEAST, 1 << (len(values) - 1).bit_length()) if values else _LEAST
+def _padded(values: list[T], filler: T) -> list[T]:
+    """Return `values`, padded with `filler` to a length that is a power of two and at least `_MIN_LENGTH`."""
+    length = max(_MIN_LENGTH, 1 << (len(values) - 1).bit_length()) if values else _MIN_LENGTH
     return values + [filler] * (length - len(values))
