@@ -31,7 +31,7 @@ class Ended:
     """Whether the data ended before `training.steps`."""
 
     def told(self, steps: int) -> str:
-        """Return a sentence for the log of a run that asked for `steps`: what is there, and how to go on."""
+        """Return a sentence for the log of a run that asked for `steps`: what it left, and how to train on."""
         where = " and ".join(str(folder) for folder in self.folders)
         if self.by_data:
             return f"the data ended at step {self.step}, which is in {where}. To go on, raise --training.max_epochs."

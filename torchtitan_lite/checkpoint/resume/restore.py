@@ -103,7 +103,7 @@ class Restore:
         self._raise_unless_readable()
         refused: list[str] = []
         keys = self._keys()
-        for name, state in self._taken.items():
+        for name, state in self._loaded.items():
             check = getattr(state, "check_state", None)
             if check is not None and name not in keys.missing:
                 error = _error_of(check, self._read_small(name))  # `_read_small` raises its own errors on all ranks.
@@ -131,7 +131,7 @@ class Restore:
             logger.warning("%s was saved with NaN in its weights; --checkpoint.load_step rolls back", report.path)
         for reason in report.fresh_states:
             logger.warning("%s", reason)
-        for name, state in self._taken.items():
+        for name, state in self._loaded.items():
             self._peers.raise_together(_error_of(state.load_state_dict, self._read_small(name)))
         if self._optimizer is not None:
             flat = self._stored.read_optimizer(self._slots)
@@ -155,11 +155,11 @@ class Restore:
         self._peers.raise_together(_error_of(lambda _: self._stored.contents, {}))
 
     def _warn_of_ignored_states(self) -> None:
-        taken = {"model", "dataloader", RNG, *self._small, *self._source.excluded}
-        taken |= {"optimizer"} if self._optimizer is not None else set()
+        known = {"model", "dataloader", RNG, *self._small, *self._source.excluded}
+        known |= {"optimizer"} if self._optimizer is not None else set()
         # A path of one name is a tensor or value at the top, such as a weight under its bare FQN, and no state.
         paths = (path for path in self._stored.contents.paths.values() if len(path) > 1)
-        left = sorted({str(path[0]) for path in paths} - taken)
+        left = sorted({str(path[0]) for path in paths} - known)
         if left and not self._source.model_only:
             logger.warning(
                 "The checkpoint has states that this run does not load, and will not save: %s", ", ".join(left)
@@ -175,17 +175,17 @@ class Restore:
         }
 
     @property
-    def _taken(self) -> dict[str, Stateful]:
+    def _loaded(self) -> dict[str, Stateful]:
         """The small states that are loaded."""
         return {name: state for name, state in self._small.items() if name not in self._fresh}
 
     def _keys(self) -> KeyReport:
-        states = self._peers.together(lambda: [name for name, state in self._taken.items() if state.state_dict()])
+        states = self._peers.together(lambda: [name for name, state in self._loaded.items() if state.state_dict()])
         return self._stored.report(self._model_state, self._slots, states, cast=self._cast)
 
     def _report(self, keys: KeyReport, refused_states: Sequence[str]) -> ResumeReport:
         everything = not self._source.model_only
-        strict = self._config.checkpoint.load_strictness == "error" or keys.lost_states(list(self._taken))
+        strict = self._config.checkpoint.load_strictness == "error" or keys.lost_states(list(self._loaded))
         names = self._stored.model_names(self._model_state) if keys.missing else {}
         return ResumeReport(
             path=self._source.path,
@@ -197,7 +197,7 @@ class Restore:
             topology_now=self._topology,
             refused_states=refused_states,
             fresh_states=tuple(self._fresh.values()),
-            ways_out=ways_out(keys.missing, tensors_of(self._model_state), names, list(self._taken)),
+            ways_out=ways_out(keys.missing, tensors_of(self._model_state), names, list(self._loaded)),
         )
 
     def _read_small(self, name: str) -> dict[str, Any]:
@@ -220,7 +220,7 @@ class Restore:
     def _state_to_verify(self, rules: LoadRules) -> dict[str, Any]:
         # A new state dict: the one that the load read into may hold copies, which prove nothing about the model.
         model = {fqn: value for fqn, value in self._model.state_dict().items() if rules.wants(fqn)}
-        state: dict[str, Any] = {"model": model, **{name: state.state_dict() for name, state in self._taken.items()}}
+        state: dict[str, Any] = {"model": model, **{name: state.state_dict() for name, state in self._loaded.items()}}
         if self._optimizer is not None:
             own = self._optimizer.state_dict()
             state["optimizer"] = {key: own[key] for key in own if rules.wants(key.partition(".")[2].rpartition(".")[0])}

@@ -1,7 +1,7 @@
 """Finds NaN in the weights of a checkpoint from a sample of them.
 
 A loss that became NaN is in nearly all weights after one step, so a small part of each tensor shows it,
-for a hundredth of the work of a look at every element. The sample is all of a tensor of up to
+for a hundredth of the work of a check of every element. The sample is all of a tensor of up to
 `_MAX_ELEMENTS`, both ends of a larger one, and of more than `_MAX_TENSORS` tensors an even choice.
 Infinity is no finding: attention masks are made of it.
 """

@@ -28,7 +28,7 @@ from torchtitan_lite.store.store import CheckpointStore
 
 
 class RunSaves:
-    """Saves `run` into `folders`: `saver` beside training, `sync_saver` where the caller waits."""
+    """Saves `run` into `folders`: with `saver` in the background, with `sync_saver` while the caller waits."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""How a state becomes a checkpoint while training goes on: at once, in a thread, in a process.
+"""The ways to save a state while training continues: at once, in a thread, or by a process.
 
 `save` takes a state and a target, and returns a `PendingSave` with two futures: after `staged` the
 state may change, after `durable` the checkpoint cannot be lost. A failure is the result of `durable`,

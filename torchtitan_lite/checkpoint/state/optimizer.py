@@ -63,7 +63,7 @@ class OptimizerWrapper:
         self._owners = [_owner(number, each, self._parts, self._names) for number, each in enumerate(optimizers)]
 
     def __bool__(self) -> bool:
-        """Whether there is an optimizer."""
+        """Return whether there is an optimizer."""
         return bool(self._owners)
 
     def state_dict(self) -> dict[str, Any]:

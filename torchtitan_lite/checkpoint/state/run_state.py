@@ -55,9 +55,9 @@ class RunState:
 def _small_states(
     dataloader: Stateful | None, lr_schedulers: Sequence[LRScheduler], states: Mapping[str, Stateful]
 ) -> dict[str, Stateful]:
-    taken = sorted({"model", "optimizer", "lr_scheduler", "dataloader", RNG} & states.keys())
-    if taken:
-        raise ConfigError(f"states: the name {taken[0]!r} is the manager's own. Give your state another name.")
+    reserved = sorted({"model", "optimizer", "lr_scheduler", "dataloader", RNG} & states.keys())
+    if reserved:
+        raise ConfigError(f"states: the name {reserved[0]!r} is the manager's own. Give your state another name.")
     small: dict[str, Stateful] = {}
     if dataloader is not None:
         small["dataloader"] = dataloader
