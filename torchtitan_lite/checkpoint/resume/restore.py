@@ -85,7 +85,7 @@ class Restore:
         self._optimizer = optimizer if optimizer and everything and "optimizer" not in excluded else None
         self._model_state: dict[str, Any] = {}
         self._slots: dict[str, Slot] = {}
-        peers.raise_together(_error_of(self._read_owners, None))
+        peers.together(self._read_owners)
         self._small = {name: s for name, s in small_states.items() if everything and name not in excluded}
         self._restores_rng = everything and RNG not in excluded
         # The initial weights of a new run may have any precision: an export has another one than training.
@@ -94,7 +94,7 @@ class Restore:
             source.path, peers, build_load_rules(config.checkpoint), verify=config.checkpoint.verify_on_load
         )
 
-    def _read_owners(self, _: None) -> None:
+    def _read_owners(self) -> None:
         self._model_state = self._model.state_dict()
         self._slots = self._optimizer.slots() if self._optimizer else {}
 
@@ -106,8 +106,8 @@ class Restore:
         for name, state in self._loaded.items():
             check = getattr(state, "check_state", None)
             if check is not None and name not in keys.missing:
-                error = _error_of(check, self._read_small(name))  # `_read_small` raises its own errors on all ranks.
-                refused += [found for found in self._peers.gather(str(error or "")) if found][:1]
+                refusal = _refusal(check, self._read_small(name))  # `_read_small` raises its own errors on all ranks.
+                refused += [found for found in self._peers.gather(refusal) if found][:1]
         return self._report(keys, refused)
 
     @no_collection()
@@ -132,13 +132,12 @@ class Restore:
         for reason in report.fresh_states:
             logger.warning("%s", reason)
         for name, state in self._loaded.items():
-            self._peers.raise_together(_error_of(state.load_state_dict, self._read_small(name)))
+            self._load_together(state, self._read_small(name))
         if self._optimizer is not None:
-            flat = self._stored.read_optimizer(self._slots)
-            self._peers.raise_together(_error_of(self._optimizer.load_state_dict, flat))
+            self._load_together(self._optimizer, self._stored.read_optimizer(self._slots))
         whole = self._stored.read_model(self._model_state, cast=self._cast)
         # Most tensors were read in place. Extra state, and what hooks made of tensors, only the modules can load.
-        self._peers.raise_together(_error_of(self._model.put_back, whole))
+        self._peers.together(lambda: self._model.put_back(whole))
         if self._config.checkpoint.verify_resume:
             self._verify()
         if self._restores_rng:
@@ -151,8 +150,12 @@ class Restore:
             for glob in unmatched_globs(rules, fqns):
                 logger.warning("checkpoint.load_include / load_exclude: %r names no tensor of the model", glob)
 
+    def _load_together(self, owner: Stateful | OptimizerWrapper, state: dict[str, Any]) -> None:
+        """Give `state` to `owner`; raise what that raises on one rank on every rank."""
+        self._peers.together(lambda: owner.load_state_dict(state))
+
     def _raise_unless_readable(self) -> None:
-        self._peers.raise_together(_error_of(lambda _: self._stored.contents, {}))
+        self._peers.together(lambda: self._stored.contents)
 
     def _warn_of_ignored_states(self) -> None:
         known = {"model", "dataloader", RNG, *self._small, *self._source.excluded}
@@ -231,7 +234,7 @@ class Restore:
         key = f"{RNG}.rank{rank}"
         has_own = bool(self._stored.keys(f"{key}.")) and self._source.topology == self._topology
         if all(self._peers.gather(has_own)):
-            self._peers.raise_together(_error_of(rng.load_state_dict, self._stored.read_state(key, {})))
+            self._load_together(rng, self._stored.read_state(key, {}))
             return
         rng.derive(torch.initial_seed(), self._source.step, rank)
         logger.info(
@@ -241,9 +244,10 @@ class Restore:
         )
 
 
-def _error_of(call: Any, state: dict[str, Any] | None) -> Exception | None:
+def _refusal(check: Any, state: dict[str, Any]) -> str:
+    """Return what `check` raises for `state`; empty if it accepts it."""
     try:
-        call(state)
+        check(state)
     except Exception as error:
-        return error
-    return None
+        return str(error)
+    return ""
