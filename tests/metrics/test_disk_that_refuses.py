@@ -11,7 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.disks import fill, make_read_only, small_disk
-from tests.told import warnings_told
+from tests.logged import logged_warnings
 from torchtitan_lite.config.job_config import Metrics
 from torchtitan_lite.metrics.logger import METRICS_FILE, EventLog, MetricsLogger
 
@@ -35,7 +35,7 @@ def test_each_file_is_one_warning_on_a_disk_that_refuses_from_the_start(refuse: 
     assert callable(refuse)
     refuse(disk)
     before = threading.active_count()
-    with warnings_told() as warnings, MetricsLogger(disk, Metrics(enable_tensorboard=True), rank=0) as metrics:
+    with logged_warnings() as warnings, MetricsLogger(disk, Metrics(enable_tensorboard=True), rank=0) as metrics:
         events = EventLog(disk / "events.jsonl")
         metrics.start(0)
         log_steps(metrics, events, range(1, 30))
@@ -49,7 +49,7 @@ def test_each_file_is_one_warning_on_a_disk_that_refuses_from_the_start(refuse: 
 def test_writing_continues_when_a_full_disk_has_space_again(disk: Path) -> None:
     metrics, events = MetricsLogger(disk, Metrics(enable_tensorboard=True), rank=0), EventLog(disk / "events.jsonl")
     metrics.start(0)
-    with warnings_told() as warnings:
+    with logged_warnings() as warnings:
         log_steps(metrics, events, range(1, 3))
         filler = fill(disk)
         log_steps(metrics, events, range(3, 300))
@@ -69,7 +69,7 @@ def test_a_resume_on_a_full_disk_drops_the_lines_after_the_loaded_step(disk: Pat
     lines = [json.dumps({"step": step}) + "\n" for step in range(1, 6)]
     (disk / METRICS_FILE).write_text("".join(lines))
     fill(disk)
-    with warnings_told() as warnings, MetricsLogger(disk, Metrics(), rank=0) as metrics:
+    with logged_warnings() as warnings, MetricsLogger(disk, Metrics(), rank=0) as metrics:
         metrics.start(3)
     assert (disk / METRICS_FILE).read_text() == "".join(lines[:3])
     assert warnings == []
@@ -79,7 +79,7 @@ def test_lines_that_cannot_be_dropped_are_a_warning(disk: Path) -> None:
     (disk / METRICS_FILE).write_text('{"step": 1}\n{"step": 2}\n')
     make_read_only(disk)
     for loaded_step in (0, 1):
-        with warnings_told() as warnings, MetricsLogger(disk, Metrics(), rank=0) as metrics:
+        with logged_warnings() as warnings, MetricsLogger(disk, Metrics(), rank=0) as metrics:
             metrics.start(loaded_step)
         (warning,) = warnings
         assert f"{disk / METRICS_FILE} still has the lines of an earlier run" in warning

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.logged import logged_warnings
 from tests.ranks import join_group
-from tests.told import warnings_told
 from torchtitan_lite.config.job_config import (
     ActivationCheckpoint,
     Checkpoint,
@@ -49,7 +49,7 @@ TOPOLOGIES: dict[str, tuple[int, Parallelism]] = {
 
 def save(rank: int, folder: Path, topology: str) -> dict[str, str] | None:
     """Trains two steps on `topology` and saves; returns the digests of what was saved, on the first rank."""
-    with _trainer(rank, folder, topology, steps=2) as trainer, warnings_told() as told:
+    with _trainer(rank, folder, topology, steps=2) as trainer, logged_warnings() as told:
         if trainer is None:
             return None
         assert trainer.run() == 0

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.checkpoint.small_run import job_config
 from tests.checkpoint.tiny_run import TinyRun
+from tests.logged import logged_warnings
 from tests.ranks import Ranks, on_two_ranks
-from tests.told import warnings_told
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.saving.replicas import _digest
 from torchtitan_lite.checkpoint.state.stateful import ModelWrapper, PerRank, Stateful
@@ -64,7 +64,7 @@ def test_all_of_a_plain_state_comes_from_the_lowest_rank(rank: int, tmp_path: Pa
     def counts() -> Held:
         return Held(count=100 + rank, average=torch.tensor([10.0 + rank] * 5), total=torch.tensor(7 + rank))
 
-    with manager_of(tmp_path, {"counts": counts()}) as manager, warnings_told() as told:
+    with manager_of(tmp_path, {"counts": counts()}) as manager, logged_warnings() as told:
         manager.save(1, force=True)
     [warning] = differing(told) or [""]
     assert (rank == 0) == ("counts.count (rank 0's is saved), counts.average (rank 0's is saved)" in warning)
@@ -92,7 +92,7 @@ class Normed(nn.Module):
 def test_a_model_under_ddp_saves_the_running_statistics_of_the_first_rank(rank: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(Normed())
-    with manager_of(tmp_path, {"train_state": TrainState()}, model) as manager, warnings_told() as told:
+    with manager_of(tmp_path, {"train_state": TrainState()}, model) as manager, logged_warnings() as told:
         model(torch.full((8, 3), float(rank)) + torch.randn(8, 3)).sum().backward()
         mine = model.module.norm.running_mean.clone()
         of_all: list[Any] = [None, None]
@@ -141,11 +141,11 @@ def test_equal_states_and_what_each_rank_has_of_its_own_are_no_difference(rank: 
         # The same entries, in another order on each rank.
         "order": Held(**{name: len(name) for name in sorted(names, reverse=rank == 1)}),
     }
-    with manager_of(tmp_path, states) as manager, warnings_told() as told:
+    with manager_of(tmp_path, states) as manager, logged_warnings() as told:
         manager.save(1, force=True)
     assert not told
     run = TinyRun(tmp_path / "fsdp", interval=1)
-    with run.manager, warnings_told() as told:
+    with run.manager, logged_warnings() as told:
         run.steps(2, force=True)
     assert not differing(told)
 
@@ -153,7 +153,7 @@ def test_equal_states_and_what_each_rank_has_of_its_own_are_no_difference(rank: 
 @on_two_ranks
 def test_ranks_are_compared_at_the_first_save_and_once(rank: int, tmp_path: Path, mode: str) -> None:
     held = Held(value=0)
-    with manager_of(tmp_path, {"held": held}, interval=2, async_mode=mode) as manager, warnings_told() as told:
+    with manager_of(tmp_path, {"held": held}, interval=2, async_mode=mode) as manager, logged_warnings() as told:
         manager.reset()
         held.values["value"] = rank
         assert not manager.save(1)
@@ -167,7 +167,7 @@ def test_ranks_are_compared_at_the_first_save_and_once(rank: int, tmp_path: Path
 def test_a_long_list_is_cut(rank: int, tmp_path: Path) -> None:
     with (
         manager_of(tmp_path, {"held": Held(**{f"v{i}": i + rank for i in range(9)})}) as manager,
-        warnings_told() as told,
+        logged_warnings() as told,
     ):
         manager.save(1, force=True)
     assert rank == 1 or "held.v3 (rank 0's is saved) and 5 more." in differing(told)[0]
@@ -214,7 +214,7 @@ def load_per_rank(rank: int, folder: Path) -> tuple[int, list[int], list[str]]:
     own = Held(position=0, seen=torch.zeros(1))
     with (
         manager_of(folder, {"sampler": PerRank(own)}, load_only=True, verify_resume=True) as manager,
-        warnings_told() as told,
+        logged_warnings() as told,
     ):
         assert manager.load()
     return own.values["position"], own.values["seen"].tolist(), told
@@ -235,12 +235,12 @@ def refused_then_fresh(rank: int, folder: Path) -> None:
         pytest.raises(
             ConfigError, match=r"PerRank\(Held\): .* of 1 rank, and none for rank 1 of 2\. Resume on 1 rank,"
         ),
-        warnings_told() as told,
+        logged_warnings() as told,
     ):
         manager.load()
     assert not told
     fresh = PerRank(own, on_missing="fresh")
-    with manager_of(folder, {"sampler": fresh}, load_only=True) as manager, warnings_told() as told:
+    with manager_of(folder, {"sampler": fresh}, load_only=True) as manager, logged_warnings() as told:
         report = manager.dry_run()
         assert report is not None and not report.refusals
         assert manager.load()

@@ -1,4 +1,4 @@
-"""What the package tells a person, in whatever process: its log lines."""
+"""The log lines of the package in this process."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def warnings_told() -> Iterator[list[str]]:
-    """The warnings that the package logs meanwhile in this process."""
+def logged_warnings() -> Iterator[list[str]]:
+    """Yield a list that gets the warnings of the package, as they are logged."""
     messages: list[str] = []
 
     class Keep(logging.Handler):
