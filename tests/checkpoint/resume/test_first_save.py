@@ -1,4 +1,4 @@
-"""A loop does not save over a run that it did not load."""
+"""A loop cannot save over a run that it did not load."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_the_first_save_over_another_runs_steps_is_refused_with_the_way_out(star
     saved(start_run)
     run = start_run(interval=100)
     with pytest.raises(RunNotLoaded, match=r"step 1, 2, 3.*Call manager\.load\(\)") as refusal:
-        run.step()  # No save is due: it is refused before anything more is trained.
+        run.step()  # No save is due; the refusal comes before more training.
     assert refusal.value.steps == (1, 2, 3)
     assert run.names() == ["step-1", "step-2", "step-3"]
 
@@ -56,7 +56,7 @@ def test_a_start_from_other_weights_is_a_load(start_run: StartRun, tmp_path: Pat
     assert run.committed() == [1]
 
 
-def test_a_load_that_found_weights_alone_has_chosen_a_fresh_start(start_run: StartRun) -> None:
+def test_a_load_that_finds_only_weights_allows_a_fresh_start(start_run: StartRun) -> None:
     start_run(model_weights_only=True, interval=9).train(2)
     run = start_run(interval=1)
     assert not run.manager.load()
@@ -64,12 +64,14 @@ def test_a_load_that_found_weights_alone_has_chosen_a_fresh_start(start_run: Sta
     assert 1 in run.committed()
 
 
-def test_a_seed_checkpoint_is_made_beside_what_is_there(start_run: StartRun) -> None:
+def test_a_seed_checkpoint_is_saved_next_to_other_steps(start_run: StartRun) -> None:
     saved(start_run)
-    start_run(create_seed_checkpoint=True).manager.save(0, force=True)
+    run = start_run(create_seed_checkpoint=True)
+    run.manager.save(0, force=True)
+    assert run.names() == ["step-0", "step-1", "step-2", "step-3"]
 
 
-def test_a_run_that_only_loads_is_not_asked(start_run: StartRun) -> None:
+def test_a_run_that_only_loads_may_reset_without_a_load(start_run: StartRun) -> None:
     saved(start_run)
     run = start_run(load_only=True)
     run.manager.reset()

@@ -1,4 +1,4 @@
-"""Runs that a fault comes over, on each rank."""
+"""Runs with an injected fault, on each rank."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torchtitan_lite import faults
 
 
 def run_with(fault: str, rank: int, folder: Path, mode: str, **options: Any) -> TinyRun:
-    """A run in which `fault` happens; steps 1, 2 and 5 are due unless `options` say otherwise."""
+    """Return a run in which `fault` happens; saves are due at steps 1, 2 and 5 unless `options` say otherwise."""
     run = TinyRun(folder, async_mode=mode, **{"seams": {"save_policy": at_steps(1, 2, 5)}, **options})
     faults.install(fault, rank=rank)
     inner: Any = run.saver.inner
     writer = getattr(getattr(inner, "_saver", inner), "process", None)
     if writer is not None:
-        writer.close()  # The next one is told of the fault.
+        writer.close()  # The next one starts with the fault.
     return run
 
 

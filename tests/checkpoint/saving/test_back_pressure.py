@@ -1,4 +1,4 @@
-"""A save is due while the last one is still being written: it waits, or it is left out."""
+"""A save is due while the last one is still being written: it waits, or it is skipped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchtitan_lite.distributed.consensus import Peers
 
 
 class SlowDisk:
-    """Writes when it may."""
+    """Writes once the test allows it."""
 
     def __init__(self) -> None:
         self.may_write = threading.Event()
@@ -29,7 +29,7 @@ class SlowDisk:
         return write_in_place(path, staged, target)
 
 
-def test_skipping_leaves_out_what_is_due_and_saves_again_when_there_is_time(start_run: StartRun) -> None:
+def test_skip_omits_due_saves_during_a_write_and_saves_again_after_it(start_run: StartRun) -> None:
     disk = SlowDisk()
     run = start_run(interval=2, when_busy="skip", async_mode="async", seams={"saver": disk.saver})
     for _ in range(6):
@@ -43,7 +43,7 @@ def test_skipping_leaves_out_what_is_due_and_saves_again_when_there_is_time(star
     assert {2, 8, 12} <= set(run.committed()), "10 may find 8 still being written"
 
 
-def test_waiting_saves_everything_that_is_due(start_run: StartRun) -> None:
+def test_wait_makes_every_save_that_is_due(start_run: StartRun) -> None:
     disk = SlowDisk()
     run = start_run(interval=2, when_busy="wait", async_mode="async", seams={"saver": disk.saver})
     run.step()
@@ -56,7 +56,7 @@ def test_waiting_saves_everything_that_is_due(start_run: StartRun) -> None:
     assert run.committed() == [2, 4, 6]
 
 
-def test_the_last_step_is_never_left_out(start_run: StartRun) -> None:
+def test_the_last_step_is_never_skipped(start_run: StartRun) -> None:
     disk = SlowDisk()
     run = start_run(interval=2, when_busy="skip", async_mode="async", seams={"saver": disk.saver})
     for _ in range(4):
@@ -77,14 +77,14 @@ def test_memory_is_that_of_one_save(start_run: StartRun) -> None:
 
 
 class Noting(Lent):
-    """Knows the last save."""
+    """Keeps the last save."""
 
     def save(self, state: State, target: Target) -> PendingSave:
         self.pending = super().save(state, target)
         return self.pending
 
 
-def test_a_save_that_ended_since_the_last_step_leaves_nothing_out(start_run: StartRun) -> None:
+def test_a_save_that_ended_since_the_last_step_skips_nothing(start_run: StartRun) -> None:
     disk = SlowDisk()
     saver = Noting(disk.saver)
     run = start_run(interval=2, when_busy="skip", async_mode="async", seams={"saver": saver})

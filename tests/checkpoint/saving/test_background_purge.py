@@ -1,4 +1,4 @@
-"""Old checkpoints go beside the training where saves are made beside it: nobody waits, and nothing else goes."""
+"""Asynchronous modes purge in the background: training does not wait, and only old checkpoints are removed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEADLINE_SECONDS = 30.0
 
 
 class HeldDisk(Durable):
-    """Removes folders when it is let go, and not before."""
+    """Removes folders only after `let_go` is set."""
 
     def __init__(self) -> None:
         self.let_go = threading.Event()
@@ -68,7 +68,7 @@ def test_closing_waits_for_a_removal_no_longer_than_it_may(
     assert "still being removed after 1 s; the next start removes the rest" in caplog.text
     assert not disk.let_go.is_set()
     disk.let_go.set()
-    # It does not go on to the others: the folder may be another job's by now.
+    # It removes no further ones: the folder may belong to another job by now.
     assert run.manager._housekeeping.wait(DEADLINE_SECONDS)
     assert run.committed() == [2, 3]
     with start_run(interval=1, keep_latest_k=1) as again:
@@ -76,7 +76,7 @@ def test_closing_waits_for_a_removal_no_longer_than_it_may(
         assert again.names() == ["step-2", "step-3"]
 
 
-def test_a_step_that_was_saved_again_meanwhile_stays(tmp_path: Path) -> None:
+def test_a_step_that_was_saved_again_in_between_stays(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     save(store, 1)
     before = store.get(1)
@@ -96,7 +96,7 @@ def test_once_the_folder_is_lost_nothing_is_removed(tmp_path: Path) -> None:
     assert [info.step for info in store.committed()] == [1, 2]
 
 
-def test_work_with_the_same_key_that_is_still_to_begin_runs_once_and_all_of_it_in_order() -> None:
+def test_queued_work_of_one_key_runs_once_and_all_work_in_order() -> None:
     background, begun, go_on, ran = Background("test"), threading.Event(), threading.Event(), list[str]()
 
     def first() -> None:

@@ -1,4 +1,4 @@
-"""What goes into a weights-only checkpoint."""
+"""The state of a weights-only checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchtitan_lite.config.job_config import DtypeName
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_floating_tensors_are_cast_and_all_others_left(dtype: torch.dtype) -> None:
+def test_floating_point_tensors_are_cast_and_no_others(dtype: torch.dtype) -> None:
     state = {"f": torch.rand(3), "d": torch.rand(2, dtype=torch.float64), "i": torch.arange(3), "b": torch.ones(1) > 0}
     exported = weights_only(state, dtype)
     assert {name: tensor.dtype for name, tensor in exported.items()} == {
@@ -26,7 +26,7 @@ def test_floating_tensors_are_cast_and_all_others_left(dtype: torch.dtype) -> No
     assert same(exported, {name: t.to(dtype) if name in "fd" else t for name, t in state.items()})
 
 
-def test_nothing_of_the_live_model_changes() -> None:
+def test_the_live_model_does_not_change() -> None:
     model = Tiny()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     exported = weights_only(ModelWrapper(model).state_dict(), torch.bfloat16)

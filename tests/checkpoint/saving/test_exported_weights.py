@@ -1,4 +1,4 @@
-"""Exported weights stay loadable: a full checkpoint of their step takes their name, never their place."""
+"""Exported weights stay loadable: a full checkpoint of the same step takes their name and keeps the weights."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_weights_set_aside_begin_another_run(start_run: StartRun, tmp_path: Path
     assert same(dict(begun.model.state_dict()), dict(first.model.state_dict()))
 
 
-def test_weights_of_a_second_time_have_a_number(tmp_path: Path) -> None:
+def test_weights_set_aside_a_second_time_get_a_number(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoint", durable=Cut())
     for kind in (CheckpointKind.WEIGHTS_ONLY, CheckpointKind.FULL):
         save(store, b"1", kind)
@@ -87,7 +87,7 @@ def test_cut_anywhere_the_weights_are_there_bit_for_bit(exchanges: bool, power: 
         assert CheckpointStore(root).get(4).kind is CheckpointKind.FULL
         if cut.done < at:
             return
-    pytest.fail("there are more operations than were cut")
+    pytest.fail("there are more operations than the test cuts")
 
 
 def save(store: CheckpointStore, data: bytes, kind: CheckpointKind, lineage: Lineage | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Whatever the system refuses, on one rank or on all, in each mode: the save fails on every rank, training goes on."""
+"""Whatever the system refuses, on one rank or all, in each mode: the save fails on every rank, training continues."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ ON_ONE_RANK = [
     ("EROFS@commit:step=2", 0),
 ]
 WHERE_MODES_DIFFER = [ON_ONE_RANK[0], ("EIO@fsync:rank=1,step=2", 1), ("ENOSPC@metadata:step=2", 0)]
-"""Bytes are written and synced by the caller, a thread or a process; the rest is the same code in each mode."""
+"""The caller, a thread or a process writes and syncs the bytes; the rest is the same code in each mode."""
 ON_ALL_RANKS = ["ENOSPC@write:step=2", "EIO@fsync:step=2", "EROFS@open:step=2"]
 
 
 def train_over(run: TinyRun) -> None:
-    """Trains on to step 6, a failure of step 2 on the way: nothing of it is left, nothing before it is touched."""
+    """Train to step 6, with a failure of step 2: it leaves nothing behind and does not touch step 1."""
     with run.manager:
         run.steps(1)
         run.saver.wait()
@@ -48,8 +48,8 @@ def train_over(run: TinyRun) -> None:
     assert run.checkpoints() == ["step-1", "step-5"]
 
 
-def assert_told_alike(run: TinyRun, *reasons: str) -> None:
-    """Step 2 failed for `reasons`, and every rank knew within two steps, at the same one."""
+def assert_same_failure_on_all_ranks(run: TinyRun, *reasons: str) -> None:
+    """Assert that step 2 failed for `reasons`, and that every rank noticed in the same step, within two."""
     [(step, noticed, figures)] = run.happened("save_failed")
     assert step == 2
     assert noticed in (3, 4)
@@ -64,7 +64,7 @@ def test_what_one_rank_is_refused_fails_the_save_of_both(rank: int, tmp_path: Pa
         train_over(run)
         code = "EIO" if fault.startswith("tear") else fault.partition("@")[0]
         number = getattr(errno, code)
-        assert_told_alike(run, f"rank {where}: ", f"[Errno {number}] {os.strerror(number)}")
+        assert_same_failure_on_all_ranks(run, f"rank {where}: ", f"[Errno {number}] {os.strerror(number)}")
     faults.install("", rank=rank)
 
 
@@ -73,12 +73,12 @@ def test_what_all_ranks_are_refused_is_one_failure(rank: int, tmp_path: Path, mo
     for number, fault in enumerate(ON_ALL_RANKS):
         run = run_with(fault, rank, tmp_path / str(number), mode)
         train_over(run)
-        assert_told_alike(run, os.strerror(getattr(errno, fault.partition("@")[0])))
+        assert_same_failure_on_all_ranks(run, os.strerror(getattr(errno, fault.partition("@")[0])))
     faults.install("", rank=rank)
 
 
 @on_two_ranks
-def test_a_short_write_is_gone_on_with(rank: int, tmp_path: Path, mode: str) -> None:
+def test_a_short_write_is_continued(rank: int, tmp_path: Path, mode: str) -> None:
     run = run_with("short@write:rank=1,step=2", rank, tmp_path, mode)
     with run.manager:
         run.steps(1)
@@ -92,16 +92,16 @@ def test_a_short_write_is_gone_on_with(rank: int, tmp_path: Path, mode: str) -> 
 
 
 @on_two_ranks
-def test_a_writer_process_that_is_killed_or_stopped_is_named_and_started_anew(rank: int, tmp_path: Path) -> None:
-    for kind, told in (("kill", "ended"), ("stop", "was stopped")):
+def test_a_writer_process_that_is_killed_or_stopped_is_named_and_started_again(rank: int, tmp_path: Path) -> None:
+    for kind, how in (("kill", "ended"), ("stop", "was stopped")):
         fault = f"{kind}@write:rank=1,step=2,process=writer"
         run = run_with(fault, rank, tmp_path / kind, "async_with_pinned_mem")
         with run.manager:
             run.steps(2)
             run.saver.wait()
-            faults.install("", rank=rank)  # or the next writer would be told of it too
+            faults.install("", rank=rank)  # or the next writer would start with it
             run.steps(6)
-        assert_told_alike(run, "rank 1: WriterProcessDied: writer process", told)
+        assert_same_failure_on_all_ranks(run, "rank 1: WriterProcessDied: writer process", how)
         assert run.checkpoints() == ["step-1", "step-5"]
 
 

@@ -1,4 +1,4 @@
-"""A disk that is full, for real: training goes on, and later saves work once there is room."""
+"""A disk that is really full: training continues, and later saves succeed once there is room."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchtitan_lite.store.holder import Holder
 
 @pytest.fixture(name="small_disk")
 def make_small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MiB."""
+    """Yield a file system of 2 MiB."""
     with small_disk(tmp_path / "disk") as disk:
         yield disk
 
@@ -41,7 +41,7 @@ def test_training_goes_on_over_a_full_disk_and_saves_when_there_is_room(
     assert run.names() == []
     filler.unlink()
     run.train(10)
-    run.manager.close()  # What is superfluous goes beside the training in the asynchronous modes.
+    run.manager.close()  # The asynchronous modes purge in the background.
     assert run.committed() == [8, 10]
     again = start_run(small_disk, interval=2, async_mode=mode)
     assert again.manager.load()
@@ -62,7 +62,7 @@ def test_a_save_after_which_the_disk_fills_up_stays(start_run: StartRun, small_d
 
 
 def stale_staging(disk: Path) -> Path:
-    """What a save that was cut left, and the disk is full with."""
+    """Fill the disk with the staging folder of an interrupted save; return the folder."""
     staging = disk / "checkpoint" / "step-7.staging"
     staging.mkdir(parents=True)
     fill(disk).rename(staging / "__0_0.distcp")
@@ -97,7 +97,7 @@ def test_a_run_takes_over_from_one_that_was_killed_on_a_disk_that_is_full(
     assert run.names() == ["step-1"] and not lock.exists()
 
 
-def test_a_disk_that_is_full_with_something_else_is_one_sentence_and_left_as_it_was(
+def test_a_disk_full_of_other_files_gives_one_sentence_and_does_not_change(
     start_run: StartRun, small_disk: Path
 ) -> None:
     (small_disk / "checkpoint").mkdir()
@@ -107,7 +107,9 @@ def test_a_disk_that_is_full_with_something_else_is_one_sentence_and_left_as_it_
     assert not list((small_disk / "checkpoint").iterdir())
 
 
-def test_a_folder_that_cannot_be_written_is_one_sentence(start_run: StartRun, small_disk: Path, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_gives_one_sentence(
+    start_run: StartRun, small_disk: Path, tmp_path: Path
+) -> None:
     make_read_only(small_disk)
     (tmp_path / "file").write_text("in its place")
     for folder, cause in ((small_disk, "Read-only file system"), (tmp_path / "file", "File exists")):

@@ -1,4 +1,4 @@
-"""The save in flight: what is noticed when, what is counted, what is kept."""
+"""The save in flight: when it is settled, what is counted, what is kept."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PEERS = Peers(timedelta(seconds=60))
 
 
 class HeldSaver(SyncSaver):
-    """Saves when the test completes it."""
+    """Saves once the test calls `complete`."""
 
     def __init__(self) -> None:
         super().__init__(PEERS)
@@ -44,7 +44,7 @@ class HeldSaver(SyncSaver):
         return PendingSave(target.step, self.staged, self.durable)
 
     def complete(self) -> None:
-        """The save that was set off happens."""
+        """Make the save that was begun."""
         assert self._save is not None
         durable = self._save().durable
         failure = durable.exception()
@@ -55,7 +55,7 @@ class HeldSaver(SyncSaver):
 
 
 class Case:
-    """An `InFlight` and what is around it."""
+    """An `InFlight` and its collaborators."""
 
     def __init__(self, root: Path, retention: RetentionPolicy | None = None, max_failed_saves: int = 3) -> None:
         self.root, self.events, self.clock, self.saver = root, Events(), Clock(), HeldSaver()
@@ -96,7 +96,7 @@ def test_a_save_that_is_not_durable_yet_is_not_reported(root: Path) -> None:
     assert case.events.steps("committed") == [1]
 
 
-def test_a_save_is_told_with_its_bytes_and_seconds(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_durable_save_is_reported_with_its_bytes_and_seconds(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     case = Case(root)
     case.begin(1)
     case.clock.seconds += 2.5
@@ -111,7 +111,7 @@ def test_a_save_is_told_with_its_bytes_and_seconds(root: Path, caplog: pytest.Lo
     assert "KiB in 2.50 s (blocked 0.000 s)" in caplog.text
 
 
-def test_waiting_is_counted_as_training_that_stood_still(root: Path) -> None:
+def test_waiting_for_staging_counts_as_blocked_time(root: Path) -> None:
     case = Case(root)
     case.begin(1)
     wait = case.saver.staged.result
@@ -121,7 +121,7 @@ def test_waiting_is_counted_as_training_that_stood_still(root: Path) -> None:
         case.saver.staged.set_result(None)
         wait(timeout)
 
-    case.saver.staged.result = waited  # type: ignore[method-assign]  # time passes while somebody waits
+    case.saver.staged.result = waited  # type: ignore[method-assign]  # time passes while a thread waits
     case.in_flight.wait_for_staging()
     case.in_flight.wait_for_staging()
     case.saver.complete()
@@ -157,7 +157,7 @@ def test_what_a_failed_save_left_is_removed(root: Path) -> None:
     assert case.names() == []
 
 
-def test_leavings_that_cannot_be_removed_are_a_warning(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_leftovers_that_cannot_be_removed_are_a_warning(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     case = Case(root)
     case.save(1, FailingDisk("rename", "remove_tree"))
     assert "Could not remove what the failed save of step 1 left" in caplog.text
@@ -165,7 +165,7 @@ def test_leavings_that_cannot_be_removed_are_a_warning(root: Path, caplog: pytes
     assert case.names() == ["step-1"]
 
 
-def test_so_many_failures_in_a_row_are_an_error_and_a_success_between_starts_anew(root: Path) -> None:
+def test_too_many_failures_in_a_row_are_an_error_and_a_success_resets_their_number(root: Path) -> None:
     case = Case(root, max_failed_saves=2)
     assert case.save(1, FailingDisk("rename")) is not None
     assert case.save(2) is None
@@ -175,7 +175,7 @@ def test_so_many_failures_in_a_row_are_an_error_and_a_success_between_starts_ane
     assert [figures["in_a_row"] for name, _, figures in case.events.recorded if name == "save_failed"] == [1, 1, 2]
 
 
-def test_an_outcome_is_told_whatever_the_number_in_a_row(root: Path) -> None:
+def test_an_outcome_is_returned_however_many_failed_in_a_row(root: Path) -> None:
     case = Case(root, max_failed_saves=1)
     case.begin(1, FailingDisk("rename"))
     case.saver.complete()
@@ -238,7 +238,7 @@ def test_a_deletion_that_fails_is_a_warning_and_later_ones_still_happen(
     assert case.events.steps("purged") == [2, 3]
 
 
-def test_weights_alone_are_neither_counted_nor_purged(root: Path) -> None:
+def test_weights_only_checkpoints_are_neither_counted_nor_purged(root: Path) -> None:
     case = Case(root, KeepLatest(1))
     case.save(1, kind=CheckpointKind.WEIGHTS_ONLY)
     case.save(2)
@@ -249,28 +249,28 @@ def test_weights_alone_are_neither_counted_nor_purged(root: Path) -> None:
 
 
 def test_a_save_is_over_when_retention_is(root: Path) -> None:
-    """Else the next save could begin, or a retry of the same step, while its thread still removes folders."""
+    """Else the next save, or a retry of this step, could begin while its thread still removes folders."""
 
     class Looking(Durable):
-        """Looks, in the middle of a removal, whether the save counts as settled."""
+        """Records, in the middle of a removal, whether the save counts as settled."""
 
         def remove_tree(self, path: Path) -> None:
             case.in_flight.poll()
-            told.append(list(case.events.steps("committed")))
+            settled.append(list(case.events.steps("committed")))
             super().remove_tree(path)
 
-    told: list[list[int]] = []
+    settled: list[list[int]] = []
     case = Case(root, KeepLatest(1))
     case.save(1)
     case.begin(2, Looking())
     case.saver.complete()
-    assert told == [[1]]
+    assert settled == [[1]]
     case.in_flight.poll()
     assert case.events.steps("committed") == [1, 2]
 
 
 class Slow(SyncSaver):
-    """Saves in three seconds, while the caller waits."""
+    """Saves in three seconds while the caller waits."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(PEERS)
@@ -292,7 +292,7 @@ def test_a_save_that_the_caller_waits_for_stalls_training_for_all_of_it(root: Pa
     assert (case.in_flight.last_durable, case.in_flight.last_seconds) == (1, 3)
 
 
-def test_waiting_for_the_end_of_a_save_is_training_that_stood_still_too(root: Path) -> None:
+def test_waiting_for_the_end_of_a_save_counts_as_blocked_time_too(root: Path) -> None:
     case = Case(root)
     case.begin(1)
     case.clock.seconds += 5
@@ -304,7 +304,7 @@ def test_waiting_for_the_end_of_a_save_is_training_that_stood_still_too(root: Pa
             case.saver.complete()
         return wait(timeout)
 
-    case.saver.durable.exception = waited  # type: ignore[method-assign]  # time passes while somebody waits
+    case.saver.durable.exception = waited  # type: ignore[method-assign]  # time passes while a thread waits
     case.in_flight.settle()
     figures = case.events.figures("committed")
     assert (figures["seconds"], figures["stall_seconds"]) == (9, 4)
@@ -376,7 +376,7 @@ def test_settling_waits_for_retention_too(root: Path) -> None:
     waiting = threading.Event()
 
     class Late(Durable):
-        """Begins to remove once somebody waits for the save."""
+        """Begins to remove once a thread waits for the save."""
 
         def remove_tree(self, path: Path) -> None:
             assert waiting.wait(60)
@@ -389,22 +389,22 @@ def test_settling_waits_for_retention_too(root: Path) -> None:
         waiting.set()
         return wait(timeout)
 
-    case.saver.durable.exception = waited  # type: ignore[method-assign]  # to see when somebody waits
+    case.saver.durable.exception = waited  # type: ignore[method-assign]  # to see when a thread waits
     thread = threading.Thread(target=case.saver.complete)
     thread.start()
     case.in_flight.settle()
-    told = [(name, step) for name, step, _ in case.events.recorded if name in ("purged", "committed")]
+    reported = [(name, step) for name, step, _ in case.events.recorded if name in ("purged", "committed")]
     thread.join()
-    assert told[-2:] == [("purged", 2), ("committed", 3)]
+    assert reported[-2:] == [("purged", 2), ("committed", 3)]
 
 
 class SecondRank(Peers):
-    """As another rank than the first sees the ranks."""
+    """The peers as the second rank sees them."""
 
     rank = 1  # type: ignore[assignment]  # for a property
 
 
-def test_only_the_coordinator_looks_after_the_folder_and_tells_of_a_save(
+def test_only_the_coordinator_cleans_the_folder_and_reports_a_save(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     case = Case(root)
@@ -430,7 +430,7 @@ def test_only_the_coordinator_looks_after_the_folder_and_tells_of_a_save(
     assert case.names() == ["step-1", "step-2", "step-4.staging"]
 
 
-def test_room_is_asked_for_on_the_coordinator_alone(root: Path) -> None:
+def test_only_the_coordinator_checks_for_room(root: Path) -> None:
     Case(root).save(1)
     full = CheckpointStore(root, free_bytes=lambda path: 0)
     for peers, is_refused in ((PEERS, True), (SecondRank(timedelta(seconds=60)), False)):
@@ -460,7 +460,7 @@ def test_room_is_asked_for_on_the_coordinator_alone(root: Path) -> None:
             targets[0].check()
 
 
-def test_weights_alone_are_told_as_such(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_weights_only_save_is_reported_as_one(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     case = Case(root)
     with caplog.at_level(logging.INFO, "torchtitan_lite"):
         case.save(1)

@@ -1,4 +1,4 @@
-"""When a run is saved, what that leaves in the folder, and what a failing save does to it."""
+"""When a run is saved, what is in the folder after that, and what a failing save changes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def keys(folder: Path) -> list[str]:
 
 
 def as_one_file(folder: Path, target: Path) -> dict[str, Any]:
-    """The checkpoint as `format_utils` gives it, read without unpickling."""
+    """Return the checkpoint as `format_utils` converts it, read without unpickling."""
     dcp_to_torch_save(folder, target)
     state: dict[str, Any] = torch.load(target, weights_only=True)
     return state
@@ -90,11 +90,11 @@ def test_seconds_count_from_the_start_of_the_loop_and_from_each_save_and_are_act
     for _ in range(12):
         run.clock.seconds += 4
         saved.append(run.step())
-    # At the end of step 3 twelve seconds have passed; the ranks know of it at the end of step 4, and save.
+    # At the end of step 3 twelve seconds have passed; the ranks learn it at the end of step 4, and save.
     assert [step for step, is_saved in enumerate(saved, start=1) if is_saved] == [4, 8, 12]
 
 
-def test_every_key_says_what_it_is_of(start_run: StartRun) -> None:
+def test_every_key_begins_with_the_name_of_its_state(start_run: StartRun) -> None:
     run = start_run(interval=1)
     run.step()
     names = keys(run.root / "step-1")
@@ -196,7 +196,7 @@ def test_a_seed_checkpoint_is_the_model_at_step_0(start_run: StartRun, caplog: p
     assert {name.split(".")[0] for name in keys(run.root / "step-0")} == {"model"}
 
 
-def test_a_save_that_fails_is_told_and_training_goes_on_to_the_next_one(start_run: StartRun, tmp_path: Path) -> None:
+def test_a_failed_save_is_reported_and_training_continues_to_the_next_one(start_run: StartRun, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoint", durable=FailingDisk("rename", times=1))
     run = start_run(interval=2, seams={"store": store})
     run.train(5, last=False)
@@ -242,7 +242,7 @@ def test_an_error_of_the_run_is_not_hidden_by_one_of_closing(start_run: StartRun
     run.manager.close()
 
 
-def test_the_last_checkpoint_may_be_the_weights_alone(start_run: StartRun, tmp_path: Path) -> None:
+def test_the_last_checkpoint_may_hold_only_the_weights(start_run: StartRun, tmp_path: Path) -> None:
     run = start_run(interval=2, model_weights_only=True, export_dtype="bfloat16")
     run.train(3)
     live = run.contents()["model"]
@@ -265,8 +265,8 @@ def test_an_export_folder_takes_the_weights_and_the_last_full_one_stays(start_ru
     assert CheckpointStore(tmp_path / "export").get(3).kind is CheckpointKind.WEIGHTS_ONLY
 
 
-def test_weights_alone_never_replace_a_full_checkpoint(start_run: StartRun, caplog: pytest.LogCaptureFixture) -> None:
-    """As where the data ends at a step that was saved already."""
+def test_an_export_never_replaces_a_full_checkpoint(start_run: StartRun, caplog: pytest.LogCaptureFixture) -> None:
+    """This happens if the data ends at a step that was saved already."""
     run = start_run(interval=3, model_weights_only=True, keep_latest_k=1, async_mode="async")
     run.train(3, last=False)
     run.manager.save(3, force=True)
@@ -296,8 +296,8 @@ def test_format_utils_reads_a_full_checkpoint(start_run: StartRun, tmp_path: Pat
     assert state["dataloader"] == {"position": 1, "seen": [0]}
 
 
-def test_a_manager_that_is_closed_gives_the_folder_free(start_run: StartRun) -> None:
-    """Another process would wait for the whole time-out otherwise."""
+def test_a_closed_manager_releases_the_folder(start_run: StartRun) -> None:
+    """Else another process would wait for the whole time-out."""
     run = start_run(interval=2)
     run.train(2)
     assert (run.root / "writer.lock").exists()

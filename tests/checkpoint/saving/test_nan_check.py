@@ -1,4 +1,4 @@
-"""NaN in the weights is seen at a save, said, and never the only thing that is kept."""
+"""A save finds NaN in the weights, logs it, and a checkpoint without NaN is always kept."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ def with_nan(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 @given(st.lists(st.integers(0, 40), max_size=4), st.sampled_from([torch.float16, torch.bfloat16, torch.float64]))
-def test_a_tensor_of_nan_is_seen_whatever_its_shape_and_dtype(shape: list[int], dtype: torch.dtype) -> None:
+def test_nan_is_found_whatever_the_shape_and_dtype(shape: list[int], dtype: torch.dtype) -> None:
     tensor = with_nan(*shape, dtype=dtype)
     assert found(model_w=tensor, model_b=torch.zeros(3)) == (["model.w"] if tensor.numel() else [])
     assert found(model_w=tensor.T if tensor.dim() == 2 else tensor) == (["model.w"] if tensor.numel() else [])
 
 
-def test_of_a_large_tensor_both_ends_are_looked_at() -> None:
+def test_both_ends_of_a_large_tensor_are_checked() -> None:
     for index in ((0, 0), (999, 999)):
         tensor = torch.zeros(1000, 1000)
         tensor[index] = math.nan
         assert found(model_w=tensor) == ["model.w"]
 
 
-def test_infinity_integers_and_what_is_no_weight_are_not_looked_for() -> None:
+def test_infinity_integers_and_other_states_are_not_reported() -> None:
     assert found(model_mask=torch.full((3, 3), -math.inf), model_n=torch.ones(3, dtype=torch.int64)) == []
     assert found(optimizer_w=with_nan(3)) == []
     assert found(prefix="", w=with_nan(3)) == ["w"]
 
 
-def test_of_very_many_tensors_some_are_looked_at() -> None:
+def test_a_selection_of_very_many_tensors_is_checked() -> None:
     tensors = {f"model_{index}": with_nan(1) for index in range(10_000)}
     assert 900 < len(found(**tensors)) <= 1024
 
@@ -64,7 +64,7 @@ def nan_in(folder: Path) -> object:
     return manifest.extra.get("nan_in")
 
 
-def test_a_save_of_nan_goes_on_with_one_warning_and_what_was_finite_is_kept(
+def test_a_save_of_nan_succeeds_with_one_warning_and_the_last_finite_one_is_kept(
     start_run: StartRun, mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = start_run(interval=1, keep_latest_k=1, async_mode=mode)
@@ -79,7 +79,7 @@ def test_a_save_of_nan_goes_on_with_one_warning_and_what_was_finite_is_kept(
     assert warned[0].startswith("Step 3 is saved with NaN in its weights (model.first.")
 
 
-def test_a_resume_from_nan_is_warned_of_and_keeps_what_was_finite(
+def test_a_resume_from_nan_warns_and_keeps_the_last_finite_checkpoint(
     start_run: StartRun, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = start_run(interval=1, keep_latest_k=1)

@@ -1,4 +1,4 @@
-"""What ranks hold differently under one name: one rank's is saved, all are told, and PerRank saves each of them."""
+"""Values that differ between ranks under one name: one rank's is saved with a warning; PerRank saves all of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torchtitan_lite.errors import CheckpointMismatch, ConfigError
 
 
 class Held:
-    """A state that holds what it is given."""
+    """A state that holds the given values."""
 
     def __init__(self, **values: Any) -> None:
         self.values: dict[str, Any] = values
@@ -39,7 +39,7 @@ class Held:
 
 
 class Picky(Held):
-    """Refuses what is not its rank's own."""
+    """Refuses a state with another `of`."""
 
     def check_state(self, state_dict: dict[str, Any]) -> None:
         if state_dict["of"] != self.values["of"]:
@@ -55,8 +55,8 @@ def manager_of(
     return CheckpointManager(None, [model], [optimizer], [], states, job_config(folder, **checkpoint))
 
 
-def differing(told: Sequence[str]) -> list[str]:
-    return [message for message in told if "Ranks hold different values" in message]
+def differing(warned: Sequence[str]) -> list[str]:
+    return [message for message in warned if "Ranks hold different values" in message]
 
 
 @on_two_ranks
@@ -64,9 +64,9 @@ def test_all_of_a_plain_state_comes_from_the_lowest_rank(rank: int, tmp_path: Pa
     def counts() -> Held:
         return Held(count=100 + rank, average=torch.tensor([10.0 + rank] * 5), total=torch.tensor(7 + rank))
 
-    with manager_of(tmp_path, {"counts": counts()}) as manager, logged_warnings() as told:
+    with manager_of(tmp_path, {"counts": counts()}) as manager, logged_warnings() as warned:
         manager.save(1, force=True)
-    [warning] = differing(told) or [""]
+    [warning] = differing(warned) or [""]
     assert (rank == 0) == ("counts.count (rank 0's is saved), counts.average (rank 0's is saved)" in warning)
     assert ("PerRank" in warning) == (rank == 0)
     loaded = counts()
@@ -92,7 +92,7 @@ class Normed(nn.Module):
 def test_a_model_under_ddp_saves_the_running_statistics_of_the_first_rank(rank: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(Normed())
-    with manager_of(tmp_path, {"train_state": TrainState()}, model) as manager, logged_warnings() as told:
+    with manager_of(tmp_path, {"train_state": TrainState()}, model) as manager, logged_warnings() as warned:
         model(torch.full((8, 3), float(rank)) + torch.randn(8, 3)).sum().backward()
         mine = model.module.norm.running_mean.clone()
         of_all: list[Any] = [None, None]
@@ -102,7 +102,7 @@ def test_a_model_under_ddp_saves_the_running_statistics_of_the_first_rank(rank: 
         model.module.norm.running_mean.zero_()
         manager.load()
     assert torch.equal(model.module.norm.running_mean, of_all[0])
-    assert ("model.norm.running_mean" in " ".join(differing(told))) == (rank == 0)
+    assert ("model.norm.running_mean" in " ".join(differing(warned))) == (rank == 0)
 
 
 @on_two_ranks
@@ -114,7 +114,7 @@ def test_parameters_are_still_spread_over_the_ranks_that_have_them(rank: int, tm
     dist.barrier()
     sizes = [(tmp_path / "checkpoint" / "step-1" / f"__{r}_0.distcp").stat().st_size for r in (0, 1)]
     parameters = 4 * sum(p.numel() for p in model.parameters())
-    # The buffer is larger than all parameters, so these go to the other rank.
+    # The buffer has more bytes than all parameters, so the parameters go to the other rank.
     assert sizes[0] < 2_000_000 + parameters / 2
     assert sizes[1] > parameters
 
@@ -128,7 +128,7 @@ def test_the_names_of_parameters_are_those_of_the_state_dict() -> None:
 
 
 @on_two_ranks
-def test_equal_states_and_what_each_rank_has_of_its_own_are_no_difference(rank: int, tmp_path: Path) -> None:
+def test_equal_states_and_names_of_only_one_rank_are_no_difference(rank: int, tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     sharded = DTensor.from_local(torch.full((2, 2), float(rank)), mesh, [Shard(0)])
     names = {"one", "two", "three", "four", "five"}
@@ -138,39 +138,39 @@ def test_equal_states_and_what_each_rank_has_of_its_own_are_no_difference(rank: 
         "counts": Held(a=float("nan"), b=[1, {"c": (2, "x")}], d=torch.arange(3)),
         "per_rank": PerRank(Held(rank=rank)),
         "cut": Held(values=sharded),
-        # The same entries, in another order on each rank.
+        # Equal entries, in another order on each rank.
         "order": Held(**{name: len(name) for name in sorted(names, reverse=rank == 1)}),
     }
-    with manager_of(tmp_path, states) as manager, logged_warnings() as told:
+    with manager_of(tmp_path, states) as manager, logged_warnings() as warned:
         manager.save(1, force=True)
-    assert not told
+    assert not warned
     run = TinyRun(tmp_path / "fsdp", interval=1)
-    with run.manager, logged_warnings() as told:
+    with run.manager, logged_warnings() as warned:
         run.steps(2, force=True)
-    assert not differing(told)
+    assert not differing(warned)
 
 
 @on_two_ranks
 def test_ranks_are_compared_at_the_first_save_and_once(rank: int, tmp_path: Path, mode: str) -> None:
     held = Held(value=0)
-    with manager_of(tmp_path, {"held": held}, interval=2, async_mode=mode) as manager, logged_warnings() as told:
+    with manager_of(tmp_path, {"held": held}, interval=2, async_mode=mode) as manager, logged_warnings() as warned:
         manager.reset()
         held.values["value"] = rank
         assert not manager.save(1)
-        assert not differing(told), "a step that is not saved"
+        assert not differing(warned), "step 1 is not saved"
         for step in range(2, 7):
             manager.save(step, force=step == 6)
-    assert len(differing(told)) == (rank == 0)
+    assert len(differing(warned)) == (rank == 0)
 
 
 @on_two_ranks
-def test_a_long_list_is_cut(rank: int, tmp_path: Path) -> None:
+def test_a_long_list_of_keys_is_shortened(rank: int, tmp_path: Path) -> None:
     with (
         manager_of(tmp_path, {"held": Held(**{f"v{i}": i + rank for i in range(9)})}) as manager,
-        logged_warnings() as told,
+        logged_warnings() as warned,
     ):
         manager.save(1, force=True)
-    assert rank == 1 or "held.v3 (rank 0's is saved) and 5 more." in differing(told)[0]
+    assert rank == 1 or "held.v3 (rank 0's is saved) and 5 more." in differing(warned)[0]
 
 
 @pytest.mark.parametrize(
@@ -193,11 +193,11 @@ def test_equal_values_have_equal_digests(one: Any, other: Any) -> None:
     [(1, 1.0), ([1], (1,)), ("1", 1), (b"1", "1"), ([[1], 2], [[1, 2]]), (torch.ones(2), torch.ones(1, 2)), (True, 1)],
     ids=str,
 )
-def test_other_values_have_other_digests(one: Any, other: Any) -> None:
+def test_different_values_have_different_digests(one: Any, other: Any) -> None:
     assert _digest(one) != _digest(other)
 
 
-def test_what_cannot_be_said_in_bytes_is_no_difference() -> None:
+def test_values_that_cannot_become_bytes_are_no_difference() -> None:
     endless: list[Any] = []
     endless.append(endless)
     assert _digest(endless) == _digest(endless)
@@ -214,43 +214,46 @@ def load_per_rank(rank: int, folder: Path) -> tuple[int, list[int], list[str]]:
     own = Held(position=0, seen=torch.zeros(1))
     with (
         manager_of(folder, {"sampler": PerRank(own)}, load_only=True, verify_resume=True) as manager,
-        logged_warnings() as told,
+        logged_warnings() as warned,
     ):
         assert manager.load()
-    return own.values["position"], own.values["seen"].tolist(), told
+    return own.values["position"], own.values["seen"].tolist(), warned
 
 
 def test_each_rank_gets_back_what_it_saved(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(save_per_rank, folder=tmp_path)
     assert two_ranks.run(load_per_rank, folder=tmp_path) == [(10, [0, 1, 2], []), (11, [0, 1, 2, 3], [])]
-    position, seen, told = load_per_rank(0, tmp_path)
+    position, seen, warned = load_per_rank(0, tmp_path)
     assert (position, seen) == (10, [0, 1, 2])
-    assert told == ["Held of 2 ranks is loaded by 1: rank 1 is not loaded"]
+    assert warned == ["Held of 2 ranks is loaded by 1: rank 1 is not loaded"]
 
 
-def refused_then_fresh(rank: int, folder: Path) -> None:
+def refused_then_fresh(rank: int, folder: Path) -> tuple[str, int, list[str]]:
+    """Return the refusal of a load, and the position and the warnings of a load that may begin from scratch."""
     own = Held(position=5)
     with (
         manager_of(folder, {"sampler": PerRank(own)}, load_only=True) as manager,
         pytest.raises(
             ConfigError, match=r"PerRank\(Held\): .* of 1 rank, and none for rank 1 of 2\. Resume on 1 rank,"
-        ),
-        logged_warnings() as told,
+        ) as refusal,
+        logged_warnings() as warned,
     ):
         manager.load()
-    assert not told
+    assert not warned
     fresh = PerRank(own, on_missing="fresh")
-    with manager_of(folder, {"sampler": fresh}, load_only=True) as manager, logged_warnings() as told:
+    with manager_of(folder, {"sampler": fresh}, load_only=True) as manager, logged_warnings() as warned:
         report = manager.dry_run()
         assert report is not None and not report.refusals
         assert manager.load()
-    assert own.values["position"] == (10 if rank == 0 else 5)
-    assert told == (["Held of 1 rank is loaded by 2: rank 1 begins from scratch"] if rank == 0 else [])
+    return type(refusal.value).__name__, own.values["position"], warned
 
 
 def test_a_rank_that_saved_none_refuses_together_with_the_others(two_ranks: Ranks, tmp_path: Path) -> None:
     save_per_rank(0, tmp_path)
-    two_ranks.run(refused_then_fresh, folder=tmp_path)
+    assert two_ranks.run(refused_then_fresh, folder=tmp_path) == [
+        ("ConfigError", 10, ["Held of 1 rank is loaded by 2: rank 1 begins from scratch"]),
+        ("ConfigError", 5, []),
+    ]
 
 
 def test_a_state_that_was_saved_for_all_is_refused_or_begun_from_scratch(tmp_path: Path) -> None:
@@ -276,7 +279,7 @@ def test_a_state_without_entries_comes_back(tmp_path: Path) -> None:
     assert own.values == {}
 
 
-def test_what_the_state_itself_would_refuse_is_in_the_report(tmp_path: Path) -> None:
+def test_a_refusal_of_the_wrapped_state_is_in_the_report(tmp_path: Path) -> None:
     with manager_of(tmp_path, {"sampler": PerRank(Picky(of="a"))}) as manager:
         manager.save(1, force=True)
     with manager_of(tmp_path, {"sampler": PerRank(Picky(of="b"))}, load_only=True) as manager:
@@ -294,6 +297,6 @@ def test_a_checkpoint_without_such_a_state_is_refused(tmp_path: Path) -> None:
         manager.load()
 
 
-def test_a_wrong_word_is_refused_at_construction() -> None:
+def test_an_unknown_on_missing_is_refused_at_construction() -> None:
     with pytest.raises(ConfigError, match="'refuse' or 'fresh'"):
         PerRank(Held(), on_missing="ignore")  # type: ignore[arg-type]  # that is the point

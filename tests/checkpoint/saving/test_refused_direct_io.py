@@ -1,4 +1,4 @@
-"""Where direct I/O is refused, on one rank or on all, at the opening or at a write, a save is the save that it was."""
+"""If direct I/O is refused, on one rank or all, by open or by write, a save succeeds without it."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ REFUSALS = [
 
 
 @on_two_ranks
-def test_a_save_that_is_refused_direct_io_is_complete_and_told_of_once(rank: int, tmp_path: Path, mode: str) -> None:
+def test_a_save_without_direct_io_is_complete_and_logged_once(rank: int, tmp_path: Path, mode: str) -> None:
     for case, (fault, refused) in enumerate(REFUSALS):
-        lines = told_while_training(fault, rank, tmp_path / str(case), mode)
-        # A writer process tells on its own stderr.
+        lines = logged_while_training(fault, rank, tmp_path / str(case), mode)
+        # A writer process logs to its own stderr.
         if mode != "async_with_pinned_mem":
             assert len(lines) == (rank in refused), (fault, lines)
 
 
 @on_two_ranks
-def test_a_writer_process_that_is_refused_direct_io_tells_it_once_for_all_ranks(rank: int, tmp_path: Path) -> None:
+def test_a_writer_process_without_direct_io_logs_it_once_for_all_ranks(rank: int, tmp_path: Path) -> None:
     for point in ("open", "write"):
         fault = f"EINVAL@{point}:step=2"
-        lines = told_while_training(fault, rank, tmp_path / point, "async_with_pinned_mem")
+        lines = logged_while_training(fault, rank, tmp_path / point, "async_with_pinned_mem")
         assert len(lines) == (rank == 0), (fault, lines)
 
 
-def told_while_training(fault: str, rank: int, folder: Path, mode: str) -> list[str]:
-    """What is told of step 2, in which `fault` happens; training goes on, and the step is there, bit for bit."""
-    with heard() as lines:
+def logged_while_training(fault: str, rank: int, folder: Path, mode: str) -> list[str]:
+    """Return the log lines of step 2, in which `fault` happens; training continues, and step 2 is complete."""
+    with logged_of_direct_io() as lines:
         run = run_with(fault, rank, folder, mode)
         try:
             with run.manager:
@@ -65,8 +65,8 @@ def told_while_training(fault: str, rank: int, folder: Path, mode: str) -> list[
 
 
 @on_two_ranks
-def test_nothing_is_told_where_direct_io_is_taken(rank: int, tmp_path: Path, mode: str) -> None:
-    with heard() as lines:
+def test_nothing_is_logged_where_direct_io_works(rank: int, tmp_path: Path, mode: str) -> None:
+    with logged_of_direct_io() as lines:
         run = run_with("", rank, tmp_path, mode)
         with run.manager:
             run.steps(6)
@@ -74,7 +74,7 @@ def test_nothing_is_told_where_direct_io_is_taken(rank: int, tmp_path: Path, mod
 
 
 def assert_loads(folder: Path, saved: dict[str, object]) -> None:
-    """Step 2 is there in full, and its state is `saved`, bit for bit. Collective."""
+    """Assert that step 2 has all its files and that its state is `saved`, bit for bit. Collective."""
     checkpoint = folder / "checkpoint" / "step-2"
     manifest = Manifest.of_folder(checkpoint)
     assert manifest is not None
@@ -88,8 +88,8 @@ def assert_loads(folder: Path, saved: dict[str, object]) -> None:
 
 
 @contextmanager
-def heard() -> Iterator[list[str]]:
-    """In the end, what was told of direct I/O: by this process and, on stderr, by the writer process it started."""
+def logged_of_direct_io() -> Iterator[list[str]]:
+    """Yield a list that gets the log lines about direct I/O at the end: of this process and of its writer process."""
     found: list[str] = []
     with tempfile.TemporaryFile("w+") as file, refusals_logged() as own:
         stderr = os.dup(2)

@@ -1,4 +1,4 @@
-"""Who writes what: made once, kept while nothing changes on any rank, balanced."""
+"""Which rank writes what: planned once, reused while no rank's state changes its structure, balanced."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_change_of_structure_makes_a_new_plan(other: dict[str, Any]) -> None:
     assert plans.num_made == 2
 
 
-def test_what_more_than_the_optimizer_changes_is_known() -> None:
+def test_tensors_that_forward_may_change_are_volatile() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     optimizer = torch.optim.AdamW(model.parameters())
     state = {
@@ -73,7 +73,7 @@ def test_what_more_than_the_optimizer_changes_is_known() -> None:
         "optimizer": OptimizerWrapper([model], [optimizer]).state_dict(),
         "train_state": {"step": torch.tensor(1)},
     }
-    state["optimizer"]["param_groups.0.weight.lr"] = torch.tensor(0.1)  # As for a captured graph: a scheduler's.
+    state["optimizer"]["param_groups.0.weight.lr"] = torch.tensor(0.1)  # As with a captured graph.
     planned = PlanCache(PEERS).plan(state)
     keys = [item.index.fqn for item in planned.plan.items]
     assert sorted(keys[number] for number in planned.image().file.volatile) == [
@@ -92,7 +92,7 @@ def test_a_tensor_that_cannot_be_written_as_it_lies_is_refused_by_name(tensor: t
         PlanCache(PEERS).plan({"model": {"strange": tensor}})
 
 
-def test_what_cannot_be_planned_is_raised_and_forgotten() -> None:
+def test_a_plan_that_fails_is_raised_and_not_kept() -> None:
     plans = PlanCache(PEERS)
     with pytest.raises(ValueError, match=r"'a\.b' and another entry of the state are both called 'a\.b'"):
         plans.plan({"a": {"b": 1}, "a.b": 2})
@@ -122,14 +122,14 @@ def test_each_item_is_written_once_and_no_rank_has_much_more_than_its_share(
         sum(item.tensor_data.chunk.sizes.numel() for n in numbers if (item := plan.items[n]).tensor_data)
         for plan, numbers in zip(plans, kept, strict=True)
     ]
-    assert max(loads) - min(loads) <= max(sizes), "the last one given away went to whoever had least"
+    assert max(loads) - min(loads) <= max(sizes), "the last item went to the rank with the fewest bytes"
 
 
-def test_what_is_one_byte_goes_to_whoever_has_least_and_what_is_nothing_to_the_first_that_has_it() -> None:
+def test_one_byte_goes_to_the_holder_with_least_and_zero_bytes_to_the_first_holder() -> None:
     plans = [plan_of({"own": 9, "empty": 0}), plan_of({"empty": 0})]
     for plan in plans:
         plan.items.extend(
-            create_default_local_save_plan({"byte": torch.empty(1, dtype=torch.int8)}, False).items  # Both have it.
+            create_default_local_save_plan({"byte": torch.empty(1, dtype=torch.int8)}, False).items  # On both ranks.
         )
     assert balanced(plans) == [[0, 1], [1]]
 
@@ -148,7 +148,7 @@ def test_a_change_on_one_rank_makes_a_new_plan_on_both(rank: int, tmp_path: Path
 
 
 @on_two_ranks
-def test_what_is_replicated_is_written_once_and_evenly(rank: int, tmp_path: Path) -> None:
+def test_replicated_tensors_are_written_once_and_evenly(rank: int, tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     whole = {f"t{i}": torch.full((1000 + i,), float(i)) for i in range(40)}
     replicated: dict[str, Any] = {
@@ -163,7 +163,7 @@ def test_what_is_replicated_is_written_once_and_evenly(rank: int, tmp_path: Path
     sizes = [(store.get(1).path / f"__{r}_0.distcp").stat().st_size for r in (0, 1)]
     unique = sum(tensor.numel() * 4 for tensor in whole.values())
     assert max(sizes) / (sum(sizes) / 2) < 1.05
-    assert sum(sizes) < unique * 1.3, "besides the elements there are only the frames of torch.save"
+    assert sum(sizes) < unique * 1.3, "apart from the elements there are only the frames of torch.save"
     target_state: dict[str, Any] = {
         name: DTensor.from_local(torch.zeros_like(t), mesh, [Replicate()]) for name, t in whole.items()
     }
@@ -187,7 +187,7 @@ class Unpicklable(Exception):
 
 
 class RefusesToBePlanned:
-    """Raises, on the second rank, what cannot travel between ranks."""
+    """Raises, on the second rank, an error that cannot be sent to other ranks."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

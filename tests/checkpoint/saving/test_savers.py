@@ -1,4 +1,4 @@
-"""The three ways to save: one contract."""
+"""The three ways to save keep one contract."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_closing_says_nothing_of_a_save_that_is_over(store: CheckpointStore, cap
 
 
 class StuckDisk(Durable):
-    """Renames when it is let go, and not before."""
+    """Renames only after `let_go` is set."""
 
     def __init__(self) -> None:
         self.let_go = threading.Event()
@@ -128,12 +128,12 @@ class StuckDisk(Durable):
         super().rename(src, dst)
 
 
-def test_what_was_prepared_has_room_for_the_objects_too(store: CheckpointStore) -> None:
+def test_a_prepared_arena_has_room_for_the_objects_too(store: CheckpointStore) -> None:
     stager = Stager(HostCopier(), pin=False)
     saver = ThreadSaver(PEERS, stager=stager)
     state = {"weight": torch.ones(3), "settings": {f"group {n}": [n] * 40 for n in range(8000)}}
     saver.prepare(lambda: state)
-    stager.take(FileImage(FileLayout([]), []))  # Waits until it is there.
+    stager.take(FileImage(FileLayout([]), []))  # Waits until the arena is there.
     prepared = stager.arena
     assert prepared is not None
     begin(saver, store, state).durable.result(DEADLINE_SECONDS)
@@ -142,7 +142,7 @@ def test_what_was_prepared_has_room_for_the_objects_too(store: CheckpointStore) 
     saver.close(DEADLINE_SECONDS)
 
 
-def test_a_save_that_nobody_waits_for_any_more_keeps_its_copy_to_itself(store: CheckpointStore) -> None:
+def test_a_save_that_is_still_written_after_its_time_out_keeps_its_copy(store: CheckpointStore) -> None:
     disk = StuckDisk()
     saver = ThreadSaver(PEERS)
     stuck = begin(saver, CheckpointStore(store.root, durable=disk), {"weight": torch.ones(3)})
@@ -164,7 +164,7 @@ def test_a_writer_process_that_dies_fails_one_save_at_most(process_saver: Proces
     assert pid
 
     class Killing(Durable):
-        """Kills the writer when the save makes its folder: after it was looked at, before it writes."""
+        """Kills the writer when the save makes its folder: after the check that it runs, before it writes."""
 
         def make_dir(self, path: Path) -> None:
             if not path.exists():
@@ -183,13 +183,13 @@ def test_a_writer_process_that_dies_fails_one_save_at_most(process_saver: Proces
 @pytest.mark.parametrize(
     ("mode", "kind"), [("disabled", SyncSaver), ("async", ThreadSaver), ("async_with_pinned_mem", ProcessSaver)]
 )
-def test_the_config_says_which_one(mode: Any, kind: type) -> None:
+def test_the_config_selects_the_saver(mode: Any, kind: type) -> None:
     saver = build_saver(Checkpoint(async_mode=mode), PEERS)
     assert type(saver) is kind
     saver.close(DEADLINE_SECONDS)
 
 
-def test_making_and_closing_one_starts_nothing() -> None:
+def test_making_and_closing_a_saver_starts_nothing() -> None:
     before = threading.active_count()
     modes: tuple[Any, ...] = ("disabled", "async", "async_with_pinned_mem")
     for mode in modes:
@@ -223,7 +223,7 @@ stager = Stager(HostCopier(), pin=False)
 saver = ThreadSaver(Peers(timedelta(seconds=60)), stager=stager)
 pending = saver.save({"weight": torch.ones(4 << 20)}, target(CheckpointStore(Path("checkpoint"), durable=disk), 1))
 saver.prepare(lambda: {"weight": torch.ones(16 << 20)})
-stager.take(FileImage(FileLayout([]), []))  # Waits until what is prepared is there.
+stager.take(FileImage(FileLayout([]), []))  # Waits until the prepared arena is there.
 disk.let_go.set()
 print(pending.durable.result(60).nbytes >> 20)
 saver.close(60)

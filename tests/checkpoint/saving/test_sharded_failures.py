@@ -1,4 +1,4 @@
-"""Two ranks, one of which fails: both know it in the same step, nothing is lost, training goes on."""
+"""Two ranks, one of which fails: both notice in the same step, nothing is lost, training continues."""
 
 import errno
 import threading
@@ -21,7 +21,7 @@ from torchtitan_lite.store.store import CheckpointStore
 
 
 class Unwritable:
-    """A state that fails as it becomes bytes, while `fails`."""
+    """A state that cannot become bytes while `fails` is true."""
 
     fails = False
 
@@ -32,7 +32,7 @@ class Unwritable:
 
 
 def assert_one_failure(run: TinyRun, reason: str) -> None:
-    """Step 2 failed for `reason`, both ranks noticed in the same step and within two, and step 5 was saved."""
+    """Assert that step 2 failed for `reason`, that both ranks noticed in the same step, and that step 5 was saved."""
     [(step, noticed, figures)] = run.happened("save_failed")
     assert step == 2
     assert noticed in (3, 4)
@@ -69,7 +69,7 @@ def test_a_state_that_cannot_be_staged_on_one_rank_fails_the_save_on_both(rank: 
     run = TinyRun(tmp_path, dataloader=loader, async_mode=mode, seams={"save_policy": at_steps(1, 2, 5)})
     with run.manager:
         run.steps(1)
-        loader.fails = rank == 0  # the one that writes it
+        loader.fails = rank == 0  # the rank that writes it
         run.steps(2)
         loader.fails = False
         run.saver.wait()
@@ -127,7 +127,7 @@ def test_a_save_that_only_one_rank_still_writes_fails_the_next_on_both(rank: int
         run.saver.wait()
         stuck: Future[None] = Future()
         if rank == 1:
-            saver._under_way = stuck  # The ranks stop waiting at moments that differ a little.
+            saver._under_way = stuck  # The ranks stop waiting at slightly different moments.
         run.steps(2)
         run.saver.wait()
         stuck.set_result(None)
@@ -136,7 +136,7 @@ def test_a_save_that_only_one_rank_still_writes_fails_the_next_on_both(rank: int
 
 
 class RefusesOnOneRank:
-    """A state that the second rank cannot give."""
+    """A state whose `state_dict` raises on the second rank."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -150,7 +150,7 @@ class RefusesOnOneRank:
 
 
 @on_two_ranks
-def test_a_state_that_one_rank_cannot_give_is_an_error_on_both(rank: int, tmp_path: Path) -> None:
+def test_a_state_dict_that_raises_on_one_rank_is_an_error_on_both(rank: int, tmp_path: Path) -> None:
     run = TinyRun(tmp_path, dataloader=RefusesOnOneRank(rank), interval=1)
     with pytest.raises(ConfigError, match="the second rank has no state") as raised:
         run.steps(1)
@@ -159,7 +159,7 @@ def test_a_state_that_one_rank_cannot_give_is_an_error_on_both(rank: int, tmp_pa
 
 
 class RaisesOnce:
-    """A state whose `state_dict` raises the next time if `fails`."""
+    """A state whose next `state_dict` raises if `fails` is true."""
 
     def __init__(self) -> None:
         self.fails = False

@@ -76,7 +76,7 @@ def test_ranks_whose_clocks_differ_save_the_same_steps(rank: int, tmp_path: Path
         for step in range(1, 13):
             seconds[0] += (1.0, 3.0)[rank] if step <= 6 else (3.0, 1.0)[rank]
             saved += run.steps(step)
-    # The faster clock reaches 5 s in its second step; all ranks hear of it, and save, one step later.
+    # The faster clock reaches 5 s in its second step; one step later all ranks know it, and save.
     assert saved == [3, 6, 9, 12]
     assert same_everywhere(saved)
     assert run.checkpoints() == ["step-12", "step-3", "step-6", "step-9"]

@@ -1,4 +1,4 @@
-"""What comes back is what was saved: each container, each key with its type, what is empty; or the save refuses."""
+"""A load returns what was saved: containers, keys with their types, empty ones too; or the save refuses."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PEERS = Peers(timedelta(seconds=60))
 
 @pytest.fixture(params=MODES)
 def saver(request: pytest.FixtureRequest, process_saver: ProcessSaver) -> Iterator[Saver]:
-    """Each way to save in turn."""
+    """Yield each kind of saver in turn."""
     if request.param == "async_with_pinned_mem":
         yield process_saver
         return
@@ -58,11 +58,11 @@ def load(path: Path, name: str = "s", own: dict[str, Any] | None = None) -> Any:
     return StoredCheckpoint(path, PEERS).read_state(name, own or {})
 
 
-def came_back(folder: Path, state: dict[Any, Any], saver: Saver | None = None) -> None:
-    """What a fresh object, which has nothing yet, is given is `state`, with all types."""
+def comes_back(folder: Path, state: dict[Any, Any], saver: Saver | None = None) -> bool:
+    """Return whether a new object, which has no state yet, loads `state` with all its types."""
     found = load(save(folder, {"s": state}, saver))
     assert difference(state, found) == ""
-    assert same(state, found)
+    return same(state, found)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -95,7 +95,7 @@ OF_EVERY_KIND: dict[Any, Any] = {
 
 
 def test_every_kind_of_container_and_key_comes_back(tmp_path: Path, saver: Saver) -> None:
-    came_back(tmp_path, OF_EVERY_KIND, saver)
+    assert comes_back(tmp_path, OF_EVERY_KIND, saver)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_every_kind_of_container_and_key_comes_back(tmp_path: Path, saver: Saver
     ids=repr,
 )
 def test_small_states_come_back(tmp_path: Path, state: dict[Any, Any]) -> None:
-    came_back(tmp_path, state)
+    assert comes_back(tmp_path, state)
 
 
 @settings(max_examples=40, deadline=None)
@@ -127,7 +127,7 @@ def test_any_states_come_back_from_a_checkpoint(tmp_path_factory: pytest.TempPat
         assert same(each, found)
 
 
-def test_an_optimizer_among_the_states_goes_on_with_its_moments(tmp_path: Path, saver: Saver) -> None:
+def test_an_optimizer_among_the_states_continues_with_its_moments(tmp_path: Path, saver: Saver) -> None:
     def made() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = nn.Linear(3, 2)
@@ -152,12 +152,12 @@ def test_an_optimizer_among_the_states_goes_on_with_its_moments(tmp_path: Path, 
 
 
 def warm_up(step: int, *, num_warmup_steps: int, num_training_steps: int) -> float:
-    """As the schedules of transformers are made: a function, and a partial of it."""
+    """Return the rate at `step`; the transformers library makes schedules of partials of such functions."""
     return min(1.0, step / num_warmup_steps) * max(0.0, 1 - step / num_training_steps)
 
 
 class Decay:
-    """A schedule with a state of its own."""
+    """A schedule with its own state."""
 
     def __init__(self, rate: float) -> None:
         self.rate = rate
@@ -186,7 +186,7 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 
 class Run:
-    """A model of one parameter, with a schedule, under a manager."""
+    """A model of one parameter with a schedule and a manager."""
 
     def __init__(self, folder: Path, schedule: Callable[[torch.optim.Optimizer], Any], **states: Any) -> None:
         torch.manual_seed(0)
@@ -197,7 +197,7 @@ class Run:
         self.manager = CheckpointManager(None, [self.model], [self.optimizer], [self.scheduler], dict(states), config)
 
     def rates(self, first: int, last: int) -> list[float]:
-        """The learning rates of these steps, every third of which is saved."""
+        """Train these steps and save every third; return their learning rates."""
         rates = []
         for step in range(first, last + 1):
             self.model(torch.ones(1, 1)).sum().backward()
@@ -209,7 +209,7 @@ class Run:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-def test_a_schedule_goes_on(tmp_path: Path, schedule: Callable[[torch.optim.Optimizer], Any]) -> None:
+def test_a_schedule_continues(tmp_path: Path, schedule: Callable[[torch.optim.Optimizer], Any]) -> None:
     straight = Run(tmp_path / "straight", schedule)
     with straight.manager:
         expected = straight.rates(1, 8)
@@ -223,7 +223,7 @@ def test_a_schedule_goes_on(tmp_path: Path, schedule: Callable[[torch.optim.Opti
 
 
 class Holder:
-    """Whatever it is given is its state."""
+    """A state that is what it was given."""
 
     def __init__(self, state: Any) -> None:
         self.state = state
@@ -236,7 +236,7 @@ class Holder:
 
 
 class Config(dict[str, int]):
-    """A dict with something to it."""
+    """A dict with an attribute."""
 
 
 Pair = collections.namedtuple("Pair", "a b")
@@ -263,7 +263,7 @@ def test_what_would_not_come_back_is_refused_by_name(tmp_path: Path, value: Any,
     assert CheckpointStore(tmp_path / "checkpoint").committed() == []
 
 
-def test_a_state_in_itself_is_refused(tmp_path: Path) -> None:
+def test_a_state_that_contains_itself_is_refused(tmp_path: Path) -> None:
     endless: dict[str, Any] = {}
     endless["a"] = endless
     around: list[Any] = [{}]
@@ -277,7 +277,7 @@ def test_a_refusal_is_the_same_in_every_mode(tmp_path: Path, saver: Saver) -> No
     for value in {"x": Config()}, {"x": [b"", "x" * 70_000, object()]}:
         with pytest.raises(SaveFailed, match=r"s(\['x'\]|\.x) (is a .*Config|holds an object)"):
             save(tmp_path, {"s": value}, saver)
-    came_back(tmp_path, {"x": 1}, saver)
+    assert comes_back(tmp_path, {"x": 1}, saver)
 
 
 LARGE = "x" * 70_000
@@ -292,9 +292,9 @@ LARGE_OBJECTS = {
 
 @pytest.mark.parametrize("value", LARGE_OBJECTS.values(), ids=LARGE_OBJECTS)
 def test_an_object_too_large_for_the_manifest_comes_back(tmp_path: Path, value: Any) -> None:
-    came_back(tmp_path, {"x": value})
+    assert comes_back(tmp_path, {"x": value})
     dcp_to_torch_save(tmp_path / "step-1", tmp_path / "x.pt")
-    # DCP's tool writes b"" with a pickle that calls `bytes`, which is not safe to torch.
+    # DCP's tool writes b"" with a pickle that calls `bytes`, which torch does not call safe.
     assert difference({"s": {"x": value}}, torch.load(tmp_path / "x.pt", weights_only=False)) == ""
 
 
@@ -302,18 +302,18 @@ def test_an_object_too_large_for_the_manifest_comes_back(tmp_path: Path, value: 
 def test_a_large_object_that_our_reader_does_not_take_is_refused_by_name(tmp_path: Path, value: Any) -> None:
     with pytest.raises(SaveFailed, match=r"s\.x holds an object that could not be loaded again"):
         save(tmp_path, {"s": {"x": value}})
-    came_back(tmp_path, {"x": value[:1]})
+    assert comes_back(tmp_path, {"x": value[:1]})
 
 
-def test_a_large_object_is_looked_at_whenever_it_changes(tmp_path: Path, saver: Saver) -> None:
+def test_a_large_object_is_checked_whenever_it_changes(tmp_path: Path, saver: Saver) -> None:
     value: list[Any] = [LARGE, b""]
-    came_back(tmp_path, {"x": value}, saver)
+    assert comes_back(tmp_path, {"x": value}, saver)
     value.append("\ud800")
     with pytest.raises(SaveFailed, match=r"s\.x holds"):
         save(tmp_path, {"s": {"x": value}}, saver, step=2)
 
 
-def test_plain_dcp_reads_all_of_it_under_the_names_that_it_would_have_given(tmp_path: Path) -> None:
+def test_plain_dcp_reads_all_of_it_under_its_own_names(tmp_path: Path) -> None:
     path = save(tmp_path, {"s": OF_EVERY_KIND})
     into = {"s": {"-5": {"(1, ('a', 2.0))": {"x": torch.zeros(3, dtype=torch.int64)}}, "counter": {"30": 0}}}
     dcp_load(into, checkpoint_id=path, no_dist=True)
@@ -322,7 +322,7 @@ def test_plain_dcp_reads_all_of_it_under_the_names_that_it_would_have_given(tmp_
     dcp_to_torch_save(path, tmp_path / "x.pt")
     whole = torch.load(tmp_path / "x.pt", weights_only=False)["s"]
     assert whole["list"] == [{"x": 1}]
-    assert whole["empties"] == {"1": [], "2": ()}, "where a list would be lost on the tool, its positions are names"
+    assert whole["empties"] == {"1": [], "2": ()}, "the tool loses such a list, so its positions are names"
     assert whole["counter"] == {"30": 1, "80": 2}
 
 
@@ -350,7 +350,7 @@ def test_an_expanded_tensor_of_another_state_comes_back_with_memory_of_its_own(t
     assert found.is_contiguous()
 
 
-def test_a_state_that_is_empty_is_there(tmp_path: Path) -> None:
+def test_an_empty_state_is_in_the_checkpoint(tmp_path: Path) -> None:
     stored = StoredCheckpoint(save(tmp_path, {"s": {"a": {}}, "t": {"x": 1}}), PEERS)
     assert not stored.report({}, {}, ["s"]).missing
     assert stored.report({}, {}, ["u"]).missing == ["u"]
@@ -360,7 +360,7 @@ def test_a_state_that_is_empty_is_there(tmp_path: Path) -> None:
 
 
 @on_two_ranks
-def test_what_two_ranks_have_apart_comes_back_on_both(rank: int, tmp_path: Path) -> None:
+def test_entries_of_each_rank_come_back_on_both(rank: int, tmp_path: Path) -> None:
     peers = Peers(timedelta(seconds=60))
     saver, store = SyncSaver(peers), CheckpointStore(tmp_path / "checkpoint")
     apart = saver.save({"s": {"x": {} if rank else 1}}, target(store, 1)).durable

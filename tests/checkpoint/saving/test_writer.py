@@ -1,4 +1,4 @@
-"""What a save leaves on disk, and that plain DCP reads it."""
+"""What a save writes to disk; plain DCP reads it."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_step_saved_again_is_the_new_one(store: CheckpointStore) -> None:
     assert [file.name for file in store.root.iterdir()] == ["step-3"]
 
 
-def test_a_full_checkpoint_that_takes_the_name_of_weights_alone_is_told(
+def test_a_full_checkpoint_that_takes_the_name_of_exported_weights_is_logged(
     store: CheckpointStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(store, kind=CheckpointKind.WEIGHTS_ONLY)
