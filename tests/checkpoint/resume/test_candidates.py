@@ -1,4 +1,4 @@
-"""Which checkpoint is taken when some are damaged, and what becomes of those."""
+"""Which checkpoint is loaded if some are damaged, and what happens to these."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RUN = Lineage("run1")
 
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
-    """Steps 2, 4 and 6."""
+    """Return a store with steps 2, 4 and 6."""
     store = CheckpointStore(tmp_path / "checkpoint")
     for step in (2, 4, 6):
         commit(store, step)
@@ -55,7 +55,7 @@ def commit(store: CheckpointStore, step: int, lineage: Lineage = RUN) -> Path:
 
 
 class Load:
-    """Takes a source, unless its step is one of those that `found` says are damaged."""
+    """Accepts a source, unless `found` has an error for its step."""
 
     def __init__(self, found: Mapping[int, Exception] | None = None) -> None:
         self._found = found or {}
@@ -98,7 +98,7 @@ def test_the_latest_is_taken_and_nothing_is_changed(store: CheckpointStore) -> N
     assert names(store) == ["step-2", "step-4", "step-6"]
 
 
-def test_where_there_is_none_nothing_is_loaded(tmp_path: Path) -> None:
+def test_without_candidates_nothing_is_loaded(tmp_path: Path) -> None:
     load = Load()
     found, events = candidates(CheckpointStore(tmp_path / "none"))
     assert found.take(load) is None
@@ -106,7 +106,7 @@ def test_where_there_is_none_nothing_is_loaded(tmp_path: Path) -> None:
     assert (load.tried, events.recorded) == ([], [])
 
 
-def test_each_that_proves_damaged_is_told_and_set_aside_once_another_was_loaded(
+def test_each_damaged_one_is_reported_and_quarantined_once_another_was_loaded(
     store: CheckpointStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     load = Load(damaged(store, 4, 6, keys=3))
@@ -125,9 +125,9 @@ def test_each_that_proves_damaged_is_told_and_set_aside_once_another_was_loaded(
     for step in (4, 6):
         assert f"Step {step} is damaged: " in caplog.text
         assert f"Fell back from step {step} to step 2: " in caplog.text
-    told = json.loads((store.root / "step-6.corrupt" / layout.FINDINGS).read_text())
-    assert told["step"] == 6
-    assert "bits of 6" in told["findings"][0]
+    findings = json.loads((store.root / "step-6.corrupt" / layout.FINDINGS).read_text())
+    assert findings["step"] == 6
+    assert "bits of 6" in findings["findings"][0]
 
 
 def test_an_event_names_a_hundred_keys_at_most(store: CheckpointStore) -> None:
@@ -149,7 +149,7 @@ def test_one_whose_files_have_another_size_is_not_even_tried(store: CheckpointSt
     assert names(store) == ["step-2", "step-4", "step-6.corrupt"]
 
 
-def test_sizes_are_not_looked_at_where_nothing_is_to_be_verified(store: CheckpointStore) -> None:
+def test_sizes_are_not_checked_if_nothing_is_verified(store: CheckpointStore) -> None:
     cut(store.root / "step-6" / DATA)
     load = Load()
     found, _ = candidates(store, verify_on_load="off")
@@ -157,7 +157,7 @@ def test_sizes_are_not_looked_at_where_nothing_is_to_be_verified(store: Checkpoi
     assert load.tried == [6]
 
 
-def test_a_step_that_was_asked_for_is_not_replaced_by_another_and_stays(store: CheckpointStore) -> None:
+def test_a_named_step_is_not_replaced_by_another_and_stays(store: CheckpointStore) -> None:
     for load, spoil in ((Load(damaged(store, 4)), lambda: None), (Load(), lambda: cut(store.root / "step-4" / DATA))):
         spoil()
         found, events = candidates(store, wanted=4)
@@ -168,7 +168,7 @@ def test_a_step_that_was_asked_for_is_not_replaced_by_another_and_stays(store: C
         assert names(store) == ["step-2", "step-4", "step-6"]
 
 
-def test_what_is_damaged_beside_a_step_that_was_asked_for_is_left_alone(store: CheckpointStore) -> None:
+def test_damaged_steps_next_to_a_named_one_are_left_alone(store: CheckpointStore) -> None:
     unseal(store.root / "step-6")
     found, events = candidates(store, wanted=2)
     source = found.take(Load())
@@ -176,7 +176,7 @@ def test_what_is_damaged_beside_a_step_that_was_asked_for_is_left_alone(store: C
     assert (source.step, events.recorded, names(store)) == (2, [], ["step-2", "step-4", "step-6"])
 
 
-def test_a_damaged_manifest_is_told_of_if_it_is_newer_than_what_is_taken(store: CheckpointStore) -> None:
+def test_a_damaged_manifest_is_reported_if_it_is_later_than_the_loaded_step(store: CheckpointStore) -> None:
     for step in (2, 6):
         unseal(store.root / f"step-{step}")
     found, events = candidates(store)
@@ -226,7 +226,7 @@ def test_another_runs_checkpoint_that_is_damaged_is_not_replaced_and_stays(tmp_p
     assert (load.tried, names(another)) == ([0], ["step-9"])
 
 
-def test_a_run_that_only_loads_tells_of_damage_and_renames_nothing(store: CheckpointStore) -> None:
+def test_a_run_that_only_loads_reports_damage_and_renames_nothing(store: CheckpointStore) -> None:
     found, events = candidates(store, load_only=True)
     source = found.take(Load(damaged(store, 6)))
     assert source is not None
@@ -254,7 +254,7 @@ def test_what_was_found_damaged_before_is_not_tried_again(store: CheckpointStore
     assert load.tried == [6, 4, 4]
 
 
-def test_a_step_that_was_asked_for_and_has_a_damaged_manifest_is_an_event_that_names_the_file(
+def test_a_named_step_with_a_damaged_manifest_is_an_event_that_names_the_file(
     store: CheckpointStore,
 ) -> None:
     unseal(store.root / "step-4")
@@ -266,7 +266,7 @@ def test_a_step_that_was_asked_for_and_has_a_damaged_manifest_is_an_event_that_n
     assert figures["finding"].startswith("manifest.json: ")
 
 
-def test_damage_on_a_branch_that_goes_on_is_told_and_set_aside(store: CheckpointStore) -> None:
+def test_damage_on_a_continued_branch_is_reported_and_quarantined(store: CheckpointStore) -> None:
     for step in (6, 8):
         commit(store, step, Lineage("branch", 4, 4, ((6, "run1"),)))
     unseal(store.root / "step-8")
@@ -276,7 +276,7 @@ def test_damage_on_a_branch_that_goes_on_is_told_and_set_aside(store: Checkpoint
     assert (source.step, events.steps("fallback"), events.steps("quarantined")) == (6, [6], [8])
 
 
-def test_what_no_checkpoint_needs_is_damage_that_names_the_file(store: CheckpointStore) -> None:
+def test_a_pipe_in_a_checkpoint_is_damage_that_names_the_file(store: CheckpointStore) -> None:
     for path, finding in ((store.root / "step-6" / DATA, f"{DATA}: a pipe"), (store.root / "step-6", "a pipe")):
         found, events = candidates(store, load_only=True)
         source = found.take(Load({6: CheckpointUnsafe(str(path), "a pipe")}))
@@ -304,7 +304,7 @@ def test_a_step_that_is_removed_while_it_is_read_is_chosen_again(
     assert "Step 6 was removed during the load: choosing again" in caplog.text
 
 
-def test_a_step_that_another_one_replaced_while_it_was_read_is_read_again(store: CheckpointStore) -> None:
+def test_a_step_that_was_replaced_during_the_load_is_read_again(store: CheckpointStore) -> None:
     tried = []
 
     def load(source: LoadSource) -> None:
@@ -324,7 +324,7 @@ def unreadable(step: int) -> str:
 
 @pytest.fixture
 def machine_fails() -> Iterator[Callable[[int], None]]:
-    """Makes the manifest of a step unreadable."""
+    """Make the manifest of a step unreadable."""
     yield lambda step: faults.install(unreadable(step), rank=0)
     faults.install("", rank=0)
 
@@ -338,9 +338,9 @@ def test_an_older_step_that_the_system_does_not_give_is_a_warning(
     assert source is not None
     assert (source.step, events.steps("quarantined")) == (4, [6])
     assert names(store) == ["step-2", "step-4", "step-6.corrupt"]
-    told = [line for line in caplog.messages if "neither counted nor removed" in line]
-    assert len(told) == 1
-    assert "step-2" in told[0] and "Input/output error" in told[0]
+    warnings = [line for line in caplog.messages if "neither counted nor removed" in line]
+    assert len(warnings) == 1
+    assert "step-2" in warnings[0] and "Input/output error" in warnings[0]
 
 
 def test_a_newer_step_that_the_system_does_not_give_ends_the_start(

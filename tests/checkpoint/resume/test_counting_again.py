@@ -1,4 +1,4 @@
-"""A run that begins with an old one's weights and counts its steps from the start again, in the same folder."""
+"""A run that begins with the weights of an old one and counts steps from the start, in the same folder."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_same_command_again_loads_all_of_its_own(start_run: StartRun, option
     assert [name for name in again.names() if "abandoned" not in name] == ["step-2", "step-4", "step-6"]
 
 
-def test_new_branch_counts_once_more(start_run: StartRun) -> None:
+def test_new_branch_counts_from_the_start_once_more(start_run: StartRun) -> None:
     old_run(start_run)
     run = start_run(seed=1, interval=2, exclude_from_loading=AGAIN)
     run.manager.load()

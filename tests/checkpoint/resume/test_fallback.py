@@ -1,4 +1,4 @@
-"""A checkpoint that is not what was committed is never resumed from; an older one is, in the same start."""
+"""A damaged checkpoint is never resumed; an older one is, in the same start."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DATA = "__0_0.distcp"
 
 @pytest.fixture
 def trained(start_run: StartRun) -> SmallRun:
-    """Steps 2, 4 and 6 are saved; the run is over."""
+    """Return a run that saved steps 2, 4 and 6 and is closed."""
     run = start_run(interval=2)
     run.train(6)
     run.manager.close()
@@ -80,11 +80,11 @@ def test_the_finding_names_file_and_tensor(trained: SmallRun, start_run: StartRu
     finding = run.events.figures("fallback")["finding"]
     assert DATA in finding
     assert "model.second.weight" in run.events.figures("fallback")["keys"]
-    told = next((trained.root / "step-6.corrupt").glob("*.json"), None)
-    assert told is not None
+    findings = next((trained.root / "step-6.corrupt").glob("*.json"), None)
+    assert findings is not None
 
 
-def test_several_damaged_ones_are_passed_over_together(trained: SmallRun, start_run: StartRun) -> None:
+def test_several_damaged_ones_are_skipped_in_one_start(trained: SmallRun, start_run: StartRun) -> None:
     flip(trained.root / "step-6" / "manifest.json", 40)
     flip(trained.root / "step-4" / DATA, in_tensor(trained.root / "step-4", "model.first.weight"))
     run = start_run(interval=2)
@@ -108,7 +108,7 @@ def test_where_all_are_damaged_each_is_named_and_none_is_renamed(trained: SmallR
         start_run(interval=2).manager.load()
 
 
-def test_a_step_that_was_asked_for_is_not_replaced_by_another(trained: SmallRun, start_run: StartRun) -> None:
+def test_a_named_step_is_not_replaced_by_another(trained: SmallRun, start_run: StartRun) -> None:
     flip(trained.root / "step-4" / DATA, in_tensor(trained.root / "step-4", "model.first.weight"))
     run = start_run(interval=2, load_step=4)
     with pytest.raises(CheckpointDamaged, match="step-4"):
@@ -136,7 +136,7 @@ def test_an_error_of_the_machine_is_no_damage(trained: SmallRun, start_run: Star
     assert run.names() == ["step-2", "step-4", "step-6"]
 
 
-def test_an_error_of_the_machine_that_passes_is_nothing(trained: SmallRun, start_run: StartRun) -> None:
+def test_a_temporary_error_of_the_machine_has_no_effect(trained: SmallRun, start_run: StartRun) -> None:
     run = start_run(interval=2)
     faults.install("EIO@read:times=1", rank=0)
     try:
@@ -155,7 +155,7 @@ def test_a_run_that_only_loads_falls_back_and_renames_nothing(trained: SmallRun,
 
 
 @pytest.mark.parametrize(("verify", "found"), [("full", True), ("size", False), ("off", False)])
-def test_how_much_is_checked_is_what_was_asked_for(
+def test_verify_on_load_decides_how_much_is_checked(
     verify: str, found: bool, trained: SmallRun, start_run: StartRun
 ) -> None:
     flip(trained.root / "step-6" / DATA, in_tensor(trained.root / "step-6", "model.first.weight"))
@@ -190,7 +190,7 @@ def test_a_dry_run_falls_back_too_and_changes_nothing(trained: SmallRun, start_r
     assert trained.names() == ["step-2", "step-4", "step-6"]
 
 
-def test_damage_to_the_manifest_names_the_file_wherever_it_is_told(
+def test_damage_to_the_manifest_names_the_file_wherever_it_is_reported(
     trained: SmallRun, start_run: StartRun, caplog: pytest.LogCaptureFixture
 ) -> None:
     flip(trained.root / "step-6" / "manifest.json", 40)
@@ -217,7 +217,7 @@ def test_what_is_no_file_is_damage_and_the_next_older_one_is_resumed_from(
 
 
 class Removes:
-    """Its first load removes a folder, as the job that writes there may."""
+    """Removes a folder at its first load, as the job that writes there may."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""What people give in place of a checkpoint's folder, each with its own answer."""
+"""Paths that people give in place of a checkpoint's folder; each gets its own error."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def run_folder(tmp_path: Path) -> Path:
         (lambda at: Path("meta-llama/Llama-3.2-1B"), r"no such folder .*If it is a name on the Hugging Face hub"),
     ],
 )
-def test_what_is_no_checkpoint_is_named_and_the_way_to_one(
+def test_a_path_without_a_checkpoint_is_refused_with_what_it_is_and_the_fix(
     tmp_path: Path, make: Callable[[Path], Path], message: str
 ) -> None:
     given = str(make(tmp_path))

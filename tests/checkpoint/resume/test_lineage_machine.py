@@ -42,7 +42,7 @@ AUTOMATIC = Checkpoint()
 
 @dataclass(frozen=True)
 class Size:
-    """How large a job is."""
+    """The size of a job."""
 
     num_ranks: int
     batch: int
@@ -63,7 +63,7 @@ NONE = Death(NEVER, False)
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint of the model."""
+    """A checkpoint, as the model of this test has it."""
 
     step: int
     lineage: Lineage
@@ -77,7 +77,7 @@ class Saved:
 
 
 def commit(store: CheckpointStore, step: int, lineage: Lineage, data: bytes) -> None:
-    """Saves `data` as the manager's writer saves a run."""
+    """Save `data` as the manager's writer saves a run."""
     store.clear_staging(step)
     staging = store.stage(step)
     (staging / DATA).write_bytes(data)
@@ -111,7 +111,7 @@ class OneFolder(RuleBasedStateMachine):
         self.root = Path(self.folder.name)
         self.exchanges = True
         self.line: dict[int, Saved] = {}
-        """By step, what an automatic resume and a purge see."""
+        """What an automatic resume and a purge see, by step."""
         self.abandoned: list[Saved] = []
         self.command = AUTOMATIC
         self.loaders: list[TokenLoader] = []
@@ -120,7 +120,7 @@ class OneFolder(RuleBasedStateMachine):
         self.positions: list[int] = []
 
     @initialize(exchanges=st.booleans(), size=SIZES)
-    def start_afresh(self, exchanges: bool, size: Size) -> None:
+    def start_from_scratch(self, exchanges: bool, size: Size) -> None:
         self.exchanges = exchanges
         for name in UNSUPPORTED:
             (self.root / name).mkdir()
@@ -170,13 +170,13 @@ class OneFolder(RuleBasedStateMachine):
 
     @precondition(lambda self: self.line)
     @rule(which=st.integers(0, 9), new_branch=st.booleans(), size=SIZES, death=DEATHS)
-    def told_to_go_back(self, which: int, new_branch: bool, size: Size, death: Death) -> None:
-        """To any step that there ever was, an abandoned or purged one included."""
+    def roll_back(self, which: int, new_branch: bool, size: Size, death: Death) -> None:
+        """Roll back to any step that ever existed, also an abandoned or purged one."""
         steps = sorted({*self.line, *(saved.step for saved in self.abandoned)})
         self._start(Checkpoint(load_step=steps[which % len(steps)], new_branch=new_branch), size, death)
 
     def _start(self, command: Checkpoint, size: Size, death: Death = NONE) -> None:
-        """The process, if there is one, is gone, and one that runs `command` goes on from what it finds."""
+        """End the process, if there is one, and start one with `command`, which resumes from what it finds."""
         self.loaders, self.command = [], command
         if not self._finishes(CheckpointStore.recover, death):
             return
@@ -195,7 +195,7 @@ class OneFolder(RuleBasedStateMachine):
 
     def _go_on(self, source: LoadSource, expected: Saved) -> None:
         assert (source.step, contents(source.path)) == (expected.step, expected.files)
-        if self._goes_back(self.command):
+        if self._rolls_back(self.command):
             runs = {saved.lineage.run_id for saved in [*self.line.values(), *self.abandoned]}
             assert source.lineage.run_id not in runs
             assert source.lineage.branch_point == source.lineage.parent_step == expected.step
@@ -203,7 +203,7 @@ class OneFolder(RuleBasedStateMachine):
             assert source.lineage == dataclasses.replace(expected.lineage, parent_step=expected.step)
         for one in self.loaders:
             one.load_state_dict(json.loads((source.path / DATA).read_bytes())["dataloader"])
-            # The size of a step is this start's own.
+            # The size of a step is a setting of this start.
             own = {"global_batch_size": one.state_dict()["global_batch_size"]}
             assert one.state_dict() == expected.state | own
         self.lineage, self.step, self.positions = source.lineage, source.step, list(expected.positions)
@@ -211,12 +211,12 @@ class OneFolder(RuleBasedStateMachine):
     def _choose(self, command: Checkpoint) -> LoadSource | None:
         return choose_source(CheckpointStore(self.root), command.load_step, command)
 
-    def _goes_back(self, command: Checkpoint) -> bool:
+    def _rolls_back(self, command: Checkpoint) -> bool:
         on_its_branch = self._latest() is not None and self._latest().lineage.branch_point == command.load_step
         return command.load_step != -1 and (command.new_branch or not on_its_branch)
 
     def _expected(self, command: Checkpoint) -> Saved | None:
-        return self.line.get(command.load_step) if self._goes_back(command) else self._latest()
+        return self.line.get(command.load_step) if self._rolls_back(command) else self._latest()
 
     def _latest(self) -> Saved | None:
         return self.line[max(self.line)] if self.line else None
@@ -229,7 +229,7 @@ class OneFolder(RuleBasedStateMachine):
         self.line[saved.step] = saved
 
     def _finishes(self, act: Callable[[CheckpointStore], object], death: Death) -> bool:
-        """Does `act`; the process is gone if it died of it."""
+        """Do `act`; return False, with no process left, if it was killed in it."""
         try:
             act(CheckpointStore(self.root, durable=Cut(death.at, self.exchanges, death.power)))
         except Crash:

@@ -57,12 +57,12 @@ def test_the_latest_full_checkpoint_is_taken(store: CheckpointStore) -> None:
     assert source.nbytes == 10
 
 
-def test_weights_alone_are_a_fresh_start(store: CheckpointStore) -> None:
+def test_a_weights_only_checkpoint_is_a_fresh_start(store: CheckpointStore) -> None:
     commit(store, 20, CheckpointKind.WEIGHTS_ONLY)
     assert chosen(store) is None
 
 
-def test_a_step_that_is_asked_for_is_taken(store: CheckpointStore) -> None:
+def test_a_named_step_is_taken(store: CheckpointStore) -> None:
     for step in (1, 2, 3):
         commit(store, step)
     source = chosen(store, 2)
@@ -78,20 +78,20 @@ def test_a_step_that_is_not_there_is_refused_with_those_that_are(store: Checkpoi
     assert refusal.value.available == (200, 400)
 
 
-def test_weights_alone_are_refused_when_asked_for(store: CheckpointStore) -> None:
+def test_a_weights_only_step_is_refused_if_it_is_named(store: CheckpointStore) -> None:
     commit(store, 20, CheckpointKind.WEIGHTS_ONLY)
     with pytest.raises(CheckpointMismatch, match=r"weights only.*--checkpoint\.initial_load_path"):
         chosen(store, 20)
 
 
-def test_step_0_is_weights_to_begin_with(store: CheckpointStore) -> None:
+def test_step_0_gives_initial_weights(store: CheckpointStore) -> None:
     commit(store, 0)
     for source in (chosen(store), chosen(store, 0)):
         assert source is not None
         assert (source.step, source.model_only, source.initial) == (0, True, False)
 
 
-def test_a_folder_without_manifest_is_passed_over_and_taken_when_asked_for(store: CheckpointStore) -> None:
+def test_a_folder_without_manifest_is_skipped_and_taken_if_it_is_named(store: CheckpointStore) -> None:
     commit(store, 3)
     plain_dcp(store.root / "step-7")
     source = chosen(store)
@@ -151,7 +151,7 @@ def of_branch(store: CheckpointStore, step: int, lineage: Lineage) -> None:
 
 
 def test_a_run_that_falls_back_behind_the_branch_which_abandoned_it_is_a_new_one(store: CheckpointStore) -> None:
-    """What the old run saves from here on would be taken for what the branch has abandoned."""
+    """Else new saves of the old run would count as steps that the branch has abandoned."""
     commit(store, 2)
     commit(store, 4)
     branch = Lineage("branch", parent_step=2, branch_point=2, abandons=((4, "run1"),))
@@ -182,7 +182,7 @@ def test_a_run_that_falls_back_where_nothing_was_abandoned_stays_the_same_run(st
     assert (source.step, source.lineage) == (2, Lineage("run1", parent_step=2))
 
 
-def test_a_step_that_is_asked_for_begins_a_branch_and_will_not_be_replaced(store: CheckpointStore) -> None:
+def test_a_named_step_begins_a_branch_and_is_not_replaced(store: CheckpointStore) -> None:
     commit(store, 2)
     commit(store, 4)
     plain_dcp(store.root / "step-3")
@@ -197,22 +197,22 @@ def test_a_step_that_is_asked_for_begins_a_branch_and_will_not_be_replaced(store
     assert (latest.is_explicit, latest.lineage) == (False, Lineage("run1", parent_step=4))
 
 
-def test_a_step_that_a_branch_began_at_is_that_branchs_latest_unless_a_new_one_is_asked_for(
+def test_the_step_where_a_branch_began_gives_its_latest_step_unless_new_branch_is_set(
     store: CheckpointStore,
 ) -> None:
     commit(store, 2)
     commit(store, 4)
     of_branch(store, 3, Lineage("branch", parent_step=2, branch_point=2, abandons=((4, "run1"),)))
-    again, other, anew = chosen(store, 2), chosen(store, 3), chosen(store, 2, new_branch=True)
-    assert again is not None and other is not None and anew is not None
+    again, other, fresh = chosen(store, 2), chosen(store, 3), chosen(store, 2, new_branch=True)
+    assert again is not None and other is not None and fresh is not None
     assert (again.step, again.lineage.run_id, again.is_explicit) == (3, "branch", False)
     assert (other.step, other.lineage.branch_point, other.is_explicit) == (3, 3, True)
-    assert (anew.step, anew.lineage.branch_point, anew.is_explicit) == (2, 2, True)
-    assert len({"run1", "branch", other.lineage.run_id, anew.lineage.run_id}) == 4
+    assert (fresh.step, fresh.lineage.branch_point, fresh.is_explicit) == (2, 2, True)
+    assert len({"run1", "branch", other.lineage.run_id, fresh.lineage.run_id}) == 4
 
 
 def with_origin(store: CheckpointStore, step: int) -> Path:
-    """Commit a step whose manifest says of which run it is."""
+    """Commit a step whose manifest records its run."""
     extra = {"topology": "2 ranks", "config": {"training": {"steps": 9}}, "tensor_digests": {"model.w": "ab"}}
     (store.stage(step) / ".metadata").write_bytes(b"of dcp")
     manifest = Manifest(
@@ -228,7 +228,7 @@ def with_origin(store: CheckpointStore, step: int) -> Path:
     return store.commit(step, manifest).path
 
 
-def test_a_source_tells_of_the_run_that_saved_it(store: CheckpointStore, tmp_path: Path) -> None:
+def test_a_source_describes_the_run_that_saved_it(store: CheckpointStore, tmp_path: Path) -> None:
     path = with_origin(store, 5)
     elsewhere = CheckpointStore(tmp_path / "elsewhere")
     sources = [
@@ -246,7 +246,7 @@ def test_a_source_tells_of_the_run_that_saved_it(store: CheckpointStore, tmp_pat
 
 
 @pytest.mark.parametrize(("model_only", "step"), [(True, 0), (False, 5)])
-def test_another_runs_checkpoint_is_gone_on_with_from_its_step_unless_only_its_model_is_taken(
+def test_another_runs_checkpoint_is_resumed_from_its_step_unless_only_its_model_is_loaded(
     store: CheckpointStore, tmp_path: Path, model_only: bool, step: int
 ) -> None:
     path = with_origin(CheckpointStore(tmp_path / "another"), 5)
@@ -258,7 +258,7 @@ def test_another_runs_checkpoint_is_gone_on_with_from_its_step_unless_only_its_m
     assert source.lineage.run_id != "run1"
 
 
-def test_every_new_run_has_an_id_of_its_own_that_may_stand_in_a_folders_name() -> None:
+def test_every_new_run_has_a_unique_id_that_a_folder_name_may_hold() -> None:
     ids = {new_run().run_id for _ in range(50)}
     assert len(ids) == 50
     assert all(run_id.isalnum() for run_id in ids)

@@ -1,4 +1,4 @@
-"""A job that lost its folder to another one leaves alone what the other has there."""
+"""A job that lost its folder to another one does not touch the files of that one."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.lease import Lease
 
 THEIRS = "__0_9.distcp"
-"""A file that no rank of ours writes."""
+"""A file that no rank of this job writes."""
 
 
 class OtherJob:
-    """Takes a folder that is ours, as it may once we were silent for too long, and begins to save step 2."""
+    """Takes over this job's folder, as after a lease time-out, and begins to save step 2."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._lease = Lease(root, run_id="other")  # Of this process, so it does not have to wait.
+        self._lease = Lease(root, run_id="other")  # Of the same process, so that it need not wait.
 
     def take_over(self) -> None:
         self._lease.take()

@@ -1,4 +1,4 @@
-"""What a run goes on from, and that it goes on as if it had never stopped."""
+"""What a run resumes from, and that it continues as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from torchtitan_lite.errors import CheckpointMismatch, CheckpointNotFound, Confi
 
 
 def saved_run(start_run: StartRun, steps: int = 3, **options: Any) -> SmallRun:
-    """A run that saved every step and ended."""
+    """Return a run that saved every step and is closed."""
     run = start_run(interval=1, **options)
     run.train(steps)
     run.manager.close()
     return run
 
 
-def test_a_fault_that_is_named_happens_once_the_checkpoint_is_chosen_and_before_anything_changes(
+def test_a_named_fault_happens_after_the_choice_and_before_anything_changes(
     start_run: StartRun,
 ) -> None:
     saved_run(start_run, steps=1)
@@ -43,7 +43,7 @@ def test_a_fault_that_is_named_happens_once_the_checkpoint_is_chosen_and_before_
     assert same(run.contents(), before)
 
 
-def test_a_fresh_start_is_said_and_changes_nothing(start_run: StartRun, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fresh_start_is_logged_and_changes_nothing(start_run: StartRun, caplog: pytest.LogCaptureFixture) -> None:
     run = start_run()
     before = run.contents()
     with caplog.at_level(logging.INFO, "torchtitan_lite"):
@@ -74,7 +74,7 @@ def test_another_process_gets_all_of_it(start_run: StartRun) -> None:
     assert fresh.events.figures("loaded")["bytes"] > 0
 
 
-def test_a_load_is_told_in_torchtitans_words(start_run: StartRun, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_load_is_logged_in_torchtitans_words(start_run: StartRun, caplog: pytest.LogCaptureFixture) -> None:
     saved_run(start_run)
     with caplog.at_level(logging.INFO, "torchtitan_lite"):
         run = start_run()
@@ -100,14 +100,14 @@ def test_a_run_that_was_ended_and_started_again_is_bitwise_the_run_that_was_not(
     assert same(run.contents(), straight.contents())
 
 
-def test_a_step_that_is_asked_for_is_loaded_by_argument_and_by_config(start_run: StartRun) -> None:
+def test_a_step_is_loaded_by_argument_and_by_config(start_run: StartRun) -> None:
     saved_run(start_run)
     for run, step in ((start_run(), 2), (start_run(load_step=2), -1)):
         assert run.manager.load(step)
         assert (run.train_state.step, run.manager.loaded_step) == (2, 2)
 
 
-def test_a_step_that_a_caller_names_is_that_step_each_time(start_run: StartRun) -> None:
+def test_a_step_that_a_caller_names_is_loaded_each_time(start_run: StartRun) -> None:
     run = saved_run(start_run, steps=4)
     run = start_run(interval=1)
     run.manager.load(2)
@@ -167,7 +167,7 @@ def test_an_initial_path_gives_the_model_and_counts_on_the_first_start_only(
     assert same(again.contents(), first.contents())
 
 
-def test_an_initial_path_gives_everything_when_asked_for(start_run: StartRun, tmp_path: Path) -> None:
+def test_an_initial_path_gives_everything_if_the_config_says_so(start_run: StartRun, tmp_path: Path) -> None:
     base = saved_run(start_run, folder=tmp_path / "base")
     path = str(base.root / "step-2")
     run = start_run(tmp_path / "tuned", seed=1, initial_load_path=path, initial_load_model_only=False)
@@ -191,7 +191,7 @@ def test_weights_in_bfloat16_begin_a_run_in_float32(start_run: StartRun, tmp_pat
     assert torch.equal(run.model.counter, base.model.counter)
 
 
-def test_weights_alone_are_never_resumed_from(start_run: StartRun) -> None:
+def test_a_weights_only_checkpoint_is_never_resumed(start_run: StartRun) -> None:
     start_run(model_weights_only=True, interval=9).train(2)
     run = start_run()
     assert not run.manager.load()
@@ -209,7 +209,7 @@ def test_weights_alone_are_never_resumed_from(start_run: StartRun) -> None:
         (("train_state", "lr_scheduler", "dataloader"), {"step", "losses", "schedule", "loader"}),
     ],
 )
-def test_what_is_excluded_from_loading_stays_as_it_is(
+def test_states_excluded_from_loading_do_not_change(
     start_run: StartRun, excluded: tuple[str, ...], kept: set[str]
 ) -> None:
     saved = saved_run(start_run).contents()
@@ -222,7 +222,7 @@ def test_what_is_excluded_from_loading_stays_as_it_is(
 
 
 class Note:
-    """A state of the user's own, which may refuse."""
+    """A state of the user, which may refuse."""
 
     def __init__(self, text: str, *, refuses: bool = False) -> None:
         self.text, self.refuses = text, refuses
@@ -245,7 +245,7 @@ def test_a_state_of_the_users_own_is_saved_loaded_and_excluded_by_its_name(start
     assert (loaded.text, left.text) == ("saved", "fresh")
 
 
-def test_a_name_that_is_excluded_and_unknown_is_refused_with_those_that_are_known(start_run: StartRun) -> None:
+def test_an_unknown_excluded_name_is_refused_with_the_known_ones(start_run: StartRun) -> None:
     with pytest.raises(ConfigError, match=r"no state 'nope'\. Expected some of dataloader, .*note"):
         start_run(states={"note": Note("")}, exclude_from_loading=("nope",))
 
@@ -273,7 +273,7 @@ def test_a_state_that_refuses_leaves_the_model_as_it_was(start_run: StartRun) ->
 
 
 class Other(Tiny):
-    """A model with a layer more, one less and one of another size."""
+    """A model with one layer more, one less and one of another size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -298,7 +298,7 @@ def test_a_model_that_does_not_fit_is_refused_in_one_report_before_anything_chan
     assert same(dict(model.state_dict()), before)
 
 
-def test_a_parameter_without_a_gradient_does_not_hinder_a_resume(tmp_path: Path) -> None:
+def test_a_parameter_without_a_gradient_does_not_prevent_a_resume(tmp_path: Path) -> None:
     def manager() -> tuple[nn.ModuleDict, torch.optim.AdamW, CheckpointManager]:
         model = nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2)})
         optimizer = torch.optim.AdamW(model.parameters())
@@ -316,7 +316,7 @@ def test_a_parameter_without_a_gradient_does_not_hinder_a_resume(tmp_path: Path)
     assert steps == {"used.weight": 1, "used.bias": 1, "unused.weight": None, "unused.bias": None}
 
 
-def test_gradients_that_are_there_do_not_hinder_a_load(start_run: StartRun) -> None:
+def test_existing_gradients_do_not_prevent_a_load(start_run: StartRun) -> None:
     saved = saved_run(start_run).contents()
     run = start_run(seed=1)
     run.model(torch.ones(2, 4)).sum().backward()
@@ -324,7 +324,7 @@ def test_gradients_that_are_there_do_not_hinder_a_load(start_run: StartRun) -> N
     assert same(run.contents(), saved)
 
 
-def test_a_plain_dcp_checkpoint_is_passed_over_and_loads_when_asked_for(
+def test_a_plain_dcp_checkpoint_is_skipped_and_loads_if_it_is_named(
     start_run: StartRun, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = start_run()
@@ -378,7 +378,7 @@ def test_without_loader_schedule_and_states_there_is_still_a_run(tmp_path: Path)
     assert torch.equal(saved.weight, loaded.weight)
 
 
-def test_a_run_that_went_over_to_float16_begins_with_a_fresh_scaler(
+def test_a_run_that_changed_to_float16_begins_with_a_fresh_scaler(
     start_run: StartRun, caplog: pytest.LogCaptureFixture
 ) -> None:
     saved_run(start_run)
@@ -433,7 +433,7 @@ def test_a_tied_tensor_that_is_not_there_is_refused_with_what_leaves_it_out(tmp_
 
 
 class Stateless:
-    """A loader that has the methods and no state, as wrappers around a plain DataLoader have."""
+    """A loader with the methods but no state, such as a wrapper around a plain DataLoader."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}

@@ -1,4 +1,4 @@
-"""Two ranks, one of which raises where it is alone: both raise the same at once, and neither waits for the other."""
+"""Two ranks, one of which raises by itself: both raise the same error at once, and neither waits for the other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PEERS_SECONDS = 60
 
 
 class Failing:
-    """A state that raises where it is told to."""
+    """A state that raises in the method that `fails_in` names."""
 
     def __init__(self) -> None:
         self.fails_in = ""
@@ -40,7 +40,7 @@ class Failing:
 
 
 def saved(folder: Path, **options: Any) -> TinyRun:
-    """A run that was saved at step 1; a new one of it."""
+    """Save step 1 with one run; return another run in the same folder."""
     with (run := TinyRun(folder, dataloader=Failing(), seams={"save_policy": at_steps(1)}, **options)).manager:
         run.steps(1)
     return TinyRun(folder, dataloader=Failing(), **options)
@@ -76,7 +76,7 @@ def test_an_optimizer_and_a_model_that_raise_during_a_load(rank: int, tmp_path: 
 
 
 @on_two_ranks
-def test_a_model_that_raises_when_what_was_loaded_is_verified(rank: int, tmp_path: Path) -> None:
+def test_a_model_that_raises_during_verify_resume(rank: int, tmp_path: Path) -> None:
     run = saved(tmp_path, tensor_digests=True, verify_resume=True)
     is_loaded: list[bool] = []
 
@@ -95,14 +95,14 @@ def test_a_model_that_raises_when_what_was_loaded_is_verified(rank: int, tmp_pat
 
 
 class Unplaced(Slot):
-    """There is no memory for the state of this parameter."""
+    """A parameter for whose state there is no memory."""
 
     def empty(self, *_: Any, **__: Any) -> torch.Tensor:
         raise MemoryError("no memory for it on rank 1")
 
 
 @on_two_ranks
-def test_a_rank_that_has_no_memory_for_what_is_read(rank: int, tmp_path: Path) -> None:
+def test_a_rank_without_memory_for_a_tensor(rank: int, tmp_path: Path) -> None:
     run = saved(tmp_path)
     slots = run.manager._run.optimizer.slots()
     if rank == 1:
@@ -114,7 +114,7 @@ def test_a_rank_that_has_no_memory_for_what_is_read(rank: int, tmp_path: Path) -
 
 
 class Unstartable(SyncSaver):
-    """A saver that cannot start, on one rank."""
+    """A saver that cannot start on one rank."""
 
     def start(self) -> None:
         if self._peers.rank == 1:

@@ -1,4 +1,4 @@
-"""What comes back with a checkpoint, what is refused, and what a partial or renamed load takes."""
+"""What a load restores, what it refuses, and what a partial or renamed load reads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _facts_are_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 
 class Ema:
-    """A state of the user's own: the manager knows nothing of it."""
+    """A state of the user, unknown to the manager."""
 
     def __init__(self) -> None:
         self.shadow, self.note = torch.zeros(3), "fresh"
@@ -46,7 +46,7 @@ def test_a_state_of_the_users_own_comes_back(start_run: StartRun) -> None:
     assert loaded.shadow.tolist() == [7, 7, 7] and loaded.note == "seen"
 
 
-def test_the_random_generators_go_on_bit_for_bit_on_the_same_topology(start_run: StartRun) -> None:
+def test_the_random_generators_continue_bit_for_bit_on_the_same_topology(start_run: StartRun) -> None:
     random.seed(1)
     np.random.seed(2)
     _saved(start_run)
@@ -88,7 +88,7 @@ def test_a_tensor_that_is_not_what_was_saved_is_named(start_run: StartRun) -> No
         start_run(verify_resume=True).manager.load()
 
 
-def test_without_digests_there_is_nothing_to_verify_and_it_says_so(
+def test_without_digests_nothing_is_verified_and_a_warning_says_so(
     start_run: StartRun, caplog: pytest.LogCaptureFixture
 ) -> None:
     _saved(start_run)
@@ -116,7 +116,7 @@ def test_include_loads_only_what_it_names(start_run: StartRun) -> None:
     assert torch.equal(run.model.second.weight, fresh)
 
 
-def test_a_glob_that_names_nothing_is_warned_of(start_run: StartRun, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_glob_that_matches_nothing_is_a_warning(start_run: StartRun, caplog: pytest.LogCaptureFixture) -> None:
     _saved(start_run)
     start_run(load_exclude=("scond.*",)).manager.load()
     assert "'scond.*' names no tensor of the model" in caplog.text
@@ -133,7 +133,7 @@ def test_renamed_tensors_are_found_with_their_optimizer_state(start_run: StartRu
 
 
 @pytest.mark.parametrize("rename", ["no separator", "=empty", "(=broken"])
-def test_a_rename_that_is_none_is_refused(rename: str, start_run: StartRun) -> None:
+def test_an_invalid_rename_is_refused(rename: str, start_run: StartRun) -> None:
     _saved(start_run)
     with pytest.raises(ConfigError, match=r"checkpoint\.load_rename"):
         start_run(load_rename=(rename,)).manager.load()
@@ -152,7 +152,7 @@ def test_a_dtype_is_never_cast_silently(start_run: StartRun) -> None:
 
 
 @pytest.mark.parametrize("strictness", ["warn", "ignore"])
-def test_a_lesser_strictness_loads_what_fits(
+def test_a_lower_strictness_loads_what_fits(
     strictness: str, start_run: StartRun, caplog: pytest.LogCaptureFixture
 ) -> None:
     saved = _saved(start_run)

@@ -1,4 +1,4 @@
-"""Going back to an older step begins a branch; what was left never comes back by itself."""
+"""Rolling back to an older step begins a branch; abandoned steps never come back by themselves."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def test_the_branch_begins_at_its_first_commit_and_until_then_nothing_is_set_asi
 def test_what_was_abandoned_is_kept_byte_for_byte(start_run: StartRun) -> None:
     run = _train_to(start_run, 6)
     before = _contents(run.root / "step-6")
-    _go_back(start_run, 2, steps=2)
+    _roll_back(start_run, 2, steps=2)
     (aside,) = run.root.glob("step-6.abandoned-*")
     assert _contents(aside) == before
 
 
 def test_an_automatic_resume_never_takes_an_abandoned_step_and_purge_never_counts_one(start_run: StartRun) -> None:
     _train_to(start_run, 8)
-    _go_back(start_run, 2, steps=2)
+    _roll_back(start_run, 2, steps=2)
     run = start_run(interval=2, keep_latest_k=2)
     run.manager.load()
     assert run.train_state.step == 4
@@ -48,9 +48,9 @@ def test_an_automatic_resume_never_takes_an_abandoned_step_and_purge_never_count
     assert len([name for name in _names(run) if "abandoned" in name]) == 3
 
 
-def test_a_crash_between_the_commit_and_the_setting_aside_brings_nothing_back(start_run: StartRun) -> None:
+def test_a_crash_between_the_commit_and_the_renames_brings_no_step_back(start_run: StartRun) -> None:
     run = _train_to(start_run, 6)
-    _go_back(start_run, 2, steps=2)
+    _roll_back(start_run, 2, steps=2)
     (aside,) = run.root.glob("step-6.abandoned-*")
     aside.rename(run.root / "step-6")
     assert [info.step for info in CheckpointStore(run.root).committed()] == [2, 3, 4]
@@ -62,7 +62,7 @@ def test_a_crash_between_the_commit_and_the_setting_aside_brings_nothing_back(st
 
 def test_an_abandoned_step_stays_so_when_the_commit_that_began_the_branch_is_purged(start_run: StartRun) -> None:
     run = _train_to(start_run, 6)
-    _go_back(start_run, 2, steps=2)
+    _roll_back(start_run, 2, steps=2)
     (aside,) = run.root.glob("step-6.abandoned-*")
     aside.rename(run.root / "step-6")
     again = start_run(interval=1, keep_latest_k=1, load_step=2)
@@ -72,21 +72,21 @@ def test_an_abandoned_step_stays_so_when_the_commit_that_began_the_branch_is_pur
     assert [info.step for info in CheckpointStore(run.root).committed()] == [5]
 
 
-def test_the_same_command_again_goes_on_from_the_latest_step_of_the_branch(
+def test_the_same_command_again_resumes_from_the_latest_step_of_the_branch(
     start_run: StartRun, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="torchtitan_lite")
     _train_to(start_run, 6)
-    _go_back(start_run, 2, steps=3)
+    _roll_back(start_run, 2, steps=3)
     run = start_run(interval=1, load_step=2)
     run.manager.load()
     assert run.train_state.step == 5
     assert "Rolled back to step 2 before: resuming from step 5 of that branch" in caplog.text
 
 
-def test_a_run_told_to_load_its_latest_step_is_such_a_branch_too(start_run: StartRun) -> None:
+def test_a_run_that_loads_its_latest_step_by_number_is_a_branch_too(start_run: StartRun) -> None:
     _train_to(start_run, 2)
-    _go_back(start_run, 2, steps=2)
+    _roll_back(start_run, 2, steps=2)
     run = start_run(interval=1, load_step=2)
     run.manager.load()
     assert run.train_state.step == 4
@@ -94,7 +94,7 @@ def test_a_run_told_to_load_its_latest_step_is_such_a_branch_too(start_run: Star
 
 def test_new_branch_begins_another_one(start_run: StartRun) -> None:
     _train_to(start_run, 6)
-    _go_back(start_run, 2, steps=3)
+    _roll_back(start_run, 2, steps=3)
     run = start_run(interval=1, load_step=2, new_branch=True)
     run.manager.load()
     assert run.train_state.step == 2
@@ -104,7 +104,7 @@ def test_new_branch_begins_another_one(start_run: StartRun) -> None:
 
 def test_the_manifest_says_run_parent_and_branch_point(start_run: StartRun) -> None:
     run = _train_to(start_run, 4)
-    _go_back(start_run, 2, steps=2)
+    _roll_back(start_run, 2, steps=2)
     trunk, first, second = (_lineage(run.root / name) for name in ("step-2", "step-3", "step-4"))
     assert (trunk["parent_step"], trunk["branch_point"]) == (None, None)
     assert (first["parent_step"], first["branch_point"]) == (2, 2)
@@ -115,7 +115,7 @@ def test_the_manifest_says_run_parent_and_branch_point(start_run: StartRun) -> N
 
 def test_to_return_to_an_abandoned_step_a_new_folder_begins_with_it(start_run: StartRun) -> None:
     run = _train_to(start_run, 6)
-    _go_back(start_run, 2, steps=2)
+    _roll_back(start_run, 2, steps=2)
     (aside,) = run.root.glob("step-6.abandoned-*")
     back = start_run(run.root.parent / "again", initial_load_path=str(aside), initial_load_model_only=False)
     back.manager.load()
@@ -125,14 +125,14 @@ def test_to_return_to_an_abandoned_step_a_new_folder_begins_with_it(start_run: S
 def test_a_finished_branch_is_finished_and_the_trunk_it_left_does_not_count(start_run: StartRun) -> None:
     _train_to(start_run, 8)
     assert start_run(load_step=2).manager.latest_step() == -1
-    _go_back(start_run, 2, steps=2)
+    _roll_back(start_run, 2, steps=2)
     assert start_run(load_step=2).manager.latest_step() == 4
     assert start_run().manager.latest_step() == 4
 
 
-def test_where_the_whole_branch_is_damaged_the_run_goes_on_from_the_trunk_as_a_new_one(start_run: StartRun) -> None:
+def test_if_the_whole_branch_is_damaged_the_trunk_is_resumed_as_a_new_run(start_run: StartRun) -> None:
     trunk = _train_to(start_run, 6)
-    _go_back(start_run, 2, steps=2)
+    _roll_back(start_run, 2, steps=2)
     ids = {step: _lineage(trunk.root / f"step-{step}")["run_id"] for step in (2, 3, 4)}
     for step in (3, 4):
         data = trunk.root / f"step-{step}" / "__0_0.distcp"
@@ -159,7 +159,7 @@ def _train_to(start_run: StartRun, steps: int) -> SmallRun:
     return run
 
 
-def _go_back(start_run: StartRun, step: int, *, steps: int) -> None:
+def _roll_back(start_run: StartRun, step: int, *, steps: int) -> None:
     run = start_run(interval=1, load_step=step)
     run.manager.load()
     for _ in range(steps):

@@ -1,4 +1,4 @@
-"""What is saved is what is loaded, bit for bit, by whichever of the two, plain DCP and this package, does which.
+"""A load returns what was saved, bit for bit, whether plain DCP or this package saves or loads.
 
 The tensors are of every dtype in every layout; the topologies are all that one mesh can be saved on and
 another loaded on, uneven and empty shards among them. How many tensors went round is printed and counted.
@@ -52,7 +52,7 @@ PEERS_TIMEOUT = timedelta(seconds=60)
 
 
 def differing(found: Mapping[str, Any], expected: Mapping[str, Tensor]) -> list[str]:
-    """The names of tensors that are not the same: dtype, shape, bits."""
+    """Return the names of tensors that differ in dtype, shape or bits."""
     return [
         name
         for name, tensor in expected.items()
@@ -61,7 +61,7 @@ def differing(found: Mapping[str, Any], expected: Mapping[str, Tensor]) -> list[
 
 
 class RoundTrips:
-    """Counts them, and says where one was not exact."""
+    """Counts tensors, and records which were not exact."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -85,7 +85,7 @@ def zeros_alike(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def save_with(saver: Saver, folder: Path, state: dict[str, Any]) -> Path:
-    """The checkpoint of ours in `folder`. Collective."""
+    """Save a checkpoint with this package into `folder`; return its path. Collective."""
     store = CheckpointStore(folder)
     saver.save(state, target(store, 1)).durable.result()
     return folder / "step-1"
@@ -98,7 +98,7 @@ def save_stock(path: Path, state: dict[str, Any]) -> Path:
 
 @pytest.fixture(params=["sync", "thread", "process"])
 def saver(request: pytest.FixtureRequest, process_saver: ProcessSaver) -> Iterator[Saver]:
-    """Each way to save in turn."""
+    """Yield each kind of saver in turn."""
     if request.param == "process":
         yield process_saver
         return
@@ -124,14 +124,14 @@ def test_ours_is_read_by_ours(tensors: dict[str, Tensor], saver: Saver, tmp_path
     assert count == 4 * NUM_TENSORS
 
 
-def test_plain_dcp_s_is_read_by_ours(tensors: dict[str, Tensor], tmp_path: Path) -> None:
+def test_a_plain_dcp_checkpoint_is_read_by_ours(tensors: dict[str, Tensor], tmp_path: Path) -> None:
     count = _read_by_ours(save_stock(tmp_path / "stock", {"model": tensors}), tensors)
     print(f"plain DCP -> ours: {count} tensors equal")
     assert count == 4 * NUM_TENSORS
 
 
 def _read_by_ours(path: Path, tensors: dict[str, Tensor]) -> int:
-    """How many tensors of the checkpoint at `path` were equal, through both doors and into both kinds of memory."""
+    """Return how many tensors of the checkpoint at `path` were equal, read in both ways into both kinds of memory."""
     trips = RoundTrips()
     for make in contiguous_zeros, zeros_alike:
         found = make(tensors)
@@ -144,7 +144,7 @@ def _read_by_ours(path: Path, tensors: dict[str, Tensor]) -> int:
 
 
 class Bag:
-    """A state of tensors and nothing else."""
+    """A state of only tensors."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
@@ -197,12 +197,12 @@ def test_a_manager_loads_every_tensor_of_a_step_that_plain_dcp_saved(
 
 
 class Topology(NamedTuple):
-    """A mesh of ranks, and how a tensor lies on it."""
+    """A mesh of ranks, and the placement of a tensor on it."""
 
     mesh: tuple[int, ...]
     placements: tuple[Placement, ...]
     fsdp: bool = False
-    """Whether a module can be sharded so by FSDP2."""
+    """Return whether FSDP2 can shard a module like this."""
 
     @property
     def num_ranks(self) -> int:
@@ -221,7 +221,7 @@ TOPOLOGIES = {
     "2 x 2 Shard(0) x Shard(0)": Topology((2, 2), (Shard(0), Shard(0))),
 }
 SHAPES = ((8, 4), (7, 5), (1, 6), (5, 1), (3,), (2, 3, 5), (), (0, 3))
-"""Even, uneven, with ranks that have nothing, with nothing at all."""
+"""Sizes that divide evenly, unevenly, so that some ranks have nothing, and of no elements."""
 PAIRS_OF_THE_FAST_RUN = [("2 x Shard(0)", "2 x 2 HSDP"), ("2 x 2 HSDP", "2 x Shard(1)")]
 WAYS = ("ours -> plain DCP", "ours -> ours", "ours -> ours, DCP's planner", "plain DCP -> ours")
 NUM_SHARDED = len(DTYPES) * len(SHAPES) + 2
@@ -257,7 +257,7 @@ def _check_pairs(pairs: Sequence[tuple[str, str]], ranks: Ranks, folder: Path) -
 
 
 def save_on(rank: int, folder: Path, topology: str) -> None:
-    """The same tensors, saved on `topology` by ours and by plain DCP."""
+    """Save the same tensors on `topology`, with this package and with plain DCP."""
     folder.mkdir(exist_ok=True)
     with joined(rank, folder / "rendezvous", topology) as is_in:
         if is_in:
@@ -267,7 +267,7 @@ def save_on(rank: int, folder: Path, topology: str) -> None:
 
 
 def load_on(rank: int, rendezvous: Path, saved: list[Path], topology: str) -> int:
-    """How many tensors of the checkpoints in `saved` were equal on `topology`, on each of its ranks."""
+    """Return how many tensors of the checkpoints in `saved` were equal on `topology`, on each of its ranks."""
     count = 0
     with joined(rank, rendezvous, topology) as is_in:
         if is_in:
@@ -294,7 +294,7 @@ def _loaded(folder: Path, way: str, topology: Topology) -> int:
 
 @contextmanager
 def joined(rank: int, rendezvous: Path, topology: str) -> Iterator[bool]:
-    """Whether this rank is one of the topology's; if so, it is in a group of these."""
+    """Yield whether this rank is one of the topology's; if so, a group of these ranks exists."""
     warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
     num_ranks = TOPOLOGIES[topology].num_ranks
     if rank >= num_ranks:
@@ -310,7 +310,7 @@ def joined(rank: int, rendezvous: Path, topology: str) -> Iterator[bool]:
 
 @cache
 def full_tensors() -> dict[str, Tensor]:
-    """What every topology has a part of; not to be changed."""
+    """Return the full tensors, of which each topology has parts; do not change them."""
     tensors = {
         f"{name}.{number}": random_bits(dtype, shape, seed=number)
         for name, dtype in DTYPES.items()
@@ -321,7 +321,7 @@ def full_tensors() -> dict[str, Tensor]:
 
 
 def sharded(topology: Topology, *, filled: bool) -> dict[str, Tensor]:
-    """The same as they lie on `topology`: with their elements, or zeros. Collective."""
+    """Return the tensors as they lie on `topology`, with their elements or with zeros. Collective."""
     tensors = full_tensors()
     if not filled:
         tensors = {name: zeros(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
@@ -365,7 +365,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _part(full: Tensor, tensor: Tensor) -> Tensor:
-    """What of `full` the rank has in `tensor`."""
+    """Return the part of `full` that this rank has in `tensor`."""
     if not isinstance(tensor, DTensor):
         return full
     shape, offset = compute_local_shape_and_global_offset(full.shape, tensor.device_mesh, tensor.placements)

@@ -1,4 +1,4 @@
-"""What two ranks find out and refuse together: a run not loaded, NaN on one of them, a folder of torchtitan."""
+"""What two ranks find and refuse together: a run that was not loaded, NaN on one rank, a folder of torchtitan."""
 
 from __future__ import annotations
 

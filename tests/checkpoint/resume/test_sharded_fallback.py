@@ -1,4 +1,4 @@
-"""Two ranks, one of which finds damage: both drop the checkpoint and take the same older one."""
+"""Two ranks, one of which finds damage: both skip the checkpoint and load the same older one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchtitan_lite.errors import AllCheckpointsDamaged, CheckpointUnreadable
 
 
 def trained(folder: Path) -> TinyRun:
-    """Steps 2 and 4 are saved."""
+    """Save steps 2 and 4."""
     run = TinyRun(folder, width=3001, seams={"save_policy": at_steps(2, 4)})
     with run.manager:
         run.steps(4)
@@ -23,7 +23,7 @@ def trained(folder: Path) -> TinyRun:
 
 
 def damage(folder: Path, step: int, rank: int) -> None:
-    """A bit of what one rank wrote of a step; coordinator."""
+    """Flip a bit in the file that one rank wrote of a step. Coordinator."""
     if dist.get_rank() == 0:
         flip(folder / f"checkpoint/step-{step}/__{rank}_0.distcp", 4000)
     dist.barrier()
@@ -50,7 +50,7 @@ def test_damage_in_one_ranks_file_is_every_ranks(rank: int, tmp_path: Path, dama
 
 
 @on_two_ranks
-def test_where_all_are_damaged_all_ranks_say_so(rank: int, tmp_path: Path) -> None:
+def test_if_all_are_damaged_all_ranks_raise_it(rank: int, tmp_path: Path) -> None:
     trained(tmp_path)
     damage(tmp_path, 4, 1)
     damage(tmp_path, 2, 0)

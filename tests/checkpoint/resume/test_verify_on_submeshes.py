@@ -25,8 +25,8 @@ def run_on(mesh: DeviceMesh, folder: Path) -> tuple[nn.Linear, CheckpointManager
 
 
 @on_two_ranks
-def test_what_each_of_two_meshes_shards_is_verified(rank: int, tmp_path: Path) -> None:
-    """As layers are that FSDP2 shards beside tensor parallelism, which leaves them alone."""
+def test_the_shards_of_two_meshes_are_verified(rank: int, tmp_path: Path) -> None:
+    """As with layers that FSDP2 shards while tensor parallelism does not."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "dp"))["dp"]
     _, manager = run_on(mesh, tmp_path)
     with manager:
