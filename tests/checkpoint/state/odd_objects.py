@@ -1,4 +1,4 @@
-"""Modules and an optimizer whose state dict is more, or other, than their live tensors by name."""
+"""Modules and an optimizer whose state dict is not only their live tensors by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class ScaledLinear(nn.Linear):
-    """Like Transformer Engine's: what its scales are is extra state, of a size that grows."""
+    """Like Transformer Engine's modules: its scales are extra state, of a size that grows."""
 
     def __init__(self, form: str) -> None:
         super().__init__(3, 3)
@@ -33,7 +33,7 @@ class ScaledLinear(nn.Linear):
 
 
 class FusedQkv(nn.Module):
-    """One weight in memory, three in a state dict, as the names of other models are."""
+    """One weight in memory, three in a state dict under the names of other models."""
 
     def __init__(self, *, copies: bool = True) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class FusedQkv(nn.Module):
 
 
 class OwnForm(torch.optim.SGD):
-    """A state dict that is not as torch's."""
+    """An optimizer whose state dict does not have torch's form."""
 
     def state_dict(self) -> dict[str, Any]:
         buffers = [self.state[parameter].get("momentum_buffer") for parameter in self.param_groups[0]["params"]]

@@ -1,4 +1,4 @@
-"""Every optimizer that `torch.optim` has, with arguments to make one by, and a model that it can train.
+"""Every optimizer of `torch.optim`, with arguments for it, and a model that it can train.
 
 An optimizer without a recipe fails `test_every_optimizer_of_torch_has_a_recipe` by name, so that a later
 torch is seen to have it.
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 
 class Regression(nn.Module):
-    """Two layers; one more that only the later steps use; and one that is frozen."""
+    """Two layers, one more that only the later steps use, and a frozen one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Table(nn.Module):
 
 
 class Matrices(nn.Module):
-    """Parameters of two dimensions alone."""
+    """Only parameters of two dimensions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Matrices(nn.Module):
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to make one optimizer."""
+    """The class and arguments of one optimizer."""
 
     kind: type[Optimizer]
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -114,7 +114,7 @@ def optimizers_of_torch() -> list[type[Optimizer]]:
 
 
 def train_step(model: nn.Module, optimizer: Optimizer, step: int, *, late: bool = False) -> float:
-    """Take step number `step` on a batch of its own; return the loss before it."""
+    """Take step number `step` on its own batch; return the loss before it."""
     batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
 
     def loss() -> Tensor:
@@ -127,7 +127,7 @@ def train_step(model: nn.Module, optimizer: Optimizer, step: int, *, late: bool 
 
 
 def state_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return a copy of the state of each parameter, in order; empty for one that has none."""
+    """Return a copy of each parameter's state, in order; empty for a parameter without state."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [_copied(optimizer.state.get(parameter, {})) for parameter in parameters]
 

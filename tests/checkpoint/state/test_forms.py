@@ -1,4 +1,4 @@
-"""The forms in which a manager takes models, optimizers and schedulers, and what it says of others."""
+"""The forms in which a manager accepts models, optimizers and schedulers, and its errors for others."""
 
 from __future__ import annotations
 
@@ -134,9 +134,7 @@ def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
         ({"dataloader": "model"}, "dataloader: expected one that has a state, or None, found a Linear"),
     ],
 )
-def test_what_is_wrong_with_an_argument_is_said_by_the_constructor(
-    tmp_path: Path, change: dict[str, Any], said: str
-) -> None:
+def test_the_constructor_says_what_is_wrong_with_an_argument(tmp_path: Path, change: dict[str, Any], said: str) -> None:
     model, optimizer = model_and_optimizer()
     known = {"model": model, "optimizer": optimizer, "scheduler": lr_scheduler.StepLR(optimizer, 1)}
     right = {"dataloader": None, "model_parts": model, "optimizers": optimizer, "lr_schedulers": None, "states": None}
@@ -151,7 +149,7 @@ def test_an_optimizer_made_before_the_model_changed_is_named(tmp_path: Path) -> 
         managed(tmp_path, nn.Linear(2, 2), optimizer)
 
 
-def test_parameters_of_nobody_are_named(tmp_path: Path) -> None:
+def test_parameters_of_no_module_are_named(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(7))], lr=0.1)
     with pytest.raises(ConfigError, match=r"1 of its 3 parameters \(the first has shape \[7\]\) .* \{'loss': loss\}"):
@@ -241,7 +239,7 @@ def test_a_scheduler_of_another_class_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("before", "after"), [("step", "cosine"), ("exponential", "step"), ("plateau", "step")])
 def test_in_an_older_checkpoint_another_class_is_known_by_its_attributes(before: str, after: str) -> None:
-    """It has no names of classes."""
+    """An older checkpoint has no names of classes."""
 
     def made(name: str) -> Any:
         return SCHEDULES[name](torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))

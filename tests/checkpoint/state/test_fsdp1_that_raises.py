@@ -1,4 +1,4 @@
-"""What raises while FSDP1 gives its state dict: refused by name, and the model goes on as it was."""
+"""What raises while FSDP1 makes its state dict is refused by name, and the model stays usable."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def manager_of(folder: Path, model: nn.Module, **options: Any) -> CheckpointMana
 def test_a_hook_that_renames_parameters_is_refused_by_name_at_each_save(rank: int, tmp_path: Path, mode: str) -> None:
     model = fsdp1(nn.Sequential(nn.Linear(4, 4), FusedQkv()))
     with manager_of(tmp_path, model, interval=2, async_mode=mode) as manager:
-        assert not manager.save(1)  # An asynchronous mode asks for the state here already.
+        assert not manager.save(1)  # An asynchronous mode already reads the state here, to prepare.
         for _ in range(2):
             with pytest.raises(ConfigError, match=r"model: 1\.weight is not in the state dict .*fully_shard"):
                 manager.save(2)

@@ -1,4 +1,4 @@
-"""What a module's state_dict returns, its load_state_dict gets back, whatever it is."""
+"""A module's load_state_dict gets whatever its state_dict returned."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchtitan_lite.errors import CheckpointMismatch, ConfigError
 
 
 class Versioned(nn.Linear):
-    """A hook changes what has no version, as one that upgrades old checkpoints does."""
+    """Has a load hook that changes state without a version, as hooks that upgrade old checkpoints do."""
 
     _version = 2
 
@@ -84,7 +84,7 @@ def test_a_fused_weight_that_hooks_split_comes_back(tmp_path: Path, copies: bool
     assert torch.equal(other["layer"].weight, model["layer"].weight)
 
 
-def test_weights_alone_take_what_hooks_return_and_extra_state_too(tmp_path: Path) -> None:
+def test_a_weights_only_checkpoint_has_what_hooks_return_and_extra_state(tmp_path: Path) -> None:
     model = nn.ModuleDict({"qkv": FusedQkv(), "scaled": ScaledLinear("dict")})
     model["scaled"].scales = torch.ones(2)
     step = saved(tmp_path, model, model_weights_only=True, export_dtype="bfloat16")
@@ -125,7 +125,7 @@ def test_a_hook_that_exchanges_two_tensors_does_not_mix_them(tmp_path: Path) -> 
     assert torch.equal(again.b.weight, model.a.weight)
 
 
-def test_verify_resume_looks_at_the_model_and_not_at_what_was_read_into(tmp_path: Path) -> None:
+def test_verify_resume_checks_the_model_and_not_the_tensors_that_were_read(tmp_path: Path) -> None:
     class Forgetful(nn.Linear):
         def __init__(self) -> None:
             super().__init__(2, 2)
@@ -156,7 +156,7 @@ def test_a_hook_that_raises_is_the_error_of_the_load(tmp_path: Path) -> None:
         manager.load()
 
 
-def test_extra_state_that_the_checkpoint_has_not_is_refused_by_name(tmp_path: Path) -> None:
+def test_extra_state_that_the_checkpoint_lacks_is_refused_by_name(tmp_path: Path) -> None:
     saved(tmp_path, wrapped(lambda: nn.Linear(3, 3)))
     with (
         managed(tmp_path, wrapped(lambda: ScaledLinear("dict"))) as manager,
@@ -166,7 +166,7 @@ def test_extra_state_that_the_checkpoint_has_not_is_refused_by_name(tmp_path: Pa
 
 
 def test_live_tensors_are_taken_back_without_a_copy() -> None:
-    """A model is in memory once while it is put back."""
+    """So that a load holds the model in memory only once."""
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(16)))
     wrapper = ModelWrapper(model)
     state = wrapper.state_dict()
@@ -197,7 +197,7 @@ def test_a_lazy_module_before_its_first_batch_is_named(tmp_path: Path) -> None:
 
 
 def test_names_made_by_hooks_need_no_module_of_that_name() -> None:
-    """Under compilation and activation checkpointing too."""
+    """Also under compilation and activation checkpointing."""
     model = wrapped(FusedQkv)
     names = {"layer.q.weight", "layer.k.weight", "layer.v.weight", "other.weight", "other.bias"}
     assert ModelWrapper(model).state_dict().keys() == names

@@ -1,4 +1,4 @@
-"""Optimizers whose state is not one tensor of its parameter's shape each, and saves that raise."""
+"""Optimizers with state of other forms than one tensor of its parameter's shape, and saves that raise."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchtitan_lite.errors import CheckpointMismatch, ConfigError, SaveFailed
 
 
 class Preconditioned(Optimizer):
-    """State of many kinds: a list of tensors, a nest, a name that is a number, moments of another dtype."""
+    """State of many kinds: a list of tensors, nested dicts, a number as name, moments of another dtype."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr, "scale": torch.tensor(2.0)})
@@ -59,13 +59,13 @@ class WithGlobalState(torch.optim.SGD):
 
 
 class Lookahead(Optimizer):
-    """A wrapper, with slow weights among the state of the optimizer that it wraps; without hooks of its own."""
+    """A wrapper without hooks that keeps slow weights in the state of the optimizer that it wraps."""
 
     def __init__(self, base: Optimizer) -> None:
         self.base = base
         self.param_groups, self.defaults = base.param_groups, base.defaults
         self.state = defaultdict(dict)
-        # As libraries have it that leave out __init__.
+        # As in libraries that do not call Optimizer.__init__.
         self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
 
     @torch.no_grad()
@@ -86,7 +86,7 @@ class Lookahead(Optimizer):
 
 
 class Delegating:
-    """No subclass of anything, as wrappers of mixed-precision libraries are."""
+    """No subclass of Optimizer, like wrappers of mixed-precision libraries."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -131,7 +131,7 @@ def train(model: nn.Module, optimizer: Any, steps: range) -> None:
 
 
 @pytest.mark.parametrize("name", BUILDS)
-def test_it_goes_on_as_if_it_had_never_stopped(
+def test_it_continues_as_if_it_had_never_stopped(
     tmp_path: Path, name: str, mode: str, process_saver: ProcessSaver
 ) -> None:
     lent = {"saver": Lent(process_saver)} if mode == "async_with_pinned_mem" else {}
@@ -153,7 +153,7 @@ def test_it_goes_on_as_if_it_had_never_stopped(
 
 
 def test_moments_of_a_higher_precision_than_the_parameter_keep_their_bits(tmp_path: Path) -> None:
-    """Optimizer.load_state_dict alone would cast them."""
+    """Optimizer.load_state_dict by itself would cast them."""
     model, optimizer, manager = start(tmp_path, BUILDS["lists of tensors"])
     train(model, optimizer, range(1, 4))
     with manager:
@@ -170,7 +170,7 @@ def test_moments_of_a_higher_precision_than_the_parameter_keep_their_bits(tmp_pa
     assert (state["exact"].dtype, state["signs"].dtype) == (torch.float64, torch.int8)
 
 
-def test_a_form_of_its_own_is_refused_where_parts_of_the_model_are_on_several_ranks(tmp_path: Path) -> None:
+def test_a_special_form_is_refused_if_ranks_hold_parts_of_the_model(tmp_path: Path) -> None:
     parts = [nn.ModuleDict({name: nn.Linear(2, 2)}) for name in ("a", "b")]
     optimizer = OwnForm([parameter for part in parts for parameter in part.parameters()], lr=0.1)
     with pytest.raises(ConfigError, match=r"optimizers\[0\] \(OwnForm\): its state_dict\(\) does not have the form"):
@@ -223,7 +223,7 @@ def test_state_of_a_parameter_of_another_size_is_not_read(tmp_path: Path, strict
 
 
 def test_a_step_that_raises_costs_a_save_nothing(tmp_path: Path, mode: str) -> None:
-    """Nothing is stepped for a save, so lr, gradients and averages stay what they are."""
+    """A save takes no step, so lr, gradients and averages do not change."""
 
     def raising(*_: Any) -> None:
         raise RuntimeError("a step that no save may take")
@@ -278,7 +278,7 @@ def test_an_object_in_the_state_that_could_not_be_loaded_again_is_refused_by_nam
 
 
 def test_a_tied_parameter_finds_its_state_under_any_of_its_names(tmp_path: Path) -> None:
-    """It is saved under the first of them, which may be another one when the model is built in another order."""
+    """It is saved under the first one, which may be another one if the model is built in another order."""
 
     def run(*order: str) -> tuple[torch.optim.Adam, CheckpointManager]:
         shared = nn.Parameter(torch.ones(2))

@@ -1,4 +1,4 @@
-"""Every optimizer of torch goes on from a checkpoint as if it had never stopped."""
+"""Every optimizer of torch resumes from a checkpoint as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.saving.savers import ProcessSaver
 
 FEW = [recipe for recipe in recipes() if recipe.kind.__name__ in ("SGD", "AdamW", "NAdam", "SparseAdam", "LBFGS")]
-"""Of the kinds that differ in what they make when: enough for what does not depend on the optimizer."""
+"""Optimizers that make different state at different times: enough for tests that do not depend on the optimizer."""
 
 
 def start(folder: Path, recipe: Recipe, **options: Any) -> tuple[Any, Any, CheckpointManager]:
@@ -69,7 +69,7 @@ def test_saved_before_its_first_step_it_comes_back_without_state(tmp_path: Path,
 
 
 @pytest.mark.parametrize("recipe", FEW, ids=str)
-def test_what_was_there_before_a_load_is_gone(tmp_path: Path, recipe: Recipe) -> None:
+def test_a_load_drops_the_state_from_before(tmp_path: Path, recipe: Recipe) -> None:
     _, _, manager = start(tmp_path, recipe)
     with manager:
         manager.save(1, force=True)
@@ -82,10 +82,8 @@ def test_what_was_there_before_a_load_is_gone(tmp_path: Path, recipe: Recipe) ->
 
 
 @pytest.mark.parametrize("recipe", FEW[::2], ids=str)
-def test_saves_change_nothing_of_the_run(
-    tmp_path: Path, recipe: Recipe, mode: str, process_saver: ProcessSaver
-) -> None:
-    """Settings, gradients, hooks' counts and random generators are as in a run that is never saved."""
+def test_saves_do_not_change_the_run(tmp_path: Path, recipe: Recipe, mode: str, process_saver: ProcessSaver) -> None:
+    """Settings, gradients, counts of hooks and random generators are as in a run that never saves."""
 
     def run(folder: Path, *, saves: bool) -> tuple[Any, ...]:
         lent = {"saver": Lent(process_saver)} if mode == "async_with_pinned_mem" else {}

@@ -1,4 +1,4 @@
-"""Optimizers whose state under FSDP nothing could put back: refused by name, and never half loaded."""
+"""Optimizers whose state under FSDP could not be loaded again: refused by name, and never loaded in part."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_two_optimizers_for_one_module_under_fsdp1_are_refused_at_the_first_save
 
 
 class WithEmpty(nn.Module):
-    """A parameter without elements beside one with."""
+    """A parameter without elements next to one with elements."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A run's objects under names that do not depend on how it is set up."""
+"""A run's objects under names that do not depend on how it is parallelised."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def plain() -> Tiny:
 
 def with_activation_checkpointing() -> Tiny:
     model = Tiny()
-    model.first = checkpoint_wrapper(model.first)  # type: ignore[assignment]  # a wrapper behaves as what it wraps
+    model.first = checkpoint_wrapper(model.first)  # type: ignore[assignment]  # a wrapper behaves like what it wraps
     return model
 
 
@@ -37,7 +37,7 @@ def compiled() -> Tiny:
 
 
 def stepped(optimizer: torch.optim.AdamW) -> torch.optim.AdamW:
-    """The optimizer after a step over gradients of 0, which all of its parameters have."""
+    """Return the optimizer after a step with gradients of 0 for all of its parameters."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
@@ -174,7 +174,7 @@ def test_a_parameter_that_had_no_gradient_yet_has_no_state(gradients: bool) -> N
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
-def test_taking_the_state_of_an_optimizer_does_not_change_how_training_goes_on() -> None:
+def test_reading_the_state_of_an_optimizer_does_not_change_training() -> None:
     def weights(*, looked_at: bool) -> torch.Tensor:
         torch.manual_seed(0)
         model = nn.Linear(2, 2)

@@ -1,4 +1,4 @@
-"""How far a run has come."""
+"""The progress of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def trained() -> TrainState:
     return state
 
 
-def test_all_of_it_comes_back_in_full_precision() -> None:
+def test_all_fields_come_back_in_full_precision() -> None:
     loaded = TrainState()
     loaded.load_state_dict(trained().state_dict())
     assert loaded == trained()
@@ -32,7 +32,7 @@ def test_a_state_replaces_a_longer_history() -> None:
     assert state == TrainState()
 
 
-def test_a_taken_state_does_not_change_as_training_goes_on() -> None:
+def test_a_state_dict_does_not_change_as_training_continues() -> None:
     state = trained()
     taken = state.state_dict()
     state.step += 1
@@ -44,7 +44,7 @@ def test_a_taken_state_does_not_change_as_training_goes_on() -> None:
 
 
 def test_a_history_of_another_length_mostly_has_the_same_shape() -> None:
-    """Else every save would have to be planned anew."""
+    """Else each save would need a new plan."""
     shapes = set()
     state = TrainState()
     for state.step in range(5000):
