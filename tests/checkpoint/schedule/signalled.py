@@ -1,4 +1,4 @@
-"""Signals that come when a test says so."""
+"""Preemption without signals: the test says when one is received."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import threading
 from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
 
 
-class Told(PreemptionWatch):
-    """Watches nothing; the test says what was received, and how much time is left."""
+class FakePreemption(PreemptionWatch):
+    """Watches no signals; the test sets what is received and how much time is left."""
 
     def __init__(self, seconds_left: float = math.inf) -> None:
         super().__init__((), grace_seconds=60)
         self._seconds_left = seconds_left
         self.agreed = threading.Event()
-        """Set when the ranks agreed to leave."""
+        """Set once the ranks have agreed to leave."""
 
     def seconds_left(self) -> float:
         return self._seconds_left

@@ -1,4 +1,4 @@
-"""How the ranks leave: a decision, as a table."""
+"""How the ranks leave: the decision as a table."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SECONDS = st.floats(0, 10)
 
 
 @given(STEPS, st.none() | STEPS, st.none() | STEPS, SECONDS, st.none() | SECONDS)
-def test_a_step_is_given_up_only_for_want_of_time_and_with_a_save_to_go_on_from(
+def test_a_step_is_lost_only_without_time_and_with_a_durable_save(
     step: int, durable: int | None, awaited: int | None, seconds_left: float, save_seconds: float | None
 ) -> None:
     leaving = how_to_leave(step, durable=durable, awaited=awaited, seconds_left=seconds_left, save_seconds=save_seconds)

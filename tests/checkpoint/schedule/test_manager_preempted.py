@@ -1,4 +1,4 @@
-"""What the manager does when the ranks are asked to leave."""
+"""What the manager does after a signal to leave."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.conftest import StartRun
-from tests.checkpoint.schedule.signalled import Told
+from tests.checkpoint.schedule.signalled import FakePreemption
 from tests.checkpoint.small_run import Clock, SmallRun
 from tests.disks import FailingDisk
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, ThreadSaver
@@ -22,7 +22,7 @@ from torchtitan_lite.store.store import CheckpointStore
 def test_a_signal_is_acted_on_one_step_after_it_was_seen_and_the_save_is_durable(
     start_run: StartRun, mode: str
 ) -> None:
-    watch = Told()
+    watch = FakePreemption()
     run = start_run(interval=100, async_mode=mode, seams={"preemption": watch})
     run.step()
     watch.receive(signal.SIGTERM)
@@ -35,7 +35,7 @@ def test_a_signal_is_acted_on_one_step_after_it_was_seen_and_the_save_is_durable
 
 
 def test_a_save_in_flight_is_durable_before_the_ranks_leave(start_run: StartRun) -> None:
-    watch = Told()
+    watch = FakePreemption()
     run = start_run(interval=2, async_mode="async", seams={"preemption": watch})
     run.step()
     watch.receive(signal.SIGUSR1)
@@ -46,7 +46,7 @@ def test_a_save_in_flight_is_durable_before_the_ranks_leave(start_run: StartRun)
 
 
 def test_the_last_step_is_the_end_of_the_run_and_no_preemption(start_run: StartRun) -> None:
-    watch = Told()
+    watch = FakePreemption()
     run = start_run(interval=100, seams={"preemption": watch})
     watch.receive(signal.SIGTERM)
     run.train(2)
@@ -56,10 +56,8 @@ def test_the_last_step_is_the_end_of_the_run_and_no_preemption(start_run: StartR
 
 
 @pytest.mark.parametrize("options", [{"load_only": True}, {"enable_checkpoint": False}])
-def test_a_run_that_never_saves_does_not_save_when_asked_to_leave(
-    start_run: StartRun, options: dict[str, bool]
-) -> None:
-    watch = Told()
+def test_a_run_that_never_saves_leaves_without_a_save(start_run: StartRun, options: dict[str, bool]) -> None:
+    watch = FakePreemption()
     run = start_run(seams={"preemption": watch}, **options)
     watch.receive(signal.SIGTERM)
     run.step()
@@ -67,8 +65,8 @@ def test_a_run_that_never_saves_does_not_save_when_asked_to_leave(
     assert not run.root.exists()
 
 
-def test_a_run_that_only_loads_leaves_all_the_same(start_run: StartRun) -> None:
-    watch = Told()
+def test_a_run_that_only_loads_leaves_too(start_run: StartRun) -> None:
+    watch = FakePreemption()
     run = start_run(load_only=True, seams={"preemption": watch})
     watch.receive(signal.SIGTERM)
     run.step()
@@ -76,46 +74,46 @@ def test_a_run_that_only_loads_leaves_all_the_same(start_run: StartRun) -> None:
     assert run.manager.preempted_by == signal.SIGTERM
 
 
-class ToldLater(ThreadSaver):
-    """Its saves count as in flight until the test tells how they ended."""
+class ReportedLater(ThreadSaver):
+    """Its saves count as in flight until the test calls `report`."""
 
     def __init__(self) -> None:
         super().__init__(Peers(timedelta(seconds=60)))
         self._saved: Future[None] = Future()
-        self._told: Future[None] = Future()
+        self._reported: Future[None] = Future()
 
     def save(self, *given: Any, **named: Any) -> PendingSave:
         pending = super().save(*given, **named)
-        self._saved, self._told = pending.durable, Future()
-        return PendingSave(pending.step, pending.staged, self._told)
+        self._saved, self._reported = pending.durable, Future()
+        return PendingSave(pending.step, pending.staged, self._reported)
 
-    def tell(self) -> None:
+    def report(self) -> None:
         failure = self._saved.exception(60)
         if failure is None:
-            self._told.set_result(None)
+            self._reported.set_result(None)
         else:
-            self._told.set_exception(failure)
+            self._reported.set_exception(failure)
 
 
-class InFlightUntilTheRanksLeave(Told):
+class InFlightUntilTheRanksLeave(FakePreemption):
     """Also the run's saver and clock: a save takes `SAVE_SECONDS`, and ends when the ranks have agreed to leave."""
 
     SAVE_SECONDS = 30.0
 
     def __init__(self, seconds_left: float) -> None:
         super().__init__(seconds_left)
-        self.clock, self.saver = Clock(), ToldLater()
+        self.clock, self.saver = Clock(), ReportedLater()
 
     def leave(self) -> None:
         super().leave()
         self.clock.seconds += self.SAVE_SECONDS
-        self.saver.tell()
+        self.saver.report()
 
 
 def leaves_at_step_3_while_step_2_is_being_saved(
     start_run: StartRun, watch: InFlightUntilTheRanksLeave, store: CheckpointStore | None = None
 ) -> tuple[SmallRun, bool]:
-    """The run that left, and whether it says that its last step is saved."""
+    """Return the run that left, and what `save` returned for its last step."""
     run = start_run(interval=2, seams={"preemption": watch, "saver": watch.saver, "clock": watch.clock, "store": store})
     run.step()
     watch.receive(signal.SIGTERM)
@@ -125,7 +123,7 @@ def leaves_at_step_3_while_step_2_is_being_saved(
     return run, saved
 
 
-def test_with_time_for_it_a_further_save_follows_the_one_in_flight(start_run: StartRun) -> None:
+def test_if_there_is_time_another_save_follows_the_one_in_flight(start_run: StartRun) -> None:
     run, saved = leaves_at_step_3_while_step_2_is_being_saved(start_run, InFlightUntilTheRanksLeave(30.0))
     assert saved
     assert run.names() == ["step-2", "step-3"]
@@ -149,7 +147,7 @@ def test_without_time_for_another_the_ranks_leave_with_the_save_that_was_in_flig
     assert again.train_state.step == 2
 
 
-def test_a_save_in_flight_that_failed_is_none_to_leave_with(start_run: StartRun, tmp_path: Path) -> None:
+def test_a_failed_save_in_flight_is_not_enough_to_leave(start_run: StartRun, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoint", durable=FailingDisk("rename", times=1))
     run, saved = leaves_at_step_3_while_step_2_is_being_saved(start_run, InFlightUntilTheRanksLeave(0.0), store)
     assert saved
@@ -158,7 +156,7 @@ def test_a_save_in_flight_that_failed_is_none_to_leave_with(start_run: StartRun,
 
 
 def test_with_nothing_in_flight_a_save_is_tried_however_little_time_is_left(start_run: StartRun) -> None:
-    watch = Told(seconds_left=0.0)
+    watch = FakePreemption(seconds_left=0.0)
     run = start_run(interval=2, seams={"preemption": watch})
     run.step()
     run.step()
@@ -171,7 +169,7 @@ def test_with_nothing_in_flight_a_save_is_tried_however_little_time_is_left(star
 
 
 def test_a_step_that_is_durable_is_not_saved_again(start_run: StartRun) -> None:
-    watch = Told(seconds_left=0.0)
+    watch = FakePreemption(seconds_left=0.0)
     run = start_run(interval=1, seams={"preemption": watch})
     watch.receive(signal.SIGTERM)
     run.step()
@@ -182,13 +180,13 @@ def test_a_step_that_is_durable_is_not_saved_again(start_run: StartRun) -> None:
 
 
 def test_a_step_saved_before_rolling_back_is_not_what_the_ranks_leave_with(start_run: StartRun) -> None:
-    watch = Told()
+    watch = FakePreemption()
     run = start_run(interval=4, seams={"preemption": watch})
     run.train(8, last=False)
     assert run.manager.load(4)
     run.train(7, last=False)
     watch.receive(signal.SIGTERM)
-    run.train(8, last=False)  # A save is due here; the signal is agreed on at the next step.
+    run.train(8, last=False)  # A save is due here; the ranks agree on the signal at the next step.
     run.step()
     assert run.manager.preempted_by == signal.SIGTERM
     lineages = {info.step: info.lineage for info in CheckpointStore(run.root).committed()}
@@ -197,7 +195,7 @@ def test_a_step_saved_before_rolling_back_is_not_what_the_ranks_leave_with(start
 
 
 def test_a_rolled_back_run_that_is_at_the_step_saved_before_saves_it_again(start_run: StartRun) -> None:
-    watch = Told()
+    watch = FakePreemption()
     run = start_run(interval=100, seams={"preemption": watch})
     run.train(2, last=False)
     run.manager.save(2, force=True)

@@ -1,4 +1,4 @@
-"""Two ranks, one of which gets a real signal at an awkward moment: both leave after the same step, and lose nothing."""
+"""Two ranks, one of which receives a real signal at a bad moment: both leave after the same step and lose nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.checkpoint.schedule.signalled import Told
+from tests.checkpoint.schedule.signalled import FakePreemption
 from tests.checkpoint.small_run import Clock
 from tests.checkpoint.tiny_run import TIMEOUT_SECONDS, TinyRun, differing, same_everywhere
 from tests.ranks import on_two_ranks
@@ -20,7 +20,7 @@ from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
 
 
 class Watch(PreemptionWatch):
-    """A real one, that lets a thread know that the ranks agreed to leave."""
+    """A real watch that sets an event once the ranks have agreed to leave."""
 
     def __init__(self) -> None:
         super().__init__(("SIGTERM",), grace_seconds=TIMEOUT_SECONDS)
@@ -33,7 +33,7 @@ class Watch(PreemptionWatch):
 
 @contextmanager
 def watching() -> Iterator[Watch]:
-    """A watch for SIGTERM, which after the block does to the process what it did before."""
+    """Yield a watch for SIGTERM; restore the previous handler after the block."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield Watch()
@@ -42,7 +42,7 @@ def watching() -> Iterator[Watch]:
 
 
 def signal_myself(watch: PreemptionWatch) -> None:
-    """A SIGTERM has come to this process, and is noticed."""
+    """Send SIGTERM to this process, and wait until `watch` has received it."""
     os.kill(os.getpid(), signal.SIGTERM)
     wait_until_noticed(watch)
 
@@ -55,7 +55,7 @@ def wait_until_noticed(watch: PreemptionWatch) -> None:
 
 
 class SignalledWhileLoading:
-    """A dataloader of no data; SIGTERM comes to this rank while it is loaded, if there is a watch."""
+    """A dataloader without data that sends SIGTERM to this rank during its load, if there is a watch."""
 
     def __init__(self, watch: PreemptionWatch | None = None) -> None:
         self._watch = watch
@@ -69,7 +69,7 @@ class SignalledWhileLoading:
 
 
 def leave(run: TinyRun) -> int:
-    """Trains until the ranks leave; the step at whose end they do."""
+    """Train until the ranks leave; return the step at the end of which they do."""
     while not run.manager.preempted_by:
         run.manager.save(run.step())
         assert run.train_state.step < 20, "the signal was forgotten"
@@ -78,7 +78,7 @@ def leave(run: TinyRun) -> int:
 
 
 def resumed(folder: Path, run: TinyRun) -> list[str]:
-    """What differs between `run`, as it was left, and a run that goes on from its checkpoint."""
+    """Return what differs between `run`, as it was left, and a run that resumes from its checkpoint."""
     with (again := TinyRun(folder, dataloader=SignalledWhileLoading())).manager as manager:
         assert manager.load()
         return differing(again.contents(), run.contents())
@@ -128,7 +128,7 @@ def test_a_signal_in_the_first_step_is_acted_on_after_the_next_at_the_latest(ran
 
 
 def signal_once_and_wait(watch: Watch) -> Callable[[Path], None]:
-    """In the midst of a save: SIGTERM comes, and the save goes on when the ranks have agreed to leave."""
+    """Sends SIGTERM during a save, which continues once the ranks have agreed to leave."""
 
     def before_write(path: Path) -> None:
         if not watch.received:
@@ -156,9 +156,9 @@ def test_a_signal_during_an_asynchronous_save_loses_neither_that_save_nor_the_st
 
 
 @on_two_ranks
-def test_the_rank_with_the_least_time_counts_and_all_leave_alike(rank: int, tmp_path: Path) -> None:
-    """Only rank 1 got the signal; the coordinator decides, whose own grace period has not begun."""
-    watch, clock = Told(seconds_left=0.0 if rank == 1 else math.inf), Clock()
+def test_the_least_time_of_all_ranks_decides_for_all(rank: int, tmp_path: Path) -> None:
+    """Only rank 1 received the signal; the coordinator decides, and its own grace period has not begun."""
+    watch, clock = FakePreemption(seconds_left=0.0 if rank == 1 else math.inf), Clock()
     run = TinyRun(tmp_path, interval=2, async_mode="async", seams={"preemption": watch, "clock": clock})
 
     def wait_and_take_long(path: Path) -> None:

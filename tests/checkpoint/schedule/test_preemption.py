@@ -1,4 +1,4 @@
-"""What a signal does: to the flag, to the process, in the end. Each in a process of its own, for signals are global."""
+"""What a signal does: to the flag, to the process, at the deadline. Each test has a process: signals are global."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
 
 
 def output(script: str) -> list[str]:
-    """What the script printed; it has to end well."""
+    """Return what the script printed; it must exit with 0."""
     process = run(script)
     assert (process.returncode, process.stderr) == (0, "")
     return process.stdout.split()
@@ -129,7 +129,7 @@ print(threading.active_count())
     assert output(script) == ["1"]
 
 
-def test_the_seconds_left_run_from_the_first_signal_and_until_then_there_is_no_end() -> None:
+def test_the_seconds_left_count_from_the_first_signal_and_are_infinite_before() -> None:
     script = """
 w = watch("SIGTERM", grace_seconds=60)
 print(w.seconds_left())
@@ -158,7 +158,7 @@ print("alive")
     assert output(script) == ["alive"]
 
 
-def test_without_leaving_a_signal_does_what_it_did_before() -> None:
+def test_after_closing_without_leaving_a_signal_gets_its_previous_handler() -> None:
     script = """
 def mine(number, frame):
     print("mine")
@@ -197,7 +197,7 @@ w.close()
     assert output(script) == ["True"]
 
 
-def test_no_signals_are_no_watch() -> None:
+def test_without_signals_there_is_no_watch() -> None:
     before = signal.getsignal(signal.SIGTERM)
     watch = PreemptionWatch((), 60)
     watch.start()
@@ -206,7 +206,7 @@ def test_no_signals_are_no_watch() -> None:
     watch.close()
 
 
-def test_beside_the_main_thread_there_is_a_warning_and_no_watch(caplog: pytest.LogCaptureFixture) -> None:
+def test_outside_the_main_thread_there_is_a_warning_and_no_watch(caplog: pytest.LogCaptureFixture) -> None:
     watch = PreemptionWatch(("SIGTERM",), 60)
     thread = threading.Thread(target=watch.start)
     thread.start()
@@ -215,12 +215,12 @@ def test_beside_the_main_thread_there_is_a_warning_and_no_watch(caplog: pytest.L
     watch.close()
 
 
-def test_a_signal_that_this_system_has_not_is_refused() -> None:
+def test_a_signal_that_this_system_lacks_is_refused() -> None:
     with pytest.raises(ConfigError, match="'SIGNIX' is not a signal that can be caught"):
         PreemptionWatch(("SIGNIX",), 60)
 
 
-def test_two_watches_both_hear_whichever_closes_first_and_the_last_one_restores_what_was_before() -> None:
+def test_two_watches_both_receive_a_signal_and_the_last_one_restores_the_handler() -> None:
     script = """
 def mine(number, frame):
     print("mine")
@@ -240,7 +240,7 @@ for first in (0, 1):
     assert output(script) == ["[True]", "mine", "True", "-1"] * 2
 
 
-def test_a_watch_hears_after_another_one_was_closed() -> None:
+def test_a_watch_still_receives_signals_after_another_one_was_closed() -> None:
     script = """
 first, second = watch("SIGUSR1", "SIGTERM"), watch("SIGUSR1")
 first.close()
@@ -253,7 +253,7 @@ print(first.received, second.received == signal.SIGUSR1)
     assert output(script) == ["True", "0", "True"]
 
 
-def test_a_handler_that_somebody_installed_meanwhile_stays() -> None:
+def test_a_handler_installed_in_between_stays() -> None:
     script = """
 w = watch("SIGUSR1")
 signal.signal(signal.SIGUSR1, lambda number, frame: print("theirs"))
@@ -266,7 +266,7 @@ print(w.received == signal.SIGUSR1)
     assert output(script) == ["theirs", "theirs", "True"]
 
 
-def test_other_wakeup_descriptors_hear_what_they_would_hear_and_take_nothing_away() -> None:
+def test_other_wakeup_descriptors_receive_their_signals_and_the_watch_its_own() -> None:
     script = """
 import socket
 ours, theirs = socket.socketpair()
@@ -286,9 +286,9 @@ print(signal.set_wakeup_fd(-1) == theirs.fileno())
     assert output(script) == ["True", "True", "True"]
 
 
-def test_ctrl_c_that_is_not_watched_is_pythons_as_often_as_it_comes() -> None:
+def test_ctrl_c_that_is_not_watched_is_handled_by_python_each_time() -> None:
     script = """
-signal.signal(signal.SIGINT, signal.default_int_handler)  # Whoever started the tests may ignore it.
+signal.signal(signal.SIGINT, signal.default_int_handler)  # The parent of the tests may ignore it.
 
 def interrupt():
     try:
@@ -300,7 +300,7 @@ def interrupt():
 w = watch("SIGTERM")
 interrupt()
 send(signal.SIGTERM)
-assert noted.wait(30)  # Signals are looked at in their order: the first one was.
+assert noted.wait(30)  # Signals are handled in order, so the first one has been handled.
 interrupt()
 w.close()
 """
