@@ -130,7 +130,7 @@ class Trainer:
                 self.checkpointer.save(0, force=True)
                 return 0
             if ended := self.checkpointer.ended():
-                logger.info("Training completed: %s", ended.told(self.config.training.steps))
+                logger.info("Training completed: %s", ended.summary(self.config.training.steps))
                 self.metrics.on_event("finished", ended.step)
                 return 0
             if self.checkpointer.load():
@@ -147,7 +147,7 @@ class Trainer:
     def _dry_run(self) -> int:
         steps = self.config.training.steps
         if ended := self.checkpointer.ended():
-            logger.info("It would end at once. Training completed: %s", ended.told(steps))
+            logger.info("It would end at once. Training completed: %s", ended.summary(steps))
             return 0
         report = self.checkpointer.dry_run()
         logger.info("%s", report or f"No checkpoint in {self.dump_folder}: it would be a fresh start")

@@ -30,7 +30,7 @@ class Ended:
     by_data: bool = False
     """Whether the data ended before `training.steps`."""
 
-    def told(self, steps: int) -> str:
+    def summary(self, steps: int) -> str:
         """Return a sentence for the log of a run that asked for `steps`: what it left, and how to train on."""
         where = " and ".join(str(folder) for folder in self.folders)
         if self.by_data:
