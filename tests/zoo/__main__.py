@@ -1,4 +1,4 @@
-"""Try the whole zoo, print what came of it, and write docs/what_resumes.md: `python -m tests.zoo`."""
+"""Run all cases of the zoo, print their outcomes and write docs/what_resumes.md: `python -m tests.zoo`."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ from tests.zoo.page import PAGE, render
 
 
 def main() -> int:
-    """Return how many cases differ."""
+    """Return 1 if a case differs, else 0."""
     with groups() as group:
         cells = {
             kind: {
-                entry: {column: _tried(cell, group) for column, cell in columns(kind, entry).items()}
-                for entry in entries
+                entry: {column: _run(cell, group) for column, cell in columns(kind, entry).items()} for entry in entries
             }
             for kind, entries in KINDS.items()
         }
-        combined = [_tried(Cell(case), group) for case in pairs()]
+        combined = [_run(Cell(case), group) for case in pairs()]
     PAGE.write_text(render(cells, combined), encoding="utf-8")
     found = [each for rows in cells.values() for row in rows.values() for each in row.values()] + combined
     differing = sum(outcome.kind == DIFFERS for outcome in found)
-    print(f"{len(found)} cases, {differing} differ; {PAGE.name} is written")
+    print(f"{len(found)} cases, {differing} differ; wrote {PAGE.name}")
     return min(differing, 1)
 
 
-def _tried(cell: Cell, group: Group) -> Outcome:
+def _run(cell: Cell, group: Group) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         outcome = find(cell, Path(folder), group)
     then = f" -> {cell.loaded_under}" if cell.loaded_under else ""

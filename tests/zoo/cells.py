@@ -1,4 +1,4 @@
-"""Which cases there are: one entry changed at a time, for the page, and all pairs of them."""
+"""The cases of the zoo: for the page, one entry differs from the base case; and all pairs of entries."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.zoo.wrappers import FSDP2, PLAIN, WRAPPERS
 DEADLINE_SECONDS = 150
 
 Group = Callable[[int, bool], Ranks]
-"""Lends ranks by their number; those that resume are not those that saved."""
+"""Return a group of ranks for (world size, whether it resumes). Different processes save and resume."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A case to be resumed as it was, or, with `loaded_under`, under another wrapper."""
+    """A case that resumes under the same wrapper, or, with `loaded_under`, under another one."""
 
     case: Case
     loaded_under: str = ""
@@ -63,11 +63,11 @@ KINDS = {
 
 
 def pairs() -> list[Case]:
-    """Return cases in which every two entries come together; of optimizers, one for each class."""
+    """Return cases that combine every two entries; of optimizers, one for each class."""
     classes = {recipe.kind: name for name, recipe in OPTIMIZERS.items()}
     kinds = KINDS | {
         "optimizer": sorted(classes.values(), key=lambda name: not name.startswith("AdamW")),
-        "wrapper": [name for name in WRAPPERS if name != "FSDP1"],  # refused whatever is in it
+        "wrapper": [name for name in WRAPPERS if name != "FSDP1"],  # always refused
     }
 
     def case(row: tuple[str, ...]) -> Case:
@@ -77,21 +77,22 @@ def pairs() -> list[Case]:
 
 
 def find(cell: Cell, folder: Path, group: Group) -> Outcome:
-    """Return what comes of `cell`, on as many ranks as it takes."""
+    """Return the outcome of `cell`, on as many ranks as it needs."""
     case = cell.case
-    saved = _on(_lent(group, case, False), "save", folder=folder, case=case)
+    saved = _on(_ranks_of(group, case, False), "save", folder=folder, case=case)
     if saved.kind != outcome.EQUAL:
         return saved
     if not cell.loaded_under:
-        return _on(_lent(group, case, True), "resume", folder=folder, case=case)
+        return _on(_ranks_of(group, case, True), "resume", folder=folder, case=case)
     then = case.under(cell.loaded_under)
-    return _on(_lent(group, then, True), "load", folder=folder, case=then, saved_by=case.world_size)
+    return _on(_ranks_of(group, then, True), "load", folder=folder, case=then, saved_by=case.world_size)
 
 
-def _lent(group: Group, case: Case, resumes: bool) -> Ranks:
+def _ranks_of(group: Group, case: Case, resumes: bool) -> Ranks:
     """Return the ranks of a case.
 
-    FSDP1's are new ones: in one that had run other cases, whose groups are destroyed, a load ended in a double free.
+    FSDP1 gets new processes: in processes that had run other cases and destroyed their groups, a load ended in a double
+    free.
     """
     if case.wrapper.startswith("FSDP1"):
         return Ranks(case.world_size, once=True, deadline_seconds=DEADLINE_SECONDS)
@@ -100,7 +101,7 @@ def _lent(group: Group, case: Case, resumes: bool) -> Ranks:
 
 @contextmanager
 def groups() -> Iterator[Group]:
-    """Lend groups of ranks; a group of one has no process group."""
+    """Yield a function that returns groups of ranks, and end them after the block. One rank has no process group."""
     with ExitStack() as stack:
         made: dict[tuple[int, bool], Ranks] = {}
 
@@ -118,8 +119,8 @@ def _base(kind: str, entry: str) -> Case:
     return Case(model="sparse Embedding") if kind == "optimizer" and entry.startswith("SparseAdam") else Case()
 
 
-def _on(ranks: Ranks, way: str, **arguments: Any) -> Outcome:
-    reports = ranks.reports(outcome.on_rank, way=way, arguments=arguments)
+def _on(ranks: Ranks, action: str, **arguments: Any) -> Outcome:
+    reports = ranks.reports(outcome.on_rank, action=action, arguments=arguments)
     found = [
         Outcome(DIFFERS, f"a rank failed: {report.failure.strip().splitlines()[-1]}")
         if report.failure

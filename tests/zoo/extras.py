@@ -1,4 +1,4 @@
-"""What a run has besides its model, one optimizer and one schedule."""
+"""State that a run has in addition to its model, one optimizer and one schedule."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NONE = "none"
 
 
 class Ema:
-    """An average of the parameters, kept by a hook after each of the optimizer's steps."""
+    """An average of the parameters that a hook updates after each step of the optimizer."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -45,7 +45,7 @@ class Ema:
 
 
 class OddKeys:
-    """A state with the keys and containers that flat files lose; it changes with every step."""
+    """A state with keys and containers that flat files lose. It changes with every step."""
 
     def __init__(self, run: Run) -> None:
         self.state: dict[Any, Any] = {
@@ -83,7 +83,7 @@ class OddKeys:
 
 
 class OfThisRank:
-    """Numbers that each rank has of its own."""
+    """Numbers that differ between ranks."""
 
     def __init__(self, run: Run) -> None:
         self.values = [run.rank]
@@ -97,7 +97,7 @@ class OfThisRank:
 
 
 class Scaler:
-    """torch's scaler of gradients, which goes among the states as it is."""
+    """torch's GradScaler, as one of the further states."""
 
     def __init__(self, run: Run) -> None:
         self._scaler = run.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
@@ -111,7 +111,7 @@ class Scaler:
 
 def _ema(run: Run) -> dict[str, Stateful]:
     ema = Ema(run)
-    # FSDP1's parameters are flat pieces, of which each rank has others.
+    # FSDP1's parameters are flat shards, which differ between ranks.
     is_flat = any(isinstance(each, FullyShardedDataParallel) for each in run.module.modules())
     return {"ema": PerRank(ema) if is_flat or run.is_pipeline else ema}
 
@@ -140,5 +140,5 @@ def is_sparse(module: nn.Module) -> bool:
 
 
 def states_of(states: dict[str, Any]) -> dict[str, Any]:
-    """Return what the extra states hold."""
+    """Return the state dicts of the extra states."""
     return {name: state.state_dict() for name, state in states.items()}

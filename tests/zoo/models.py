@@ -1,4 +1,4 @@
-"""Models with the features that checkpoints get wrong, each small, of one skeleton.
+"""Small models with features that checkpoints often get wrong, all built on one skeleton.
 
 Every model is `down(middle(tanh(up(x))))`: `up` and `down` are what tensor parallelism cuts, and `middle` is
 what the model is in the zoo for.
@@ -15,11 +15,11 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 INPUT, OUTPUT, BATCH = 4, 2, 8
 LATE = 5
-"""The step from which a late part is used."""
+"""The first step that uses a late part."""
 
 
 class Subject(nn.Module):
-    """The skeleton around `middle`, which may be None on a pipeline stage, as `up` and `down` may."""
+    """The skeleton around `middle`. On a pipeline stage `up`, `middle` and `down` may be None."""
 
     def __init__(self, middle: Callable[[int], nn.Module], width: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Subject(nn.Module):
 
 
 class Tied(nn.Module):
-    """Two layers of one weight."""
+    """Two layers that share one weight."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Recurrent(nn.Module):
 
 
 class Attention(nn.Module):
-    """What transformers are made of."""
+    """A transformer block."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Attention(nn.Module):
 
 
 class ExtraTensor(nn.Module):
-    """Extra state that is a tensor, with a say in the output."""
+    """Extra state that is a tensor and changes the output."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class ExtraDict(nn.Module):
 
 
 class Fused(nn.Module):
-    """A fused weight that the state dict has in two parts, as people keep qkv compatible."""
+    """A fused weight that is two keys in the state dict, a common way to keep qkv compatible."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ def _join(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> Non
 
 
 class Buffers(nn.Module):
-    """Buffers of many kinds; those that are saved change in each forward pass."""
+    """Buffers of many kinds; the persistent ones change in each forward pass."""
 
     average: Tensor
     calls: Tensor
@@ -190,7 +190,7 @@ class Sparse(nn.Module):
 
 
 class OddSizes(nn.Module):
-    """Sizes that nothing divides: one row, and three."""
+    """Sizes that no number of ranks divides: one row, and three."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ class Convolution(nn.Module):
 
 
 class OddNames(nn.Module):
-    """Names that the keys of optimizers and of wrappers have too."""
+    """Names that also occur in the keys of optimizers and wrappers."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -296,7 +296,7 @@ MODELS: dict[str, Callable[[int], nn.Module]] = {
 
 
 def set_step(model: nn.Module, step: int) -> None:
-    """Let the late parts of `model` know the step."""
+    """Set the step in the late parts of `model`."""
     for module in model.modules():
         if isinstance(module, Late):
             module.is_late = step >= LATE

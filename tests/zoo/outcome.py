@@ -1,4 +1,4 @@
-"""What comes of a case: some processes save, and others go on, in the same way or in one of their own."""
+"""The outcome of a case: some processes save, and others resume, with the same wrapper or with another one."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ EQUAL, REFUSED, NOT_OFFERED, DIFFERS = "equal", "refused", "not offered by torch
 IN_ORDER = (DIFFERS, NOT_OFFERED, REFUSED, EQUAL)
 SAVED_AT, LAST = 3, 8
 CLOSE = 1e-3
-"""How far losses may be from each other on other processes, of their size: sums have other orders there."""
+"""Relative tolerance of losses on another number of processes, where sums have another order."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One of the four, and the sentence that goes with it."""
+    """One of the four kinds, and the sentence that gives its reason."""
 
     kind: str
     why: str = ""
@@ -37,7 +37,7 @@ class Outcome:
 
     @staticmethod
     def of_ranks(outcomes: Sequence[Outcome]) -> Outcome:
-        """Return what ranks have found together: only all of them can have found it equal."""
+        """Return the outcome of all ranks together: equal only if every rank found it equal."""
         kinds = {outcome.kind for outcome in outcomes}
         worst = min(outcomes, key=lambda outcome: IN_ORDER.index(outcome.kind))
         if len(kinds) > 1 and worst.kind != DIFFERS:
@@ -45,29 +45,29 @@ class Outcome:
         return worst
 
 
-def on_rank(rank: int, way: str, arguments: dict[str, Any]) -> Outcome:
-    """Return what `save`, `resume` or `load` finds, in a process that has nothing else to do. **Collective**."""
+def on_rank(rank: int, action: str, arguments: dict[str, Any]) -> Outcome:
+    """Return the outcome of `save`, `resume` or `load` in this process. **Collective**."""
     _freeze()
-    gc.collect()  # With the case before go the threads of its managers' groups.
-    found: Outcome = {"save": save, "resume": resume, "load": load}[way](rank, **arguments)
+    gc.collect()  # Ends the threads of the process groups that the managers of the last case made.
+    found: Outcome = {"save": save, "resume": resume, "load": load}[action](rank, **arguments)
     return found
 
 
 @cache
 def _freeze() -> None:
-    """Leave torch's own objects out of garbage collection: a load collects twice, half of a small case's time."""
+    """Exclude torch's objects from garbage collection: a load collects twice, half of the time of a small case."""
     gc.freeze()
 
 
 def save(rank: int, folder: Path, case: Case) -> Outcome:
-    """Take eight steps; take them again with a save at the third, and go on. **Collective**.
+    """Train eight steps; in a second run train five, with a save at the third. **Collective**.
 
-    Each rank's file has what the two held.
+    Each rank writes the states of both runs to a file.
     """
     try:
         straight = Run(case, rank, seed=0)
         losses = straight.train(LAST)
-        end = straight.snapshot()  # Here, for the generators belong to the process.
+        end = straight.snapshot()  # Before the second run: both use the generators of this process.
     except Exception as error:
         return Outcome(NOT_OFFERED, _first_sentence(error))
     try:
@@ -80,14 +80,14 @@ def save(rank: int, folder: Path, case: Case) -> Outcome:
         return Outcome(REFUSED, _sentence(refusal))
     except Exception as error:
         return Outcome(DIFFERS, f"the save raised {type(error).__name__}: {_sentence(error)}")
-    different = difference(losses[: SAVED_AT + 2], before + after, "losses of the run that was saved")
+    different = difference(losses[: SAVED_AT + 2], before + after, "losses of the run that saved")
     of_the_two = {"losses": losses[SAVED_AT:], "end": end, "held": held, "shared": shared}
     torch.save(of_the_two, folder / f"held-{rank}.pt")
     return Outcome(DIFFERS, different) if different else Outcome(EQUAL)
 
 
 def resume(rank: int, folder: Path, case: Case) -> Outcome:
-    """Load what `save` saved in another process, take five steps and compare with its eight. **Collective**."""
+    """Load the checkpoint of `save` in another process, train five steps and compare with its eight. **Collective**."""
     expected = torch.load(folder / f"held-{rank}.pt", weights_only=False)
     try:
         again = Run(case, rank, seed=1)
@@ -105,9 +105,9 @@ def resume(rank: int, folder: Path, case: Case) -> Outcome:
 
 
 def load(rank: int, folder: Path, case: Case, saved_by: int) -> Outcome:
-    """Load what `save` saved on `saved_by` ranks and compare all of it, bit for bit; the next losses are close.
+    """Load the checkpoint that `saved_by` ranks saved, and compare the whole state bit for bit. **Collective**.
 
-    **Collective**.
+    The losses of the next steps must be close.
     """
     try:
         Run(case, rank, seed=0).train(LAST)
@@ -123,9 +123,9 @@ def load(rank: int, folder: Path, case: Case, saved_by: int) -> Outcome:
         held = [torch.load(folder / f"held-{each}.pt", weights_only=False) for each in range(saved_by)]
         different = difference(assembled([each["shared"] for each in held]), _shared(again), "after the load")
         losses = again.train(LAST)
-        if case.model != "Dropout":  # Each rank drops other units.
+        if case.model != "Dropout":  # Each rank has its own dropout.
             different = different or _apart(held[0]["losses"], losses)
-    except (ConfigError, CheckpointMismatch) as refusal:  # What other ranks need, those that saved could not know.
+    except (ConfigError, CheckpointMismatch) as refusal:  # The ranks that saved cannot know what other ranks need.
         trained = ("model", "optimizer")
         now = again.snapshot()
         touched = difference([fresh[key] for key in trained], [now[key] for key in trained], "after the refusal")
@@ -136,7 +136,7 @@ def load(rank: int, folder: Path, case: Case, saved_by: int) -> Outcome:
 
 
 def _shared(run: Run) -> dict[str, Any]:
-    """Return what does not belong to one topology."""
+    """Return the part of the state that does not depend on the topology."""
     snapshot = run.snapshot()
     if isinstance(run.module, FullyShardedDataParallel):
         with quiet():

@@ -1,4 +1,4 @@
-"""The page docs/what_resumes.md: what came of each case, in a table for each kind."""
+"""The page docs/what_resumes.md: the outcome of each case, in a table for each kind."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _table(kind: str, rows: Mapping[str, Mapping[str, Outcome]]) -> list[str]:
 
 
 def _cell(text: str, notes: dict[str, int]) -> str:
-    """Return `text`, or what kind it is with the number of its sentence below the table."""
+    """Return `text`, or its kind with the number of its sentence below the table."""
     kind, colon, why = text.partition(": ")
     if not colon:
         return text

@@ -1,4 +1,4 @@
-"""Few cases in which every two entries of any two kinds come together."""
+"""A small set of cases that combines every two entries of any two kinds."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ Pair = tuple[int, str, int, str]
 
 
 def covering(kinds: Mapping[str, Sequence[str]], fits: Callable[[Row], bool]) -> list[Row]:
-    """Return rows, an entry of each kind, that hold every pair which some row that fits holds; the same ones always.
+    """Return rows, with an entry of each kind, that together have every pair which any fitting row has.
 
-    What no pair asks for is the first entry of its kind.
+    The result is deterministic. An entry that no pair needs is the first one of its kind.
     """
     entries = list(kinds.values())
     missing = dict.fromkeys(
@@ -33,14 +33,14 @@ def covering(kinds: Mapping[str, Sequence[str]], fits: Callable[[Row], bool]) ->
 
 
 def pairs_of(row: Row) -> list[Pair]:
-    """Return the pairs that `row` holds."""
+    """Return the pairs in `row`."""
     return [(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(row)), 2)]
 
 
 def _row_with(
     pair: Pair, entries: Sequence[Sequence[str]], missing: Mapping[Pair, None], fits: Callable[[Row], bool]
 ) -> Row | None:
-    """Return a row with `pair` that holds many of the `missing` pairs; None if none fits."""
+    """Return a row with `pair` and many of the `missing` pairs; None if no row fits."""
     i, a, j, b = pair
     row = [kind[0] for kind in entries]
     row[i], row[j] = a, b

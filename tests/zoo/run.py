@@ -37,15 +37,21 @@ NOT_TOGETHER = {
     "swa_utils.AveragedModel": _SHARDED,
     "Rprop": _FSDP2,
     "Adafactor": _FSDP2,
-    "LBFGS": {SCALER, TWO_GROUPS, TP, "TP x FSDP2, uneven", "PP"},  # Stages decide how often they evaluate, each alone.
-    SCALER: {"PP"},  # A stage without the loss has nothing to scale, and its scaler no scale.
+    "LBFGS": {
+        SCALER,
+        TWO_GROUPS,
+        TP,
+        "TP x FSDP2, uneven",
+        "PP",
+    },  # Each stage decides by itself how often it evaluates.
+    SCALER: {"PP"},  # A stage without the loss has nothing to scale, and no scale.
 }
-"""What torch does not train together: no row of pairs has the two, so that the others of the row are tried."""
+"""Entries that torch cannot train together: no case combines them, so that its other entries are tested."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is combined; each is a name in the dict of its kind."""
+    """A combination of entries; each field is a name in the dict of its kind."""
 
     model: str = "plain layers"
     optimizer: str = "AdamW"
@@ -54,7 +60,7 @@ class Case:
     extra: str = "none"
     mode: str = "disabled"
     width: int = 0
-    """Of the model; 0 for the wrapper's own."""
+    """Width of the model; 0: that of the wrapper."""
 
     def __str__(self) -> str:
         return ", ".join([self.model, self.optimizer, self.scheduler, self.wrapper, self.extra, self.mode])
@@ -65,7 +71,7 @@ class Case:
 
     @property
     def is_offered(self) -> bool:
-        """Whether torch can train it at all; see `NOT_TOGETHER`."""
+        """Whether torch can train it; see `NOT_TOGETHER`."""
         chosen = {self.model, self.optimizer.partition("-")[0], self.scheduler, self.wrapper, self.extra}
         if self.optimizer.startswith("SparseAdam") and self.model != SPARSE:
             return False
@@ -77,7 +83,7 @@ class Case:
 
 
 class Run:
-    """The objects of a case; every rank makes one. **Collective**, as its steps are."""
+    """The objects of a case on one rank. The constructor and the steps are **collective**."""
 
     def __init__(self, case: Case, rank: int, seed: int) -> None:
         self.case, self.rank = case, rank
@@ -95,7 +101,7 @@ class Run:
             if case.extra == TWO_OPTIMIZERS and self.schedulers:
                 self.schedulers[0] = torch.optim.lr_scheduler.ExponentialLR(self.optimizers[0], 0.6)
             self.states = EXTRAS[case.extra](self)
-        # Ranks drop other units, but for those that have to come to the same.
+        # Each rank has its own dropout, except the ranks of a tensor-parallel group, which must compute the same.
         torch.manual_seed(seed + 1000 + (rank // 2 if case.wrapper.startswith(TP) else rank))
 
     def manager(self, folder: Path, **options: Any) -> CheckpointManager:
@@ -106,14 +112,14 @@ class Run:
         return CheckpointManager(None, self.module, self.optimizers, self.schedulers, self.states, config)
 
     def train(self, until: int, manager: CheckpointManager | None = None) -> list[float]:
-        """Go on to the end of step `until`, asking `manager` after each; return the losses."""
+        """Train to the end of step `until`, calling `manager` after each step. Return the losses."""
         losses = []
         while self.step < until:
             self.step += 1
             with quiet():
                 losses.append(self._train_step(manager))
             if manager is not None:
-                # In an asynchronous mode a forced save would be made in the synchronous way.
+                # In an asynchronous mode a forced save would be synchronous.
                 manager.save(self.step, force=self.step == 3 and self.case.mode == "disabled")
         return losses
 
@@ -146,7 +152,7 @@ class Run:
         return loss
 
     def snapshot(self) -> dict[str, Any]:
-        """Return a copy of all that a resume has to bring back on this rank."""
+        """Return a copy of all state of this rank that a resume must restore."""
         whole = {
             "model": model_state(self.module),
             "all buffers": dict(self.module.named_buffers()),
@@ -160,11 +166,11 @@ class Run:
 
 
 def _optimizers(case: Case, module: nn.Module) -> list[Optimizer]:
-    """Return the optimizer of the case, and others for the parameters that it cannot take."""
+    """Return the optimizer of the case, and others for the parameters that it does not support."""
     recipe = OPTIMIZERS[case.optimizer]
     arguments = dict(recipe.arguments)
     if "TP" in case.wrapper and "foreach" in inspect.signature(recipe.kind).parameters:
-        arguments["foreach"] = False  # torch's foreach kernels take tensors of one mesh alone.
+        arguments["foreach"] = False  # torch's foreach kernels need all tensors on one mesh.
     rows = [each.weight for each in module.modules() if is_sparse(each)]
     others = [each for each in module.parameters() if not any(each is row for row in rows)]
     made: list[Optimizer] = []
@@ -186,7 +192,7 @@ def _optimizers(case: Case, module: nn.Module) -> list[Optimizer]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Let torch warn of what it deprecates: the zoo has it because people have it."""
+    """Ignore torch's warnings: the zoo also has deprecated features, because users have them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -14,7 +14,7 @@ NONE = "none"
 
 
 class Inverse:
-    """A schedule that is an object with a state, which LambdaLR saves."""
+    """A schedule that is an object with state, which LambdaLR saves."""
 
     def __init__(self) -> None:
         self.calls = 0

@@ -1,7 +1,7 @@
-"""What a run holds, as plain values and the ranks' own memory, and how two of these differ.
+"""Snapshots of a run's state, as plain values and the ranks' own memory, and their differences.
 
-Nothing here asks the package, nor DTensor for a whole tensor: where sizes do not divide, DTensor's idea of who
-holds which rows is not what `fully_shard` does, and that is what is tested.
+Nothing here uses the package, or DTensor to get a whole tensor: if sizes do not divide, DTensor computes other rows for
+a rank than `fully_shard` gives it, and the tests check exactly that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WRAPPERS_INSIDE = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_m
 
 @dataclass(frozen=True)
 class Piece:
-    """A rank's memory of a tensor of `shape`; cut along (dim, parts, index), one after the other."""
+    """A rank's part of a tensor of `shape`, cut along each (dim, parts, index) of `cuts` in turn."""
 
     shape: tuple[int, ...]
     cuts: tuple[tuple[int, int, int], ...]
@@ -31,17 +31,17 @@ class Piece:
 
     @staticmethod
     def of(tensor: Tensor) -> Piece:
-        """Return what this rank has of `tensor`."""
+        """Return this rank's part of `tensor`."""
         if not isinstance(tensor, DTensor):
             return Piece(tuple(tensor.shape), (), tensor.detach().clone())
         mesh = tensor.device_mesh
-        # A _StridedShard is FSDP's, which cuts what tensor parallelism has left of the rows.
+        # A _StridedShard comes from FSDP, which cuts the rows that tensor parallelism has already cut.
         in_order = sorted(enumerate(tensor.placements), key=lambda each: hasattr(each[1], "split_factor"))
         cuts = [(p.dim, mesh.size(at), mesh.get_local_rank(at)) for at, p in in_order if hasattr(p, "dim")]
         return Piece(tuple(tensor.shape), tuple(cuts), tensor.to_local().detach().clone())
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Return the part of `whole` that this piece is."""
+        """Return this piece's part of `whole`."""
         for dim, parts, index in self.cuts:
             chunks = whole.chunk(parts, dim)
             whole = chunks[index] if index < len(chunks) else whole.narrow(dim, 0, 0)
@@ -49,7 +49,7 @@ class Piece:
 
 
 def assembled(pieces: Sequence[Any]) -> Any:
-    """Return the nest that ranks hold together, each piece put into its whole; what is no piece is the first rank's."""
+    """Return one nest from those of all ranks, with whole tensors; values that are no pieces come from rank 0."""
     first = pieces[0]
     if isinstance(first, Piece):
         whole = torch.zeros(first.shape, dtype=first.memory.dtype)
@@ -79,8 +79,8 @@ def in_pieces(value: Any) -> Any:
 
 
 def difference(expected: Any, found: Any, where: str = "") -> str:
-    """Return where and how two nests differ first; empty if they are equal bit for bit, in types too."""
-    if isinstance(found, Piece) and isinstance(expected, Tensor):  # of the whole
+    """Return the first difference of two nests; empty if they are equal bit for bit and in their types."""
+    if isinstance(found, Piece) and isinstance(expected, Tensor):  # the whole tensor
         return difference(found.cut(expected), found.memory, where)
     if type(expected) is not type(found):
         return f"{where}: expected {_short(expected)}, found {_short(found)}"
@@ -97,13 +97,13 @@ def difference(expected: Any, found: Any, where: str = "") -> str:
             return f"{where}: expected {len(expected)} items, found {len(found)}"
         pairs = zip(expected, found, strict=True)
         return next(filter(None, (difference(a, b, f"{where}[{at}]") for at, (a, b) in enumerate(pairs))), "")
-    if isinstance(expected, set | frozenset):  # Equal sets may have other orders.
+    if isinstance(expected, set | frozenset):  # Equal sets may differ in order.
         return difference(sorted(map(_typed, expected), key=repr), sorted(map(_typed, found), key=repr), where)
     return "" if repr(expected) == repr(found) else f"{where}: expected {_short(expected)}, found {_short(found)}"
 
 
 def plain_names(module: nn.Module, named: Iterator[tuple[str, Any]]) -> dict[str, Any]:
-    """Return `named`, of `module`, by the names of the model that it wraps."""
+    """Return `named`, the named tensors of `module`, under the names of the model that it wraps."""
     plain = {}
     for name, value in named:
         for inside in WRAPPERS_INSIDE:
@@ -135,7 +135,7 @@ def model_state(module: nn.Module) -> dict[str, Any]:
 def optimizer_state(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """Return the state and the settings of each parameter, by its name.
 
-    What FSDP1 keeps of a parameter on other ranks alone is left out: some optimizers make empty state for it.
+    A parameter of which FSDP1 has no element on this rank gets no state: some optimizers make empty state for it.
     """
     is_flat = isinstance(module, FullyShardedDataParallel)
     names = {parameter: name for name, parameter in plain_names(module, module.named_parameters()).items()}
@@ -150,10 +150,10 @@ def optimizer_state(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[
 
 
 def of_flat_pieces(module: FullyShardedDataParallel, held: dict[str, Any]) -> tuple[Any, Any]:
-    """Return the whole parameters and optimizer states, by name, of which `held` has this rank's. **Collective**.
+    """Return the whole parameters and optimizer states, by name, from `held`, this rank's part. **Collective**.
 
-    FSDP1 cuts a parameter as it lies in memory, so the ranks' pieces are the whole, one after the other. torch's own
-    full state dict is no help: on CPUs all states of a parameter are one memory in it (torch 2.13).
+    FSDP1 cuts a parameter in the order of its memory, so concatenating the ranks' pieces gives the whole. torch's full
+    state dict cannot be used: on CPUs it has all states of a parameter in the same memory (torch 2.13).
     """
     with FullyShardedDataParallel.summon_full_params(module, writeback=False):
         shapes = {name: each.shape for name, each in plain_names(module, module.named_parameters()).items()}

@@ -1,4 +1,4 @@
-"""What torch has comes back as it was, or is refused by name: every entry, and every two of them together."""
+"""Every feature of torch, and every two of them together, resumes exactly or is refused by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.zoo.run import Case
 from tests.zoo.schedules import RECIPES, schedulers_of_torch
 from tests.zoo.wrappers import WRAPPERS
 
-ALONE = [
+SINGLE_ENTRIES = [
     *(Case(scheduler=name) for name in KINDS["scheduler"]),
     *(Case(model=name) for name in KINDS["model"]),
     *(Case(extra=name) for name in KINDS["extra"]),
@@ -32,7 +32,7 @@ all_pairs = cache(pairs)
 
 @pytest.fixture(scope="module")
 def group(two_ranks: Ranks, four_ranks: Ranks) -> Iterator[Group]:
-    """Ranks by their number."""
+    """Return groups of ranks by their number."""
     with groups() as own:
         shared = {2: two_ranks, 4: four_ranks}
         yield lambda size, resumes: own(size, resumes) if resumes or size == 1 else shared[size]
@@ -42,13 +42,13 @@ def test_every_scheduler_of_torch_has_a_recipe() -> None:
     assert not [name for name in schedulers_of_torch() if name not in RECIPES]
 
 
-@pytest.mark.parametrize("case", ALONE, ids=str)
-def test_in_one_process_it_goes_on_as_if_it_had_never_stopped(tmp_path: Path, group: Group, case: Case) -> None:
+@pytest.mark.parametrize("case", SINGLE_ENTRIES, ids=str)
+def test_in_one_process_a_resumed_run_equals_one_that_never_stopped(tmp_path: Path, group: Group, case: Case) -> None:
     outcome = find(Cell(case), tmp_path, group)
     assert outcome.kind == EQUAL, outcome
 
 
-def test_the_rows_hold_every_pair_that_fits() -> None:
+def test_the_rows_have_every_pair_that_fits() -> None:
     kinds = {"a": "01234", "b": "xyz", "c": "pq", "d": "mn"}
     rows = covering(kinds, lambda row: row[:2] != ("0", "x"))
     held = {pair for row in rows for pair in pairs_of(row)}
@@ -58,7 +58,7 @@ def test_the_rows_hold_every_pair_that_fits() -> None:
 
 
 def shape(page: str) -> list[str]:
-    """Return the lines of a page with the cells' outcomes, their sentences and all numbers left out."""
+    """Return the lines of a page without the outcomes of cells, their sentences and all numbers."""
     rows = [
         f"{line.split(' | ')[0]} {line.count(' | ')}" if line.startswith("| ") else re.sub(r"\d+(\.\d+)*", "N", line)
         for line in page.splitlines()
@@ -67,11 +67,11 @@ def shape(page: str) -> list[str]:
     return re.sub(r"\n{2,}", "\n", "\n".join(rows)).partition("## Pairs")[0].splitlines()
 
 
-def test_the_page_is_as_its_command_writes_it() -> None:
+def test_the_page_is_the_one_that_its_command_writes() -> None:
     page = PAGE.read_text(encoding="utf-8")
     written_with = re.findall(r"with torch (\S+) on CPUs", page)
     if written_with != [torch.__version__.partition("+")[0]]:
-        pytest.skip(f"another torch has other classes; the page is of {written_with}")
+        pytest.skip(f"this torch has other classes than {written_with}, with which the page was written")
     equal = Outcome(EQUAL)
     cells = {k: {entry: dict.fromkeys(columns(k, entry), equal) for entry in entries} for k, entries in KINDS.items()}
     assert shape(page) == shape(render(cells, [equal])), "write the page again: python -m tests.zoo"
@@ -79,14 +79,14 @@ def test_the_page_is_as_its_command_writes_it() -> None:
     assert not [name for name in names if not re.search(rf"^\| {name}\b", page, re.MULTILINE)]
 
 
-def test_no_cell_of_the_page_differs_and_each_that_is_not_equal_says_why() -> None:
+def test_no_cell_of_the_page_differs_and_each_that_is_not_equal_has_a_reason() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert DIFFERS not in page
     assert not re.findall(r"\| (?:refused|not offered by torch) (?!\()", page)
 
 
-# 416 cases, 322 s alone on two cores that others used too, of which four ranks took 205: one of their wrappers stands
-# for the three with --all, which leaves 192 s. New ranks for each of FSDP1's cases are 15 s more.
+# 416 cases took 322 s on two shared cores, of which those on four ranks took 205 s. With --all only one of the three
+# wrappers of four ranks runs, which leaves 192 s. New processes for each of FSDP1's cases add 15 s.
 @pytest.mark.parametrize(
     "wrapper",
     [
@@ -94,7 +94,7 @@ def test_no_cell_of_the_page_differs_and_each_that_is_not_equal_says_why() -> No
         for each in WRAPPERS
     ],
 )
-def test_any_two_entries_go_on_together_or_are_refused_by_name(
+def test_any_two_entries_together_resume_exactly_or_are_refused_by_name(
     tmp_path_factory: pytest.TempPathFactory, group: Group, wrapper: str
 ) -> None:
     cases = [case for case in all_pairs() if case.wrapper == wrapper]
@@ -102,12 +102,12 @@ def test_any_two_entries_go_on_together_or_are_refused_by_name(
     assert not [f"{case}: {outcome}" for case, outcome in found.items() if outcome.kind == DIFFERS]
 
 
-# Each is a save and a load on two groups of ranks. All take a minute of two cores; the wrappers' stand for them.
+# Each is a save and a load on two groups of ranks. All take a minute on two cores; with --all only the wrappers run.
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(kind, marks=pytest.mark.slow if kind == "wrapper" else pytest.mark.exhaustive) for kind in KINDS],
 )
-def test_what_is_loaded_on_other_processes_is_what_was_saved(
+def test_the_state_loaded_on_other_processes_equals_the_saved_state(
     tmp_path_factory: pytest.TempPathFactory, group: Group, kind: str
 ) -> None:
     cells = [cell for entry in KINDS[kind] for cell in columns(kind, entry).values() if cell.loaded_under]

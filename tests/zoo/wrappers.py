@@ -1,4 +1,4 @@
-"""What people put around a model, with the number of processes that it takes here."""
+"""The wrappers of models, each with the number of processes that it runs on here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Loss = Callable[[Tensor], Tensor]
 
 
 def loss_of(output: Tensor) -> Tensor:
-    """Return what the training makes small."""
+    """Return the loss of `output`."""
     return output.float().square().mean()
 
 
@@ -46,15 +46,15 @@ class Stage(Wrapped):
 
     def __init__(self, model: Subject) -> None:
         rank = dist.get_rank()
-        width = model.down.in_features  # type: ignore[union-attr]  # it is no None before the model is cut
+        width = model.down.in_features  # type: ignore[union-attr]  # not None before the model is cut
         if rank == 0:
             model.down = None
             model.middle = None
         else:
             model.up = None
         super().__init__(model)
-        # With examples, for torch would find the shapes by a forward pass on garbage, which buffers keep. All but the
-        # input need gradients: torch sends back those that the examples ask for.
+        # With examples torch does not find the shapes by a forward pass on garbage, which would change buffers. All but
+        # the input require gradients: torch sends back only the gradients that the examples require.
         examples = [
             torch.empty(BATCH // 2, size, requires_grad=at > 0) for at, size in enumerate((INPUT, width, OUTPUT))
         ]
@@ -62,7 +62,7 @@ class Stage(Wrapped):
         self._schedule = ScheduleGPipe(stage, 2, loss_fn=lambda output, target: loss_of(output))
 
     def forward_backward(self, batch: Tensor, scale: Callable[[Tensor], Tensor]) -> float:
-        """Run the pipeline; every rank returns the loss, though only the last has it."""
+        """Run the pipeline. Return the loss on every rank, although only the last one computes it."""
         losses: list[Tensor] = []
         if dist.get_rank() == 0:
             self._schedule.step(batch)
@@ -75,7 +75,7 @@ class Stage(Wrapped):
 
 @dataclass(frozen=True)
 class Wrapper:
-    """How a model is wrapped; `others` are wrappers that its checkpoints are loaded under besides."""
+    """How a model is wrapped. Its checkpoints are also loaded under the wrappers `others`."""
 
     world_size: int
     wrap: Callable[[Subject], Wrapped]
@@ -103,7 +103,7 @@ def _fsdp1(model: Subject) -> Wrapped:
 
 @cache
 def _mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
-    """Return the one mesh of this process: the groups of each have threads, and nothing ends them."""
+    """Return the only mesh of this process: the groups of a mesh have threads that never end."""
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
@@ -116,7 +116,7 @@ def _fsdp1_with_mesh(model: Subject) -> Wrapped:
 
 def _fsdp2(model: Subject) -> Wrapped:
     mesh = _mesh((dist.get_world_size(),))
-    fully_shard(model.middle, mesh=mesh)  # type: ignore[arg-type]  # it is no None before a pipeline is cut
+    fully_shard(model.middle, mesh=mesh)  # type: ignore[arg-type]  # not None before a pipeline is cut
     fully_shard(model, mesh=mesh)
     return Wrapped(model)
 
