@@ -1,13 +1,12 @@
-"""Measures saves and loads of checkpoints beside the disk itself and beside others, all in one run.
+"""Measure saves and loads of checkpoints, compared with the raw disk and with other libraries, in one run.
 
     python scripts/bench_checkpoint.py --quick
     python scripts/bench_checkpoint.py --rounds 7 --peers --json bench.json --targets
 
-Every round measures everything once, in another order: absolute figures drift, ratios within a round do
-not. A figure is a median; what stands under it
-is how far the lowest and the highest are from it. What a contender loads is
-compared with what it saved, bit by bit, once for each. A file is made cold by fsync and posix_fadvise
-(DONTNEED), and mincore says how much of it the page cache still had; it is made warm by reading it.
+Every round measures everything once, in a new order: absolute figures drift, ratios within a round do not. A figure is
+a median; below it are the distances of the lowest and the highest value. For each contender the loaded state is
+compared once with the saved one, bit by bit. A file is made cold with fsync and posix_fadvise(DONTNEED), and mincore
+measures how much of it was still in the page cache; it is made warm by reading it.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ WORKLOADS = ("llama", "small", "fsdp2")
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How much is measured."""
+    """The sizes and numbers of a run."""
 
     rounds: int
     others_async_rounds: int
@@ -54,7 +53,7 @@ class Settings:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Settings:
-        """What the command line asks for."""
+        """Return the settings of the command line."""
         if args.quick:
             return cls(args.rounds or 2, args.rounds or 1, 1_000_000, 200, 64, 0.05, 1_000_000, 1 << 20)
         rounds = args.rounds or 5
@@ -63,7 +62,7 @@ class Settings:
 
 
 def main() -> int:
-    """The command; the exit code is 0 unless what was loaded is not what was saved, or the folder does not do."""
+    """Run the command. Return 0, or 2 if the folder cannot be used. A load that differs from its save raises."""
     args = _arguments().parse_args()
     if args.child:
         return _child(json.loads(args.child))
@@ -76,16 +75,14 @@ def main() -> int:
     settings = Settings.of(args)
     place = Path(args.folder or ".").absolute()
     if not place.is_dir():
-        print(f"{place} is no folder: make it first, or name another --folder", file=sys.stderr)
+        print(f"{place} is not a folder: make it first, or name another --folder", file=sys.stderr)
         return 2
     needed = _needed_bytes(settings)
     if (free := shutil.disk_usage(place).free) < needed:
-        print(
-            f"{place} has room for {free >> 20} MiB, this takes {needed >> 20}: name another --folder", file=sys.stderr
-        )
+        print(f"{place} has {free >> 20} MiB free, expected {needed >> 20} MiB: name another --folder", file=sys.stderr)
         return 2
     _be_quiet()
-    # Ended from outside, it still removes what it wrote.
+    # On SIGTERM, exit through the code that removes the files.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(f"ended by signal {number}"))
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=place) as folder:
         document = _Bench(args, settings, Path(folder)).run()
@@ -95,7 +92,7 @@ def main() -> int:
 
 
 class _Bench:
-    """One run."""
+    """One run of the bench."""
 
     def __init__(self, args: argparse.Namespace, settings: Settings, folder: Path) -> None:
         self._args, self._settings, self._folder = args, settings, folder
@@ -104,11 +101,11 @@ class _Bench:
         self._syncs: dict[str, str] = {"raw": "itself: fdatasync"}
 
     def run(self) -> dict[str, Any]:
-        """Measures all, prints the tables, and returns what goes into the JSON."""
+        """Measure everything and print the tables. Return the content of the JSON file."""
         facts = machine.facts(self._folder)
         began = datetime.datetime.now(datetime.timezone.utc)
         if not disk.takes_direct(self._folder):
-            self._skipped["raw"] = "direct I/O is refused here: what is a ratio of the raw disk cannot be measured"
+            self._skipped["raw"] = "this file system refuses direct I/O, so ratios to the raw disk cannot be measured"
         if "llama" in self._args.workloads:
             self._llama()
         if "small" in self._args.workloads:
@@ -154,10 +151,10 @@ class _Bench:
             if self._works(contender):
                 chosen.append(contender)
                 self._syncs[name] = contender.who_syncs
-        in_turn.measure(workload, states.make(state), chosen, self._folder, rounds, self._samples, self._tell)
+        in_turn.measure(workload, states.make(state), chosen, self._folder, rounds, self._samples, self._print_progress)
 
     def _works(self, contender: Contender) -> bool:
-        """Whether it saves and loads a small state here; ours must."""
+        """Return whether `contender` saves and loads a small state here. Raise if ours does not."""
         folder = self._folder / "try"
         folder.mkdir()
         small = states.llama_state(1)
@@ -184,15 +181,15 @@ class _Bench:
         rounds: int,
         others_rounds: int | None = None,
     ) -> None:
-        if kind == "memory" and not machine.memory_before_a_peak_can_be_told():
-            self._skipped["extra memory"] = "this kernel lets no process set its high-water mark"
+        if kind == "memory" and not machine.has_resettable_peak():
+            self._skipped["extra memory"] = "this kernel does not let a process reset its high-water mark"
             return
         for number in range(rounds):
             for name in random.Random(number).sample(list(names), len(names)):
                 is_enough = others_rounds is not None and number >= others_rounds and not apart.is_of_a_target(name)
                 if name in self._skipped or is_enough:
                     continue
-                self._tell(f"{workload}: {kind}, round {number + 1} of {rounds}: {name}")
+                self._print_progress(f"{workload}: {kind}, round {number + 1} of {rounds}: {name}")
                 job = {
                     "kind": kind,
                     "contender": name,
@@ -212,11 +209,11 @@ class _Bench:
 
     def _sharded(self) -> None:
         common = {"contender": "ranks", "folder": str(self._folder), "rounds": self._settings.rounds}
-        self._tell("fsdp2: two ranks")
+        self._print_progress("fsdp2: two ranks")
         job = common | {"kind": "ranks", "mesh": "fsdp2", "workload": "fsdp2", "params": self._settings.params}
         sharded.measure(job, self._samples)
         for mesh in ("ddp", "hsdp"):
-            self._tell(f"{mesh}: who writes what")
+            self._print_progress(f"{mesh}: bytes by rank")
             job = common | {"kind": "bytes", "mesh": mesh, "workload": f"{mesh} bytes"}
             sharded.measure(job | {"params": self._settings.bytes_params}, self._samples)
 
@@ -255,12 +252,12 @@ class _Bench:
         only = self._args.only
         return [name for name in names if only is None or any(part in name for part in only)]
 
-    def _tell(self, what: str) -> None:
+    def _print_progress(self, what: str) -> None:
         print(f"  {what}", file=sys.stderr, flush=True)
 
 
 def _child(job: dict[str, Any]) -> int:
-    """One of the processes that the bench starts."""
+    """Run one of the processes that the bench starts."""
     _be_quiet()
     samples = Samples()
     serve = {
@@ -275,7 +272,7 @@ def _child(job: dict[str, Any]) -> int:
 
 
 def _figures_of_scale(path: str | None) -> dict[str, float]:
-    """What scripts/simulate_scale.py wrote, by the name of the target."""
+    """Return the figures that scripts/simulate_scale.py wrote, by the name of the target."""
     if path is None:
         return {}
     figures: dict[str, float] = json.loads(Path(path).read_text(encoding="utf-8"))["targets"]
@@ -283,7 +280,7 @@ def _figures_of_scale(path: str | None) -> dict[str, float]:
 
 
 def _needed_bytes(settings: Settings) -> int:
-    """Two checkpoints at a time, the manager's last one and the next, and some room."""
+    """Return the bytes of the manager's last checkpoint and the next one, with a reserve."""
     return 3 * settings.params * 12 + settings.tensors * 2 * states.SMALL_BYTES + (64 << 20)
 
 
@@ -296,18 +293,20 @@ def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=WORKLOADS, help="all by default")
     parser.add_argument("--rounds", type=int, help="5 by default, 2 with --quick")
-    parser.add_argument("--others-async-rounds", type=int, help="of others' saves in the background; as --rounds")
+    parser.add_argument(
+        "--others-async-rounds", type=int, help="rounds of background saves of others; default: --rounds"
+    )
     parser.add_argument("--params", type=float, default=168, help="millions of parameters of llama and fsdp2; 168")
-    parser.add_argument("--tensors", type=int, default=20_000, help="of 4 KiB, of small; 20000")
-    parser.add_argument("--train-dim", type=int, default=384, help="width of the model that is trained beside; 384")
-    parser.add_argument("--only", nargs="+", help="contenders whose name has one of these in it")
-    parser.add_argument("--peers", action="store_true", help="other libraries, too, where they are installed")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that it runs, the figures mean nothing")
-    parser.add_argument("--folder", help="where files are written, in a folder of its own; here")
+    parser.add_argument("--tensors", type=int, default=20_000, help="tensors of 4 KiB in the workload small; 20000")
+    parser.add_argument("--train-dim", type=int, default=384, help="width of the model that trains during a save; 384")
+    parser.add_argument("--only", nargs="+", help="only contenders whose name contains one of these")
+    parser.add_argument("--peers", action="store_true", help="also measure other libraries that are installed")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to test that it runs")
+    parser.add_argument("--folder", help="folder for the temporary files; default: .")
     parser.add_argument("--json", help="file for all samples, the table and the targets")
-    parser.add_argument("--targets", action="store_true", help="the table of targets, after the others")
+    parser.add_argument("--targets", action="store_true", help="also print the table of targets")
     parser.add_argument("--scale", help="the JSON of scripts/simulate_scale.py, for the targets that it measures")
-    parser.add_argument("--of", metavar="JSON", help="measure nothing: the table of targets of an earlier run")
+    parser.add_argument("--of", metavar="JSON", help="measure nothing; print the targets of an earlier run")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser
 

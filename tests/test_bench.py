@@ -1,4 +1,4 @@
-"""What the bench says can be trusted: it compares what was loaded, and judges each target by its own samples."""
+"""The bench compares each loaded state with the saved one, and judges each target by its own samples."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_quick_run_measures_every_line_and_names_every_target(tmp_path: Path) 
     document = json.loads(found.read_text(encoding="utf-8"))
 
     assert not [line for line in printed.splitlines() if len(line) > 80]
-    assert not list(folder.iterdir()), "nothing is left"
+    assert not list(folder.iterdir()), "no file is left"
     assert {"cores", "memory_bytes", "kernel", "torch", "filesystem"} <= document["machine"].keys()
     lines = {(line["workload"], line["contender"], line["figure"]) for line in document["table"]}
     assert lines == {(each["workload"], each["contender"], each["figure"]) for each in document["samples"]}
@@ -105,24 +105,22 @@ def test_the_targets_of_an_earlier_run_are_judged_again_from_its_samples(
     assert line.split()[-5:] == ["<=", "64", "MiB", "32.0", "reached"]
 
 
-def test_a_contender_that_loads_something_else_than_it_saved_ends_the_run(bench: ModuleType, tmp_path: Path) -> None:
+def test_a_contender_that_loads_another_state_than_it_saved_ends_the_run(bench: ModuleType, tmp_path: Path) -> None:
     torch_save: Any = bench.apart.CONTENDERS["torch.save"]
 
     class LoadsNothing(torch_save):  # type: ignore[misc]
         def load(self, *args: Any, **options: Any) -> None:
-            """Leaves the target as it is."""
+            """Leave the target unchanged."""
 
     state = bench.states.small_state(3)
     with pytest.raises(AssertionError, match=r"torch\.save, cold: model\.layers\.0\.w was not loaded as it was saved"):
         bench.in_turn.measure("small", state, [LoadsNothing()], tmp_path, 1, bench.Samples(), lambda _: None)
 
 
-def test_what_was_written_is_cold_before_a_cold_load_and_warm_before_a_warm_one(
-    bench: ModuleType, tmp_path: Path
-) -> None:
+def test_files_are_cold_after_make_cold_and_warm_after_make_warm(bench: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(1 << 20))
     assert bench.disk.make_warm(tmp_path) == 1.0
-    if bench.disk.takes_direct(tmp_path):  # Where there is a disk below.
+    if bench.disk.takes_direct(tmp_path):  # Needs a real disk.
         assert bench.disk.make_cold(tmp_path) == 0.0
 
 
@@ -144,9 +142,9 @@ def _output_of(arguments: list[str]) -> str:
     return ended.stdout
 
 
-def test_a_folder_that_is_not_there_is_one_sentence(
+def test_a_missing_folder_is_one_sentence(
     bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["bench_checkpoint.py", "--quick", "--folder", str(tmp_path / "gone")])
     assert bench.main() == 2
-    assert capsys.readouterr().err == f"{tmp_path}/gone is no folder: make it first, or name another --folder\n"
+    assert capsys.readouterr().err == f"{tmp_path}/gone is not a folder: make it first, or name another --folder\n"

@@ -1,1 +1,1 @@
-"""The parts of scripts/bench_checkpoint.py: what is measured, beside what, and how the figures become tables."""
+"""The parts of scripts/bench_checkpoint.py: the contenders, the measurements and the tables."""

@@ -1,10 +1,9 @@
-"""What has to be measured in a process of its own: memory, and saves in the background with a first one.
+"""Measurements that need a process of their own: memory, and saves in the background from the first one on.
 
-The bench starts itself again with `--child`, hands over a job as JSON and gets samples back. A process
-that is asked for asynchronous saves does them in this order: one (the first), one, and one beside a
-small training loop, each when the one before is durable. What a target is of is measured beside
-training `SAVES_BESIDE` times; ours also saves while it waits, so that the time to durable is compared
-within one process.
+The bench starts itself again with `--child`, passes a job as JSON and gets samples back. For asynchronous saves a
+process makes a first save, a second one, and one during a small training loop, each after the one before is durable.
+Contenders with a target save `SAVES_BESIDE` times during training. Ours also makes synchronous saves, so that the times
+to durable are compared within one process.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ SYNC = "sync save"
 
 Job = dict[str, Any]
 Steps = tuple[list[float], list[float]]
-"""Seconds of each step alone, and beside a save."""
+"""Seconds of each step without a save, and during a save."""
 
 CONTENDERS: dict[str, Callable[[], Any]] = {
     "ours": Ours,
@@ -58,7 +57,7 @@ CONTENDERS: dict[str, Callable[[], Any]] = {
     "safetensors": Safetensors,
     **PEERS,
 }
-"""By name, those that save while the caller waits."""
+"""Contenders that save while the caller waits, by name."""
 
 ASYNC_CONTENDERS: dict[str, Callable[[Job], Any]] = {
     "raw copied": lambda job: RawCopied(),
@@ -70,30 +69,30 @@ ASYNC_CONTENDERS: dict[str, Callable[[Job], Any]] = {
     "dcp process, shared memory": lambda job: DcpAsync(AsyncCheckpointerType.PROCESS, shared=True),
     **ASYNC_PEERS,
 }
-"""By name, those that save in the background."""
+"""Contenders that save in the background, by name."""
 
 
 class ChildFailed(RuntimeError):
-    """A process of the bench came to no good end."""
+    """A process of the bench failed or did not end in time."""
 
 
 def is_of_a_target(name: str) -> bool:
-    """Whether a target is of the contender `name`, or is compared with it: ours, and the raw disk."""
+    """Return whether a target uses the contender `name`: ours and the raw disk."""
     return name.startswith(("ours", "raw"))
 
 
 def start(job: Job) -> subprocess.Popen[str]:
-    """A process that does `job`."""
+    """Start a process that runs `job`."""
     command = [sys.executable, str(Path(__file__).parents[1] / "bench_checkpoint.py"), "--child", json.dumps(job)]
     return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
 
 
 def finish(process: subprocess.Popen[str], job: Job) -> list[dict[str, Any]]:
-    """The samples of a process that was started for `job`; it has ended, whatever happens. Raises `ChildFailed`."""
+    """Wait for the process of `job` and return its samples. Raise ChildFailed; the process has ended in any case."""
     try:
         _, errors = process.communicate(timeout=DEADLINE_SECONDS)
     except subprocess.TimeoutExpired:
-        raise ChildFailed(f"{job['contender']}: came to no end within {DEADLINE_SECONDS:.0f} s") from None
+        raise ChildFailed(f"{job['contender']}: did not end within {DEADLINE_SECONDS:.0f} s") from None
     finally:
         if process.poll() is None:
             process.kill()
@@ -105,24 +104,24 @@ def finish(process: subprocess.Popen[str], job: Job) -> list[dict[str, Any]]:
 
 
 def run(job: Job) -> list[dict[str, Any]]:
-    """The samples of `job`, from a process of its own."""
+    """Run `job` in a process of its own. Return its samples."""
     with tempfile.TemporaryDirectory(dir=job["folder"]) as folder:
         whole = job | {"folder": folder, "answer": str(Path(folder, "answer.json"))}
         return finish(start(whole), whole)
 
 
 def serve_memory(job: Job, samples: Samples) -> None:
-    """In the process: the memory that a save and a load take beyond the state itself."""
+    """Measure, in the child process, the memory that a save and a load need in addition to the state."""
     contender: Contender = CONTENDERS[job["contender"]]()
     folder = Path(job["folder"])
-    # What is imported, and made once, at a first save and load is not of this state.
+    # The first save and load import modules and allocate things once; the second ones are measured.
     _save_and_load(contender, states.make({"kind": "llama", "params": 1}), folder / "first", None, job, samples)
     _save_and_load(contender, states.make(job["state"]), folder / "second", PeakMemory, job, samples)
     contender.close()
 
 
 def serve_async(job: Job, samples: Samples) -> None:
-    """In the process: stalls and times to durable of three saves in a row."""
+    """Measure, in the child process, stalls and times to durable of several saves in a row."""
     contender: AsyncContender = ASYNC_CONTENDERS[job["contender"]](job)
     state, folder = states.make(job["state"]), Path(job["folder"], "checkpoint")
     buffer = disk.Touched(state.num_bytes)
@@ -161,7 +160,7 @@ def serve_async(job: Job, samples: Samples) -> None:
 
 
 class Training:
-    """A small model that is trained beside a save."""
+    """A small model that trains during a save."""
 
     def __init__(self, dim: int) -> None:
         self._model = torch.nn.Sequential(torch.nn.Linear(dim, 4 * dim), torch.nn.GELU(), torch.nn.Linear(4 * dim, dim))
@@ -169,7 +168,7 @@ class Training:
         self._batch = torch.randn(64, dim)
 
     def step(self) -> float:
-        """One step, in seconds."""
+        """Train one step. Return its seconds."""
         began = time.perf_counter()
         self._model(self._batch).square().mean().backward()
         self._optimizer.step()
@@ -177,7 +176,7 @@ class Training:
         return time.perf_counter() - began
 
     def steps_of(self, seconds: float) -> list[float]:
-        """Of all steps in so many seconds, the seconds of each."""
+        """Train for `seconds`. Return the seconds of each step."""
         steps, until = [], time.perf_counter() + seconds
         while time.perf_counter() < until:
             steps.append(self.step())
@@ -185,7 +184,7 @@ class Training:
 
 
 def _save(contender: AsyncContender, state: BenchState, folder: Path) -> tuple[float, float, float]:
-    """Seconds that training stood still, until it was durable, and of processors."""
+    """Save once. Return seconds that training was blocked, seconds until durable, and CPU seconds."""
     folder.mkdir()
     with spending() as spent:
         began = time.perf_counter()
@@ -200,9 +199,9 @@ def _save(contender: AsyncContender, state: BenchState, folder: Path) -> tuple[f
 def _train_beside(
     contender: AsyncContender, state: BenchState, folder: Path, training: Training, seconds_alone: float
 ) -> Steps:
-    """Seconds of steps before and after a save, for so long each, and of those that are made while it is written."""
+    """Return seconds of steps before and after a save, for `seconds_alone` each, and of steps during its write."""
     folder.mkdir()
-    # Before and after: how fast processors are drifts within seconds.
+    # Before and after, because the speed of processors drifts within seconds.
     alone = training.steps_of(seconds_alone)
     pending: Pending = contender.save(state, folder)
     pending.wait_until_staged()
@@ -219,7 +218,7 @@ def _train_beside(
 
 
 def _sync_save(state: BenchState, folder: Path) -> float:
-    """Seconds of a save by our saver that lets the caller wait, after one that makes what a first one makes."""
+    """Return the seconds of a save by our synchronous saver, after a first save that allocates."""
     ours = Ours()
     for _ in range(2):
         folder.mkdir()
@@ -231,7 +230,7 @@ def _sync_save(state: BenchState, folder: Path) -> float:
 
 
 def _verify(name: str, state: BenchState, folder: Path) -> None:
-    """Raises unless the checkpoint just made has the bits of `state`; plain DCP reads it, ours too."""
+    """Raise unless the new checkpoint has the bits of `state`. Plain DCP reads it, also for ours."""
     if name in ASYNC_PEERS or name == RawCopied.name:
         return
     target = state.like()
@@ -261,4 +260,4 @@ def _save_and_load(
 
 def _last_line(errors: str) -> str:
     lines = [line for line in errors.splitlines() if line.strip()]
-    return lines[-1] if lines else "no word of why"
+    return lines[-1] if lines else "it printed no error"

@@ -1,4 +1,4 @@
-"""What is measured beside each other: each saves a state into a folder and loads it into memory that is there."""
+"""The contenders: each saves a state into a folder and loads it into existing memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not say that it exports it
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it as exported
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
@@ -23,19 +23,19 @@ from checkpoint_bench.states import BenchState
 
 
 class Contender(Protocol):
-    """Saves while the caller waits."""
+    """A contender that saves while the caller waits."""
 
     name: str
     who_syncs: str
-    """Who asks the disk to keep what was written: the contender itself, or the bench, within the time it measures."""
+    """Who syncs the files: the contender itself, or the bench within the measured time."""
     measures_memory: bool
 
     def save(self, state: BenchState, folder: Path) -> None:
-        """`folder`, which is there and empty, has the checkpoint, durably."""
+        """Write the checkpoint into `folder`, an existing empty one, and make it durable."""
         ...
 
     def load(self, target: BenchState, folder: Path, *, warm: bool) -> None:
-        """`target`, whose memory is there already, has what was saved."""
+        """Read the checkpoint into the existing memory of `target`."""
         ...
 
     def close(self) -> None: ...
@@ -46,33 +46,33 @@ class Pending:
     """A save in the background."""
 
     wait_until_staged: Callable[[], object]
-    """Returns when the state may change."""
+    """Block until the state may change."""
     durable: Future[Any]
 
 
 class AsyncContender(Protocol):
-    """Saves in the background."""
+    """A contender that saves in the background."""
 
     name: str
     who_syncs: str
 
     def prepare(self, state: BenchState) -> None:
-        """What its user would do before the training loop, if there is such a thing, is done."""
+        """Do what a user does before the training loop, if anything."""
         ...
 
     def save(self, state: BenchState, folder: Path) -> Pending:
-        """Sets off a save."""
+        """Start a save."""
         ...
 
     def settle(self) -> None:
-        """Called when a save is durable, outside of what is measured."""
+        """Clean up after a save that is durable, outside of the measured time."""
         ...
 
     def close(self) -> None: ...
 
 
 class RawDisk:
-    """The disk itself, the same bytes."""
+    """The raw disk, with the same number of bytes."""
 
     name, who_syncs, measures_memory = "raw", "itself: fdatasync", False
 
@@ -89,7 +89,7 @@ class RawDisk:
 
 
 class Dcp:
-    """torch.distributed.checkpoint, as it is called without any option."""
+    """torch.distributed.checkpoint with its default options."""
 
     name, who_syncs, measures_memory = "dcp", "itself: files and .metadata, no folder", True
 
@@ -103,7 +103,7 @@ class Dcp:
 
 
 class TorchSave:
-    """torch.save of the nested state; what torch.load maps is copied into the target."""
+    """torch.save of the nested state. The load maps the file with torch.load and copies it into the target."""
 
     name, who_syncs, measures_memory = "torch.save", "the bench: file", True
 
@@ -121,7 +121,7 @@ class TorchSave:
 
 
 class Safetensors:
-    """safetensors' save_file of all tensors; what safe_open maps is copied into the target."""
+    """safetensors' save_file of all tensors. The load maps the file with safe_open and copies it into the target."""
 
     name, who_syncs, measures_memory = "safetensors", "the bench: file", True
 
@@ -142,18 +142,18 @@ class Safetensors:
 
 
 class DcpAsync:
-    """dcp.async_save, in a thread or in a process; with `shared`, through the stager with shared memory."""
+    """dcp.async_save in a thread or a process; with `shared`, with the stager for shared memory."""
 
     who_syncs = Dcp.who_syncs
 
     def __init__(self, kind: AsyncCheckpointerType, *, shared: bool = False) -> None:
         self._kind = kind
-        # No pinned memory: where there is no accelerator the stager refuses it.
+        # No pinned memory: the stager refuses it without an accelerator.
         self._stager = DefaultStager(StagingOptions(False, True, True, False)) if shared else None
         self.name = f"dcp {kind.value}" + (", shared memory" if shared else "")
 
     def prepare(self, state: BenchState) -> None:
-        join_alone()
+        join_group_of_one()
 
     def save(self, state: BenchState, folder: Path) -> Pending:
         answer: Any = async_save(
@@ -174,8 +174,8 @@ class DcpAsync:
         dist.destroy_process_group()
 
 
-def join_alone() -> None:
-    """There is a process group, of this process alone; some libraries want one."""
+def join_group_of_one() -> None:
+    """Make a process group of only this process, which some libraries need."""
     os.environ.setdefault("MASTER_ADDR", "localhost")
     if not dist.is_initialized():
         store = TCPStore("localhost", 0, 1, is_master=True)
@@ -183,5 +183,5 @@ def join_alone() -> None:
 
 
 def is_installed(module: str) -> bool:
-    """Whether `module` can be imported."""
+    """Return whether `module` can be imported."""
     return importlib.util.find_spec(module) is not None

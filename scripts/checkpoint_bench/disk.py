@@ -1,7 +1,7 @@
-"""The disk by itself: files written and read with nothing between, and the page cache filled and emptied.
+"""The raw disk: files written and read directly, and the page cache filled and emptied.
 
-`Raw` is what every figure of a disk is divided by: the same bytes, in requests of the same size as ours,
-with as many threads, written with direct I/O from memory that is touched already, and read into such memory.
+Every disk figure is divided by that of `Raw`: the same number of bytes, in requests of the same size as ours, with as
+many threads, written with direct I/O from memory that is already touched, and read into such memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NAME = "raw"
 
 
 class Touched:
-    """Page-aligned memory of `num_bytes`, all of it there."""
+    """Page-aligned memory of `num_bytes`, all of it touched."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -29,12 +29,12 @@ class Touched:
         ctypes.memset(self.address, 1, len(self.memory))
 
     def view(self) -> memoryview:
-        """All of it, up to its last page's border."""
+        """Return the memory up to the end of its last page."""
         return memoryview(self.memory)
 
 
 class Raw:
-    """A file of the bytes in `buffer`."""
+    """A file with the bytes of `buffer`."""
 
     write_threads = block_writer.THREADS
     read_threads = block_reader.THREADS
@@ -43,7 +43,7 @@ class Raw:
         self._view = buffer.view()
 
     def write(self, folder: Path) -> None:
-        """The file is on the disk."""
+        """Write the file and sync it."""
         fd = os.open(folder / NAME, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o644)
         try:
             os.posix_fallocate(fd, 0, len(self._view))
@@ -53,7 +53,7 @@ class Raw:
             os.close(fd)
 
     def read(self, folder: Path, *, warm: bool) -> None:
-        """The buffer holds the file; `warm`: through the page cache."""
+        """Read the file into the buffer; `warm`: through the page cache."""
         fd = os.open(folder / NAME, os.O_RDONLY | (0 if warm else os.O_DIRECT))
         try:
             in_threads(self._begins(), self.read_threads, lambda: lambda begin: self._read(fd, begin))
@@ -75,7 +75,7 @@ class Raw:
 
 
 def takes_direct(folder: Path) -> bool:
-    """Whether `folder` has direct I/O, which `Raw` is measured with."""
+    """Return whether `folder` supports direct I/O, which `Raw` needs."""
     try:
         Raw(Touched(block_writer.ALIGNMENT)).write(folder)
     except (OSError, AttributeError):
@@ -86,7 +86,7 @@ def takes_direct(folder: Path) -> bool:
 
 
 def sync_files(folder: Path) -> None:
-    """All files under `folder` are on the disk."""
+    """Sync all files under `folder`."""
     for path in files(folder):
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -96,7 +96,7 @@ def sync_files(folder: Path) -> None:
 
 
 def make_cold(folder: Path) -> float:
-    """The page cache has nothing of the files under `folder`; returns the part of them that it still has."""
+    """Drop the files under `folder` from the page cache. Return the part of them that is still in it."""
     sync_files(folder)
     for path in files(folder):
         fd = os.open(path, os.O_RDONLY)
@@ -108,7 +108,7 @@ def make_cold(folder: Path) -> float:
 
 
 def make_warm(folder: Path) -> float:
-    """The page cache has the files under `folder`; returns the part of them that it has."""
+    """Read the files under `folder` into the page cache. Return the part of them that is in it."""
     scratch = bytearray(8 << 20)
     for path in files(folder):
         with path.open("rb", buffering=0) as file:
@@ -118,7 +118,7 @@ def make_warm(folder: Path) -> float:
 
 
 def cached_part(folder: Path) -> float:
-    """The part, 0 to 1, of the files under `folder` that the page cache has (mincore)."""
+    """Return the part, 0 to 1, of the files under `folder` that is in the page cache (mincore)."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
@@ -142,16 +142,16 @@ def cached_part(folder: Path) -> float:
 
 
 def files(folder: Path) -> list[Path]:
-    """All files under `folder`."""
+    """Return all files under `folder`."""
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def num_bytes(folder: Path) -> int:
-    """Of all files under `folder`."""
+    """Return the bytes of all files under `folder`."""
     return sum(path.stat().st_size for path in files(folder))
 
 
 def remove(folder: Path) -> None:
-    """`folder` is gone, and what that leaves to be written is."""
+    """Remove `folder`, and wait until the disk has done the work of it."""
     shutil.rmtree(folder, ignore_errors=True)
     os.sync()

@@ -1,4 +1,4 @@
-"""Saves and loads while the caller waits: every contender once in each round, in another order each time."""
+"""Saves and loads while the caller waits: every contender once in each round, in a new order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchtitan_lite.disk.in_threads import in_threads
 MEMCPY = "memcpy"
 MEMCPY_THREADS = 2
 
-Tell = Callable[[str], None]
+PrintProgress = Callable[[str], None]
 
 
 def measure(
@@ -26,29 +26,29 @@ def measure(
     folder: Path,
     rounds: int,
     samples: Samples,
-    tell: Tell,
+    print_progress: PrintProgress,
 ) -> None:
-    """`samples` has saves, cold and warm loads of `state` by each of `contenders`, by the raw disk, and copies."""
+    """Add to `samples` the saves and the cold and warm loads of `contenders` and of the raw disk, and memory copies."""
     target, buffer = state.like(), disk.Touched(state.num_bytes)
     memcpy(state, buffer)
     raw = [RawDisk(buffer)] if disk.takes_direct(folder) else []
-    everyone: list[Contender] = [*raw, *contenders]
+    all_contenders: list[Contender] = [*raw, *contenders]
     for number in range(rounds):
-        random.Random(number).shuffle(everyone)
-        tell(f"{workload}: round {number + 1} of {rounds}: {', '.join(each.name for each in everyone)}")
+        random.Random(number).shuffle(all_contenders)
+        print_progress(f"{workload}: round {number + 1} of {rounds}: {', '.join(each.name for each in all_contenders)}")
         with spending() as spent:
             memcpy(state, buffer)
         samples.add(workload, MEMCPY, "memcpy_seconds", number, spent.seconds)
-        for contender in everyone:
+        for contender in all_contenders:
             _measure_one(workload, contender, state, target, folder / "checkpoint", number, samples)
             if number == 0 and isinstance(contender, RawDisk):
                 _assert_holds(buffer, state)
-    for contender in everyone:
+    for contender in all_contenders:
         contender.close()
 
 
 def memcpy(state: BenchState, to: disk.Touched) -> None:
-    """The memory of `state` is in `to`, copied by two threads."""
+    """Copy the memory of `state` to `to`, with two threads."""
     copy(state.pieces(), to.address, lambda jobs: in_threads(jobs, MEMCPY_THREADS, lambda: move))
 
 
@@ -70,10 +70,10 @@ def _measure_one(
     note("save_seconds", spent.seconds)
     note("save_cpu_seconds", spent.cpu_seconds)
     note("file_bytes", disk.num_bytes(folder))
-    for kind, make_so in (("cold", disk.make_cold), ("warm", disk.make_warm)):
+    for kind, prepare in (("cold", disk.make_cold), ("warm", disk.make_warm)):
         if number == 0:
             target.clear()
-        note(f"{kind}_cached_part", make_so(folder))
+        note(f"{kind}_cached_part", prepare(folder))
         with spending() as spent:
             contender.load(target, folder, warm=kind == "warm")
         note(f"{kind}_load_seconds", spent.seconds)
@@ -84,10 +84,10 @@ def _measure_one(
 
 
 def _assert_holds(buffer: disk.Touched, state: BenchState) -> None:
-    """Raises unless `buffer`, which the raw disk was read into, has the bytes of `state`."""
+    """Raise unless `buffer`, into which the raw file was read, has the bytes of `state`."""
     view, at = buffer.view(), 0
     for tensor in state.tensors().values():
         count = tensor.numel() * tensor.element_size()
         if bytes(view[at : at + count]) != tensor.contiguous().view(-1).numpy().tobytes():
-            raise AssertionError("raw: what was read is not what was written")
+            raise AssertionError("raw: the bytes read differ from the bytes written")
         at += count

@@ -1,4 +1,4 @@
-"""The machine that is measured on: its facts, and what a piece of work took of it."""
+"""The machine of a measurement, and the time, processors and memory that work on it takes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def facts(folder: Path) -> dict[str, Any]:
-    """What a reader of the figures wants to know of this machine, and of the disk that `folder` is on."""
+    """Return the properties of this machine, and of the disk of `folder`, that explain the figures."""
     return {
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
@@ -36,16 +36,16 @@ def facts(folder: Path) -> dict[str, Any]:
 
 @dataclass
 class Spent:
-    """What a piece of work took."""
+    """The time that a piece of work took."""
 
     seconds: float = 0.0
     cpu_seconds: float = 0.0
-    """Of this process and all below it, in user and system mode."""
+    """User and system time of this process and all its descendants."""
 
 
 @contextmanager
 def spending() -> Iterator[Spent]:
-    """Measures what is done within."""
+    """Measure the block."""
     spent = Spent()
     cpu, began = cpu_seconds(), time.perf_counter()
     yield spent
@@ -54,27 +54,27 @@ def spending() -> Iterator[Spent]:
 
 
 def cpu_seconds() -> float:
-    """Used so far by this process, by the processes below it that live, and by those it has waited for."""
+    """Return the CPU seconds so far of this process, of its running descendants and of those it has waited for."""
     own = os.times()
     total = own.user + own.system + own.children_user + own.children_system
-    return total + sum(map(_cpu_seconds_of, _below(os.getpid())))
+    return total + sum(map(_cpu_seconds_of, _descendants(os.getpid())))
 
 
 class PeakMemory:
-    """The most memory that this process had beyond what it has now."""
+    """The peak of this process's memory above its memory at the start."""
 
     def __init__(self) -> None:
-        # 5 sets the kernel's high-water mark to what is there now (proc(5)).
+        # 5 resets the kernel's high-water mark to the current memory (proc(5)).
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         self._before = _status("VmRSS")
 
     def extra_bytes(self) -> int:
-        """So far. Pages of mapped files count."""
+        """Return the extra bytes so far, pages of mapped files included."""
         return max(0, _status("VmHWM") - self._before)
 
 
-def memory_before_a_peak_can_be_told() -> bool:
-    """Whether the kernel lets a process set its high-water mark."""
+def has_resettable_peak() -> bool:
+    """Return whether the kernel lets a process reset its high-water mark."""
     try:
         PeakMemory()
     except OSError:
@@ -83,7 +83,7 @@ def memory_before_a_peak_can_be_told() -> bool:
 
 
 def copy(pieces: Sequence[tuple[int, int]], to: int, run: Callable[[list[tuple[int, int, int]]], None]) -> None:
-    """The memory of `pieces` (address, bytes) is at address `to`, one after another; `run` does the copies."""
+    """Copy `pieces` (address, bytes) one after another to address `to`; `run` executes the copies."""
     jobs, at = [], to
     for address, num_bytes in pieces:
         for begin in range(0, num_bytes, 16 << 20):
@@ -94,7 +94,7 @@ def copy(pieces: Sequence[tuple[int, int]], to: int, run: Callable[[list[tuple[i
 
 
 def move(job: tuple[int, int, int]) -> None:
-    """Copies (to, from, bytes). Lets other threads run."""
+    """Copy (to, from, bytes). Releases the GIL."""
     ctypes.memmove(*job)
 
 
@@ -105,7 +105,7 @@ def _status(name: str) -> int:
     raise OSError(f"/proc/self/status has no {name}")
 
 
-def _below(pid: int) -> Iterator[int]:
+def _descendants(pid: int) -> Iterator[int]:
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
             pids = [int(word) for word in children.read_text(encoding="ascii").split()]
@@ -113,7 +113,7 @@ def _below(pid: int) -> Iterator[int]:
             continue
         for child in pids:
             yield child
-            yield from _below(child)
+            yield from _descendants(child)
 
 
 def _cpu_seconds_of(pid: int) -> float:

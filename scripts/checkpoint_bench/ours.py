@@ -1,4 +1,4 @@
-"""This project's savers and reader, by the path that a run takes."""
+"""This project's savers and reader, called the way a run calls them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MODES: dict[str, AsyncMode] = {"thread": "async", "process": "async_with_pinned_
 
 @no_collection()
 def load(target: BenchState, folder: Path, peers: Peers, verify: Verify) -> None:
-    """As a resume loads it: what does not fit is found first, then every state is read. **Collective**."""
+    """Load as a resume does: check that everything fits, then read every state. **Collective**."""
     stored = StoredCheckpoint(folder, peers, verify=verify)
     slots = _slots(target)
     stored.check(target.model, slots, ["train_state"])
@@ -56,7 +56,7 @@ def _slots(target: BenchState) -> dict[str, Slot]:
 
 
 class Ours:
-    """The saver of async_mode "disabled", and StoredCheckpoint; `digests`: of what is written and read."""
+    """The saver of async_mode "disabled", and StoredCheckpoint; `digests`: compute digests of writes and reads."""
 
     who_syncs, measures_memory = WHO_SYNCS, True
 
@@ -67,7 +67,7 @@ class Ours:
         self._saver = build_saver(Checkpoint(timeout_seconds=TIMEOUT_SECONDS), self._peers)
 
     def save(self, state: BenchState, folder: Path) -> None:
-        with _digesting(self._digests):
+        with _digests_if(self._digests):
             self._saver.save(state.nested(), target(folder)).durable.result()
 
     def load(self, target: BenchState, folder: Path, *, warm: bool) -> None:
@@ -104,7 +104,7 @@ class OursAsync:
 
 
 class OursManaged:
-    """The CheckpointManager with a writer process, a model and an optimizer: gathering the state is measured, too."""
+    """The CheckpointManager with a writer process, a model and an optimizer; includes gathering the state."""
 
     name, who_syncs = "ours manager", WHO_SYNCS
 
@@ -127,7 +127,7 @@ class OursManaged:
             keep_latest_k=1,
             preemption_signals=(),
         )
-        self._saver = _Kept(build_saver(config, Peers(timedelta(seconds=TIMEOUT_SECONDS))))
+        self._saver = _Recording(build_saver(config, Peers(timedelta(seconds=TIMEOUT_SECONDS))))
         self._manager = CheckpointManager(
             None,
             [model],
@@ -153,8 +153,8 @@ class OursManaged:
         self._manager.close()
 
 
-class _Kept:
-    """A saver that remembers what it handed out."""
+class _Recording:
+    """A saver that keeps the last `PendingSave` that it returned."""
 
     def __init__(self, saver: Saver) -> None:
         self._saver = saver
@@ -175,14 +175,14 @@ class _Kept:
 
 
 def target(folder: Path) -> Target:
-    """Step 1 in `folder`."""
+    """Return the target for step 1 in `folder`."""
     origin = Origin(Lineage("bench"), topology="bench", config={})
     return Target(CheckpointStore(folder), 1, CheckpointKind.FULL, origin)
 
 
 @contextmanager
-def _digesting(digests: bool) -> Iterator[None]:
-    """Within, the writer takes digests, or none; all else is as it is."""
+def _digests_if(digests: bool) -> Iterator[None]:
+    """Turn the writer's digests off in the block, unless `digests`."""
     writer: Any = block_writer
     kept = writer.digest_blocks
     if not digests:
@@ -194,7 +194,7 @@ def _digesting(digests: bool) -> Iterator[None]:
 
 
 def _wait_for_preparation() -> None:
-    """A run has made steps before its first save is due: by then the arena is there."""
+    """Wait until the arena is ready, as it is in a run when the first save is due."""
     for thread in threading.enumerate():
         if thread.name == "staging":
             thread.join()

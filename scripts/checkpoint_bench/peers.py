@@ -1,4 +1,4 @@
-"""Other libraries, where they are installed, each called as its own documentation says."""
+"""Other libraries, if installed, each called as its own documentation says."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from checkpoint_bench import disk
-from checkpoint_bench.contenders import Contender, Pending, is_installed, join_alone
+from checkpoint_bench.contenders import Contender, Pending, is_installed, join_group_of_one
 from checkpoint_bench.states import BenchState
 
 INSTALL = {
@@ -18,7 +18,7 @@ INSTALL = {
     "torchsnapshot": "torchsnapshot==0.1.0",
     "bytecheckpoint": "bytecheckpoint==0.0.2 --no-deps, and then: mmh3 universal-pathlib cachetools safetensors",
 }
-"""Module to what pip has to be told."""
+"""Module to the argument of pip install."""
 
 
 class Torchtitan:
@@ -31,17 +31,17 @@ class Torchtitan:
         self._managers: dict[int, tuple[BenchState, Any]] = {}
 
     def save(self, state: BenchState, folder: Path) -> None:
-        self.managing(state, folder).save(1)
+        self.manager_for(state, folder).save(1)
 
     def load(self, target: BenchState, folder: Path, *, warm: bool) -> None:
-        self.managing(target, folder).load(1)
+        self.manager_for(target, folder).load(1)
 
     def close(self) -> None:
         for _, manager in self._managers.values():
             manager.close()
 
-    def managing(self, state: BenchState, folder: Path) -> Any:
-        """The manager of `state`, which looks at `folder`; the same one each time."""
+    def manager_for(self, state: BenchState, folder: Path) -> Any:
+        """Return the manager of `state` with its folder set to `folder`; always the same one."""
         if id(state) not in self._managers:
             self._managers[id(state)] = (state, self._manager_of(state))
         manager = self._managers[id(state)][1]
@@ -51,7 +51,7 @@ class Torchtitan:
     def _manager_of(self, state: BenchState) -> Any:
         from torchtitan.components.checkpoint import CheckpointManager
 
-        join_alone()
+        join_group_of_one()
         return CheckpointManager(
             CheckpointManager.Config(enable=True, interval=1, keep_latest_k=0, async_mode=self.async_mode),
             dataloader=None,
@@ -69,10 +69,10 @@ class TorchtitanAsync(Torchtitan):
     name, async_mode = "torchtitan async", "async"
 
     def prepare(self, state: BenchState) -> None:
-        self.managing(state, Path())
+        self.manager_for(state, Path())
 
     def save(self, state: BenchState, folder: Path) -> Pending:  # type: ignore[override]  # in the background
-        manager = self.managing(state, folder)
+        manager = self.manager_for(state, folder)
         manager.save(1)
         return Pending(manager.maybe_wait_for_staging, manager.save_future)
 
@@ -80,7 +80,7 @@ class TorchtitanAsync(Torchtitan):
 
 
 class TorchCheckpointing:
-    """torch_checkpointing's CheckpointManager, its save in the caller's time."""
+    """torch_checkpointing's CheckpointManager, with a synchronous save."""
 
     name, who_syncs, measures_memory = "torch_checkpointing", "the bench: files", True
 
@@ -105,9 +105,9 @@ class TorchCheckpointing:
 
 
 class TorchCheckpointingAsync:
-    """torch_checkpointing's CheckpointManager, its save in a process."""
+    """torch_checkpointing's CheckpointManager, with a save in a process."""
 
-    name, who_syncs = "torch_checkpointing async", "nobody"
+    name, who_syncs = "torch_checkpointing async", "no one"
 
     def __init__(self) -> None:
         from torch_checkpointing.config import AsyncCheckpointSaverConfig
@@ -152,14 +152,14 @@ class Torchsnapshot:
 
 
 class ByteCheckpoint:
-    """bytecheckpoint's save and load of a model without a parallelism; it wants a process group."""
+    """bytecheckpoint's save and load of a model without parallelism; it needs a process group."""
 
     name, who_syncs, measures_memory = "bytecheckpoint", "the bench: files", False
 
     def save(self, state: BenchState, folder: Path) -> None:
         import bytecheckpoint as bcp
 
-        join_alone()
+        join_group_of_one()
         bcp.save(str(folder), {"model": _Holder(state.tensors())}, framework="ddp")
         disk.sync_files(folder)
 
@@ -177,17 +177,17 @@ PEERS: dict[str, type[Contender]] = {
     "torchsnapshot": Torchsnapshot,
     "bytecheckpoint": ByteCheckpoint,
 }
-"""By name, which is the module's."""
+"""Contenders by name, which is the name of the module."""
 
 ASYNC_PEERS: dict[str, Any] = {
     "torchtitan async": lambda job: TorchtitanAsync(),
     "torch_checkpointing async": lambda job: TorchCheckpointingAsync(),
 }
-"""By name, which begins with the module's."""
+"""Contenders by name, which starts with the name of the module."""
 
 
 def missing() -> dict[str, str]:
-    """The peers that are not installed, and what to say of each."""
+    """Return the peers that are not installed, each with the message to print."""
     return {
         module: f"not installed; python -m pip install {what}"
         for module, what in INSTALL.items()
@@ -206,7 +206,7 @@ class _Holder(nn.Module):
         return dict(self._tensors)
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        """The tensors have been read in place."""
+        """Copy tensors that were not read in place."""
         for name, tensor in self._tensors.items():
             if state_dict[name] is not tensor:
                 tensor.copy_(state_dict[name])
@@ -222,14 +222,14 @@ class _Flat:
         return dict(self._values)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Tensors have been read in place."""
+        """Do nothing: tensors are read in place."""
 
 
 def _torch_checkpointing(save: Any) -> Any:
     from torch_checkpointing import CheckpointManager
     from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
-    # Its direct I/O writes from where torch.save happens to have the bytes, which ext4 refuses.
+    # Its direct I/O writes from unaligned memory of torch.save, which ext4 refuses.
     storage = LocalFileSystemStorageConfig(use_direct_io=False)
     return CheckpointManager(CheckpointManager.Config(save=save, storage_config=storage))
 

@@ -1,7 +1,7 @@
-"""The least that a save in a thread costs: a copy into touched memory, which a thread hands to the raw disk.
+"""The lower bound of a save in a thread: a copy into touched memory, which a thread writes to the raw disk.
 
-It plans nothing, digests nothing, commits nothing and gives way to nobody. Who writes a copy when all of it is made is
-durable no sooner.
+It does not plan, digest, commit or lower its priority. A save that starts to write after its copy is complete cannot be
+durable earlier.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from checkpoint_bench.states import BenchState
 
 
 class RawCopied:
-    """The copy, and the write of it."""
+    """A copy, and the write of it in a thread."""
 
     name, who_syncs = "raw copied", RawDisk.who_syncs
 

@@ -27,14 +27,14 @@ _ASYNC_COLUMNS = {
 }
 
 _NOTES = (
-    "Under a figure: how far the lowest and the highest are from it. MiB: the most that a save or a load took beyond "
-    "the state; pages of mapped files count (torch.save, safetensors). x steps: training steps beside a save by those "
-    "without one, medians."
+    "Below a figure: the distances of the lowest and the highest value. MiB: peak memory of a save or a load in "
+    "addition to the state, pages of mapped files included (torch.save, safetensors). x steps: seconds of a training "
+    "step during a save divided by those without a save, medians."
 )
 
 
 def tables(samples: Samples, syncs: dict[str, str]) -> str:
-    """A table for each workload, and one for its saves in the background; who syncs is said below."""
+    """Return a table for each workload and one for its background saves, with a note about who syncs."""
     parts = []
     for workload in dict.fromkeys(sample.workload for sample in samples.all):
         lines = [line for line in samples.lines() if line.workload == workload]
@@ -53,7 +53,7 @@ def tables(samples: Samples, syncs: dict[str, str]) -> str:
 
 
 def targets(lines: Iterable[dict[str, Any]]) -> str:
-    """The table of targets; under what was reached, the lowest and the highest ratio of a round, and how many."""
+    """Return the table of targets. Below a value are its lowest and highest round, and the number of rounds."""
     rows = [f"{'target':<46} {'bound':>9} {'reached':>9}  verdict", "-" * WIDTH]
     for line in lines:
         reached = "-" if line["reached"] is None else _short(line["reached"])
@@ -107,7 +107,7 @@ def _cell(lines: Sequence[Line], name: str, figure: str) -> str:
 
 
 def _spread(lines: Sequence[Line], name: str, figure: str) -> str:
-    """By how much, in percent, the lowest and the highest value differ from the median."""
+    """Return the differences of the lowest and the highest value from the median, in percent."""
     line = next((line for line in lines if (line.contender, line.figure) == (name, figure)), None)
     if line is None or line.count < 2 or line.median <= 0:
         return ""

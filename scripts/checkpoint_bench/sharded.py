@@ -1,6 +1,6 @@
-"""The workload of several ranks: an FSDP2 state, saved and loaded by all of them together; and who writes what.
+"""The workload of several ranks: an FSDP2 state that all ranks save and load together; and the bytes of each rank.
 
-Every rank measures its own time from a barrier on; what counts is the slowest.
+Every rank measures its own time from a barrier on; the slowest rank counts.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from torchtitan_lite.models.llama.model import Transformer
 from torchtitan_lite.store import layout
 
 MESHES: dict[str, tuple[int, int]] = {"fsdp2": (1, 2), "ddp": (2, 1), "hsdp": (2, 2)}
-"""By name, (ranks that hold a whole model each, ranks that share one)."""
+"""(Number of replicas, ranks that share a replica), by name."""
 
 
 def measure(job: Job, samples: Samples) -> None:
-    """`samples` has what the ranks of `job` measured: of each figure the slowest rank's."""
+    """Add to `samples` the measurements of the ranks of `job`: of each figure that of the slowest rank."""
     replicate, shard = MESHES[job["mesh"]]
     world = replicate * shard
     with tempfile.TemporaryDirectory(dir=job["folder"]) as folder:
@@ -56,7 +56,7 @@ def measure(job: Job, samples: Samples) -> None:
 
 
 def serve(job: Job, samples: Samples) -> None:
-    """In each process: this rank's times, or on the first one what all wrote."""
+    """Measure, in each child process, this rank's times, or on rank 0 the bytes that all ranks wrote."""
     with _group(job):
         state = _state(job["params"], *MESHES[job["mesh"]])
         contenders: list[Contender] = [Ours(), Dcp()]
@@ -75,7 +75,7 @@ def serve(job: Job, samples: Samples) -> None:
 
 
 class _RawShare(RawDisk):
-    """The disk itself; every rank has a file."""
+    """The raw disk, with a file for each rank."""
 
     def __init__(self, buffer: disk.Touched, rank: int) -> None:
         super().__init__(buffer)
@@ -130,13 +130,13 @@ def _note_bytes(contender: Contender, state: BenchState, job: Job, samples: Samp
 
 
 def _whole(state: BenchState) -> Iterator[torch.Tensor]:
-    """Each tensor in its global shape."""
+    """Return each tensor in its global shape."""
     yield from state.model.values()
     yield from state.optimizer.values()
 
 
 def _once(job: Job, action: Callable[[], object]) -> None:
-    """Rank 0 has done `action`; all go on together."""
+    """Run `action` on rank 0, then let all ranks continue. **Collective**."""
     dist.barrier()
     if job["rank"] == 0:
         action()
@@ -167,7 +167,7 @@ def _own(job: Job) -> Path:
 
 
 def _state(num_params: int, replicate: int, shard: int) -> BenchState:
-    """A llama and its AdamW state, shared by all ranks."""
+    """Return a llama and its AdamW state, sharded over all ranks."""
     with torch.device("meta"):
         model = Transformer(llama_args(num_params))
     if shard > 1:
@@ -184,5 +184,5 @@ def _state(num_params: int, replicate: int, shard: int) -> BenchState:
         optimizer[f"state.{name}.step"] = torch.tensor(7.0)
         optimizer[f"state.{name}.exp_avg"] = torch.empty_like(parameter)
         optimizer[f"state.{name}.exp_avg_sq"] = torch.empty_like(parameter)
-    # What ranks hold in common must be the same: the coordinates within the sharding are the seed.
+    # Replicas must be equal, so the coordinates within the sharding are the seed.
     return filled(BenchState(parameters, optimizer), seed=dist.get_rank() % shard)

@@ -1,4 +1,4 @@
-"""What is saved: states made by arithmetic, filled with noise, and compared bit by bit."""
+"""The states to save: made by arithmetic, filled with noise, and compared bit by bit."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ class BenchState:
     counters: dict[str, Any] = field(default_factory=lambda: {"step": 7, "losses": [2.5, 2.25]})
 
     def nested(self) -> dict[str, Any]:
-        """As a trainer hands it over."""
+        """Return the state as a trainer passes it."""
         optimizer = {"optimizer": self.optimizer} if self.optimizer else {}
         return {"model": self.model, **optimizer, "train_state": dict(self.counters)}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors, what this rank has of them, under flat names."""
+        """Return this rank's part of all tensors, under flat names."""
         both = {f"model.{name}": tensor for name, tensor in self.model.items()}
         both |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.items()}
         return {name: local(tensor) for name, tensor in both.items()}
 
     @property
     def num_bytes(self) -> int:
-        """Of this rank's elements."""
+        """Return the bytes of this rank's elements."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
 
     def pieces(self) -> list[tuple[int, int]]:
-        """(address, bytes) of each tensor's memory."""
+        """Return (address, bytes) of each tensor's memory."""
         return [(each.data_ptr(), each.numel() * each.element_size()) for each in self.tensors().values()]
 
     def like(self) -> BenchState:
-        """Another state of the same tensors, all zeros, its memory touched."""
+        """Return another state with the same tensors, all zeros, in touched memory."""
         return BenchState(_zeros(self.model), _zeros(self.optimizer), {"step": 0, "losses": []})
 
     def clear(self) -> None:
-        """All zeros: nothing of what was loaded before is left."""
+        """Set all tensors to zero, so that nothing of an earlier load is left."""
         for tensor in self.tensors().values():
             tensor.zero_()
 
     def assert_equals(self, other: BenchState, name: str) -> None:
-        """Raises unless every tensor of both has the same bits."""
+        """Raise unless every tensor has the same bits in both states."""
         theirs = other.tensors()
         for key, tensor in self.tensors().items():
             if not torch.equal(_bits(tensor), _bits(theirs[key])):
@@ -62,7 +62,7 @@ class BenchState:
 
 
 def llama_args(num_params: int) -> ModelArgs:
-    """A llama of about `num_params` parameters."""
+    """Return the sizes of a llama of about `num_params` parameters."""
     wide = num_params >= 20_000_000
     base = ModelArgs(
         dim=1024 if wide else 128,
@@ -79,13 +79,13 @@ def llama_args(num_params: int) -> ModelArgs:
 
 
 def shapes_of(args: ModelArgs) -> Shapes:
-    """The parameters of a llama, by name; no memory is taken."""
+    """Return the parameters of a llama by name, without memory."""
     with torch.device("meta"):
         return {name: tuple(parameter.shape) for name, parameter in Transformer(args).named_parameters()}
 
 
 def llama_state(num_params: int, *, seed: int = 0) -> BenchState:
-    """A llama's fp32 parameters and the state of AdamW."""
+    """Return a llama's fp32 parameters and the state of AdamW."""
     model, optimizer = {}, {}
     for name, shape in shapes_of(llama_args(num_params)).items():
         model[name] = torch.empty(shape)
@@ -96,18 +96,18 @@ def llama_state(num_params: int, *, seed: int = 0) -> BenchState:
 
 
 def small_state(num_tensors: int, *, seed: int = 0) -> BenchState:
-    """Many tensors of 4 KiB."""
+    """Return a state of many tensors of 4 KiB."""
     model = {f"layers.{number}.w": torch.empty(SMALL_BYTES // 4) for number in range(num_tensors)}
     return filled(BenchState(model), seed)
 
 
 def make(workload: dict[str, Any]) -> BenchState:
-    """The state that `workload` describes: {"kind": "llama", "params": ...} or {"kind": "small", "tensors": ...}."""
+    """Return the state of {"kind": "llama", "params": ...} or {"kind": "small", "tensors": ...}."""
     return llama_state(workload["params"]) if workload["kind"] == "llama" else small_state(workload["tensors"])
 
 
 def filled(state: BenchState, seed: int) -> BenchState:
-    """`state` with noise in every tensor, another in each; single numbers are left as they are."""
+    """Fill every tensor of `state` with its own noise, except single numbers. Return `state`."""
     generator = torch.Generator().manual_seed(seed)
     for tensor in state.tensors().values():
         if tensor.dim():
@@ -116,7 +116,7 @@ def filled(state: BenchState, seed: int) -> BenchState:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of `tensor`."""
+    """Return this rank's part of `tensor`."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
 
 

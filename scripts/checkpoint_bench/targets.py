@@ -1,7 +1,7 @@
-"""The targets, and what of them was reached.
+"""The targets, and which of them were reached.
 
-Each is a ratio of two figures of one run, taken round by round, or one figure by itself. What was not
-measured, on this machine or in this run, is said to be so: it is neither reached nor missed.
+Each is a ratio of two figures of one run, computed for each round, or a single figure. A target that was not measured
+on this machine or in this run is neither reached nor missed, and reported as not measured.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ class Target:
     at_most: float | None
     at_least: float | None
     figures: Figures | None
-    """What was reached; None: another script measures it."""
+    """Compute the reached values; None: another script measures them."""
     elsewhere: str = ""
-    """Where it is measured, if not here."""
+    """Who measures it, if not this script."""
     unit: str = ""
     scale: float = 1.0
-    """Figures are shown divided by it."""
+    """Divisor of the figures for the table."""
 
     def bound(self) -> str:
-        """The target, as text."""
+        """Return the bound as text."""
         sign, value = ("<=", self.at_most) if self.at_most is not None else (">=", self.at_least)
         return f"{sign} {value:g}{self.unit}"
 
     def judge(self, samples: Samples) -> dict[str, Any]:
-        """The line as plain values."""
+        """Return the line of the table as plain values."""
         values = self.figures(samples) if self.figures is not None else []
         line: dict[str, Any] = {"name": self.name, "target": self.bound(), "unit": self.unit, "count": len(values)}
         if not values:
@@ -53,12 +53,12 @@ class Target:
 
 
 def all_targets() -> list[Target]:
-    """Every line, in order."""
+    """Return every target in the order of the table."""
     return [*_saves(), *_loads(), *_memory(), *_background(), *_small(), *_digests(), *_ranks(), *_scale()]
 
 
 def judged(samples: Samples, elsewhere: dict[str, float] | None = None) -> list[dict[str, Any]]:
-    """Every line with what was reached; `elsewhere`: figures of other scripts, by the line's name."""
+    """Return every line with its reached value; `elsewhere` has figures of other scripts, by target name."""
     lines = []
     for target in all_targets():
         given = (elsewhere or {}).get(target.name)
