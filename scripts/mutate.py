@@ -1,12 +1,12 @@
-"""Changes the package in small ways, one at a time, and looks whether a test fails.
+"""Change the package in small ways, one at a time, and check that a test fails.
 
     python scripts/mutate.py torchtitan_lite/store --count 200 --seed 10
     python scripts/mutate.py --only torchtitan_lite/store/lease.py:138
 
-A mutant is killed when one of the tests that execute its line fails, does not come back, or takes its
-process with it. What no test can tell apart is listed, with its reason, in mutation/equivalents.toml. The
-first run, and each one after the package has changed, begins with collecting which test executes
-which lines, which takes about three times as long as the tests.
+A mutant is killed if one of the tests that execute its line fails, hangs or crashes its process. Mutants that no test
+can distinguish from the original are listed, with a reason, in mutation/equivalents.toml. The first run, and each run
+after a change of the package, first records which test executes which lines, which takes about three times as long as
+the tests.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("torchtitan_lite/disk", "torchtitan_lite/store", "torchtitan_lite/checkpoint")
 TESTS = ("tests/disk", "tests/store", "tests/checkpoint", "tests/resharding", "tests/e2e", "tests/test_faults.py")
 FIRST_FILES = 3
-"""Whose quick tests are run before all others."""
+"""Test files whose quick tests run before all others."""
 GRACE_SECONDS = 5.0
-"""Of the processor: what a test may take beyond what it takes when it is traced."""
+"""CPU seconds that a test may take in addition to its traced time."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one mutant."""
+    """The outcome of one mutant."""
 
     status: str
     """killed, SURVIVED or equivalent."""
     by: str
-    """The test, or the reason."""
+    """The test that killed it, or the reason why it is equivalent."""
     seconds: float
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a line a mutant and a summary; returns 1 where one survived."""
+    """Print a line for each mutant and a summary. Return 1 if a mutant survived, else 0."""
     options = _options(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # The copies are removed then, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # So that the copies are removed on SIGTERM, too.
     for name in LOADED:
         importlib.import_module(name)
     mutants = list(_chosen(options))
@@ -84,16 +84,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", nargs="*", default=FOLDERS, help="what is changed (disk, store and checkpoint)")
+    parser.add_argument("folders", nargs="*", default=FOLDERS, help="folders to change (disk, store and checkpoint)")
     parser.add_argument("--count", type=int, default=100, help="mutants drawn in each folder (100); 0: all")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw (0)")
-    parser.add_argument("--only", action="append", default=[], help="FILE:LINE; all mutants there, nothing drawn")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draw (0)")
+    parser.add_argument(
+        "--only", action="append", default=[], help="FILE:LINE; all mutants of that line, without a draw"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="mutants tested at a time (1)")
-    parser.add_argument("--slow", action="store_true", help="try the slow tests of the same files on what survives")
-    parser.add_argument("--tests", nargs="+", default=TESTS, help="the tests that are used")
+    parser.add_argument("--slow", action="store_true", help="run the slow tests of the same files on survivors")
+    parser.add_argument("--tests", nargs="+", default=TESTS, help="the tests to run")
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
-    parser.add_argument("--json", type=Path, help="write the outcomes there")
-    parser.add_argument("--after", type=Path, help="of an earlier --json, what was killed then is not tried again")
+    parser.add_argument("--json", type=Path, help="file for the outcomes")
+    parser.add_argument("--after", type=Path, help="an earlier --json; skip the mutants killed then")
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir(), "mutation-reach.json"))
     parser.add_argument("--repository", type=Path, default=ROOT, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -115,7 +117,7 @@ def _chosen(options: argparse.Namespace) -> Iterator[Mutant]:
         ]
         for entry in Equivalents().stale(found):
             print(f"equivalents.toml has an entry for no mutant: {entry}")
-        # By what each is, not by its number: a change of the code draws anew only what it changed.
+        # Drawn by content, not by number: after a change of the code only the changed mutants are drawn again.
         drawn = sorted(range(len(found)), key=lambda index: _lot(options.seed, found[index]))[: options.count or None]
         yield from (found[index] for index in sorted(drawn))
 
@@ -126,7 +128,7 @@ def _lot(seed: int, mutant: Mutant) -> bytes:
 
 
 def _settled(mutants: Sequence[Mutant], options: argparse.Namespace) -> dict[int, Outcome]:
-    """The outcomes of those that need not be tried: listed as equivalent, or killed by an earlier run."""
+    """Return the outcomes of mutants that need no run: listed as equivalent, or killed by an earlier run."""
     killed = {}
     if options.after:
         rows = json.loads(options.after.read_text(encoding="utf-8"))["mutants"]
@@ -143,7 +145,7 @@ def _settled(mutants: Sequence[Mutant], options: argparse.Namespace) -> dict[int
 def _in_processes(
     mutants: Sequence[Mutant], left: Sequence[int], reach: Reach, options: argparse.Namespace
 ) -> Iterator[tuple[int, Outcome]]:
-    """The number and the outcome of those `left`, as they come, from `jobs` processes with a tree each."""
+    """Yield number and outcome of the mutants `left`, as they end, from `jobs` processes with a tree each."""
     ours, theirs = os.pipe()
     sys.stdout.flush()
     for job in range(options.jobs):
@@ -179,7 +181,7 @@ def _tried(mutant: Mutant, tree: Tree, tests: list[Test], slow: bool) -> Outcome
                 if killer is None:
                     break
                 suspect = next((test for test in part if test.nodeid == run.started and test.is_heavy), None)
-                # What waits for processes may fail on a busy machine: such a test has to fail twice.
+                # A test that waits for processes may fail on a busy machine, so it has to fail twice.
                 if suspect is None or _killer(_run(tree, [suspect], "not slow")) is not None:
                     return outcome("killed", killer)
                 part = part[part.index(suspect) + 1 :]
@@ -189,7 +191,7 @@ def _tried(mutant: Mutant, tree: Tree, tests: list[Test], slow: bool) -> Outcome
 
 
 def _parts(tests: Sequence[Test]) -> Iterator[list[Test]]:
-    """`tests` in two: most mutants die in the first, and to collect all files takes longer than its tests."""
+    """Split `tests` in two: the first part kills most mutants, and collecting all files takes longer than its tests."""
     files = list(dict.fromkeys(test.file for test in tests))[:FIRST_FILES]
     first = [test for test in tests if test.file in files and not test.is_heavy]
     yield first
@@ -205,17 +207,17 @@ def _run(tree: Tree, tests: list[Test], mark: str) -> Run:
 
 
 def _killer(run: Run) -> str | None:
-    """What the run died of; None where every test passed."""
+    """Return why the run failed; None if every test passed."""
     for test, why in run.failed.items():
         first = next((line for line in why.splitlines() if line.startswith("E ")), "E")
         return f"by {test} ({first[1:].strip()[:80]})"
     if run.hung:
-        return f"by {run.started}, which did not come back"
+        return f"by {run.started}, which hung"
     return None if run.ended else f"by {run.started}, whose process died"
 
 
 class _Chosen:
-    """A plugin that runs the tests of `order`, in that order, and no others."""
+    """A plugin that runs only the tests of `order`, in that order."""
 
     def __init__(self, order: Sequence[str]) -> None:
         self._places = {test: place for place, test in enumerate(order)}
@@ -251,7 +253,7 @@ def _write(mutants: Sequence[Mutant], outcomes: dict[int, Outcome], options: arg
 
 
 def _summary(mutants: Sequence[Mutant], outcomes: dict[int, Outcome], options: argparse.Namespace) -> int:
-    """Prints a line a folder; 1 where a mutant survived, else 0."""
+    """Print a line for each folder. Return 1 if a mutant survived, else 0."""
     _write(mutants, outcomes, options)
     by_folder: dict[str, Counter[str]] = {}
     for index, outcome in outcomes.items():

@@ -1,12 +1,12 @@
-"""Says what saving and loading cost the coordinator, and a rank, at up to 16,384 ranks, without the ranks.
+"""Compute what a save and a load cost the coordinator and a rank, at up to 16,384 ranks, without the ranks.
 
     python scripts/simulate_scale.py --quick
     python scripts/simulate_scale.py --json scale.json
 
-The plans of all ranks are made by arithmetic (scale_simulation/plans.py), and go through the functions that plan,
-describe and read, of stock DCP and of ours (scale_simulation/costs.py). Where all of a state is too much, a few
-tensors of each kind are planned for all ranks, and the cost of the rest is reckoned from theirs: a line marked x.
-Such a line is a lower bound: that many objects would not fit into memory, either.
+The plans of all ranks are made by arithmetic (scale_simulation/plans.py), and run through the functions that plan,
+describe and read, of stock DCP and of ours (scale_simulation/costs.py). If a whole state is too much, a few tensors of
+each kind are planned for all ranks and the cost of the rest is extrapolated: a line marked x. Such a line is a lower
+bound, because so many objects would not fit into memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Cost = Callable[[Sequence[Planned], Mesh], Figures]
 
 @dataclass(frozen=True)
 class Line:
-    """What one planner costs for one state on so many ranks."""
+    """The cost of one planner for one state on a number of ranks."""
 
     model: str
     layout: str
@@ -53,14 +53,14 @@ class Line:
     planner: str
     tensors: int
     items: int
-    """Chunks that all ranks together ask to write."""
-    is_reckoned: bool
-    """Whether it was reckoned from some of the tensors."""
+    """Chunks that all ranks together write."""
+    is_extrapolated: bool
+    """Whether the cost is extrapolated from some of the tensors."""
     figures: Figures
 
 
 def main() -> int:
-    """The command."""
+    """Run the command. Return 0."""
     args = _arguments().parse_args()
     warnings.filterwarnings("ignore")
     points = QUICK_POINTS if args.quick else POINTS
@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def measure(model: str, layout: str, ranks: int, budget: int, own: dict[str, dict[int, Figures]]) -> list[Line]:
-    """The lines of one state, with at most about `budget` items for each kind of tensor."""
+    """Return the lines of one state, with at most about `budget` items for each kind of tensor."""
     state, mesh = state_of(model), mesh_of(layout, ranks)
     all_bytes = num_bytes(state)
     planners: dict[str, Cost] = {"dcp": stock, "ours": lambda tensors, mesh: ours(tensors, mesh, all_bytes)}
@@ -85,17 +85,17 @@ def measure(model: str, layout: str, ranks: int, budget: int, own: dict[str, dic
         tensor_frame(torch.float32, tensor.shape)
     lines = []
     for name, cost in planners.items():
-        is_reckoned = len(state) * ranks > budget
-        figures = _reckoned(state, mesh, cost, budget, own[name]) if is_reckoned else cost(state, mesh)
+        is_extrapolated = len(state) * ranks > budget
+        figures = _extrapolated(state, mesh, cost, budget, own[name]) if is_extrapolated else cost(state, mesh)
         if name == "ours":
             sizes = (figures["table_bytes"], figures["metadata_bytes"])
             figures["cached_coordinator_seconds"] = our_repeated_seconds(mesh, all_bytes, *sizes)
-        lines.append(Line(model, layout, ranks, name, len(state), len(state) * ranks, is_reckoned, figures))
+        lines.append(Line(model, layout, ranks, name, len(state), len(state) * ranks, is_extrapolated, figures))
     return lines
 
 
 def table(lines: Iterable[Line]) -> str:
-    """As text, in 80 columns."""
+    """Return the lines as a text of 80 columns."""
     heads = ("first s", "again s", "gathered", "again", "metadata", "load s")
     rows = [f"{'model':<5} {'layout':<6} {'ranks':>6} {'':<5}" + "".join(f"{head:>9}" for head in heads), "-" * 80]
     for line in lines:
@@ -109,7 +109,7 @@ def table(lines: Iterable[Line]) -> str:
             _bytes(described),
             _seconds(f["load_planning_seconds"]),
         )
-        who = f"{line.planner}{' x' if line.is_reckoned else ''}"
+        who = f"{line.planner}{' x' if line.is_extrapolated else ''}"
         rows.append(
             f"{line.model[:5]:<5} {line.layout:<6} {line.ranks:>6} {who:<6}"[:26].ljust(26)
             + f"{cells[0]:>7}"
@@ -122,13 +122,13 @@ def table(lines: Iterable[Line]) -> str:
             "with a cached plan (dcp: enable_plan_caching; without it a repeated one is a",
             "first one); gathered: bytes that ranks send to it, at a first save and again;",
             "metadata: .metadata, and manifest.json with ours; load: a rank's CPU seconds.",
-            "x: reckoned from some tensors of each kind, planned for all ranks.",
+            "x: extrapolated from some tensors of each kind, planned for all ranks.",
         ]
     )
 
 
 def targets(lines: Iterable[Line]) -> dict[str, float]:
-    """Figures of the target table of scripts/bench_checkpoint.py, by the name of the line."""
+    """Return figures for the targets of scripts/bench_checkpoint.py, by the name of the target."""
     found: dict[str, float] = {}
     for line in lines:
         if (line.planner, line.layout, line.ranks) == ("ours", "fsdp", TARGET_RANKS):
@@ -138,12 +138,12 @@ def targets(lines: Iterable[Line]) -> dict[str, float]:
     return found
 
 
-def _reckoned(state: Sequence[Planned], mesh: Mesh, cost: Cost, budget: int, own: dict[int, Figures]) -> Figures:
-    """What all of `state` costs: that of one tensor, and for each kind what some of its tensors add to it.
+def _extrapolated(state: Sequence[Planned], mesh: Mesh, cost: Cost, budget: int, own: dict[int, Figures]) -> Figures:
+    """Return the cost of `state`: that of one tensor, plus for each kind the extrapolated cost of its tensors.
 
-    What a rank has of its own costs the same whatever the model: `own` has it by the number of ranks.
+    The generators of each rank cost the same for every model: `own` caches that cost by the number of ranks.
     """
-    # A plan's first item has costs of its own, so there is one in the base, and it is not counted again.
+    # The first item of a plan has extra costs, so the base has one item and its tensor is not counted again.
     opening = next(tensor for tensor in state if tensor.kind == "matrix")
     base = cost([opening], mesh)
     total = dict(base)
@@ -154,7 +154,7 @@ def _reckoned(state: Sequence[Planned], mesh: Mesh, cost: Cost, budget: int, own
         else:
             sample = _spread_out(others, max(1, budget // len(KINDS) // mesh.size))
             found = cost([opening, *sample], mesh)
-            # What more there is never costs less: a figure below the base is the clock's grain.
+            # More tensors never cost less: a figure below the base is noise of the clock.
             added = {name: max(0.0, found[name] - base[name]) * len(others) / len(sample) for name in base}
         if kind == "own":
             own[mesh.size] = added
@@ -164,7 +164,7 @@ def _reckoned(state: Sequence[Planned], mesh: Mesh, cost: Cost, budget: int, own
 
 
 def _spread_out(tensors: Sequence[Planned], count: int) -> list[Planned]:
-    """At most `count` of `tensors`, from all parts of the model."""
+    """Return at most `count` of `tensors`, from all parts of the model."""
     if count >= len(tensors):
         return list(tensors)
     return [tensors[(2 * number + 1) * len(tensors) // (2 * count)] for number in range(count)]
@@ -196,8 +196,8 @@ def _bytes(value: float) -> str:
 
 def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a few small points: shows that it runs")
-    parser.add_argument("--items", type=int, default=24_000, help="chunks that are planned for a point; 24000")
+    parser.add_argument("--quick", action="store_true", help="a few small points, to test that it runs")
+    parser.add_argument("--items", type=int, default=24_000, help="chunks to plan for a point; 24000")
     parser.add_argument("--json", help="file for all figures")
     return parser
 

@@ -1,4 +1,4 @@
-"""The mutation run calls killed what a test notices, and names what no test does."""
+"""The mutation run reports mutants that a test notices as killed, and prints those that survive."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_what_is_above_ten_is_large():
 """
 
 
-def test_what_a_test_notices_is_killed_and_what_none_does_survives(tmp_path: Path) -> None:
+def test_a_mutant_that_a_test_notices_is_killed_and_others_survive(tmp_path: Path) -> None:
     mutants = _mutants(tmp_path, MODULE, TEST)
 
     kept = {(mutant["before"], mutant["becomes"]) for mutant in mutants if mutant["status"] == "SURVIVED"}
@@ -35,7 +35,7 @@ def test_what_a_test_notices_is_killed_and_what_none_does_survives(tmp_path: Pat
 
 
 def _mutants(folder: Path, module: str, test: str) -> list[dict[str, Any]]:
-    """What the tool says of all mutants of a repository with one module and one file of tests."""
+    """Return the tool's outcomes for all mutants of a repository with one module and one file of tests."""
     repository, outcomes = folder / "repository", folder / "outcomes.json"
     for name, text in (("torchtitan_lite/sizes.py", module), ("tests/test_sizes.py", test)):
         (repository / name).parent.mkdir(parents=True)
@@ -43,7 +43,9 @@ def _mutants(folder: Path, module: str, test: str) -> list[dict[str, Any]]:
     subprocess.run(["git", "init", "-q", repository], check=True)
     places = ["--repository", repository, "--cache", folder / "reach.json", "--json", outcomes]
     arguments = [*map(str, places), "torchtitan_lite", "--count", "0", "--tests", "tests"]
-    script = f"import mutate; mutate.LOADED = (); mutate.main({arguments!r})"  # torch takes longer than all the rest
+    script = (
+        f"import mutate; mutate.LOADED = (); mutate.main({arguments!r})"  # importing torch takes longer than the rest
+    )
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "scripts")}
     subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=120, stdout=subprocess.DEVNULL)
     found: list[dict[str, Any]] = json.loads(outcomes.read_text(encoding="utf-8"))["mutants"]

@@ -1,4 +1,4 @@
-"""What the simulation of many ranks rests on: its plans are DCP's own, and what it reckons is what it would count."""
+"""The simulation of many ranks: its plans are those of DCP, and its extrapolations agree with full counts."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def compare(mesh, rank):
         assert ours.tensor_data.size == item.tensor_data.size
 
 
-# A process for each: DTensor remembers what rank it is.
-# More ranks than a norm has elements; a model held twice; rows of tensor parallelism shared again.
+# A process for each rank: DTensor caches its rank.
+# More ranks than a norm has elements; two replicas; rows of tensor parallelism sharded again.
 for mesh in (Mesh(1, 8), Mesh(1, 300), Mesh(2, 4), Mesh(1, 3, 2), Mesh(1, 100, 2)):
     for rank in (1, mesh.size - 2, mesh.size - 1):
         pid = os.fork()
@@ -77,30 +77,31 @@ def test_the_plan_of_a_rank_is_the_one_that_dcp_makes_of_its_tensors() -> None:
     assert _output_of(["-c", COMPARE_WITH_DCP]) == "compared\n"
 
 
-RECKON = """
+EXTRAPOLATE = """
 import json
 from scale_simulation.costs import num_bytes, ours, stock
 from scale_simulation.plans import mesh_of, state_of
-from simulate_scale import _reckoned
+from simulate_scale import _extrapolated
 
 state, mesh = state_of("debugmodel"), mesh_of("fsdp", 8)
 costs = {"dcp": stock, "ours": lambda tensors, mesh: ours(tensors, mesh, num_bytes(state))}
-print(json.dumps({name: [_reckoned(state, mesh, cost, 300, {}), cost(state, mesh)] for name, cost in costs.items()}))
+found = {name: [_extrapolated(state, mesh, cost, 300, {}), cost(state, mesh)] for name, cost in costs.items()}
+print(json.dumps(found))
 """
 
 
 @pytest.mark.slow
-def test_what_is_reckoned_from_some_tensors_is_about_what_all_of_them_come_to() -> None:
-    found: dict[str, Any] = json.loads(_output_of(["-c", RECKON]))
-    for reckoned, counted in found.values():
+def test_a_cost_extrapolated_from_some_tensors_is_close_to_the_cost_of_all() -> None:
+    found: dict[str, Any] = json.loads(_output_of(["-c", EXTRAPOLATE]))
+    for extrapolated, counted in found.values():
         sizes = {name for name in counted if name.endswith("_bytes")}
         assert {"metadata_bytes", "first_gathered_bytes"} <= sizes
         for name in sizes:
-            assert reckoned[name] == pytest.approx(counted[name], rel=0.1), name
+            assert extrapolated[name] == pytest.approx(counted[name], rel=0.1), name
 
 
 @pytest.mark.slow
-def test_the_command_tells_of_stock_dcp_and_of_ours_for_each_point(tmp_path: Path) -> None:
+def test_the_command_prints_stock_dcp_and_ours_for_each_point(tmp_path: Path) -> None:
     path = tmp_path / "scale.json"
     printed = _output_of([str(ROOT / "scripts" / "simulate_scale.py"), "--quick", "--json", str(path)])
     assert max(map(len, printed.splitlines())) <= 80
@@ -109,16 +110,16 @@ def test_the_command_tells_of_stock_dcp_and_of_ours_for_each_point(tmp_path: Pat
     assert {(*point, planner) for point in points for planner in ("dcp", "ours")} == {
         (line["model"], line["layout"], line["ranks"], line["planner"]) for line in lines
     }
-    assert {line["is_reckoned"] for line in lines} == {False, True}
+    assert {line["is_extrapolated"] for line in lines} == {False, True}
     for line in lines:
         assert line["figures"].keys() >= FIGURES
-        assert ("x" in _row(printed, line)) == line["is_reckoned"]
+        assert ("x" in _row(printed, line)) == line["is_extrapolated"]
         if line["planner"] == "ours":
             assert line["figures"]["results_gathered_bytes"] < line["figures"]["first_gathered_bytes"]
 
 
 def _row(printed: str, line: dict[str, Any]) -> list[str]:
-    """The words of `line` in the table."""
+    """Return the words of `line` in the table."""
     rows = [row.split() for row in printed.splitlines()]
     key = [line["model"][:5], line["layout"], str(line["ranks"]), line["planner"]]
     return next(row for row in rows if [row[0][:5], *row[1:4]] == key)

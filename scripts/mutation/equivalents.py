@@ -1,4 +1,4 @@
-"""The list of equivalent mutants: changes that no test can tell from what stands there, each with its reason."""
+"""The list of equivalent mutants: changes that no test can distinguish from the original, each with its reason."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ FILE = Path(__file__).with_name("equivalents.toml")
 
 
 class Equivalents:
-    """`[[equivalent]]` tables: file, line (as it stands there, stripped), operator, becomes (the new node), why.
+    """The tables `[[equivalent]]`: file, line (its text, stripped), operator, becomes (the new node), why.
 
-    `nth` where several mutants of a file are the same in all of that; the first if it is left out.
+    `nth` distinguishes mutants of a file that are equal in all of these; without it the entry is for the first.
     """
 
     def __init__(self, file: Path = FILE) -> None:
@@ -27,11 +27,11 @@ class Equivalents:
         self._reasons = {(t["file"], t["line"], t["operator"], t["becomes"], t.get("nth", 1)): t["why"] for t in tables}
 
     def reason(self, mutant: Mutant) -> str | None:
-        """Why `mutant` is equivalent; None where it is not listed."""
+        """Return why `mutant` is equivalent, or None if it is not listed."""
         return self._reasons.get(mutant.key)
 
     def stale(self, mutants: Iterable[Mutant]) -> list[str]:
-        """The entries for the files of `mutants` that are none of them: the line has changed, or is gone."""
+        """Return the entries in the files of `mutants` that match no mutant: the line has changed or is gone."""
         keys = {mutant.key for mutant in mutants}
         files = {path for path, *_ in keys}
         return [": ".join(map(str, key)) for key in self._reasons if key[0] in files and key not in keys]

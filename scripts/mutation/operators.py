@@ -1,8 +1,8 @@
 """Mutants of a module, from its syntax tree.
 
-A mutant is one node replaced by another; the rest of the module is what `ast.unparse` makes of it. Not
-mutated: annotations, decorators, assertions, strings and f-strings, what is logged or only printed,
-`__all__`, and blocks under TYPE_CHECKING. The same module gives the same mutants in the same order.
+A mutant replaces one node by another; `ast.unparse` prints the whole module. Not mutated: annotations, decorators,
+assertions, strings and f-strings, arguments of logging and printing, `__all__`, and blocks under TYPE_CHECKING. The
+mutants of a module are always the same, in the same order.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ARITHMETIC = {
     ast.BitXor: ast.BitAnd,
 }
 _NO_BEHAVIOUR = ("repr", "encoding", "bound")
-"""Keywords: what is printed for a person, what the system's default is, what is for the type checker."""
+"""Keywords without behaviour: for display, equal to the system's default, or for the type checker."""
 _BOUNDARIES = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 
 
@@ -49,29 +49,29 @@ class Mutant:
     """One change of one module."""
 
     path: str
-    """Of the module, relative to the repository."""
+    """Path of the module, relative to the repository."""
     line: int
-    """Where the changed node begins."""
+    """Line at which the changed node begins."""
     lines: frozenset[int]
-    """A test that executes none of them does not execute what is changed. Empty: it runs once, at import or cached."""
+    """A test reaches the change only if it executes one of these. Empty: the code runs once, at import or cached."""
     operator: str
     source: str
-    """The line as it stands in the file, stripped."""
+    """The text of the line, stripped."""
     before: str
     after: str
     nth: int
-    """Of those in the file that are the same but for their place, 1 and up."""
+    """Number, from 1, among the mutants of the file that are equal except for their position."""
     tree: ast.Module = field(repr=False, compare=False)
     site: _Site = field(repr=False, compare=False)
     replacement: ast.AST = field(repr=False, compare=False)
 
     def text(self) -> str:
-        """The whole module with the change."""
+        """Return the whole module with the change."""
         self.site.put(self.replacement)
         try:
             return ast.unparse(ast.fix_missing_locations(self.tree)) + "\n"
         finally:
-            # Replacements are made of nodes of the one tree that all mutants of the module share.
+            # All mutants of the module share one tree, and replacements use its nodes.
             self.site.put(self.site.node)
 
     def __str__(self) -> str:
@@ -79,12 +79,12 @@ class Mutant:
 
     @property
     def key(self) -> tuple[str, str, str, str, int]:
-        """What names it in the list of equivalents: it stays the same when lines move."""
+        """Key in the list of equivalents. It does not change when lines move."""
         return self.path, self.source, self.operator, self.after, self.nth
 
 
 def mutants_of(path: str, source: str) -> list[Mutant]:
-    """All mutants of the module `path`, whose text is `source`."""
+    """Return all mutants of the module `path`, whose text is `source`."""
     tree, lines = ast.parse(source), source.splitlines()
     mutants: list[Mutant] = []
     seen: Counter[tuple[str, str, str]] = Counter()
@@ -100,7 +100,7 @@ def mutants_of(path: str, source: str) -> list[Mutant]:
 
 @dataclass(frozen=True)
 class _Site:
-    """A node that may be replaced in its parent."""
+    """A node and its possible replacements in its parent."""
 
     parent: ast.AST
     field: str
@@ -117,7 +117,7 @@ class _Site:
 
 
 class _Sites:
-    """Walks a module."""
+    """Walk a module and yield its sites."""
 
     def __init__(self) -> None:
         self._functions: list[ast.FunctionDef | ast.AsyncFunctionDef] = []
@@ -132,11 +132,11 @@ class _Sites:
                 self._functions.append(node)  # type: ignore[arg-type]  # see the line before
             for index, child in enumerate(value if isinstance(value, list) else [value]):
                 if isinstance(child, ast.AST) and not _is_skipped(node, child):
-                    yield from self._below(node, name, index if isinstance(value, list) else None, child)
+                    yield from self._child(node, name, index if isinstance(value, list) else None, child)
             if inside:
                 self._functions.pop()
 
-    def _below(self, parent: ast.AST, field: str, index: int | None, node: ast.AST) -> Iterator[_Site]:
+    def _child(self, parent: ast.AST, field: str, index: int | None, node: ast.AST) -> Iterator[_Site]:
         outer = self._statement
         if isinstance(node, ast.stmt):
             self._statement = node
@@ -147,7 +147,7 @@ class _Sites:
         self._statement = outer
 
     def _lines(self, node: Any) -> frozenset[int]:
-        # What is cached runs for the first test that asks, and matters to others.
+        # A cached function runs only for the first test that calls it, but affects others.
         if not self._functions or any("cache" in ast.unparse(d) for f in self._functions for d in f.decorator_list):
             return frozenset()
         header = isinstance(node, ast.stmt)
@@ -177,7 +177,7 @@ def _is_skipped(parent: ast.AST, node: ast.AST) -> bool:
 
 
 def _replacements(node: ast.AST, functions: list[Any]) -> Iterator[tuple[str, ast.AST]]:
-    """What may stand in the place of `node`, which is in the innermost of `functions`."""
+    """Yield the replacements of `node`, which is in the innermost of `functions`."""
     match node:
         case ast.Compare():
             for index, op in enumerate(node.ops):
@@ -217,7 +217,7 @@ def _replacements(node: ast.AST, functions: list[Any]) -> Iterator[tuple[str, as
 
 
 def _negated(parent: ast.AST, field: str, node: Any) -> Iterator[tuple[str, ast.AST]]:
-    """`node` negated where it decides which way is taken, and no other operator does the same."""
+    """Yield the negation of `node` if it is a condition that no other operator negates."""
     decides = isinstance(parent, ast.If | ast.While | ast.IfExp) and field == "test"
     if not (decides or (isinstance(parent, ast.comprehension) and field == "ifs")):
         return
@@ -230,7 +230,7 @@ def _negated(parent: ast.AST, field: str, node: Any) -> Iterator[tuple[str, ast.
 
 
 def _other_return(node: ast.Return, function: Any) -> ast.Return:
-    """Another value; of a function that says yes or no, the other answer."""
+    """Return a statement with another value: the negated one for functions that return bool, else None."""
     answers = isinstance(function.returns, ast.Name) and function.returns.id == "bool"
     return ast.Return(ast.UnaryOp(ast.Not(), node.value) if answers and node.value else ast.Constant(None))
 

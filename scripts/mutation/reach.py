@@ -1,4 +1,4 @@
-"""Which test executes which lines, and how long it takes: collected once, kept in a file, one test file at a time."""
+"""Which lines each test executes and how long it takes, recorded by test file and cached in a file."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from mutation.tree import Tree
 
 PACKAGE = "torchtitan_lite"
 LIMIT_SECONDS = 900.0
-"""Of one test that is traced; the slowest take minutes then."""
+"""For one traced test; the slowest take minutes."""
 HEAVY_SECONDS = 0.5
-"""A test that takes longer, or whose module's fixtures do, runs after those that do not."""
+"""A test that takes longer, or whose module's fixtures take longer, runs after the others."""
 
 
 @dataclass(frozen=True)
 class Test:
-    """One test, and what it reaches."""
+    """One test, and the lines that it executes."""
 
     nodeid: str
     seconds: float
     module_setup: float
     lines: int
-    """A bit for each line of the package."""
+    """One bit for each line of the package."""
 
     @property
     def file(self) -> str:
@@ -45,7 +45,7 @@ class Test:
 
 
 class Reach:
-    """What the tests of `tree` reach; kept in the file `cache`, for the package as it is."""
+    """The lines that the tests of `tree` execute, cached in the file `cache`."""
 
     def __init__(self, tree: Tree, cache: Path) -> None:
         self._tree, self._cache = tree, cache
@@ -53,29 +53,29 @@ class Reach:
         self._lengths = {path: len(text.splitlines()) + 1 for path, text in texts.items()}
         starts = itertools.accumulate(self._lengths.values(), initial=0)
         self._bases = dict(zip(self._lengths, starts, strict=False))
-        # What runs at import belongs to no test.
+        # Lines that run at import belong to no test.
         self._inside = sum(1 << self._bases[path] + line for path, text in texts.items() for line in _inside(text))
         self._imported_by = _importers(texts)
-        # What changes with every line of a file: how many there are, and which.
+        # Number of lines and digest of each module, to find the changed ones.
         self._package = {path: [self._lengths[path], _digest(text)] for path, text in texts.items()}
         self._files: dict[str, Any] = {}
 
-    def collect(self, files: Iterable[str], say: Any = print) -> None:
-        """What the tests in `files` reach is known: of a file that is as it was, from the cache."""
+    def collect(self, files: Iterable[str], report: Any = print) -> None:
+        """Record the lines that the tests in `files` execute; unchanged files come from the cache."""
         known = self._cached()
         for file in files:
             digest = _digest((self._tree.root / file).read_text(encoding="utf-8"))
             if known.get(file, {}).get("digest") != digest:
                 known[file] = {"digest": digest, **self._traced(file)}
                 tests, left_out = len(known[file]["tests"]), known[file]["left_out"]
-                say(f"{file}: {tests} tests" + "".join(f"\n  left out, it fails: {test}" for test in left_out))
+                report(f"{file}: {tests} tests" + "".join(f"\n  left out, it fails: {test}" for test in left_out))
                 whole = json.dumps({"package": self._package, "files": known})
                 self._cache.with_suffix(".tmp").write_text(whole, encoding="utf-8")
                 self._cache.with_suffix(".tmp").replace(self._cache)
             self._files[file] = known[file]
 
     def _cached(self) -> dict[str, Any]:
-        """What the cache has; of a module that has changed since, a test that reached a line reaches all."""
+        """Return the cache. In a module that has changed since, a test that executed one line counts for all lines."""
         if not self._cache.exists():
             return {}
         cached = json.loads(self._cache.read_text(encoding="utf-8"))
@@ -101,7 +101,7 @@ class Reach:
         return found
 
     def tests_of(self, mutant: Mutant) -> list[Test]:
-        """The tests that execute what `mutant` changes, in the order in which they find most in the least time."""
+        """Return the tests that execute the changed code of `mutant`, the quickest and most specific first."""
         mask = 0
         if mutant.lines:
             for line in mutant.lines:
@@ -110,7 +110,7 @@ class Reach:
             for path in (mutant.path, *self._imported_by.get(mutant.path, ())):
                 mask |= ((1 << self._lengths[path]) - 1) << self._bases[path]
         own = f"test_{Path(mutant.path).stem}.py"
-        # No test at all is one that sets a trace of its own, or a process that has none.
+        # None is found if the test sets a trace function of its own, or its process has none.
         found = [test for test in self._tests if test.lines & mask] or [
             test for test in self._tests if Path(test.file).name == own
         ]
@@ -141,12 +141,12 @@ class Reach:
         )
         seconds = dict(run.seconds)
         if missing := [test for test in run.failed if test not in seconds]:
-            # A test of memory or of frames fails when it is traced, and what it reached before is not all.
+            # A test of memory or frames fails under the trace, so the lines it executed before are not all.
             again = self._tree.run(["-m", "not slow", file], [], lambda _: LIMIT_SECONDS, first_failure=False)
             seconds |= {test: again.seconds[test] for test in missing if test in again.seconds}
         reached = recorder.read()
         if not run.ended:
-            raise RuntimeError(f"{file}: the tests came to no end\n{self._tree.output()}")
+            raise RuntimeError(f"{file}: the tests did not end\n{self._tree.output()}")
         left_out = sorted({*run.failed, *([run.started] if run.hung else [])} - seconds.keys())
         return {
             "lines": reached.get("", "0"),
@@ -157,14 +157,14 @@ class Reach:
 
 
 class _Recorder:
-    """A plugin that writes what each test reached; what fixtures reach counts for every test of the file."""
+    """A plugin that records the lines of each test; the lines of fixtures count for every test of the file."""
 
     def __init__(self, hits: Path, reached: Path) -> None:
         self._hits, self._reached = hits, reached
         reached.write_text("")
 
     def read(self) -> dict[str, str]:
-        """Test to lines; "" to those of the fixtures."""
+        """Return test to lines; the key "" has those of the fixtures."""
         found: dict[str, str] = {}
         for line in self._reached.read_text().splitlines():
             nodeid, lines = json.loads(line)
@@ -173,7 +173,7 @@ class _Recorder:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self) -> Iterator[None]:
-        self._take("")  # What the modules of the tests do when they are imported, with what fixtures do.
+        self._take("")  # Imports of test modules count with the fixtures.
         yield
         self._take("")
 
@@ -203,7 +203,7 @@ class _Recorder:
 
 
 def test_files(root: Path, paths: Iterable[str]) -> list[str]:
-    """The test files below `paths`, relative to `root`."""
+    """Return the test files below `paths`, relative to `root`."""
     found = []
     for path in paths:
         whole = root / path
@@ -220,13 +220,13 @@ def _sources(root: Path) -> Iterator[Path]:
 
 
 def _inside(text: str) -> set[int]:
-    """The lines of functions."""
+    """Return the lines of function bodies."""
     functions = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
     return {line for each in functions for line in range(each.body[0].lineno, (each.end_lineno or 0) + 1)}
 
 
 def _importers(texts: dict[str, str]) -> dict[str, set[str]]:
-    """For each module, by its path, those that import from it."""
+    """Return, for each module path, the modules that import from it."""
     importers: dict[str, set[str]] = {}
     for path, text in texts.items():
         for node in ast.walk(ast.parse(text)):

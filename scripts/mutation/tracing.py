@@ -1,7 +1,7 @@
-"""Records which lines of some files this process executes, as `sitecustomize` of every interpreter under a variable.
+"""Record the lines of some files that a process executes, as `sitecustomize` of every interpreter with a variable.
 
-Each line has a byte in a file that all processes map, forked and spawned ones too: what a killed process
-executed is known, and nothing has to be collected. Whoever reads the bytes clears them.
+Each line has a byte in a file that all processes map, forked and spawned ones too: the lines of a killed process are
+recorded as well, and nothing has to be collected. The reader of the bytes clears them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from types import FrameType
 from typing import Any
 
 VARIABLE = "MUTATION_TRACE"
-"""Names a folder with `lines.json` (file to the byte of its line 0) and `hits`."""
+"""Environment variable with a folder that has `lines.json` (file to the byte of its line 0) and `hits`."""
 
 
 def start(folder: str) -> None:
-    """From now on every thread of this process marks the lines that it executes."""
+    """Mark the lines that every thread of this process executes from now on."""
     bases: dict[str, int] = json.loads(Path(folder, "lines.json").read_text(encoding="utf-8"))
     with Path(folder, "hits").open("r+b") as file:
         hits = mmap.mmap(file.fileno(), 0)

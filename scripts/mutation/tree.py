@@ -1,7 +1,7 @@
 """A copy of the repository in which pytest runs, in processes forked from one that has loaded torch.
 
-The copy is the working directory, first on the path and in PYTHONPATH, so that what a test spawns runs
-the same code. A run ends with all its processes: the one that asks for it adopts and kills what is left.
+The copy is the working directory, and first on the path and in PYTHONPATH, so that processes of a test run the same
+code. All processes of a run end with it: the caller adopts and kills the remaining ones.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ from hypothesis import Phase, settings
 from mutation import tracing
 
 PYTEST = ["-q", "--no-header", "-o", "addopts=--import-mode=importlib", "-p", "no:cacheprovider"]
-PYTEST += ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]  # hypothesis, before pytest
+PYTEST += [
+    "-W",
+    "ignore:Module already imported:pytest.PytestAssertRewriteWarning",
+]  # hypothesis is imported before pytest
 LOADED = (
     "numpy",
     "torch",
@@ -49,28 +52,30 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass
 class Run:
-    """How a run of pytest went."""
+    """The result of a run of pytest."""
 
     started: str = ""
-    """The test that was begun last."""
+    """The test that started last."""
     failed: dict[str, str] = field(default_factory=dict)
-    """Test, or file that could not be collected, to why."""
+    """Failed test, or file that could not be collected, to the error."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Of each test that passed."""
+    """Seconds of each test that passed."""
     setup: dict[str, float] = field(default_factory=dict)
     hung: bool = False
     ended: bool = False
-    """Whether pytest came to its end: otherwise its process died, or was ended after a failure or a hang."""
+    """Whether pytest ended by itself: otherwise its process died, or was ended after a failure or a hang."""
 
 
 class Tree:
-    """One copy of `repository`, and one run at a time in it."""
+    """A copy of `repository`, for one run at a time."""
 
     def __init__(self, repository: Path) -> None:
         self._repository = repository
         memory = Path("/dev/shm")
         self._folder = Path(tempfile.mkdtemp(prefix="mutation-", dir=memory if os.access(memory, os.W_OK) else None))
-        self._scratch = Path(tempfile.mkdtemp(prefix="mutation-"))  # A test's files lie where they do otherwise.
+        self._scratch = Path(
+            tempfile.mkdtemp(prefix="mutation-")
+        )  # Tests write their files to the usual temporary folder.
         self.root = self._folder / "tree"
         command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         names = subprocess.run(command, cwd=repository, capture_output=True, check=True).stdout.decode().split("\0")
@@ -81,15 +86,15 @@ class Tree:
         shutil.copy2(tracing.__file__, self.root / "sitecustomize.py")
 
     def close(self) -> None:
-        """Nothing is left of it. Idempotent."""
+        """Remove the copy. Idempotent."""
         shutil.rmtree(self._folder, ignore_errors=True)
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     @contextlib.contextmanager
     def changed(self, path: str, text: str) -> Iterator[None]:
-        """The file `path` of the copy holds `text` for a while."""
+        """Replace the file `path` of the copy by `text` in the block."""
         file = self.root / path
-        # A size and a second that are the same as before would let the old bytecode pass for the new.
+        # With the same size and the same second, Python would use the old bytecode.
         cached = file.parent / "__pycache__"
         kept = file.read_bytes()
         try:
@@ -109,9 +114,9 @@ class Tree:
         first_failure: bool = True,
         trace: Path | None = None,
     ) -> Run:
-        """Runs pytest with `arguments`; a test that goes on for longer than `limit` of it is a hang, and ends the run.
+        """Run pytest with `arguments`. A test that takes longer than its `limit` counts as a hang and ends the run.
 
-        Seconds of the processor, or ten times as many where it does not use it.
+        The limit is in CPU seconds; ten times as many wall-clock seconds are a hang, too.
         """
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
         ours, theirs = os.pipe()
@@ -137,40 +142,40 @@ class Tree:
             self._scratch.mkdir()
 
     def output(self) -> str:
-        """What the last run printed."""
+        """Return the output of the last run."""
         return (self._folder / "output").read_text(encoding="utf-8", errors="replace")
 
     def _enter(self, trace: Path | None) -> None:
         os.setsid()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-            signal.signal(number, signal.SIG_DFL)  # A shell's background jobs, or nohup, ignore them.
+            signal.signal(number, signal.SIG_DFL)  # Background jobs of a shell and nohup ignore them.
         os.chdir(self.root)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         for target, file, flags in ((0, os.devnull, os.O_RDONLY), (1, "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)):
             os.dup2(os.open(self._folder / file, flags, 0o600), target)
         os.dup2(1, 2)
-        # CI: the profile of the tests draws the same examples each time. (tests/conftest.py)
+        # With CI set, the profile of the tests always draws the same examples (tests/conftest.py).
         variables = {"PYTHONPATH": self.root, "PYTHONDONTWRITEBYTECODE": 1, "TMPDIR": self._scratch, "CI": 1}
         os.environ.update({name: str(value) for name, value in variables.items()}, OMP_NUM_THREADS="1")
         tempfile.tempdir = None
         sys.dont_write_bytecode = True
         sys.path[:] = [str(self.root), *(path for path in sys.path if Path(path) != Path(__file__).parents[1])]
-        sys.modules["__main__"] = types.ModuleType("__main__")  # What is spawned imports this script otherwise.
+        sys.modules["__main__"] = types.ModuleType("__main__")  # Otherwise spawned processes would import this script.
         if trace is not None:
             os.environ[tracing.VARIABLE] = str(trace)
             tracing.start(str(trace))
 
 
 class _Reports:
-    """A plugin that writes what happens into a pipe, a JSON array a line."""
+    """A plugin that writes each event of pytest to a pipe, as a JSON array on a line."""
 
     def __init__(self, pipe: int) -> None:
         self._pipe = pipe
 
     def pytest_collection(self) -> None:
-        # After conftest.py has loaded its profile, before a test module takes it. Shrinking tells a person more, and
-        # takes long.
+        # After conftest.py has loaded its profile, before a test module uses it. Without shrinking, which takes long
+        # and only helps a reader.
         settings.register_profile(
             "mutants", settings(), phases=(Phase.explicit, Phase.generate), derandomize=True, database=None
         )
@@ -200,7 +205,7 @@ class _Reports:
 
 
 def _watch(pid: int, pipe: int, limit: Callable[[str], float], first_failure: bool) -> Run:
-    """What the run in the process `pid` reports until it ends, hangs or, with `first_failure`, fails."""
+    """Collect the events of process `pid` until it ends, hangs or, with `first_failure`, fails. Return the result."""
     run, rest = Run(), b""
     begun, worked, allowed = time.monotonic(), 0.0, limit("")
     while not (run.ended or (run.failed and first_failure)):
@@ -216,7 +221,7 @@ def _watch(pid: int, pipe: int, limit: Callable[[str], float], first_failure: bo
         for line in lines:
             sender, kind, nodeid, value = json.loads(line)
             if sender != pid:
-                continue  # A process that a test forked came back into pytest.
+                continue  # A process that a test forked has returned into pytest.
             if kind == "started":
                 run.started, begun, worked, allowed = nodeid, time.monotonic(), _worked(pid), limit(nodeid)
             elif kind == "failed":
@@ -231,13 +236,13 @@ def _watch(pid: int, pipe: int, limit: Callable[[str], float], first_failure: bo
 
 
 def _worked(pid: int) -> float:
-    """Seconds for which the process `pid` has had a processor."""
+    """Return the CPU seconds of the process `pid`."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _end_all() -> None:
-    """No process that descends from this one lives."""
+    """Kill all descendants of this process."""
     while children := _children():
         for pid in children:
             with contextlib.suppress(ProcessLookupError):

@@ -1,8 +1,8 @@
-"""What the plans of all ranks cost, for stock DCP and for ours: the libraries' own functions, timed by processor time.
+"""The cost of the plans of all ranks, for stock DCP and for ours: the libraries' own functions, in CPU time.
 
-The coordinator's share is all that it does after the ranks' messages are there: unpickle, plan, pickle the
-answers, unpickle what the ranks say of their files, and make the metadata; the transfer itself and the writing are
-not in it. A rank's share at load is from the bytes of the metadata to what it reads.
+The coordinator's share is everything that it does after the ranks' messages have arrived: unpickle, plan, pickle the
+answers, unpickle the ranks' results, and make the metadata; transfers and writes are not included. A rank's share of a
+load is everything between the bytes of the metadata and the first read.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ Figures = dict[str, float]
 T = TypeVar("T")
 
 RUNS = 3
-"""Of everything that is timed."""
+"""Runs of everything that is timed; the fastest counts."""
 MAX_TEXT_BYTES = 256 << 20
-"""Of a table of tensors that is made to take the time of writing it; the time of a longer one grows with its bytes."""
+"""Largest table of tensors that is made for a timing; the time of a longer table grows with its bytes."""
 
 
 def stock(tensors: Sequence[Planned], mesh: Mesh) -> Figures:
-    """DCP's DefaultSavePlanner and FileSystemWriter, first and repeated save, without and with plan caching."""
+    """Return the costs of DCP's DefaultSavePlanner and FileSystemWriter, for a first and a repeated (cached) save."""
     sent = [pickle.dumps(plan) for plan in plans_of_dcp(tensors, mesh)]
 
     def plan() -> tuple[list[SavePlan], Metadata, list[bytes]]:
@@ -74,7 +74,7 @@ def stock(tensors: Sequence[Planned], mesh: Mesh) -> Figures:
 
 
 def ours(tensors: Sequence[Planned], mesh: Mesh, all_bytes: int) -> Figures:
-    """This project's plan, description and manifest; the files of all ranks together have `all_bytes`."""
+    """Return the costs of this project's plan, description and manifest. The files of all ranks have `all_bytes`."""
     sent = [pickle.dumps(plan) for plan in plans(tensors, mesh)]
     records = _records(mesh, all_bytes)
 
@@ -103,10 +103,10 @@ def ours(tensors: Sequence[Planned], mesh: Mesh, all_bytes: int) -> Figures:
 
 
 def our_repeated_seconds(mesh: Mesh, all_bytes: int, table_bytes: float, metadata_bytes: float) -> float:
-    """The coordinator's share of a repeated save whose table of tensors, and whose .metadata, have so many bytes.
+    """Return the coordinator's seconds for a repeated save with a table of tensors and a .metadata of these sizes.
 
-    Of tensors there is nothing left in it but those bytes, which were made at the first save: they are copied and
-    digested. What every rank says of its file is there for all of them.
+    A repeated save only copies and digests these bytes, which the first save made. The records of the files are there
+    for all ranks.
     """
     shown = min(1.0, MAX_TEXT_BYTES / max(table_bytes, metadata_bytes, 1))
     records = _records(mesh, all_bytes)
@@ -118,7 +118,7 @@ def our_repeated_seconds(mesh: Mesh, all_bytes: int, table_bytes: float, metadat
 
 
 class _Made:
-    """A description whose texts are as long as they would be."""
+    """A description whose texts have only the right length."""
 
     def __init__(self, table_bytes: int, metadata_bytes: int) -> None:
         self.tensors = Table()
@@ -134,7 +134,7 @@ class _Made:
 
 
 def _records(mesh: Mesh, all_bytes: int) -> list[bytes]:
-    """What each rank sends at any save: a plan with nothing in it, and what it wrote."""
+    """Return what each rank sends at every save: an empty plan, and the record of its file."""
     size = all_bytes // mesh.size
     return [
         data
@@ -147,7 +147,7 @@ def _records(mesh: Mesh, all_bytes: int) -> list[bytes]:
 
 
 def _manifest(description: Description | _Made, records: Sequence[bytes]) -> bytes:
-    """The manifest of a save, as the coordinator makes it of what the ranks sent."""
+    """Return the manifest of a save, made from the ranks' records as the coordinator makes it."""
     received = [pickle.loads(data) for data in records]
     files = [file for data in received if isinstance(data, list) for file in data]
     described = description.metadata([])
@@ -188,7 +188,7 @@ def _our_load(manifest: bytes, tensors: Sequence[Planned], mesh: Mesh, all_bytes
     for item in mine:
         assert item.tensor_data is not None
         targets.append(torch.empty(item.tensor_data.chunk.sizes, device="meta"))
-    # A sample of the tensors lies in files as large as those of all of them are.
+    # The files are as large as with all tensors, also for a sample.
     sizes = {layout.data_file(rank, 0): max(all_bytes, 1 << 62) for rank in range(mesh.size)}
 
     def plan() -> None:
@@ -204,7 +204,7 @@ def _our_load(manifest: bytes, tensors: Sequence[Planned], mesh: Mesh, all_bytes
 
 
 def _results(rank: int, plan: SavePlan) -> list[WriteResult]:
-    """What DCP's writer says of the items of `plan`."""
+    """Return the results that DCP's writer sends for the items of `plan`."""
     name, at, results = layout.data_file(rank, 0), 0, []
     for item in plan.items:
         assert item.tensor_data is not None
@@ -219,15 +219,15 @@ def _blocks(size: int) -> bytes:
 
 
 def _least(work: Callable[[], T]) -> tuple[float, T]:
-    """The least processor time that `work` took in `RUNS` runs, and what it made: others only ever add to it."""
+    """Return the least CPU time of `RUNS` runs of `work`, and its result: other processes can only add time."""
     seconds = []
     for _ in range(RUNS):
-        made = None  # What an earlier run made is not there for the collector to look at.
+        made = None  # Keeps the result of the last run out of garbage collection.
         gc.collect()
         began = time.process_time()
         made = work()
         seconds.append(time.process_time() - began)
-    return min(seconds), made  # type: ignore[return-value]  # There were runs.
+    return min(seconds), made  # type: ignore[return-value]  # RUNS is at least 1.
 
 
 __all__ = ["Figures", "num_bytes", "our_repeated_seconds", "ours", "stock"]

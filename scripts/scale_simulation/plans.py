@@ -1,8 +1,8 @@
-"""What each of many ranks would ask to write of a llama, made by arithmetic: no process, no tensor, no memory.
+"""The plans of many ranks that save a llama, made by arithmetic: no process, no tensor, no memory.
 
-The state is what a run saves: fp32 parameters and both moments of AdamW, sharded alike; its step counts, which
-every rank holds; and of each rank its own random generators. The arithmetic is that of DTensor (chunks of
-ceil(size / ranks) rows, the last ranks with less or nothing); tests compare the two.
+The state is that of a run: fp32 parameters and both moments of AdamW with the same sharding, the step counts, which
+every rank holds, and the random generators of each rank. The arithmetic is that of DTensor: chunks of
+ceil(size / ranks) rows, the last ranks with less or nothing; tests compare the two.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Box = tuple[Shape, Shape]
 """Offsets and sizes."""
 
 GENERATORS = ("python", "python_gauss", "numpy", "numpy_position", "numpy_gauss", "torch", "cuda")
-"""Of each rank."""
+"""The random generators of each rank."""
 GENERATOR_SHAPE = (625,)
 _BY_COLUMNS = ("wo.", "w2.")
 """Weights that tensor parallelism splits along their second dimension; it splits other matrices along the first."""
@@ -43,7 +43,7 @@ class Mesh:
         return self.replicate * self.shard * self.tensor
 
     def coordinate(self, rank: int) -> tuple[int, int]:
-        """(place along shard, place along tensor) of `rank`."""
+        """Return the (shard, tensor) coordinate of `rank`."""
         return rank // self.tensor % self.shard, rank % self.tensor
 
 
@@ -54,12 +54,12 @@ class Planned:
     fqn: str
     shape: Shape
     kind: str
-    """matrix and vector: sharded; number: every rank has it; own: every rank has one of its own."""
+    """matrix, vector: sharded; number: equal on every rank; own: another one on every rank."""
     splits_columns: bool = False
 
 
 def mesh_of(layout: str, num_ranks: int) -> Mesh:
-    """fsdp: all ranks share one model. hsdp: 64 do, or all if there are fewer. tp: fsdp of groups of 8 ranks."""
+    """Return a layout's mesh. fsdp: all ranks share a model; hsdp: 64 ranks or fewer do; tp: fsdp of groups of 8."""
     if layout == "fsdp":
         return Mesh(1, num_ranks)
     if layout == "hsdp":
@@ -69,7 +69,7 @@ def mesh_of(layout: str, num_ranks: int) -> Mesh:
 
 
 def state_of(flavor: str) -> list[Planned]:
-    """Everything in the state of a llama of this size."""
+    """Return all tensors in the state of a llama of this size."""
     args = FLAVORS[flavor]
     tensors = []
     for name, shape in llama_shapes(args):
@@ -82,7 +82,7 @@ def state_of(flavor: str) -> list[Planned]:
 
 
 def llama_shapes(args: ModelArgs) -> list[tuple[str, Shape]]:
-    """Every parameter of a llama, in the model's order."""
+    """Return every parameter of a llama, in the model's order."""
     kv_dim = args.n_kv_heads * args.head_dim
     shapes: list[tuple[str, Shape]] = [("tok_embeddings.weight", (args.vocab_size, args.dim))]
     for number in range(args.n_layers):
@@ -102,19 +102,19 @@ def llama_shapes(args: ModelArgs) -> list[tuple[str, Shape]]:
 
 
 def num_bytes(tensors: Sequence[Planned]) -> int:
-    """Of all elements in fp32, without what each rank has of its own."""
+    """Return the bytes of all elements in fp32, without the generators of each rank."""
     return 4 * sum(torch.Size(tensor.shape).numel() for tensor in tensors if tensor.kind != "own")
 
 
 def plans_of_dcp(tensors: Sequence[Planned], mesh: Mesh) -> Iterator[SavePlan]:
-    """Each rank's plan of `tensors`, as DCP's planner makes it of the rank's state dict."""
+    """Yield each rank's plan of `tensors`, as DCP's planner makes it from the rank's state dict."""
     for plan in plans(tensors, mesh):
         paths = {item.index.fqn: tuple(item.index.fqn.split(".", 1)) for item in plan.items}
         yield dataclasses.replace(plan, planner_data=paths)
 
 
 def plans(tensors: Sequence[Planned], mesh: Mesh) -> Iterator[SavePlan]:
-    """Each rank's plan of `tensors`, as the package makes it: DCP's items, and the containers in place of paths."""
+    """Yield each rank's plan of `tensors`, as this package makes it: DCP's items, and containers instead of paths."""
     for rank in range(mesh.size):
         items = [item_of(tensor, rank, mesh) for tensor in tensors]
         state: dict[str, dict[str, int]] = {}
@@ -125,7 +125,7 @@ def plans(tensors: Sequence[Planned], mesh: Mesh) -> Iterator[SavePlan]:
 
 
 def item_of(tensor: Planned, rank: int, mesh: Mesh) -> WriteItem:
-    """What `rank` asks to write of `tensor`."""
+    """Return the write item of `rank` for `tensor`."""
     offsets, sizes = (torch.Size(part) for part in box_of(tensor, rank, mesh))
     is_sharded = tensor.kind in ("matrix", "vector")
     return WriteItem(
@@ -138,7 +138,7 @@ def item_of(tensor: Planned, rank: int, mesh: Mesh) -> WriteItem:
 
 
 def box_of(tensor: Planned, rank: int, mesh: Mesh) -> Box:
-    """The part of `tensor` that `rank` has."""
+    """Return the part of `tensor` that `rank` has."""
     shape = tensor.shape
     if tensor.kind not in ("matrix", "vector"):
         return (0,) * len(shape), shape
@@ -150,15 +150,15 @@ def box_of(tensor: Planned, rank: int, mesh: Mesh) -> Box:
         begin, rows = _part(shape[0], mesh.shard, place)
         left, columns = _part(shape[1], mesh.tensor, column)
         return (begin, left), (rows, columns)
-    # The rows of one rank of tensor parallelism are shared again.
+    # FSDP shards the rows of one rank of tensor parallelism again.
     top, height = _part(shape[0], mesh.tensor, column)
     begin, rows = _part(height, mesh.shard, place)
-    # Where nothing is left, DTensor says that it lies at the tensor's end.
+    # DTensor puts an empty part at the end of the tensor.
     return (top + begin if rows else shape[0], 0), (rows, shape[1])
 
 
 def _part(size: int, count: int, number: int) -> tuple[int, int]:
-    """Where the `number`-th of `count` parts begins, and how large it is; the parts of torch.chunk."""
+    """Return begin and size of part `number` of `count`, as torch.chunk cuts them."""
     chunk = -(-size // count)
     begin = min(size, number * chunk)
     return begin, min(size, begin + chunk) - begin
