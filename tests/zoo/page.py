@@ -15,25 +15,26 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "what_resumes.md"
 HEADINGS = {
     "optimizer": ("Optimizers", "Every class of `torch.optim`, some with several settings."),
     "scheduler": ("LR schedulers", "Every class of `torch.optim.lr_scheduler`, and `SWALR`."),
-    "model": ("Models", "What a model has besides plain layers."),
-    "wrapper": ("Wrappers", "What is put around the model, and what its checkpoint was loaded under then."),
-    "extra": ("Besides", "What a run has besides a model, an optimizer and a schedule."),
-    "mode": ("Modes", "What `checkpoint.async_mode` is."),
+    "model": ("Models", "Models with more than plain layers."),
+    "wrapper": ("Wrappers", "Wrappers of the model, and the wrappers under which its checkpoint was loaded then."),
+    "extra": ("Besides", "Other states of a run."),
+    "mode": ("Modes", "The values of `checkpoint.async_mode`."),
 }
 
 HEAD = """\
 # What resumes
 
-Look up whether your optimizer, schedule, model or wrapper comes back as it was.
-Every cell was tried, with torch {version} on CPUs; `python -m tests.zoo` tries them again and writes this page.
+Look up whether your optimizer, schedule, model or wrapper resumes exactly.
+Every cell was tested with torch {version} on CPUs; `python -m tests.zoo` tests them again and writes this page.
 
-- **equal**: eight steps, and three, a checkpoint and five more in other processes came to the same, bit for bit.
-  That is the losses, LR, parameters, buffers, optimizer states, other states and generators.
-  Where the page says *then*, the other processes had the model in another form: all that was saved was there,
-  bit for bit, and the losses of the next five steps were the same to 1e-3.
-- **refused**: an error names the thing and says what to do, in the sentence that is given.
-  The constructor raises it, or the first save; a load, where the checkpoint does not go with other processes.
-- **not offered by torch**: torch itself raises the sentence that is given when it trains this without a checkpoint.
+- **equal**: eight uninterrupted steps had the same result, bit for bit, as three steps, a checkpoint, and five steps in
+  new processes.
+  The result is the losses, LR, parameters, buffers, optimizer states, other states and generators.
+  In columns with *then*, the new processes had the model in another form: the loaded state was the saved one, bit for
+  bit, and the losses of the next five steps were equal within 1e-3.
+- **refused**: the error below the table names the cause and the fix.
+  The constructor raises it, or the first save; or the load, if the checkpoint does not fit the new processes.
+- **not offered by torch**: torch raises the error below the table when it trains this, even without a checkpoint.
 
 Unless a table says otherwise, the model is a few plain layers, trained by AdamW with LambdaLR in one process.
 """
@@ -82,7 +83,6 @@ def _of_pairs(pairs: Sequence[Outcome]) -> str:
     counts = Counter(outcome.kind for outcome in pairs)
     found = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
     return (
-        "Any two entries of two of these tables (of optimizers one of each class, and not FSDP1 without a mesh) "
-        f"also came together in one of {len(pairs)} cases, "
-        f"where torch takes both: {found}."
+        "Any two entries of two of these tables (one optimizer of each class; FSDP1 only with a mesh) "
+        f"were also tested together, if torch allows it, in one of {len(pairs)} cases: {found}."
     )
