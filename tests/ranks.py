@@ -220,7 +220,7 @@ def _drop_groups() -> None:
     dist.barrier()  # No rank is in a collective of these groups any more.
     for peers in LASTING:
         peers._save_group = None
-        peers.__dict__.pop("_talk", None)
+        peers.__dict__.pop("_control_group", None)
     for group in list(dist.distributed_c10d._world.pg_map):
         if group.group_desc == GROUP_DESC:
             dist.destroy_process_group(group)
