@@ -1,4 +1,4 @@
-"""What holds for every test: hypothesis runs without deadlines, and the launcher's variables are not ours."""
+"""Settings for all tests: hypothesis has no deadlines, and the variables of a launcher are removed."""
 
 import os
 import tempfile
@@ -13,7 +13,7 @@ from tests.examples import THOROUGH
 from tests.ranks import four_ranks as four_ranks  # fixtures of every test
 from tests.ranks import two_ranks as two_ranks
 
-# A deadline would be an assertion about time; a shared machine breaks it. CI repeats what it saw, a person explores.
+# No deadline: it would assert a time, which fails on a shared machine. CI always draws the same examples.
 settings.register_profile("ours", deadline=None, print_blob=True, derandomize="CI" in os.environ)
 settings.register_profile(THOROUGH, settings.get_profile("ours"))
 settings.load_profile("ours")
@@ -24,7 +24,7 @@ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the files that take longest first: with one file at a time for each process, the last one decides."""
+    """Run the longest files first: each process runs one file at a time, so a long last one would delay the end."""
     num_tests = Counter(item.path for item in items)
     kinds: dict[Path, int] = {}
     for item in items:
@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _kind(item: pytest.Item) -> int:
-    """How long a test may take: it starts jobs or is slow, it needs ranks, neither."""
+    """Return 0 for a test that starts jobs or is slow, 1 for one that needs ranks, 2 for others."""
     if item.path.parent.name in ("e2e", "resharding") or item.get_closest_marker("slow"):
         return 0
     return 1 if {"two_ranks", "four_ranks"} & set(getattr(item, "fixturenames", ())) else 2
@@ -41,7 +41,7 @@ def _kind(item: pytest.Item) -> int:
 
 @pytest.fixture
 def base() -> Iterator[Path]:
-    """A folder in memory where the system has one: for tests that make thousands of folders and sync none."""
+    """A folder in memory, if the system has one: for tests that make thousands of folders and do not sync."""
     in_memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=in_memory if os.access(in_memory, os.W_OK) else None) as folder:
         yield Path(folder)

@@ -1,4 +1,4 @@
-"""How many examples hypothesis draws: a part of them in the fast tier, all of them in the slow one."""
+"""How many examples hypothesis draws: a fifth of them in the fast tests, all of them with --all."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Whole trainers, on any topology, in a process that stays: what the resharding tests do on each rank.
+"""Whole trainers on any topology, in processes that stay: the work of each rank in the resharding tests.
 
-Every function runs on each of four processes; a topology of fewer ranks leaves the others out. A
-state is compared by the digest of each full tensor's bytes, taken from the live tensors.
+Every function runs on each of four processes, of which a topology with fewer ranks uses the first ones. States are
+compared by a digest of each full tensor's bytes, taken from the live tensors.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TOPOLOGIES: dict[str, tuple[int, Parallelism]] = {
 
 
 def save(rank: int, folder: Path, topology: str) -> dict[str, str] | None:
-    """Trains two steps on `topology` and saves; returns the digests of what was saved, on the first rank."""
+    """Train two steps on `topology` and save. Return the digests of the saved state on rank 0."""
     with _trainer(rank, folder, topology, steps=2) as trainer, logged_warnings() as told:
         if trainer is None:
             return None
@@ -58,7 +58,7 @@ def save(rank: int, folder: Path, topology: str) -> dict[str, str] | None:
 
 
 def load(rank: int, folder: Path, saved: Path, topology: str) -> dict[str, Any] | None:
-    """Loads what `saved` holds into `topology`; returns digests, learning rates and the next samples, by rank."""
+    """Load `saved` into `topology`. Return digests, learning rates and next samples of this rank."""
     with _trainer(rank, folder, topology, steps=4, start_from=saved, verify_resume=True) as trainer:
         if trainer is None:
             return None
@@ -75,7 +75,7 @@ def load(rank: int, folder: Path, saved: Path, topology: str) -> dict[str, Any] 
 
 
 def losses_of_straight_and_resumed(rank: int, folder: Path, topology: str) -> tuple[list[float], list[float]] | None:
-    """Losses of six steps in one go, and of three and, from their checkpoint, three more; with dropout."""
+    """Return the last losses of six steps without a stop, and those of a resume at step 3; with dropout."""
     straight, resumed = folder / "straight", folder / "resumed"
     with _trainer(rank, straight, topology, steps=6, dropout=0.1) as trainer:
         if trainer is None:
@@ -98,7 +98,7 @@ def _trainer(
     start_from: Path | None = None,
     verify_resume: bool = False,
 ) -> Iterator[Any]:
-    """A trainer of this rank, in a process group of the topology's size; None on a rank that it has not."""
+    """Yield this rank's trainer, in a process group of the topology's size; None on a rank outside of it."""
     import torch
     import torch.distributed as dist
 
@@ -126,7 +126,7 @@ def _config(folder: Path, parallelism: Parallelism, *, steps: int, dropout: floa
         job=Job(dump_folder=str(folder)),
         metrics=Metrics(log_freq=1),
         model=Model(dropout=dropout),
-        # Constant after warm-up: the number of steps must not change the curve here.
+        # Constant after warm-up, so that the number of steps does not change the curve.
         lr_scheduler=LRScheduler(warmup_steps=4, decay_ratio=0.0),
         training=Training(
             batch_size=2,
@@ -150,7 +150,7 @@ def _config(folder: Path, parallelism: Parallelism, *, steps: int, dropout: floa
 
 
 def _digests(trainer: Any) -> dict[str, str]:
-    """Of the bytes of each full tensor of model and optimizer, by key, over all ranks. **Collective**."""
+    """Return the digest of each full tensor of model and optimizer, by key, over all ranks. **Collective**."""
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -168,7 +168,7 @@ def _digests(trainer: Any) -> dict[str, str]:
 
 
 def _rates(scheduler: Any) -> list[float]:
-    """The learning rate of the steps to come."""
+    """Return the learning rates of the next steps."""
     return [scheduler.base_lrs[0] * scheduler.lr_lambdas[0](scheduler.last_epoch + ahead) for ahead in range(4)]
 
 

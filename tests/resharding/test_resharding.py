@@ -1,4 +1,4 @@
-"""Any topology saves, any other resumes: the same bits, the same learning rates, the next sample."""
+"""Any topology resumes from any other with the same bits, the same learning rates and the next sample."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def four_processes() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def saved() -> Saved:
-    """Checkpoint and digests of each topology that has saved, filled by `_save`."""
+    """Checkpoint and digests of each topology that has saved; `_check_pair` fills it."""
     return {}
 
 
 @pytest.mark.parametrize(("saver", "loader"), PAIRS_OF_THE_FAST_RUN)
-def test_a_diagonal_of_the_matrix(
+def test_some_topologies_resume_from_another_one(
     saver: str, loader: str, four_processes: Ranks, saved: Saved, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     _check_pair(saver, loader, four_processes, saved, tmp_path_factory.mktemp("pair"))
