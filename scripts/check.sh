@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Format, lint and types: what must hold before a commit. Sets up where that is needed; PYTHON as in scripts/env.sh.
+# Format, lint, types and words: what must hold before a commit. Sets up where that is needed; PYTHON as in scripts/env.sh.
 
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
@@ -8,6 +8,7 @@ cd "$ROOT"
 "$PYTHON" -m ruff format --check
 "$PYTHON" -m ruff check
 "$PYTHON" -m mypy
+"$PYTHON" scripts/check_words.py
 if command -v shellcheck >/dev/null; then
     shellcheck --external-sources --source-path=SCRIPTDIR run_train.sh run_tests.sh scripts/*.sh .ci/run
 fi

@@ -62,12 +62,12 @@ def test_a_name_that_is_not_there_is_the_usual_error() -> None:
             _ = importlib.import_module(name).Manager
 
 
-def test_the_packages_load_no_torch_until_a_name_is_asked_for() -> None:
+def test_importing_the_packages_loads_no_torch() -> None:
     script = f"import sys, {', '.join(PUBLIC)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False).returncode == 0
 
 
-def test_type_checkers_are_told_that_the_package_has_types() -> None:
+def test_the_package_says_that_it_has_types() -> None:
     assert (ROOT / "torchtitan_lite" / "py.typed").is_file()
     assert 'torchtitan_lite = ["py.typed", ' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 

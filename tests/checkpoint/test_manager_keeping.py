@@ -35,7 +35,7 @@ def lineage(run: SmallRun, step: int) -> tuple[str, int | None]:
 
 
 class Notes(PreemptionWatch):
-    """Watches nothing, and notes what is asked of it."""
+    """Watches nothing, and records each call."""
 
     def __init__(self, received: int = 0) -> None:
         super().__init__((), grace_seconds=60)
@@ -53,7 +53,7 @@ class Notes(PreemptionWatch):
 
 
 class StuckSaver(SyncSaver):
-    """Its saves are durable when the test says so; one that is not `staged` is once somebody waits for it."""
+    """Its saves become durable when the test says so; one that is not `staged` becomes it when a caller waits."""
 
     def __init__(self, *, staged: bool = True) -> None:
         super().__init__(Peers(TIMEOUT))
@@ -228,7 +228,7 @@ def test_a_save_that_was_left_out_counts_for_the_clock(start_run: StartRun) -> N
     stuck.durable.set_result(None)
 
 
-def test_a_run_that_was_asked_to_leave_before_it_trained_says_so_and_saves_nothing(
+def test_a_signal_before_training_is_logged_and_saves_nothing(
     start_run: StartRun, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = start_run(interval=1)
@@ -268,7 +268,7 @@ class SlowState:
             self._clock.seconds += 2.5
 
 
-def test_a_load_tells_what_it_reads_and_how_long_that_takes(start_run: StartRun) -> None:
+def test_a_load_reports_its_checkpoint_bytes_and_seconds(start_run: StartRun) -> None:
     run = start_run(interval=1, states={"slow": SlowState()})
     run.train(1)
     run.manager.close()
@@ -277,8 +277,8 @@ def test_a_load_tells_what_it_reads_and_how_long_that_takes(start_run: StartRun)
     again = start_run(states={"slow": SlowState(clock)}, seams={"clock": clock})
     again.manager.load()
     path = str(run.root / "step-1")
-    told = [(name, step, figures) for name, step, figures in again.events.recorded if name.startswith("load")]
-    assert told == [
+    reported = [(name, step, figures) for name, step, figures in again.events.recorded if name.startswith("load")]
+    assert reported == [
         ("load_started", 1, {"path": path}),
         ("loaded", 1, {"path": path, "seconds": 2.5, "bytes": nbytes}),
     ]

@@ -39,7 +39,7 @@ def test_the_writer_process_takes_the_standard_library_and_not_what_lies_in_the_
     tmp_path: Path,
 ) -> None:
     for name in ("socket", "json", "struct", "signal", "ctypes", "mmap", "xxhash", "torchtitan_lite"):
-        (tmp_path / f"{name}.py").write_text("raise RuntimeError('the working directory was asked')\n")
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('the working directory was imported')\n")
     script = SAVER + 'process.write(Path("written").absolute(), arena, 5, step=1)\nprocess.close()\n'
     assert run(script, tmp_path) == (0, "")
     assert (tmp_path / "written").read_bytes() == b"hello"

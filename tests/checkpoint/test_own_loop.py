@@ -67,7 +67,7 @@ def damage(checkpoint: Path) -> None:
     data.write_bytes(content)
 
 
-def test_one_call_with_keywords_saves_without_being_told_to(tmp_path: Path) -> None:
+def test_one_call_with_keywords_saves_by_default(tmp_path: Path) -> None:
     model = a_model()
     with CheckpointManager.for_loop(model=model, folder=tmp_path / "runs" / "mine", preemption_signals=()) as manager:
         assert not manager.load()

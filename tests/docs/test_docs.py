@@ -122,7 +122,7 @@ def test_the_sharded_loop_runs_on_two_processes_and_goes_on_with_one(tmp_path: P
     script = _write_example(SHARDED, tmp_path)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
     first = _output_of([*torchrun, "--nproc_per_node=2", script, "200"], tmp_path)
-    assert first.count("a fresh start") == 1, "what concerns all ranks is told once"
+    assert first.count("a fresh start") == 1, "one rank reports what concerns all"
     again = _output_of([*torchrun, "--nproc_per_node=1", script, "300"], tmp_path)
     assert "Loading the checkpoint at step 200." in again and "step 300: loss" in again
     assert _checkpoints(tmp_path / "outputs_fsdp") == {"step-100", "step-200", "step-300"}

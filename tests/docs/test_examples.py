@@ -41,7 +41,7 @@ def test_an_example_started_again_has_the_losses_of_a_run_that_never_stopped(scr
     second = _losses(script, STEPS, tmp_path / "stopped")
     assert list(straight) == [*range(1, STEPS + 1)]
     assert list(second) == [*range(STOPPED_AT + 1, STEPS + 1)], "it goes on, and begins nothing again"
-    # Nine digits tell any two floats of 32 bits apart.
+    # Nine digits distinguish any two floats of 32 bits.
     assert first | second == straight
 
 

@@ -49,11 +49,11 @@ TOPOLOGIES: dict[str, tuple[int, Parallelism]] = {
 
 def save(rank: int, folder: Path, topology: str) -> dict[str, str] | None:
     """Train two steps on `topology` and save. Return the digests of the saved state on rank 0."""
-    with _trainer(rank, folder, topology, steps=2) as trainer, logged_warnings() as told:
+    with _trainer(rank, folder, topology, steps=2) as trainer, logged_warnings() as warnings:
         if trainer is None:
             return None
         assert trainer.run() == 0
-        assert not [message for message in told if "Ranks hold different" in message]
+        assert not [message for message in warnings if "Ranks hold different" in message]
         return _digests(trainer) if rank == 0 else _digests(trainer) and None
 
 

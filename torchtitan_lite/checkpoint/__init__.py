@@ -2,8 +2,8 @@
 
     from torchtitan_lite.checkpoint import CheckpointManager, TrainState
 
-A name is loaded when it is asked for, with torch behind it: importing this package alone, as each of its modules does,
-loads nothing. What is not in `__all__` may change its place without notice.
+Importing the package alone imports no torch; the first use of a name does. What is not in `__all__` may move without
+notice.
 """
 
 from __future__ import annotations

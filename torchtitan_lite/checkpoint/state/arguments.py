@@ -1,4 +1,4 @@
-"""The objects that a manager is given, in any form that people have them in, looked at when it is made.
+"""Checks of the objects that a manager is made from, in every form that people have them in.
 
 A model is one module or a list of them, an optimizer or a scheduler one, a list, or none. A wrong
 argument would show at the first save, hours later, or never: a dataloader without a state begins its data
@@ -28,7 +28,7 @@ _METHODS = ("state_dict", "load_state_dict")
 
 
 def check_arguments(dataloader: Any, states: Any, job_config: Any) -> None:
-    """Raise ConfigError unless these three can be what they are given as."""
+    """Raise ConfigError if one of these is not what its parameter takes."""
     if not isinstance(job_config, JobConfig):
         raise ConfigError(f"job_config: expected a JobConfig, found {_kind(job_config)}. {_ORDER}")
     _check_dataloader(dataloader)
@@ -37,7 +37,7 @@ def check_arguments(dataloader: Any, states: Any, job_config: Any) -> None:
 
 
 def refuse_dry_run(config: Checkpoint) -> None:
-    """Raise ConfigError if a loop that was asked what a resume would do goes on to do it."""
+    """Raise ConfigError if a loop loads, trains or saves although `dry_run` is set."""
     if config.dry_run:
         raise ConfigError(
             "checkpoint.dry_run: nothing is loaded, trained or saved under it. Print manager.dry_run() in place of the "
@@ -58,7 +58,7 @@ def model_parts(given: object) -> list[nn.Module]:
 
 
 def optimizers(given: object) -> list[Optimizer]:
-    """Return the optimizers: of `torch.optim`, or whatever has a state and parameter groups as they do."""
+    """Return the optimizers: those of `torch.optim`, and objects with a state and parameter groups like theirs."""
     found = [] if given is None else _listed("optimizers", "an optimizer, a list of them or None", given, Optimizer)
     for at, each in enumerate(found):
         is_one = all(hasattr(each, name) for name in ("state_dict", "load_state_dict", "param_groups", "step"))
@@ -68,7 +68,7 @@ def optimizers(given: object) -> list[Optimizer]:
 
 
 def lr_schedulers(given: object) -> list[LRScheduler]:
-    """Return the schedulers: of `torch.optim.lr_scheduler`, or whatever steps and has a state."""
+    """Return the schedulers: those of `torch.optim.lr_scheduler`, and objects with a state and a `step` method."""
     what = "a scheduler, a list of them or None"
     found = [] if given is None else _listed("lr_schedulers", what, given, LRScheduler | ReduceLROnPlateau)
     for at, each in enumerate(found):
