@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -155,6 +158,23 @@ def test_a_save_that_is_still_written_after_its_time_out_keeps_its_copy(store: C
         next_one.durable.result(DEADLINE_SECONDS)
     assert saved_weight(store) == [1, 1, 1]
     begin(saver, store, {"weight": torch.zeros(3)}, step=2).durable.result(DEADLINE_SECONDS)
+    saver.close(DEADLINE_SECONDS)
+
+
+def test_a_tensor_that_only_the_state_holds_is_freed_once_it_is_staged(store: CheckpointStore) -> None:
+    """As the copies in a state dict of FSDP1: the write must not keep them as well as the staged ones."""
+    disk, memory = StuckDisk(), np.ones(3, dtype=np.float32)
+    freed = weakref.ref(memory)
+    saver, state = ThreadSaver(PEERS), {"weight": torch.from_numpy(memory)}
+    del memory
+    pending = begin(saver, CheckpointStore(store.root, durable=disk), state)
+    pending.staged.result(DEADLINE_SECONDS)
+    state.clear()
+    gc.collect()
+    assert freed() is None and not pending.durable.done()
+    disk.let_go.set()
+    pending.durable.result(DEADLINE_SECONDS)
+    assert saved_weight(store) == [1, 1, 1]
     saver.close(DEADLINE_SECONDS)
 
 

@@ -149,7 +149,8 @@ class StateSaver:
         if not self._under_way.done():
             # The caller stopped waiting for that save, and its copy must not change while it is being written.
             raise SaveFailed(target.step, f"on rank {self._peers.rank} the save before it is still being written")
-        self.start()  # Again, if the process died: a failure raised here fails the save on every rank.
+        if self._process is not None:
+            self._process.start()  # Again, if it died: a failure raised here fails the save on every rank.
         target.check()
 
     def _finish(
