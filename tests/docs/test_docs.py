@@ -1,4 +1,4 @@
-"""What the documentation names is there, and its programs run."""
+"""Everything that the documentation names exists, and its programs run."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ MODULE = re.compile(r"\btorchtitan_lite(?:\.\w+)+")
 OPTION = re.compile(rf"--((?:{'|'.join(SECTIONS)})\.\w+)")
 KEY = re.compile(rf"`((?:{'|'.join(SECTIONS)})\.\w+)`")
 NO_KEYS = {"metrics.jsonl", "checkpoint.intervall"}
-"""A file, and an example of a mistake."""
+"""A file, and an example of a misspelled key."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_relative_link_leads_to_a_file_and_to_a_heading_in_it(page: Path) -> None:
+def test_every_relative_link_leads_to_an_existing_file_and_heading(page: Path) -> None:
     broken = []
     for target in LINK.findall(page.read_text(encoding="utf-8")):
         if "://" in target:
@@ -49,32 +49,32 @@ def test_every_relative_link_leads_to_a_file_and_to_a_heading_in_it(page: Path) 
     assert not broken
 
 
-def test_every_page_is_linked_from_the_index_and_the_index_from_the_readme() -> None:
+def test_the_index_links_every_page_and_the_readme_links_the_index() -> None:
     linked = set(LINK.findall((ROOT / "docs" / "index.md").read_text(encoding="utf-8")))
     assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"} <= linked
     assert "docs/index.md" in LINK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_path_and_command_of_ours_that_a_page_names_is_there(page: Path) -> None:
+def test_every_path_and_command_on_a_page_exists(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     named = {*PATH.findall(text), *COMMAND.findall(text)}
     assert not [name for name in named if not (ROOT / name).exists()]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_module_that_a_page_names_is_there(page: Path) -> None:
+def test_every_module_on_a_page_exists(page: Path) -> None:
     assert not [name for name in MODULE.findall(page.read_text(encoding="utf-8")) if not _is_in_the_package(name)]
 
 
 @pytest.mark.parametrize("page", OWN_PAGES, ids=lambda page: page.name)
-def test_every_key_that_a_page_names_is_a_key(page: Path) -> None:
+def test_every_key_on_a_page_is_a_key(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     named = {*OPTION.findall(text), *KEY.findall(text)} - NO_KEYS
     assert not [name for name in named if name not in KEYS and meaning_of(name.replace(".no_", ".", 1)) is None]
 
 
-def test_the_manifest_in_the_format_page_has_the_fields_of_a_manifest() -> None:
+def test_the_manifest_on_the_format_page_has_the_fields_of_a_manifest() -> None:
     (example,) = _blocks(ROOT / "docs" / "checkpoint_format.md", "json")
     manifest = Manifest(
         step=1, kind=CheckpointKind.FULL, created_at=0.0, world_size=1, versions={}, files={"a": FileRecord(size=1)}
@@ -86,16 +86,16 @@ def test_the_manifest_in_the_format_page_has_the_fields_of_a_manifest() -> None:
     assert shown["lineage"].keys() == written["lineage"].keys()
 
 
-def test_the_rules_for_changed_keys_are_those_of_the_code() -> None:
+def test_the_rules_for_changed_keys_on_the_page_are_those_of_the_code() -> None:
     page = (ROOT / "docs" / "what_changed.md").read_text(encoding="utf-8")
     _, _, below = page.partition(
         "<!-- rules: from torchtitan_lite/config/drift.py; tests/docs/test_docs.py compares -->\n"
     )
     shown, _, _ = below.partition("<!-- end of rules -->")
-    assert shown == _rules_of_changes(), f"The rules have to read:\n{_rules_of_changes()}"
+    assert shown == _rules_of_changes(), f"Replace the rules by:\n{_rules_of_changes()}"
 
 
-def test_the_matrix_of_topologies_has_every_pair_that_is_tested() -> None:
+def test_the_matrix_of_topologies_has_every_tested_pair() -> None:
     page = (ROOT / "docs" / "resharding.md").read_text(encoding="utf-8")
     _, _, table = page.partition("<!-- rows save, columns load -->\n\n")
     header, _, *rows = [line.strip("| ").split(" | ") for line in table.partition("\n\n")[0].splitlines()]
@@ -103,7 +103,7 @@ def test_the_matrix_of_topologies_has_every_pair_that_is_tested() -> None:
     assert rows == [[name, *itertools.repeat("=", len(TOPOLOGIES))] for name in TOPOLOGIES]
 
 
-def test_the_loop_of_one_process_runs_and_started_again_goes_on_and_is_read_into_a_plain_module(tmp_path: Path) -> None:
+def test_the_loop_of_one_process_runs_resumes_and_is_read_into_a_plain_module(tmp_path: Path) -> None:
     script = _write_example(ONE_PROCESS, tmp_path)
     first = _forked_output_of(tmp_path / script, "200")
     assert "a fresh start" in first and "step 200: loss" in first
@@ -118,7 +118,7 @@ def test_the_loop_of_one_process_runs_and_started_again_goes_on_and_is_read_into
 
 
 @pytest.mark.slow
-def test_the_sharded_loop_runs_on_two_processes_and_goes_on_with_one(tmp_path: Path) -> None:
+def test_the_sharded_loop_runs_on_two_processes_and_resumes_on_one(tmp_path: Path) -> None:
     script = _write_example(SHARDED, tmp_path)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
     first = _output_of([*torchrun, "--nproc_per_node=2", script, "200"], tmp_path)
@@ -129,7 +129,7 @@ def test_the_sharded_loop_runs_on_two_processes_and_goes_on_with_one(tmp_path: P
 
 
 def _rules_of_changes() -> str:
-    """The section of docs/what_changed.md between its marks."""
+    """Return the part of docs/what_changed.md between its marks."""
     honoured = {
         section: [key.partition(".")[2] for key in KEYS if key.startswith(f"{section}.") and _is_honoured(key)]
         for section in SECTIONS
@@ -157,7 +157,7 @@ def _blocks(page: Path, language: str) -> list[str]:
 
 
 def _write_example(name: str, folder: Path) -> str:
-    """The program that the page asks to be saved as `name`, saved so."""
+    """Write the program of the page that is named `name` into `folder`. Return `name`."""
     one_process, sharded = _blocks(ROOT / "docs" / "own_loop.md", "python")
     (folder / name).write_text(one_process if name == ONE_PROCESS else sharded)
     return name
@@ -192,7 +192,7 @@ def _checkpoints(dump_folder: Path) -> set[str]:
 
 
 def _anchors(page: Path) -> set[str]:
-    """What a heading is linked by: lower case, punctuation dropped, hyphens for spaces."""
+    """Return the anchors of all headings: lower case, no punctuation, hyphens for spaces."""
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in _headings(page)}
 
 
@@ -202,6 +202,6 @@ def _headings(page: Path) -> Iterator[str]:
 
 
 def _is_in_the_package(name: str) -> bool:
-    """Whether `name` is a module, or a name in one."""
+    """Return whether `name` is a module, or a name in one."""
     path = ROOT.joinpath(*name.split("."))
     return path.exists() or path.with_suffix(".py").exists() or path.parent.with_suffix(".py").exists()

@@ -1,4 +1,4 @@
-"""The scripts of docs/examples run, and started again they go on as if they had never stopped."""
+"""The scripts of docs/examples run, and a restarted one continues as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ LIBRARIES = {
     "lightning_callback.py": ["lightning", "torchdata"],
     "trainer_callback.py": ["transformers", "accelerate", "torchdata"],
 }
-"""What each script needs that this package does not."""
+"""Libraries that each script needs in addition to those of this package."""
 STEPS, STOPPED_AT = 20, 8
 DEADLINE_SECONDS = 300.0
 
 
-def test_every_example_is_tried_and_linked_from_the_page_about_own_loops() -> None:
+def test_every_example_is_tested_and_linked_from_the_page_about_own_loops() -> None:
     page = (ROOT / "docs" / "own_loop.md").read_text(encoding="utf-8")
     assert sorted(LIBRARIES) == sorted(path.name for path in EXAMPLES.iterdir() if path.suffix == ".py")
     assert not [name for name in LIBRARIES if f"(examples/{name})" not in page]
@@ -33,7 +33,7 @@ def test_every_example_is_tried_and_linked_from_the_page_about_own_loops() -> No
 
 @pytest.mark.slow  # three cold starts, each with the import of a large library
 @pytest.mark.parametrize("script", LIBRARIES)
-def test_an_example_started_again_has_the_losses_of_a_run_that_never_stopped(script: str, tmp_path: Path) -> None:
+def test_a_restarted_example_has_the_losses_of_a_run_that_never_stopped(script: str, tmp_path: Path) -> None:
     for library in LIBRARIES[script]:
         _skip_without(library)
     straight = _losses(script, STEPS, tmp_path / "straight")
