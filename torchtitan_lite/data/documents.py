@@ -141,9 +141,11 @@ def _text(line: bytes, key: str, where: str) -> bytes:
     try:
         value: Any = json.loads(line)
     except ValueError as error:
-        raise ConfigError(f"{where}: expected one JSON object a line, found {line[:40]!r} ({error}).") from error
+        raise ConfigError(
+            f"{where}: expected one JSON object a line, found {line[:40]!r} ({error}). Fix the line."
+        ) from error
     if not isinstance(value, dict):
-        raise ConfigError(f"{where}: expected a JSON object, found {line[:40]!r}.")
+        raise ConfigError(f"{where}: expected a JSON object, found {line[:40]!r}. Fix the line.")
     if not isinstance(value.get(key), str):
         found = ", ".join(name for name in value if isinstance(value[name], str)) or "none"
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""Where the time of a step goes.
+"""The seconds of each part of a step.
 
-Seconds of the host: on an accelerator a part ends when its kernels are launched, not when they are
-done, and the waiting shows in the part that needs a result.
+These are seconds of the host: on an accelerator a part ends when its kernels are launched, not when they finish, and
+the wait counts for the part that needs a result.
 """
 
 from __future__ import annotations

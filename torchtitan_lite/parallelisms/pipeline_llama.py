@@ -76,7 +76,9 @@ def build_stages(config: Parallelism, n_layers: int) -> list[Stage]:
         _check_number_of_stages(config, len(starts))
     layers = [range(start, stop) for start, stop in zip(starts, [*starts[1:], n_layers], strict=True)]
     if not all(layers):
-        raise ConfigError(f"parallelism.pipeline_parallel_split_points: {','.join(points)} are not in ascending order.")
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_split_points: {','.join(points)} are not in ascending order. Sort them."
+        )
     return [Stage(index, len(layers), held) for index, held in enumerate(layers)]
 
 
