@@ -292,18 +292,11 @@ class Trainer:
             )
 
     def _build_loader(self) -> TokenLoader:
-        error: Exception | None = None
-        loader: TokenLoader | None = None
-        try:
-            dims = self.plan.dims
-            loader = build_dataloader(
-                self.config, seed=self.seed, rank=dims.dp_rank(self.world.rank), num_ranks=dims.dp_degree
-            )
-        except Exception as raised:
-            error = raised
-        self.peers.raise_together(error)
-        assert loader is not None
-        return loader
+        dims = self.plan.dims
+        rank, num_ranks = dims.dp_rank(self.world.rank), dims.dp_degree
+        return self.peers.together(
+            lambda: build_dataloader(self.config, seed=self.seed, rank=rank, num_ranks=num_ranks)
+        )
 
     def _build_part(self, stage: Stage) -> Transformer:
         config = self.config

@@ -67,12 +67,7 @@ class StoredCheckpoint:
 
         If they are not what was committed, or cannot be read, on one rank, it raises the error on every rank.
         """
-        error: Exception | None = None
-        try:
-            self._reader.verify_rest(self._peers.rank, self._peers.world_size)
-        except Exception as found:
-            error = found
-        self._peers.raise_together(error)
+        self._peers.together(lambda: self._reader.verify_rest(self._peers.rank, self._peers.world_size))
 
     def keys(self, prefix: str) -> list[str]:
         """Return the flat keys that begin with `prefix`."""
@@ -166,7 +161,7 @@ class StoredCheckpoint:
         wanted = [key for key in self.keys(prefix) if not leave_out(key.removeprefix(prefix).partition(".")[0])]
         target = self._read(lambda: {key: sharded.get(key, self._placeholder(key)) for key in wanted})
         if self.contents.structure is None:
-            return self._retyped(name, target, own)
+            return self._peers.together(lambda: self._retyped(name, target, own))
         branch = self.contents.container(name)
         return {} if branch is None else rebuild(without(branch, leave_out), target, prefix)
 
@@ -185,16 +180,12 @@ class StoredCheckpoint:
     def _retyped(self, name: str, flat: State, own: State) -> State:
         """Return the nested state `name` made of `flat`, from a checkpoint that does not store the types of keys."""
         paths = self.contents.paths
-        error: Exception | None = None
-        nested: State = {}
         try:
-            nested = retyped(name, {_below(name, paths.get(key), key): value for key, value in flat.items()}, own)
+            return retyped(name, {_below(name, paths.get(key), key): value for key, value in flat.items()}, own)
         except Untyped as found:
-            error = CheckpointMismatch(str(self.path), str(found))
+            raise CheckpointMismatch(str(self.path), str(found)) from None
         except ValueError as found:
-            error = CheckpointDamaged(str(self.path), str(found))
-        self._peers.raise_together(error)
-        return nested
+            raise CheckpointDamaged(str(self.path), str(found)) from None
 
     def _read(self, make: Callable[[], State]) -> State:
         """Read into the flat state that `make` returns, and return it. **Collective**.
