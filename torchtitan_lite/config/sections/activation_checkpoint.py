@@ -17,7 +17,7 @@ class ActivationCheckpoint:
     """Which activations backward recomputes instead of keeping."""
 
     mode: ActivationCheckpointMode = "selective"
-    """Blocks to recompute. "none"; "full": every block; "selective": as selective_ac_option selects."""
+    """Blocks to recompute: "none"; "full", every block; or "selective", those of selective_ac_option."""
 
     selective_ac_option: str = "2"
     """A number n: every n-th block. "op": every block, except the results of its expensive operators."""

@@ -30,8 +30,8 @@ class Checkpoint:
     """Folder for checkpoints, inside job.dump_folder."""
 
     interval_type: IntervalType = "steps"
-    """Unit of `interval`. Seconds count from the start of the training loop and then from each save; all ranks use the
-    same answer."""
+    """Unit of `interval`. Seconds count from the start of the training loop and then from each save; all ranks save at
+    the same step."""
 
     interval: int = 500
     """Steps or seconds from one checkpoint to the next."""
@@ -56,8 +56,9 @@ class Checkpoint:
     """Save the initial weights as step-0, then exit. Needs exactly one process."""
 
     async_mode: AsyncMode = "disabled"
-    """What a save blocks training for. "disabled": the whole save; "async": a copy of the state, which a thread then
-    writes; "async_with_pinned_mem": a copy into shared memory (pinned on CUDA), which a process then writes."""
+    """How long a save blocks training. "disabled": until it is durable; "async": while it copies the state, which a
+    thread then writes; "async_with_pinned_mem": while it copies the state into shared memory (pinned on CUDA), which a
+    process then writes."""
 
     keep_latest_k: int = 0
     """Full checkpoints to keep, counted once durable; 0: all."""
