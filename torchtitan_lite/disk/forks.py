@@ -11,15 +11,16 @@ import os
 import weakref
 from collections.abc import Callable
 
-_FORGET: set[weakref.WeakMethod[Callable[[], None]]] = set()
+_FORGET: list[weakref.WeakMethod[Callable[[], None]]] = []
 
 
 def forget_in_children(forget: Callable[[], None]) -> None:
     """Call the method `forget` in every child that this process forks, as long as its object exists.
 
-    It drops the state in the child; the parent's goes on.
+    It drops the state in the child and leaves the parent's alone.
     """
-    _FORGET.add(weakref.WeakMethod(forget, _FORGET.discard))
+    # Pruned here and not by a callback, which can run at the interpreter's exit, after what it uses is gone.
+    _FORGET[:] = [*(method for method in _FORGET if method() is not None), weakref.WeakMethod(forget)]
 
 
 def _forget_all() -> None:
