@@ -19,7 +19,7 @@ from torchtitan_lite.store.manifest import CheckpointKind, Manifest, Table
 def add_manifest(folder: Path) -> Manifest:
     """Write and return a manifest for `folder`, a checkpoint of row-major tensors that DCP wrote."""
     contents = read_metadata(folder)
-    files = {file: (folder / file).read_bytes() for file in contents.files()}
+    files = {file: (folder / file).read_bytes() for file in contents.files}
     tensors: dict[str, Any] = {}
     objects: dict[str, Any] = {}
     for key, tensor in contents.tensors.items():

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -146,13 +146,16 @@ class Contents:
     def __contains__(self, key: object) -> bool:
         return key in self.tensors or key in self.objects
 
-    def files(self) -> set[str]:
-        """Return the names of all files that hold a tensor or an object."""
-        return {file for file, *_ in self._ranges()}
+    @cached_property
+    def files(self) -> frozenset[str]:
+        """The names of all files that hold a tensor or an object."""
+        chunks = (chunk for tensor in self.tensors.values() for chunk in tensor.chunks)
+        in_tensors = {chunk.file if chunk.item is None else chunk.item.file for chunk in chunks}
+        return frozenset(in_tensors | {stored.item.file for stored in self.objects.values() if stored.item is not None})
 
     def check_names(self) -> None:
         """Raise `CheckpointUnsafe` for a file name that could lead out of the folder."""
-        for file in self.files():
+        for file in self.files:
             if not is_plain_name(file):
                 raise CheckpointUnsafe(self.path, f"{self.described_in}: {shown(file)} is not the name of a file in it")
 
@@ -258,9 +261,15 @@ def _path(value: Any) -> Path:
 
 
 def _ints(value: Any) -> Shape:
-    if not {*map(type, _list(value))} <= {int}:
+    return _shape(tuple(_list(value)))
+
+
+@lru_cache(maxsize=4096)
+def _shape(value: tuple[Any, ...]) -> Shape:
+    """Return `value` if it is whole numbers. Cached: a checkpoint has thousands of tensors of the same few shapes."""
+    if not {*map(type, value)} <= {int}:
         raise ValueError("expected whole numbers")
-    return tuple(value)
+    return value
 
 
 def _list(value: Any) -> list[Any]:
@@ -273,7 +282,7 @@ def _misfit(tensor: StoredTensor) -> str:
     """Return why the chunks of `tensor` do not make up the tensor; the empty string if they do."""
     shape, chunks = tensor.shape, tensor.chunks
     # torch computes the strides of an empty tensor from its other sizes, so these must not overflow either.
-    if min(shape, default=0) < 0 or math.prod(max(size, 1) for size in shape) * tensor.dtype.itemsize >= _INT64:
+    if not _is_possible(shape, tensor.dtype.itemsize):
         return "its shape is not possible for a tensor"
     if len(chunks) == 1 and chunks[0].sizes == shape and not any(chunks[0].offsets):
         return "" if len(chunks[0].offsets) == len(shape) else "a chunk has another number of dimensions"
@@ -292,6 +301,12 @@ def _misfit(tensor: StoredTensor) -> str:
     if covered == numel and (_is_grid(boxes) or not _overlap(boxes)):
         return ""
     return f"its chunks have {covered} elements where there are {numel}" if covered != numel else "its chunks overlap"
+
+
+@lru_cache(maxsize=4096)
+def _is_possible(shape: Shape, itemsize: int) -> bool:
+    """Return whether a tensor can have this shape: its strides, and its size in bytes, are numbers of 64 bits."""
+    return min(shape, default=0) >= 0 and math.prod(max(size, 1) for size in shape) * itemsize < _INT64
 
 
 def _is_grid(boxes: Sequence[Chunk]) -> bool:

@@ -9,7 +9,7 @@ tensors first, objects after them, so that an object which grows moves no tensor
 from __future__ import annotations
 
 import ctypes
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -20,6 +20,10 @@ from torchtitan_lite.checkpoint.format.torch_item import ALIGNMENT, Frame, tenso
 
 Spec = tuple[torch.dtype, tuple[int, ...]]
 """dtype and shape of a dense tensor."""
+_SMALL_BYTES = 64 << 10
+"""Copies up to this size keep the GIL: to take it back from other threads after each takes longer than the copy."""
+_copy_small = ctypes.PyDLL(None).memmove
+_copy_small.argtypes, _copy_small.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), ctypes.c_void_p
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,13 @@ class FileLayout:
         self.end = at
         """The size of all tensor items in bytes, which is where the objects start."""
         self.starts = [place.item_at for place in self.places]
+        shared: dict[tuple[bytes, int], bytes] = {}
+        self.tails = [
+            shared.setdefault((frame.tail, gap), frame.tail + bytes(gap))
+            for number, (frame, place) in enumerate(zip(self.frames, self.places, strict=True))
+            for gap in (self.end_of(number) - place.item_at - place.item_bytes,)
+        ]
+        """What follows the elements of each tensor, up to the next item."""
 
     def end_of(self, number: int) -> int:
         """Return the byte where the item after number `number` starts."""
@@ -76,8 +87,9 @@ class FileImage:
         volatile: AbstractSet[int] = frozenset(),
     ) -> None:
         for number, (tensor, (dtype, shape)) in enumerate(zip(tensors, layout.specs, strict=True)):
-            is_empty = tensor.numel() == 0 and 0 in shape
-            if tensor.dtype != dtype or (tensor.shape != shape and not is_empty):
+            if tensor.dtype == dtype and tensor.shape == shape:
+                continue
+            if tensor.dtype != dtype or tensor.numel() or 0 not in shape:
                 raise ValueError(
                     f"tensor {number} of the file is {tensor.dtype}{list(tensor.shape)} in memory, "
                     f"where the plan has {dtype}{list(shape)}. Call state_dict again and save its result."
@@ -94,13 +106,27 @@ class FileImage:
         Takes some MiB of memory for tensors that are not contiguous on the CPU.
         """
         address = ctypes.addressof(ctypes.c_char.from_buffer(buffer)) - begin
-        number = max(0, bisect_right(self.layout.starts, begin) - 1)
-        while number < len(self.tensors) and self.layout.starts[number] < end:
-            self._fill_item(number, buffer, address, begin, end)
-            number += 1
+        starts = self.layout.starts
+        first, last = max(0, bisect_right(starts, begin) - 1), bisect_left(starts, end)
+        for number in range(first, last):
+            if begin <= starts[number] and self.layout.end_of(number) <= end:
+                self._fill_whole_item(number, address)
+            else:
+                self._fill_item(number, buffer, address, begin, end)
         if end > self.layout.end:
             first = max(begin, self.layout.end)
             buffer[first - begin : end - begin] = self.objects[first - self.layout.end : end - self.layout.end]
+
+    def _fill_whole_item(self, number: int, address: int) -> None:
+        layout, tensor = self.layout, self.tensors[number]
+        place, head, tail = layout.places[number], layout.frames[number].head, layout.tails[number]
+        data_at, num_bytes = address + place.data_at, place.data_bytes
+        _copy_small(address + place.item_at, head, len(head))
+        if num_bytes <= _SMALL_BYTES and _lies_in_a_row(tensor):
+            _copy_small(data_at, tensor.data_ptr(), num_bytes)
+        else:
+            copy_bytes(tensor, 0, num_bytes, data_at)
+        _copy_small(data_at + num_bytes, tail, len(tail))
 
     def _fill_item(self, number: int, buffer: memoryview, address: int, begin: int, end: int) -> None:
         place, frame = self.layout.places[number], self.layout.frames[number]
@@ -108,18 +134,22 @@ class FileImage:
         first, last = max(begin, place.data_at), min(end, place.data_end)
         if first < last:
             copy_bytes(self.tensors[number], first - place.data_at, last - place.data_at, address + first)
-        gap = self.layout.end_of(number) - place.item_at - place.item_bytes
-        _overlay(buffer, begin, end, place.data_end, frame.tail + bytes(gap))
+        _overlay(buffer, begin, end, place.data_end, self.layout.tails[number])
 
 
 def copy_bytes(tensor: torch.Tensor, begin: int, end: int, address: int) -> None:
     """Copy bytes [begin, end) of the row-major elements of `tensor`, on any device, to the memory at `address`."""
-    if tensor.is_contiguous() and tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg():
+    if _lies_in_a_row(tensor):
         ctypes.memmove(address, tensor.data_ptr() + begin, end - begin)
         return
     for piece, at in _pieces(tensor, begin, end):
         first, last = max(begin, at), min(end, at + piece.numel() * piece.element_size())
         ctypes.memmove(address + first - begin, piece.data_ptr() + first - at, last - first)
+
+
+def _lies_in_a_row(tensor: torch.Tensor) -> bool:
+    """Return whether the bytes of the row-major elements of `tensor` are one range of the CPU's memory."""
+    return tensor.is_contiguous() and tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg()
 
 
 _PIECE_BYTES = 1 << 20

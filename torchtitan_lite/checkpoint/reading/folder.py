@@ -52,7 +52,7 @@ class CheckpointFolder:
         try:
             contents = self._contents()
             contents.check_names()
-            sizes = sizes_of(self.path, contents.files() | set(self._recorded))
+            sizes = sizes_of(self.path, contents.files | set(self._recorded))
         except OSError as error:
             raise CheckpointUnreadable(str(self.path), _reason(error)) from error
         if self.verify != "off":

@@ -6,7 +6,7 @@ and objects of one state. The tensors are live: nothing is copied here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,8 @@ class RankPlan:
     layout: FileLayout
     description: Description | None
     """Of the whole checkpoint; coordinator only, None on other ranks."""
+    volatile: Set[int] = frozenset()
+    """The numbers, in file order, of the tensors that forward may change, not only the optimizer's step."""
 
 
 @dataclass(frozen=True)
@@ -63,16 +65,7 @@ class Planned:
         objects = {key: self._flat[key] for key in plan.object_keys}
         encoded, placed = self._object_items.lay_out(objects, plan.file_name, plan.layout.end)
         tensors = [_local(self._flat, item.index) for item in plan.items]
-        return RankImage(plan, FileImage(plan.layout, tensors, encoded, self._volatile()), placed)
-
-    def _volatile(self) -> set[int]:
-        """Return the numbers, in file order, of the tensors that forward may change, not only the optimizer's step."""
-        return {number for number, item in enumerate(self.plan.items) if not self._only_step_changes(item.index.fqn)}
-
-    def _only_step_changes(self, key: str) -> bool:
-        fqn = key.removeprefix("model.")
-        # A scheduler may change a setting that is a tensor, such as lr.
-        return key.startswith("optimizer.state.") or f"optimizer.param_groups.{fqn}.lr" in self._flat
+        return RankImage(plan, FileImage(plan.layout, tensors, encoded, plan.volatile), placed)
 
 
 def _local(flat: State, index: MetadataIndex) -> torch.Tensor:

@@ -115,7 +115,7 @@ class PlanCache:
         with no_collection():  # The coordinator holds an object for each chunk of each rank.
             kept: list[int] = self._peers.scatter_answers(answers.mine, answers.of_all)
         assert local is not None
-        return _rank_plan(self._peers.rank, [local.items[number] for number in kept], answers.description)
+        return _rank_plan(self._peers.rank, [local.items[number] for number in kept], answers.description, flat)
 
 
 class _Answers:
@@ -205,6 +205,8 @@ def _entry(key: str, value: Any) -> tuple[Any, ...]:
 
     Raises TypeError for a tensor whose elements cannot be written as they lie in memory.
     """
+    if type(value) in _PLAIN_TENSORS and value.layout is torch.strided and value.data_ptr() and not value.is_quantized:
+        return key, value.dtype, value.shape
     if isinstance(value, torch.Tensor):
         local = value._local_tensor if isinstance(value, DTensor) else value
         if local.layout != torch.strided or local.is_quantized or local.is_meta or _has_no_memory(local):
@@ -217,6 +219,9 @@ def _entry(key: str, value: Any) -> tuple[Any, ...]:
     if isinstance(value, torch.Tensor):
         return key, value.dtype, value.shape
     return (key,)
+
+
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def _has_no_memory(tensor: torch.Tensor) -> bool:
@@ -249,10 +254,17 @@ def _placed(item: WriteItem, value: Any) -> WriteItem:
     )
 
 
-def _rank_plan(rank: int, items: Sequence[WriteItem], description: Description | None) -> RankPlan:
+def _rank_plan(rank: int, items: Sequence[WriteItem], description: Description | None, flat: State) -> RankPlan:
     file = _planned_file(rank, items)
     keys = [item.index.fqn for item in items if item.type == WriteItemType.BYTE_IO]
-    return RankPlan(file.name, file.items, keys, file.layout, description)
+    volatile = {number for number, item in enumerate(file.items) if not _only_step_changes(item.index.fqn, flat)}
+    return RankPlan(file.name, file.items, keys, file.layout, description, volatile)
+
+
+def _only_step_changes(key: str, flat: State) -> bool:
+    fqn = key.removeprefix("model.")
+    # A scheduler may change a setting that is a tensor, such as lr.
+    return key.startswith("optimizer.state.") or f"optimizer.param_groups.{fqn}.lr" in flat
 
 
 def _planned_file(rank: int, items: Sequence[WriteItem]) -> PlannedFile:
