@@ -97,6 +97,8 @@ class FileImage:
         self.layout = layout
         self.volatile = volatile
         self.tensors = [tensor.detach() for tensor in tensors]
+        # Found out here: in threads that copy, each such question would hand the GIL around.
+        self._in_a_row = [_lies_in_a_row(tensor) for tensor in self.tensors]
         self.objects = objects
         self.num_bytes = layout.end + len(objects)
 
@@ -122,7 +124,7 @@ class FileImage:
         place, head, tail = layout.places[number], layout.frames[number].head, layout.tails[number]
         data_at, num_bytes = address + place.data_at, place.data_bytes
         _copy_small(address + place.item_at, head, len(head))
-        if num_bytes <= _SMALL_BYTES and _lies_in_a_row(tensor):
+        if num_bytes <= _SMALL_BYTES and self._in_a_row[number]:
             _copy_small(data_at, tensor.data_ptr(), num_bytes)
         else:
             copy_bytes(tensor, 0, num_bytes, data_at)

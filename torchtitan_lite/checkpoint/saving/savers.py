@@ -25,6 +25,7 @@ from torchtitan_lite.checkpoint.saving.save_plan import PlanCache
 from torchtitan_lite.checkpoint.saving.writer import RankContent, Target, commit
 from torchtitan_lite.checkpoint.staging.stager import Staged, Stager, build_stager
 from torchtitan_lite.checkpoint.staging.watch import DO_NOT_WATCH, StagingWatch, build_staging_watch
+from torchtitan_lite.collection import no_collection
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.background import give_way
 from torchtitan_lite.disk.digest import FileRecord
@@ -116,16 +117,18 @@ class StateSaver:
 
     def save(self, state: State, target: Target) -> PendingSave:
         """Plan, take the content, and commit it: here, or in a thread. **Collective**, main thread."""
-        try:
-            planned = self._plans.plan(state, lambda: self._check(target))
-        except Exception as error:
-            return refused(target.step, error)
         content: RankContent | None = None
         failure: Exception | None = None
-        try:
-            content = self._content(planned.image(), target)
-        except Exception as error:
-            failure = error  # Of this rank only: `commit` raises it on every rank.
+        # What is made of thousands of tensors here is gone when this returns, unless a collection makes it grow old.
+        with no_collection():
+            try:
+                planned = self._plans.plan(state, lambda: self._check(target))
+            except Exception as error:
+                return refused(target.step, error)
+            try:
+                content = self._content(planned.image(), target)
+            except Exception as error:
+                failure = error  # Of this rank only: `commit` raises it on every rank.
         # The group is made here: making it is collective, and in the thread it could meet the caller's collectives.
         group = self._peers.group
         staged: Future[None] = Future()
