@@ -74,8 +74,10 @@ def main() -> int:
         return 0
     settings = Settings.of(args)
     place = Path(args.folder or ".").absolute()
-    if not place.is_dir():
-        print(f"{place} is not a folder: make it first, or name another --folder", file=sys.stderr)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"{place} cannot be used: {error}. Name another --folder", file=sys.stderr)
         return 2
     needed = _needed_bytes(settings)
     if (free := shutil.disk_usage(place).free) < needed:
@@ -302,7 +304,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", help="only contenders whose name contains one of these")
     parser.add_argument("--peers", action="store_true", help="also measure other libraries that are installed")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to test that it runs")
-    parser.add_argument("--folder", help="folder for the temporary files; default: .")
+    parser.add_argument("--folder", help="folder for the temporary files, made if missing; default: .")
     parser.add_argument("--json", help="file for all samples, the table and the targets")
     parser.add_argument("--targets", action="store_true", help="also print the table of targets")
     parser.add_argument("--scale", help="the JSON of scripts/simulate_scale.py, for the targets that it measures")

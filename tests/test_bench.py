@@ -142,9 +142,23 @@ def _output_of(arguments: list[str]) -> str:
     return ended.stdout
 
 
-def test_a_missing_folder_is_one_sentence(
+def test_a_folder_that_cannot_be_made_is_one_sentence(
     bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench_checkpoint.py", "--quick", "--folder", str(tmp_path / "gone")])
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(sys, "argv", ["bench_checkpoint.py", "--quick", "--folder", str(tmp_path / "file" / "new")])
     assert bench.main() == 2
-    assert capsys.readouterr().err == f"{tmp_path}/gone is not a folder: make it first, or name another --folder\n"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{tmp_path}/file/new cannot be used: ")
+    assert line.endswith("Name another --folder")
+
+
+def test_the_speed_of_the_raw_disk_stands_beside_a_ratio_to_it(bench: ModuleType) -> None:
+    samples = bench.Samples()
+    for number in range(3):
+        samples.add("llama", "raw", "save_seconds", number, 0.5)
+        samples.add("llama", "raw", "file_bytes", number, 1e9)
+        samples.add("llama", "ours", "save_seconds", number, 0.5)
+    table = bench.report.targets(bench.targets.judged(samples))
+    assert "raw disk: 2.00 GB/s" in table
+    assert not [line for line in table.splitlines() if len(line) > 80]

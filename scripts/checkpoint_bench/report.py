@@ -65,7 +65,8 @@ def targets(lines: Iterable[dict[str, Any]]) -> str:
             rows.append(f"    {line['verdict']}")
         elif line["count"] > 1:
             span = f"{_short(line['low'])} .. {_short(line['high'])}"
-            rows.append(f"{span:>66}  ({line['count']} rounds)")
+            speed = f"  raw disk: {line['raw_gb_per_second']:.2f} GB/s" if "raw_gb_per_second" in line else ""
+            rows.append(f"{speed:<44}{span:>22}  ({line['count']} rounds)")
     return "\n".join(rows)
 
 
