@@ -23,7 +23,7 @@ from torchtitan_lite.errors import TrainingDiverged
 from torchtitan_lite.log import logger
 
 FUSED_DEVICES = {"cpu", "cuda", "mps", "xpu"}
-"""Device types for which torch 2.6 has fused Adam kernels."""
+"""Device types for which torch has fused Adam kernels."""
 
 
 def build_optimizers(model_parts: Sequence[nn.Module], config: Optimizer) -> list[torch.optim.Optimizer]:
