@@ -38,8 +38,8 @@ use_environment() {
     local missing constraints
     "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
         give_up "$PYTHON is older than Python 3.10; name a newer one in PYTHON, or unset PYTHON to get .venv."
-    "$PYTHON" -c 'import sys, torch; sys.exit([int(n) for n in torch.__version__.split(".")[:2]] < [2, 9])' ||
-        give_up "the torch of $PYTHON is older than 2.9; install a newer one there, or unset PYTHON to get .venv."
+    "$PYTHON" -c 'import sys, torch; sys.exit([int(n) for n in torch.__version__.split(".")[:2]] < [2, 11])' ||
+        give_up "the torch of $PYTHON is older than 2.11; install a newer one there, or unset PYTHON to get .venv."
     # The package itself is not installed into the user's environment.
     export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
     missing="$(missing_packages "$1")"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.optim.lr_scheduler import LambdaLR
 
 from torchtitan_lite.checkpoint.state.train_state import TrainState
@@ -136,6 +136,8 @@ def clip_grad_norm_(
     steps.
     """
     parameters = [parameter for part in model_parts for parameter in part.parameters() if parameter.grad is not None]
+    for parameter in parameters:
+        _reduce_gradient(parameter)
     norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
@@ -143,6 +145,17 @@ def clip_grad_norm_(
         norm = norm_over_group(norm, pipeline)
     nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
+
+
+def _reduce_gradient(parameter: nn.Parameter) -> None:
+    """Make the gradient whole if each rank has a summand of it: such a one has no norm, and clipping is lost on it.
+
+    Sequence parallelism leaves those of norms so before torch 2.13.
+    """
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor) and any(isinstance(placement, Partial) for placement in gradient.placements):
+        assert isinstance(parameter, DTensor)
+        parameter.grad = gradient.redistribute(gradient.device_mesh, parameter.placements)
 
 
 class DivergenceCheck:

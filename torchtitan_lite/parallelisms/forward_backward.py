@@ -100,7 +100,8 @@ class Pipelined:
         return torch.stack(losses).sum() if self._has_last else None
 
     def _pass(self, local_batch: Tensor) -> list[Tensor]:
-        inputs = (local_batch[:, :-1],) if self._has_first else ()
+        # Contiguous: before torch 2.13 the stages compare strides, too.
+        inputs = (local_batch[:, :-1].contiguous(),) if self._has_first else ()
         target = local_batch[:, 1:] if self._has_last else None
         losses: list[Tensor] = []
         with self._timer("forward_backward"):

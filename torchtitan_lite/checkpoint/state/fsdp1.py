@@ -76,7 +76,7 @@ def like_of_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def names_in_another_order(module: nn.Module) -> list[str]:
-    """Return the raw names of parameters that are not contiguous, such as channels_last (torch 2.9 to 2.13)."""
+    """Return the raw names of parameters that are not contiguous, such as channels_last (torch 2.11 to 2.13)."""
     names = []
     for prefix, each in module.named_modules():
         handle = getattr(each, "_handle", None) if isinstance(each, FullyShardedDataParallel) else None
@@ -89,7 +89,7 @@ def names_in_another_order(module: nn.Module) -> list[str]:
 def _shard_again(module: nn.Module) -> None:
     """Exit the contexts in which torch unshards parameters for a state dict: it leaves them open if that raises.
 
-    Seen in torch 2.9 to 2.13.
+    Seen in torch 2.11 to 2.13.
     """
     for each in reversed(list(module.modules())):
         open_contexts = getattr(each, "_unshard_params_ctx", {}) if isinstance(each, FullyShardedDataParallel) else {}
