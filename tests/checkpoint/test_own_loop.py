@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from tests.checkpoint.small_run import Events, Loader
 from tests.ranks import on_two_ranks
@@ -289,6 +289,16 @@ def test_a_checkpoint_of_what_is_trained_does_not_pass_for_a_whole_one_nor_the_r
         pytest.raises(CheckpointMismatch, match="unexpected"),
     ):
         manager.load()
+
+
+@on_two_ranks
+def test_frozen_parameters_under_fsdp1_are_refused_by_name(rank: int, tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    model = FullyShardedDataParallel(
+        WithBuffer(1), device_mesh=mesh, use_orig_params=True, device_id=torch.device("cpu")
+    )
+    with pytest.raises(ConfigError, match=r"checkpoint\.save_trained_only: .*FSDP1.*fully_shard"):
+        CheckpointManager.for_loop(model=model, folder=tmp_path, save_trained_only=True)
 
 
 @on_two_ranks

@@ -54,6 +54,15 @@ def sharded_state_dicts(module: nn.Module) -> Iterator[None]:
                 raise
 
 
+def refuse_trained_only(parts: Sequence[nn.Module]) -> None:
+    """Raise ConfigError if a part is sharded by FSDP1: its flat parameters do not have the names of what is frozen."""
+    if any(is_fsdp1(part) for part in parts):
+        raise ConfigError(
+            "checkpoint.save_trained_only: expected no FullyShardedDataParallel (FSDP1), whose flat parameters hide "
+            "which of them are frozen. Shard with fully_shard (FSDP2), or leave save_trained_only out."
+        )
+
+
 def refuse_without_mesh(parts: Sequence[nn.Module]) -> None:
     """Raise ConfigError if FSDP1 shards a part without a device mesh."""
     for part in parts:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchtitan_lite.checkpoint.state import arguments
+from torchtitan_lite.checkpoint.state import arguments, fsdp1
 from torchtitan_lite.checkpoint.state.rng import RNG, RngState
 from torchtitan_lite.checkpoint.state.stateful import LRSchedulerWrapper, ModelWrapper, OptimizerWrapper, Stateful
 from torchtitan_lite.errors import ConfigError
@@ -35,7 +35,10 @@ class RunState:
     ) -> None:
         states = states or {}
         modules = {name: state for name, state in states.items() if isinstance(state, nn.Module)}
-        self.model = ModelWrapper(arguments.model_parts(model_parts), trained_only=trained_only)
+        parts = arguments.model_parts(model_parts)
+        if trained_only:
+            fsdp1.refuse_trained_only(parts)
+        self.model = ModelWrapper(parts, trained_only=trained_only)
         self.optimizers = arguments.optimizers(optimizers)
         self.optimizer = OptimizerWrapper(self.model.parts, self.optimizers, modules)
         self.small = _small_states(dataloader, arguments.lr_schedulers(lr_schedulers), states)
