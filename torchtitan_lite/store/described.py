@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from torchtitan_lite.disk.plain_file import opened
-from torchtitan_lite.errors import CheckpointUnsafe
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnsafe
 from torchtitan_lite.store import layout
 
 DESCRIPTION_BYTES = 512 << 10
@@ -26,7 +26,7 @@ _DESCRIBES = frozenset({layout.MANIFEST, layout.METADATA, layout.FINDINGS})
 def read_description(path: Path, ending: bytes) -> bytes:
     """Return the contents of `path`, a `manifest.json` or `.metadata`. Raise `CheckpointUnsafe` if it is too large.
 
-    A file over `DESCRIPTION_BYTES` that does not end with `ending` is refused, too, before it is read.
+    A file over `DESCRIPTION_BYTES` that does not end with `ending` raises `CheckpointDamaged`, before it is read.
     """
     with opened(path) as fd, os.fdopen(fd, "rb", closefd=False) as file:
         size = os.fstat(fd).st_size
@@ -36,7 +36,9 @@ def read_description(path: Path, ending: bytes) -> bytes:
                     str(path), f"expected at most {most} bytes beside data of this size, found {size}"
                 )
             if os.pread(fd, len(ending), size - len(ending)) != ending:
-                raise CheckpointUnsafe(str(path), f"expected {ending!r} at the end of {size} bytes, found others")
+                raise CheckpointDamaged(
+                    str(path.parent), f"{path.name}: expected {ending!r} at the end of {size} bytes, found others"
+                )
         return file.read(size)
 
 

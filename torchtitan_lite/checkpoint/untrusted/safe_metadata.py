@@ -54,7 +54,10 @@ _TABLE: dict[tuple[str, str], object] = {
 
 
 def read_metadata(folder: Path) -> Contents:
-    """Return the contents that `.metadata` in `folder` describes. Raises `CheckpointUnsafe` and OSError."""
+    """Return the contents that `.metadata` in `folder` describes.
+
+    Raises `CheckpointDamaged`, `CheckpointUnsafe` and OSError.
+    """
     path = folder / layout.METADATA
     data = read_description(path, _ENDING)
     try:
