@@ -64,8 +64,9 @@ def test_a_wrong_argument_is_refused(tmp_path: Path, given: dict[str, Any], mess
 
 
 def test_a_loader_that_is_none_or_has_a_state_is_taken(tmp_path: Path) -> None:
-    manager(tmp_path)
-    manager(tmp_path, dataloader=Loader())
+    for number, loader in enumerate((None, Loader()), start=1):
+        with manager(tmp_path / str(number), dataloader=loader) as taken:
+            assert taken.save(1, force=True)
 
 
 def test_a_path_as_the_dump_folder_is_saved_into(tmp_path: Path) -> None:

@@ -18,10 +18,15 @@ def image_of(tensors: list[torch.Tensor], objects: bytes = b"") -> FileImage:
     return FileImage(FileLayout([(t.dtype, tuple(t.shape)) for t in tensors]), tensors, objects)
 
 
+GUARD = b"\xc5" * 4096
+"""What lies around the range that is filled, and must stay."""
+
+
 def part(image: FileImage, begin: int, end: int) -> bytes:
-    buffer = bytearray(b"\xee" * (end - begin))
-    image.fill(memoryview(buffer), begin, end)
-    return bytes(buffer)
+    memory = bytearray(GUARD + b"\xee" * (end - begin) + GUARD)
+    image.fill(memoryview(memory)[len(GUARD) : -len(GUARD)], begin, end)
+    assert memory[: len(GUARD)] == memory[-len(GUARD) :] == GUARD
+    return bytes(memory[len(GUARD) : -len(GUARD)])
 
 
 def views() -> list[torch.Tensor]:

@@ -82,10 +82,17 @@ def test_tensors_that_forward_may_change_are_volatile() -> None:
     ]
 
 
+def escaped_from_vmap() -> torch.Tensor:
+    """A tensor of torch's own class without memory: functorch is done with it."""
+    escaped: list[torch.Tensor] = []
+    torch.func.vmap(lambda x: escaped.append(x) or x)(torch.zeros(2, 3))  # type: ignore[func-returns-value]  # for it
+    return escaped[0]
+
+
 @pytest.mark.parametrize(
     "tensor",
-    [torch.eye(3).to_sparse(), torch.empty(3, device="meta")],
-    ids=["sparse", "meta"],
+    [torch.eye(3).to_sparse(), torch.empty(3, device="meta"), torch.empty(0, device="meta"), escaped_from_vmap()],
+    ids=["sparse", "meta", "empty meta", "escaped from vmap"],
 )
 def test_a_tensor_that_cannot_be_written_as_it_lies_is_refused_by_name(tensor: torch.Tensor) -> None:
     with pytest.raises(TypeError, match=r"model\.strange is a Tensor of layout"):

@@ -205,31 +205,27 @@ def _entry(key: str, value: Any) -> tuple[Any, ...]:
 
     Raises TypeError for a tensor whose elements cannot be written as they lie in memory.
     """
-    if type(value) in _PLAIN_TENSORS and value.layout is torch.strided and value.data_ptr() and not value.is_quantized:
-        return key, value.dtype, value.shape
-    if isinstance(value, torch.Tensor):
-        local = value._local_tensor if isinstance(value, DTensor) else value
-        if local.layout != torch.strided or local.is_quantized or local.is_meta or _has_no_memory(local):
-            raise TypeError(
-                f"{key} is a {type(local).__name__} of layout {local.layout} on {local.device}, "
-                "whose elements cannot be written as they lie. Return plain dense tensors from state_dict."
-            )
+    if not isinstance(value, torch.Tensor):
+        return (key,)
+    local = value._local_tensor if isinstance(value, DTensor) else value
+    if local.layout is not torch.strided or local.is_quantized or not _has_memory(local):
+        raise TypeError(
+            f"{key} is a {type(local).__name__} of layout {local.layout} on {local.device}, "
+            "whose elements cannot be written as they lie. Return plain dense tensors from state_dict."
+        )
     if isinstance(value, DTensor):
         return key, value.dtype, value.shape, value.placements, value.device_mesh, local.shape
-    if isinstance(value, torch.Tensor):
-        return key, value.dtype, value.shape
-    return (key,)
+    return key, value.dtype, value.shape
 
 
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
-
-
-def _has_no_memory(tensor: torch.Tensor) -> bool:
-    # Such as wrapper subclasses over other tensors; some of them raise when asked for their memory.
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` has an address, or needs none because it has no elements."""
+    if tensor.numel() == 0:
+        return not tensor.is_meta
     try:
-        return tensor.numel() > 0 and tensor.data_ptr() == 0
-    except RuntimeError:
-        return True
+        return tensor.data_ptr() != 0
+    except RuntimeError:  # Of wrapper subclasses over other tensors, and of tensors that functorch is done with.
+        return False
 
 
 def _local_plan(flat: State, structure: Branch) -> SavePlan:
