@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,19 @@ def test_a_damaged_latest_step_is_skipped_and_left_where_it_is(
     assert steps_in(tmp_path) == ["step-1", "step-2", "step-3"]
     with pytest.raises(CheckpointDamaged):
         load_model(a_model(seed=1), tmp_path, 3)
+
+
+def test_a_step_that_the_training_job_removes_during_the_load_is_not_called_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved_run(tmp_path, steps=3)
+    model = a_model(seed=1)
+    # The load asks the model for its state when it has chosen, and before it reads.
+    model.register_state_dict_pre_hook(lambda *_: shutil.rmtree(tmp_path / "step-3", ignore_errors=True))
+    with caplog.at_level(logging.WARNING):
+        assert load_model(model, tmp_path) == 2
+    assert "Step 3 was removed during the load" in caplog.text
+    assert "damaged" not in caplog.text
 
 
 def test_where_all_are_damaged_the_error_names_each(tmp_path: Path) -> None:

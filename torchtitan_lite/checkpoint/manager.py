@@ -43,7 +43,7 @@ from torchtitan_lite.config.own_loop import loop_config
 from torchtitan_lite.disk.forks import forget_in_children
 from torchtitan_lite.distributed.consensus import Peers, StepConsensus
 from torchtitan_lite.log import logger
-from torchtitan_lite.store.housekeeping import OnEvent, build_housekeeping
+from torchtitan_lite.store.housekeeping import OnEvent, build_housekeeping, ignore_event
 from torchtitan_lite.store.retention import RetentionPolicy, build_retention
 from torchtitan_lite.store.run_folders import RunFolders
 from torchtitan_lite.store.store import CheckpointStore
@@ -80,7 +80,7 @@ class CheckpointManager:
         on_event: OnEvent | None = None,
     ) -> None:
         arguments.check_arguments(dataloader, states, job_config)
-        config, on_event = job_config.checkpoint, on_event or _ignore
+        config, on_event = job_config.checkpoint, on_event or ignore_event
         timeout = timedelta(seconds=config.timeout_seconds)
         lineage, peers = new_run(), peers or Peers(timeout)
         topology = topology or f"{peers.world_size} ranks"
@@ -281,7 +281,3 @@ class CheckpointManager:
         self.loaded_step = source.continues_at
         if not source.initial and not source.has_nan:
             self._housekeeping.note_good(source.step)
-
-
-def _ignore(event: str, step: int, /, **figures: Any) -> None:
-    """Do nothing with an event: the default of `on_event`."""

@@ -28,6 +28,10 @@ class OnEvent(Protocol):
     def __call__(self, event: str, step: int, /, **figures: Any) -> None: ...
 
 
+def ignore_event(event: str, step: int, /, **figures: Any) -> None:
+    """Do nothing with an event."""
+
+
 class Housekeeping:
     """Removes the checkpoints that `retention` does not keep, and leftovers."""
 

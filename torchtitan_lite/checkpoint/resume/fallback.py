@@ -48,6 +48,8 @@ class Candidates:
     on_event: OnEvent
     is_exact: bool = False
     """Whether `wanted` means that very step, not the latest one of a branch that began there."""
+    choose: Callable[..., LoadSource | None] = choose_source
+    """Chooses the next candidate; called as `choose_source` is."""
     damaged: dict[int, CheckpointDamaged] = field(default_factory=dict)
     """Damaged checkpoints found so far, by step; the same on every rank."""
     _chosen: tuple[int, ...] | None = field(default=None, init=False, repr=False)
@@ -104,7 +106,7 @@ class Candidates:
         """Return the next candidate whose manifest and file sizes are right, and all damaged ones found so far."""
         damaged = dict(self.damaged)
         while True:
-            source = choose_source(self.store, self.wanted, self.config, damaged, is_exact=self.is_exact)
+            source = self.choose(self.store, self.wanted, self.config, damaged, is_exact=self.is_exact)
             newer = {step: error for step, error in self.store.damaged().items() if self._is_newer(step, source)}
             damaged = newer | damaged
             self._refuse_what_may_be_newer(source)
