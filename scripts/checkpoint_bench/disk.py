@@ -12,10 +12,9 @@ import os
 import shutil
 from pathlib import Path
 
-from torchtitan_lite.disk import block_reader, block_writer
+from torchtitan_lite.disk import block_reader, block_writer, read_requests
 from torchtitan_lite.disk.in_threads import in_threads
 
-REQUEST_BYTES = block_writer.REQUEST_BYTES
 NAME = "raw"
 
 
@@ -36,8 +35,8 @@ class Touched:
 class Raw:
     """A file with the bytes of `buffer`."""
 
-    write_threads = block_writer.THREADS
-    read_threads = block_reader.THREADS
+    write_threads, write_bytes = block_writer.THREADS, block_writer.REQUEST_BYTES
+    read_threads, read_bytes = block_reader.THREADS, read_requests.REQUEST_BYTES
 
     def __init__(self, buffer: Touched) -> None:
         self._view = buffer.view()
@@ -47,7 +46,7 @@ class Raw:
         fd = os.open(folder / NAME, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o644)
         try:
             os.posix_fallocate(fd, 0, len(self._view))
-            in_threads(self._begins(), self.write_threads, lambda: lambda begin: self._write(fd, begin))
+            in_threads(self._begins(self.write_bytes), self.write_threads, lambda: lambda begin: self._write(fd, begin))
             os.fdatasync(fd)
         finally:
             os.close(fd)
@@ -56,20 +55,20 @@ class Raw:
         """Read the file into the buffer; `warm`: through the page cache."""
         fd = os.open(folder / NAME, os.O_RDONLY | (0 if warm else os.O_DIRECT))
         try:
-            in_threads(self._begins(), self.read_threads, lambda: lambda begin: self._read(fd, begin))
+            in_threads(self._begins(self.read_bytes), self.read_threads, lambda: lambda begin: self._read(fd, begin))
         finally:
             os.close(fd)
 
-    def _begins(self) -> range:
-        return range(0, len(self._view), REQUEST_BYTES)
+    def _begins(self, request_bytes: int) -> range:
+        return range(0, len(self._view), request_bytes)
 
     def _write(self, fd: int, begin: int) -> None:
-        data = self._view[begin : begin + REQUEST_BYTES]
+        data = self._view[begin : begin + self.write_bytes]
         if os.pwrite(fd, data, begin) != len(data):
             raise OSError("a short write")
 
     def _read(self, fd: int, begin: int) -> None:
-        data = self._view[begin : begin + REQUEST_BYTES]
+        data = self._view[begin : begin + self.read_bytes]
         if os.preadv(fd, [data], begin) != len(data):
             raise OSError("a short read")
 

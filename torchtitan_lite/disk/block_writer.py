@@ -24,12 +24,12 @@ from torchtitan_lite.disk.in_threads import in_threads
 from torchtitan_lite.disk.request_memory import request_memory
 from torchtitan_lite.log import logger
 
-REQUEST_BYTES = 4 * BLOCK_BYTES
-"""Bytes of one write. Larger ones are no faster; each thread holds a bounce buffer of this size."""
+REQUEST_BYTES = 2 * BLOCK_BYTES
+"""Bytes of one write. Larger ones are no faster; each thread holds a bounce buffer of this size: one huge page."""
 ALIGNMENT = 4096
 """Bytes. Direct I/O needs memory, offset and length to be multiples of the disk's sector, 512 or 4096."""
-THREADS = 3
-"""Requests under way at a time: two are on their way to the disk while a third is copied and hashed."""
+THREADS = 6
+"""Requests under way at a time: some are copied and hashed while the disk has enough of the others."""
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
