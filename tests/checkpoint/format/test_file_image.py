@@ -89,3 +89,8 @@ def test_an_intermediate_copy_is_at_most_a_mebibyte_or_one_element() -> None:
     assert max(piece.nbytes for piece in pieces) <= 1 << 20
     assert len(pieces) <= 3 * (-(-700_000 * 4 // (1 << 20)))
     assert torch.equal(torch.cat([piece.reshape(-1) for piece in pieces]), tensor.reshape(-1))
+
+
+def test_a_file_without_tensors_holds_its_objects() -> None:
+    image = image_of([], b"objects")
+    assert part(image, 0, image.num_bytes) == b"objects"

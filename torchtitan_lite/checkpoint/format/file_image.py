@@ -59,13 +59,13 @@ class FileLayout:
         self.end = at
         """The size of all tensor items in bytes, which is where the objects start."""
         self.starts = [place.item_at for place in self.places]
-        shared: dict[tuple[bytes, int], bytes] = {}
-        self.tails = [
-            shared.setdefault((frame.tail, gap), frame.tail + bytes(gap))
-            for number, (frame, place) in enumerate(zip(self.frames, self.places, strict=True))
-            for gap in (self.end_of(number) - place.item_at - place.item_bytes,)
-        ]
+        gaps = [self.end_of(number) - place.item_at - place.item_bytes for number, place in enumerate(self.places)]
+        heads = [*(frame.head for frame in self.frames), b""]
+        shared: dict[tuple[bytes, int, bytes], bytes] = {}
+        self.tails = _tails(self.frames, gaps, [b""] * len(gaps), shared)
         """What follows the elements of each tensor, up to the next item."""
+        self.between = _tails(self.frames, gaps, heads[1:], shared)
+        """What lies between the elements of each tensor and those of the next one."""
 
     def end_of(self, number: int) -> int:
         """Return the byte where the item after number `number` starts."""
@@ -110,33 +110,51 @@ class FileImage:
         address = ctypes.addressof(ctypes.c_char.from_buffer(buffer)) - begin
         starts = self.layout.starts
         first, last = max(0, bisect_right(starts, begin) - 1), bisect_left(starts, end)
-        for number in range(first, last):
-            if begin <= starts[number] and self.layout.end_of(number) <= end:
-                self._fill_whole_item(number, address)
-            else:
-                self._fill_item(number, buffer, address, begin, end)
+        if first < last and starts[first] < begin:
+            self._fill_part(first, buffer, address, begin, end)
+            first += 1
+        if first < last and self.layout.end_of(last - 1) > end:
+            last -= 1
+            self._fill_part(last, buffer, address, begin, end)
+        if first < last:
+            self._fill_whole(first, last, address)
         if end > self.layout.end:
             first = max(begin, self.layout.end)
             buffer[first - begin : end - begin] = self.objects[first - self.layout.end : end - self.layout.end]
 
-    def _fill_whole_item(self, number: int, address: int) -> None:
-        layout, tensor = self.layout, self.tensors[number]
-        place, head, tail = layout.places[number], layout.frames[number].head, layout.tails[number]
-        data_at, num_bytes = address + place.data_at, place.data_bytes
-        _copy_small(address + place.item_at, head, len(head))
-        if num_bytes <= _SMALL_BYTES and self._in_a_row[number]:
-            _copy_small(data_at, tensor.data_ptr(), num_bytes)
-        else:
-            copy_bytes(tensor, 0, num_bytes, data_at)
-        _copy_small(data_at + num_bytes, tail, len(tail))
+    def _fill_whole(self, first: int, last: int, address: int) -> None:
+        """Copy the whole items from number `first` to before `last`, which lie one after another."""
+        layout, tensors, in_a_row = self.layout, self.tensors, self._in_a_row
+        head = layout.frames[first].head
+        _copy_small(address + layout.places[first].item_at, head, len(head))
+        for number in range(first, last):
+            place, following = layout.places[number], layout.between[number]
+            data_at, num_bytes = address + place.data_at, place.data_bytes
+            if num_bytes <= _SMALL_BYTES and in_a_row[number]:
+                _copy_small(data_at, tensors[number].data_ptr(), num_bytes)
+            else:
+                copy_bytes(tensors[number], 0, num_bytes, data_at)
+            if number + 1 == last:
+                following = layout.tails[number]
+            _copy_small(data_at + num_bytes, following, len(following))
 
-    def _fill_item(self, number: int, buffer: memoryview, address: int, begin: int, end: int) -> None:
+    def _fill_part(self, number: int, buffer: memoryview, address: int, begin: int, end: int) -> None:
         place, frame = self.layout.places[number], self.layout.frames[number]
         _overlay(buffer, begin, end, place.item_at, frame.head)
         first, last = max(begin, place.data_at), min(end, place.data_end)
         if first < last:
             copy_bytes(self.tensors[number], first - place.data_at, last - place.data_at, address + first)
         _overlay(buffer, begin, end, place.data_end, self.layout.tails[number])
+
+
+def _tails(
+    frames: Sequence[Frame], gaps: Sequence[int], heads: Sequence[bytes], shared: dict[tuple[bytes, int, bytes], bytes]
+) -> list[bytes]:
+    """Return the tail, the gap and the following head of each frame, as one. Equal ones are one object, of `shared`."""
+    return [
+        shared.setdefault((frame.tail, gap, head), frame.tail + bytes(gap) + head)
+        for frame, gap, head in zip(frames, gaps, heads, strict=True)
+    ]
 
 
 def copy_bytes(tensor: torch.Tensor, begin: int, end: int, address: int) -> None:

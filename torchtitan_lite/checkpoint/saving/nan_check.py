@@ -20,15 +20,19 @@ _MAX_TENSORS = 1024
 @torch.no_grad()
 def names_with_nan(items: Sequence[WriteItem], tensors: Sequence[torch.Tensor], prefix: str) -> list[str]:
     """Return the keys under `prefix` of those `tensors` whose sample holds NaN; `items` describe them. Any rank."""
+    sampled = {
+        dtype for dtype in {tensor.dtype for tensor in tensors} if dtype.is_floating_point and dtype.itemsize > 1
+    }
+    # Numbers, not pairs: of thousands of new pairs the garbage collector would take more time than all else here.
     floating = [
-        (item.index.fqn, tensor)
-        for item, tensor in zip(items, tensors, strict=True)
-        if item.index.fqn.startswith(prefix) and tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
+        number
+        for number, (item, tensor) in enumerate(zip(items, tensors, strict=True))
+        if tensor.dtype in sampled and item.index.fqn.startswith(prefix)
     ]
     samples: dict[tuple[torch.dtype, torch.device], list[tuple[str, torch.Tensor]]] = {}
-    for key, tensor in floating[:: -(-len(floating) // _MAX_TENSORS) or 1]:
-        for part in _parts(tensor.detach()):
-            samples.setdefault((part.dtype, part.device), []).append((key, part))
+    for number in floating[:: -(-len(floating) // _MAX_TENSORS) or 1]:
+        for part in _parts(tensors[number].detach()):
+            samples.setdefault((part.dtype, part.device), []).append((items[number].index.fqn, part))
     found: dict[str, None] = {}
     for of_a_kind in samples.values():
         # A norm is NaN if one element is, and one call computes all norms.
