@@ -31,19 +31,21 @@ LAYERS = {
     "checkpoint.saving": 7,
     "checkpoint.reading": 7,
     "checkpoint.resume": 8,
-    "checkpoint": 9,
-    "models": 10,
-    "data": 10,
-    "optim": 10,
-    "metrics": 10,
-    "parallelisms": 10,
-    "trainer": 11,
-    "cli": 12,
-    "train": 12,
+    "checkpoint.examining": 8,
+    "checkpoint.converting": 9,
+    "checkpoint": 10,
+    "models": 11,
+    "data": 11,
+    "optim": 11,
+    "metrics": 11,
+    "parallelisms": 11,
+    "trainer": 12,
+    "cli": 13,
+    "train": 13,
 }
 """Each part imports only from parts with lower numbers."""
 
-WITHOUT_TORCH = ("__init__", "errors", "faults", "log", "disk", "store", "config")
+WITHOUT_TORCH = ("__init__", "errors", "faults", "log", "disk", "store", "config", "cli.app", "cli.target")
 UNKNOWN_TO_CHECKPOINT = ("models", "data", "trainer", "metrics", "optim", "parallelisms")
 TENSORBOARD = ("tensorboard", "torch.utils.tensorboard", "tensorboardX")
 COLLECTIVES = (

@@ -25,6 +25,9 @@ _STEP = re.compile(f"step-{_NUMBER}")
 _STAGING = re.compile(rf"step-{_NUMBER}\.staging")
 _TRASH = re.compile(rf"\.trash-step-{_NUMBER}-{_NUMBER}")
 _REPLACED = re.compile(rf"\.replaced-step-{_NUMBER}-{_NUMBER}")
+_SET_ASIDE = re.compile(
+    rf"step-{_NUMBER}\.(?:(corrupt|weights|foreign)(?:-{_NUMBER})?|(abandoned)-[0-9A-Za-z]+(?:-{_NUMBER})?)"
+)
 _DATA_FILE = re.compile(rf"__{_NUMBER}_{_NUMBER}\.distcp")
 
 
@@ -86,6 +89,15 @@ def quarantined(step: int, number: int) -> str:
 def moved_aside(step: int, number: int) -> str:
     """Return the name of what was in the way of `step` and is not ours to remove; `number` from 1."""
     return f"step-{step}.foreign" if number == 1 else f"step-{step}.foreign-{number}"
+
+
+def parse_set_aside(name: str) -> tuple[int, str] | None:
+    """Return the step of the checkpoint called `name` that was renamed, and why: the word after the step.
+
+    The word is "corrupt", "abandoned", "weights" or "foreign"; None for other names.
+    """
+    match = _SET_ASIDE.fullmatch(name)
+    return (int(match[1]), match[2] or match[4]) if match else None
 
 
 def data_file(rank: int, index: int) -> str:

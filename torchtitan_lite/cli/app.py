@@ -1,0 +1,134 @@
+"""The command `torchtitan-lite`: what is in a folder of checkpoints, and what can be done with it.
+
+Only the module of the verb that was asked for is imported, and none of them imports torch before it reads tensors: a
+listing must not take seconds. Errors are one sentence on stderr; `exit_codes` has what they exit with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import importlib.util
+import io
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
+
+import tyro
+
+from torchtitan_lite.cli.exit_codes import INTERRUPTED, ExitCode, code_of, sentence_of
+from torchtitan_lite.cli.screen import Screen
+from torchtitan_lite.errors import ConfigError, TorchtitanLiteError
+
+PROGRAM = "torchtitan-lite"
+_DESCRIPTION = """List, check, compare, convert and thin out checkpoints on disk, without a job.
+
+STEP is the folder of a checkpoint, FOLDER:10 for step 10 in a folder of
+checkpoints, or FOLDER for the latest one in it."""
+
+VERBS = {
+    "ls": "torchtitan_lite.cli.ls:Ls",
+    "inspect": "torchtitan_lite.cli.inspect_step:Inspect",
+    "verify": "torchtitan_lite.cli.verify:Verify",
+    "diff": "torchtitan_lite.cli.diff:Diff",
+    "export": "torchtitan_lite.cli.export:Export",
+    "convert": "torchtitan_lite.cli.convert:Convert",
+    "reshard": "torchtitan_lite.cli.reshard:Reshard",
+    "prune": "torchtitan_lite.cli.prune:Prune",
+    "pin": "torchtitan_lite.cli.pin:Pin",
+    "unpin": "torchtitan_lite.cli.pin:Unpin",
+    "bring-back": "torchtitan_lite.cli.bring_back:BringBack",
+}
+"""Each verb's module and class: a frozen dataclass of its arguments, as `Verb` has it."""
+
+# Until all are there: a verb whose module is missing is not in the table.
+VERBS = {name: place for name, place in VERBS.items() if importlib.util.find_spec(place.partition(":")[0])}
+
+
+class Verb(Protocol):
+    """The arguments of one verb, and what it does with them."""
+
+    @property
+    def json(self) -> bool: ...
+
+    def run(self, screen: Screen) -> ExitCode:
+        """Do it, print the result on `screen`, and return how it ended."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the verb in `argv`, by default the command line's; return the exit code."""
+    try:
+        verb = parse(sys.argv[1:] if argv is None else argv)
+        return int(verb.run(Screen(as_json=verb.json)))
+    except BrokenPipeError:
+        # The reader has seen enough. Python would complain when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.FAILED
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return INTERRUPTED
+    except (TorchtitanLiteError, OSError) as error:
+        sys.stderr.write(f"error: {sentence_of(error)}\n")
+        return code_of(error)
+
+
+def parse(argv: Sequence[str]) -> Verb:
+    """Return the verb that `argv` asks for. Raise ConfigError for wrong usage; `--help` prints and exits with 0."""
+    config = (tyro.conf.FlagCreatePairsOff,)
+    name = argv[0] if argv else ""
+    if name in VERBS:
+        kind, arguments = _load(name), list(argv[1:])
+        return _quietly(
+            name, lambda: cast(Verb, tyro.cli(kind, args=arguments, prog=f"{PROGRAM} {name}", config=config))
+        )
+    if not name.startswith("-"):
+        raise ConfigError(_unknown(name))
+    table = {each: _load(each) for each in VERBS}
+    return _quietly(
+        "",
+        lambda: cast(
+            Verb,
+            tyro.extras.subcommand_cli_from_dict(
+                table, prog=PROGRAM, description=_DESCRIPTION, args=list(argv), config=config
+            ),
+        ),
+    )
+
+
+def _load(name: str) -> Any:
+    module, _, kind = VERBS[name].partition(":")
+    return getattr(importlib.import_module(module), kind)
+
+
+def _unknown(name: str) -> str:
+    verbs = f"expected one of {', '.join(VERBS)}; see {PROGRAM} --help"
+    if not name:
+        return f"no verb is given: {verbs}"
+    near = difflib.get_close_matches(name, VERBS, n=1)
+    return f"there is no verb {name!r}" + (f", did you mean {near[0]}?" if near else f": {verbs}")
+
+
+def _quietly(name: str, parse: Callable[[], Verb]) -> Verb:
+    """Return what `parse` does; in place of tyro's boxed report and exit, raise ConfigError with one sentence."""
+    report = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(report):
+            return parse()
+    except SystemExit as leaving:
+        if not leaving.code:
+            raise
+        raise ConfigError(_sentence(name, report.getvalue())) from None
+
+
+def _sentence(name: str, report: str) -> str:
+    """Return the finding in a report of tyro, which is a box with a title, a finding and remarks below it."""
+    lines = [re.sub("^│|│$", "", line.strip()) for line in report.splitlines()]
+    rules = [at for at, line in enumerate(lines) if line.startswith(("╭", "╰")) or set(line.strip()) == {"─"}]
+    finding = lines[rules[0] + 1 : rules[1]] if len(rules) > 1 else lines
+    # What is indented further is the help text of an argument.
+    words = [line.strip() for line in finding if not line.startswith(" " * 9)]
+    text = " ".join(" ".join(words).split())
+    return f"{text[:1].lower()}{text[1:]}; see {f'{PROGRAM} {name}'.strip()} --help"

@@ -1,0 +1,73 @@
+"""The exit codes of every verb, and what an error becomes: a code and one sentence.
+
+A script can rely on the codes; docs/cli.md has the same table.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from torchtitan_lite.errors import (
+    AllCheckpointsDamaged,
+    CheckpointDamaged,
+    CheckpointNotFound,
+    CheckpointUnreadable,
+    CheckpointUnsafe,
+    ConfigError,
+    FolderInUse,
+    FormatTooNew,
+    LeaseLost,
+)
+
+
+class ExitCode(IntEnum):
+    """How a verb ended."""
+
+    FINE = 0
+    FAILED = 1
+    USAGE = 2
+    DAMAGE = 3
+    DIFFERENT = 4
+
+
+INTERRUPTED = 130
+"""128 + SIGINT, as a shell has it."""
+
+
+def code_of(error: BaseException) -> ExitCode:
+    """Return the exit code of a verb that `error` ended."""
+    if isinstance(error, ConfigError):
+        return ExitCode.USAGE
+    if isinstance(error, CheckpointDamaged | AllCheckpointsDamaged | CheckpointUnsafe):
+        return ExitCode.DAMAGE
+    return ExitCode.FAILED
+
+
+def sentence_of(error: BaseException) -> str:
+    """Return what a person needs to know of `error`, on one line, without the advice for a training job."""
+    return " ".join(_text_of(error).split()).removesuffix(".")
+
+
+def _text_of(error: BaseException) -> str:
+    match error:
+        case CheckpointNotFound() if error.step is not None:
+            has = ", ".join(map(str, error.available)) or "no checkpoint"
+            return f"step {error.step} is not in {error.folder} (it has {has})"
+        case CheckpointDamaged():
+            return f"{error.path} is damaged: {error.summary}"
+        case CheckpointUnsafe():
+            return f"{error.path} is not read: {error.finding.strip().removesuffix('.')}; nothing in it was run"
+        case CheckpointUnreadable():
+            return f"{error.path} could not be read: {error.cause}"
+        case FormatTooNew():
+            return (
+                f"{error.path} has format version {error.found}, this version of torchtitan_lite reads up to "
+                f"{error.known}: upgrade torchtitan_lite"
+            )
+        case FolderInUse():
+            return f"{error.folder} is in use by {error.holder}: end that job, or wait for it"
+        case LeaseLost():
+            return f"{error.folder} was taken over by {error.holder} meanwhile, so nothing more was changed"
+        case OSError() if error.strerror is not None and error.filename is not None:
+            return f"{error.filename}: {error.strerror}"
+    return str(error) or type(error).__name__

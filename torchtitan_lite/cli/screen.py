@@ -1,0 +1,134 @@
+"""What a verb prints: its result on stdout, notes and progress on stderr.
+
+With `as_json` the result is JSON and stderr has errors only. In a pipe nothing is coloured, folded or cut: a line is as
+long as its content. No meaning is in a colour alone.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torchtitan_lite.log import readable_bytes
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+SILENT_SECONDS = 1.0
+"""Work that takes less shows no progress."""
+LINE_SECONDS = 10.0
+"""Between two lines of progress in a pipe."""
+_UNLIMITED = 10_000
+"""Columns of a pipe."""
+
+Advance = Callable[[int], None]
+"""Call it with the number of bytes done since the last call; from any thread."""
+
+
+class Screen:
+    """The two streams of a verb. `width` in columns, by default the terminal's."""
+
+    def __init__(self, *, as_json: bool = False, width: int | None = None) -> None:
+        self.as_json = as_json
+        self._width = width
+
+    def show(self, data: Any, render: Callable[[], RenderableType]) -> None:
+        """Print the result: `data` with --json, else what `render` returns."""
+        if self.as_json:
+            sys.stdout.write(json.dumps(data, indent=2) + "\n")
+        else:
+            self._print(render())
+        sys.stdout.flush()
+
+    def note(self, text: str) -> None:
+        """Print `text` as one line on stderr; nothing with --json."""
+        if not self.as_json:
+            sys.stderr.write(f"{text}\n")
+
+    @contextmanager
+    def progress(self, label: str, total_bytes: int) -> Iterator[Advance]:
+        """Show how many of `total_bytes` are done, once the block takes longer than a second.
+
+        Yields the function that counts them: a bar on a terminal, a line now and then in a pipe, nothing with --json.
+        """
+        if self.as_json:
+            yield lambda num_bytes: None
+        elif sys.stderr.isatty():
+            bar = _Bar(label, total_bytes)
+            try:
+                yield bar.advance
+            finally:
+                bar.close()
+        else:
+            yield _Lines(label, total_bytes).advance
+
+    def _print(self, renderable: RenderableType) -> None:
+        from rich.console import Console
+
+        console = Console(file=sys.stdout, width=self._width, highlight=False)
+        if console.is_terminal:
+            console.print(renderable)
+            return
+        text = io.StringIO()
+        width = self._width or _UNLIMITED
+        Console(file=text, width=width, highlight=False, color_system=None).print(renderable)
+        sys.stdout.writelines(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
+
+
+class _Bar:
+    """A bar on the terminal, from `SILENT_SECONDS` on."""
+
+    def __init__(self, label: str, total_bytes: int) -> None:
+        self._label = label
+        self._total_bytes = total_bytes
+        self._done_bytes = 0
+        self._begun = time.monotonic()
+        self._shown: Callable[[int], None] | None = None
+        self._stop: Callable[[], None] = lambda: None
+
+    def advance(self, num_bytes: int) -> None:
+        self._done_bytes += num_bytes
+        if self._shown is None and time.monotonic() - self._begun > SILENT_SECONDS:
+            self._start()
+        if self._shown is not None:
+            self._shown(self._done_bytes)
+
+    def close(self) -> None:
+        self._stop()
+
+    def _start(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
+        bar = Progress(*columns, TimeRemainingColumn(), console=Console(file=sys.stderr), transient=True)
+        task = bar.add_task(self._label, total=self._total_bytes)
+        bar.start()
+        self._stop = bar.stop
+        self._shown = lambda done: bar.update(task, completed=done)
+
+
+class _Lines:
+    """Lines in a pipe: the first after `SILENT_SECONDS`, then one every `LINE_SECONDS`."""
+
+    def __init__(self, label: str, total_bytes: int) -> None:
+        self._label = label
+        self._total_bytes = total_bytes
+        self._done_bytes = 0
+        self._begun = time.monotonic()
+        self._next = self._begun + SILENT_SECONDS
+
+    def advance(self, num_bytes: int) -> None:
+        self._done_bytes += num_bytes
+        now = time.monotonic()
+        if now > self._next:
+            self._next = now + LINE_SECONDS
+            speed = self._done_bytes / (now - self._begun)
+            left = (self._total_bytes - self._done_bytes) / speed if speed else 0.0
+            done, total = readable_bytes(self._done_bytes), readable_bytes(self._total_bytes)
+            sys.stderr.write(f"{self._label}: {done} of {total}, {left:.0f} s left\n")

@@ -1,0 +1,110 @@
+"""Which checkpoint a person means.
+
+A step is spelt as the folder of a checkpoint, as `FOLDER:10`, or as `FOLDER` for the latest in a folder of checkpoints.
+A dump folder stands for the `checkpoint` in it. Nothing is changed, and only manifests are read.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_lite.errors import CheckpointNotFound, ConfigError
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.listing import Listing
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
+from torchtitan_lite.store.store import CheckpointStore
+
+LATEST = "latest"
+_IN_DUMP_FOLDER = "checkpoint"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A checkpoint on disk, which may be damaged or not ours."""
+
+    folder: Path
+    root: Path | None
+    """The folder of checkpoints that it is in; None for a checkpoint that has not the name of a step."""
+    step: int | None
+    """Its step by its name; None if its name is not one of a step."""
+
+
+def resolve(spelling: str) -> Target:
+    """Return the checkpoint that `spelling` means.
+
+    Raises ConfigError for a URL, CheckpointNotFound if there is none, and what `CheckpointStore.get` raises.
+    """
+    path = local(spelling)
+    if path.is_dir():
+        return _of_folder(path)
+    folder, colon, number = spelling.rpartition(":")
+    if colon and folder and ((number.isascii() and number.isdecimal()) or number == LATEST):
+        root = folder_of_checkpoints(folder)
+        return _latest(root) if number == LATEST else _of_step(root, int(number))
+    if os.path.lexists(path):
+        raise CheckpointNotFound(str(path), None, finding="it is not a folder")
+    raise CheckpointNotFound(str(path), None, finding="there is no such folder")
+
+
+def folder_of_checkpoints(spelling: str) -> Path:
+    """Return the folder of checkpoints that `spelling` means: itself, or `checkpoint` in a dump folder.
+
+    Raises ConfigError for a URL, and CheckpointNotFound if there is no such folder.
+    """
+    path = local(spelling)
+    if not path.is_dir():
+        finding = "it is not a folder" if os.path.lexists(path) else "there is no such folder"
+        raise CheckpointNotFound(str(path), None, finding=finding)
+    below = path / _IN_DUMP_FOLDER
+    return below if not Listing(path).steps() and below.is_dir() else path
+
+
+def local(spelling: str) -> Path:
+    """Return `spelling` as a path. Raise ConfigError for a URL."""
+    if "://" in spelling:
+        raise ConfigError(f"{spelling} is a URL, and only folders of this machine can be read: copy it here first")
+    return Path(spelling)
+
+
+def _of_folder(path: Path) -> Target:
+    if not is_checkpoint(path):
+        return _latest(folder_of_checkpoints(str(path)))
+    absolute = path.absolute()
+    step = layout.parse_step(absolute.name)
+    return Target(path, None if step is None else path.parent, step)
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Return whether `folder` has files of a checkpoint, whole or not."""
+    with os.scandir(folder) as entries:
+        return any(
+            entry.name in (layout.METADATA, layout.MANIFEST) or layout.is_data_file(entry.name) for entry in entries
+        )
+
+
+def _of_step(root: Path, step: int) -> Target:
+    folder = root / layout.step_dir(step)
+    if folder.is_dir():
+        return Target(folder, root, step)
+    info = CheckpointStore(root).get(step)
+    return Target(info.path, root, step)
+
+
+def _latest(root: Path) -> Target:
+    """Return the latest full checkpoint, else the latest that is not ours, else the latest weights-only one."""
+    store = CheckpointStore(root)
+    committed = store.committed()
+    full = [info for info in committed if info.kind is CheckpointKind.FULL]
+    if full:
+        return _of_info(full[-1], root)
+    if unmanaged := [folder for folder in store.unmanaged() if (folder / layout.METADATA).is_file()]:
+        return Target(unmanaged[-1], root, layout.parse_step(unmanaged[-1].name))
+    if committed:
+        return _of_info(committed[-1], root)
+    raise CheckpointNotFound(str(root), None, finding="there is no complete checkpoint in it")
+
+
+def _of_info(info: CheckpointInfo, root: Path) -> Target:
+    return Target(info.path, root, info.step)
