@@ -45,7 +45,13 @@ LAYERS = {
 }
 """Each part imports only from parts with lower numbers."""
 
-WITHOUT_TORCH = ("__init__", "errors", "faults", "log", "disk", "store", "config", "cli.app", "cli.target")
+WITHOUT_TORCH = (
+    *("__init__", "errors", "faults", "log", "collection", "disk", "store", "config"),
+    *(f"checkpoint.format.{name}" for name in ("containers", "contents", "dtypes", "plain_value", "structure")),
+    *(f"checkpoint.untrusted.{name}" for name in ("inert_pickle", "safe_metadata", "stock_item")),
+    *("checkpoint.reading.folder", "checkpoint.examining"),
+    *("cli.app", "cli.target", "cli.ls"),
+)
 UNKNOWN_TO_CHECKPOINT = ("models", "data", "trainer", "metrics", "optim", "parallelisms")
 TENSORBOARD = ("tensorboard", "torch.utils.tensorboard", "tensorboardX")
 COLLECTIVES = (

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from torchtitan_lite.checkpoint.format.structure import flatten
+from torchtitan_lite.checkpoint.format.flattening import flatten
 from torchtitan_lite.models.llama.args import FLAVORS, ModelArgs
 
 Shape = tuple[int, ...]

@@ -1,6 +1,6 @@
 """The command `torchtitan-lite`: what is in a folder of checkpoints, and what can be done with it.
 
-Only the module of the verb that was asked for is imported, and none of them imports torch before it reads tensors: a
+Only the module of the verb in the arguments is imported, and none of them imports torch before it reads tensors: a
 listing must not take seconds. Errors are one sentence on stderr; `exit_codes` has what they exit with.
 """
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.format.torch_item import Frame, object_item, tensor_frame
 from torchtitan_lite.checkpoint.untrusted.stock_item import Layout, locate
 
@@ -82,7 +83,7 @@ def test_an_item_of_any_size_is_an_archive_whose_elements_start_on_a_border(size
 def test_the_elements_of_an_item_of_any_size_are_located(size: int) -> None:
     frame = tensor_frame(torch.uint8, (size,))
     item = Item(frame, size)
-    assert locate(item.part, item.num_bytes) == Layout(len(frame.head), torch.uint8, (size,), (1,))
+    assert locate(item.part, item.num_bytes, DTYPES) == Layout(len(frame.head), torch.uint8, (size,), (1,))
 
 
 @pytest.mark.parametrize("num_bytes", [LIMIT - 1, LIMIT])

@@ -20,7 +20,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from tests.checkpoint.reading.boxes import Box, grids, partitions, shapes
 from tests.checkpoint.with_manifest import add_manifest
-from torchtitan_lite.checkpoint.format.contents import DTYPES, Chunk, Contents, StoredTensor
+from torchtitan_lite.checkpoint.format import dtypes
+from torchtitan_lite.checkpoint.format.contents import Chunk, Contents, StoredTensor
+from torchtitan_lite.checkpoint.format.torch_contents import DTYPES, to_metadata
 from torchtitan_lite.checkpoint.untrusted.safe_metadata import read_metadata
 from torchtitan_lite.errors import CheckpointDamaged
 
@@ -91,8 +93,9 @@ def _bricks(count: int) -> list[Box]:
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
 def test_every_dtype_has_elements_of_whole_bytes() -> None:
     assert {"bool", "bfloat16", "float32", "float64", "int64", "complex64"} <= set(DTYPES)
-    for dtype in DTYPES.values():
-        assert torch.empty(3, dtype=dtype).nbytes == 3 * dtype.itemsize
+    for name, dtype in DTYPES.items():
+        assert torch.empty(3, dtype=dtype).nbytes == 3 * dtype.itemsize == 3 * dtypes.DTYPES[name].itemsize
+        assert str(dtype) == f"torch.{dtypes.DTYPES[name]}"
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -100,10 +103,10 @@ def test_contents_from_dcps_metadata_and_from_our_manifest_convert_to_dcps_metad
     state = {"model": {"a": torch.ones(2, 3, dtype=torch.bfloat16), "b": torch.tensor(1)}, "x": [1, {"y": (2,)}]}
     dcp_save(state, checkpoint_id=tmp_path, no_dist=True)
     expected = FileSystemReader(tmp_path).read_metadata()
-    of_dcp, ours = read_metadata(tmp_path), Contents.of_manifest(add_manifest(tmp_path), "c")
-    assert of_dcp.to_metadata().storage_data == expected.storage_data
+    of_dcp, ours = read_metadata(tmp_path, DTYPES), Contents.of_manifest(add_manifest(tmp_path), "c", DTYPES)
+    assert to_metadata(of_dcp).storage_data == expected.storage_data
     for contents in of_dcp, ours:
-        metadata = contents.to_metadata()
+        metadata = to_metadata(contents)
         assert metadata.state_dict_metadata == expected.state_dict_metadata
         assert metadata.planner_data == expected.planner_data
         assert set(contents) == set(expected.state_dict_metadata)
@@ -140,3 +143,36 @@ def test_metadata_as_older_versions_of_python_wrote_it_is_understood(tmp_path: P
     assert b"getattr" in buffer.getvalue()
     (tmp_path / ".metadata").write_bytes(buffer.getvalue())
     assert read_metadata(tmp_path) == expected
+
+
+def test_boxes_that_only_fill_the_right_volume_are_refused() -> None:
+    """A gap of the size of an overlap, in two and in three dimensions, among boxes that make no grid."""
+    wheel: list[Box] = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
+    assert is_taken((3, 3), wheel)
+    assert not is_taken((3, 3), [*wheel[:-1], ((0, 1), (1, 1))])
+    layers: list[Box] = [((z, *at), (1, *size)) for z in range(2) for at, size in wheel]
+    assert is_taken((2, 3, 3), layers)
+    assert not is_taken((2, 3, 3), [*layers[:-1], ((0, 1, 1), (1, 1, 1))])
+
+
+def test_boxes_cut_along_very_many_dimensions_are_refused_at_once() -> None:
+    """Their corners would fill any memory."""
+    shape = (2,) * 40
+    halves: list[Box] = [((i // 2,) * 40, (1,) * 40) for i in range(4)]
+    slabs: list[Box] = [((0,) * i + (1,) + (0,) * (39 - i), (1,) * i + (1,) + (2,) * (39 - i)) for i in range(40)]
+    assert not is_taken(shape, halves)
+    assert not is_taken(shape, [*slabs, ((0,) * 40, (1,) * 40)])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_contents_without_torch_are_the_same_but_for_the_dtypes(tmp_path: Path) -> None:
+    dcp_save({"a": torch.ones(2, 3, dtype=torch.bfloat16), "b": torch.tensor(1)}, checkpoint_id=tmp_path, no_dist=True)
+    manifest = add_manifest(tmp_path)
+    for plain, of_torch in (
+        (read_metadata(tmp_path), read_metadata(tmp_path, DTYPES)),
+        (Contents.of_manifest(manifest, "c"), Contents.of_manifest(manifest, "c", DTYPES)),
+    ):
+        assert {key: str(tensor.dtype) for key, tensor in plain.tensors.items()} == {"a": "bfloat16", "b": "int64"}
+        for key, tensor in plain.tensors.items():
+            assert of_torch.tensors[key] == tensor._replace(dtype=DTYPES[tensor.dtype.name])
+            assert of_torch.tensors[key].nbytes == tensor.nbytes

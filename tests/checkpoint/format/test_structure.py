@@ -16,6 +16,7 @@ from tests.checkpoint.format.nests import nests
 from tests.checkpoint.with_manifest import write_manifest
 from torchtitan_lite.checkpoint.format.containers import Containers
 from torchtitan_lite.checkpoint.format.contents import Contents
+from torchtitan_lite.checkpoint.format.flattening import flatten
 from torchtitan_lite.checkpoint.format.joint_structure import joint
 from torchtitan_lite.checkpoint.format.kinds import difference
 from torchtitan_lite.checkpoint.format.structure import (
@@ -23,7 +24,6 @@ from torchtitan_lite.checkpoint.format.structure import (
     Branch,
     decode,
     encode,
-    flatten,
     paths_of,
     rebuild,
 )

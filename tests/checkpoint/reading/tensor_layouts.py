@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchtitan_lite.checkpoint.format.contents import DTYPES
+from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 
 NEGATABLE = ("float64", "float32", "float16", "bfloat16", "int8", "int64", "complex64", "complex32")
 

@@ -32,7 +32,7 @@ from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.reading.tensor_layouts import bits, every_tensor, random_bits, zeros, zeros_like
 from tests.checkpoint.small_run import target
 from tests.ranks import Ranks, join_group
-from torchtitan_lite.checkpoint.format.contents import DTYPES
+from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.reading.reader import CheckpointReader
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.saving.savers import ProcessSaver, Saver, SyncSaver, ThreadSaver

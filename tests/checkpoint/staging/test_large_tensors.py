@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from tests.checkpoint.reading.memory import MIB, peak_above_before, untouched_zeros
 from tests.checkpoint.small_run import target
 from tests.ranks import Ranks
+from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.format.torch_item import tensor_frame
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.saving.savers import SyncSaver
@@ -71,7 +72,7 @@ def test_a_frame_around_gigabytes_is_read_by_torch_and_by_us(
     as_bytes = loaded.view(-1).view(torch.uint8)
     assert [as_bytes[at].item() for at in (0, 1, num_bytes // 2, num_bytes - 2, num_bytes - 1)] == [1, 0, 1, 0, 1]
     with path.open("rb") as file:
-        found = locate(partial(_part, file.fileno()), item_bytes)
+        found = locate(partial(_part, file.fileno()), item_bytes, DTYPES)
     assert found is not None
     assert (found.at, found.dtype, found.shape) == (len(frame.head), dtype, shape)
 

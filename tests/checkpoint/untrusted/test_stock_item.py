@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.untrusted.stock_item import Layout, locate
 
 WANTED = torch.arange(10, dtype=torch.float32)
@@ -22,7 +23,7 @@ def saved(tensor: torch.Tensor = WANTED) -> bytes:
 
 
 def located(item: bytes) -> Layout | None:
-    return locate(lambda offset, count: item[offset : offset + count], len(item))
+    return locate(lambda offset, count: item[offset : offset + count], len(item), DTYPES)
 
 
 def with_entry(item: bytes, name: str, change: Callable[[bytes], bytes]) -> bytes:

@@ -12,7 +12,8 @@ import ast
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchtitan_lite.checkpoint.format.structure import Branch, Path, empty_like, flatten, rebuild
+from torchtitan_lite.checkpoint.format.flattening import flatten
+from torchtitan_lite.checkpoint.format.structure import Branch, Path, empty_like, rebuild
 
 MAX_MISSING = 100_000
 """Missing positions in one list, which stand for empty mappings that the checkpoint does not store."""

@@ -1,10 +1,9 @@
-"""The containers of a nested state, without their entries.
+"""The containers of a nested state, without their entries and without torch.
 
-`flatten` splits a state into flat entries, under DCP's names, and its structure: the tree of containers
-with their types, the types and order of their keys, and the empty containers. `rebuild` joins the two
-and returns an equal state of the same types. `flatten` refuses, by full name, a container or a key that
-`rebuild` could not restore. The manifest holds the structure as JSON; from any input `decode` builds only
-`Branch`es, and no more of them than the length of the JSON allows.
+The structure of a state is the tree of its containers with their types, the types and order of their keys, and the
+empty containers. `flattening` splits a live state into its structure and flat entries; `rebuild` joins the two
+and returns an equal state of the same types. The manifest holds the structure as JSON; from any input `decode`
+builds only `Branch`es, and no more of them than the length of the JSON allows.
 """
 
 from __future__ import annotations
@@ -14,12 +13,8 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
-from torch.distributed.tensor import DTensor
-
 from torchtitan_lite.checkpoint.format import plain_value
 
-State = dict[str, Any]
 Path = tuple[str | int, ...]
 
 MAX_DEPTH = 100
@@ -28,7 +23,7 @@ MAX_DEPTH = 100
 MAX_BRANCHES = 1_000_000
 """Containers in one state."""
 
-_LIST = "list"
+LIST = "list"
 _MAKERS: dict[str, Callable[[], Any]] = {
     "dict": dict,
     "OrderedDict": OrderedDict,
@@ -42,10 +37,6 @@ _MAKERS: dict[str, Callable[[], Any]] = {
 """The constructor of each kind of mapping. Factories are looked up by name: nothing in a checkpoint is called."""
 
 _KINDS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
-_SUPPORTED = "dict, OrderedDict, Counter, defaultdict of a built-in type, list"
-_PLAIN = frozenset({int, float, bool, str, bytes, type(None), tuple})
-_ENTRIES = _PLAIN | {torch.Tensor, torch.nn.Parameter, DTensor}
-"""Types known not to be containers, so that their bases need no check."""
 
 
 class Branch(NamedTuple):
@@ -61,23 +52,13 @@ class Branch(NamedTuple):
     """The child for each key; None for an entry of the flat state, which is not a container."""
 
 
-def flatten(state: Mapping[str, Any]) -> tuple[State, Branch]:
-    """Return the flat entries of `state`, under DCP's names, and its structure.
-
-    Raises TypeError for a container or a key that a checkpoint cannot restore, and ValueError for two entries with
-    the same name and for a state that is nested too deeply or contains itself. Every error names the place.
-    """
-    walk = _Walk()
-    return walk.flat, walk.mapping(state, "")
-
-
 def rebuild(structure: Branch, flat: Mapping[str, Any], prefix: str = "") -> Any:
     """Return the nested state with the containers of `structure` and the entries of `flat`, named after `prefix`."""
     values = (
         flat[f"{prefix}{key}"] if child is None else rebuild(child, flat, f"{prefix}{key}.")
         for key, child in zip(structure.keys, structure.children, strict=True)
     )
-    if structure.kind == _LIST:
+    if structure.kind == LIST:
         return list(values)
     container = _MAKERS[structure.kind]()
     for key, value in zip(structure.keys, values, strict=True):
@@ -115,16 +96,16 @@ def without(structure: Branch, leave_out: Callable[[str], bool]) -> Branch:
 
 def empty_like(value: Mapping[Any, Any]) -> Any:
     """Return an empty mapping of the kind of `value`; a dict if checkpoints do not support its kind."""
-    return _MAKERS[_kind_of(value) or "dict"]()
+    return _MAKERS[kind_of(value) or "dict"]()
 
 
 def encode(structure: Branch) -> dict[str, Any]:
     """Return `structure` as JSON."""
     children = [child and encode(child) for child in structure.children]
     document: dict[str, Any] = {"kind": structure.kind}
-    if structure.kind != _LIST:
+    if structure.kind != LIST:
         document["keys"] = [plain_value.encode(key) for key in structure.keys]
-    if structure.kind == _LIST or any(children):
+    if structure.kind == LIST or any(children):
         document["children"] = children
     return document
 
@@ -136,7 +117,7 @@ def decode(document: object) -> Branch:
 
 def branch_of(kind: str, keys: Sequence[Any], children: Sequence[Branch | None]) -> Branch:
     """Return a container of this kind. Raises ValueError if two keys are equal, as a dict compares them."""
-    if kind == _LIST:
+    if kind == LIST:
         return Branch(kind, range(len(children)), (), tuple(children))
     if len(dict.fromkeys(keys)) < len(keys):
         raise ValueError("two keys of one mapping are equal")
@@ -144,85 +125,19 @@ def branch_of(kind: str, keys: Sequence[Any], children: Sequence[Branch | None])
     return Branch(kind, tuple(keys), () if is_text else tuple(map(repr, keys)), tuple(children))
 
 
-class _Walk:
-    """Walks through a state and collects its entries in `flat`."""
+def kind_of(value: Mapping[Any, Any]) -> str | None:
+    """Return the kind of the container `value`, a key of `_MAKERS`; None if checkpoints do not support it."""
+    if type(value) is not defaultdict:
+        return _KINDS.get(type(value))
+    factory = value.default_factory
+    kind = "defaultdict" if factory is None else f"defaultdict({getattr(factory, '__name__', '')})"
+    return kind if kind in _MAKERS and _MAKERS[kind]().default_factory is factory else None
 
-    def __init__(self) -> None:
-        self.flat: State = {}
-        self._path: list[Any] = []
 
-    def mapping(self, value: Mapping[Any, Any], prefix: str) -> Branch:
-        kind = self._kind(value)
-        keys = tuple(value)
-        is_text = {*map(type, keys)} <= {str} and _is_text("".join(keys))
-        names = keys if is_text else [self._text(key) for key in keys]
-        children = tuple(
-            [self._child(key, item, prefix + name) for (key, item), name in zip(value.items(), names, strict=True)]
-        )
-        return Branch(kind, keys, () if is_text else tuple(map(repr, keys)), children)
-
-    def _list(self, value: list[Any], prefix: str) -> Branch:
-        if type(value) is not list:
-            raise TypeError(f"{self._here()} is a {_name(value)}, {_would_not_come_back('list(...)')}")
-        children = tuple([self._child(number, item, f"{prefix}{number}") for number, item in enumerate(value)])
-        return Branch(_LIST, range(len(value)), (), children)
-
-    def _child(self, key: Any, value: Any, name: str) -> Branch | None:
-        if type(value) not in _ENTRIES:
-            if isinstance(value, Mapping):
-                return self._within(key, self.mapping, value, name)
-            if isinstance(value, list) and not self._is_entry(value, 0):
-                return self._within(key, self._list, value, name)
-        if name in self.flat:
-            raise ValueError(
-                f"{_expression([*self._path, key])} and another entry of the state are both called {name!r} in a "
-                "checkpoint, and one of them would be lost. Give them keys that differ when joined by dots"
-            )
-        self.flat[name] = value
-        return None
-
-    def _within(self, key: Any, walk: Callable[[Any, str], Branch], value: Any, name: str) -> Branch:
-        self._path.append(key)
-        if len(self._path) >= MAX_DEPTH:
-            raise ValueError(f"{self._here()[:200]} ... is nested more than {MAX_DEPTH} deep, or contains itself")
-        branch = walk(value, f"{name}.")
-        self._path.pop()
-        return branch
-
-    def _is_entry(self, value: list[Any], depth: int) -> bool:
-        """Return whether DCP stores the list as one object: no tensor or mapping is in it or in its nested lists."""
-        if depth > MAX_DEPTH:
-            raise ValueError(f"{self._here()}: a list is nested more than {MAX_DEPTH} deep, or contains itself")
-        kinds = {*map(type, value)} - _PLAIN
-        if any(issubclass(kind, Mapping | torch.Tensor) for kind in kinds):
-            return False
-        if not any(issubclass(kind, list) for kind in kinds):
-            return True
-        return all(self._is_entry(item, depth + 1) for item in value if isinstance(item, list))
-
-    def _kind(self, value: Mapping[Any, Any]) -> str:
-        kind = _kind_of(value)
-        if kind is None:
-            what = f"defaultdict of {value.default_factory!r}" if type(value) is defaultdict else _name(value)
-            raise TypeError(f"{self._here()} is a {what}, {_would_not_come_back('dict(...)')}")
-        return kind
-
-    def _text(self, key: Any) -> str:
-        """Return `key` as a part of a name."""
-        try:
-            plain_value.encode(key)
-            text = str(key)
-            text.encode()  # Half a surrogate pair cannot be encoded, so it cannot be part of a name.
-            return text
-        except ValueError:
-            raise TypeError(
-                f"{self._here()} has the key {_shown(key)}, a {_name(key)}, which would not come back from a "
-                "checkpoint as it is. Supported keys are strings, numbers, booleans, None, bytes and tuples of these: "
-                "return such keys from state_dict"
-            ) from None
-
-    def _here(self) -> str:
-        return _expression(self._path) if self._path else "the state"
+def type_name(value: object) -> str:
+    """Return the type of `value` by its full name."""
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 class _Decoder:
@@ -234,14 +149,14 @@ class _Decoder:
         if depth > MAX_DEPTH or self._num_branches > MAX_BRANCHES:
             raise ValueError(f"expected at most {MAX_BRANCHES} containers, nested at most {MAX_DEPTH} deep")
         if not isinstance(document, dict):
-            raise ValueError(f"expected an object for a container, found {_name(document)}")
+            raise ValueError(f"expected an object for a container, found {type_name(document)}")
         kind, keys, children = document.get("kind"), document.get("keys"), document.get("children")
-        if type(kind) is not str or (kind != _LIST and kind not in _MAKERS):
+        if type(kind) is not str or (kind != LIST and kind not in _MAKERS):
             raise ValueError(f"expected the kind of a container, found {kind!r:.100}")
-        if kind == _LIST:
+        if kind == LIST:
             return branch_of(kind, (), self._children(children, depth))
         if type(keys) is not list:
-            raise ValueError(f"expected the keys of a {kind}, found {_name(keys)}")
+            raise ValueError(f"expected the keys of a {kind}, found {type_name(keys)}")
         decoded = [key if type(key) is str else self._key(key) for key in keys]
         branches = [None] * len(keys) if children is None else self._children(children, depth)
         if len(branches) != len(keys):
@@ -250,7 +165,7 @@ class _Decoder:
 
     def _children(self, children: object, depth: int) -> list[Branch | None]:
         if type(children) is not list:
-            raise ValueError(f"expected a list of children, found {_name(children)}")
+            raise ValueError(f"expected a list of children, found {type_name(children)}")
         return [None if child is None else self.branch(child, depth + 1) for child in children]
 
     def _key(self, document: object) -> Any:
@@ -258,21 +173,13 @@ class _Decoder:
         try:
             hash(key)
         except TypeError:
-            raise ValueError(f"a {_name(key)} cannot be a key of a mapping") from None
+            raise ValueError(f"a {type_name(key)} cannot be a key of a mapping") from None
         str(key)  # Raises ValueError for a number of thousands of digits.
         return key
 
 
-def _kind_of(value: Mapping[Any, Any]) -> str | None:
-    if type(value) is not defaultdict:
-        return _KINDS.get(type(value))
-    factory = value.default_factory
-    kind = "defaultdict" if factory is None else f"defaultdict({getattr(factory, '__name__', '')})"
-    return kind if kind in _MAKERS and _MAKERS[kind]().default_factory is factory else None
-
-
 def _paths(structure: Branch, path: Path, tensors: Container[str] | None) -> Iterator[Path]:
-    is_list = structure.kind == _LIST
+    is_list = structure.kind == LIST
     if is_list and tensors is not None:
         is_list = any(
             _has_entries(child) if child else ".".join(map(str, (*path, number))) in tensors
@@ -288,38 +195,3 @@ def _paths(structure: Branch, path: Path, tensors: Container[str] | None) -> Ite
 
 def _has_entries(structure: Branch) -> bool:
     return any(child is None or _has_entries(child) for child in structure.children)
-
-
-def _is_text(key: str) -> bool:
-    if key.isascii():
-        return True
-    try:
-        key.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _would_not_come_back(remedy: str) -> str:
-    return (
-        f"which would not come back from a checkpoint as it is. Supported containers are {_SUPPORTED}: "
-        f"return {remedy} of it from state_dict, and convert it back in load_state_dict"
-    )
-
-
-def _expression(path: Sequence[Any]) -> str:
-    """Return `path` as a Python expression: `loader['seen'][0]`."""
-    first, *rest = path
-    return (repr(first) if "." in f"{first}" else f"{first}") + "".join(f"[{_shown(key)}]" for key in rest)
-
-
-def _shown(key: object) -> str:
-    try:
-        return f"{key!r:.100}"
-    except ValueError:  # A number of thousands of digits.
-        return "of thousands of digits"
-
-
-def _name(value: object) -> str:
-    kind = type(value)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

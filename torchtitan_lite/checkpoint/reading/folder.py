@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.untrusted.safe_metadata import read_metadata
@@ -26,11 +26,15 @@ Verify = Literal["off", "size", "full"]
 
 
 class CheckpointFolder:
-    """The checkpoint at `path`, ours or plain DCP's. Raises `CheckpointUnreadable` if the system refuses a read."""
+    """The checkpoint at `path`, ours or plain DCP's. Raises `CheckpointUnreadable` if the system refuses a read.
 
-    def __init__(self, path: Path, verify: Verify = "full") -> None:
+    `dtypes` are those of its contents, by name: torch's by default, which is the only use of torch here.
+    """
+
+    def __init__(self, path: Path, verify: Verify = "full", dtypes: Mapping[str, Any] | None = None) -> None:
         self.path = path
         self.verify: Verify = verify
+        self._dtypes = _dtypes_of_torch() if dtypes is None else dtypes
 
     @cached_property
     def manifest(self) -> Manifest | None:
@@ -73,14 +77,20 @@ class CheckpointFolder:
     def _contents(self) -> Contents:
         manifest = self.manifest
         if manifest is not None and (manifest.tensors or manifest.objects or manifest.structure):
-            return Contents.of_manifest(manifest, str(self.path))
-        return read_metadata(self.path)
+            return Contents.of_manifest(manifest, str(self.path), self._dtypes)
+        return read_metadata(self.path, self._dtypes)
 
     def _check_size(self, name: str, expected: int, found: int | None) -> None:
         if found is None:
             raise CheckpointDamaged(str(self.path), f"{name} is missing")
         if found != expected:
             raise CheckpointDamaged(str(self.path), f"{name}: expected {expected} bytes, found {found}")
+
+
+def _dtypes_of_torch() -> Mapping[str, Any]:
+    from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
+
+    return DTYPES
 
 
 def _reason(error: OSError) -> str:

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from torchtitan_lite.checkpoint.format.contents import Chunk, Item, Shape
+from torchtitan_lite.checkpoint.format.torch_contents import DTYPES, to_metadata
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder, Verify
 from torchtitan_lite.checkpoint.reading.regions import (
     Source,
@@ -80,7 +81,7 @@ class CheckpointReader(StorageReader):
 
     def read_metadata(self) -> Metadata:
         # No **kwargs: if this takes any and fails, DCP calls it again with `rank=` for metadata of that rank.
-        return self._folder.contents.to_metadata()
+        return to_metadata(self._folder.contents)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the folder knows the places."""
@@ -210,7 +211,7 @@ class CheckpointReader(StorageReader):
             try:
                 with opened(path) as fd:
                     for item in of_file:
-                        layouts[item] = locate(_reading(fd, item), item.length)
+                        layouts[item] = locate(_reading(fd, item), item.length, DTYPES)
             except OSError as error:
                 raise CheckpointUnreadable(str(path), f"{type(error).__name__}: {error}") from error
         return layouts

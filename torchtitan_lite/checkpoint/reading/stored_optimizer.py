@@ -189,7 +189,8 @@ class StoredOptimizer:
         parameter = self._parameter(self._stored_name(slot))
         if self._rules.cast and parameter is not None and parameter.dtype == tensor.dtype and tensor.shape:
             return slot.like.dtype
-        return tensor.dtype
+        stored: torch.dtype = tensor.dtype
+        return stored
 
     def _layout(self, leaves: list[Leaf]) -> str:
         values = [self._plain(leaf) for leaf in leaves]

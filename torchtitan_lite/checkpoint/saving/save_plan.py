@@ -26,10 +26,11 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.format.description import Description, PlannedFile
 from torchtitan_lite.checkpoint.format.file_image import FileLayout, Spec
+from torchtitan_lite.checkpoint.format.flattening import flatten
 from torchtitan_lite.checkpoint.format.joint_structure import joint
 from torchtitan_lite.checkpoint.format.kinds import difference
 from torchtitan_lite.checkpoint.format.shards import knows_its_parts, part_of
-from torchtitan_lite.checkpoint.format.structure import Branch, decode, encode, flatten, paths_of, rebuild
+from torchtitan_lite.checkpoint.format.structure import Branch, decode, encode, paths_of, rebuild
 from torchtitan_lite.checkpoint.saving.object_items import ObjectItems
 from torchtitan_lite.checkpoint.saving.rank_image import Planned, RankPlan
 from torchtitan_lite.checkpoint.saving.replicas import Replicas

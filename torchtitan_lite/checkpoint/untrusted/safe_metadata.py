@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.checkpoint.format.contents import DTYPES, Chunk, Contents, Item, StoredObject, StoredTensor
+from torchtitan_lite.checkpoint.format.contents import Chunk, Contents, Item, StoredObject, StoredTensor
+from torchtitan_lite.checkpoint.format.dtypes import DTYPES, Dtype
 from torchtitan_lite.checkpoint.untrusted.inert_pickle import InertPickleError, Instance, Kind, parse
 from torchtitan_lite.errors import CheckpointUnreadable, CheckpointUnsafe
 from torchtitan_lite.store import layout
@@ -53,20 +54,20 @@ _TABLE: dict[tuple[str, str], object] = {
 }
 
 
-def read_metadata(folder: Path) -> Contents:
-    """Return the contents that `.metadata` in `folder` describes.
+def read_metadata(folder: Path, dtypes: Mapping[str, Any] = DTYPES) -> Contents:
+    """Return the contents that `.metadata` in `folder` describes, with the values of `dtypes`.
 
     Raises `CheckpointDamaged`, `CheckpointUnsafe` and OSError.
     """
     path = folder / layout.METADATA
     data = read_description(path, _ENDING)
     try:
-        return _contents(parse(data, _TABLE), str(folder))
+        return _contents(parse(data, _TABLE), str(folder), dtypes)
     except (InertPickleError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise CheckpointUnsafe(str(path), f"it is not metadata as DCP writes it: {error!s:.300}") from None
 
 
-def _contents(metadata: Any, path: str) -> Contents:
+def _contents(metadata: Any, path: str, dtypes: Mapping[str, Any]) -> Contents:
     fields = _fields(metadata, METADATA)
     storage = _storage(_dict(fields["storage_data"]), path)
     tensors: dict[str, StoredTensor] = {}
@@ -78,7 +79,7 @@ def _contents(metadata: Any, path: str) -> Contents:
         if described.kind is OBJECT:
             objects[key] = StoredObject(item=storage[key, None])
             continue
-        tensors[key] = _tensor(key, _fields(described, TENSOR), storage)
+        tensors[key] = _tensor(key, _fields(described, TENSOR), storage, dtypes)
         # A pickle can refer to the same list many times, so a short one could describe a huge number of chunks.
         num_chunks += len(tensors[key].chunks)
         if num_chunks > len(storage):
@@ -102,13 +103,16 @@ def _storage(described: Mapping[Any, Any], path: str) -> dict[tuple[str, tuple[i
 
 
 def _tensor(
-    key: str, fields: Mapping[str, Any], storage: Mapping[tuple[str, tuple[int, ...] | None], Item]
+    key: str,
+    fields: Mapping[str, Any],
+    storage: Mapping[tuple[str, tuple[int, ...] | None], Item],
+    dtypes: Mapping[str, Any],
 ) -> StoredTensor:
     properties = fields["properties"]
     if type(properties) is not Instance or properties.kind is not PROPERTIES or type(properties.state) is not tuple:
         raise InertPickleError(f"{key} has no properties")
     dtype = properties.state[0]
-    if dtype not in DTYPES.values():
+    if type(dtype) is not Dtype or dtype.name not in dtypes:
         raise InertPickleError(f"{key} has no dtype")
     chunks = []
     listed = fields["chunks"]
@@ -121,7 +125,7 @@ def _tensor(
             raise InertPickleError(f"it has no place for a chunk of {key}")
         item = storage[key, offsets]
         chunks.append(Chunk(item.file, None, offsets, _size(where["sizes"]), item))
-    return StoredTensor(dtype, _size(fields["size"]), chunks)
+    return StoredTensor(dtypes[dtype.name], _size(fields["size"]), chunks)
 
 
 def _paths(planner_data: Any) -> dict[str, tuple[str | int, ...]]:

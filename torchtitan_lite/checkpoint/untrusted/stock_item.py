@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import torch
-
-from torchtitan_lite.checkpoint.format.contents import DTYPES, Shape
+from torchtitan_lite.checkpoint.format.contents import Shape
+from torchtitan_lite.checkpoint.format.dtypes import DTYPES, Dtype
 from torchtitan_lite.checkpoint.untrusted.inert_pickle import InertPickleError, Instance, Kind, Persistent, parse
 
 Read = Callable[[int, int], bytes]
@@ -28,7 +27,8 @@ class Layout(NamedTuple):
 
     at: int
     """The byte of the item where the first element starts."""
-    dtype: torch.dtype
+    dtype: Any
+    """A value of the table that `locate` got: a `Dtype`, or torch's."""
     shape: Shape
     strides: Shape
 
@@ -75,13 +75,13 @@ class _Entry(NamedTuple):
     """The byte of the item where its local header starts."""
 
 
-def locate(read: Read, num_bytes: int) -> Layout | None:
+def locate(read: Read, num_bytes: int, dtypes: Mapping[str, Any] = DTYPES) -> Layout | None:
     """Return the place of the elements in the item of `num_bytes` that `read` reads; None if it is not certain.
 
-    Whatever the item says, all elements of a returned layout are inside it.
+    Whatever the item says, all elements of a returned layout are inside it. Its dtype is a value of `dtypes`.
     """
     try:
-        return _locate(_with_both_ends(read, num_bytes), num_bytes)
+        return _locate(_with_both_ends(read, num_bytes), num_bytes, dtypes)
     except (InertPickleError, IndexError, KeyError, TypeError, UnicodeDecodeError, ValueError, struct.error):
         return None
 
@@ -102,7 +102,7 @@ def _with_both_ends(read: Read, num_bytes: int) -> Read:
     return ends_first
 
 
-def _locate(read: Read, num_bytes: int) -> Layout | None:
+def _locate(read: Read, num_bytes: int, dtypes: Mapping[str, Any]) -> Layout | None:
     entries = _directory(read, num_bytes)
     [pickled] = [name for name in entries if name.endswith("/data.pkl")]
     folder = pickled.removesuffix("data.pkl")
@@ -118,7 +118,7 @@ def _locate(read: Read, num_bytes: int) -> Layout | None:
     begin, size = _content_start(read, storage), dtype.itemsize
     last = first + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if 0 not in shape else -1
     fits = first >= 0 and (last + 1) * size <= storage.num_bytes and begin + storage.num_bytes <= num_bytes
-    return Layout(begin + first * size, dtype, shape, strides) if fits else None
+    return Layout(begin + first * size, dtypes[dtype.name], shape, strides) if fits else None
 
 
 def _directory(read: Read, num_bytes: int) -> dict[str, _Entry]:
@@ -197,7 +197,7 @@ def _content(read: Read, entry: _Entry) -> bytes:
     return content
 
 
-def _described(value: Any) -> tuple[torch.dtype, str, int, Shape, Shape] | None:
+def _described(value: Any) -> tuple[Dtype, str, int, Shape, Shape] | None:
     """Return (dtype, storage, first element, shape, strides) of a plain tensor; None for anything else."""
     if type(value) is not Instance or value.kind not in (_TENSOR, _TENSOR_OF_DTYPE):
         return None
@@ -210,7 +210,7 @@ def _described(value: Any) -> tuple[torch.dtype, str, int, Shape, Shape] | None:
     if word != "storage" or type(key) is not str or type(kind) is not Kind:
         return None
     dtype = rest[0] if of_dtype else DTYPES[_STORAGES[kind.name]]
-    if dtype not in DTYPES.values() or (kind is _UNTYPED) != of_dtype or not _are_ints(first, *shape, *strides):
+    if type(dtype) is not Dtype or (kind is _UNTYPED) != of_dtype or not _are_ints(first, *shape, *strides):
         return None
     return dtype, key, first, tuple(shape), tuple(strides)
 

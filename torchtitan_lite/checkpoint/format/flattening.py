@@ -1,0 +1,144 @@
+"""Split a live nested state into flat entries and its containers.
+
+`flatten` refuses, by full name, a container or a key that `structure.rebuild` could not restore.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from torchtitan_lite.checkpoint.format import plain_value
+from torchtitan_lite.checkpoint.format.structure import LIST, MAX_DEPTH, Branch, kind_of, type_name
+
+State = dict[str, Any]
+
+_SUPPORTED = "dict, OrderedDict, Counter, defaultdict of a built-in type, list"
+_PLAIN = frozenset({int, float, bool, str, bytes, type(None), tuple})
+_ENTRIES = _PLAIN | {torch.Tensor, torch.nn.Parameter, DTensor}
+"""Types known not to be containers, so that their bases need no check."""
+
+
+def flatten(state: Mapping[str, Any]) -> tuple[State, Branch]:
+    """Return the flat entries of `state`, under DCP's names, and its structure.
+
+    Raises TypeError for a container or a key that a checkpoint cannot restore, and ValueError for two entries with
+    the same name and for a state that is nested too deeply or contains itself. Every error names the place.
+    """
+    walk = _Walk()
+    return walk.flat, walk.mapping(state, "")
+
+
+class _Walk:
+    """Walks through a state and collects its entries in `flat`."""
+
+    def __init__(self) -> None:
+        self.flat: State = {}
+        self._path: list[Any] = []
+
+    def mapping(self, value: Mapping[Any, Any], prefix: str) -> Branch:
+        kind = self._kind(value)
+        keys = tuple(value)
+        is_text = {*map(type, keys)} <= {str} and _is_text("".join(keys))
+        names = keys if is_text else [self._text(key) for key in keys]
+        children = tuple(
+            [self._child(key, item, prefix + name) for (key, item), name in zip(value.items(), names, strict=True)]
+        )
+        return Branch(kind, keys, () if is_text else tuple(map(repr, keys)), children)
+
+    def _list(self, value: list[Any], prefix: str) -> Branch:
+        if type(value) is not list:
+            raise TypeError(f"{self._here()} is a {type_name(value)}, {_would_not_come_back('list(...)')}")
+        children = tuple([self._child(number, item, f"{prefix}{number}") for number, item in enumerate(value)])
+        return Branch(LIST, range(len(value)), (), children)
+
+    def _child(self, key: Any, value: Any, name: str) -> Branch | None:
+        if type(value) not in _ENTRIES:
+            if isinstance(value, Mapping):
+                return self._within(key, self.mapping, value, name)
+            if isinstance(value, list) and not self._is_entry(value, 0):
+                return self._within(key, self._list, value, name)
+        if name in self.flat:
+            raise ValueError(
+                f"{_expression([*self._path, key])} and another entry of the state are both called {name!r} in a "
+                "checkpoint, and one of them would be lost. Give them keys that differ when joined by dots"
+            )
+        self.flat[name] = value
+        return None
+
+    def _within(self, key: Any, walk: Callable[[Any, str], Branch], value: Any, name: str) -> Branch:
+        self._path.append(key)
+        if len(self._path) >= MAX_DEPTH:
+            raise ValueError(f"{self._here()[:200]} ... is nested more than {MAX_DEPTH} deep, or contains itself")
+        branch = walk(value, f"{name}.")
+        self._path.pop()
+        return branch
+
+    def _is_entry(self, value: list[Any], depth: int) -> bool:
+        """Return whether DCP stores the list as one object: no tensor or mapping is in it or in its nested lists."""
+        if depth > MAX_DEPTH:
+            raise ValueError(f"{self._here()}: a list is nested more than {MAX_DEPTH} deep, or contains itself")
+        kinds = {*map(type, value)} - _PLAIN
+        if any(issubclass(kind, Mapping | torch.Tensor) for kind in kinds):
+            return False
+        if not any(issubclass(kind, list) for kind in kinds):
+            return True
+        return all(self._is_entry(item, depth + 1) for item in value if isinstance(item, list))
+
+    def _kind(self, value: Mapping[Any, Any]) -> str:
+        kind = kind_of(value)
+        if kind is None:
+            what = f"defaultdict of {value.default_factory!r}" if type(value) is defaultdict else type_name(value)
+            raise TypeError(f"{self._here()} is a {what}, {_would_not_come_back('dict(...)')}")
+        return kind
+
+    def _text(self, key: Any) -> str:
+        """Return `key` as a part of a name."""
+        try:
+            plain_value.encode(key)
+            text = str(key)
+            text.encode()  # Half a surrogate pair cannot be encoded, so it cannot be part of a name.
+            return text
+        except ValueError:
+            raise TypeError(
+                f"{self._here()} has the key {_shown(key)}, a {type_name(key)}, which would not come back from a "
+                "checkpoint as it is. Supported keys are strings, numbers, booleans, None, bytes and tuples of these: "
+                "return such keys from state_dict"
+            ) from None
+
+    def _here(self) -> str:
+        return _expression(self._path) if self._path else "the state"
+
+
+def _is_text(key: str) -> bool:
+    if key.isascii():
+        return True
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _would_not_come_back(remedy: str) -> str:
+    return (
+        f"which would not come back from a checkpoint as it is. Supported containers are {_SUPPORTED}: "
+        f"return {remedy} of it from state_dict, and convert it back in load_state_dict"
+    )
+
+
+def _expression(path: Sequence[Any]) -> str:
+    """Return `path` as a Python expression: `loader['seen'][0]`."""
+    first, *rest = path
+    return (repr(first) if "." in f"{first}" else f"{first}") + "".join(f"[{_shown(key)}]" for key in rest)
+
+
+def _shown(key: object) -> str:
+    try:
+        return f"{key!r:.100}"
+    except ValueError:  # A number of thousands of digits.
+        return "of thousands of digits"
