@@ -110,6 +110,12 @@ def is_data_file(name: str) -> bool:
     return _DATA_FILE.fullmatch(name) is not None
 
 
+def rank_of(name: str) -> int | None:
+    """Return the rank that wrote the file of tensors called `name`; None for other names."""
+    found = _two(_DATA_FILE, name)
+    return None if found is None else found[0]
+
+
 def _one(pattern: re.Pattern[str], name: str) -> int | None:
     match = pattern.fullmatch(name)
     return int(match[1]) if match else None

@@ -1,0 +1,136 @@
+"""Any checkpoint on disk, opened without torch: ours, plain DCP's, torchtitan's.
+
+Nothing is changed, and no tensor is read. Only our manifest records what a checkpoint is. For one without a manifest
+it follows from the names of its entries, its folder and its files; what does not follow is None or empty:
+
+- kind: full if it has the state of an optimizer, else weights-only
+- step: the number in the folder's name
+- ranks: as many as wrote a file
+- time: that of `.metadata`
+- lineage, configuration, topology, versions, digests: unknown
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lite.checkpoint.format.contents import Contents
+from torchtitan_lite.checkpoint.format.dtypes import DTYPES
+from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
+from torchtitan_lite.errors import CheckpointNotFound, CheckpointUnreadable
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.manifest import CheckpointKind, Manifest
+
+POSITIONS_OF_TORCHTITAN = "dataloader.dp_rank_"
+"""The prefix of the keys under which torchtitan saves each data-parallel rank's position in the data."""
+
+
+class Origin(enum.Enum):
+    """What wrote a checkpoint, as far as can be seen."""
+
+    OURS = "torchtitan_lite"
+    TORCHTITAN = "torchtitan"
+    """No manifest, and the position of torchtitan's dataloader among its objects."""
+    DCP = "dcp"
+    """Anything else with DCP's metadata, a weights-only checkpoint of torchtitan included."""
+
+
+@dataclass(frozen=True)
+class OpenedCheckpoint:
+    """What is known of the checkpoint in `folder` before any tensor is read."""
+
+    folder: Path
+    origin: Origin
+    contents: Contents
+    """Its tensors and objects, checked: the files can hold them, and have the sizes of the manifest."""
+    manifest: Manifest | None
+    sizes: Mapping[str, int]
+    """Bytes of each file of the checkpoint, by name; the manifest itself is not among them."""
+    kind: CheckpointKind
+    step: int | None
+    world_size: int | None
+    created_at: float
+    """Unix seconds."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its files but the manifest."""
+        return sum(self.sizes.values())
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration of the run that saved it, section by section; empty if unknown."""
+        found: dict[str, Any] = self.manifest.extra.get("config", {}) if self.manifest is not None else {}
+        return found
+
+    @property
+    def topology(self) -> str:
+        """The degrees of parallelism of that run, as in "dp_shard 2 x tp 2"; empty if unknown."""
+        return str(self.manifest.extra.get("topology", "")) if self.manifest is not None else ""
+
+
+def open_checkpoint(folder: Path) -> OpenedCheckpoint:
+    """Return the checkpoint in `folder`.
+
+    Raises CheckpointNotFound if there is none or only a part of one, CheckpointDamaged, CheckpointUnsafe,
+    CheckpointUnreadable or FormatTooNew.
+    """
+    if finding := absence(folder):
+        raise CheckpointNotFound(str(folder), None, finding=finding)
+    opened = CheckpointFolder(folder, "size", DTYPES)
+    manifest, contents = opened.manifest, opened.contents
+    try:
+        names = {*contents.files, layout.METADATA} if manifest is None else {*manifest.files}
+        sizes = {name: (folder / name).lstat().st_size for name in sorted(names)}
+        created_at = (folder / layout.METADATA).lstat().st_mtime if manifest is None else manifest.created_at
+    except OSError as error:
+        raise CheckpointUnreadable(str(folder), f"{type(error).__name__}: {error}") from error
+    return OpenedCheckpoint(
+        folder,
+        origin_of(manifest, contents.objects),
+        contents,
+        manifest,
+        sizes,
+        kind=kind_of(contents) if manifest is None else manifest.kind,
+        step=layout.parse_step(folder.absolute().name) if manifest is None else manifest.step,
+        world_size=(num_writers(sizes) or None) if manifest is None else manifest.world_size,
+        created_at=created_at,
+    )
+
+
+def absence(folder: Path) -> str:
+    """Return why there is no whole checkpoint in `folder`, in a few words; the empty string if there may be one."""
+    if not folder.is_dir():
+        return "it is not a folder" if os.path.lexists(folder) else "there is no such folder"
+    names = {path.name for path in folder.iterdir()}
+    if layout.parse_staging(folder.absolute().name) is not None:
+        return "a save into it is under way or was cut off"
+    if names & {layout.MANIFEST, layout.METADATA}:
+        return ""
+    if any(map(layout.is_data_file, names)):
+        return f"it is half-written: there are files of tensors in it, but no {layout.METADATA}"
+    return f"there is neither {layout.MANIFEST} nor {layout.METADATA} in it"
+
+
+def origin_of(manifest: Manifest | None, objects: Iterable[str]) -> Origin:
+    """Return what wrote the checkpoint with these `objects`."""
+    if manifest is not None:
+        return Origin.OURS
+    is_torchtitan = any(key.startswith(POSITIONS_OF_TORCHTITAN) for key in objects)
+    return Origin.TORCHTITAN if is_torchtitan else Origin.DCP
+
+
+def kind_of(keys: Iterable[str]) -> CheckpointKind:
+    """Return the kind of a checkpoint without a manifest that has these keys."""
+    has_optimizer = any(key.startswith("optim") and "." in key for key in keys)
+    return CheckpointKind.FULL if has_optimizer else CheckpointKind.WEIGHTS_ONLY
+
+
+def num_writers(files: Iterable[str]) -> int:
+    """Return how many ranks wrote the data files among `files`."""
+    return len({rank for name in files if (rank := layout.rank_of(name)) is not None})
