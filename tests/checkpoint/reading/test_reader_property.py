@@ -15,26 +15,20 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from tests.checkpoint.reading.boxes import Box, grids, inside, partitions, shapes
+from tests.checkpoint.reading.stored_boxes import cut, numbers, write
 from tests.checkpoint.with_manifest import add_manifest, flip
 from tests.examples import examples
 from torchtitan_lite.checkpoint.reading import reader, regions
@@ -61,12 +55,6 @@ def small_parts(num_bytes: int) -> Iterator[None]:
         regions.STAGED_BYTES, regions._LONG_RUN_BYTES, reader.BATCH_BYTES = before
 
 
-def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    for dim, (offset, size) in enumerate(zip(*box, strict=True)):
-        tensor = tensor.narrow(dim, offset, size)
-    return tensor
-
-
 class _Chunks(DefaultLoadPlanner):
     """Saves and loads tensors in boxes, as ranks would, from one process."""
 
@@ -90,43 +78,6 @@ class _Chunks(DefaultLoadPlanner):
                     where = MetadataIndex(key, chunk.offsets, index)
                     items.append(type(item)(**{**vars(item), "dest_index": where}))
         return LoadPlan(items)
-
-
-def write(folder: Path, tensors: dict[str, torch.Tensor], boxes: dict[str, list[Box]]) -> None:
-    """Write a checkpoint of `tensors` in chunks with DCP's own writer."""
-    folder.mkdir()
-    writer = FileSystemWriter(folder, sync_files=False)
-    writer.set_up_storage_writer(True)
-    items, described = [], {}
-    for key, tensor in tensors.items():
-        properties = TensorProperties(dtype=tensor.dtype)
-        chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes[key]]
-        # Leave out empty chunks: another chunk may have the same offsets.
-        chunks = [chunk for chunk in chunks if 0 not in chunk.sizes] or chunks[:1]
-        described[key] = TensorStorageMetadata(properties, tensor.size(), chunks)
-        items += [
-            WriteItem(
-                MetadataIndex(key, chunk.offsets, index),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, tensor.size()),
-            )
-            for index, chunk in enumerate(chunks)
-        ]
-    [plan] = writer.prepare_global_plan([SavePlan(items)])
-
-    class Planner:
-        def resolve_data(self, item: WriteItem) -> torch.Tensor:
-            assert item.tensor_data is not None
-            chunk = item.tensor_data.chunk
-            return cut(tensors[item.index.fqn], (tuple(chunk.offsets), tuple(chunk.sizes)))
-
-    results = writer.write_data(plan, Planner()).wait()  # type: ignore[arg-type]
-    writer.finish(Metadata(dict(described)), [results])
-
-
-def numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-100, 100, shape, generator=generator).to(dtype)
 
 
 @st.composite

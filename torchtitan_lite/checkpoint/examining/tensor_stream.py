@@ -1,0 +1,267 @@
+"""The elements of a stored tensor, in the order of the whole tensor, slice by slice.
+
+However a tensor was cut into chunks and files, `slices` yields its elements in row-major order of the whole tensor,
+with memory for two slices and 32 blocks, not for the tensor. Each block is read once, and verified in that pass.
+Exceptions: where more than `KEPT_BLOCKS` chunks are side by side, and in chunks that plain DCP stored in another order
+of dimensions, parts are read several times, then through the page cache; and a chunk in an unusual form of
+`torch.save` is read whole. Only this last case imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtitan_lite.checkpoint.examining.cut import Cut, cuts, is_range, number_of, overlap, row_major
+from torchtitan_lite.checkpoint.examining.each_block_once import KEPT_BLOCKS, EachBlockOnce
+from torchtitan_lite.checkpoint.format.contents import Chunk, Contents, Item, Shape
+from torchtitan_lite.checkpoint.untrusted.stock_item import locate
+from torchtitan_lite.disk.block_reader import DamagedRange
+from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.disk.plain_file import opened
+from torchtitan_lite.disk.read_requests import Piece
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe
+
+SLICE_BYTES = 16 << 20
+"""The largest slice, unless the caller wants another size; a slice has at least one element."""
+_SPAN_BYTES = 4 << 20
+"""The largest range of a file that is read for elements that are not in a row there."""
+_LONG_STEP_BYTES = 32 << 10
+"""Rows so far apart in a file are read one by one."""
+
+_Elements = npt.NDArray[Any]
+"""Elements as plain bytes, of numpy's type V4 for 4 bytes each."""
+
+
+class Slice(NamedTuple):
+    """Some elements of a tensor, in row-major order."""
+
+    begin: int
+    """The number of the first of them in the whole tensor."""
+    data: memoryview
+    """Their bytes, little-endian; valid until the next slice is asked for."""
+
+
+class _Part(NamedTuple):
+    """A chunk, and the place of its elements."""
+
+    chunk: Chunk
+    begin: int
+    """The number of its first element in the whole tensor."""
+    end: int
+    """The number after that of its last."""
+    file: str
+    at: int
+    """The byte of the file where its first element starts."""
+    strides: Shape | None = None
+    """In elements of the file, if they are not row-major there."""
+    held: _Elements | None = None
+    """The chunk itself, if it could only be read whole."""
+
+
+class TensorStream:
+    """Reads the tensors of the checkpoint at `folder` that `contents` describes, verified where `records` has digests.
+
+    `contents` must be checked: chunks cover every tensor exactly once and are inside the files. Any thread, one at a
+    time.
+    """
+
+    def __init__(self, folder: Path, contents: Contents, records: Mapping[str, FileRecord]) -> None:
+        self._folder, self._contents = folder, contents
+        self._files = EachBlockOnce(folder, records)
+        self._scratch = memoryview(b"")
+        self._key: str | None = None
+        self._parts: list[_Part] = []
+
+    def slices(self, key: str, most_elements: int | None = None) -> Iterator[Slice]:
+        """Yield the elements of the tensor `key`, at most `most_elements` at a time, by default `SLICE_BYTES`.
+
+        Raises `CheckpointDamaged`, naming file, bytes and keys; `CheckpointUnsafe`; and `CheckpointUnreadable`.
+        """
+        tensor = self._contents.tensors[key]
+        itemsize = tensor.dtype.itemsize
+        most = most_elements or max(1, SLICE_BYTES // itemsize)
+        room = _memory(min(most, math.prod(tensor.shape)) * itemsize)
+        for cut in cuts(tensor.shape, most):
+            data = room[: cut.numel * itemsize]
+            self.read(key, cut, data)
+            yield Slice(cut.begin, data)
+
+    def read(self, key: str, cut: Cut, into: memoryview) -> None:
+        """Fill `into` with the elements of `cut` of the tensor `key`. Raises as `slices` does.
+
+        Each block is read once if the cuts of a tensor ascend.
+        """
+        if key != self._key:
+            self._parts, self._key = self._parts_of(key), key
+        itemsize = self._contents.tensors[key].dtype.itemsize
+        if len(self._scratch) < len(into):
+            self._scratch = _memory(len(into))
+        whole = np.frombuffer(into, f"V{itemsize}").reshape(cut.sizes)
+        end, scratch = cut.begin + cut.numel, self._scratch
+        pieces: dict[str, list[Piece]] = {}
+        copies: list[tuple[_Elements, memoryview]] = []
+        count = 0
+        for part in self._parts:
+            if part.end <= cut.begin or end <= part.begin:
+                continue
+            found = overlap(cut, part.chunk.offsets, part.chunk.sizes)
+            if found is None:
+                continue
+            count += 1
+            first, sizes = _minus(found[0], cut.offsets), found[1]
+            inside = _minus(found[0], part.chunk.offsets)
+            target = whole[_box(first, sizes)]
+            if part.held is not None:
+                target[...] = part.held[_box(inside, sizes)]
+                continue
+            if part.strides is not None:
+                at = part.at + sum(map(int.__mul__, inside, part.strides)) * itemsize
+                self._read_spans(part.file, at, part.strides, target)
+                continue
+            num_bytes = math.prod(sizes) * itemsize
+            if is_range(sizes, cut.sizes):
+                begin = number_of(first, cut.sizes) * itemsize
+                place = into[begin : begin + num_bytes]
+            else:
+                place, scratch = scratch[:num_bytes], scratch[num_bytes:]
+                copies.append((target, place))
+            at = part.at + number_of(inside, part.chunk.sizes) * itemsize
+            pieces.setdefault(part.file, []).append(Piece(at, place))
+        for file, of_file in pieces.items():
+            self._fill(file, of_file, again=count > KEPT_BLOCKS)
+        for target, place in copies:
+            target[...] = np.frombuffer(place, target.dtype).reshape(target.shape)
+
+    def _read_spans(self, file: str, at: int, strides: Shape, target: _Elements) -> None:
+        """Fill `target` with elements of `file` that are `strides` elements apart, the first at byte `at`."""
+        itemsize, sizes = target.dtype.itemsize, target.shape
+        span = (sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True)) + 1) * itemsize
+        long_dims = [dim for dim, size in enumerate(sizes) if size > 1 and strides[dim]]
+        dim = max(long_dims, key=lambda d: strides[d], default=None)
+        step = strides[dim] * itemsize if dim is not None else 0
+        if dim is None or (span <= _SPAN_BYTES and step < _LONG_STEP_BYTES):
+            data = memoryview(bytearray(span))
+            self._fill(file, [Piece(at, data)], again=True)
+            in_bytes = tuple(stride * itemsize for stride in strides)
+            target[...] = np.ndarray(sizes, target.dtype, data, strides=in_bytes)
+            return
+        rows = max(1, _SPAN_BYTES // step) if step < _LONG_STEP_BYTES else 1
+        rows = min(rows, sizes[dim] - 1)
+        for begin in range(0, sizes[dim], rows):
+            part = target[(slice(None),) * dim + (slice(begin, begin + rows),)]
+            self._read_spans(file, at + begin * step, strides, part)
+
+    def _parts_of(self, key: str) -> list[_Part]:
+        tensor = self._contents.tensors[key]
+        parts = []
+        for chunk in tensor.chunks:
+            if 0 in chunk.sizes:
+                continue
+            begin = number_of(chunk.offsets, tensor.shape)
+            last = tuple(offset + size - 1 for offset, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            end = number_of(last, tensor.shape) + 1
+            if chunk.at is not None:
+                parts.append(_Part(chunk, begin, end, chunk.file, chunk.at))
+            else:
+                parts.append(self._part_of_item(key, chunk, begin, end))
+        return parts
+
+    def _part_of_item(self, key: str, chunk: Chunk, begin: int, end: int) -> _Part:
+        """Return the part of a chunk whose elements only parsing its item finds."""
+        item = chunk.item
+        assert item is not None
+        path = self._folder / item.file
+        try:
+            with opened(path) as fd:
+                layout = locate(_reading(fd, item), item.length)
+        except OSError as error:
+            raise CheckpointUnreadable(str(path), f"{type(error).__name__}: {error}") from error
+        dtype = self._contents.tensors[key].dtype
+        if layout is None:
+            return _Part(chunk, begin, end, item.file, item.offset, held=self._held(key, chunk, item))
+        if (layout.shape, layout.dtype) != (chunk.sizes, dtype):
+            raise self._other_item(key, chunk, f"{layout.dtype} {list(layout.shape)}")
+        is_plain = all(
+            size == 1 or stride == plain
+            for size, stride, plain in zip(layout.shape, layout.strides, row_major(layout.shape), strict=True)
+        )
+        at = item.offset + layout.at
+        return _Part(chunk, begin, end, item.file, at, None if is_plain else layout.strides)
+
+    def _held(self, key: str, chunk: Chunk, item: Item) -> _Elements:
+        """Return the elements of a chunk that only `torch.load` can read."""
+        import torch  # seconds, and hardly ever needed
+
+        from torchtitan_lite.checkpoint.untrusted.safe_load import UnsafeItem, load_item  # as above
+
+        data = bytearray(item.length)
+        self._fill(item.file, [Piece(item.offset, memoryview(data))])
+        try:
+            tensor = load_item(bytes(data))
+        except UnsafeItem as error:
+            raise CheckpointUnsafe(str(self._folder), f"{key} in {item.file}: {error}") from None
+        dtype = self._contents.tensors[key].dtype
+        if not isinstance(tensor, torch.Tensor) or (tuple(tensor.shape), tensor.dtype) != (chunk.sizes, dtype):
+            found = (
+                f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            )
+            raise self._other_item(key, chunk, found)
+        plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        elements: _Elements = plain.view(torch.uint8).numpy().view(f"V{dtype.itemsize}").reshape(chunk.sizes)
+        return elements
+
+    def _other_item(self, key: str, chunk: Chunk, found: str) -> CheckpointDamaged:
+        expected = f"{self._contents.tensors[key].dtype} {list(chunk.sizes)}"
+        finding = f"{key}: {self._contents.described_in} says {expected}, its item is {found}"
+        return CheckpointDamaged(str(self._folder), finding, [key])
+
+    def _fill(self, file: str, pieces: Sequence[Piece], *, again: bool = False) -> None:
+        try:
+            self._files.read(file, pieces, again=again)
+        except DamagedRange as damage:
+            finding = f"bytes {damage.begin} to {damage.end} of {file}: {damage.finding}"
+            keys = keys_in(self._contents, file, damage.begin, damage.end)
+            raise CheckpointDamaged(str(self._folder), finding, keys) from None
+
+
+def keys_in(contents: Contents, file: str, begin: int, end: int) -> list[str]:
+    """Return the keys of `contents` that have a part in bytes [begin, end) of `file`."""
+    found = []
+    for key, tensor in contents.tensors.items():
+        itemsize = tensor.dtype.itemsize
+        for chunk in tensor.chunks:
+            at, num_bytes = chunk.at or 0, math.prod(chunk.sizes) * itemsize
+            if chunk.item is not None:
+                at, num_bytes = chunk.item.offset, chunk.item.length
+            if chunk.file == file and at < end and begin < at + num_bytes:
+                found.append(key)
+                break
+    for key, stored in contents.objects.items():
+        item = stored.item
+        if item is not None and item.file == file and item.offset < end and begin < item.offset + item.length:
+            found.append(key)
+    return found
+
+
+def _memory(num_bytes: int) -> memoryview:
+    return np.empty(num_bytes, np.uint8).data
+
+
+def _minus(a: Shape, b: Shape) -> Shape:
+    return tuple(map(int.__sub__, a, b))
+
+
+def _box(offsets: Shape, sizes: Shape) -> tuple[Any, ...]:
+    """Return the index of a box; with an ellipsis, because numpy returns no view of a scalar without one."""
+    return (..., *(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True)))
+
+
+def _reading(fd: int, item: Item) -> Callable[[int, int], bytes]:
+    return lambda offset, count: os.pread(fd, min(count, item.length - offset), item.offset + offset)
