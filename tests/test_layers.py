@@ -81,6 +81,7 @@ NAMES_ON_DISK = (
     *("step-", ".metadata", ".distcp", "manifest.json", ".staging", ".corrupt", ".abandoned", ".trash", ".replaced"),
     ".weights",
     "writer.lock",
+    "verified.json",
 )
 DANGEROUS_ON_DISK = (
     "os.fsync",

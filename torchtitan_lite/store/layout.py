@@ -20,6 +20,9 @@ LOCK = "writer.lock"
 FINDINGS = "findings.json"
 """What was wrong with a quarantined checkpoint; in its folder, beside its files."""
 
+VERIFIED = "verified.json"
+"""What `verify` found in which checkpoint; in the folder of checkpoints, beside them."""
+
 _NUMBER = "(0|[1-9][0-9]*)"
 _STEP = re.compile(f"step-{_NUMBER}")
 _STAGING = re.compile(rf"step-{_NUMBER}\.staging")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -221,6 +222,13 @@ class Manifest:
 def damage_to(path: str, error: Exception) -> CheckpointDamaged:
     """Return `error`, about the file `path` of a checkpoint, as damage of that checkpoint."""
     return CheckpointDamaged(str(Path(path).parent), f"{Path(path).name}: {error}")
+
+
+def last_digest(fd: int) -> str:
+    """Return the digest in the last line of the manifest that is open as `fd`; the empty string if it has none."""
+    end = os.pread(fd, _LAST_LINE_BYTES, max(0, os.fstat(fd).st_size - _LAST_LINE_BYTES))
+    match = _LAST_LINE.fullmatch(end)
+    return match[1].decode() if match is not None else ""
 
 
 def seal(text: bytes) -> bytes:

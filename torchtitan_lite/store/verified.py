@@ -1,0 +1,145 @@
+"""The record of what `verify` found, for `ls` and for people.
+
+It is one file in the folder of checkpoints, outside every step, so a sealed step never changes. An entry counts only
+while the checkpoint has the manifest that was verified: it names the manifest by its digest, so it stays with a copied
+folder and ends when a step is saved again. Loads, retention and recovery never read it: bytes that were right
+yesterday may be wrong today. Whatever the file holds, reading it yields entries of the right types, or none.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lite.disk.digest import text_digest
+from torchtitan_lite.disk.durable import DISK, Durable, temporary_name
+from torchtitan_lite.disk.plain_file import opened, read_plain
+from torchtitan_lite.errors import CheckpointUnsafe
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.manifest import last_digest
+from torchtitan_lite.store.manifest_fields import file_name, number, refuse_constant, seconds, value_of
+
+SIZES = "sizes"
+"""Depth of a verification: manifest, sizes, coverage of the tensors."""
+FULL = "full"
+"""Depth of a verification that read every byte, too."""
+
+_DEPTHS = (SIZES, FULL)
+_MOST_BYTES = 16 << 20
+"""Of the file: a hundred thousand entries."""
+_READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The result of the last verification of one checkpoint."""
+
+    identity: str
+    """`identity_of` the checkpoint at that time."""
+    verified_at: float
+    """Unix seconds."""
+    depth: str
+    """`SIZES` or `FULL`."""
+    num_findings: int
+    """0 if it was whole."""
+
+
+def identity_of(folder: Path) -> str | None:
+    """Return the identity of the checkpoint in `folder`: the digest of its manifest, or of DCP's metadata without one.
+
+    None if there is neither. Reads the last line of a manifest with a digest, and else the whole file. Raises OSError,
+    and `CheckpointUnsafe` for what is no regular file.
+    """
+    for name in (layout.MANIFEST, layout.METADATA):
+        try:
+            with opened(folder / name) as fd:
+                return last_digest(fd) or text_digest(_parts(fd))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+    return None
+
+
+def verified_in(root: Path) -> dict[str, Verified]:
+    """Return the entries in the folder of checkpoints `root`, by name of checkpoint; none if they cannot be read."""
+    try:
+        return _parsed(read_plain(root / layout.VERIFIED, _MOST_BYTES))
+    except (OSError, CheckpointUnsafe, ValueError, RecursionError):
+        return {}
+
+
+def verified(folder: Path, entries: dict[str, Verified]) -> Verified | None:
+    """Return the one of `entries` that is about the checkpoint in `folder` as it is now; None if there is none."""
+    entry = entries.get(folder.name)
+    try:
+        return entry if entry is not None and entry.identity == identity_of(folder) else None
+    except (OSError, CheckpointUnsafe):
+        return None
+
+
+def record(folder: Path, entry: Verified, durable: Durable = DISK) -> None:
+    """Write `entry` about the checkpoint in `folder` beside that folder, and drop entries of what is gone.
+
+    Raises OSError where the folder of checkpoints cannot be written. Takes no lease: no job relies on the file. A
+    crash leaves the old file or the new one, and possibly the next one's temporary file, which the next call replaces.
+    """
+    root = folder.parent
+    with _one_at_a_time(root):
+        entries = {name: kept for name, kept in verified_in(root).items() if os.path.lexists(root / name)}
+        entries[folder.name] = entry
+        if os.path.lexists(temporary := root / temporary_name(layout.VERIFIED)):
+            # Opening it would follow a link that leads out of the folder.
+            durable.remove_file(temporary)
+        durable.write_atomically(root / layout.VERIFIED, _text(entries))
+
+
+@contextmanager
+def _one_at_a_time(root: Path) -> Iterator[None]:
+    """Hold a lock that orders these writes where the file system has it; elsewhere one of two entries may be lost."""
+    fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _text(entries: dict[str, Verified]) -> bytes:
+    documents = {name: asdict(entry) for name, entry in sorted(entries.items())}
+    lines = (f"{json.dumps(name)}: {json.dumps(document)}" for name, document in documents.items())
+    return ('{"verified": {\n' + ",\n".join(lines) + "\n}}\n").encode()
+
+
+def _parsed(data: bytes) -> dict[str, Verified]:
+    """Return the entries in `data`. Raise ValueError if it is not what `_text` makes."""
+    document = json.loads(data, parse_constant=refuse_constant)
+    if not isinstance(document, dict):
+        raise ValueError("expected a JSON object")
+    entries: dict[str, Any] = value_of(document, "verified", dict)
+    return {file_name(name): _entry(value_of(entries, name, dict)) for name in entries}
+
+
+def _entry(document: dict[str, Any]) -> Verified:
+    entry = Verified(
+        identity=value_of(document, "identity", str),
+        verified_at=seconds(document, "verified_at"),
+        depth=value_of(document, "depth", str),
+        num_findings=number(document, "num_findings", 0),
+    )
+    if entry.depth not in _DEPTHS or not math.isfinite(entry.verified_at):
+        raise ValueError("expected a known depth")
+    return entry
+
+
+def _parts(fd: int) -> Iterator[bytes]:
+    at = 0
+    while part := os.pread(fd, _READ_BYTES, at):
+        yield part
+        at += len(part)
