@@ -73,6 +73,7 @@ class Trainer:
             world.device.type, enabled=config.training.mixed_precision_param == "float16"
         )
         self.train_state = TrainState()
+        self.measured: dict[str, Tensor] = {}
         self.divergence_check = DivergenceCheck(
             self.train_state,
             skips_steps=self.scaler.is_enabled(),
@@ -191,7 +192,8 @@ class Trainer:
                 profiler.step()
                 self._note_progress()
                 faults.point("step", step=state.step)
-                self.checkpointer.save(state.step, force=state.step == config.training.steps)
+                is_last = state.step == config.training.steps
+                self.checkpointer.save(state.step, force=is_last, metrics=self.measured)
                 if left := self._left():
                     return left
                 if state.step == first:
@@ -230,6 +232,7 @@ class Trainer:
             lr = float(self.lr_schedulers[0].get_last_lr()[0])
             grad_norm = self._update()
         self.train_state.n_tokens_seen += self.global_batch_size * self.config.training.seq_len
+        self.measured = {"loss": average, "grad_norm": grad_norm}
         self._log(loss, average, grad_norm, lr)
 
     def _update(self) -> Tensor:
@@ -269,7 +272,7 @@ class Trainer:
     def _end_of_data(self) -> int:
         step = self.train_state.step
         logger.info("The data ends after step %d (training.max_epochs)", step)
-        self.checkpointer.save(step, force=True)
+        self.checkpointer.save(step, force=True, metrics=self.measured)
         return self._completed()
 
     def _traces_samples(self) -> bool:

@@ -26,6 +26,7 @@ from torchtitan_lite.checkpoint.resume.resume_report import ResumeReport
 from torchtitan_lite.checkpoint.resume.run_load import RunLoad
 from torchtitan_lite.checkpoint.saving.departure import Departure
 from torchtitan_lite.checkpoint.saving.in_flight import build_in_flight
+from torchtitan_lite.checkpoint.saving.measured import Metrics, check_metrics
 from torchtitan_lite.checkpoint.saving.replicas import build_replicas
 from torchtitan_lite.checkpoint.saving.run_saves import RunSaves
 from torchtitan_lite.checkpoint.saving.save_plan import PlanCache
@@ -158,16 +159,21 @@ class CheckpointManager:
         """Return what `load` would do and refuse, None for a fresh start. Changes nothing of the run or on disk."""
         return self._load.report() if self._config.enable_checkpoint else None
 
-    def save(self, curr_step: int, force: bool = False, *, now: bool = False) -> bool:
+    def save(self, curr_step: int, force: bool = False, *, now: bool = False, metrics: Metrics | None = None) -> bool:
         """Call at the end of every step: save if a save is due, wanted (`now`, `force`), or if the ranks leave.
 
         `now` saves this step whatever the interval, as an interval would: in the background in the asynchronous modes
         (the end of an epoch, a best metric). `force` is for the last step: what it saves is durable on return, as is a
         save before leaving; both raise `SaveFailed` if a second try fails too. All ranks give the same arguments.
         Return True if this step was saved or is being saved.
+
+        `metrics` of this step (numbers, or tensors of one element, which are read only if the step is saved) are
+        recorded in the checkpoint, rank 0's, for `keep_best_k`; one that is not finite is left out.
         """
+        check_metrics(metrics or {})
         if not self._opened():
             return False
+        self._saves.note_metrics(metrics or {})
         self._first_save.check()
         saved, self.preempted_by = self._step_saves.end_of_step(curr_step, last=force, now=now)
         return saved

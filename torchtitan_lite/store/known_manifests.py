@@ -21,7 +21,7 @@ from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.listing import Listing, is_folder
 from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
-from torchtitan_lite.store.manifest_fields import NAN_IN
+from torchtitan_lite.store.manifest_fields import METRICS, NAN_IN
 
 SETTLED_NS = 50_000_000
 """A file changed more recently may change again with the same time: a tick of the kernel takes 10 ms."""
@@ -181,6 +181,7 @@ def describe(folder: Path, manifest: Manifest) -> CheckpointInfo:
         manifest.nbytes,
         manifest.lineage,
         has_nan=bool(manifest.extra.get(NAN_IN)),
+        metrics=manifest.extra.get(METRICS, {}),
     )
 
 

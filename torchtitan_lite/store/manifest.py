@@ -71,6 +71,8 @@ class CheckpointInfo:
     """Its run and branch."""
     has_nan: bool = False
     """Whether NaN was found in its weights when they were saved."""
+    metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """What its run measured at this step, all finite."""
 
     @property
     def run_id(self) -> str:
@@ -147,7 +149,7 @@ class Manifest:
     structure: Table = field(default_factory=Table)
     """"root" to the tree of containers of the keys of both tables. The store does not look into it."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """JSON values; the store looks only at `nan_in`."""
+    """JSON values; the store looks only at `nan_in` and `metrics`."""
     format_version: int = FORMAT_VERSION
 
     @property

@@ -14,6 +14,9 @@ from torchtitan_lite.disk.plain_file import is_plain_name
 NAN_IN = "nan_in"
 """Field of `extra`: the keys of weights in which NaN was found when they were saved; absent if there were none."""
 
+METRICS = "metrics"
+"""Field of `extra`: what the run measured at that step, by name, as finite numbers; absent if it gave none."""
+
 MAX_CONFIG_DEPTH = 8
 """Nesting of containers in one value of the configuration."""
 
@@ -70,7 +73,7 @@ def file_name(name: str) -> str:
 def extra(document: dict[str, Any]) -> dict[str, Any]:
     """Return `extra`: fields that a load uses have their types, others may hold anything."""
     values: dict[str, Any] = value_of(document, "extra", dict)
-    for name, kind in (("topology", str), ("config", dict), ("tensor_digests", dict), (NAN_IN, list)):
+    for name, kind in (("topology", str), ("config", dict), ("tensor_digests", dict), (NAN_IN, list), (METRICS, dict)):
         if name in values and type(values[name]) is not kind:
             raise ValueError(f"extra.{name}: expected {kind.__name__}, found {kind_of(values[name])}")
     for section, keys in values.get("config", {}).items():
@@ -82,6 +85,11 @@ def extra(document: dict[str, Any]) -> dict[str, Any]:
     if not {*map(type, digests.values())} <= {str}:
         raise ValueError("extra.tensor_digests: expected texts, found something else")
     _refuse_halves(digests)
+    metrics = values.get(METRICS, {})
+    _refuse_halves(metrics)
+    for name, value in metrics.items():
+        if type(value) is not float or not math.isfinite(value):
+            raise ValueError(f"extra.{METRICS}.{bare(name)}: expected a finite float, found {value!r:.40}")
     return values
 
 

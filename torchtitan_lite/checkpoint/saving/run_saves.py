@@ -9,9 +9,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torchtitan_lite.checkpoint.saving.export import DTYPES, weights_only
 from torchtitan_lite.checkpoint.saving.in_flight import InFlight
+from torchtitan_lite.checkpoint.saving.measured import Metrics, finite
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, Saver, SavesStates, refused
 from torchtitan_lite.checkpoint.saving.writer import Origin, Target
 from torchtitan_lite.checkpoint.schedule.interval import Tick
@@ -25,6 +27,8 @@ from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.run_folders import RunFolders
 from torchtitan_lite.store.store import CheckpointStore
+
+T = TypeVar("T")
 
 
 class RunSaves:
@@ -53,6 +57,7 @@ class RunSaves:
         self._clock = clock
         self._on_event = on_event
         self._is_prepared = False
+        self._metrics: Metrics = {}
         self.origin = origin
         """Recorded in what is saved from now on; the parent step, though, is the last durable one."""
         self.last = Tick(0, clock())
@@ -61,6 +66,10 @@ class RunSaves:
     def continue_from(self, lineage: Lineage) -> None:
         """Record `lineage` in what is saved from now on: a checkpoint of it was loaded. Any rank."""
         self.origin = dataclasses.replace(self.origin, lineage=lineage)
+
+    def note_metrics(self, metrics: Metrics) -> None:
+        """Record `metrics` in what is saved from now on: the loop measured them at this step. Any rank."""
+        self._metrics = metrics
 
     def begin(self, step: int) -> None:
         """Begin a full save in the background; nothing may be in flight."""
@@ -144,26 +153,27 @@ class RunSaves:
         self, step: int, make_state: Callable[[], State], kind: CheckpointKind, store: CheckpointStore, saver: Saver
     ) -> None:
         state: State = {}
+        metrics: dict[str, float] = {}
         begins: SavesStates = saver
         try:
-            state = self._together(step, make_state)
+            state, metrics = self._together(step, lambda: (make_state(), finite(self._metrics)))
         except SaveFailed as error:
             begins = _Refusal(error)
-        self._in_flight.begin(step, state, kind, store, begins, self._origin(), self._folders.fence(store))
+        self._in_flight.begin(step, state, kind, store, begins, self._origin(metrics), self._folders.fence(store))
         self.last = Tick(step, self._clock())
 
-    def _origin(self) -> Origin:
+    def _origin(self, metrics: dict[str, float]) -> Origin:
         durable, lineage = self._in_flight.last_durable, self.origin.lineage
-        if durable is None:
-            return self.origin
-        return dataclasses.replace(self.origin, lineage=dataclasses.replace(lineage, parent_step=durable))
+        if durable is not None:
+            lineage = dataclasses.replace(lineage, parent_step=durable)
+        return dataclasses.replace(self.origin, lineage=lineage, metrics=metrics)
 
-    def _together(self, step: int, make_state: Callable[[], State]) -> State:
-        """Return what `make_state` does. If one rank cannot, that is a failed save, or wrong usage, on every rank."""
+    def _together(self, step: int, make_here: Callable[[], T]) -> T:
+        """Return what `make_here` does. If one rank cannot, that is a failed save, or wrong usage, on every rank."""
 
-        def make() -> State:
+        def make() -> T:
             try:
-                return make_state()
+                return make_here()
             except ConfigError:
                 raise
             except Exception as error:

@@ -38,7 +38,7 @@ from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage, abandoned_by
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
-from torchtitan_lite.store.manifest_fields import NAN_IN
+from torchtitan_lite.store.manifest_fields import METRICS, NAN_IN
 from torchtitan_lite.store.store import CheckpointStore
 
 
@@ -51,6 +51,8 @@ class Origin:
     config: dict[str, Any]
     tensor_digests: bool = False
     """Whether the manifest gets a digest of each tensor."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the run measured at the step that is saved, all finite."""
 
 
 def free() -> None:
@@ -163,6 +165,7 @@ class CommittingWriter(StorageWriter):
                 "config": target.origin.config,
                 "tensor_digests": _tensor_digests(files, description),
                 **({NAN_IN: nan_in} if nan_in else {}),
+                **({METRICS: dict(target.origin.metrics)} if target.origin.metrics else {}),
             },
         )
         self.committed = target.store.commit(target.step, manifest, target.fence)
