@@ -80,8 +80,7 @@ COLLECTIVES = (
 NAMES_ON_DISK = (
     *("step-", ".metadata", ".distcp", "manifest.json", ".staging", ".corrupt", ".abandoned", ".trash", ".replaced"),
     ".weights",
-    "writer.lock",
-    "verified.json",
+    *("writer.lock", "pins.json"),
 )
 DANGEROUS_ON_DISK = (
     "os.fsync",

@@ -37,6 +37,7 @@ PUBLIC = {
         "FolderUnusable",
         "FormatTooNew",
         "LeaseLost",
+        "PinsUnreadable",
         "RunNotLoaded",
         "SaveFailed",
         "TorchtitanLiteError",

@@ -8,6 +8,7 @@
     |  |- CheckpointDamaged (ValueError)         a checkpoint is not what was committed
     |  |- AllCheckpointsDamaged (ValueError)     no checkpoint of a folder is what was committed
     |  |- CheckpointUnsafe (ValueError)          a checkpoint has something in it that no checkpoint needs
+    |  |- PinsUnreadable (RuntimeError)         it is not known which steps are pinned, so none is removed
     |  |- FormatTooNew (RuntimeError)            a newer version of this package wrote the checkpoint
     |  |- CheckpointUnreadable (RuntimeError)    the files of a checkpoint could not be read
     |  |- SaveFailed (RuntimeError)              a save did not become durable
@@ -45,6 +46,7 @@ __all__ = [
     "FolderUnusable",
     "FormatTooNew",
     "LeaseLost",
+    "PinsUnreadable",
     "RunNotLoaded",
     "SaveFailed",
     "TorchtitanLiteError",
@@ -152,6 +154,17 @@ class CheckpointUnreadable(CheckpointError, RuntimeError):
         self.path, self.cause = path, cause
         super().__init__(
             f"{path} could not be read: {_clause(cause)}. Choose another step with --checkpoint.load_step."
+        )
+
+
+class PinsUnreadable(CheckpointError, RuntimeError):
+    """The file of pinned steps at `path` is not what was written: `finding`. No checkpoint is removed meanwhile."""
+
+    def __init__(self, path: str, finding: str) -> None:
+        self.path, self.finding = path, finding
+        super().__init__(
+            f"{path} does not say which steps are pinned: {_clause(finding)}. No checkpoint is removed. "
+            "Correct the file, or delete it to unpin all steps."
         )
 
 

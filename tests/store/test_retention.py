@@ -1,6 +1,6 @@
 import dataclasses
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
-from torchtitan_lite.store.retention import KeepAll, KeepLatest, build_retention, to_purge
+from torchtitan_lite.store.retention import KeepAll, KeepLatest, Ruling, build_retention, to_purge
 from torchtitan_lite.store.store import CheckpointStore
 
 
@@ -58,7 +58,7 @@ def test_all_stay_if_there_are_fewer_than_the_policy_keeps() -> None:
 def test_weights_only_checkpoints_are_neither_counted_nor_purged() -> None:
     committed = [weights(1), info(2), info(3), weights(4)]
     assert steps(to_purge(KeepLatest(1), committed)) == [2]
-    assert KeepLatest(1).keep(committed) == {1, 3, 4}
+    assert [ruling.keeps for ruling in KeepLatest(1).rulings([info(2), info(3)], now=0.0)] == [{3}]
 
 
 def test_a_protected_step_stays_and_is_still_counted() -> None:
@@ -71,8 +71,8 @@ def test_keeping_none_is_refused() -> None:
 
 
 class KeepNothing:
-    def keep(self, committed: object) -> set[int]:
-        return set()
+    def rulings(self, full: Sequence[CheckpointInfo], now: float) -> list[Ruling]:
+        return [Ruling("nothing", frozenset(), frozenset(found.step for found in full))]
 
 
 @given(INFOS)

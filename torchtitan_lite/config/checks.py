@@ -17,6 +17,12 @@ def positive(name: str, value: float) -> None:
         raise ConfigError(f"{name}: expected a positive finite number, found {value}.")
 
 
+def not_negative(name: str, value: float) -> None:
+    """Raise ConfigError unless `value` is finite and at least 0."""
+    if not 0 <= value < float("inf"):
+        raise ConfigError(f"{name}: expected a finite number of at least 0, found {value}.")
+
+
 def choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise ConfigError unless `value` is one of `choices`."""
     if value not in choices:

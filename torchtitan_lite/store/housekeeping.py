@@ -8,17 +8,19 @@ checkpoints are known to be good (this run committed or loaded them), because th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from torchtitan_lite import faults
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.background import Background
-from torchtitan_lite.errors import CheckpointUnreadable, LeaseLost
+from torchtitan_lite.errors import CheckpointUnreadable, LeaseLost, PinsUnreadable
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
-from torchtitan_lite.store.retention import RetentionPolicy, to_purge
+from torchtitan_lite.store.pins import Pins
+from torchtitan_lite.store.retention import RetentionPolicy, Verdict, judge
 from torchtitan_lite.store.store import CheckpointStore, nothing
 
 
@@ -33,7 +35,10 @@ def ignore_event(event: str, step: int, /, **figures: Any) -> None:
 
 
 class Housekeeping:
-    """Removes the checkpoints that `retention` does not keep, and leftovers."""
+    """Removes the checkpoints that `retention` does not keep, and leftovers.
+
+    `min_free_bytes`: while the disk has less free, more go, as `retention.judge` says. `now` returns Unix seconds.
+    """
 
     def __init__(
         self,
@@ -42,6 +47,8 @@ class Housekeeping:
         *,
         in_background: bool = False,
         timeout_seconds: float = 60.0,
+        min_free_bytes: int = 0,
+        now: Callable[[], float] = time.time,
     ) -> None:
         self._retention = retention
         self._on_event = on_event
@@ -50,6 +57,9 @@ class Housekeeping:
         """Size of the last checkpoint of each folder and kind."""
         self._background = Background("housekeeping") if in_background else None
         self._timeout_seconds = timeout_seconds
+        self._min_free_bytes = min_free_bytes
+        self._now = now
+        self._warned_of = ""
 
     def note_good(self, step: int) -> None:
         """Remember that this run committed or loaded the full checkpoint of `step`. **Any rank**."""
@@ -90,21 +100,48 @@ class Housekeeping:
     def purge(self, store: CheckpointStore, fence: Callable[[], None] = nothing) -> None:
         """Remove the checkpoints that are not kept; remove nothing if the disk fails or the folder is another job's."""
         try:
-            superfluous = self._superfluous(store)
+            verdicts = self.verdicts(store)
         except OSError as error:
             logger.warning("Could not list %s to remove what is no longer kept: %s", store.root, error)
-            return
-        for info in superfluous:
+        except PinsUnreadable as error:
+            self._warn_of(error)
+        else:
+            self._warned_of = ""
+            self.remove([verdict.info for verdict in verdicts if verdict.goes], store, fence)
+
+    def verdicts(self, store: CheckpointStore) -> list[Verdict]:
+        """Return what happens to each committed checkpoint now. Changes nothing.
+
+        Raises PinsUnreadable, and OSError if the disk fails.
+        """
+        good = self._known_good
+        return judge(
+            self._retention,
+            store.committed(),
+            protected=good & {max(good, default=-1)},
+            known_good=good,
+            pinned=Pins(store.root).read(),
+            now=self._now(),
+            missing_bytes=store.missing_bytes(self._min_free_bytes),
+            is_sound=lambda info: _is_sound(info, store),
+        )
+
+    def remove(
+        self, infos: Sequence[CheckpointInfo], store: CheckpointStore, fence: Callable[[], None] = nothing
+    ) -> None:
+        """Remove `infos`, but none that was pinned meanwhile. What cannot be removed stays, with a warning."""
+        for info in infos:
             faults.point("purge", step=info.step)
             if self._background is not None and self._background.is_closed:
                 return
             try:
-                with store.exclusive:
-                    fence()
-                    trash = store.discard(info)
+                trash = self._discard(info, store, fence)
                 store.empty(trash)
             except LeaseLost:
                 return  # The next commit ends the run with this error.
+            except PinsUnreadable as error:
+                self._warn_of(error)
+                return
             except OSError as error:
                 logger.warning("Could not remove %s, which is no longer kept: %s; it stays", info.path, error)
             else:
@@ -112,15 +149,16 @@ class Housekeeping:
                     logger.info("Deleted step %d", info.step)
                     self._on_event("purged", info.step, bytes=info.nbytes)
 
-    def _superfluous(self, store: CheckpointStore) -> list[CheckpointInfo]:
-        good = self._known_good
-        return to_purge(
-            self._retention,
-            store.committed(),
-            protected=good & {max(good, default=-1)},
-            known_good=good,
-            is_sound=lambda info: _is_sound(info, store),
-        )
+    def _discard(self, info: CheckpointInfo, store: CheckpointStore, fence: Callable[[], None]) -> list[Path]:
+        with store.exclusive:
+            fence()
+            with Pins(store.root).unchanged() as pinned:
+                return [] if info.step in pinned else store.discard(info)
+
+    def _warn_of(self, error: PinsUnreadable) -> None:
+        if self._warned_of != str(error):
+            self._warned_of = str(error)
+            logger.warning("%s", error)
 
     def abandon(self, step: int, store: CheckpointStore) -> None:
         """Remove what a failed save left; log a warning if that fails."""
@@ -141,4 +179,10 @@ def _is_sound(info: CheckpointInfo, store: CheckpointStore) -> bool:
 def build_housekeeping(config: Checkpoint, retention: RetentionPolicy, on_event: OnEvent) -> Housekeeping:
     """Return the housekeeping of a run, in the background if saves are."""
     in_background = config.async_mode != "disabled"
-    return Housekeeping(retention, on_event, in_background=in_background, timeout_seconds=config.timeout_seconds)
+    return Housekeeping(
+        retention,
+        on_event,
+        in_background=in_background,
+        timeout_seconds=config.timeout_seconds,
+        min_free_bytes=round(config.min_free_disk_gb * 1e9),
+    )

@@ -17,6 +17,9 @@ MANIFEST = "manifest.json"
 LOCK = "writer.lock"
 """Names the job that writes the folder of checkpoints; in that folder, beside the checkpoints."""
 
+PINS = "pins.json"
+"""The steps that no rule removes; in the folder of checkpoints, beside them."""
+
 FINDINGS = "findings.json"
 """What was wrong with a quarantined checkpoint; in its folder, beside its files."""
 

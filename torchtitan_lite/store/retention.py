@@ -1,7 +1,8 @@
 """Which checkpoints stay.
 
-Pure: takes committed checkpoints, returns those to purge; no clock, no disk. Only full checkpoints are counted and
-purged, and only undamaged ones: a damaged checkpoint is left for a load to find. Whatever the policy says, three
+Pure: takes committed checkpoints, returns for each which rules keep it; no clock, no disk. Rules form a union: a
+checkpoint stays if any rule keeps it, and goes only if at least one rule can judge it. Only full checkpoints are
+judged, and only undamaged ones: a damaged checkpoint is left for a load to find. Whatever the rules say, three
 checkpoints stay: the latest full one, the latest full one known to be good (this run committed or loaded it), and the
 latest full one in whose weights no NaN was found, because a run that diverged can roll back to it.
 """
@@ -16,45 +17,180 @@ from typing import Protocol
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 
+LATEST_K, EVERY_N, BEST_K, FOR_HOURS = "keep_latest_k", "keep_every_n_steps", "keep_best_k", "keep_for_hours"
+NO_RULE = "no_rule"
+"""No rule is set that can judge the checkpoint."""
+PINNED = "pinned"
+WEIGHTS_ONLY = "weights_only"
+DAMAGED = "damaged"
+LATEST, LAST_GOOD, WITHOUT_NAN, PROTECTED = "latest", "last_good", "latest_without_nan", "protected"
+
+_YIELD_TO_FREE_SPACE = {LATEST_K, NO_RULE}
+"""What only these keep may go where the disk has too little free space."""
+
+
+@dataclass(frozen=True)
+class Ruling:
+    """What `rule` says: of the steps in `judges` it keeps those in `keeps`; of others it says nothing."""
+
+    rule: str
+    keeps: frozenset[int]
+    judges: frozenset[int]
+
 
 class RetentionPolicy(Protocol):
-    """Decides which checkpoints stay."""
+    """Decides which checkpoints stay: one rule, or several."""
 
-    def keep(self, committed: Sequence[CheckpointInfo]) -> set[int]:
-        """Return the steps of `committed` that stay."""
+    def rulings(self, full: Sequence[CheckpointInfo], now: float) -> list[Ruling]:
+        """Return what each rule says of the full checkpoints `full`, by ascending step, at the Unix second `now`."""
 
 
 @dataclass(frozen=True)
 class KeepAll:
-    """Keeps every checkpoint."""
+    """Keeps every checkpoint: no rule is set."""
 
-    def keep(self, committed: Sequence[CheckpointInfo]) -> set[int]:
-        return {info.step for info in committed}
+    def rulings(self, full: Sequence[CheckpointInfo], now: float) -> list[Ruling]:
+        return []
 
 
 @dataclass(frozen=True)
 class KeepLatest:
-    """Keeps the `count` full checkpoints of the highest steps, and every weights-only one."""
+    """Keeps the `count` full checkpoints of the highest steps."""
 
     count: int
 
     def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ValueError(f"KeepLatest: expected at least 1 checkpoint to keep, found {self.count}.")
+        _at_least_one("KeepLatest", self.count)
 
-    def keep(self, committed: Sequence[CheckpointInfo]) -> set[int]:
-        full = _full_steps(committed)
-        return {info.step for info in committed} - set(full[: -self.count])
+    def rulings(self, full: Sequence[CheckpointInfo], now: float) -> list[Ruling]:
+        return [Ruling(LATEST_K, _steps(full[-self.count :]), _steps(full))]
+
+
+@dataclass(frozen=True)
+class KeepEvery:
+    """Keeps the checkpoints whose step is a multiple of `num_steps`, step 0 among them."""
+
+    num_steps: int
+
+    def __post_init__(self) -> None:
+        _at_least_one("KeepEvery", self.num_steps)
+
+    def rulings(self, full: Sequence[CheckpointInfo], now: float) -> list[Ruling]:
+        kept = [info for info in full if info.step % self.num_steps == 0]
+        return [Ruling(EVERY_N, _steps(kept), _steps(full))]
+
+
+@dataclass(frozen=True)
+class KeepBest:
+    """Keeps the `count` checkpoints with the lowest value of `metric`, or the highest; of equals, the later.
+
+    A checkpoint without the metric is never best, and this rule alone removes none. One with NaN in its weights is
+    never best either.
+    """
+
+    count: int
+    metric: str
+    highest: bool = False
+
+    def __post_init__(self) -> None:
+        _at_least_one("KeepBest", self.count)
+
+    def rulings(self, full: Sequence[CheckpointInfo], now: float) -> list[Ruling]:
+        measured = [info for info in full if self.metric in info.metrics]
+        sign = -1 if self.highest else 1
+        ranked = sorted(
+            (info for info in measured if not info.has_nan),
+            key=lambda info: (sign * info.metrics[self.metric], -info.step),
+        )
+        return [Ruling(BEST_K, _steps(ranked[: self.count]), _steps(measured))]
+
+
+@dataclass(frozen=True)
+class KeepFor:
+    """Keeps the checkpoints that were saved at most `hours` ago."""
+
+    hours: float
+
+    def rulings(self, full: Sequence[CheckpointInfo], now: float) -> list[Ruling]:
+        kept = [info for info in full if now - info.created_at <= self.hours * 3600]
+        return [Ruling(FOR_HOURS, _steps(kept), _steps(full))]
+
+
+@dataclass(frozen=True)
+class KeepAny:
+    """Keeps what any of `policies` keeps."""
+
+    policies: tuple[RetentionPolicy, ...]
+
+    def rulings(self, full: Sequence[CheckpointInfo], now: float) -> list[Ruling]:
+        return [ruling for policy in self.policies for ruling in policy.rulings(full, now)]
 
 
 def build_retention(config: Checkpoint) -> RetentionPolicy:
-    """Return the policy for `keep_latest_k`; 0 keeps all."""
-    return KeepLatest(config.keep_latest_k) if config.keep_latest_k else KeepAll()
+    """Return the policy for the `keep_` keys; KeepAll where none is set."""
+    rules: list[RetentionPolicy] = []
+    if config.keep_latest_k:
+        rules.append(KeepLatest(config.keep_latest_k))
+    if config.keep_every_n_steps:
+        rules.append(KeepEvery(config.keep_every_n_steps))
+    if config.keep_best_k:
+        rules.append(KeepBest(config.keep_best_k, config.keep_best_metric, config.keep_best_mode == "max"))
+    if config.keep_for_hours:
+        rules.append(KeepFor(config.keep_for_hours))
+    if not rules:
+        return KeepAll()
+    return rules[0] if len(rules) == 1 else KeepAny(tuple(rules))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What happens to the checkpoint `info`."""
+
+    info: CheckpointInfo
+    kept_by: tuple[str, ...]
+    """The rules, and the reasons beyond all rules, for which it stays; empty if it goes."""
+    for_space: bool = False
+    """Whether it goes only because the disk has too little free space."""
+
+    @property
+    def goes(self) -> bool:
+        """Return whether the checkpoint is purged."""
+        return not self.kept_by
 
 
 def presumed_sound(info: CheckpointInfo) -> bool:
     """Return True: a checkpoint with a manifest counts as undamaged."""
     return True
+
+
+def judge(
+    policy: RetentionPolicy,
+    committed: Sequence[CheckpointInfo],
+    protected: AbstractSet[int] = frozenset(),
+    *,
+    known_good: AbstractSet[int] = frozenset(),
+    pinned: AbstractSet[int] = frozenset(),
+    now: float = 0.0,
+    missing_bytes: int = 0,
+    is_sound: Callable[[CheckpointInfo], bool] = presumed_sound,
+) -> list[Verdict]:
+    """Return what happens to each checkpoint of `committed`, lowest step first.
+
+    None goes that is in `protected` or `pinned`, weights-only, the latest full one, the latest full one of the steps in
+    `known_good`, or the latest full one without NaN. `missing_bytes` is how much free space the disk lacks: while what
+    goes is less than that, the oldest goes that nothing but `KeepLatest` keeps, or no rule at all. `is_sound` is called
+    for full checkpoints only, and only if one would go; a checkpoint that is not sound counts as absent, and stays.
+    """
+    full = sorted((info for info in committed if info.kind is CheckpointKind.FULL), key=lambda info: info.step)
+    others = [Verdict(info, (WEIGHTS_ONLY,)) for info in committed if info.kind is not CheckpointKind.FULL]
+    protections = {PINNED: pinned, PROTECTED: protected}
+    judged = _judge(policy, full, protections, known_good, now, missing_bytes)
+    if any(verdict.goes for verdict in judged):
+        sound = {info.step for info in full if is_sound(info)}
+        others += [Verdict(info, (DAMAGED,)) for info in full if info.step not in sound]
+        full = [info for info in full if info.step in sound]
+        judged = _judge(policy, full, protections, known_good, now, missing_bytes)
+    return sorted([*judged, *others], key=lambda verdict: verdict.info.step)
 
 
 def to_purge(
@@ -65,31 +201,52 @@ def to_purge(
     known_good: AbstractSet[int] = frozenset(),
     is_sound: Callable[[CheckpointInfo], bool] = presumed_sound,
 ) -> list[CheckpointInfo]:
-    """Return the checkpoints that `policy` does not keep, lowest step first.
-
-    Never a step in `protected`, a weights-only checkpoint, the latest full one, the latest full one of the steps in
-    `known_good`, or the latest full one without NaN. `is_sound` is called for full checkpoints only, and only if there
-    would be something to purge; a checkpoint that is not sound counts as absent.
-    """
-    purged = _let_go(policy, committed, protected, known_good)
-    if purged:
-        sound = [info for info in committed if info.kind is not CheckpointKind.FULL or is_sound(info)]
-        purged = _let_go(policy, sound, protected, known_good)
-    return purged
+    """Return the checkpoints that go by `judge`, lowest step first."""
+    judged = judge(policy, committed, protected, known_good=known_good, is_sound=is_sound)
+    return [verdict.info for verdict in judged if verdict.goes]
 
 
-def _let_go(
+def _judge(
     policy: RetentionPolicy,
-    committed: Sequence[CheckpointInfo],
-    protected: AbstractSet[int],
+    full: Sequence[CheckpointInfo],
+    protections: dict[str, AbstractSet[int]],
     known_good: AbstractSet[int],
-) -> list[CheckpointInfo]:
-    full = _full_steps(committed)
-    finite = _full_steps([info for info in committed if not info.has_nan])
-    last_good = [step for step in finite if step in known_good][-1:]
-    purged = set(full[:-1]) - policy.keep(committed) - protected - {*last_good, *finite[-1:]}
-    return sorted((info for info in committed if info.step in purged), key=lambda info: info.step)
+    now: float,
+    missing_bytes: int,
+) -> list[Verdict]:
+    rulings = policy.rulings(full, now)
+    judged = frozenset[int]().union(*(ruling.judges for ruling in rulings))
+    finite = [info for info in full if not info.has_nan]
+    good = [info for info in finite if info.step in known_good]
+    reasons: dict[str, AbstractSet[int]] = {
+        NO_RULE: _steps(full) - judged,
+        **protections,
+        LATEST: _steps(full[-1:]),
+        LAST_GOOD: _steps(good[-1:]),
+        WITHOUT_NAN: _steps(finite[-1:]),
+    }
+    named = [(ruling.rule, ruling.keeps) for ruling in rulings] + list(reasons.items())
+    verdicts = [Verdict(info, tuple(name for name, steps in named if info.step in steps)) for info in full]
+    return _for_space(verdicts, missing_bytes)
 
 
-def _full_steps(committed: Sequence[CheckpointInfo]) -> list[int]:
-    return sorted(info.step for info in committed if info.kind is CheckpointKind.FULL)
+def _for_space(verdicts: Sequence[Verdict], missing_bytes: int) -> list[Verdict]:
+    """Let more go, the oldest first, until `missing_bytes` are freed or nothing is left that may go."""
+    missing_bytes -= sum(verdict.info.nbytes for verdict in verdicts if verdict.goes)
+    found = []
+    for verdict in verdicts:
+        if missing_bytes > 0 and not verdict.goes and _YIELD_TO_FREE_SPACE.issuperset(verdict.kept_by):
+            missing_bytes -= verdict.info.nbytes
+            found.append(Verdict(verdict.info, (), for_space=True))
+        else:
+            found.append(verdict)
+    return found
+
+
+def _steps(infos: Sequence[CheckpointInfo]) -> frozenset[int]:
+    return frozenset(info.step for info in infos)
+
+
+def _at_least_one(name: str, count: int) -> None:
+    if count < 1:
+        raise ValueError(f"{name}: expected at least 1, found {count}.")

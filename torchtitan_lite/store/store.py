@@ -160,6 +160,10 @@ class CheckpointStore:
                     f"{readable_bytes(needed_bytes)}; remove something, or keep fewer with --checkpoint.keep_latest_k",
                 )
 
+    def missing_bytes(self, wanted_bytes: int) -> int:
+        """Return how many more bytes must be free so that `wanted_bytes` are; 0 if they are."""
+        return max(0, wanted_bytes - self._free_bytes(self.root)) if wanted_bytes else 0
+
     def has_room(self, needed_bytes: int) -> bool:
         """Return whether `needed_bytes` may still be written."""
         return self._free_bytes(self.root) >= needed_bytes

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Literal, get_args
 
-from torchtitan_lite.config.checks import at_least, choice
+from torchtitan_lite.config.checks import at_least, choice, not_negative
 from torchtitan_lite.config.field_types import check_types
 from torchtitan_lite.config.folders import refuse_address
 from torchtitan_lite.config.sections.training import DtypeName
@@ -16,6 +16,7 @@ AsyncMode = Literal["disabled", "async", "async_with_pinned_mem"]
 IntervalType = Literal["steps", "seconds"]
 VerifyOnLoad = Literal["off", "size", "full"]
 WhenBusy = Literal["wait", "skip"]
+BestMode = Literal["min", "max"]
 Strictness = Literal["error", "warn", "ignore"]
 
 
@@ -61,7 +62,28 @@ class Checkpoint:
     process then writes."""
 
     keep_latest_k: int = 0
-    """Full checkpoints to keep, counted once durable; 0: all."""
+    """Full checkpoints to keep, counted once durable; 0: all. If another keep_ key is set, 0 keeps only what that one
+    does. A checkpoint is removed only if no keep_ key keeps it; the latest one, and pinned ones, always stay."""
+
+    keep_every_n_steps: int = 0
+    """Also keep the checkpoints whose step is a multiple of this; 0: off."""
+
+    keep_best_k: int = 0
+    """Also keep the k checkpoints with the best keep_best_metric; 0: off. This key alone removes no checkpoint without
+    that metric."""
+
+    keep_best_metric: str = "loss"
+    """Name of the metric for keep_best_k, as given to save(metrics=...). The trainer records loss and grad_norm."""
+
+    keep_best_mode: BestMode = "min"
+    """Whether the lowest ("min") or the highest ("max") values of keep_best_metric are the best."""
+
+    keep_for_hours: float = 0.0
+    """Also keep the checkpoints that were saved at most this many hours ago; 0: off."""
+
+    min_free_disk_gb: float = 0.0
+    """Free space in GB (10^9 bytes) on the disk of checkpoints. While there is less after a save, the oldest ones are
+    removed that only keep_latest_k keeps, or no keep_ key is set for; 0: off."""
 
     load_step: int = -1
     """Step to load; -1: the latest."""
@@ -157,7 +179,7 @@ class Checkpoint:
         object.__setattr__(self, "async_mode", self.async_mode.lower())
         choice("checkpoint.async_mode", self.async_mode, get_args(AsyncMode))
         at_least("checkpoint.interval", self.interval, 1)
-        at_least("checkpoint.keep_latest_k", self.keep_latest_k, 0)
+        self._check_retention()
         at_least("checkpoint.load_step", self.load_step, -1)
         at_least("checkpoint.timeout_seconds", self.timeout_seconds, 1)
         choice("checkpoint.verify_on_load", self.verify_on_load, get_args(VerifyOnLoad))
@@ -193,3 +215,12 @@ class Checkpoint:
                 "checkpoint.exclude_from_loading: 'optimizer' without 'lr_scheduler': a new optimizer would start at "
                 "an old learning rate. Add lr_scheduler."
             )
+
+    def _check_retention(self) -> None:
+        for name in ("keep_latest_k", "keep_every_n_steps", "keep_best_k"):
+            at_least(f"checkpoint.{name}", getattr(self, name), 0)
+        choice("checkpoint.keep_best_mode", self.keep_best_mode, get_args(BestMode))
+        if not self.keep_best_metric:
+            raise ConfigError("checkpoint.keep_best_metric: expected the name of a metric, found an empty string.")
+        for name in ("keep_for_hours", "min_free_disk_gb"):
+            not_negative(f"checkpoint.{name}", getattr(self, name))
