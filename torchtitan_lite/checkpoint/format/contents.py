@@ -12,7 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -186,14 +186,21 @@ class Contents:
 
 
 def _tensor(entry: Mapping[str, Any], dtypes: Mapping[str, Any]) -> StoredTensor:
-    chunks = [_chunk(*chunk) for chunk in _list(entry["chunks"])]
-    return StoredTensor(_dtype(entry["dtype"], dtypes), _ints(entry["shape"]), chunks)
+    dtype, shape, chunks = _dtype(entry["dtype"], dtypes), _ints(entry["shape"]), _list(entry["chunks"])
+    return StoredTensor(dtype, shape, [_chunk(shape, entry["shape"], *chunk) for chunk in chunks])
 
 
-def _chunk(file: Any, at: Any, offsets: Any, sizes: Any) -> Chunk:
+def _chunk(shape: Shape, shape_in_json: Any, file: Any, at: Any, offsets: Any, sizes: Any) -> Chunk:
     if type(file) is not str or type(at) is not int:
         raise ValueError("expected a chunk of [file, at, offsets, sizes]")
-    return Chunk(file, at, _ints(offsets), _ints(sizes))
+    # Most tensors are one chunk; thousands of them share the two tuples.
+    is_whole = sizes == shape_in_json and offsets == [0] * len(shape)
+    return Chunk(file, at, _zeros(len(shape)), shape) if is_whole else Chunk(file, at, _ints(offsets), _ints(sizes))
+
+
+@cache
+def _zeros(num_dims: int) -> Shape:
+    return (0,) * num_dims
 
 
 def _object(entry: Mapping[str, Any]) -> StoredObject:

@@ -265,11 +265,19 @@ class _OwnPlanner(LoadPlanner):
         if self._failure is not None:
             raise self._failure
         contents, self._wanted = self._folder.contents, Wanted()
+        regions = self._wanted.regions
         for key, target in self._state.items():
             if key in contents.objects:
                 self._wanted.objects.append((key, partial(self._state.__setitem__, key)))
+                continue
+            stored = contents.tensors[key]
+            if tuple(target.shape) != stored.shape:
+                found = f"shape {list(stored.shape)} in the checkpoint, {list(target.shape)} expected"
+                raise CheckpointMismatch(str(self._folder.path), f"  {key}: {found}")
+            if len(stored.chunks) == 1 and not isinstance(target, DTensor):
+                regions.append(Region(key, stored.chunks[0], stored.chunks[0].offsets, target.detach()))
             else:
-                self._wanted.regions += self._regions_of(key, contents.tensors[key], target)
+                regions += self._regions_of(key, stored, target)
         return LoadPlan([])
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -280,12 +288,6 @@ class _OwnPlanner(LoadPlanner):
 
     def _regions_of(self, key: str, stored: StoredTensor, target: torch.Tensor) -> Iterator[Region]:
         """Yield the regions of `stored` that fill the memory of `target`. Raises `CheckpointMismatch` for a misfit."""
-        if tuple(target.shape) != stored.shape:
-            found = f"shape {list(stored.shape)} in the checkpoint, {list(target.shape)} expected"
-            raise CheckpointMismatch(str(self._folder.path), f"  {key}: {found}")
-        if len(stored.chunks) == 1 and not isinstance(target, DTensor):
-            yield Region(key, stored.chunks[0], (0,) * len(stored.shape), target.detach())
-            return
         try:
             parts = list(parts_of(key, target))
         except ValueError as error:
