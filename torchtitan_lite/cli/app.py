@@ -14,6 +14,7 @@ import io
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
@@ -26,8 +27,7 @@ from torchtitan_lite.errors import ConfigError, TorchtitanLiteError
 PROGRAM = "torchtitan-lite"
 _DESCRIPTION = """List, check, compare, convert and thin out checkpoints on disk, without a job.
 
-STEP is the folder of a checkpoint, FOLDER:10 for step 10 in a folder of
-checkpoints, or FOLDER for the latest one in it."""
+STEP is a checkpoint's folder, FOLDER:10 for a step, or FOLDER for its latest."""
 
 VERBS = {
     "ls": "torchtitan_lite.cli.ls:Ls",
@@ -125,10 +125,11 @@ def _quietly(name: str, parse: Callable[[], Verb]) -> Verb:
 
 def _sentence(name: str, report: str) -> str:
     """Return the finding in a report of tyro, which is a box with a title, a finding and remarks below it."""
-    lines = [re.sub("^│|│$", "", line.strip()) for line in report.splitlines()]
-    rules = [at for at, line in enumerate(lines) if line.startswith(("╭", "╰")) or set(line.strip()) == {"─"}]
+    lines = [re.sub(r"^[│|]|[│|]$", "", line.rstrip()) for line in report.splitlines()]
+    # Blocks, or ASCII where stdout is no UTF-8.
+    rules = [at for at, line in enumerate(lines) if line[:1] in ("╭", "╰", "+") or {*line.strip()} <= {"─", "-"}]
     finding = lines[rules[0] + 1 : rules[1]] if len(rules) > 1 else lines
     # What is indented further is the help text of an argument.
-    words = [line.strip() for line in finding if not line.startswith(" " * 9)]
-    text = " ".join(" ".join(words).split())
+    indented = textwrap.dedent("\n".join(finding)).splitlines()
+    text = " ".join(" ".join(line for line in indented if not line.startswith(" " * 8)).split())
     return f"{text[:1].lower()}{text[1:]}; see {f'{PROGRAM} {name}'.strip()} --help"

@@ -55,6 +55,10 @@ def _text_of(error: BaseException) -> str:
             return f"step {error.step} is not in {error.folder} (it has {has})"
         case CheckpointDamaged():
             return f"{error.path} is damaged: {error.summary}"
+        case AllCheckpointsDamaged():
+            return f"every checkpoint in {error.folder} is damaged: " + "; ".join(
+                f"step {step}: {finding}" for step, finding in sorted(error.findings.items())
+            )
         case CheckpointUnsafe():
             return f"{error.path} is not read: {error.finding.strip().removesuffix('.')}; nothing in it was run"
         case CheckpointUnreadable():

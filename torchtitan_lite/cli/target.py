@@ -88,8 +88,7 @@ def _of_step(root: Path, step: int) -> Target:
     folder = root / layout.step_dir(step)
     if folder.is_dir():
         return Target(folder, root, step)
-    info = CheckpointStore(root).get(step)
-    return Target(info.path, root, step)
+    return _of_info(CheckpointStore(root).get(step), root)
 
 
 def _latest(root: Path) -> Target:
@@ -107,4 +106,4 @@ def _latest(root: Path) -> Target:
 
 
 def _of_info(info: CheckpointInfo, root: Path) -> Target:
-    return Target(info.path, root, info.step)
+    return Target(root / info.path.name, root, info.step)

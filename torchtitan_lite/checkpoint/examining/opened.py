@@ -113,7 +113,7 @@ def absence(folder: Path) -> str:
     if names & {layout.MANIFEST, layout.METADATA}:
         return ""
     if any(map(layout.is_data_file, names)):
-        return f"it is half-written: there are files of tensors in it, but no {layout.METADATA}"
+        return f"there are files of tensors in it, but no {layout.METADATA}"
     return f"there is neither {layout.MANIFEST} nor {layout.METADATA} in it"
 
 

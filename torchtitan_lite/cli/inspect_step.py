@@ -1,0 +1,280 @@
+"""`inspect`: what one checkpoint is, and what is in it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, Origin, open_checkpoint
+from torchtitan_lite.checkpoint.examining.summary import (
+    Part,
+    Row,
+    bytes_by_file,
+    matching,
+    part_name,
+    parts_of,
+    rows_of,
+)
+from torchtitan_lite.checkpoint.format.contents import StoredTensor
+from torchtitan_lite.cli.bars import bar, fills
+from torchtitan_lite.cli.exit_codes import ExitCode
+from torchtitan_lite.cli.key_cell import KeyCell
+from torchtitan_lite.cli.screen import Screen
+from torchtitan_lite.cli.target import resolve
+from torchtitan_lite.cli.words import age, count, number, size
+from torchtitan_lite.config.job_config import JobConfig
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.manifest import CheckpointKind
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+_MOST_ROWS = 40
+"""Of tensors, unless they are asked for by name."""
+_BAR_COLUMNS = 32
+_ORIGINS = {
+    Origin.OURS: "",
+    Origin.TORCHTITAN: ", by torchtitan, without a manifest",
+    Origin.DCP: ", by plain DCP, without a manifest",
+}
+_KINDS = {CheckpointKind.FULL: "full", CheckpointKind.WEIGHTS_ONLY: "weights-only"}
+
+
+@dataclass(frozen=True)
+class Inspect:
+    """Show what a checkpoint is and what is in it: origin, configuration, tensors, files."""
+
+    step: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="STEP")]
+    """The folder of a checkpoint, FOLDER:10 for a step in a folder of checkpoints, or FOLDER for its latest."""
+    tensors: Annotated[str, tyro.conf.arg(metavar="GLOB")] = ""
+    """Show every tensor whose key matches, such as 'model.*'; a * matches dots, too."""
+    ranks: bool = False
+    """Show how many bytes each rank's file has of each part."""
+    json: bool = False
+    """Print JSON, with every tensor that matches."""
+
+    def run(self, screen: Screen) -> ExitCode:
+        opened = open_checkpoint(resolve(self.step).folder)
+        chosen = matching(opened.contents.tensors, self.tensors or "*")
+        if not chosen and self.tensors:
+            raise ConfigError(f"no tensor of {opened.folder} matches {self.tensors}: inspect shows the keys")
+        view = _View(opened, chosen, time.time())
+        screen.show(view.to_json(), lambda: view.render(tensors=bool(self.tensors), ranks=self.ranks))
+        return ExitCode.FINE
+
+
+@dataclass(frozen=True)
+class _View:
+    opened: OpenedCheckpoint
+    chosen: Mapping[str, StoredTensor]
+    now: float
+
+    def render(self, *, tensors: bool, ranks: bool) -> RenderableType:
+        from rich.console import Group
+        from rich.text import Text
+
+        blocks: list[tuple[str, RenderableType]] = []
+        if not (tensors or ranks):
+            if configuration := changed_settings(self.opened.config):
+                blocks.append(("Configuration that differs from the defaults", _pairs(configuration)))
+            blocks.append(("Parts", self._parts()))
+        if tensors or not ranks:
+            rows = rows_of(self.chosen, folded=not tensors)
+            blocks.append(("Tensors", _tensors(rows if tensors else rows[:_MOST_ROWS])))
+            if not tensors and len(rows) > _MOST_ROWS:
+                blocks.append(("", Text(f"and {count(len(rows) - _MOST_ROWS, 'more row')}: --tensors '*' shows all")))
+        if ranks or not tensors:
+            blocks.append((f"Files{self._legend() if ranks else ''}", self._files(by_part=ranks)))
+        shown: list[RenderableType] = [Text(str(self.opened.folder), style="bold"), _pairs(self._facts())]
+        for title, block in blocks:
+            shown += ["", Text(title, style="bold"), block] if title else [block]
+        return Group(*shown)
+
+    def _facts(self) -> dict[str, str]:
+        opened, manifest = self.opened, self.opened.manifest
+        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(opened.created_at))
+        by = f" by {count(opened.world_size, 'rank')}" if opened.world_size else ""
+        mesh = f" ({opened.topology})" if opened.topology and opened.world_size != 1 else ""
+        of_step = f" of step {opened.step}" if opened.step is not None else ""
+        facts = {
+            "kind": f"{_KINDS[opened.kind]} checkpoint{of_step}{_ORIGINS[opened.origin]}",
+            "size": f"{size(opened.nbytes)} in {count(len(opened.sizes), 'file')}",
+            "saved": f"{saved}, {age(self.now - opened.created_at)} ago{by}{mesh}",
+        }
+        if manifest is not None:
+            lineage = manifest.lineage
+            facts["run"] = lineage.run_id
+            facts["run"] += f", after step {lineage.parent_step}" if lineage.parent_step is not None else ""
+            facts["run"] += f", rolled back to step {lineage.branch_point}" if lineage.branch_point is not None else ""
+            versions = [f"{name} {version}" for name, version in manifest.versions.items()]
+            facts["written by"] = ", ".join([*versions, f"format {manifest.format_version}"])
+            if manifest.extra.get("metrics"):
+                facts["metrics"] = ", ".join(f"{name} {value:g}" for name, value in manifest.extra["metrics"].items())
+            if nan := manifest.extra.get("nan_in"):
+                facts["NaN in"] = ", ".join(map(str, nan))
+        return facts
+
+    def _parts(self) -> Table:
+        parts = parts_of(self.opened.contents)
+        longest = max((part.nbytes for part in parts), default=0)
+        table = _new_table("part", "tensors", "elements", "size", "objects", "", "dtypes")
+        for part in parts:
+            dtypes = ", ".join(sorted(part.dtypes))
+            nbytes = size(part.nbytes) if part.num_tensors else ""
+            cells = (number(part.num_tensors), number(part.num_elements), nbytes, number(part.num_objects))
+            table.add_row(part.name, *cells, bar([part.nbytes], longest, 8), dtypes)
+        if len(parts) > 1:
+            table.add_row("all", *_totals(parts), "", "")
+        return table
+
+    def _files(self, *, by_part: bool) -> Table:
+        held, sizes = bytes_by_file(self.opened.contents), self.opened.sizes
+        names = self._part_names()
+        table = _new_table("rank", "file", "size", "tensors", "")
+        longest = max((sum(parts.values()) for parts in held.values()), default=0)
+        for alike in _alike(sorted(held, key=lambda name: (layout.rank_of(name) or 0, name)), held, sizes):
+            first, last = alike[0], alike[-1]
+            parts = held[first]
+            lengths = [parts[name] for name in names] if by_part else [sum(parts.values())]
+            table.add_row(
+                _span(layout.rank_of(first), layout.rank_of(last)),
+                first if len(alike) == 1 else f"{count(len(alike), 'file')} of each",
+                size(sizes.get(first, 0)),
+                size(sum(parts.values())),
+                bar(lengths, longest, _BAR_COLUMNS),
+            )
+        return table
+
+    def _legend(self) -> str:
+        marks = fills()
+        names = self._part_names()
+        shown = [f"{marks[min(at, len(marks) - 1)]} {name}" for at, name in enumerate(names[: len(marks) - 1])]
+        return ": " + ", ".join([*shown, f"{marks[-1]} other"] if len(names) > len(marks) - 1 else shown)
+
+    def _part_names(self) -> list[str]:
+        """Return the parts with tensors, the largest first."""
+        parts = sorted(parts_of(self.opened.contents), key=lambda part: -part.nbytes)
+        return [part.name for part in parts if part.nbytes]
+
+    def to_json(self) -> dict[str, Any]:
+        opened, manifest = self.opened, self.opened.manifest
+        held = bytes_by_file(opened.contents)
+        return {
+            "folder": str(opened.folder),
+            "origin": opened.origin.value,
+            "kind": opened.kind.value,
+            "step": opened.step,
+            "bytes": opened.nbytes,
+            "created_at": opened.created_at,
+            "world_size": opened.world_size,
+            "topology": opened.topology,
+            "format_version": manifest.format_version if manifest is not None else None,
+            "versions": manifest.versions if manifest is not None else {},
+            "lineage": manifest.lineage.to_json() if manifest is not None else None,
+            "metrics": manifest.extra.get("metrics", {}) if manifest is not None else {},
+            "nan_in": manifest.extra.get("nan_in", []) if manifest is not None else [],
+            "config": opened.config,
+            "parts": [
+                {
+                    "name": part.name,
+                    "tensors": part.num_tensors,
+                    "elements": part.num_elements,
+                    "bytes": part.nbytes,
+                    "objects": part.num_objects,
+                    "dtypes": dict(part.dtypes),
+                }
+                for part in parts_of(opened.contents)
+            ],
+            "files": [
+                {"name": name, "rank": layout.rank_of(name), "bytes": nbytes, "tensor_bytes": dict(held.get(name, {}))}
+                for name, nbytes in opened.sizes.items()
+            ],
+            "tensors": [
+                {
+                    "key": key,
+                    "part": part_name(key),
+                    "dtype": str(tensor.dtype),
+                    "shape": list(tensor.shape),
+                    "bytes": tensor.nbytes,
+                    "chunks": len(tensor.chunks),
+                }
+                for key, tensor in self.chosen.items()
+            ],
+        }
+
+
+def changed_settings(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the settings in `config` that are not at their defaults, by "section.key"."""
+    defaults = json.loads(json.dumps(JobConfig().to_dict()))
+    return {
+        f"{section}.{key}": value if isinstance(value, str) else json.dumps(value)
+        for section, keys in config.items()
+        for key, value in keys.items()
+        if section not in defaults or key not in defaults[section] or defaults[section][key] != value
+    }
+
+
+def _totals(parts: Sequence[Part]) -> Iterator[str]:
+    yield number(sum(part.num_tensors for part in parts))
+    yield number(sum(part.num_elements for part in parts))
+    yield size(sum(part.nbytes for part in parts))
+    yield number(sum(part.num_objects for part in parts))
+
+
+def _tensors(rows: Sequence[Row]) -> Table:
+    counts = any(row.num_tensors > 1 for row in rows)
+    table = _new_table("name", *(["count"] if counts else []), "dtype", "shape", "size")
+    for row in rows:
+        shape = " x ".join(map(str, row.shape)) or "scalar"
+        each = size(row.nbytes // row.num_tensors)
+        table.add_row(KeyCell(row.name), *([str(row.num_tensors)] if counts else []), row.dtype, shape, each)
+    return table
+
+
+def _alike(names: Sequence[str], held: Mapping[str, Counter[str]], sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Yield the files, with more than three neighbours of equal sizes as one group."""
+    for _, of_one in groupby(names, key=lambda name: (sizes.get(name), sorted(held[name].items()))):
+        alike = list(of_one)
+        if len(alike) > 3:
+            yield alike
+        else:
+            yield from ([name] for name in alike)
+
+
+def _span(first: int | None, last: int | None) -> str:
+    if first is None or last is None:
+        return ""
+    return str(first) if first == last else f"{first} to {last}"
+
+
+def _pairs(facts: Mapping[str, str]) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        table.add_row(name, value)
+    return table
+
+
+def _new_table(*names: str) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+    for name in names:
+        if name in ("name", "part", "dtypes"):
+            table.add_column(name, overflow="fold")
+        else:
+            is_number = name in ("rank", "tensors", "elements", "size", "objects", "count")
+            table.add_column(name, justify="right" if is_number else "left", no_wrap=True)
+    return table
