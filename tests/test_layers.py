@@ -49,8 +49,9 @@ WITHOUT_TORCH = (
     *("__init__", "errors", "faults", "log", "collection", "disk", "store", "config"),
     *(f"checkpoint.format.{name}" for name in ("containers", "contents", "dtypes", "plain_value", "structure")),
     *(f"checkpoint.untrusted.{name}" for name in ("inert_pickle", "safe_metadata", "stock_item")),
-    *("checkpoint.reading.folder", "checkpoint.examining"),
-    *("cli.app", "cli.target", "cli.ls"),
+    "checkpoint.reading.folder",
+    *(f"checkpoint.examining.{name}" for name in ("opened", "inventory", "retention_outlook", "summary")),
+    *(f"cli.{name}" for name in ("app", "exit_codes", "inspect_step", "key_cell", "ls", "screen", "target", "words")),
 )
 UNKNOWN_TO_CHECKPOINT = ("models", "data", "trainer", "metrics", "optim", "parallelisms")
 TENSORBOARD = ("tensorboard", "torch.utils.tensorboard", "tensorboardX")

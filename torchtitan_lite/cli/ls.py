@@ -1,21 +1,46 @@
-"""`ls`: the checkpoints in a folder."""
+"""`ls`: the checkpoints in a folder, by run, and what else is there."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from torchtitan_lite.checkpoint.examining.inventory import USABLE, Entry, inventory
+from torchtitan_lite.checkpoint.examining.opened import Origin
+from torchtitan_lite.checkpoint.examining.retention_outlook import keep_keys, outlook
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.target import folder_of_checkpoints
-from torchtitan_lite.store.store import CheckpointStore
+from torchtitan_lite.cli.target import folder_of_checkpoints, is_checkpoint
+from torchtitan_lite.cli.words import age, count, size
+from torchtitan_lite.disk.plain_file import read_plain
+from torchtitan_lite.errors import CheckpointNotFound, CheckpointUnsafe, ConfigError, PinsUnreadable
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.holder import Holder
+from torchtitan_lite.store.manifest import CheckpointKind
+from torchtitan_lite.store.pins import Pins
+from torchtitan_lite.store.retention import Verdict
+from torchtitan_lite.store.verified import FULL
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+_KINDS = {CheckpointKind.FULL: "full", CheckpointKind.WEIGHTS_ONLY: "weights"}
+_COLUMNS = ("step", "kind", "size", "age", "ranks", "notes")
+_NUMBERS = ("step", "size", "age")
+_FOLDED = {"ranks": 16, "notes": 12}
+"""Columns that are folded where the screen is too narrow, and their least width."""
+_LOCK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class Ls:
-    """List the checkpoints in a folder."""
+    """List the checkpoints in a folder, and what else is there."""
 
     folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """A folder of checkpoints, or the dump folder of a run."""
@@ -24,6 +49,190 @@ class Ls:
 
     def run(self, screen: Screen) -> ExitCode:
         root = folder_of_checkpoints(self.folder)
-        steps = [info.step for info in CheckpointStore(root).committed()]
-        screen.show({"steps": steps}, lambda: "\n".join(map(str, steps)))
+        entries = inventory(root)
+        if not entries:
+            if is_checkpoint(root):
+                raise ConfigError(f"{root} is a checkpoint, not a folder of checkpoints: use inspect")
+            raise CheckpointNotFound(str(root), None, finding="there is no checkpoint of any step in it")
+        found = _Found.of(root, entries, time.time())
+        screen.show(found.to_json(), found.render)
         return ExitCode.FINE
+
+
+@dataclass(frozen=True)
+class _Found:
+    root: Path
+    entries: Sequence[Entry]
+    now: float
+    holder: Holder | None
+    pinned: frozenset[int]
+    pins_error: str
+    keys: dict[str, Any]
+    verdicts: dict[int, Verdict]
+
+    @classmethod
+    def of(cls, root: Path, entries: Sequence[Entry], now: float) -> _Found:
+        pinned, error = frozenset[int](), ""
+        try:
+            pinned = Pins(root).read()
+        except PinsUnreadable as unreadable:
+            error = str(unreadable)
+        keys = keep_keys(entries)
+        # Where the pins cannot be known, no job removes anything.
+        verdicts = {} if error else outlook(entries, keys, pinned, now)
+        return cls(root, entries, now, _holder(root), pinned, error, keys, verdicts)
+
+    @property
+    def latest(self) -> Entry | None:
+        """The one that a job resumes from; None if there is none."""
+        full = [each for each in self.entries if each.info is not None and each.kind is CheckpointKind.FULL]
+        return full[-1] if full else None
+
+    def goes(self, entry: Entry) -> bool:
+        verdict = self.verdicts.get(entry.step) if entry.info is not None and entry.step is not None else None
+        return verdict is not None and verdict.goes
+
+    def is_pinned(self, entry: Entry) -> bool:
+        return entry.step in self.pinned and layout.parse_step(entry.name) is not None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "folder": str(self.root),
+            "in_use_by": str(self.holder) if self.holder is not None else None,
+            "retention": self.keys,
+            "checkpoints": [self._json_of(entry) for entry in self.entries],
+        }
+
+    def render(self) -> RenderableType:
+        from rich.console import Group
+        from rich.text import Text
+
+        usable = [entry for entry in self.entries if entry.state in USABLE]
+        others = [entry for entry in self.entries if entry.state not in USABLE]
+        parts: list[RenderableType] = [Text(f"{self.root}: {count(len(usable), 'checkpoint')}, {_total(usable)}")]
+        if self.holder is not None:
+            parts.append(Text(f"In use by {self.holder}"))
+        rows = {entry.name: self._row(entry) for entry in usable}
+        widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows.values(), strict=True)]
+        for number, (title, of_run) in enumerate(_by_run(usable)):
+            table = _table(widths, [rows[entry.name] for entry in of_run], with_header=number == 0)
+            parts += ["", Text(title, style="bold"), table]
+        if others:
+            parts += ["", Text(f"Not loaded by any job, {_total(others)}", style="bold"), self._others(others)]
+        if self.keys and any(map(self.goes, usable)):
+            rules = ", ".join(f"{key} {value}" for key, value in self.keys.items())
+            parts += ["", Text(f"To be removed by {rules}, the latest checkpoint's configuration.")]
+        if self.pins_error:
+            parts += ["", Text(f"Nothing is removed: {self.pins_error}")]
+        return Group(*parts)
+
+    def _row(self, entry: Entry) -> tuple[str, ...]:
+        return (
+            entry.name if entry.step is None else str(entry.step),
+            _KINDS[entry.kind] if entry.kind else "",
+            size(entry.nbytes),
+            age(self.now - entry.created_at),
+            entry.topology or (count(entry.world_size, "rank") if entry.world_size else ""),
+            ", ".join(self._notes(entry)),
+        )
+
+    def _notes(self, entry: Entry) -> Iterator[str]:
+        if entry is self.latest:
+            yield "latest"
+        if self.is_pinned(entry):
+            yield "pinned"
+        if self.goes(entry):
+            yield "to be removed"
+        if entry.has_nan:
+            yield "NaN in weights"
+        if entry.verified is not None:
+            ago = age(self.now - entry.verified.verified_at)
+            what = "verified" if entry.verified.depth == FULL else "sizes verified"
+            yield f"DAMAGED, found {ago} ago" if entry.verified.num_findings else f"{what} {ago} ago"
+
+    def _others(self, entries: Sequence[Entry]) -> Table:
+        table = _new_table()
+        table.add_column("name", overflow="fold")
+        table.add_column("size", justify="right", no_wrap=True)
+        table.add_column("age", justify="right", no_wrap=True)
+        table.add_column("what it is")
+        for entry in entries:
+            what = entry.state.value.replace("_", " ")
+            what += ", pinned" if self.is_pinned(entry) else ""
+            what += f": {entry.finding}" if entry.finding else ""
+            table.add_row(entry.name, size(entry.nbytes), age(self.now - entry.created_at), what)
+        return table
+
+    def _json_of(self, entry: Entry) -> dict[str, Any]:
+        verdict = self.verdicts.get(entry.step) if entry.info is not None and entry.step is not None else None
+        checked = entry.verified
+        return {
+            "name": entry.name,
+            "state": entry.state.value,
+            "finding": entry.finding,
+            "step": entry.step,
+            "origin": entry.origin.value if entry.origin else None,
+            "kind": entry.kind.value if entry.kind else None,
+            "bytes": entry.nbytes,
+            "created_at": entry.created_at,
+            "world_size": entry.world_size,
+            "topology": entry.topology,
+            "lineage": entry.lineage.to_json() if entry.lineage else None,
+            "nan_in_weights": entry.has_nan,
+            "metrics": entry.metrics,
+            "pinned": self.is_pinned(entry),
+            "kept_by": list(verdict.kept_by) if verdict else None,
+            "to_be_removed": verdict.goes if verdict else None,
+            "verified": {
+                "at": checked.verified_at,
+                "depth": checked.depth,
+                "findings": checked.num_findings,
+            }
+            if checked
+            else None,
+        }
+
+
+def _table(widths: Sequence[int], rows: Sequence[Sequence[str]], *, with_header: bool) -> Table:
+    table = _new_table(with_header)
+    for name, width in zip(_COLUMNS, widths, strict=True):
+        side: Literal["left", "right"] = "right" if name in _NUMBERS else "left"
+        most = _FOLDED.get(name, width)
+        table.add_column(name, justify=side, no_wrap=name not in _FOLDED, min_width=min(width, most))
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _new_table(with_header: bool = True) -> Table:
+    from rich.table import Table
+
+    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=with_header, header_style="")
+
+
+def _total(entries: Sequence[Entry]) -> str:
+    return size(sum(entry.nbytes for entry in entries))
+
+
+def _by_run(entries: Sequence[Entry]) -> list[tuple[str, list[Entry]]]:
+    """Return the entries of each run under its title, by the first step of each; those without a manifest are last."""
+    groups: dict[str, list[Entry]] = {}
+    for entry in sorted(entries, key=lambda entry: entry.lineage is None):
+        groups.setdefault(_title(entry), []).append(entry)
+    return list(groups.items())
+
+
+def _title(entry: Entry) -> str:
+    if entry.lineage is None:
+        return "Without a manifest: saved by torchtitan" if entry.origin is Origin.TORCHTITAN else "Without a manifest"
+    begun = entry.lineage.branch_point
+    return f"Run {entry.lineage.run_id}" + (f", rolled back to step {begun}" if begun is not None else "")
+
+
+def _holder(root: Path) -> Holder | None:
+    """Return the job that has the folder now, as far as can be seen from here."""
+    try:
+        holder = Holder.parse(read_plain(root / layout.LOCK, _LOCK_BYTES))
+    except (OSError, CheckpointUnsafe):
+        return None
+    return None if holder is None or holder.has_ended() else holder

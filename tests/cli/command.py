@@ -1,0 +1,70 @@
+"""Run `torchtitan-lite` in this process, in another one, or on a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+import termios
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lite.cli.app import main
+
+ROOT = Path(__file__).parents[2]
+CLI = (sys.executable, "-m", "torchtitan_lite.cli")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+    @property
+    def lines(self) -> list[list[str]]:
+        """The words of each line of the result."""
+        return [line.split() for line in self.out.splitlines()]
+
+
+def command(*arguments: str | Path) -> Ended:
+    """Run it in this process; its output goes into a pipe, as far as it can see."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main([str(argument) for argument in arguments])
+    return Ended(code, out.getvalue(), err.getvalue())
+
+
+def on_a_terminal(*arguments: str | Path, columns: int = 80) -> tuple[int, str]:
+    """Run it on a terminal with so many columns; return its exit code and the screen, colours included."""
+    ours, its = os.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    environment = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT)}
+    for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"):
+        environment.pop(name, None)
+    with subprocess.Popen([*CLI, *map(str, arguments)], stdin=its, stdout=its, stderr=its, env=environment) as process:
+        os.close(its)
+        screen = b""
+        with contextlib.suppress(OSError):  # EIO at the end
+            while part := os.read(ours, 1 << 16):
+                screen += part
+        os.close(ours)
+    return process.returncode, screen.decode().replace("\r\n", "\n")
+
+
+def plain(screen: str) -> str:
+    """Return `screen` without colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", screen)

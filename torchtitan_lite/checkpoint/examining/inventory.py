@@ -1,0 +1,243 @@
+"""What is in a folder of checkpoints, for a person: also what no job would load.
+
+Each manifest is read once and the files' sizes are compared with it; nothing else is opened, and nothing is changed, so
+a job may write there meanwhile. Of a folder without a manifest only names and sizes are certain: its kind and its
+origin follow from the words in its `.metadata`, which is not parsed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import json
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torchtitan_lite.checkpoint.examining.opened import POSITIONS_OF_TORCHTITAN, Origin, absence, num_writers
+from torchtitan_lite.disk.plain_file import read_plain, size_finding
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnsafe, FormatTooNew
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.described import read_description
+from torchtitan_lite.store.known_manifests import describe
+from torchtitan_lite.store.lineage import Lineage, without_abandoned
+from torchtitan_lite.store.listing import Listing, is_folder
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
+from torchtitan_lite.store.verified import Verified, verified, verified_in
+
+_FINDINGS_BYTES = 1 << 20
+# A string in a pickle: the operation and the length, then the text.
+_TEXT = rb"(?:\x8c.|X.{4})"
+_OPTIMIZER = re.compile(_TEXT + rb"optim[a-z_]*\.", re.DOTALL)
+_POSITIONS = re.compile(_TEXT + re.escape(POSITIONS_OF_TORCHTITAN.encode()), re.DOTALL)
+
+
+class State(enum.Enum):
+    """Whether a checkpoint can be loaded, or why not."""
+
+    COMMITTED = "committed"
+    """Ours, and its files have the right sizes."""
+    FOREIGN = "foreign"
+    """Not ours, with `.metadata`: plain DCP's or torchtitan's."""
+    DAMAGED = "damaged"
+    UNREADABLE = "unreadable"
+    """The system refused to read it."""
+    NEWER_FORMAT = "newer_format"
+    HALF_WRITTEN = "half_written"
+    """A save that is under way, or was cut off."""
+    QUARANTINED = "quarantined"
+    """Found damaged by a load, and renamed."""
+    ABANDONED = "abandoned"
+    """Of a branch that a run left by rolling back."""
+    SET_ASIDE = "set_aside"
+    """In the way of another checkpoint, and renamed."""
+    BEING_REPLACED = "being_replaced"
+    """A cut save left it: the next start of a job puts it back or removes it."""
+    BEING_REMOVED = "being_removed"
+
+
+USABLE = (State.COMMITTED, State.FOREIGN)
+"""What a job can load by itself or by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One checkpoint, or what is left of one."""
+
+    name: str
+    """Of its folder."""
+    state: State
+    step: int | None
+    nbytes: int
+    """Bytes of its files; of a committed one without its manifest."""
+    created_at: float
+    """Unix seconds."""
+    origin: Origin | None = None
+    kind: CheckpointKind | None = None
+    world_size: int | None = None
+    topology: str = ""
+    lineage: Lineage | None = None
+    has_nan: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
+    finding: str = ""
+    """What is wrong with it."""
+    verified: Verified | None = None
+    config: dict[str, object] = field(default_factory=dict, repr=False)
+    """The configuration of the run that saved it; empty if unknown."""
+    info: CheckpointInfo | None = field(default=None, repr=False)
+    """What the store knows of a committed one."""
+
+
+def inventory(root: Path) -> list[Entry]:
+    """Return what is in the folder of checkpoints `root`, by ascending step; what is not a checkpoint is left out."""
+    records = verified_in(root)
+    entries = []
+    for name in Listing(root).names:
+        # What a job removes or renames meanwhile is not there any more.
+        with contextlib.suppress(FileNotFoundError):
+            entry = _entry(root / name)
+            if entry is not None:
+                entries.append(dataclasses.replace(entry, verified=verified(root / name, records)))
+    entries = _with_abandoned(entries)
+    return sorted(entries, key=lambda entry: (entry.step is None, entry.step or 0, entry.state not in USABLE))
+
+
+def _entry(folder: Path) -> Entry | None:
+    name = folder.name
+    if (step := layout.parse_step(name)) is not None:
+        return _of_step(folder, step)
+    if (step := layout.parse_staging(name)) is not None:
+        return _rest(folder, State.HALF_WRITTEN, step, absence(folder))
+    if (pair := layout.parse_trash(name)) is not None:
+        return _rest(folder, State.BEING_REMOVED, pair[0], "it is being removed, or its removal was cut off")
+    if (pair := layout.parse_replaced(name)) is not None:
+        finding = "another checkpoint takes its place; a cut save is cleaned up at the next start of the job"
+        return _rest(folder, State.BEING_REPLACED, pair[0], finding)
+    if (aside := layout.parse_set_aside(name)) is not None:
+        return _of_aside(folder, *aside)
+    if is_folder(folder) and (folder / layout.METADATA).is_file():
+        return _foreign(folder, None)
+    return None
+
+
+def _of_step(folder: Path, step: int) -> Entry:
+    try:
+        if not is_folder(folder):
+            return _rest(folder, State.DAMAGED, step, "it is no folder")
+        manifest = Manifest.of_folder(folder)
+        if manifest is None:
+            if (finding := absence(folder)) or not (folder / layout.METADATA).is_file():
+                return _rest(folder, State.HALF_WRITTEN, step, finding or f"there is no {layout.METADATA} in it")
+            return _foreign(folder, step)
+        if manifest.step != step:
+            return _rest(folder, State.DAMAGED, step, f"{layout.MANIFEST}: it is the manifest of step {manifest.step}")
+        finding = _missing(folder, manifest)
+    except FormatTooNew as error:
+        finding = f"it has format version {error.found}, this version reads up to {error.known}"
+        return _rest(folder, State.NEWER_FORMAT, step, finding)
+    except CheckpointDamaged as error:
+        return _rest(folder, State.DAMAGED, step, error.summary)
+    except CheckpointUnsafe as error:
+        return _rest(folder, State.DAMAGED, step, f"{Path(error.path).name}: {error.finding}")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        return _rest(folder, State.UNREADABLE, step, error.strerror or str(error))
+    return _managed(folder, manifest, State.DAMAGED if finding else State.COMMITTED, finding)
+
+
+def _of_aside(folder: Path, step: int, why: str) -> Entry:
+    """Return the entry of a renamed checkpoint, with what its manifest says if that can be read."""
+    state = {"corrupt": State.QUARANTINED, "abandoned": State.ABANDONED}.get(why, State.SET_ASIDE)
+    finding = {"abandoned": "its branch was left by a roll back", "weights": "a full checkpoint took its name"}.get(why)
+    finding = finding or (_findings(folder) if why == "corrupt" else "it was in the way of a checkpoint")
+    try:
+        manifest = Manifest.of_folder(folder) if is_folder(folder) else None
+    except (CheckpointDamaged, CheckpointUnsafe, FormatTooNew, OSError):
+        manifest = None
+    return _rest(folder, state, step, finding) if manifest is None else _managed(folder, manifest, state, finding)
+
+
+def _findings(folder: Path) -> str:
+    """Return what a load wrote about the quarantined checkpoint in `folder`; in general words if nothing is known."""
+    try:
+        document = json.loads(read_plain(folder / layout.FINDINGS, _FINDINGS_BYTES))
+        return "; ".join(str(finding) for finding in document["findings"])
+    except (OSError, CheckpointUnsafe, ValueError, KeyError, TypeError, RecursionError):
+        return "it was found damaged"
+
+
+def _managed(folder: Path, manifest: Manifest, state: State, finding: str) -> Entry:
+    info = describe(folder, manifest)
+    return Entry(
+        name=folder.name,
+        state=state,
+        step=manifest.step,
+        nbytes=manifest.nbytes,
+        created_at=manifest.created_at,
+        origin=Origin.OURS,
+        kind=manifest.kind,
+        world_size=manifest.world_size,
+        topology=str(manifest.extra.get("topology", "")),
+        lineage=manifest.lineage,
+        has_nan=info.has_nan,
+        metrics=dict(info.metrics),
+        finding=finding,
+        config=manifest.extra.get("config", {}),
+        info=info if state is State.COMMITTED else None,
+    )
+
+
+def _foreign(folder: Path, step: int | None) -> Entry:
+    sizes = _sizes(folder)
+    try:
+        text = read_description(folder / layout.METADATA, b".")
+    except (CheckpointDamaged, CheckpointUnsafe) as error:
+        return _rest(folder, State.DAMAGED, step, error.finding)
+    return Entry(
+        name=folder.name,
+        state=State.FOREIGN,
+        step=step,
+        nbytes=sum(sizes.values()),
+        created_at=(folder / layout.METADATA).lstat().st_mtime,
+        origin=Origin.TORCHTITAN if _POSITIONS.search(text) else Origin.DCP,
+        kind=CheckpointKind.FULL if _OPTIMIZER.search(text) else CheckpointKind.WEIGHTS_ONLY,
+        world_size=num_writers(sizes) or None,
+    )
+
+
+def _rest(folder: Path, state: State, step: int | None, finding: str) -> Entry:
+    nbytes = sum(_sizes(folder).values())
+    changed = folder.lstat().st_mtime
+    return Entry(name=folder.name, state=state, step=step, nbytes=nbytes, created_at=changed, finding=finding)
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Return the bytes of each file in `folder`; none if it is no folder or cannot be listed."""
+    try:
+        with os.scandir(folder) as found:
+            return {file.name: file.stat(follow_symlinks=False).st_size for file in found}
+    except (NotADirectoryError, PermissionError):
+        return {}
+
+
+def _missing(folder: Path, manifest: Manifest) -> str:
+    findings = (size_finding(folder / name, record.size) for name, record in sorted(manifest.files.items()))
+    found = [finding for finding in findings if finding]
+    return found[0] + (f", and {len(found) - 1} more files" if len(found) > 1 else "") if found else ""
+
+
+def _with_abandoned(entries: Iterable[Entry]) -> list[Entry]:
+    """Return `entries`; those that a committed one abandons, and that could not be renamed yet, have that state."""
+    entries = list(entries)
+    infos = [entry.info for entry in entries if entry.info is not None]
+    kept = {info.path.name for info in without_abandoned(infos)}
+    return [
+        entry
+        if entry.info is None or entry.name in kept
+        else dataclasses.replace(entry, state=State.ABANDONED, info=None, finding="its branch was left by a roll back")
+        for entry in entries
+    ]
