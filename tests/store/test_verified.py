@@ -83,6 +83,19 @@ def test_records_of_other_steps_stay_and_those_of_removed_ones_go(tmp_path: Path
     assert verified_in(tmp_path) == {"step-2": entry_of(folders[1], 1)}
 
 
+@pytest.mark.parametrize("num_findings", [0, 2])
+def test_a_look_at_sizes_does_not_replace_what_reading_every_byte_found(num_findings: int, tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    record(folder, entry_of(folder, num_findings))
+    record(folder, entry_of(folder, 0, SIZES))
+    assert verified_in(tmp_path) == {"step-1": entry_of(folder, num_findings)}
+    record(folder, entry_of(folder, 1, SIZES))
+    assert verified_in(tmp_path) == {"step-1": entry_of(folder, 1, SIZES)}
+    save(tmp_path, 1, b"others")
+    record(folder, entry_of(folder, 0, SIZES))
+    assert verified_in(tmp_path) == {"step-1": entry_of(folder, 0, SIZES)}
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -86,17 +86,25 @@ def verified(folder: Path, entries: dict[str, Verified]) -> Verified | None:
 def record(folder: Path, entry: Verified, durable: Durable = DISK) -> None:
     """Write `entry` about the checkpoint in `folder` beside that folder, and drop entries of what is gone.
 
+    One that found nothing does not replace one of the same checkpoint that read every byte, unless it did so, too.
     Raises OSError where the folder of checkpoints cannot be written. Takes no lease: no job relies on the file. A
     crash leaves the old file or the new one, and possibly the next one's temporary file, which the next call replaces.
     """
     root = folder.parent
     with _one_at_a_time(root):
         entries = {name: kept for name, kept in verified_in(root).items() if os.path.lexists(root / name)}
+        before = entries.get(folder.name)
+        if before is not None and before.identity == entry.identity and before.depth == FULL and _is_light(entry):
+            return
         entries[folder.name] = entry
         if os.path.lexists(temporary := root / temporary_name(layout.VERIFIED)):
             # Opening it would follow a link that leads out of the folder.
             durable.remove_file(temporary)
         durable.write_atomically(root / layout.VERIFIED, _text(entries))
+
+
+def _is_light(entry: Verified) -> bool:
+    return entry.depth != FULL and not entry.num_findings
 
 
 @contextmanager

@@ -1,0 +1,251 @@
+"""`verify` on whole, damaged, half-written and foreign folders: the screen, the JSON, the exit code, the record."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.reading.foreign_folders import of_0_3, of_2024, save_plain
+from tests.checkpoint.small_run import SmallRun
+from tests.checkpoint.with_manifest import flip
+from torchtitan_lite.cli.app import main
+from torchtitan_lite.store.manifest import seal
+from torchtitan_lite.store.store import CheckpointStore
+from torchtitan_lite.store.verified import verified, verified_in
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "format-3" / "two-ranks" / "checkpoint" / "step-7"
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Return a function that runs `verify` with arguments and returns its exit code, stdout and stderr."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code = main(["verify", *map(str, arguments)])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Return a folder of checkpoints with one of two ranks, step 7."""
+    shutil.copytree(GOLDEN, tmp_path / "checkpoint" / "step-7")
+    return tmp_path / "checkpoint"
+
+
+def as_json(text: str) -> Any:
+    return json.loads(text)["checkpoints"]
+
+
+@pytest.mark.parametrize("spelling", ["", "checkpoint", "checkpoint/step-7", "checkpoint:7", ":latest"])
+@pytest.mark.parametrize("full", [False, True])
+def test_a_whole_checkpoint_however_it_is_spelt(spelling: str, full: bool, root: Path, call: Call) -> None:
+    target = f"{root.parent}/{spelling}" if not spelling.startswith(":") else f"{root.parent}{spelling}"
+    code, out, err = call(target, *(["--full"] if full else []))
+    assert (code, err) == (0, "")
+    assert out.splitlines()[0].split() == ["step-7", "whole", "3", "files", "34", "tensors", "126.7", "KiB"]
+    assert out.splitlines()[-1].endswith("nothing is damaged." if full else "--full reads every byte.")
+    entry = verified(root / "step-7", verified_in(root))
+    assert entry is not None and (entry.depth, entry.num_findings) == ("full" if full else "sizes", 0)
+
+
+def test_a_flipped_byte_is_found_by_full_and_names_file_and_tensor(root: Path, call: Call) -> None:
+    flip(root / "step-7" / "__1_0.distcp", 390)
+    assert call(root)[0] == 0, "the sizes are right"
+    code, out, err = call(root, "--full")
+    assert (code, err) == (3, "")
+    assert "DAMAGED" in out
+    assert "__1_0.distcp: bytes 0 to 24896 are not what was saved: another digest" in out
+    assert "in it: model.weight, model.brief, " in out
+    entry = verified(root / "step-7", verified_in(root))
+    assert entry is not None and (entry.depth, entry.num_findings) == ("full", 1)
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda path: os.truncate(path, 400), "it has 400 bytes, not 24896"),
+        (lambda path: path.unlink(), "it is missing"),
+        (lambda path: (path.unlink(), path.mkdir()), "it is a folder"),
+    ],
+)
+def test_a_truncated_missing_or_other_file_is_found_without_full(
+    damage: Callable[[Path], object], text: str, root: Path, call: Call
+) -> None:
+    damage(root / "step-7" / "__1_0.distcp")
+    code, out, err = call(root)
+    assert (code, err) == (3, "")
+    assert f"__1_0.distcp: {text}\n" in out
+    assert "in it: model.weight, " in out
+
+
+def test_a_damaged_manifest_is_damage_and_no_result_is_recorded(root: Path, call: Call) -> None:
+    flip(root / "step-7" / "manifest.json", 40)
+    for target in (root / "step-7", root):
+        code, out, err = call(target)
+        assert (code, err) == (3, "")
+        assert "manifest.json: its own digest is not the" in out
+    assert verified_in(root) == {}
+
+
+def test_json_has_every_finding_and_every_key(root: Path, call: Call) -> None:
+    flip(root / "step-7" / "__1_0.distcp", 390)
+    code, out, err = call(root, "--full", "--json")
+    assert (code, err) == (3, "")
+    [checkpoint] = as_json(out)
+    [finding] = checkpoint["findings"]
+    assert checkpoint["status"] == "damaged"
+    assert finding["file"] == "__1_0.distcp" and len(finding["keys"]) == 14
+    assert checkpoint["compared_with"] == "digests"
+
+
+def test_each_committed_step_of_a_folder_is_verified(root: Path, call: Call) -> None:
+    save_plain({"weight": torch.ones(3)}, root / "step-9")
+    shutil.copytree(root / "step-7", root / "step-8.staging")
+    shutil.copytree(root / "step-7", root / "step-6.corrupt")
+    (root / "step-5").mkdir()
+    code, out, err = call(root, "--full", "--json")
+    assert [each["name"] for each in as_json(out)] == ["step-7", "step-9"]
+    assert [each["compared_with"] for each in as_json(out)] == ["digests", "checksums"]
+    assert (code, err) == (0, ""), "no notes with --json"
+    code, out, err = call(root, "--full")
+    assert "step-9 has no digests: compared with the checksums that torch.save wrote." in out
+    assert err == "step-8.staging is a save under way, or what a killed one left: not verified\n"
+
+
+def test_one_damaged_step_does_not_hide_the_others(root: Path, call: Call) -> None:
+    save_plain({"weight": torch.ones(3)}, root / "step-9")
+    flip(root / "step-7" / "manifest.json", 40)
+    code, out, _ = call(root, "--full", "--json")
+    assert code == 3
+    assert [each["status"] for each in as_json(out)] == ["damaged", "whole"]
+
+
+@pytest.mark.parametrize("make", [of_2024, of_0_3])
+def test_a_checkpoint_of_torchtitan(make: Callable[..., Path], tmp_path: Path, call: Call) -> None:
+    with SmallRun(tmp_path) as run:
+        run.train(1, last=False)
+        folder = make(run, tmp_path / "theirs" / "step-1")
+    assert call(folder, "--full")[0] == 0
+    assert verified(folder, verified_in(folder.parent)) is not None
+    flip(folder / "__0_0.distcp", (folder / "__0_0.distcp").read_bytes().index(b"_rebuild_tensor") + 3)
+    code, out, _ = call(folder, "--full")
+    assert code == 3 and "__0_0.distcp: " in out and "in it: " in out
+
+
+def test_a_checkpoint_without_the_name_of_a_step_is_verified_and_not_recorded(tmp_path: Path, call: Call) -> None:
+    folder = save_plain({"weight": torch.ones(3)}, tmp_path / "pretrained")
+    code, _, err = call(folder, "--full")
+    assert (code, err) == (0, "")
+    assert [path.name for path in tmp_path.iterdir()] == ["pretrained"]
+
+
+def test_a_run_goes_on_after_a_verification(tmp_path: Path, call: Call) -> None:
+    with SmallRun(tmp_path, interval=1, keep_latest_k=2) as run:
+        run.train(2, last=False)
+        assert call(run.root, "--full")[0] == 0
+        run.train(4)
+    assert run.committed() == [3, 4]
+    assert verified_in(run.root).keys() == {"step-1", "step-2"}, "the job leaves the file alone"
+    with SmallRun(tmp_path, interval=1, keep_latest_k=2) as again:
+        assert again.manager.load() and again.manager.loaded_step == 4
+    assert call(run.root, "--full")[0] == 0
+    assert verified_in(run.root).keys() == {"step-3", "step-4"}
+
+
+def test_a_step_that_is_removed_meanwhile_is_one_sentence(
+    root: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchtitan_lite.checkpoint.examining import verification
+
+    def purge_and_read(looked: Any, on_bytes: Any) -> Any:
+        if looked.path.name == "step-7":
+            CheckpointStore(root).delete(CheckpointStore(root).get(7))
+        return read(looked, on_bytes)
+
+    read = verification.read_through
+    monkeypatch.setattr(verification, "read_through", purge_and_read)
+    save_plain({"weight": torch.ones(3)}, root / "step-9")
+    copy = shutil.copytree(root, root.parent / "copy")
+    code, out, err = call(root, "--full", "--json")
+    assert (code, err) == (0, "")
+    assert [each["status"] for each in as_json(out)] == ["removed", "whole"]
+    shutil.rmtree(root)
+    shutil.copytree(copy, root)
+    code, out, err = call(f"{root}:7", "--full")
+    assert (code, out) == (1, "")
+    assert err == f"error: {root}/step-7 holds no checkpoint: it was removed or replaced while it was verified\n"
+
+
+def test_a_newer_format_is_one_sentence_and_no_damage(root: Path, call: Call) -> None:
+    shutil.copytree(root / "step-7", root / "step-8")
+    path = root / "step-7" / "manifest.json"
+    body = path.read_bytes()[: path.read_bytes().rindex(b',\n"digest"')]
+    path.write_bytes(seal(body.replace(b'"format_version": 3', b'"format_version": 99')))
+    code, out, err = call(root / "step-7")
+    assert (code, out) == (1, "")
+    assert err.startswith(f"error: {path} has format version 99, this version of torchtitan_lite reads up to 3")
+    assert err.count("\n") == 1
+    code, out, _ = call(root, "--json")
+    assert code == 3 and [each["status"] for each in as_json(out)] == ["too new", "damaged"], "step 8 says step 7"
+
+
+@pytest.mark.parametrize(
+    ("make", "spelling", "code", "text"),
+    [
+        (lambda base: None, "gone", 1, "gone holds no checkpoint: there is no such folder"),
+        (lambda base: (base / "gone").touch(), "gone", 1, "gone holds no checkpoint: it is not a folder"),
+        (lambda base: (base / "a").mkdir(), "a", 1, "a holds no checkpoint: there is no complete checkpoint in it"),
+        (lambda base: None, "checkpoint:8", 1, "step 8 is not in {root} (it has 7)"),
+        (lambda base: None, "s3://bucket/step-7", 2, "s3://bucket/step-7 is a URL"),
+    ],
+)
+def test_what_cannot_be_verified_is_one_sentence(
+    make: Callable[[Path], object],
+    spelling: str,
+    code: int,
+    text: str,
+    root: Path,
+    call: Call,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(root.parent)
+    make(root.parent)
+    found = call(spelling)
+    assert found[:2] == (code, "")
+    assert found[2].startswith(f"error: {text.format(root=root)}") and found[2].count("\n") == 1
+
+
+def test_half_of_a_checkpoint_is_no_checkpoint(root: Path, call: Call) -> None:
+    for name in ("manifest.json", ".metadata"):
+        (root / "step-7" / name).unlink()
+    code, out, err = call(root / "step-7")
+    assert (code, out) == (1, "")
+    assert "it has data files, but neither manifest.json nor .metadata: its save did not end" in err
+    (root / "step-7").rename(root / "step-8.staging")
+    code, out, err = call(root / "step-8.staging")
+    assert (code, out) == (1, "")
+    assert "it is a save under way, or what a killed one left" in err
+
+
+def test_a_result_that_cannot_be_written_is_a_note(root: Path, call: Call) -> None:
+    (root / "verified.json").mkdir()
+    code, out, err = call(root)
+    assert code == 0 and "whole" in out
+    assert err.startswith("note: ls will not show this result: ") and err.count("\n") == 1
+
+
+def test_nothing_in_the_checkpoint_changes(root: Path, call: Call) -> None:
+    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in (root / "step-7").iterdir()}
+    call(root, "--full")
+    assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in (root / "step-7").iterdir()} == before

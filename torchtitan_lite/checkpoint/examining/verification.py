@@ -1,0 +1,313 @@
+"""Verify a checkpoint where it lies, without a job and without torch.
+
+`look_at` compares the manifest with itself and with the names and sizes of the files; `read_through` then reads every
+byte, and compares it with the digests in the manifest or, where there are none, with the checksums that torch.save put
+into each item. Both return all findings instead of stopping at the first one, and each names its file and the tensors
+in it. Nothing is changed. A checkpoint that the job beside it removes meanwhile raises `CheckpointNotFound`, because
+files that are gone with it are no damage. An error of the machine is no damage either, and is raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import math
+import os
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torchtitan_lite.checkpoint.examining.findings import Finding, affected
+from torchtitan_lite.checkpoint.examining.item_checksums import PlacedItem, check_items
+from torchtitan_lite.checkpoint.format.contents import Contents
+from torchtitan_lite.checkpoint.untrusted.safe_metadata import read_metadata
+from torchtitan_lite.collection import no_collection
+from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
+from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord, num_blocks
+from torchtitan_lite.disk.plain_file import opened, size_finding, sizes_of
+from torchtitan_lite.errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    CheckpointUnreadable,
+    CheckpointUnsafe,
+    TorchtitanLiteError,
+)
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.known_manifests import damage_in
+from torchtitan_lite.store.listing import is_unmanaged
+from torchtitan_lite.store.manifest import Manifest
+
+SPAN_BLOCKS = 256
+"""Blocks that are read between two reports of progress. All threads finish one span before the next one begins."""
+MOST_DAMAGED_BLOCKS = 64
+"""In one file; the rest of it is not read then, because each of them is read three times."""
+
+OnBytes = Callable[[int], None]
+"""Receives the number of bytes that were read since its last call."""
+
+
+@dataclass(frozen=True)
+class Looked:
+    """A checkpoint, and what the checks found that need none of its data."""
+
+    path: Path
+    identity: tuple[int, ...]
+    """What differs once another checkpoint has its name."""
+    manifest: Manifest | None = None
+    """None if it is damaged, and for plain DCP's."""
+    contents: Contents | None = None
+    """None if they are damaged."""
+    findings: tuple[Finding, ...] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of each file that is there with its right size."""
+    unknown: tuple[str, ...] = ()
+    """Names in the folder that nothing describes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all these files."""
+        return sum(self.sizes.values())
+
+    @property
+    def has_digests(self) -> bool:
+        """Return whether the manifest has digests of the files."""
+        return self.manifest is not None and any(record.blocks for record in self.manifest.files.values())
+
+
+@dataclass(frozen=True)
+class Read:
+    """What reading every byte of a checkpoint found."""
+
+    findings: tuple[Finding, ...]
+    num_items: int = 0
+    """Items that were checked one by one, because their file has no digests."""
+    num_without_checksum: int = 0
+    """Those of them that have no checksum for their data."""
+
+
+def look_at(folder: Path) -> Looked:
+    """Check the checkpoint in `folder`: its manifest, names, sizes, and that chunks cover each tensor exactly once.
+
+    Raises `CheckpointNotFound` if there is no checkpoint, or none any more; `FormatTooNew`; `CheckpointUnreadable`.
+    """
+    identity = _identity(folder) if layout.parse_staging(folder.name) is None else None
+    if identity is None:
+        raise CheckpointNotFound(str(folder), None, finding=_why_none(folder))
+    try:
+        with no_collection():
+            looked = _looked(Looked(folder, identity))
+    except CheckpointUnreadable:
+        _refuse_if_gone(folder, identity)
+        raise
+    except OSError as error:
+        if isinstance(error, TorchtitanLiteError):
+            raise
+        _refuse_if_gone(folder, identity)
+        raise CheckpointUnreadable(str(folder), f"{type(error).__name__}: {error}") from error
+    if looked.findings:
+        _refuse_if_gone(folder, identity)
+    return looked
+
+
+def read_through(looked: Looked, on_bytes: OnBytes = lambda count: None, blocks: BlockReader | None = None) -> Read:
+    """Read every byte of the files in `looked.sizes` and compare it. Raises as `look_at` does."""
+    records = looked.manifest.files if looked.manifest is not None else {}
+    with_digests = {file for file in looked.sizes if file in records and records[file].blocks}
+    items = list(_items(looked, looked.sizes.keys() - with_digests))
+    reader = blocks or BlockReader()
+    findings: list[Finding] = []
+    try:
+        for file in sorted(with_digests):
+            findings += _in_blocks(looked, file, records[file], reader, on_bytes)
+        checked = check_items(looked.path, items, on_bytes)
+        findings += (Finding(place.item.file, text, (place.key,)) for place, text in checked.damaged)
+    except CheckpointUnreadable:
+        _refuse_if_gone(looked.path, looked.identity)
+        raise
+    if findings:
+        _refuse_if_gone(looked.path, looked.identity)
+    return Read(tuple(findings), len(items), checked.num_without_checksum)
+
+
+def _looked(looked: Looked) -> Looked:
+    folder = looked.path
+    try:
+        manifest = Manifest.of_folder(folder)
+        step = layout.parse_step(folder.name)
+        if manifest is not None and step is not None and manifest.step != step:
+            raise CheckpointDamaged(str(folder), f"{layout.MANIFEST}: it is the manifest of step {manifest.step}")
+        looked = dataclasses.replace(looked, manifest=manifest)
+        has_tables = manifest is not None and (manifest.tensors or manifest.objects or manifest.structure)
+        contents = Contents.of_manifest(manifest, str(folder)) if manifest and has_tables else read_metadata(folder)
+        contents.check_names()
+    except (CheckpointDamaged, CheckpointUnsafe) as error:
+        return dataclasses.replace(looked, findings=(_of_error(folder, error),))
+    except FileNotFoundError:
+        # Only a manifest of format 1 needs this file: others have the tables themselves.
+        return dataclasses.replace(looked, findings=(Finding(layout.METADATA, "it is missing"),))
+    recorded = {name: record.size for name, record in manifest.files.items()} if manifest is not None else {}
+    findings, sizes = _of_sizes(looked.path, contents, recorded)
+    # A file of another size is one finding, not one for each tensor in it.
+    findings += _of_coverage(contents, recorded or sizes)
+    described = {*recorded, *contents.files, layout.MANIFEST, layout.METADATA}
+    unknown = tuple(sorted(path.name for path in folder.iterdir() if path.name not in described))
+    return dataclasses.replace(looked, contents=contents, findings=tuple(findings), sizes=sizes, unknown=unknown)
+
+
+def _of_sizes(folder: Path, contents: Contents, recorded: Mapping[str, int]) -> tuple[list[Finding], dict[str, int]]:
+    """Return what is wrong with the sizes of all files, and the sizes of the others."""
+    findings, sizes = [], {}
+    for name, size in sorted(recorded.items()):
+        if text := size_finding(folder / name, size):
+            keys = affected(contents, name, _found_bytes(folder / name, size), math.inf)
+            findings.append(Finding(name, f"it {text.removeprefix(f'{name} ')}", keys))
+        else:
+            sizes[name] = size
+    for name in sorted(contents.files - recorded.keys()):
+        try:
+            sizes |= sizes_of(folder, [name])
+            text = "" if name in sizes else "it is missing"
+        except CheckpointUnsafe as error:
+            text = error.finding
+        if text:
+            findings.append(Finding(name, text, affected(contents, name, 0, math.inf)))
+    return findings, sizes
+
+
+def _of_coverage(contents: Contents, sizes: Mapping[str, int]) -> list[Finding]:
+    """Return what is wrong with each tensor and object, if files of these `sizes` are to hold them."""
+    try:
+        contents.check(sizes)
+        return []
+    except CheckpointDamaged as error:
+        whole = error
+    findings = []
+    for key in contents:
+        if key in contents.tensors:
+            one = dataclasses.replace(contents, tensors={key: contents.tensors[key]}, objects={})
+        else:
+            one = dataclasses.replace(contents, tensors={}, objects={key: contents.objects[key]})
+        if one.files - sizes.keys():
+            continue  # That file is a finding already.
+        try:
+            one.check(sizes)
+        except CheckpointDamaged as error:
+            findings.append(Finding("", error.finding, (key,)))
+    return findings or ([] if contents.files - sizes.keys() else [Finding("", whole.finding)])
+
+
+def _in_blocks(looked: Looked, file: str, record: FileRecord, reader: BlockReader, on_bytes: OnBytes) -> list[Finding]:
+    """Return the damaged parts of `file`, whose blocks have digests."""
+    path, count = looked.path / file, num_blocks(record.size)
+    damaged: list[int] = []
+    done = 0
+    _drop_from_cache(path)
+    while done < count and len(damaged) < MOST_DAMAGED_BLOCKS:
+        span = range(done, min(done + SPAN_BLOCKS, count))
+        damaged += _damaged(reader, path, record, span)
+        on_bytes(min(span.stop * BLOCK_BYTES, record.size) - done * BLOCK_BYTES)
+        done = span.stop
+    findings = []
+    for first, last in _runs(damaged):
+        begin, end = first * BLOCK_BYTES, min((last + 1) * BLOCK_BYTES, record.size)
+        text = f"bytes {begin} to {end} are not what was saved: another digest"
+        findings.append(Finding(file, text, affected(looked.contents, file, begin, end)))
+    if done < count:
+        text = f"the bytes from {done * BLOCK_BYTES} on were not read after so much damage"
+        findings.append(Finding(file, text, affected(looked.contents, file, done * BLOCK_BYTES, math.inf)))
+    return findings
+
+
+def _damaged(reader: BlockReader, path: Path, record: FileRecord, blocks: range) -> list[int]:
+    """Return those of `blocks` that have another digest, twice."""
+    try:
+        reader.verify(path, record, blocks)
+        return []
+    except DamagedRange:
+        return [block for block in blocks if _is_damaged(reader, path, record, block)]
+
+
+def _is_damaged(reader: BlockReader, path: Path, record: FileRecord, block: int) -> bool:
+    try:
+        reader.verify(path, record, [block])
+    except DamagedRange:
+        return True
+    return False
+
+
+def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the first and last of each run of consecutive `numbers`, which ascend."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        first = runs.pop()[0] if runs and runs[-1][1] == number - 1 else number
+        runs.append((first, number))
+    return runs
+
+
+def _drop_from_cache(path: Path) -> None:
+    """Drop `path` from the page cache: the bytes on the disk are to be verified, not a copy of them in memory."""
+    with contextlib.suppress(OSError, CheckpointUnsafe, AttributeError), opened(path) as fd:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _items(looked: Looked, files: AbstractSet[str]) -> list[PlacedItem]:
+    """Return the items in `files` as the contents place them."""
+    if looked.contents is None or not files:
+        return []
+    placed = []
+    for key, tensor in looked.contents.tensors.items():
+        for chunk in tensor.chunks:
+            if chunk.item is not None and chunk.item.file in files:
+                placed.append(PlacedItem(chunk.item, key, tensor.dtype, chunk.sizes))
+    for key, stored in looked.contents.objects.items():
+        if stored.item is not None and stored.item.file in files:
+            placed.append(PlacedItem(stored.item, key))
+    return sorted(placed, key=lambda place: place.item)
+
+
+def _of_error(folder: Path, error: CheckpointDamaged | CheckpointUnsafe) -> Finding:
+    damage = damage_in(folder, error) if isinstance(error, CheckpointUnsafe) else error
+    file, colon, text = damage.finding.partition(": ")
+    is_file = colon and file in (layout.MANIFEST, layout.METADATA)
+    return Finding(file, text, damage.keys) if is_file else Finding("", damage.finding, damage.keys)
+
+
+def _found_bytes(path: Path, expected: int) -> float:
+    """Return from which byte on the file `path` is not what was saved."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return 0
+    return min(found.st_size, expected) if stat.S_ISREG(found.st_mode) else 0
+
+
+def _identity(folder: Path) -> tuple[int, ...] | None:
+    """Return what differs once another checkpoint has the name `folder`; None if there is no checkpoint."""
+    for name in (layout.MANIFEST, layout.METADATA):
+        try:
+            found = (folder / name).lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            # ESTALE is what a network file system gives for a file that another host removed.
+            return None if error.errno == errno.ESTALE else (error.errno or 0,)
+        return found.st_dev, found.st_ino, found.st_mtime_ns
+    return None
+
+
+def _refuse_if_gone(folder: Path, identity: tuple[int, ...]) -> None:
+    if _identity(folder) != identity:
+        raise CheckpointNotFound(str(folder), None, finding="it was removed or replaced while it was verified")
+
+
+def _why_none(folder: Path) -> str:
+    if not folder.is_dir():
+        return "there is no such folder"
+    if layout.parse_staging(folder.name) is not None:
+        return "it is a save under way, or what a killed one left"
+    if is_unmanaged(folder):
+        return f"it has data files, but neither {layout.MANIFEST} nor {layout.METADATA}: its save did not end"
+    return f"it has neither {layout.MANIFEST} nor {layout.METADATA}"

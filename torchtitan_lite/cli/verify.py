@@ -1,0 +1,265 @@
+"""`verify`: is a checkpoint, or each one in a folder, what was saved?"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from torchtitan_lite.cli.exit_codes import ExitCode, sentence_of
+from torchtitan_lite.cli.screen import Screen
+from torchtitan_lite.cli.target import folder_of_checkpoints, is_checkpoint, local, resolve
+from torchtitan_lite.errors import CheckpointNotFound, CheckpointUnreadable, CheckpointUnsafe, FormatTooNew
+from torchtitan_lite.log import readable_bytes
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.listing import Listing
+from torchtitan_lite.store.store import CheckpointStore
+from torchtitan_lite.store.verified import FULL, SIZES, Verified, identity_of, record
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from torchtitan_lite.checkpoint.examining.findings import Finding
+    from torchtitan_lite.checkpoint.examining.verification import Looked, Read
+
+WHOLE, DAMAGED, GONE, UNREADABLE, TOO_NEW = "whole", "damaged", "removed", "unreadable", "too new"
+_SHOWN_KEYS = 3
+_SHOWN_FINDINGS = 10
+_STYLES = {WHOLE: "green", DAMAGED: "bold red", UNREADABLE: "bold red"}
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Check that a checkpoint, or each one in a folder, is what was saved.
+
+    Without --full: the manifest, the names and sizes of the files, and that
+    their chunks cover every tensor. Exits with 3 if anything is damaged.
+    """
+
+    target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="STEP|FOLDER")]
+    """A checkpoint, or a folder of checkpoints: each of them."""
+    full: bool = False
+    """Read every byte, and compare it with the digests."""
+    json: bool = False
+    """Print JSON."""
+
+    def run(self, screen: Screen) -> ExitCode:
+        folders, is_one = _folders(self.target, screen)
+        results = [_looked_at(folder, is_one) for folder in folders]
+        begun = time.monotonic()
+        if self.full:
+            _read(results, is_one, screen)
+        seconds = time.monotonic() - begun  # Of reading alone: the speed is the disk's.
+        for result in results:
+            _record(result, self.full, screen)
+        document = {
+            "full": self.full,
+            "read_seconds": round(seconds, 3) if self.full else None,
+            "checkpoints": [result.to_json() for result in results],
+        }
+        screen.show(document, lambda: _rendered(results, self.full, seconds))
+        return _code(results)
+
+
+@dataclass
+class _Result:
+    """One checkpoint, and what is known of it so far."""
+
+    folder: Path
+    status: str = WHOLE
+    reason: str = ""
+    """Why it is not verified; empty if it is."""
+    looked: Looked | None = None
+    read: Read | None = None
+    findings: list[Finding] = field(default_factory=list)
+
+    def add(self, findings: Sequence[Finding]) -> None:
+        self.findings += findings
+        if self.findings:
+            self.status = DAMAGED
+
+    def leave(self, status: str, error: Exception) -> None:
+        self.status, self.reason, self.findings = status, sentence_of(error), []
+
+    @property
+    def compared_with(self) -> str:
+        """Return what its bytes were compared with: "digests", "checksums" or, if they were not read, ""."""
+        if self.read is None or self.looked is None:
+            return ""
+        return "digests" if self.looked.has_digests else "checksums"
+
+    def to_json(self) -> dict[str, Any]:
+        looked = self.looked
+        document: dict[str, Any] = {
+            "name": self.folder.absolute().name,
+            "path": str(self.folder),
+            "status": self.status,
+            "reason": self.reason,
+            "findings": [{"file": each.file, "finding": each.text, "keys": list(each.keys)} for each in self.findings],
+        }
+        if looked is not None:
+            document |= {
+                "has_manifest": looked.manifest is not None,
+                "files": len(looked.sizes),
+                "tensors": 0 if looked.contents is None else len(looked.contents.tensors),
+                "bytes": looked.nbytes,
+                "unknown_files": list(looked.unknown),
+            }
+        if self.read is not None:
+            document |= {"compared_with": self.compared_with, "without_checksum": self.read.num_without_checksum}
+        return document
+
+
+def _folders(spelling: str, screen: Screen) -> tuple[list[Path], bool]:
+    """Return the checkpoints that `spelling` means, and whether it names a single one."""
+    path = local(spelling)
+    if not path.is_dir() or is_checkpoint(path):
+        return [resolve(spelling).folder], True
+    root = folder_of_checkpoints(spelling)
+    store, listing = CheckpointStore(root), Listing(root)
+    abandoned: set[Path] = set()
+    with contextlib.suppress(FormatTooNew):  # It is reported where that checkpoint is verified.
+        abandoned = {info.path for info in store.intact()} - {info.path for info in store.committed()}
+    places = [(step, paths[0]) for step, paths in listing.places().items() if paths[0].is_dir()]
+    folders = [place for step, place in places if (store.root / place.name) not in abandoned and is_checkpoint(place)]
+    for path in listing.leftovers():
+        if layout.parse_staging(path.name) is not None:
+            screen.note(f"{path.name} is a save under way, or what a killed one left: not verified")
+    if not folders:
+        raise CheckpointNotFound(str(root), None, finding="there is no complete checkpoint in it")
+    return folders, False
+
+
+def _looked_at(folder: Path, is_one: bool) -> _Result:
+    from torchtitan_lite.checkpoint.examining.verification import look_at
+
+    result = _Result(folder)
+    with _set_apart(result, is_one):
+        result.looked = look_at(folder)
+        result.add(result.looked.findings)
+    return result
+
+
+def _read(results: Sequence[_Result], is_one: bool, screen: Screen) -> None:
+    from torchtitan_lite.checkpoint.examining.verification import read_through
+
+    total = sum(result.looked.nbytes for result in results if result.looked is not None)
+    with screen.progress("Verifying", total) as advance:
+        for result in results:
+            if result.looked is not None and result.looked.contents is not None:
+                with _set_apart(result, is_one):
+                    result.read = read_through(result.looked, advance)
+                    result.add(result.read.findings)
+
+
+class _set_apart(contextlib.AbstractContextManager[None]):
+    """Keep an error about one of several checkpoints in its `result`; the error of a single one is raised."""
+
+    _STATUS = ((CheckpointNotFound, GONE), (FormatTooNew, TOO_NEW), (CheckpointUnreadable, UNREADABLE))
+
+    def __init__(self, result: _Result, is_one: bool) -> None:
+        self._result, self._is_one = result, is_one
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        for kind, status in self._STATUS:
+            if isinstance(error, kind) and not self._is_one:
+                self._result.leave(status, error)
+                return True
+        return False
+
+
+def _record(result: _Result, full: bool, screen: Screen) -> None:
+    """Write the result where `ls` finds it. A result that cannot be written is a note."""
+    folder = result.folder.absolute()
+    described = result.looked is not None and result.looked.contents is not None
+    if layout.parse_step(folder.name) is None or result.reason or not described:
+        return
+    try:
+        if (identity := identity_of(folder)) is not None:
+            record(folder, Verified(identity, time.time(), FULL if full else SIZES, len(result.findings)))
+    except (OSError, CheckpointUnsafe) as error:
+        screen.note(f"note: ls will not show this result: {sentence_of(error)}")
+
+
+def _code(results: Sequence[_Result]) -> ExitCode:
+    statuses = {result.status for result in results}
+    if DAMAGED in statuses:
+        return ExitCode.DAMAGE
+    return ExitCode.FAILED if statuses & {UNREADABLE, TOO_NEW} else ExitCode.FINE
+
+
+def _rendered(results: Sequence[_Result], full: bool, seconds: float) -> RenderableType:
+    from rich.console import Group
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 3, 0, 0))
+    for column in ("name", "status"):
+        table.add_column(column, no_wrap=True)
+    for column in ("files", "tensors", "size"):
+        table.add_column(column, no_wrap=True, justify="right")
+    parts: list[RenderableType] = [Padding(table, (0, 0, 0, 2))]
+    for result in results:
+        status = Text(result.status.upper() if result.status == DAMAGED else result.status)
+        status.stylize(_STYLES.get(result.status, ""))
+        table.add_row(Text(result.folder.absolute().name), status, *_figures(result))
+        if result.findings or result.reason:
+            parts += [Text(), Text(result.folder.absolute().name), *_details(result)]
+    parts += [Text(), *(Text(line) for line in _summary(results, full, seconds))]
+    return Group(*parts)
+
+
+def _figures(result: _Result) -> list[str]:
+    looked = result.looked
+    if looked is None or looked.contents is None:
+        return ["", "", ""]
+    num_files, num_tensors = len(looked.sizes), len(looked.contents.tensors)
+    return [_counted(num_files, "file"), _counted(num_tensors, "tensor"), readable_bytes(looked.nbytes)]
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _details(result: _Result) -> list[RenderableType]:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    lines: list[tuple[int, str]] = [(2, result.reason)] if result.reason else []
+    for finding in result.findings[:_SHOWN_FINDINGS]:
+        lines.append((2, f"{finding.file}: {finding.text}" if finding.file else finding.text))
+        if finding.keys:
+            more = f" and {len(finding.keys) - _SHOWN_KEYS} more" if len(finding.keys) > _SHOWN_KEYS else ""
+            lines.append((4, f"in it: {', '.join(finding.keys[:_SHOWN_KEYS])}{more}"))
+    if len(result.findings) > _SHOWN_FINDINGS:
+        lines.append((2, f"... and {len(result.findings) - _SHOWN_FINDINGS} more; --json has all of them"))
+    return [Padding(Text(text), (0, 0, 0, indent)) for indent, text in lines]
+
+
+def _summary(results: Sequence[_Result], full: bool, seconds: float) -> list[str]:
+    verified = [result for result in results if not result.reason]
+    num_damaged = sum(result.status == DAMAGED for result in verified)
+    what = _counted(len(verified), "checkpoint")
+    end = f"{num_damaged} damaged" if num_damaged else "nothing is damaged"
+    if not full:
+        lines = [f"{what}, sizes only: {end}. --full reads every byte."]
+    else:
+        nbytes = sum(result.looked.nbytes for result in verified if result.read is not None and result.looked)
+        speed = f" ({seconds:.1f} s, {readable_bytes(int(nbytes / seconds))}/s)" if seconds >= 0.1 else ""
+        lines = [f"{what}, every byte{speed}: {end}."]
+    for result in verified:
+        name = result.folder.absolute().name
+        if result.compared_with == "checksums":
+            lines.append(f"{name} has no digests: compared with the checksums that torch.save wrote.")
+        if result.read is not None and result.read.num_without_checksum:
+            count, of = result.read.num_without_checksum, result.read.num_items
+            lines.append(f"{name}: {count} of its {of} items have no checksum, so their values were not compared.")
+        if result.looked is not None and result.looked.unknown:
+            lines.append(f"{name} has other files, too: {', '.join(result.looked.unknown[:_SHOWN_KEYS])}.")
+    return lines
