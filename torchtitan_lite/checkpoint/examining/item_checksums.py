@@ -108,7 +108,7 @@ class _Window(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def tell(self) -> int:
+    def tell(self) -> int:  # words: kept
         return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
