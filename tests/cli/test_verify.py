@@ -120,7 +120,7 @@ def test_each_committed_step_of_a_folder_is_verified(root: Path, call: Call) -> 
     assert (code, err) == (0, ""), "no notes with --json"
     code, out, err = call(root, "--full")
     assert "step-9 has no digests: compared with the checksums that torch.save wrote." in out
-    assert err == "step-8.staging is a save under way, or what a killed one left: not verified\n"
+    assert err == "step-8.staging: a save is under way or was cut off, so it is not verified\n"
 
 
 def test_one_damaged_step_does_not_hide_the_others(root: Path, call: Call) -> None:
@@ -231,11 +231,11 @@ def test_half_of_a_checkpoint_is_no_checkpoint(root: Path, call: Call) -> None:
         (root / "step-7" / name).unlink()
     code, out, err = call(root / "step-7")
     assert (code, out) == (1, "")
-    assert "it has data files, but neither manifest.json nor .metadata: its save did not end" in err
+    assert "it is half-written: there are files of tensors in it, but no .metadata" in err
     (root / "step-7").rename(root / "step-8.staging")
     code, out, err = call(root / "step-8.staging")
     assert (code, out) == (1, "")
-    assert "it is a save under way, or what a killed one left" in err
+    assert "a save into it is under way or was cut off" in err
 
 
 def test_a_result_that_cannot_be_written_is_a_note(root: Path, call: Call) -> None:

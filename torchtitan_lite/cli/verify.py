@@ -129,7 +129,7 @@ def _folders(spelling: str, screen: Screen) -> tuple[list[Path], bool]:
     folders = [place for step, place in places if (store.root / place.name) not in abandoned and is_checkpoint(place)]
     for path in listing.leftovers():
         if layout.parse_staging(path.name) is not None:
-            screen.note(f"{path.name} is a save under way, or what a killed one left: not verified")
+            screen.note(f"{path.name}: a save is under way or was cut off, so it is not verified")
     if not folders:
         raise CheckpointNotFound(str(root), None, finding="there is no complete checkpoint in it")
     return folders, False

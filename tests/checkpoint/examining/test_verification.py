@@ -178,7 +178,7 @@ def test_a_missing_file_of_a_plain_checkpoint_is_named_or_there_is_no_checkpoint
     folder = plain(tmp_path)
     (folder / file).unlink()
     if file == ".metadata":
-        with pytest.raises(CheckpointNotFound, match=r"neither manifest.json nor .metadata"):
+        with pytest.raises(CheckpointNotFound, match=r"\.metadata"):
             look_at(folder)
     else:
         [finding] = look_at(folder).findings
@@ -277,10 +277,10 @@ def test_other_files_in_the_folder_are_reported_and_are_no_damage(tmp_path: Path
 def test_nothing_there_and_a_save_under_way_are_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFound, match="there is no such folder"):
         look_at(tmp_path / "gone")
-    with pytest.raises(CheckpointNotFound, match=r"neither manifest.json nor .metadata"):
+    with pytest.raises(CheckpointNotFound, match=r"\.metadata"):
         look_at(tmp_path)
     staging = golden(tmp_path).rename(tmp_path / "step-7.staging")
-    with pytest.raises(CheckpointNotFound, match="a save under way"):
+    with pytest.raises(CheckpointNotFound, match="a save into it is under way"):
         look_at(staging)
 
 
@@ -320,12 +320,11 @@ def test_an_error_of_the_machine_is_no_damage(tmp_path: Path, monkeypatch: pytes
         read_through(looked, blocks=BlockReader(pause=lambda seconds: None))
 
 
-@pytest.mark.skip(reason="until the contents are torch-free")
-def test_nothing_imports_torch(tmp_path: Path) -> None:
+def test_neither_torch_nor_numpy_is_imported(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from torchtitan_lite.checkpoint.examining.verification import *\n"
         "[read_through(look_at(Path(folder))) for folder in sys.argv[1:]]\n"
-        "sys.exit('torch' in sys.modules)"
+        "sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
     )
     arguments = [str(golden(tmp_path)), str(plain(tmp_path))]
     assert subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, check=False).returncode == 0

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from torchtitan_lite.checkpoint.examining.findings import Finding, affected
 from torchtitan_lite.checkpoint.examining.item_checksums import PlacedItem, check_items
+from torchtitan_lite.checkpoint.examining.opened import absence
 from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.untrusted.safe_metadata import read_metadata
 from torchtitan_lite.collection import no_collection
@@ -37,7 +38,6 @@ from torchtitan_lite.errors import (
 )
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.known_manifests import damage_in
-from torchtitan_lite.store.listing import is_unmanaged
 from torchtitan_lite.store.manifest import Manifest
 
 SPAN_BLOCKS = 256
@@ -93,9 +93,9 @@ def look_at(folder: Path) -> Looked:
 
     Raises `CheckpointNotFound` if there is no checkpoint, or none any more; `FormatTooNew`; `CheckpointUnreadable`.
     """
-    identity = _identity(folder) if layout.parse_staging(folder.name) is None else None
-    if identity is None:
-        raise CheckpointNotFound(str(folder), None, finding=_why_none(folder))
+    identity = _identity(folder)
+    if identity is None or absence(folder):
+        raise CheckpointNotFound(str(folder), None, finding=absence(folder))
     try:
         with no_collection():
             looked = _looked(Looked(folder, identity))
@@ -166,7 +166,8 @@ def _of_sizes(folder: Path, contents: Contents, recorded: Mapping[str, int]) -> 
             findings.append(Finding(name, f"it {text.removeprefix(f'{name} ')}", keys))
         else:
             sizes[name] = size
-    for name in sorted(contents.files - recorded.keys()):
+    own = set() if recorded else {layout.METADATA}
+    for name in sorted((contents.files | own) - recorded.keys()):
         try:
             sizes |= sizes_of(folder, [name])
             text = "" if name in sizes else "it is missing"
@@ -301,13 +302,3 @@ def _identity(folder: Path) -> tuple[int, ...] | None:
 def _refuse_if_gone(folder: Path, identity: tuple[int, ...]) -> None:
     if _identity(folder) != identity:
         raise CheckpointNotFound(str(folder), None, finding="it was removed or replaced while it was verified")
-
-
-def _why_none(folder: Path) -> str:
-    if not folder.is_dir():
-        return "there is no such folder"
-    if layout.parse_staging(folder.name) is not None:
-        return "it is a save under way, or what a killed one left"
-    if is_unmanaged(folder):
-        return f"it has data files, but neither {layout.MANIFEST} nor {layout.METADATA}: its save did not end"
-    return f"it has neither {layout.MANIFEST} nor {layout.METADATA}"
