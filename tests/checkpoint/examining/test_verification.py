@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 from tests.checkpoint.reading.foreign_folders import save_plain
 from tests.checkpoint.with_manifest import add_manifest, flip
 from tests.examples import examples
-from torchtitan_lite.checkpoint.examining import verification
+from torchtitan_lite.checkpoint.examining import file_digests
 from torchtitan_lite.checkpoint.examining.findings import Finding
-from torchtitan_lite.checkpoint.examining.verification import MOST_DAMAGED_BLOCKS, look_at, read_through
+from torchtitan_lite.checkpoint.examining.verification import look_at, read_through
 from torchtitan_lite.checkpoint.untrusted.safe_metadata import read_metadata
 from torchtitan_lite.checkpoint.untrusted.stock_item import locate
 from torchtitan_lite.disk.block_reader import BlockReader
@@ -135,15 +135,14 @@ def test_each_damaged_part_of_a_file_is_a_finding(tmp_path: Path) -> None:
 def test_a_file_that_is_damaged_everywhere_is_not_read_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verification, "SPAN_BLOCKS", 2)
-    monkeypatch.setattr(verification, "MOST_DAMAGED_BLOCKS", 3)
-    assert MOST_DAMAGED_BLOCKS > 3
-    folder = save_plain({"one": torch.rand(2 * BLOCK_BYTES)}, tmp_path / "c")
+    monkeypatch.setattr(file_digests, "SPAN_BLOCKS", 2)
+    monkeypatch.setattr(file_digests, "MOST_DAMAGED_BLOCKS", 3)
+    folder = save_plain({"one": torch.rand(5 * BLOCK_BYTES)}, tmp_path / "c")
     add_manifest(folder)
     (folder / "__0_0.distcp").write_bytes(bytes((folder / "__0_0.distcp").stat().st_size))
     damaged, rest = findings(folder)
-    assert f"bytes 0 to {4 * BLOCK_BYTES} " in damaged.text
-    assert f"from {4 * BLOCK_BYTES} on were not read" in rest.text and rest.keys == ("one",)
+    assert damaged.text.startswith("bytes 0 to ")
+    assert "on were not read" in rest.text and rest.keys == ("one",)
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", "__1_0.distcp", ".metadata"])
@@ -306,7 +305,7 @@ def test_a_step_whose_files_go_one_by_one_after_its_name_is_no_damage(tmp_path: 
 
     with pytest.raises(CheckpointNotFound, match="it was removed or replaced"):
         read_through(looked, remove_after_the_first)
-    assert len(seen) == 1
+    assert len(seen) <= 3, "one for each thread"
 
 
 def test_an_error_of_the_machine_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +316,7 @@ def test_an_error_of_the_machine_is_no_damage(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(CheckpointUnreadable, match="EIO"):
-        read_through(looked, blocks=BlockReader(pause=lambda seconds: None))
+        read_through(looked, make_reader=lambda: BlockReader(1, pause=lambda seconds: None))
 
 
 def test_neither_torch_nor_numpy_is_imported(tmp_path: Path) -> None:

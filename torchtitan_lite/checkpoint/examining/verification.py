@@ -9,26 +9,24 @@ files that are gone with it are no damage. An error of the machine is no damage 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import math
-import os
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torchtitan_lite.checkpoint.examining.file_digests import FileDigests, OnBytes, one_thread
 from torchtitan_lite.checkpoint.examining.findings import Finding, affected
 from torchtitan_lite.checkpoint.examining.item_checksums import PlacedItem, check_items
 from torchtitan_lite.checkpoint.examining.opened import absence
 from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.untrusted.safe_metadata import read_metadata
 from torchtitan_lite.collection import no_collection
-from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
-from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord, num_blocks
-from torchtitan_lite.disk.plain_file import opened, size_finding, sizes_of
+from torchtitan_lite.disk.block_reader import BlockReader
+from torchtitan_lite.disk.plain_file import size_finding, sizes_of
 from torchtitan_lite.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -39,14 +37,6 @@ from torchtitan_lite.errors import (
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.known_manifests import damage_in
 from torchtitan_lite.store.manifest import Manifest
-
-SPAN_BLOCKS = 256
-"""Blocks that are read between two reports of progress. All threads finish one span before the next one begins."""
-MOST_DAMAGED_BLOCKS = 64
-"""In one file; the rest of it is not read then, because each of them is read three times."""
-
-OnBytes = Callable[[int], None]
-"""Receives the number of bytes that were read since its last call."""
 
 
 @dataclass(frozen=True)
@@ -112,16 +102,16 @@ def look_at(folder: Path) -> Looked:
     return looked
 
 
-def read_through(looked: Looked, on_bytes: OnBytes = lambda count: None, blocks: BlockReader | None = None) -> Read:
+def read_through(
+    looked: Looked, on_bytes: OnBytes = lambda count: None, make_reader: Callable[[], BlockReader] = one_thread
+) -> Read:
     """Read every byte of the files in `looked.sizes` and compare it. Raises as `look_at` does."""
     records = looked.manifest.files if looked.manifest is not None else {}
-    with_digests = {file for file in looked.sizes if file in records and records[file].blocks}
-    items = list(_items(looked, looked.sizes.keys() - with_digests))
-    reader = blocks or BlockReader()
+    with_digests = {file: records[file] for file in looked.sizes if file in records and records[file].blocks}
+    items = list(_items(looked, looked.sizes.keys() - with_digests.keys()))
     findings: list[Finding] = []
     try:
-        for file in sorted(with_digests):
-            findings += _in_blocks(looked, file, records[file], reader, on_bytes)
+        findings += FileDigests(looked.path, with_digests, looked.contents, on_bytes).compare(make_reader)
         checked = check_items(looked.path, items, on_bytes)
         findings += (Finding(place.item.file, text, (place.key,)) for place, text in checked.damaged)
     except CheckpointUnreadable:
@@ -198,60 +188,6 @@ def _of_coverage(contents: Contents, sizes: Mapping[str, int]) -> list[Finding]:
         except CheckpointDamaged as error:
             findings.append(Finding("", error.finding, (key,)))
     return findings or ([] if contents.files - sizes.keys() else [Finding("", whole.finding)])
-
-
-def _in_blocks(looked: Looked, file: str, record: FileRecord, reader: BlockReader, on_bytes: OnBytes) -> list[Finding]:
-    """Return the damaged parts of `file`, whose blocks have digests."""
-    path, count = looked.path / file, num_blocks(record.size)
-    damaged: list[int] = []
-    done = 0
-    _drop_from_cache(path)
-    while done < count and len(damaged) < MOST_DAMAGED_BLOCKS:
-        span = range(done, min(done + SPAN_BLOCKS, count))
-        damaged += _damaged(reader, path, record, span)
-        on_bytes(min(span.stop * BLOCK_BYTES, record.size) - done * BLOCK_BYTES)
-        done = span.stop
-    findings = []
-    for first, last in _runs(damaged):
-        begin, end = first * BLOCK_BYTES, min((last + 1) * BLOCK_BYTES, record.size)
-        text = f"bytes {begin} to {end} are not what was saved: another digest"
-        findings.append(Finding(file, text, affected(looked.contents, file, begin, end)))
-    if done < count:
-        text = f"the bytes from {done * BLOCK_BYTES} on were not read after so much damage"
-        findings.append(Finding(file, text, affected(looked.contents, file, done * BLOCK_BYTES, math.inf)))
-    return findings
-
-
-def _damaged(reader: BlockReader, path: Path, record: FileRecord, blocks: range) -> list[int]:
-    """Return those of `blocks` that have another digest, twice."""
-    try:
-        reader.verify(path, record, blocks)
-        return []
-    except DamagedRange:
-        return [block for block in blocks if _is_damaged(reader, path, record, block)]
-
-
-def _is_damaged(reader: BlockReader, path: Path, record: FileRecord, block: int) -> bool:
-    try:
-        reader.verify(path, record, [block])
-    except DamagedRange:
-        return True
-    return False
-
-
-def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the first and last of each run of consecutive `numbers`, which ascend."""
-    runs: list[tuple[int, int]] = []
-    for number in numbers:
-        first = runs.pop()[0] if runs and runs[-1][1] == number - 1 else number
-        runs.append((first, number))
-    return runs
-
-
-def _drop_from_cache(path: Path) -> None:
-    """Drop `path` from the page cache: the bytes on the disk are to be verified, not a copy of them in memory."""
-    with contextlib.suppress(OSError, CheckpointUnsafe, AttributeError), opened(path) as fd:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _items(looked: Looked, files: AbstractSet[str]) -> list[PlacedItem]:

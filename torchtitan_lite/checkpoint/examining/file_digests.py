@@ -1,0 +1,121 @@
+"""Compare every block of a checkpoint's files with its digest.
+
+Threads take spans of blocks from all files, each with a reader of its own, so that none waits for another at the end
+of a file. A file is dropped from the page cache first: the bytes on the disk are compared, not a copy in memory.
+Memory: `THREADS` x 5 MiB. Raises `CheckpointUnreadable` for an error of the machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from torchtitan_lite.checkpoint.examining.findings import Finding, affected
+from torchtitan_lite.checkpoint.format.contents import Contents
+from torchtitan_lite.disk.block_reader import THREADS, BlockReader, DamagedRange
+from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord, num_blocks
+from torchtitan_lite.disk.in_threads import in_threads
+from torchtitan_lite.disk.plain_file import opened
+from torchtitan_lite.errors import CheckpointUnsafe
+
+SPAN_BLOCKS = 32
+"""Blocks that a thread reads at a time."""
+MOST_DAMAGED_BLOCKS = 64
+"""In one file; the rest of it is not read then, because each of them is read three times."""
+
+OnBytes = Callable[[int], None]
+"""Receives the number of bytes that were read since its last call."""
+
+
+def one_thread() -> BlockReader:
+    """Return a reader for one thread."""
+    return BlockReader(threads=1)
+
+
+class FileDigests:
+    """The files in `folder` that have digests in `records`, and the `contents` that they hold."""
+
+    def __init__(
+        self, folder: Path, records: Mapping[str, FileRecord], contents: Contents | None, on_bytes: OnBytes
+    ) -> None:
+        self._folder, self._contents = folder, contents
+        self._records = dict(sorted(records.items()))
+        self._on_bytes, self._lock = on_bytes, threading.Lock()
+        self._damaged: dict[str, list[int]] = {file: [] for file in self._records}
+        self._skipped: dict[str, int] = {}
+
+    def compare(self, make_reader: Callable[[], BlockReader]) -> list[Finding]:
+        """Read all spans and return what is damaged. Each thread has a reader of its own: none waits for another."""
+        for file in self._records:
+            _drop_from_cache(self._folder / file)
+        spans = [(file, span) for file, record in self._records.items() for span in _spans(num_blocks(record.size))]
+
+        def make_worker() -> Callable[[tuple[str, range]], None]:
+            reader = make_reader()
+            return lambda span: self._compare(reader, *span)
+
+        in_threads(spans, max(1, min(THREADS, len(spans))), make_worker)
+        return [finding for file in self._records for finding in self._findings(file)]
+
+    def _compare(self, reader: BlockReader, file: str, span: range) -> None:
+        record = self._records[file]
+        if len(self._damaged[file]) < MOST_DAMAGED_BLOCKS:
+            damaged = _damaged(reader, self._folder / file, record, span)
+            with self._lock:
+                self._damaged[file] += damaged
+                self._on_bytes(min(span.stop * BLOCK_BYTES, record.size) - span.start * BLOCK_BYTES)
+        else:
+            with self._lock:
+                self._skipped[file] = min(span.start, self._skipped.get(file, span.start))
+
+    def _findings(self, file: str) -> list[Finding]:
+        size, findings = self._records[file].size, []
+        for first, last in _runs(sorted(self._damaged[file])):
+            begin, end = first * BLOCK_BYTES, min((last + 1) * BLOCK_BYTES, size)
+            text = f"bytes {begin} to {end} are not what was saved: another digest"
+            findings.append(Finding(file, text, affected(self._contents, file, begin, end)))
+        if file in self._skipped:
+            begin = self._skipped[file] * BLOCK_BYTES
+            text = f"the bytes from {begin} on were not read after so much damage"
+            findings.append(Finding(file, text, affected(self._contents, file, begin, math.inf)))
+        return findings
+
+
+def _spans(count: int) -> Iterator[range]:
+    return (range(begin, min(begin + SPAN_BLOCKS, count)) for begin in range(0, count, SPAN_BLOCKS))
+
+
+def _damaged(reader: BlockReader, path: Path, record: FileRecord, blocks: range) -> list[int]:
+    """Return those of `blocks` that have another digest, twice."""
+    try:
+        reader.verify(path, record, blocks)
+        return []
+    except DamagedRange:
+        return [block for block in blocks if _is_damaged(reader, path, record, block)]
+
+
+def _is_damaged(reader: BlockReader, path: Path, record: FileRecord, block: int) -> bool:
+    try:
+        reader.verify(path, record, [block])
+    except DamagedRange:
+        return True
+    return False
+
+
+def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the first and last of each run of consecutive `numbers`, which ascend."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        first = runs.pop()[0] if runs and runs[-1][1] == number - 1 else number
+        runs.append((first, number))
+    return runs
+
+
+def _drop_from_cache(path: Path) -> None:
+    """Drop `path` from the page cache: the bytes on the disk are to be verified, not a copy of them in memory."""
+    with contextlib.suppress(OSError, CheckpointUnsafe, AttributeError), opened(path) as fd:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
