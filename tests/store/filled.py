@@ -8,7 +8,7 @@ from pathlib import Path
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage
-from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
+from torchtitan_lite.store.manifest import FORMAT_VERSION, CheckpointInfo, CheckpointKind, Manifest, seal
 from torchtitan_lite.store.store import CheckpointStore
 
 DATA = layout.data_file(0, 0)
@@ -59,3 +59,42 @@ def contents(root: Path) -> dict[str, bytes]:
 def names(root: Path) -> list[str]:
     """Return the names in `root`."""
     return sorted(path.name for path in root.iterdir())
+
+
+def foreign(root: Path) -> None:
+    """Put into `root` what is not a checkpoint."""
+    (root / "notes").mkdir(parents=True)
+    (root / "step-007").mkdir()
+    (root / "step-5").mkdir()
+    (root / "notes" / "a.txt").write_bytes(b"theirs")
+
+
+def half_written(root: Path) -> None:
+    """Put into `root` what a save that was killed leaves."""
+    staging = CheckpointStore(root).stage(30)
+    (staging / DATA).write_bytes(b"half")
+
+
+def of_torchtitan(root: Path) -> None:
+    """Put into `root` two checkpoints as plain DCP and torchtitan write them: without a manifest."""
+    for step in (10, 20):
+        folder = root / layout.step_dir(step)
+        folder.mkdir(parents=True)
+        (folder / layout.METADATA).write_bytes(b"of dcp")
+        (folder / DATA).write_bytes(b"tensors")
+
+
+def of_a_newer_version(root: Path) -> None:
+    """Put into `root` a checkpoint of a later format."""
+    path = save(CheckpointStore(root), 10).path / layout.MANIFEST
+    text, _, _ = path.read_bytes().partition(b',\n"digest"')
+    version = b'"format_version": %d'
+    path.write_bytes(seal(text.replace(version % FORMAT_VERSION, version % 99)))
+
+
+def damage(root: Path, step: int, name: str = DATA) -> None:
+    """Flip one byte of a file of `step`."""
+    path = root / layout.step_dir(step) / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)

@@ -1,0 +1,23 @@
+"""What tests of the command line share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from torchtitan_lite.cli.app import main
+
+Said = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Said:
+    """Return a function that runs a command and returns its exit code, stdout and stderr."""
+
+    def run(*argv: object) -> tuple[int, str, str]:
+        code = main([str(word) for word in argv])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run

@@ -1,0 +1,96 @@
+"""`pin` and `unpin`: keep one checkpoint from removal, also while a job trains and removes others.
+
+They need no lease: the file of pins is replaced as a whole, under a lock that a job takes, too, right before it
+removes something. So once `pin` has ended the step is there and stays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from torchtitan_lite.cli.exit_codes import ExitCode
+from torchtitan_lite.cli.screen import Screen
+from torchtitan_lite.cli.target import resolve
+from torchtitan_lite.errors import CheckpointError, CheckpointNotFound
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.listing import is_unmanaged
+from torchtitan_lite.store.pins import Pins
+from torchtitan_lite.store.store import CheckpointStore
+
+Step = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="STEP")]
+
+
+@dataclass(frozen=True)
+class Pin:
+    """Keep a checkpoint from removal, whatever the rules say. A job may be training there."""
+
+    step: Step
+    """FOLDER:10, the folder of a checkpoint, or FOLDER for its latest one."""
+    json: bool = False
+    """Print JSON."""
+
+    def run(self, screen: Screen) -> ExitCode:
+        root, step = _place(self.step)
+        store, pins = CheckpointStore(root), Pins(root)
+        _refuse_foreign(store, step)
+        with pins.changing() as pinned:
+            store.get(step)
+            was_pinned = step in pinned
+            pinned.add(step)
+        try:
+            # Where the file system has no locks, a job may have removed it between its last look at the pins and ours.
+            store.get(step)
+        except CheckpointNotFound:
+            with pins.changing() as pinned:
+                pinned.discard(step)
+            raise CheckpointError(f"step {step} of {root} was removed while it was being pinned") from None
+        text = f"Step {step} of {root} was pinned already" if was_pinned else f"Pinned step {step} of {root}"
+        screen.show(_data(pins, step, changed=not was_pinned), lambda: text)
+        return ExitCode.FINE
+
+
+@dataclass(frozen=True)
+class Unpin:
+    """Let the rules remove a checkpoint again. It is not removed by this; a job may be training there."""
+
+    step: Step
+    """FOLDER:10, the folder of a checkpoint, or FOLDER for its latest one. It may be gone already."""
+    json: bool = False
+    """Print JSON."""
+
+    def run(self, screen: Screen) -> ExitCode:
+        root, step = _place(self.step)
+        pins = Pins(root)
+        with pins.changing() as pinned:
+            was_pinned = step in pinned
+            pinned.discard(step)
+        text = f"Unpinned step {step} of {root}" if was_pinned else f"Step {step} of {root} was not pinned"
+        screen.show(_data(pins, step, changed=was_pinned), lambda: text)
+        return ExitCode.FINE
+
+
+def _place(spelling: str) -> tuple[Path, int]:
+    """Return the folder of checkpoints and the step that `spelling` means; the step need not be there."""
+    try:
+        target = resolve(spelling)
+    except CheckpointNotFound as error:
+        if error.step is None:
+            raise
+        return Path(error.folder), error.step
+    if target.root is None or target.step is None:
+        raise CheckpointError(f"{target.folder} is not called step-N, so no rule removes it and it needs no pin")
+    return target.root, target.step
+
+
+def _refuse_foreign(store: CheckpointStore, step: int) -> None:
+    folder = store.root / layout.step_dir(step)
+    if is_unmanaged(folder):
+        raise CheckpointError(f"{folder} has no manifest, so no rule removes it and it needs no pin")
+
+
+def _data(pins: Pins, step: int, *, changed: bool) -> dict[str, Any]:
+    return {"folder": str(pins.path.parent), "step": step, "changed": changed, "pinned": sorted(pins.read())}

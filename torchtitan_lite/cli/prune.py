@@ -1,0 +1,188 @@
+"""`prune`: remove the checkpoints that no rule keeps.
+
+The decision is that of a training job, by the same function; with --dry-run it is printed and nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from torchtitan_lite.cli.exit_codes import ExitCode
+from torchtitan_lite.cli.screen import Screen
+from torchtitan_lite.cli.writing import folder_to_write, holding, recover, refuse_without_checkpoints
+from torchtitan_lite.config.checks import at_least, not_negative
+from torchtitan_lite.config.job_config import Checkpoint
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.log import readable_bytes
+from torchtitan_lite.store import retention
+from torchtitan_lite.store.housekeeping import build_housekeeping
+from torchtitan_lite.store.pins import Pins
+from torchtitan_lite.store.retention import Verdict, build_retention
+from torchtitan_lite.store.store import CheckpointStore
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+@dataclass(frozen=True)
+class Prune:
+    """Remove the checkpoints that no rule keeps.
+
+    The latest one, pinned ones and exported weights always stay.
+    """
+
+    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+    """A folder of checkpoints, or the dump folder of a run."""
+    keep_latest: int = 0
+    """Keep the latest K full checkpoints."""
+    keep_every: int = 0
+    """Keep those whose step is a multiple of N."""
+    keep_best: int = 0
+    """Keep the K with the best value of --metric."""
+    metric: str = "loss"
+    """The metric for --keep-best, as the run recorded it."""
+    mode: Literal["min", "max"] = "min"
+    """Whether its lowest or its highest values are the best."""
+    ttl_hours: float = 0.0
+    """Keep those that were saved at most this many hours ago."""
+    min_free_disk_gb: float = 0.0
+    """While the disk has less free (in 10^9 bytes), remove the oldest that only --keep-latest keeps, or, if no rule
+    that keeps is given, the oldest of all."""
+    dry_run: bool = False
+    """Print what would be removed, and by which rule the others stay; change nothing."""
+    json: bool = False
+    """Print JSON."""
+
+    def run(self, screen: Screen) -> ExitCode:
+        config = self._config()
+        store = CheckpointStore(folder_to_write(self.folder))
+        refuse_without_checkpoints(store)
+        removed: set[int] = set()
+        housekeeping = build_housekeeping(
+            config, build_retention(config), lambda event, step, /, **figures: removed.add(step)
+        )
+        if self.dry_run:
+            self._show(housekeeping.verdicts(store), store, screen)
+            return ExitCode.FINE
+        with holding(store, "prune") as lease:
+            verdicts = housekeeping.verdicts(store)
+            housekeeping.remove([verdict.info for verdict in verdicts if verdict.goes], store, lease.check)
+            lease.check()
+            recover(store, screen)
+            verdicts = _as_done(verdicts, removed, store)
+        self._show(verdicts, store, screen)
+        return ExitCode.FAILED if any(verdict.kept_by == (FAILED,) for verdict in verdicts) else ExitCode.FINE
+
+    def _config(self) -> Checkpoint:
+        """Return the rules as the keys of a run's configuration. Raise ConfigError for wrong values, and for none."""
+        for flag, number in (
+            ("--keep-latest", self.keep_latest),
+            ("--keep-every", self.keep_every),
+            ("--keep-best", self.keep_best),
+        ):
+            at_least(flag, number, 0)
+        not_negative("--ttl-hours", self.ttl_hours)
+        not_negative("--min-free-disk-gb", self.min_free_disk_gb)
+        if not self.metric:
+            raise ConfigError("--metric: expected the name of a metric, found an empty string.")
+        if not any((self.keep_latest, self.keep_every, self.keep_best, self.ttl_hours, self.min_free_disk_gb)):
+            raise ConfigError(
+                "no rule is given, so every checkpoint would stay: set --keep-latest, --keep-every, --keep-best, "
+                "--ttl-hours or --min-free-disk-gb"
+            )
+        return Checkpoint(
+            keep_latest_k=self.keep_latest,
+            keep_every_n_steps=self.keep_every,
+            keep_best_k=self.keep_best,
+            keep_best_metric=self.metric,
+            keep_best_mode=self.mode,
+            keep_for_hours=self.ttl_hours,
+            min_free_disk_gb=self.min_free_disk_gb,
+        )
+
+    def _show(self, verdicts: list[Verdict], store: CheckpointStore, screen: Screen) -> None:
+        if self.keep_best and not any(self.metric in verdict.info.metrics for verdict in verdicts):
+            screen.note(f"note: no checkpoint records the metric {self.metric!r}, so none is the best")
+        skipped = {step: error.finding for step, error in store.damaged().items()}
+        skipped |= {step: error.cause for step, error in store.unreadable().items()}
+        for step, reason in skipped.items():
+            screen.note(f"note: step {step} is neither counted nor removed: {reason}")
+        going = [verdict.info for verdict in verdicts if verdict.goes]
+        data = {
+            "folder": str(store.root),
+            "dry_run": self.dry_run,
+            "removed_bytes": sum(info.nbytes for info in going),
+            "checkpoints": [_json_of(verdict) for verdict in verdicts],
+            "not_counted": [{"step": step, "reason": reason} for step, reason in skipped.items()],
+        }
+        screen.show(data, lambda: self._table(verdicts))
+
+    def _table(self, verdicts: list[Verdict]) -> RenderableType:
+        from rich.console import Group
+        from rich.table import Table
+
+        table = Table(box=None, pad_edge=False)
+        table.add_column("step", justify="right")
+        table.add_column("size", justify="right")
+        table.add_column("what happens")
+        for verdict in verdicts:
+            table.add_row(str(verdict.info.step), readable_bytes(verdict.info.nbytes), self._in_words(verdict))
+        going = [verdict.info.nbytes for verdict in verdicts if verdict.goes]
+        would = "would be " if self.dry_run else ""
+        freed = f" ({readable_bytes(sum(going))})" if going else ""
+        return Group(table, f"\n{len(going)} of {len(verdicts)} checkpoints {would}removed{freed}")
+
+    def _in_words(self, verdict: Verdict) -> str:
+        if verdict.goes:
+            done = "would be removed" if self.dry_run else "removed"
+            return f"{done}, for free space" if verdict.for_space else done
+        if verdict.kept_by == (FAILED,):
+            return "could not be removed"
+        words = {
+            retention.LATEST_K: f"latest {self.keep_latest}",
+            retention.EVERY_N: f"every {self.keep_every}",
+            retention.BEST_K: f"best {self.keep_best} by {self.metric}",
+            retention.FOR_HOURS: f"not older than {self.ttl_hours:g} h",
+            retention.NO_RULE: f"no {self.metric} to compare" if self.keep_best else "no rule",
+            retention.PINNED: "pinned",
+            retention.LATEST: "the latest",
+            retention.WITHOUT_NAN: "the latest without NaN",
+            retention.WEIGHTS_ONLY: "weights only",
+            retention.DAMAGED: "damaged: neither counted nor removed",
+        }
+        implied = {retention.WITHOUT_NAN} if retention.LATEST in verdict.kept_by else set()
+        return "kept: " + ", ".join(words[reason] for reason in verdict.kept_by if reason not in implied)
+
+
+FAILED = "could_not_be_removed"
+"""What keeps a checkpoint that the disk would not remove."""
+
+
+def _as_done(verdicts: list[Verdict], removed: set[int], store: CheckpointStore) -> list[Verdict]:
+    """Return what became of `verdicts`: a checkpoint may have been pinned meanwhile, or the disk may have failed."""
+    pinned = Pins(store.root).read()
+    done = []
+    for verdict in verdicts:
+        if verdict.goes and verdict.info.step not in removed:
+            reason = retention.PINNED if verdict.info.step in pinned else FAILED
+            done.append(Verdict(verdict.info, (reason,)))
+        else:
+            done.append(verdict)
+    return done
+
+
+def _json_of(verdict: Verdict) -> dict[str, Any]:
+    info = verdict.info
+    return {
+        "step": info.step,
+        "path": str(info.path),
+        "bytes": info.nbytes,
+        "created_at": info.created_at,
+        "metrics": dict(info.metrics),
+        "kept_by": list(verdict.kept_by),
+        "removed": verdict.goes,
+        "for_space": verdict.for_space,
+    }

@@ -1,0 +1,56 @@
+"""Verbs that write into a folder of checkpoints: they hold its lease, as a training job does, or refuse.
+
+While they hold it no job writes there, and the job that holds it now is named in the refusal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torchtitan_lite.cli.screen import Screen
+from torchtitan_lite.cli.target import folder_of_checkpoints, is_checkpoint
+from torchtitan_lite.errors import CheckpointNotFound, ConfigError
+from torchtitan_lite.store.lease import Lease
+from torchtitan_lite.store.store import CheckpointStore
+
+
+def folder_to_write(spelling: str) -> Path:
+    """Return the folder of checkpoints `spelling`. Raise ConfigError for a single checkpoint."""
+    folder, colon, step = spelling.rpartition(":")
+    if colon and (step.isdecimal() or step == "latest") and "://" not in spelling and not Path(spelling).exists():
+        raise ConfigError(f"{spelling} is one checkpoint: name the folder of checkpoints, {folder}")
+    root = folder_of_checkpoints(spelling)
+    if is_checkpoint(root):
+        raise ConfigError(f"{spelling} is one checkpoint: name the folder of checkpoints that it is in")
+    return root
+
+
+def refuse_without_checkpoints(store: CheckpointStore) -> None:
+    """Raise CheckpointNotFound if there is none in the folder that this package manages."""
+    if store.committed() or store.damaged() or store.unreadable():
+        return
+    foreign = [folder.name for folder in store.unmanaged()]
+    finding = "there is no complete checkpoint in it"
+    if foreign:
+        has = "has" if len(foreign) == 1 else "have"
+        finding = f"{', '.join(foreign[:3])}{' ...' * (len(foreign) > 3)} {has} no manifest, and nothing removes them"
+    raise CheckpointNotFound(str(store.root), None, finding=finding)
+
+
+def recover(store: CheckpointStore, screen: Screen) -> None:
+    """Finish or remove what a crash left, as the start of a job does. The caller holds the lease."""
+    for path in store.recover():
+        screen.note(f"note: {path.name} is recovered or removed: a job was cut off there")
+
+
+@contextmanager
+def holding(store: CheckpointStore, verb: str) -> Iterator[Lease]:
+    """Hold the lease of `store` in the block. Raises FolderInUse."""
+    lease = Lease(store.root, run_id=f"torchtitan-lite {verb}")
+    lease.take()
+    try:
+        yield lease
+    finally:
+        lease.release()
