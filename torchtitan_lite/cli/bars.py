@@ -21,18 +21,18 @@ def fills() -> str:
 def bar(parts: Sequence[int], longest: int, width: int) -> str:
     """Return a bar of the lengths `parts`, each in its own character, in which `longest` would take `width` columns.
 
-    What is not zero takes at least one column, if there is room.
+    Each part that is not zero takes at least one column; the largest makes up for that.
     """
     total = sum(parts)
     if not total or not longest:
         return ""
     columns = max(1, round(total / longest * width))
-    text, done, of_all = "", 0, 0
-    for number, part in enumerate(parts):
-        of_all += part
-        end = round(of_all / total * columns)
-        if part and end == done and done < columns:
-            end += 1
-        text += fills()[min(number, len(_BLOCKS) - 1)] * (end - done)
-        done = max(done, end)
-    return text
+    widths = [max(1, int(part / total * columns)) if part else 0 for part in parts]
+    largest = parts.index(max(parts))
+    widths[largest] = max(1, widths[largest] + columns - sum(widths))
+    return "".join(fill(number) * each for number, each in enumerate(widths))
+
+
+def fill(number: int) -> str:
+    """Return the character of part `number` of a bar; the last one stands for all further parts, too."""
+    return fills()[min(number, len(_BLOCKS) - 1)]

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _MOST_ROWS = 40
-"""Of tensors, unless they are asked for by name."""
+"""Of tensors, unless --tensors names them."""
 _BAR_COLUMNS = 32
 _ORIGINS = {
     Origin.OURS: "",
@@ -144,7 +144,8 @@ class _View:
         for alike in _alike(sorted(held, key=lambda name: (layout.rank_of(name) or 0, name)), held, sizes):
             first, last = alike[0], alike[-1]
             parts = held[first]
-            lengths = [parts[name] for name in names] if by_part else [sum(parts.values())]
+            shown = [parts[name] for name in names[: len(fills()) - 1]] if by_part else []
+            lengths = [*shown, sum(parts.values()) - sum(shown)]
             table.add_row(
                 _span(layout.rank_of(first), layout.rank_of(last)),
                 first if len(alike) == 1 else f"{count(len(alike), 'file')} of each",

@@ -6,12 +6,15 @@ Pure: everything follows from `Contents`, no file is opened.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from torchtitan_lite.checkpoint.format.contents import Contents, Shape, StoredTensor
+
+_RANK = re.compile(r"^rank\d+$")
 
 
 @dataclass
@@ -72,11 +75,12 @@ def matching(tensors: Mapping[str, StoredTensor], glob: str) -> dict[str, Stored
 def rows_of(tensors: Mapping[str, StoredTensor], *, folded: bool) -> list[Row]:
     """Return the rows of a table of `tensors`: one for each, or with `folded` one for all that are alike.
 
-    Alike are tensors of one dtype and shape whose keys differ in numbers and in the last word only.
+    Alike are tensors of one dtype and shape whose keys differ in numbers and in the last word only, and scalars of one
+    part with the same last word. The name of their row is a glob that matches them.
     """
     groups: dict[tuple[str, str, Shape], list[str]] = {}
     for key, tensor in tensors.items():
-        name = _without_numbers(key) if folded else key
+        name = _pattern(key, tensor.shape) if folded else key
         groups.setdefault((name, str(tensor.dtype), tensor.shape), []).append(key)
     if folded:
         groups = _without_last_words(groups)
@@ -101,5 +105,9 @@ def part_name(key: str) -> str:
     return key.partition(".")[0]
 
 
-def _without_numbers(key: str) -> str:
-    return ".".join("*" if word.isdecimal() else word for word in key.split("."))
+def _pattern(key: str, shape: Shape) -> str:
+    words = key.split(".")
+    if not shape and len(words) > 3:
+        # The counters of an optimizer: as many as there are parameters, and each says little.
+        return f"{words[0]}.*.{words[-1]}"
+    return ".".join(_RANK.sub("rank*", "*" if word.isdecimal() else word) for word in words)
