@@ -68,7 +68,10 @@ class Inspect:
         if not chosen and self.tensors:
             raise ConfigError(f"no tensor of {opened.folder} matches {self.tensors}: inspect shows the keys")
         view = _View(opened, chosen, time.time())
-        screen.show(view.to_json(), lambda: view.render(tensors=bool(self.tensors), ranks=self.ranks))
+        screen.show(
+            view.to_json() if screen.as_json else None,
+            lambda: view.render(tensors=bool(self.tensors), ranks=self.ranks),
+        )
         return ExitCode.FINE
 
 

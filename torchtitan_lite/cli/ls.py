@@ -55,7 +55,7 @@ class Ls:
                 raise ConfigError(f"{root} is a checkpoint, not a folder of checkpoints: use inspect")
             raise CheckpointNotFound(str(root), None, finding="there is no checkpoint of any step in it")
         found = _Found.of(root, entries, time.time())
-        screen.show(found.to_json(), found.render)
+        screen.show(found.to_json() if screen.as_json else None, found.render)
         return ExitCode.FINE
 
 
