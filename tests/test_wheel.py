@@ -1,4 +1,4 @@
-"""What `pip install` of the built wheel gives: the command that trains, its configurations, and the types."""
+"""What `pip install` of the built wheel gives: the two commands, the configurations, and the types."""
 
 from __future__ import annotations
 
@@ -47,6 +47,8 @@ def test_the_installed_command_trains_and_resumes_in_an_empty_folder(installed: 
     second = run(*train, *short, "--training.steps=3", cwd=tmp_path, **paths)
     assert "Loading the checkpoint at step 2." in second
     assert (tmp_path / "outputs" / "checkpoint" / "step-3" / "manifest.json").is_file()
+    listed = run(sys.executable, installed / "bin" / "torchtitan-lite", "ls", "outputs", cwd=tmp_path, **paths)
+    assert listed.startswith("outputs/checkpoint: 2 checkpoints, ")
 
 
 def test_the_wheel_has_the_types_and_every_configuration(installed: Path) -> None:

@@ -1,0 +1,18 @@
+"""The outputs on docs/cli.md are those of the commands above them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.docs.cli_page import COMMAND, PAGE, comparable, output, prepare, with_outputs
+
+
+@pytest.mark.slow  # Two jobs and a terminal for each command: about 15 s.
+def test_the_page_shows_what_its_commands_print(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    page = PAGE.read_text(encoding="utf-8")
+    assert len(COMMAND.findall(page)) >= 6
+    found = with_outputs(page, lambda arguments: output(arguments, tmp_path))
+    assert comparable(found) == comparable(page), "run: python -m tests.docs.cli_page"
