@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -96,3 +97,13 @@ def test_words() -> None:
         *("0 s", "0 s", "119 s", "2 min", "120 min", "2 h", "2 d"),
     ]
     assert [count(1, "rank"), count(20_000, "tensor"), size(1 << 30)] == ["1 rank", "20,000 tensors", "1.0 GiB"]
+
+
+def test_progress_counts_the_bytes_of_all_threads(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SILENT_SECONDS", -1.0)
+    monkeypatch.setattr(module, "LINE_SECONDS", -1.0)
+    with Screen().progress("Verifying", 8000) as advance, ThreadPoolExecutor(4) as pool:
+        for _ in range(4):
+            pool.submit(lambda: [advance(1) for _ in range(2000)])
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 8000 and lines[-1].startswith("Verifying: 7.8 KiB of 7.8 KiB, ")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -88,15 +89,17 @@ class _Bar:
         self._total_bytes = total_bytes
         self._done_bytes = 0
         self._begun = time.monotonic()
+        self._lock = threading.Lock()
         self._shown: Callable[[int], None] | None = None
         self._stop: Callable[[], None] = lambda: None
 
     def advance(self, num_bytes: int) -> None:
-        self._done_bytes += num_bytes
-        if self._shown is None and time.monotonic() - self._begun > SILENT_SECONDS:
-            self._start()
-        if self._shown is not None:
-            self._shown(self._done_bytes)
+        with self._lock:
+            self._done_bytes += num_bytes
+            if self._shown is None and time.monotonic() - self._begun > SILENT_SECONDS:
+                self._start()
+            if self._shown is not None:
+                self._shown(self._done_bytes)
 
     def close(self) -> None:
         self._stop()
@@ -121,14 +124,19 @@ class _Lines:
         self._total_bytes = total_bytes
         self._done_bytes = 0
         self._begun = time.monotonic()
+        self._lock = threading.Lock()
         self._next = self._begun + SILENT_SECONDS
 
     def advance(self, num_bytes: int) -> None:
-        self._done_bytes += num_bytes
-        now = time.monotonic()
-        if now > self._next:
-            self._next = now + LINE_SECONDS
-            speed = self._done_bytes / (now - self._begun)
-            left = (self._total_bytes - self._done_bytes) / speed if speed else 0.0
-            done, total = readable_bytes(self._done_bytes), readable_bytes(self._total_bytes)
-            sys.stderr.write(f"{self._label}: {done} of {total}, {left:.0f} s left\n")
+        with self._lock:
+            self._done_bytes += num_bytes
+            now = time.monotonic()
+            if now > self._next:
+                self._next = now + LINE_SECONDS
+                self._write(now - self._begun)
+
+    def _write(self, seconds: float) -> None:
+        speed = self._done_bytes / seconds
+        left = (self._total_bytes - self._done_bytes) / speed if speed else 0.0
+        done, total = readable_bytes(self._done_bytes), readable_bytes(self._total_bytes)
+        sys.stderr.write(f"{self._label}: {done} of {total}, {left:.0f} s left\n")
