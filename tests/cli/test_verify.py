@@ -184,7 +184,7 @@ def test_a_step_that_is_removed_meanwhile_is_one_sentence(
     shutil.copytree(copy, root)
     code, out, err = call(f"{root}:7", "--full")
     assert (code, out) == (1, "")
-    assert err == f"error: {root}/step-7 holds no checkpoint: it was removed or replaced while it was verified\n"
+    assert err == f"error: {root}/step-7 holds no checkpoint: it was removed or replaced while it was read\n"
 
 
 def test_a_newer_format_is_one_sentence_and_no_damage(root: Path, call: Call) -> None:

@@ -286,10 +286,10 @@ def test_nothing_there_and_a_save_under_way_are_no_checkpoint(tmp_path: Path) ->
 def test_a_step_that_is_removed_or_replaced_meanwhile_is_no_damage(tmp_path: Path) -> None:
     looked = look_at(golden(tmp_path))
     (tmp_path / "step-7").rename(tmp_path / ".trash-step-7-1")
-    with pytest.raises(CheckpointNotFound, match="it was removed or replaced while it was verified"):
+    with pytest.raises(CheckpointNotFound, match="it was removed or replaced while it was read"):
         read_through(looked)
     shutil.copytree(GOLDEN / "format-2" / "two-ranks" / "checkpoint" / "step-7", tmp_path / "step-7")
-    with pytest.raises(CheckpointNotFound, match="it was removed or replaced while it was verified"):
+    with pytest.raises(CheckpointNotFound, match="it was removed or replaced while it was read"):
         read_through(looked)
 
 

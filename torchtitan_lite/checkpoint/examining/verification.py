@@ -10,7 +10,6 @@ files that are gone with it are no damage. An error of the machine is no damage 
 from __future__ import annotations
 
 import dataclasses
-import errno
 import math
 import stat
 from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ from torchtitan_lite.checkpoint.examining.file_digests import FileDigests, OnByt
 from torchtitan_lite.checkpoint.examining.findings import Finding, affected
 from torchtitan_lite.checkpoint.examining.item_checksums import PlacedItem, check_items
 from torchtitan_lite.checkpoint.examining.opened import absence
+from torchtitan_lite.checkpoint.examining.presence import Identity, identity_of, refuse_if_gone
 from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.untrusted.safe_metadata import read_metadata
 from torchtitan_lite.collection import no_collection
@@ -44,7 +44,7 @@ class Looked:
     """A checkpoint, and what the checks found that need none of its data."""
 
     path: Path
-    identity: tuple[int, ...]
+    identity: Identity
     """What differs once another checkpoint has its name."""
     manifest: Manifest | None = None
     """None if it is damaged, and for plain DCP's."""
@@ -83,22 +83,22 @@ def look_at(folder: Path) -> Looked:
 
     Raises `CheckpointNotFound` if there is no checkpoint, or none any more; `FormatTooNew`; `CheckpointUnreadable`.
     """
-    identity = _identity(folder)
+    identity = identity_of(folder)
     if identity is None or absence(folder):
         raise CheckpointNotFound(str(folder), None, finding=absence(folder))
     try:
         with no_collection():
             looked = _looked(Looked(folder, identity))
     except CheckpointUnreadable:
-        _refuse_if_gone(folder, identity)
+        refuse_if_gone(folder, identity)
         raise
     except OSError as error:
         if isinstance(error, TorchtitanLiteError):
             raise
-        _refuse_if_gone(folder, identity)
+        refuse_if_gone(folder, identity)
         raise CheckpointUnreadable(str(folder), f"{type(error).__name__}: {error}") from error
     if looked.findings:
-        _refuse_if_gone(folder, identity)
+        refuse_if_gone(folder, identity)
     return looked
 
 
@@ -115,10 +115,10 @@ def read_through(
         checked = check_items(looked.path, items, on_bytes)
         findings += (Finding(place.item.file, text, (place.key,)) for place, text in checked.damaged)
     except CheckpointUnreadable:
-        _refuse_if_gone(looked.path, looked.identity)
+        refuse_if_gone(looked.path, looked.identity)
         raise
     if findings:
-        _refuse_if_gone(looked.path, looked.identity)
+        refuse_if_gone(looked.path, looked.identity)
     return Read(tuple(findings), len(items), checked.num_without_checksum)
 
 
@@ -219,22 +219,3 @@ def _found_bytes(path: Path, expected: int) -> float:
     except OSError:
         return 0
     return min(found.st_size, expected) if stat.S_ISREG(found.st_mode) else 0
-
-
-def _identity(folder: Path) -> tuple[int, ...] | None:
-    """Return what differs once another checkpoint has the name `folder`; None if there is no checkpoint."""
-    for name in (layout.MANIFEST, layout.METADATA):
-        try:
-            found = (folder / name).lstat()
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except OSError as error:
-            # ESTALE is what a network file system gives for a file that another host removed.
-            return None if error.errno == errno.ESTALE else (error.errno or 0,)
-        return found.st_dev, found.st_ino, found.st_mtime_ns
-    return None
-
-
-def _refuse_if_gone(folder: Path, identity: tuple[int, ...]) -> None:
-    if _identity(folder) != identity:
-        raise CheckpointNotFound(str(folder), None, finding="it was removed or replaced while it was verified")

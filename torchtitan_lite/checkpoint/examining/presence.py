@@ -1,0 +1,56 @@
+"""Whether the checkpoint that is being read is still the one under its name.
+
+A verb that only reads takes no lease, so the job that writes the folder may remove or replace a step meanwhile. Files
+that are gone then are no damage, and no error of the machine.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, CheckpointUnreadable, CheckpointUnsafe
+from torchtitan_lite.store import layout
+
+Identity = tuple[int, ...]
+
+
+def identity_of(folder: Path) -> Identity | None:
+    """Return what differs once another checkpoint has the name `folder`; None if there is no checkpoint."""
+    for name in (layout.MANIFEST, layout.METADATA):
+        try:
+            found = (folder / name).lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            # ESTALE is what a network file system gives for a file that another host removed.
+            return None if error.errno == errno.ESTALE else (error.errno or 0,)
+        return found.st_dev, found.st_ino, found.st_mtime_ns
+    return None
+
+
+def refuse_if_gone(folder: Path, identity: Identity | None) -> None:
+    """Raise `CheckpointNotFound` if the checkpoint in `folder` is not the one of `identity` any more."""
+    if identity is None or identity_of(folder) != identity:
+        raise CheckpointNotFound(str(folder), None, finding="it was removed or replaced while it was read")
+
+
+@contextmanager
+def present(*folders: Path) -> Iterator[None]:
+    """Raise `CheckpointNotFound` if one of `folders` had a checkpoint that was removed or replaced during the block."""
+    before = {folder: identity_of(folder) for folder in folders}
+    try:
+        yield
+    except (CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe, FileNotFoundError):
+        _refuse(before)
+        raise
+    # Parts of two checkpoints may have been read.
+    _refuse(before)
+
+
+def _refuse(before: dict[Path, Identity | None]) -> None:
+    for folder, identity in before.items():
+        if identity is not None:
+            refuse_if_gone(folder, identity)

@@ -1,0 +1,223 @@
+"""`diff`: what differs between two checkpoints?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from torchtitan_lite.cli.exit_codes import ExitCode
+from torchtitan_lite.cli.screen import Screen
+from torchtitan_lite.cli.target import resolve
+from torchtitan_lite.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from torchtitan_lite.checkpoint.examining.difference import Difference
+    from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint
+    from torchtitan_lite.checkpoint.examining.value_difference import ValueDifference
+
+_SHOWN = 12
+"""Lines under each heading."""
+_SMALL_BYTES = 64 << 20
+"""Read faster than torch is imported, so its progress would mislead."""
+
+
+@dataclass(frozen=True)
+class Diff:
+    """Compare two checkpoints, however each of them is sharded.
+
+    Compares names, shapes, dtypes, containers and objects; values by the
+    digests in the manifests, if they have some, or with --values by reading
+    them. Exits with 0 if the states are equal, with 4 if they differ. Where
+    they come from (step, run, configuration) is listed and does not count.
+    """
+
+    a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="A")]
+    """A checkpoint."""
+    b: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="B")]
+    """Another one."""
+    values: bool = False
+    """Read the values: largest difference of each tensor."""
+    atol: float = 0.0
+    """Largest difference of two values that counts as equal; implies --values."""
+    json: bool = False
+    """Print JSON."""
+
+    def run(self, screen: Screen) -> ExitCode:
+        if not self.atol >= 0 or math.isinf(self.atol):
+            raise ConfigError(f"--atol: expected a number of at least 0, found {self.atol}")
+        a, b = resolve(self.a).folder, resolve(self.b).folder
+        from torchtitan_lite.checkpoint.examining.difference import compare
+        from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
+        from torchtitan_lite.checkpoint.examining.presence import present
+
+        with present(a, b):
+            opened_a, opened_b = open_checkpoint(a), open_checkpoint(b)
+            result = _Result(opened_a, opened_b, compare(opened_a, opened_b), self.atol)
+            if self.values or self.atol:
+                _compare_values(result, screen)
+        screen.show(result.to_json(), lambda: _rendered(result))
+        return ExitCode.DIFFERENT if result.is_different else ExitCode.FINE
+
+
+@dataclass
+class _Result:
+    a: OpenedCheckpoint
+    b: OpenedCheckpoint
+    difference: Difference
+    atol: float
+    values: dict[str, ValueDifference] | None = None
+    """Of the tensors that were read; None without --values."""
+    far: dict[str, ValueDifference] = field(default_factory=dict)
+    """Those of them that count as different."""
+
+    @property
+    def is_different(self) -> bool:
+        found = self.difference
+        parts = (found.only_in_a, found.only_in_b, found.tensors, found.containers, found.objects, self.far)
+        return any(map(bool, parts)) or (self.values is None and bool(found.known_different))
+
+    def to_json(self) -> dict[str, Any]:
+        found = self.difference
+        return {
+            "a": str(self.a.folder),
+            "b": str(self.b.folder),
+            "equal": not self.is_different,
+            "only_in_a": list(found.only_in_a),
+            "only_in_b": list(found.only_in_b),
+            "tensors": _sides(found.tensors),
+            "containers": _sides(found.containers),
+            "objects": _sides(found.objects),
+            "values": {
+                "equal_by_digest": len(found.known_equal),
+                "different_by_digest": sorted(found.known_different),
+                "without_digest": len(found.unknown),
+                "atol": self.atol,
+                "read": None if self.values is None else {key: _value(each) for key, each in self.values.items()},
+                "different": sorted(self.far),
+            },
+            "origin": _sides(found.origin),
+        }
+
+
+def _compare_values(result: _Result, screen: Screen) -> None:
+    from torchtitan_lite.checkpoint.examining.value_difference import compare_values
+
+    keys = [key for key in result.difference.comparable if key not in result.difference.known_equal]
+    num_bytes = sum(checkpoint.contents.tensors[key].nbytes for key in keys for checkpoint in (result.a, result.b))
+    progress = screen.progress("Comparing", num_bytes) if num_bytes > _SMALL_BYTES else nullcontext(lambda count: None)
+    with progress as advance:
+        result.values = dict(compare_values(result.a, result.b, keys, advance))
+    result.far = {
+        key: value
+        for key, value in result.values.items()
+        # Another dtype is a difference of its own, and cannot have the same bits.
+        if key not in result.difference.tensors and value.exceeds(result.atol)
+    }
+
+
+def _sides(pairs: Mapping[str, tuple[str, str]]) -> dict[str, dict[str, str]]:
+    return {name: {"a": a, "b": b} for name, (a, b) in pairs.items()}
+
+
+def _value(value: ValueDifference) -> dict[str, Any]:
+    # JSON has neither NaN nor infinity.
+    largest = value.max_abs if math.isfinite(value.max_abs) else str(value.max_abs)
+    return {"bitwise_equal": value.is_bitwise_equal, "max_abs": largest, "num_different": value.num_different}
+
+
+def _rendered(result: _Result) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    found = result.difference
+    parts: list[RenderableType] = [Text(f"A  {result.a.folder}"), Text(f"B  {result.b.folder}")]
+    sections = (
+        ("Only in A", [(key, what) for key, what in found.only_in_a.items()]),
+        ("Only in B", [(key, what) for key, what in found.only_in_b.items()]),
+        ("Another dtype or shape", _form_rows(result)),
+        ("Another container", _rows(found.containers)),
+        ("Other objects", _rows(found.objects)),
+        ("Other values", _value_rows(result)),
+        ("Where they come from (does not count)", _rows(found.origin)),
+    )
+    for title, rows in sections:
+        if rows:
+            parts += [Text(), Text(f"{title}: {len(rows)}", style="bold"), *_table(rows)]
+    return Group(*parts, Text(), *(Text(line) for line in _summary(result)))
+
+
+def _rows(pairs: Mapping[str, tuple[str, str]]) -> list[tuple[str, ...]]:
+    return [(name, *sides) for name, sides in pairs.items()]
+
+
+def _form_rows(result: _Result) -> list[tuple[str, ...]]:
+    values = result.values or {}
+    return [
+        (*row, _in_words(values[row[0]])[0]) if row[0] in values else row for row in _rows(result.difference.tensors)
+    ]
+
+
+def _value_rows(result: _Result) -> list[tuple[str, ...]]:
+    if result.values is None:
+        return [(key, "another digest") for key in sorted(result.difference.known_different)]
+    # The largest first; NaN before all.
+    order = sorted(result.far.items(), key=lambda item: (not math.isnan(item[1].max_abs), -item[1].max_abs, item[0]))
+    return [(key, *_in_words(value)) for key, value in order]
+
+
+def _in_words(value: ValueDifference) -> tuple[str, str]:
+    if not value.num_different:
+        return "the same numbers", "in other bits"
+    largest = "NaN on one side" if math.isnan(value.max_abs) else f"by up to {value.max_abs:.3g}"
+    return largest, f"{value.num_different} {'element' if value.num_different == 1 else 'elements'}"
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[RenderableType]:
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 3, 0, 0))
+    for _ in range(max(map(len, rows))):
+        table.add_column(overflow="fold")
+    for row in rows[:_SHOWN]:
+        table.add_row(*(Text(cell) for cell in row))
+    parts: list[RenderableType] = [table]
+    if len(rows) > _SHOWN:
+        parts.append(Text(f"... and {len(rows) - _SHOWN} more; --json has all of them"))
+    return [Padding(part, (0, 0, 0, 2)) for part in parts]
+
+
+def _summary(result: _Result) -> list[str]:
+    found, lines = result.difference, list[str]()
+    if result.values is not None:
+        same = sum(not value.exceeds(result.atol) for value in result.values.values())
+        by_digest = f"; {len(found.known_equal)} others are equal by digest" if found.known_equal else ""
+        within = f"within {result.atol:g}" if result.atol else "bit for bit"
+        lines.append(f"Values of {_counted(len(result.values), 'tensor')} read: {same} equal {within}{by_digest}.")
+    else:
+        if found.known_equal or found.known_different:
+            known = len(found.known_equal) + len(found.known_different)
+            lines.append(f"Values of {_counted(known, 'tensor')} by digest: {len(found.known_equal)} equal.")
+        if found.unknown:
+            lines.append(f"Values of {_counted(len(found.unknown), 'tensor')} not compared: --values reads them.")
+    if not found.num_tensors and not found.num_objects and not found.tensors:
+        lines.append("The two have no name in common.")
+    lines.append("The states differ." if result.is_different else _equal(result))
+    return lines
+
+
+def _equal(result: _Result) -> str:
+    compared_all = result.values is not None or not result.difference.unknown
+    return "The states are equal." if compared_all else "Nothing else differs."
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
