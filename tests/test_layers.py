@@ -51,6 +51,9 @@ WITHOUT_TORCH = (
     *(f"checkpoint.untrusted.{name}" for name in ("inert_pickle", "safe_metadata", "stock_item")),
     "checkpoint.reading.folder",
     *(f"checkpoint.examining.{name}" for name in ("opened", "inventory", "retention_outlook", "summary")),
+    *(f"checkpoint.examining.{name}" for name in ("verification", "file_digests", "item_checksums", "findings")),
+    *(f"checkpoint.examining.{name}" for name in ("difference", "object_digests", "presence")),
+    *("cli.verify", "cli.diff"),
     *(f"cli.{name}" for name in ("app", "exit_codes", "inspect_step", "key_cell", "ls", "screen", "target", "words")),
 )
 UNKNOWN_TO_CHECKPOINT = ("models", "data", "trainer", "metrics", "optim", "parallelisms")

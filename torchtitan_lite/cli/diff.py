@@ -141,11 +141,11 @@ def _rendered(result: _Result) -> RenderableType:
     sections = (
         ("Only in A", [(key, what) for key, what in found.only_in_a.items()]),
         ("Only in B", [(key, what) for key, what in found.only_in_b.items()]),
-        ("Another dtype or shape", _form_rows(result)),
-        ("Another container", _rows(found.containers)),
-        ("Other objects", _rows(found.objects)),
+        ("Another dtype or shape (A, B)", _form_rows(result)),
+        ("Another container (A, B)", _rows(found.containers)),
+        ("Other objects (A, B)", _rows(found.objects)),
         ("Other values", _value_rows(result)),
-        ("Where they come from (does not count)", _rows(found.origin)),
+        ("Where they come from, which does not count (A, B)", _rows(found.origin)),
     )
     for title, rows in sections:
         if rows:
@@ -199,9 +199,11 @@ def _summary(result: _Result) -> list[str]:
     found, lines = result.difference, list[str]()
     if result.values is not None:
         same = sum(not value.exceeds(result.atol) for value in result.values.values())
-        by_digest = f"; {len(found.known_equal)} others are equal by digest" if found.known_equal else ""
         within = f"within {result.atol:g}" if result.atol else "bit for bit"
-        lines.append(f"Values of {_counted(len(result.values), 'tensor')} read: {same} equal {within}{by_digest}.")
+        if result.values or not found.known_equal:
+            lines.append(f"Values of {_counted(len(result.values), 'tensor')} read: {same} equal {within}.")
+        if found.known_equal:
+            lines.append(f"Values of {_counted(len(found.known_equal), 'tensor')} not read: equal by digest.")
     else:
         if found.known_equal or found.known_different:
             known = len(found.known_equal) + len(found.known_different)

@@ -1,0 +1,84 @@
+"""docs/cli_verify_diff.md shows what the two verbs print."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoint.reading.foreign_folders import save_plain
+from tests.checkpoint.with_manifest import flip
+from tests.cli.command import command
+from tests.cli.folders import add_step
+from torchtitan_lite.cli.exit_codes import ExitCode
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "cli_verify_diff.md"
+GOLDEN = ROOT / "tests" / "golden"
+CODES = {
+    "verify outputs": ExitCode.FINE,
+    "verify outputs --full": ExitCode.DAMAGE,
+    "verify pretrained --full": ExitCode.FINE,
+    "diff base tuned --values": ExitCode.DIFFERENT,
+    "diff one-process two-ranks --values": ExitCode.FINE,
+}
+
+
+def make_folders(base: Path) -> None:
+    """Make the folders that the page is about."""
+    outputs = base / "outputs" / "checkpoint"
+    outputs.mkdir(parents=True)
+    for step in (10, 20, 30):
+        add_step(outputs, step)
+    flip(outputs / "step-20" / "__1_0.distcp", 390)
+    for ranks in ("one-process", "two-ranks"):
+        shutil.copytree(GOLDEN / "format-3" / ranks / "export" / "step-7", base / ranks)
+    shutil.copytree(GOLDEN / "format-1" / "two-ranks" / "checkpoint" / "step-7", base / "pretrained")
+    (base / "pretrained" / "manifest.json").unlink()
+    torch.manual_seed(0)
+    state = {
+        "tok_embeddings.weight": torch.zeros(16, 4),
+        "layers.0.attention.wq.weight": torch.zeros(4, 4),
+        "layers.0.attention.wk.weight": torch.zeros(4, 4),
+        "output.weight": torch.zeros(16, 4),
+        "norm.weight": torch.ones(4),
+        "schedule": ("cosine", 1000),
+    }
+    save_plain(state, base / "base")
+    state["layers.0.attention.wq.weight"][1, 2] = 0.125
+    state["layers.0.attention.wk.weight"] += 0.00390625
+    state["output.weight"] = torch.zeros(18, 4)
+    state["norm.weight"] = torch.ones(4).bfloat16()
+    state["schedule"] = ("linear", 1000)
+    save_plain(state | {"lora.weight": torch.zeros(4, 2)}, base / "tuned")
+
+
+def printed(line: str, base: Path) -> tuple[int, str]:
+    """Return the exit code of the command `line`, and what it prints, without the time that it took."""
+    ended = command(*line.split())
+    assert not ended.err
+    return ended.code, re.sub(r" \(\d+\.\d s, [^)]*/s\)", "", ended.out)
+
+
+def shown() -> dict[str, str]:
+    """Return the output of each command on the page."""
+    found: dict[str, str] = {}
+    blocks = re.findall(r"(?:^    .*\n|^\n(?=    ))+", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    for block in blocks:
+        text = re.sub(r"^    ", "", block.strip("\n") + "\n", flags=re.MULTILINE)
+        first, _, output = text.partition("\n")
+        assert first.startswith("$ torchtitan-lite ")
+        found[first.removeprefix("$ torchtitan-lite ")] = output
+    return found
+
+
+def test_the_page_shows_what_the_command_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_folders(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert shown().keys() == CODES.keys()
+    for line, output in shown().items():
+        assert printed(line, tmp_path) == (CODES[line], output), line
+    assert max(len(line) for output in shown().values() for line in output.splitlines()) <= 80
