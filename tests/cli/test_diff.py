@@ -14,6 +14,7 @@ import torch
 from tests.checkpoint.reading.foreign_folders import of_0_3, of_2024, save_plain
 from tests.checkpoint.small_run import SmallRun
 from tests.checkpoint.with_manifest import flip
+from tests.cli.command import command, on_a_terminal, plain
 from torchtitan_lite.cli.app import main
 from torchtitan_lite.store.manifest import seal
 
@@ -142,6 +143,18 @@ def test_long_lists_are_cut_on_the_screen_and_whole_in_json(tmp_path: Path, call
     assert len(json.loads(call(a, b, "--json")[1])["only_in_a"]) == 39
 
 
+def test_long_names_fit_into_80_columns(tmp_path: Path) -> None:
+    key = "model.layers.0._checkpoint_wrapped_module.feed_forward.experts.w0.weight"
+    a = save_plain({key: torch.ones(2), "s": ("x" * 100,)}, tmp_path / "a")
+    b = save_plain({key: torch.ones(2).half(), "s": ("y" * 100,)}, tmp_path / "b")
+    code, screen = on_a_terminal("diff", a, b)
+    assert code == 4
+    lines = [line.rstrip() for line in plain(screen).splitlines()]
+    assert lines[lines.index(f"  {key}") + 1] == "    float32 [2]   float16 [2]"
+    assert max(map(len, lines[2:])) <= 80
+    assert f"  {key}   float32 [2]   float16 [2]\n" in command("diff", a, b).out, "one line in a pipe"
+
+
 def _damaged(step: Path) -> Path:
     flip(step / "manifest.json", 40)
     return step
@@ -171,7 +184,7 @@ def _half(step: Path) -> Path:
         (_damaged, 3, "step-7 is damaged: manifest.json: its own digest is not the"),
         (_cut, 3, "step-7 is damaged: __0_0.distcp: expected 85312 bytes, found 5"),
         (_newer, 1, "manifest.json has format version 99, this version of torchtitan_lite reads up to 3"),
-        (_half, 1, "step-7 holds no checkpoint: it is half-written"),
+        (_half, 1, "step-7 holds no checkpoint: there are files of tensors in it, but no .metadata"),
         (lambda step: step.rename(step.with_name("step-7.staging")), 1, "a save into it is under way"),
         (lambda step: step.parent / "step-8", 1, "step-8 holds no checkpoint: there is no such folder"),
         (lambda step: f"{step.parent}:8", 1, "(it has 7)"),

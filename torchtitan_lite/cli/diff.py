@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -16,7 +17,7 @@ from torchtitan_lite.cli.target import resolve
 from torchtitan_lite.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType
 
     from torchtitan_lite.checkpoint.examining.difference import Difference
     from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 _SHOWN = 12
 """Lines under each heading."""
+_GAP = 3
+"""Columns between two columns."""
 _SMALL_BYTES = 64 << 20
 """Read faster than torch is imported, so its progress would mislead."""
 
@@ -181,18 +184,35 @@ def _in_words(value: ValueDifference) -> tuple[str, str]:
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[RenderableType]:
     from rich.padding import Padding
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table.grid(padding=(0, 3, 0, 0))
-    for _ in range(max(map(len, rows))):
-        table.add_column(overflow="fold")
-    for row in rows[:_SHOWN]:
-        table.add_row(*(Text(cell) for cell in row))
-    parts: list[RenderableType] = [table]
+    parts: list[RenderableType] = [_Rows(rows[:_SHOWN])]
     if len(rows) > _SHOWN:
         parts.append(Text(f"... and {len(rows) - _SHOWN} more; --json has all of them"))
     return [Padding(part, (0, 0, 0, 2)) for part in parts]
+
+
+@dataclass
+class _Rows:
+    """Rows in columns; on a narrow screen, each name on a line of its own."""
+
+    rows: Sequence[tuple[str, ...]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        from rich.padding import Padding
+        from rich.table import Table
+        from rich.text import Text
+
+        columns = zip_longest(*self.rows, fillvalue="")
+        if sum(max(map(len, column)) + _GAP for column in columns) - _GAP > options.max_width:
+            for name, *cells in self.rows:
+                yield Text(name, overflow="fold")
+                yield Padding(Text((" " * _GAP).join(cells)), (0, 0, 0, 2))
+            return
+        table = Table.grid(padding=(0, _GAP, 0, 0))
+        for row in self.rows:
+            table.add_row(*map(Text, row))
+        yield table
 
 
 def _summary(result: _Result) -> list[str]:

@@ -29,8 +29,10 @@ from torchtitan_lite.errors import CheckpointUnreadable
 THREADS = 3
 SLICE_BYTES = 1 << 20
 """Read and summed at a time."""
-_PICKLE_BYTES = 64 << 20
-"""The largest pickle that is parsed; torch stores tensors outside of it."""
+_PICKLE_BYTES = 4 << 20
+"""The largest pickle that is parsed, because that takes up to 72 times its size; larger ones have their checksum."""
+_DIRECTORY_BYTES = 1 << 20
+"""The largest directory; torch.save makes an entry of 60 bytes for each tensor in an object."""
 _LOCAL = struct.Struct("<4s5H3L2H")
 _SIGNATURE = b"PK\x03\x04"
 _ENTRY = struct.Struct("<4s6H3L5H2L")
@@ -130,9 +132,11 @@ class _Window(io.RawIOBase):
 def _finding(window: _Window, place: PlacedItem) -> tuple[str, bool]:
     """Return what is wrong with the item, and whether it has a checksum of its data."""
     try:
+        _check_end(window, place.item.length)
         with zipfile.ZipFile(window) as archive:
             entries = archive.infolist()
-        _check_end(window, place.item.length, len(entries))
+        if sum(entry.file_size for entry in entries) > place.item.length:
+            raise _Wrong("its entries are larger than it is")
         has_checksum = True
         for entry in entries:
             found = _crc_of(window, place.item, entry)
@@ -155,7 +159,7 @@ def _finding(window: _Window, place: PlacedItem) -> tuple[str, bool]:
     return f"bytes {place.item.offset} to {place.item.offset + place.item.length}: {finding}", True
 
 
-def _check_end(window: _Window, length: int, count: int) -> None:
+def _check_end(window: _Window, length: int) -> None:
     """Raise `_Wrong` unless the archive ends as torch.save ends it: Python's zipfile accepts more than torch does."""
     at = length - _END.size
     end = _END.unpack(window.part(at, _END.size))
@@ -172,13 +176,13 @@ def _check_end(window: _Window, length: int, count: int) -> None:
             a not in (b, 0xFFFF, 0xFFFFFFFF) for a, b in zip(small, wide, strict=True)
         ):
             raise _Wrong("the two ends of its directory differ")
-    is_right = (signature, num_here, num_entries, comment) == (b"PK\x05\x06", end[4], count, 0)
-    if not is_right or any(disks) or offset + num_bytes != at:
+    is_right = (signature, num_here, comment) == (b"PK\x05\x06", end[4], 0)
+    if not is_right or any(disks) or offset + num_bytes != at or num_bytes > _DIRECTORY_BYTES:
         raise _Wrong("the end of its directory is damaged")
-    directory, at = window.part(offset, num_bytes), 0
+    directory, at, count = window.part(offset, num_bytes), 0, 0
     while at < num_bytes:
-        at += _ENTRY.size + sum(_ENTRY.unpack_from(directory, at)[10:13])
-    if at != num_bytes:
+        at, count = at + _ENTRY.size + sum(_ENTRY.unpack_from(directory, at)[10:13]), count + 1
+    if (at, count) != (num_bytes, num_entries):
         raise _Wrong("its directory is damaged")
 
 

@@ -12,7 +12,7 @@ import os
 import reprlib
 import struct
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,11 @@ from torchtitan_lite.checkpoint.untrusted.inert_pickle import InertPickleError, 
 from torchtitan_lite.disk.digest import text_digest
 from torchtitan_lite.disk.plain_file import opened
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
+from torchtitan_lite.log import readable_bytes
 
 MAX_DEPTH = 200
+MOST_BYTES = 16 << 20
+"""The largest item that is parsed, because that takes up to 72 times its size; larger ones are compared as bytes."""
 _SHOWN_LETTERS = 36
 _BYTES, _TENSOR = "_codecs.encode", "torch._utils._rebuild_tensor"
 _DICTS = ("collections.OrderedDict", "collections.Counter", "collections.defaultdict")
@@ -42,6 +45,9 @@ def digest_of(folder: Path, key: str, stored: StoredObject) -> tuple[str, str]:
     """
     if stored.item is None:
         return _Digests(lambda name: b"").of(stored.value), shown(stored.value)
+    if stored.item.length > MOST_BYTES:
+        parts = (_read(folder, part) for part in _parts_of(stored.item))
+        return _digest("item", text_digest(parts)), f"an object of {readable_bytes(stored.item.length)}"
     data = _read(folder, stored.item)
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -77,8 +83,8 @@ def _cut(text: str) -> str:
 
 
 _short = reprlib.Repr()
-_short.maxlevel, _short.maxlist, _short.maxtuple, _short.maxdict, _short.maxstring = 3, 4, 4, 3, _SHOWN_LETTERS
-_short.maxother = _SHOWN_LETTERS
+_short.maxlevel, _short.maxlist, _short.maxtuple, _short.maxdict = 3, 4, 4, 3
+_short.maxstring = _short.maxother = 24
 
 
 class _Digests:
@@ -142,6 +148,11 @@ def _bytes_of(value: Instance) -> bytes | None:
 
 def _digest(*parts: str) -> str:
     return text_digest(f"{len(part)}:{part}".encode(errors="surrogatepass") for part in parts)
+
+
+def _parts_of(item: Item) -> Iterator[Item]:
+    for at in range(0, item.length, MOST_BYTES):
+        yield Item(item.file, item.offset + at, min(MOST_BYTES, item.length - at))
 
 
 def _read(folder: Path, item: Item) -> bytes:

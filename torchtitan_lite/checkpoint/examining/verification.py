@@ -22,7 +22,7 @@ from torchtitan_lite.checkpoint.examining.findings import Finding, affected
 from torchtitan_lite.checkpoint.examining.item_checksums import PlacedItem, check_items
 from torchtitan_lite.checkpoint.examining.opened import absence
 from torchtitan_lite.checkpoint.examining.presence import Identity, identity_of, refuse_if_gone
-from torchtitan_lite.checkpoint.format.contents import Contents
+from torchtitan_lite.checkpoint.format.contents import Contents, Item
 from torchtitan_lite.checkpoint.untrusted.safe_metadata import read_metadata
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.disk.block_reader import BlockReader
@@ -191,18 +191,23 @@ def _of_coverage(contents: Contents, sizes: Mapping[str, int]) -> list[Finding]:
 
 
 def _items(looked: Looked, files: AbstractSet[str]) -> list[PlacedItem]:
-    """Return the items in `files` as the contents place them."""
+    """Return the items in `files`, as far as they are inside: others are findings already."""
     if looked.contents is None or not files:
         return []
     placed = []
     for key, tensor in looked.contents.tensors.items():
         for chunk in tensor.chunks:
-            if chunk.item is not None and chunk.item.file in files:
+            if chunk.item is not None:
                 placed.append(PlacedItem(chunk.item, key, tensor.dtype, chunk.sizes))
     for key, stored in looked.contents.objects.items():
-        if stored.item is not None and stored.item.file in files:
+        if stored.item is not None:
             placed.append(PlacedItem(stored.item, key))
-    return sorted(placed, key=lambda place: place.item)
+    inside = [place for place in placed if place.item.file in files and _is_inside(place.item, looked.sizes)]
+    return sorted(inside, key=lambda place: place.item)
+
+
+def _is_inside(item: Item, sizes: Mapping[str, int]) -> bool:
+    return item.offset >= 0 and item.length >= 0 and item.offset + item.length <= sizes[item.file]
 
 
 def _of_error(folder: Path, error: CheckpointDamaged | CheckpointUnsafe) -> Finding:
