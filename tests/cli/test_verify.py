@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -249,3 +251,17 @@ def test_nothing_in_the_checkpoint_changes(root: Path, call: Call) -> None:
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in (root / "step-7").iterdir()}
     call(root, "--full")
     assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in (root / "step-7").iterdir()} == before
+
+
+def test_neither_torch_nor_numpy_is_imported(root: Path) -> None:
+    code = (
+        "import sys; from torchtitan_lite.cli.app import main\n"
+        "code = main(sys.argv[1:])\n"
+        "sys.exit(code or bool({'torch', 'numpy'} & set(sys.modules)))"
+    )
+    shutil.copytree(GOLDEN, root / "step-8")
+    (root / "step-8" / "manifest.json").unlink()
+    repository = Path(__file__).parents[2]
+    for arguments in (["verify", root, "--full"], ["diff", root / "step-7", root / "step-8"]):
+        command = [sys.executable, "-c", code, *map(str, arguments)]
+        assert subprocess.run(command, cwd=repository, check=False, capture_output=True).returncode == 0
