@@ -17,6 +17,8 @@ import torch
 from tests.checkpoint.reading.foreign_folders import of_0_3, of_2024, save_plain
 from tests.checkpoint.small_run import SmallRun
 from tests.checkpoint.with_manifest import flip
+from tests.cli.folders import add_step
+from torchtitan_lite.checkpoint.examining import verification
 from torchtitan_lite.cli.app import main
 from torchtitan_lite.store.manifest import seal
 from torchtitan_lite.store.store import CheckpointStore
@@ -168,8 +170,6 @@ def test_a_run_goes_on_after_a_verification(tmp_path: Path, call: Call) -> None:
 def test_a_step_that_is_removed_meanwhile_is_one_sentence(
     root: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torchtitan_lite.checkpoint.examining import verification
-
     def purge_and_read(looked: Any, on_bytes: Any) -> Any:
         if looked.path.name == "step-7":
             CheckpointStore(root).delete(CheckpointStore(root).get(7))
@@ -187,6 +187,21 @@ def test_a_step_that_is_removed_meanwhile_is_one_sentence(
     code, out, err = call(f"{root}:7", "--full")
     assert (code, out) == (1, "")
     assert err == f"error: {root}/step-7 holds no checkpoint: it was removed or replaced while it was read\n"
+
+
+def test_the_result_is_not_recorded_for_a_checkpoint_that_took_the_name_meanwhile(
+    root: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_and_replace(looked: Any, on_bytes: Any) -> Any:
+        found = read(looked, on_bytes)
+        shutil.rmtree(root / "step-7")
+        add_step(root, 7, created_at=5.0)
+        return found
+
+    read = verification.read_through
+    monkeypatch.setattr(verification, "read_through", read_and_replace)
+    assert call(root, "--full")[0] == 0
+    assert verified_in(root) == {}
 
 
 def test_a_newer_format_is_one_sentence_and_no_damage(root: Path, call: Call) -> None:

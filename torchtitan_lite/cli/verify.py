@@ -175,12 +175,15 @@ class _set_apart(contextlib.AbstractContextManager[None]):
 
 def _record(result: _Result, full: bool, screen: Screen) -> None:
     """Write the result where `ls` finds it. A result that cannot be written is a note."""
-    folder = result.folder.absolute()
-    described = result.looked is not None and result.looked.contents is not None
-    if layout.parse_step(folder.name) is None or result.reason or not described:
+    from torchtitan_lite.checkpoint.examining import presence
+
+    folder, looked = result.folder.absolute(), result.looked
+    if layout.parse_step(folder.name) is None or result.reason or looked is None or looked.contents is None:
         return
     try:
-        if (identity := identity_of(folder)) is not None:
+        identity = identity_of(folder)
+        # Another checkpoint may have the name by now.
+        if identity is not None and presence.identity_of(folder) == looked.identity:
             record(folder, Verified(identity, time.time(), FULL if full else SIZES, len(result.findings)))
     except (OSError, CheckpointUnsafe) as error:
         screen.note(f"note: ls will not show this result: {sentence_of(error)}")
