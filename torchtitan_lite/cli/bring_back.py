@@ -1,0 +1,76 @@
+"""`bring-back`: give a checkpoint that was set aside the name of its step again.
+
+A damaged one comes back only if every byte is again what was written; an abandoned one only if it is then visible.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from torchtitan_lite.cli.exit_codes import ExitCode
+from torchtitan_lite.cli.screen import Screen
+from torchtitan_lite.cli.writing import folder_to_write, holding, recover
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.log import readable_bytes
+from torchtitan_lite.store.manifest import CheckpointKind
+from torchtitan_lite.store.set_aside import SetAside, bring_back, check, find, refuse_harm
+from torchtitan_lite.store.store import CheckpointStore
+
+
+@dataclass(frozen=True)
+class BringBack:
+    """Give a checkpoint that was set aside, damaged or abandoned, the name of its step again."""
+
+    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+    """A folder of checkpoints, or the dump folder of a run."""
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
+    """The name in it: step-10.corrupt, which is verified first, or step-10.abandoned-RUN."""
+    leave_branch: bool = False
+    """Set the branch that abandoned it aside in its place."""
+    json: bool = False
+    """Print JSON."""
+
+    def run(self, screen: Screen) -> ExitCode:
+        store = CheckpointStore(folder_to_write(self.folder))
+        name = self._name_in(store.root)
+        with holding(store, "bring-back") as lease:
+            recover(store, screen)  # First: after a crash the step may have its old name and still be abandoned.
+            aside = find(store.root, name)
+            refuse_harm(store, aside, leave_branch=self.leave_branch)
+            with screen.progress(f"verifying {aside.folder.name}", aside.manifest.nbytes) as advance:
+                check(aside, advance)
+            lease.check()
+            left = bring_back(store, aside, lease.check)
+            info = store.get(aside.step)
+        latest = store.latest()
+        is_latest = latest is not None and latest.step == aside.step and info.kind is CheckpointKind.FULL
+        data = {
+            "folder": str(store.root),
+            "name": aside.folder.name,
+            "step": aside.step,
+            "run_id": aside.run_id,
+            "set_aside": [path.name for path in left],
+            "is_latest": is_latest,
+        }
+        screen.show(data, lambda: _in_words(aside, [path.name for path in left], is_latest))
+        return ExitCode.FINE
+
+    def _name_in(self, root: Path) -> str:
+        """Return the name, which a shell may have completed to a path. Raise ConfigError for one elsewhere."""
+        path = Path(self.name)
+        if path.name != self.name and path.parent.resolve() != root.resolve():
+            raise ConfigError(f"{self.name} is not in {root}: NAME is the name of a folder in FOLDER")
+        return path.name
+
+
+def _in_words(aside: SetAside, left: list[str], is_latest: bool) -> str:
+    lines = [f"{aside.folder.name} ({readable_bytes(aside.manifest.nbytes)}) is step {aside.step} again"]
+    if left:
+        lines.append(f"Set aside in its place: {', '.join(left)}")
+    if is_latest:
+        lines.append("It is the latest: the next start resumes from it")
+    return "\n".join(lines)

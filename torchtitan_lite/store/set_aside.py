@@ -1,0 +1,176 @@
+"""Checkpoints that were set aside, damaged or abandoned, and get the name of their step back.
+
+A checkpoint that another one abandons is invisible whatever its name is, and the next start would rename it again. So
+either the branch of that other one gives way, or nothing is changed. Whatever is cut, every checkpoint is whole under
+one of its names, and after `CheckpointStore.recover` the same calls finish what the first ones began. **The caller
+holds the lease**.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, FileRecord, block_digest
+from torchtitan_lite.disk.plain_file import opened, size_finding
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, CheckpointUnsafe
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.known_manifests import damage_in
+from torchtitan_lite.store.listing import Listing, is_folder
+from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
+from torchtitan_lite.store.store import CheckpointStore, nothing
+
+CORRUPT, ABANDONED = "corrupt", "abandoned"
+
+
+@dataclass(frozen=True)
+class SetAside:
+    """A checkpoint under the name that says why it was set aside."""
+
+    folder: Path
+    step: int
+    why: str
+    """`CORRUPT` or `ABANDONED`."""
+    manifest: Manifest
+
+    @property
+    def run_id(self) -> str:
+        """Return the id of its run."""
+        return self.manifest.lineage.run_id
+
+
+def names_of(root: Path) -> list[str]:
+    """Return the names in `root` of what was set aside and may come back."""
+    return [name for name in Listing(root).names if _why(name) is not None]
+
+
+def find(root: Path, name: str) -> SetAside:
+    """Return what is called `name` in `root`.
+
+    Raises CheckpointNotFound for another name or if there is none, CheckpointDamaged without a manifest of that step,
+    and what `Manifest.of_folder` raises.
+    """
+    folder, why = root / name, _why(name)
+    if why is None or not is_folder(folder):
+        there = ", ".join(names_of(root)) or "nothing that was set aside"
+        finding = "it is neither step-N.corrupt nor step-N.abandoned-RUN" if why is None else "there is no such folder"
+        raise CheckpointNotFound(str(folder), None, finding=f"{finding} ({root} has {there})")
+    try:
+        manifest = Manifest.of_folder(folder)
+    except CheckpointUnsafe as error:
+        raise damage_in(folder, error) from error
+    if manifest is None:
+        raise CheckpointDamaged(str(folder), f"{layout.MANIFEST} is missing, so nothing says what it was")
+    step = why[0]
+    if manifest.step != step:
+        raise CheckpointDamaged(str(folder), f"{layout.MANIFEST}: it is the manifest of step {manifest.step}")
+    return SetAside(folder, step, why[1], manifest)
+
+
+def _why(name: str) -> tuple[int, str] | None:
+    found = layout.parse_set_aside(name)
+    return found if found is not None and found[1] in (CORRUPT, ABANDONED) else None
+
+
+def check(aside: SetAside, advance: Callable[[int], object]) -> None:
+    """Raise CheckpointDamaged unless `aside` is what was committed.
+
+    Reads and digests every byte of a damaged one, and calls `advance` with the number of bytes that it read. Of an
+    abandoned one, in which nothing was ever wrong, it compares the sizes of files: a load verifies it anyway.
+    """
+    for name, record in sorted(aside.manifest.files.items()):
+        finding = size_finding(aside.folder / name, record.size)
+        if not finding and aside.why == CORRUPT:
+            finding = _digest_finding(aside.folder / name, record, advance)
+        if finding:
+            raise CheckpointDamaged(str(aside.folder), finding)
+
+
+def _digest_finding(path: Path, record: FileRecord, advance: Callable[[int], object]) -> str:
+    if record.size and not record.blocks:
+        return f"{path.name} has no digests in {layout.MANIFEST}, so it cannot be verified"
+    with opened(path) as fd:
+        for at in range(0, record.size, BLOCK_BYTES):
+            data = os.pread(fd, min(BLOCK_BYTES, record.size - at), at)
+            number = at // BLOCK_BYTES * DIGEST_BYTES
+            if block_digest(data) != record.blocks[number : number + DIGEST_BYTES]:
+                return f"{path.name}: bytes {at} to {at + len(data)} are not those that were written"
+            advance(len(data))
+    return ""
+
+
+def branch_in_the_way(store: CheckpointStore, aside: SetAside) -> list[CheckpointInfo]:
+    """Return the committed checkpoints of the branches that abandon `aside`, by ascending step; mostly none."""
+    runs = {info.run_id for info in _abandoners(store, aside)}
+    return [info for info in store.intact() if info.run_id in runs]
+
+
+def _abandoners(store: CheckpointStore, aside: SetAside) -> list[CheckpointInfo]:
+    return [info for info in store.intact() if (aside.step, aside.run_id) in info.lineage.abandons]
+
+
+def refuse_harm(store: CheckpointStore, aside: SetAside, *, leave_branch: bool) -> None:
+    """Raise CheckpointError, with the names, if `aside` cannot come back beside the checkpoints that are there.
+
+    `leave_branch`: whether the branch that abandons it is set aside in its place.
+    """
+    name, final = aside.folder.name, store.root / layout.step_dir(aside.step)
+    if os.path.lexists(final):
+        raise CheckpointError(f"{name} stays as it is: {final} is there already. Rename or remove that one first.")
+    if (abandoners := _abandoners(store, aside)) and not leave_branch:
+        branch = branch_in_the_way(store, aside)
+        raise CheckpointError(
+            f"{name} stays as it is: {_listed(abandoners)} of run {abandoners[0].run_id} abandons it, and no run would "
+            f"see it. With --leave-branch it comes back, and {_listed(branch)} are set aside in its place."
+        )
+    leaving = {info.path for info in branch_in_the_way(store, aside)}
+    hidden = [
+        info
+        for info in store.committed()
+        if (info.step, info.run_id) in aside.manifest.lineage.abandons and info.path not in leaving
+    ]
+    if hidden:
+        raise CheckpointError(
+            f"{name} stays as it is: it abandons {_listed(hidden)} of run {hidden[0].run_id}, which no run would see "
+            "any more. Remove or rename what it abandons first, or start another folder from it with "
+            "--checkpoint.initial_load_path."
+        )
+
+
+def bring_back(store: CheckpointStore, aside: SetAside, fence: Callable[[], object] = nothing) -> list[Path]:
+    """Give `aside` the name of its step, durably; return the new paths of the branch that was set aside for it.
+
+    After `check` and `refuse_harm`. `fence` raises if the folder belongs to another job by now.
+    """
+    disk, root = store.durable, store.root
+    with store.exclusive:
+        abandoners, branch = _abandoners(store, aside), branch_in_the_way(store, aside)
+        fence()
+        if os.path.lexists(aside.folder / layout.FINDINGS):
+            disk.remove_file(aside.folder / layout.FINDINGS)  # It is whole: these findings are no longer true.
+        disk.rename(aside.folder, root / layout.step_dir(aside.step))
+        disk.fsync_dir(root)
+        # Until the last of these has lost its name the step is still abandoned, and a start after a crash renames it
+        # again. So those that abandon it go last, and the others before them, or a crash would leave two branches.
+        rest = [info for info in reversed(branch) if info not in abandoners]
+        return sorted([*_leave(store, rest, fence), *_leave(store, abandoners, fence)])
+
+
+def _leave(store: CheckpointStore, infos: Iterable[CheckpointInfo], fence: Callable[[], object]) -> list[Path]:
+    """Set the checkpoints `infos` aside as abandoned, durably; return their new paths."""
+    moved = []
+    for info in infos:
+        spell = functools.partial(layout.abandoned_dir, info.step, info.run_id)
+        fence()
+        store.durable.rename(info.path, place := Listing(store.root).free(spell))
+        moved.append(place)
+    if moved:
+        store.durable.fsync_dir(store.root)
+    return moved
+
+
+def _listed(infos: Iterable[CheckpointInfo]) -> str:
+    return ", ".join(info.path.name for info in infos)
