@@ -315,3 +315,24 @@ def test_the_screen_fits_80_columns(tmp_path: Path, capsys: pytest.CaptureFixtur
     verb = Prune(str(tmp_path), 1, 1, 1, "validation/loss", "min", 24.0, dry_run=True)
     verb.run(Screen(width=80))
     assert max(len(line) for line in capsys.readouterr().out.splitlines()) <= 80
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["prune", "{root}", "--keep-latest", "1"],
+        ["pin", "{root}:2"],
+        ["unpin", "{root}:2"],
+        ["bring-back", "{root}", "step-1.corrupt"],
+    ],
+    ids=lambda argv: argv[0],
+)
+def test_neither_torch_nor_numpy_is_loaded(tmp_path: Path, argv: list[str]) -> None:
+    fill(tmp_path, 1, 2).quarantine(1, ["a byte"])
+    looks = (
+        "import sys; from torchtitan_lite.cli.app import main; code = main(sys.argv[1:]);"
+        "print(code, [name for name in ('torch', 'numpy') if name in sys.modules], file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", looks, *(word.format(root=tmp_path) for word in argv)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, check=True)
+    assert done.stderr == "0 []\n"

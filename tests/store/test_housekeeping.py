@@ -16,7 +16,7 @@ from torchtitan_lite.errors import SaveFailed
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.housekeeping import Housekeeping
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
-from torchtitan_lite.store.retention import KeepAll, KeepLatest
+from torchtitan_lite.store.retention import KeepAll, KeepFor, KeepLatest
 from torchtitan_lite.store.store import CheckpointStore
 
 FULL, WEIGHTS_ONLY = CheckpointKind.FULL, CheckpointKind.WEIGHTS_ONLY
@@ -275,3 +275,36 @@ def test_the_fault_points_preflight_and_purge_are_passed_with_their_step(
     housekeeping.purge(folder.store)
     happened = [message.partition("happens here: ")[2] for message in caplog.messages]
     assert happened == ["slow@preflight:step=4,seconds=0", "slow@purge:step=2,seconds=0,times=always"]
+
+
+def test_a_disk_with_too_little_free_space_loses_the_oldest_until_there_is_enough(
+    folder: Folder, events: Events
+) -> None:
+    for step in (1, 2, 3, 4, 5):
+        folder.save(step)
+    folder.capacity = 600
+    Housekeeping(KeepLatest(4), events, min_free_bytes=300).purge(folder.store)
+    assert folder.names() == ["step-3", "step-4", "step-5"]
+    assert folder.free_bytes(folder.store.root) == 300
+    Housekeeping(KeepAll(), events, min_free_bytes=10**9).purge(folder.store)
+    assert folder.names() == ["step-5"]
+
+
+def test_enough_free_space_removes_nothing(folder: Folder, events: Events) -> None:
+    folder.save(1)
+    folder.save(2)
+    folder.capacity = 500
+    Housekeeping(KeepAll(), events, min_free_bytes=300).purge(folder.store)
+    assert folder.names() == ["step-1", "step-2"]
+
+
+def test_a_checkpoint_that_is_too_old_is_removed(folder: Folder, events: Events) -> None:
+    folder.save(1)
+    folder.save(2)
+    at = [1.0 + 2 * 3600]
+    housekeeping = Housekeeping(KeepFor(2.0), events, now=lambda: at[0])
+    housekeeping.purge(folder.store)
+    assert folder.names() == ["step-1", "step-2"]
+    at[0] += 1
+    housekeeping.purge(folder.store)
+    assert folder.names() == ["step-2"]
