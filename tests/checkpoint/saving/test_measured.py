@@ -11,7 +11,9 @@ import torch
 
 from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.small_run import SmallRun
+from tests.checkpoint.tiny_run import TinyRun
 from tests.e2e import jobs
+from tests.ranks import on_two_ranks
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.store.store import CheckpointStore
 
@@ -72,6 +74,7 @@ def test_the_best_and_the_latest_stay(start_run: StartRun, mode: str) -> None:
     assert run.committed() == [2, 5]
 
 
+@pytest.mark.slow  # A job of six steps.
 def test_a_job_keeps_its_best_and_every_fourth_step(tmp_path: Path) -> None:
     job = jobs.run(
         tmp_path / "outputs",
@@ -83,3 +86,25 @@ def test_a_job_keeps_its_best_and_every_fourth_step(tmp_path: Path) -> None:
     found = metrics_of(job.dump_folder / "checkpoint")
     assert {*found} == {4, 6, best}
     assert found[4] == {key: logged[4][tag] for key, tag in (("loss", TAG), ("grad_norm", "grad_norm"))}
+
+
+@on_two_ranks
+def test_of_values_that_differ_over_ranks_the_first_one_is_recorded(rank: int, tmp_path: Path) -> None:
+    with (run := TinyRun(tmp_path, interval=1, async_mode="async")).manager:
+        run.step()
+        run.manager.save(1, metrics={"loss": torch.tensor(1.0 + rank)})
+    if rank == 0:
+        assert metrics_of(tmp_path / "checkpoint") == {1: {"loss": 1.0}}
+
+
+@on_two_ranks
+def test_a_metric_that_cannot_be_read_on_one_rank_is_a_failed_save_on_both(rank: int, tmp_path: Path) -> None:
+    class Broken:
+        def __float__(self) -> float:
+            raise RuntimeError("the device is gone")
+
+    with (run := TinyRun(tmp_path, interval=1)).manager:
+        run.step()
+        run.manager.save(1, metrics={"loss": Broken() if rank == 1 else 1.0})
+        assert run.manager.wait() == -1
+    assert run.checkpoints() == []
