@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import subprocess
@@ -19,6 +20,7 @@ from tests.forked import REPO
 from tests.store import filled
 from tests.store.crashing import Crash, Cut
 from tests.store.filled import contents, fill, names, save
+from torchtitan_lite.cli import writing
 from torchtitan_lite.cli.app import main, parse
 from torchtitan_lite.cli.prune import Prune
 from torchtitan_lite.cli.screen import Screen
@@ -249,6 +251,21 @@ def test_a_job_that_holds_the_folder_is_named_and_nothing_goes(tmp_path: Path, s
         assert names(tmp_path) == ["step-1", "step-2", "writer.lock"]
         job.communicate("")
     assert said("prune", tmp_path, "--keep-latest", 1)[0] == 0
+    assert names(tmp_path) == ["step-2"]
+
+
+def test_a_job_of_another_host_that_is_silent_is_noted_and_then_taken_over(
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path, 1, 2)
+    elsewhere = dataclasses.replace(Holder.this_process("was killed", 0.0), space="another host")
+    (tmp_path / "writer.lock").write_bytes(elsewhere.to_bytes(1, 0.0))
+    slept: list[float] = []
+    monkeypatch.setattr(writing.time, "sleep", slept.append)
+    code, _, err = said("prune", tmp_path, "--keep-latest", 1)
+    notes = [line for line in err.splitlines() if line.startswith("note: ")]
+    assert notes == [f"note: a silent job has {tmp_path}; waiting up to 30 s to see whether it lives"]
+    assert code == 0 and sum(slept) >= 30
     assert names(tmp_path) == ["step-2"]
 
 

@@ -23,7 +23,7 @@ from torchtitan_lite.store.store import CheckpointStore
 
 @dataclass(frozen=True)
 class BringBack:
-    """Give a checkpoint that was set aside, damaged or abandoned, the name of its step again."""
+    """Give a checkpoint that was set aside the name of its step again."""
 
     folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """A folder of checkpoints, or the dump folder of a run."""
@@ -37,7 +37,7 @@ class BringBack:
     def run(self, screen: Screen) -> ExitCode:
         store = CheckpointStore(folder_to_write(self.folder))
         name = self._name_in(store.root)
-        with holding(store, "bring-back") as lease:
+        with holding(store, "bring-back", screen) as lease:
             recover(store, screen)  # First: after a crash the step may have its old name and still be abandoned.
             aside = find(store.root, name)
             refuse_harm(store, aside, leave_branch=self.leave_branch)

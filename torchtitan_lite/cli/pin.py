@@ -26,7 +26,7 @@ Step = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="STEP")]
 
 @dataclass(frozen=True)
 class Pin:
-    """Keep a checkpoint from removal, whatever the rules say. A job may be training there."""
+    """Keep a checkpoint from removal, also while a job trains there."""
 
     step: Step
     """FOLDER:10, the folder of a checkpoint, or FOLDER for its latest one."""
@@ -55,7 +55,7 @@ class Pin:
 
 @dataclass(frozen=True)
 class Unpin:
-    """Let the rules remove a checkpoint again. It is not removed by this; a job may be training there."""
+    """Let the rules remove a checkpoint again, also while a job trains there."""
 
     step: Step
     """FOLDER:10, the folder of a checkpoint, or FOLDER for its latest one. It may be gone already."""

@@ -49,8 +49,7 @@ class Prune:
     ttl_hours: float = 0.0
     """Keep those that were saved at most this many hours ago."""
     min_free_disk_gb: float = 0.0
-    """While the disk has less free (in 10^9 bytes), remove the oldest that only --keep-latest keeps, or, if no rule
-    that keeps is given, the oldest of all."""
+    """While the disk has less free, in 10^9 bytes, remove the oldest that only --keep-latest, or no rule, keeps."""
     dry_run: bool = False
     """Print what would be removed, and by which rule the others stay; change nothing."""
     json: bool = False
@@ -67,7 +66,7 @@ class Prune:
         if self.dry_run:
             self._show(housekeeping.verdicts(store), store, screen)
             return ExitCode.FINE
-        with holding(store, "prune") as lease:
+        with holding(store, "prune", screen) as lease:
             verdicts = housekeeping.verdicts(store)
             housekeeping.remove([verdict.info for verdict in verdicts if verdict.goes], store, lease.check)
             lease.check()

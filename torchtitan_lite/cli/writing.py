@@ -5,6 +5,8 @@ While they hold it no job writes there, and the job that holds it now is named i
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +16,9 @@ from torchtitan_lite.cli.target import folder_of_checkpoints, is_checkpoint
 from torchtitan_lite.errors import CheckpointNotFound, ConfigError
 from torchtitan_lite.store.lease import Lease
 from torchtitan_lite.store.store import CheckpointStore
+
+_LOOKS_OF_A_LIVE_JOB = 4
+"""One each second, and a job renews its lock file every two."""
 
 
 def folder_to_write(spelling: str) -> Path:
@@ -46,9 +51,17 @@ def recover(store: CheckpointStore, screen: Screen) -> None:
 
 
 @contextmanager
-def holding(store: CheckpointStore, verb: str) -> Iterator[Lease]:
+def holding(store: CheckpointStore, verb: str, screen: Screen) -> Iterator[Lease]:
     """Hold the lease of `store` in the block. Raises FolderInUse."""
-    lease = Lease(store.root, run_id=f"torchtitan-lite {verb}")
+    looks = itertools.count(1)
+
+    def sleep(seconds: float) -> None:
+        # A job that lives shows it sooner.
+        if next(looks) == _LOOKS_OF_A_LIVE_JOB:
+            screen.note(f"note: a silent job has {store.root}; waiting up to 30 s to see whether it lives")
+        time.sleep(seconds)
+
+    lease = Lease(store.root, run_id=f"torchtitan-lite {verb}", sleep=sleep)
     lease.take()
     try:
         yield lease
