@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import resource
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,8 @@ import torch
 import torch.distributed.checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from tests.checkpoint.reading.foreign_folders import save_plain
 from tests.checkpoint.with_manifest import add_manifest, flip
@@ -226,6 +229,19 @@ def _loaded(folder: Path) -> dict[str, Any]:
 
 def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_a_plain_checkpoint_of_more_files_than_a_process_may_open(tmp_path: Path) -> None:
+    writer = FileSystemWriter(tmp_path / "c", single_file_per_rank=False, sync_files=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp_save({f"w{number}": torch.ones(1) for number in range(60)}, storage_writer=writer, no_dist=True)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len([*Path("/proc/self/fd").iterdir()]) + 40, hard))
+    try:
+        assert findings(tmp_path / "c") == []
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_items_without_a_checksum_are_counted(tmp_path: Path) -> None:

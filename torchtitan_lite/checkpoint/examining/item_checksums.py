@@ -14,8 +14,8 @@ import threading
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,19 +79,21 @@ def check_items(folder: Path, items: Sequence[PlacedItem], on_bytes: Callable[[i
     `on_bytes` receives the length of each item. Raises `CheckpointUnreadable` for an error of the machine.
     """
     checked, lock = CheckedItems(), threading.Lock()
-    with ExitStack() as stack:
+    # One file at a time: a checkpoint may have more of them than a process may open.
+    for file, of_file in groupby(sorted(items, key=lambda place: place.item), key=lambda place: place.item.file):
+        places = list(of_file)
         try:
-            files = {file: stack.enter_context(opened(folder / file)) for file in {place.item.file for place in items}}
+            with opened(folder / file) as fd:
 
-            def check(place: PlacedItem) -> None:
-                text, has_checksum = _finding(_Window(files[place.item.file], place.item), place)
-                with lock:
-                    checked.num_without_checksum += not has_checksum
-                    if text:
-                        checked.damaged.append((place, text))
-                    on_bytes(place.item.length)
+                def check(place: PlacedItem, fd: int = fd) -> None:
+                    text, has_checksum = _finding(_Window(fd, place.item), place)
+                    with lock:
+                        checked.num_without_checksum += not has_checksum
+                        if text:
+                            checked.damaged.append((place, text))
+                        on_bytes(place.item.length)
 
-            in_threads(items, max(1, min(THREADS, len(items))), lambda: check)
+                in_threads(places, min(THREADS, len(places)), lambda check=check: check)  # type: ignore[misc]  # of a default
         except OSError as error:
             raise CheckpointUnreadable(str(folder), f"{type(error).__name__}: {error}") from error
     checked.damaged.sort(key=lambda found: found[0].item)
