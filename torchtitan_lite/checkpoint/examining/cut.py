@@ -48,6 +48,13 @@ def cuts(shape: Shape, most_elements: int) -> Iterator[Cut]:
             yield Cut(begin, (*index, at, *(0,) * len(inner)), (*(1,) * dim, size, *inner))
 
 
+def cuts_of(cut: Cut, most_elements: int) -> Iterator[Cut]:
+    """Yield cuts of at most `most_elements` that make up `cut`, in order."""
+    for part in cuts(cut.sizes, most_elements):
+        offsets = tuple(map(int.__add__, cut.offsets, part.offsets))
+        yield Cut(cut.begin + part.begin, offsets, part.sizes)
+
+
 def overlap(cut: Cut, offsets: Shape, sizes: Shape) -> tuple[Shape, Shape] | None:
     """Return (offsets, sizes) of the part of `cut` in the box of `sizes` at `offsets`; None if there is none."""
     begins = tuple(map(max, cut.offsets, offsets))

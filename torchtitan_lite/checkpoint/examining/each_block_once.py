@@ -1,8 +1,8 @@
 """Ranges of files that are read piece by piece, each block of a file once.
 
 A block with a digest can only be verified whole, but the slices of a tensor begin and end within blocks: without
-memory, a block would be read for each slice that touches it. So the blocks at the ends of the pieces are kept, up to
-`KEPT_BLOCKS` of them. All other blocks are read straight into their place.
+memory, a block would be read for each slice that touches it. So the blocks in which pieces begin and end are
+kept, a few for each chunk that is being read, and up to `KEPT_BLOCKS`. All others are read straight into their place.
 """
 
 from __future__ import annotations
@@ -24,16 +24,19 @@ class EachBlockOnce:
 
     def __init__(self, folder: Path, records: Mapping[str, FileRecord]) -> None:
         self._folder, self._records = folder, records
-        self._direct, self._cached = BlockReader(), BlockReader(direct=False)
+        self.direct = BlockReader()
+        """For other reads meanwhile too: it keeps memory for its requests."""
+        self._cached = BlockReader(direct=False)
         self._kept: OrderedDict[tuple[str, int], bytearray] = OrderedDict()
 
-    def read(self, file: str, pieces: Sequence[Piece], *, again: bool = False) -> None:
+    def read(self, file: str, pieces: Sequence[Piece], *, chunks: int = 1, again: bool = False) -> None:
         """Fill `pieces` with their bytes of `file`. Raises as `BlockReader.read` does.
 
-        `again` reads through the page cache: for bytes that are probably read several times.
+        `chunks` is how many are read in turn, piece by piece, in all files. `again` reads through the page cache: for
+        bytes that are probably read several times.
         """
         path, record = self._folder / file, self._records.get(file)
-        blocks = self._cached if again else self._direct
+        blocks = self._cached if again else self.direct
         if record is None or not record.blocks:
             blocks.read(path, record, pieces)
             return
@@ -50,17 +53,17 @@ class EachBlockOnce:
             block = fresh.get(number) or self._kept[file, number]
             begin = at - number * BLOCK_BYTES
             into[:] = memoryview(block)[begin : begin + len(into)]
-        self._keep(file, edges, fresh)
+        self._keep(file, edges, fresh, min(2 * chunks + 2, KEPT_BLOCKS))
 
     def _room(self, number: int, size: int) -> bytearray:
         return bytearray(min(BLOCK_BYTES, size - number * BLOCK_BYTES))
 
-    def _keep(self, file: str, edges: Sequence[tuple[int, Piece]], fresh: Mapping[int, bytearray]) -> None:
+    def _keep(self, file: str, edges: Sequence[tuple[int, Piece]], fresh: Mapping[int, bytearray], most: int) -> None:
         for number, _ in edges:
             if number in fresh:
                 self._kept[file, number] = fresh[number]
             self._kept.move_to_end((file, number))
-        while len(self._kept) > KEPT_BLOCKS:
+        while len(self._kept) > most:
             self._kept.popitem(last=False)
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_lite.checkpoint.examining.cut import Cut, cuts, is_range, number_of, overlap, row_major
+from torchtitan_lite.checkpoint.examining.cut import Cut, cuts, cuts_of, is_range, number_of, overlap, row_major
 from torchtitan_lite.checkpoint.examining.each_block_once import KEPT_BLOCKS, EachBlockOnce
 from torchtitan_lite.checkpoint.format.contents import Chunk, Contents, Item, Shape
 from torchtitan_lite.checkpoint.untrusted.stock_item import locate
@@ -28,7 +28,7 @@ from torchtitan_lite.disk.plain_file import opened
 from torchtitan_lite.disk.read_requests import Piece
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe
 
-SLICE_BYTES = 16 << 20
+SLICE_BYTES = 8 << 20
 """The largest slice, unless the caller wants another size; a slice has at least one element."""
 _SPAN_BYTES = 4 << 20
 """The largest range of a file that is read for elements that are not in a row there."""
@@ -45,7 +45,7 @@ class Slice(NamedTuple):
     begin: int
     """The number of the first of them in the whole tensor."""
     data: memoryview
-    """Their bytes, little-endian; valid until the next slice is asked for."""
+    """Their bytes, little-endian; valid until the next slice."""
 
 
 class _Part(NamedTuple):
@@ -75,20 +75,23 @@ class TensorStream:
     def __init__(self, folder: Path, contents: Contents, records: Mapping[str, FileRecord]) -> None:
         self._folder, self._contents = folder, contents
         self._files = EachBlockOnce(folder, records)
+        self.reader = self._files.direct
+        """For other reads while this stream lives: it keeps memory for its requests."""
         self._scratch = memoryview(b"")
         self._key: str | None = None
         self._parts: list[_Part] = []
 
-    def slices(self, key: str, most_elements: int | None = None) -> Iterator[Slice]:
+    def slices(self, key: str, most_elements: int | None = None, within: Cut | None = None) -> Iterator[Slice]:
         """Yield the elements of the tensor `key`, at most `most_elements` at a time, by default `SLICE_BYTES`.
 
-        Raises `CheckpointDamaged`, naming file, bytes and keys; `CheckpointUnsafe`; and `CheckpointUnreadable`.
+        `within` limits them to one cut of the tensor. Raises `CheckpointDamaged`, naming file, bytes and keys;
+        `CheckpointUnsafe`; and `CheckpointUnreadable`.
         """
         tensor = self._contents.tensors[key]
         itemsize = tensor.dtype.itemsize
         most = most_elements or max(1, SLICE_BYTES // itemsize)
         room = _memory(min(most, math.prod(tensor.shape)) * itemsize)
-        for cut in cuts(tensor.shape, most):
+        for cut in cuts(tensor.shape, most) if within is None else cuts_of(within, most):
             data = room[: cut.numel * itemsize]
             self.read(key, cut, data)
             yield Slice(cut.begin, data)
@@ -135,9 +138,15 @@ class TensorStream:
             at = part.at + number_of(inside, part.chunk.sizes) * itemsize
             pieces.setdefault(part.file, []).append(Piece(at, place))
         for file, of_file in pieces.items():
-            self._fill(file, of_file, again=count > KEPT_BLOCKS)
+            self._fill(file, of_file, chunks=count, again=count > KEPT_BLOCKS)
         for target, place in copies:
             target[...] = np.frombuffer(place, target.dtype).reshape(target.shape)
+
+    def read_item(self, item: Item) -> bytes:
+        """Return the bytes of `item`. Raises as `slices` does."""
+        data = bytearray(item.length)
+        self._fill(item.file, [Piece(item.offset, memoryview(data))])
+        return bytes(data)
 
     def _read_spans(self, file: str, at: int, strides: Shape, target: _Elements) -> None:
         """Fill `target` with elements of `file` that are `strides` elements apart, the first at byte `at`."""
@@ -183,11 +192,10 @@ class TensorStream:
                 layout = locate(_reading(fd, item), item.length)
         except OSError as error:
             raise CheckpointUnreadable(str(path), f"{type(error).__name__}: {error}") from error
-        dtype = self._contents.tensors[key].dtype
         if layout is None:
             return _Part(chunk, begin, end, item.file, item.offset, held=self._held(key, chunk, item))
-        if (layout.shape, layout.dtype) != (chunk.sizes, dtype):
-            raise self._other_item(key, chunk, f"{layout.dtype} {list(layout.shape)}")
+        if layout.shape != chunk.sizes or _name(layout.dtype) != _name(self._contents.tensors[key].dtype):
+            raise self._other_item(key, chunk, f"{_name(layout.dtype)} {list(layout.shape)}")
         is_plain = all(
             size == 1 or stride == plain
             for size, stride, plain in zip(layout.shape, layout.strides, row_major(layout.shape), strict=True)
@@ -201,16 +209,19 @@ class TensorStream:
 
         from torchtitan_lite.checkpoint.untrusted.safe_load import UnsafeItem, load_item  # as above
 
-        data = bytearray(item.length)
-        self._fill(item.file, [Piece(item.offset, memoryview(data))])
         try:
-            tensor = load_item(bytes(data))
+            tensor = load_item(self.read_item(item))
         except UnsafeItem as error:
             raise CheckpointUnsafe(str(self._folder), f"{key} in {item.file}: {error}") from None
         dtype = self._contents.tensors[key].dtype
-        if not isinstance(tensor, torch.Tensor) or (tuple(tensor.shape), tensor.dtype) != (chunk.sizes, dtype):
+        if not isinstance(tensor, torch.Tensor) or (tuple(tensor.shape), _name(tensor.dtype)) != (
+            chunk.sizes,
+            _name(dtype),
+        ):
             found = (
-                f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+                f"{_name(tensor.dtype)} {list(tensor.shape)}"
+                if isinstance(tensor, torch.Tensor)
+                else type(tensor).__name__
             )
             raise self._other_item(key, chunk, found)
         plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
@@ -218,13 +229,13 @@ class TensorStream:
         return elements
 
     def _other_item(self, key: str, chunk: Chunk, found: str) -> CheckpointDamaged:
-        expected = f"{self._contents.tensors[key].dtype} {list(chunk.sizes)}"
+        expected = f"{_name(self._contents.tensors[key].dtype)} {list(chunk.sizes)}"
         finding = f"{key}: {self._contents.described_in} says {expected}, its item is {found}"
         return CheckpointDamaged(str(self._folder), finding, [key])
 
-    def _fill(self, file: str, pieces: Sequence[Piece], *, again: bool = False) -> None:
+    def _fill(self, file: str, pieces: Sequence[Piece], *, chunks: int = 1, again: bool = False) -> None:
         try:
-            self._files.read(file, pieces, again=again)
+            self._files.read(file, pieces, chunks=chunks, again=again)
         except DamagedRange as damage:
             finding = f"bytes {damage.begin} to {damage.end} of {file}: {damage.finding}"
             keys = keys_in(self._contents, file, damage.begin, damage.end)
@@ -248,6 +259,11 @@ def keys_in(contents: Contents, file: str, begin: int, end: int) -> list[str]:
         if item is not None and item.file == file and item.offset < end and begin < item.offset + item.length:
             found.append(key)
     return found
+
+
+def _name(dtype: Any) -> str:
+    """Return the name of a dtype, torch's or that of contents without torch."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _memory(num_bytes: int) -> memoryview:
