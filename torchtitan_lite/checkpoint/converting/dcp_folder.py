@@ -1,0 +1,175 @@
+"""A new checkpoint folder: the files of tensors, DCP's metadata, and our manifest where one is wanted.
+
+The bytes go into the files in the order of the tensors, cut into files of equal size; a tensor on a border is cut
+between two rows. Elements are row-major, whatever they were in the checkpoint that they come from. Objects are all in
+the first file.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from torchtitan_lite.checkpoint.converting.new_file import Advance, Elements, Part, read_back, write_new
+from torchtitan_lite.checkpoint.converting.new_state import NewObject, NewState, NewTensor
+from torchtitan_lite.checkpoint.examining.cut import Cut, number_of
+from torchtitan_lite.checkpoint.examining.tensor_stream import TensorStream
+from torchtitan_lite.checkpoint.format.description import DCP_VERSION
+from torchtitan_lite.checkpoint.format.file_image import FileLayout
+from torchtitan_lite.checkpoint.format.torch_item import OBJECT_GRAIN
+from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.disk.durable import DISK
+from torchtitan_lite.errors import ConfigError, TorchtitanLiteError
+from torchtitan_lite.store import layout
+
+
+class Piece(NamedTuple):
+    """A chunk of a new tensor in one file."""
+
+    key: str
+    cut: Cut
+    num_bytes: int
+
+
+class Written(NamedTuple):
+    """The files of a new checkpoint, and the tables of our manifest for them."""
+
+    files: dict[str, FileRecord]
+    tensors: dict[str, Any]
+    objects: dict[str, Any]
+
+
+def write_checkpoint(folder: Path, state: NewState, num_files: int, stream: TensorStream, advance: Advance) -> Written:
+    """Write `state` into `num_files` files in `folder`, with DCP's metadata, and check them.
+
+    Raises ConfigError if the tensors cannot be cut into so many.
+    """
+    files = cut_into_files(state.tensors, num_files)
+    places: dict[MetadataIndex, Any] = {}
+    written = Written({}, {}, {})
+    for key, tensor in state.tensors.items():
+        name = str(tensor.dtype).removeprefix("torch.")
+        written.tensors[key] = {"dtype": name, "shape": list(tensor.shape), "chunks": []}
+    for number, pieces in enumerate(files):
+        objects = state.objects if number == 0 else {}
+        name = layout.data_file(number, 0)
+        parts = _place(name, pieces, objects, state.tensors, written, places)
+        written.files[name] = write_new(folder / name, parts, stream, advance)
+    metadata = pickle.dumps(_metadata(state, written, places))
+    DISK.write_file(folder / layout.METADATA, metadata)
+    for name, record in written.files.items():
+        read_back(folder / name, record, stream.reader, advance)
+    written.files[layout.METADATA] = FileRecord.of(metadata)
+    _check(folder, state)
+    return written
+
+
+def cut_into_files(tensors: Mapping[str, NewTensor], num_files: int) -> list[list[Piece]]:
+    """Return the pieces of each of `num_files` files, in the order of `tensors` and of equal size up to a row.
+
+    Raises ConfigError if there are not enough rows.
+    """
+    total = sum(tensor.num_bytes for tensor in tensors.values())
+    files: list[list[Piece]] = [[] for _ in range(num_files)]
+    at, number = 0, 0
+    for key, tensor in tensors.items():
+        dim = next((d for d, size in enumerate(tensor.shape) if size > 1), None)
+        rows = tensor.shape[dim] if dim is not None else 1
+        row_bytes = tensor.num_bytes // rows
+        begin = 0
+        while begin < rows:
+            end = rows
+            if number < num_files - 1 and row_bytes:
+                border = total * (number + 1) // num_files
+                fewest = begin if files[number] else begin + 1
+                end = min(max(begin + round((border - at) / row_bytes), fewest), rows)
+            if end > begin:
+                files[number].append(_piece(key, tensor, dim, begin, end))
+                at, begin = at + (end - begin) * row_bytes, end
+            if begin < rows:
+                number += 1
+    if not all(files) and num_files > 1:
+        most = len([each for each in files if each])
+        raise ConfigError(f"the tensors are too small for {num_files} files: ask for at most {most}")
+    return files
+
+
+def _piece(key: str, tensor: NewTensor, dim: int | None, begin: int, end: int) -> Piece:
+    shape = tensor.shape
+    if dim is None:
+        return Piece(key, Cut(0, (0,) * len(shape), shape), tensor.num_bytes)
+    offsets = (*(0,) * dim, begin, *(0,) * (len(shape) - dim - 1))
+    sizes = (*shape[:dim], end - begin, *shape[dim + 1 :])
+    first = number_of(offsets, shape) if begin < shape[dim] else 0
+    return Piece(key, Cut(first, offsets, sizes), math.prod(sizes) * tensor.dtype.itemsize)
+
+
+def _place(
+    name: str,
+    pieces: Sequence[Piece],
+    objects: Mapping[str, NewObject],
+    tensors: Mapping[str, NewTensor],
+    written: Written,
+    places: dict[MetadataIndex, Any],
+) -> list[Part]:
+    """Return the parts of the file `name`, and add their places to `written` and `places`."""
+    layout_of_file = FileLayout([(tensors[piece.key].dtype, piece.cut.sizes) for piece in pieces])
+    parts: list[Part] = []
+    for number, (piece, place) in enumerate(zip(pieces, layout_of_file.places, strict=True)):
+        tensor, cut = tensors[piece.key], piece.cut
+        chunks = written.tensors[piece.key]["chunks"]
+        index = MetadataIndex(piece.key, torch.Size(cut.offsets), len(chunks))
+        places[index] = _StorageInfo(name, place.item_at, place.item_bytes)
+        chunks.append([name, place.data_at, list(cut.offsets), list(cut.sizes)])
+        parts.append(layout_of_file.frames[number].head)
+        if piece.num_bytes:
+            parts.append(Elements(tensor.source, piece.num_bytes, tensor.cast, cut))
+        parts.append(layout_of_file.tails[number])
+    at = layout_of_file.end
+    for key, stored in objects.items():
+        places[MetadataIndex(key)] = _StorageInfo(name, at, len(stored.item))
+        plain = {"value": stored.plain} if stored.is_plain else {"item": [name, at, len(stored.item)]}
+        written.objects[key] = plain
+        item = stored.item + bytes(-len(stored.item) % OBJECT_GRAIN)
+        parts.append(item)
+        at += len(item)
+    return parts
+
+
+def _metadata(state: NewState, written: Written, places: dict[MetadataIndex, Any]) -> Metadata:
+    described: dict[str, Any] = {}
+    for key, tensor in state.tensors.items():
+        chunks = [
+            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            for _, _, offsets, sizes in written.tensors[key]["chunks"]
+        ]
+        described[key] = TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape), chunks)
+    described |= {key: BytesStorageMetadata() for key in state.objects}
+    return Metadata(described, planner_data=dict(state.paths), storage_data=places, version=DCP_VERSION)
+
+
+def _check(folder: Path, state: NewState) -> None:
+    """Raise unless DCP's own reader finds the keys, dtypes and shapes of `state` in the metadata."""
+    found = FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors = {
+        key: (each.properties.dtype, tuple(each.size))
+        for key, each in found.items()
+        if isinstance(each, TensorStorageMetadata)
+    }
+    expected = {key: (tensor.dtype, tensor.shape) for key, tensor in state.tensors.items()}
+    if tensors != expected or found.keys() - tensors.keys() != state.objects.keys():
+        raise TorchtitanLiteError(f"{folder.name} was written, but DCP finds other entries in it")

@@ -1,0 +1,217 @@
+"""What a checkpoint becomes in another layout: its keys there, and what is left out.
+
+Tensors keep their elements; keys, the forms of small states, and what belongs to one tool alone change. docs/export.md
+lists it all. Nothing is written here.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torchtitan_lite.checkpoint.converting.model_part import MODEL, ModelKey, model_keys
+from torchtitan_lite.checkpoint.converting.new_state import NewObject, NewState, NewTensor
+from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, kind_of
+from torchtitan_lite.checkpoint.examining.tensor_stream import TensorStream
+from torchtitan_lite.checkpoint.format import plain_value
+from torchtitan_lite.checkpoint.format.structure import Path, paths_of
+from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
+from torchtitan_lite.checkpoint.untrusted.safe_load import UnsafeItem, load_item
+from torchtitan_lite.errors import CheckpointMismatch, CheckpointUnsafe
+from torchtitan_lite.store.manifest import CheckpointKind
+
+_GROUPS = "optimizer.param_groups"
+_OPTIMIZER = ("optimizer.state.", f"{_GROUPS}.")
+
+
+class Relaid(NamedTuple):
+    """A checkpoint in another layout."""
+
+    state: NewState
+    kind: CheckpointKind
+    left_out: list[str]
+    """Top-level states, or keys of a part that is taken, that the layout has no place for."""
+
+
+class Reader:
+    """Reads the small things of the checkpoint `opened` that a layout needs."""
+
+    def __init__(self, opened: OpenedCheckpoint, stream: TensorStream) -> None:
+        self.opened, self.contents, self._stream = opened, opened.contents, stream
+
+    def tensor(self, key: str) -> NewTensor:
+        """Return the tensor under `key`, as it is."""
+        stored = self.contents.tensors[key]
+        return NewTensor(DTYPES[str(stored.dtype).removeprefix("torch.")], stored.shape, key)
+
+    def object(self, key: str) -> NewObject:
+        """Return the object under `key`, as it is. Raises CheckpointUnsafe if it holds more than plain data."""
+        stored = self.contents.objects[key]
+        if stored.item is None:
+            return NewObject.of(stored.value)
+        data = self._stream.read_item(stored.item)
+        try:
+            return NewObject(data, plain_value.encode(self._loaded(key, data)))
+        except plain_value.NotPlain:
+            return NewObject(data, is_plain=False)
+
+    def value(self, key: str) -> Any:
+        """Return the object under `key`, or the whole number in the tensor under it; None if there is neither."""
+        if key in self.contents.objects:
+            stored = self.contents.objects[key]
+            return stored.value if stored.item is None else self._loaded(key, self._stream.read_item(stored.item))
+        stored_tensor = self.contents.tensors.get(key)
+        if stored_tensor is not None and stored_tensor.shape in ((), (1,)) and "int" in str(stored_tensor.dtype):
+            [part] = self._stream.slices(key)
+            return int.from_bytes(part.data, "little", signed=True)
+        return None
+
+    def state(self, keys: Mapping[str, tuple[str, Path]]) -> NewState:
+        """Return the entries under the given keys of the checkpoint, each under its new key and path."""
+        tensors = {new: self.tensor(key) for key, (new, _) in keys.items() if key in self.contents.tensors}
+        objects = {new: self.object(key) for key, (new, _) in keys.items() if key in self.contents.objects}
+        return NewState(tensors, objects, dict(keys.values()))
+
+    def paths(self) -> Mapping[str, Path]:
+        """Return the path of each key in the nested state, as DCP has it."""
+        if self.contents.structure is not None:
+            return paths_of(self.contents.structure, tensors=self.contents.tensors)
+        return {key: self.contents.paths.get(key, (key,)) for key in self.contents}
+
+    def _loaded(self, key: str, data: bytes) -> Any:
+        try:
+            return load_item(data)
+        except UnsafeItem as error:
+            raise CheckpointUnsafe(self.contents.path, f"{key}: {error}") from None
+
+
+def as_stored(reader: Reader) -> Relaid:
+    """Return the checkpoint with the keys that it has."""
+    return Relaid(reader.state({key: (key, path) for key, path in reader.paths().items()}), reader.opened.kind, [])
+
+
+def as_weights(reader: Reader, keys: Iterable[ModelKey]) -> NewState:
+    """Return the model alone, under its own names."""
+    return reader.state({each.key: (each.name, each.path) for each in keys})
+
+
+def as_ours(reader: Reader) -> Relaid:
+    """Return a checkpoint of plain DCP or torchtitan with the keys of ours: `model.<fqn>`, or bare in weights only."""
+    opened = reader.opened
+    model = model_keys(opened.contents, None)
+    outer_name = _outer(reader, model)
+    if _kind(opened, outer_name) is CheckpointKind.WEIGHTS_ONLY:
+        left_out = _left_out(opened, {each.key for each in model})
+        return Relaid(as_weights(reader, model), CheckpointKind.WEIGHTS_ONLY, left_out)
+    keys = {each.key: (f"{MODEL}.{each.name}", (MODEL, *each.path)) for each in model}
+    paths = reader.paths()
+    # The state may be one entry of an outer one, as in PyTorch's tutorial.
+    outer = paths[model[0].key][:1] if outer_name else ()
+    for key, path in paths.items():
+        inner = path[len(outer) :] if path[: len(outer)] == outer else path
+        keys.setdefault(key, (".".join(map(str, inner)), inner))
+    return Relaid(_with_flat_groups(reader.state(keys), reader), CheckpointKind.FULL, [])
+
+
+def as_torchtitan(reader: Reader, dp_ranks: int) -> Relaid:
+    """Return the checkpoint as torchtitan 0.3 has it: bare names on top, and its small states.
+
+    Its dataloaders, one for each of `dp_ranks` data-parallel ranks, start from the beginning.
+    """
+    opened = reader.opened
+    model = model_keys(opened.contents, opened.manifest)
+    weights = as_weights(reader, model)
+    taken = {each.key for each in model}
+    outer = _outer(reader, model)
+    if _kind(opened, outer) is CheckpointKind.WEIGHTS_ONLY:
+        return Relaid(weights, CheckpointKind.WEIGHTS_ONLY, _left_out(opened, taken))
+    optimizer = {
+        key: (inner, ("optimizer", inner.removeprefix("optimizer.")))
+        for key in opened.contents
+        if key not in taken and (inner := key.removeprefix(outer)).startswith(_OPTIMIZER)
+    }
+    if not optimizer:
+        raise CheckpointMismatch(opened.contents.path, "  it has no optimizer whose state has names of parameters")
+    state = _with_flat_groups(reader.state(optimizer), reader)
+    small = dict(_small_states(reader, outer, dp_ranks))
+    objects = {key: NewObject.of(value) for key, value in small.items()}
+    paths = {key: tuple(key.split(".", 1)) for key in small}
+    whole = NewState(
+        {**weights.tensors, **state.tensors},
+        {**weights.objects, **state.objects, **objects},
+        {**weights.paths, **state.paths, **paths},
+    )
+    used = ("train_state.n_tokens_seen", "lr_scheduler.0.last_epoch", *small)
+    known = {*taken, *optimizer, *(f"{outer}{key}" for key in used)} & {*opened.contents}
+    return Relaid(whole, CheckpointKind.FULL, _left_out(opened, known))
+
+
+def _small_states(reader: Reader, outer: str, dp_ranks: int) -> Iterator[tuple[str, Any]]:
+    """Yield the key and the value of each object of torchtitan's small states."""
+    step = reader.value(f"{outer}train_state.step")
+    step = (reader.opened.step or 0) if step is None else int(step)
+    tokens = reader.value(f"{outer}train_state.n_tokens_seen")
+    own_tokens = reader.value(f"{outer}train_state.ntokens_seen")
+    epochs = (reader.value(f"{outer}lr_scheduler.{name}") for name in ("last_epoch", "0.last_epoch"))
+    yield "train_state.step", step
+    # Each data-parallel rank of torchtitan counts its own tokens.
+    yield "train_state.ntokens_seen", int(tokens) // dp_ranks if tokens is not None else int(own_tokens or 0)
+    yield "lr_scheduler.last_epoch", next((int(epoch) for epoch in epochs if epoch is not None), step)
+    yield "dataloader.world_size", dp_ranks
+    for rank in range(dp_ranks):
+        # torchdata's loader takes an empty position for none.
+        yield f"dataloader.dp_rank_{rank}", pickle.dumps({})
+
+
+def _with_flat_groups(state: NewState, reader: Reader) -> NewState:
+    """Return `state` with the settings of the optimizer under the name of each parameter, as torch flattens them.
+
+    Unflattened, `param_groups` is a list of groups, each with the names of its parameters under `params`.
+    """
+    groups = [key for key in state.objects if key.startswith(f"{_GROUPS}.") and key.endswith(".params")]
+    numbers = {key: key.removeprefix(f"{_GROUPS}.").removesuffix(".params") for key in groups}
+    if not groups or not all(number.isdecimal() for number in numbers.values()):
+        return state
+    objects, tensors, paths = dict(state.objects), dict(state.tensors), dict(state.paths)
+    for key, number in numbers.items():
+        prefix = f"{_GROUPS}.{number}."
+        names = plain_value.decode(objects[key].plain)
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise CheckpointMismatch(
+                reader.contents.path, f"  {key}: expected the names of parameters, found {names!r:.80}"
+            )
+        settings = [each for each in paths if each.startswith(prefix)]
+        for name in names:
+            for each in settings:
+                flat = f"param_groups.{name}.{each.removeprefix(prefix)}"
+                if each != key:
+                    target, held = (objects, objects) if each in objects else (tensors, tensors)
+                    target[f"optimizer.{flat}"] = held[each]  # type: ignore[assignment]  # one table at a time
+                    paths[f"optimizer.{flat}"] = ("optimizer", flat)
+        for each in settings:
+            objects.pop(each, None)
+            tensors.pop(each, None)
+            del paths[each]
+    for key in [key for key in paths if key.startswith("optimizer.state.")]:
+        paths[key] = ("optimizer", key.removeprefix("optimizer."))
+    return NewState(tensors, objects, paths)
+
+
+def _outer(reader: Reader, model: list[ModelKey]) -> str:
+    """Return the prefix of all keys of a state that is one entry of an outer one; usually the empty string."""
+    path = reader.paths()[model[0].key]
+    return f"{path[0]}." if path[1:2] == (MODEL,) else ""
+
+
+def _kind(opened: OpenedCheckpoint, outer: str) -> CheckpointKind:
+    return opened.kind if not outer else kind_of(key.removeprefix(outer) for key in opened.contents)
+
+
+def _left_out(opened: OpenedCheckpoint, taken: set[str]) -> list[str]:
+    """Return the top-level states of which nothing is `taken`, and the keys of others that are not."""
+    states = {key.partition(".")[0] for key in taken}
+    names = (
+        key if (state := key.partition(".")[0]) in states else state for key in opened.contents if key not in taken
+    )
+    return list(dict.fromkeys(names))

@@ -1,0 +1,77 @@
+"""The place where a result appears, whole or not at all.
+
+Everything is written into a hidden folder beside OUT, synced, checked there, and renamed to OUT in one step. A failure
+removes the folder; what a killed process left is removed by the next command that writes the same OUT.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torchtitan_lite.disk.durable import DISK
+from torchtitan_lite.errors import ConfigError
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Yield a folder that becomes `out` if the block ends without an error; else nothing remains of it.
+
+    Raises ConfigError if `out` exists and is no empty folder, or if another process writes it.
+    """
+    _refuse_existing(out, may_be_empty_folder=True)
+    with _staging(out) as folder:
+        yield folder
+        DISK.fsync_dir(folder)
+        _refuse_existing(out, may_be_empty_folder=True)
+        DISK.rename(folder, out)
+        DISK.fsync_dir(out.parent)
+
+
+@contextmanager
+def new_file(out: Path) -> Iterator[Path]:
+    """Yield the path of a file, to be written and synced, that becomes `out` if the block ends without an error.
+
+    Raises ConfigError if `out` exists, or if another process writes it.
+    """
+    _refuse_existing(out, may_be_empty_folder=False)
+    with _staging(out) as folder:
+        file = folder / out.name
+        yield file
+        _refuse_existing(out, may_be_empty_folder=False)
+        DISK.rename(file, out)
+        DISK.fsync_dir(out.parent)
+        DISK.remove_tree(folder)
+
+
+@contextmanager
+def _staging(out: Path) -> Iterator[Path]:
+    folder = out.absolute().parent / f".{out.name}.unfinished"
+    DISK.make_dir(folder.parent)
+    folder.mkdir(exist_ok=True)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{out} is being written by another process: wait for it, or name another OUT") from None
+        try:
+            for left in folder.iterdir():  # By a process that was killed.
+                DISK.remove_tree(left) if left.is_dir() else DISK.remove_file(left)
+            yield folder
+        finally:
+            if folder.exists():
+                DISK.remove_tree(folder)
+    finally:
+        os.close(fd)
+
+
+def _refuse_existing(out: Path, *, may_be_empty_folder: bool) -> None:
+    if not os.path.lexists(out):
+        return
+    if may_be_empty_folder and out.is_dir() and not out.is_symlink() and not any(out.iterdir()):
+        return
+    raise ConfigError(f"{out} exists: remove it, or name another OUT")

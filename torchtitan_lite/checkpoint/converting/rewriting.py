@@ -1,0 +1,148 @@
+"""A whole checkpoint in another layout, or in another number of files.
+
+Elements and small values are copied, never linked: tools that write DCP folders truncate files in place, and a file
+that a sealed checkpoint shares would be lost with the copy. Every block that is read is verified on the way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from torchtitan_lite import __version__
+from torchtitan_lite.checkpoint.converting import new_output
+from torchtitan_lite.checkpoint.converting.dcp_folder import Written, cut_into_files, write_checkpoint
+from torchtitan_lite.checkpoint.converting.exporting import Progress
+from torchtitan_lite.checkpoint.converting.layouts import Reader, Relaid, as_ours, as_stored, as_torchtitan
+from torchtitan_lite.checkpoint.converting.new_state import NewState
+from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, Origin, open_checkpoint
+from torchtitan_lite.checkpoint.examining.tensor_stream import TensorStream
+from torchtitan_lite.disk.durable import DISK
+from torchtitan_lite.errors import ConfigError, TorchtitanLiteError
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.manifest import Manifest, Table
+
+Layout = Literal["dcp", "torchtitan", "ours"]
+
+_SAME = {"dcp": Origin.DCP, "torchtitan": Origin.TORCHTITAN, "ours": Origin.OURS}
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """What was written."""
+
+    files: list[str]
+    num_tensors: int
+    num_bytes: int
+    """Of all files but the manifest."""
+    left_out: list[str]
+    """What the layout has no place for."""
+
+
+def convert(opened: OpenedCheckpoint, out: Path, to: Layout, progress: Progress, *, dp_ranks: int = 1) -> Rewritten:
+    """Write `opened` to the new folder `out` in the layout `to`. Raises as `export` does."""
+    if opened.origin is _SAME[to]:
+        raise ConfigError(f"{opened.folder} has this layout already: copy it, or use reshard")
+    reader = _reader(opened)
+    relaid = {"dcp": as_stored, "ours": as_ours}.get(to, lambda given: as_torchtitan(given, dp_ranks))(reader)
+    num_files = _fitting(relaid.state, len([name for name in opened.sizes if layout.is_data_file(name)]))
+    manifest = _new_manifest(opened, relaid, out, reader) if to == "ours" else None
+    return _write(opened, out, relaid, num_files, manifest, progress)
+
+
+def reshard(opened: OpenedCheckpoint, out: Path, num_files: int, progress: Progress) -> Rewritten:
+    """Write the same content to `num_files` files in the new folder `out`. Raises as `export` does."""
+    if num_files < 1:
+        raise ConfigError(f"--files {num_files}: expected at least 1")
+    relaid = as_stored(_reader(opened))
+    cut_into_files(relaid.state.tensors, num_files)
+    if opened.manifest is not None:
+        _check_step(opened.manifest.step, out)
+    return _write(opened, out, relaid, num_files, opened.manifest, progress)
+
+
+def _reader(opened: OpenedCheckpoint) -> Reader:
+    records = opened.manifest.files if opened.manifest is not None else {}
+    return Reader(opened, TensorStream(opened.folder, opened.contents, records))
+
+
+def _write(
+    opened: OpenedCheckpoint, out: Path, relaid: Relaid, num_files: int, manifest: Manifest | None, progress: Progress
+) -> Rewritten:
+    state = relaid.state
+    records = opened.manifest.files if opened.manifest is not None else {}
+    stream = TensorStream(opened.folder, opened.contents, records)
+    total = sum(tensor.num_bytes for tensor in state.tensors.values())
+    with new_output.new_folder(out) as folder, progress(f"Writing {out.name}", 2 * total) as advance:
+        written = write_checkpoint(folder, state, num_files, stream, advance)
+        if manifest is not None:
+            data = _of_files(manifest, written, state).to_readable_json()
+            DISK.write_file(folder / layout.MANIFEST, data)
+        _check(folder, state)
+    size = sum(record.size for record in written.files.values())
+    names = [*written.files, *([layout.MANIFEST] if manifest is not None else [])]
+    return Rewritten(names, len(state.tensors), size, relaid.left_out)
+
+
+def _check(folder: Path, state: NewState) -> None:
+    """Raise unless our own reader finds the tables of the new checkpoint whole, and the same keys in them."""
+    found = open_checkpoint(folder).contents
+    if found.tensors.keys() != state.tensors.keys() or found.objects.keys() != state.objects.keys():
+        raise TorchtitanLiteError(f"{folder.name} was written, but other entries are found in it")
+
+
+def _of_files(manifest: Manifest, written: Written, state: NewState) -> Manifest:
+    """Return `manifest` with the files and tables of the new checkpoint."""
+    if "root" not in manifest.structure:
+        for table in (written.tensors, written.objects):
+            for key, entry in table.items():
+                entry["path"] = list(state.paths[key])
+    return dataclasses.replace(
+        manifest,
+        files=written.files,
+        tensors=Table(written.tensors),
+        objects=Table(written.objects),
+        format_version=Manifest.format_version,
+    )
+
+
+def _new_manifest(opened: OpenedCheckpoint, relaid: Relaid, out: Path, reader: Reader) -> Manifest:
+    """Return a manifest, without files and tables, for a checkpoint that another tool wrote."""
+    step = opened.step
+    if step is None:
+        found = reader.value("train_state.step")
+        step = layout.parse_step(out.name) if found is None else int(found)
+    _check_step(step or 0, out)
+    versions = {"torchtitan_lite": __version__, "torch": torch.__version__}
+    return Manifest(
+        step=step or 0,
+        kind=relaid.kind,
+        created_at=time.time(),
+        world_size=opened.world_size or 1,
+        versions=versions,
+        files={},
+        extra={"converted_from": opened.origin.value},
+    )
+
+
+def _check_step(step: int, out: Path) -> None:
+    """Raise ConfigError if the name of `out` is that of another step: such a manifest counts as damaged."""
+    named = layout.parse_step(out.name)
+    if named is not None and named != step:
+        raise ConfigError(f"{out} is the name of step {named}, and the checkpoint is of step {step}: name OUT after it")
+
+
+def _fitting(state: NewState, num_files: int) -> int:
+    """Return the largest number of files, at most `num_files`, that the tensors can be cut into."""
+    for count in range(num_files, 1, -1):
+        try:
+            cut_into_files(state.tensors, count)
+        except ConfigError:
+            continue
+        return count
+    return 1
