@@ -1,0 +1,71 @@
+"""`convert`: a checkpoint in the layout of another tool."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from torchtitan_lite.cli.exit_codes import ExitCode
+from torchtitan_lite.cli.screen import Screen
+from torchtitan_lite.cli.target import local, resolve
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.log import readable_bytes
+
+
+@dataclass(frozen=True)
+class Convert:
+    """Write a checkpoint in the layout of another tool, or another tool's in ours.
+
+    Every tensor keeps its bits. OUT appears when it is whole and was read back; the checkpoint does not change.
+    """
+
+    step: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="STEP")]
+    """A checkpoint: its folder, FOLDER:10, or FOLDER for the latest."""
+    out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+    """The folder to make; named step-N where a job shall find it."""
+    layout: Literal["dcp", "torchtitan", "ours"] = "dcp"
+    """dcp: without our manifest. torchtitan: for the manager of torchtitan 0.3. ours: with manifest and digests."""
+    dp_ranks: int = 1
+    """With --layout torchtitan: data-parallel ranks of its job."""
+    json: bool = False
+    """Print JSON."""
+
+    def run(self, screen: Screen) -> ExitCode:
+        if self.dp_ranks < 1 or (self.dp_ranks > 1 and self.layout != "torchtitan"):
+            raise ConfigError(f"--dp-ranks {self.dp_ranks}: expected at least 1, with --layout torchtitan")
+        out = local(self.out)
+        target = resolve(self.step)
+
+        from torchtitan_lite.checkpoint.converting.purged import unless_purged
+        from torchtitan_lite.checkpoint.converting.rewriting import convert
+        from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
+
+        with unless_purged(target.folder):
+            done = convert(open_checkpoint(target.folder), out, self.layout, screen.progress, dp_ranks=self.dp_ranks)
+        data = {
+            "step": target.step,
+            "source": str(target.folder),
+            "out": str(out),
+            "layout": self.layout,
+            "files": done.files,
+            "tensors": done.num_tensors,
+            "bytes": done.num_bytes,
+            "left_out": done.left_out,
+        }
+        screen.show(data, lambda: _text(target.folder, out, done.num_tensors, done.num_bytes, done.left_out))
+        return ExitCode.FINE
+
+
+def _text(source: Path, out: Path, num_tensors: int, size: int, left_out: list[str]) -> str:
+    text = f"Converted {source}\nto {out}: {num_tensors} tensors, {readable_bytes(size)}"
+    if not left_out:
+        return text
+    # Many keys of a few states.
+    states = Counter(key.partition(".")[0] for key in left_out)
+    keys = {state: f" ({count} of its keys)" for state, count in states.items() if state not in left_out}
+    names = ", ".join(f"{state}{keys.get(state, '')}" for state in states)
+    return f"{text}\nLeft out, for it has no place there: {names}"

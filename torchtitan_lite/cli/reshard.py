@@ -1,0 +1,55 @@
+"""`reshard`: the same checkpoint in another number of files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from torchtitan_lite.cli.exit_codes import ExitCode
+from torchtitan_lite.cli.screen import Screen
+from torchtitan_lite.cli.target import local, resolve
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.log import readable_bytes
+
+
+@dataclass(frozen=True)
+class Reshard:
+    """Write the same checkpoint in another number of files, of equal size.
+
+    No load needs this: any number of ranks reads any number of files. OUT appears when it is whole and was read back.
+    """
+
+    step: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="STEP")]
+    """A checkpoint: its folder, FOLDER:10, or FOLDER for the latest."""
+    out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+    """The folder to make; named step-N where a job shall find it."""
+    files: int
+    """The number of files with tensors."""
+    json: bool = False
+    """Print JSON."""
+
+    def run(self, screen: Screen) -> ExitCode:
+        if self.files < 1:
+            raise ConfigError(f"--files {self.files}: expected at least 1")
+        out = local(self.out)
+        target = resolve(self.step)
+
+        from torchtitan_lite.checkpoint.converting.purged import unless_purged
+        from torchtitan_lite.checkpoint.converting.rewriting import reshard
+        from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
+
+        with unless_purged(target.folder):
+            done = reshard(open_checkpoint(target.folder), out, self.files, screen.progress)
+        data = {
+            "step": target.step,
+            "source": str(target.folder),
+            "out": str(out),
+            "files": done.files,
+            "tensors": done.num_tensors,
+            "bytes": done.num_bytes,
+        }
+        text = f"Wrote {target.folder}\nto {out}: {readable_bytes(done.num_bytes)} in {self.files} files of tensors"
+        screen.show(data, lambda: text)
+        return ExitCode.FINE
