@@ -8,18 +8,17 @@ yesterday may be wrong today. Whatever the file holds, reading it yields entries
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.disk.digest import text_digest
 from torchtitan_lite.disk.durable import DISK, Durable, temporary_name
+from torchtitan_lite.disk.folder_lock import locked
 from torchtitan_lite.disk.plain_file import opened, read_plain
 from torchtitan_lite.errors import CheckpointUnsafe
 from torchtitan_lite.store import layout
@@ -35,6 +34,8 @@ _DEPTHS = (SIZES, FULL)
 _MOST_BYTES = 16 << 20
 """Of the file: a hundred thousand entries."""
 _READ_BYTES = 1 << 20
+_WAIT_SECONDS = 10.0
+"""For others that change a file of the folder, which takes milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def record(folder: Path, entry: Verified, durable: Durable = DISK) -> None:
     crash leaves the old file or the new one, and possibly the next one's temporary file, which the next call replaces.
     """
     root = folder.parent
-    with _one_at_a_time(root):
+    with locked(root, _WAIT_SECONDS):
         entries = {name: kept for name, kept in verified_in(root).items() if os.path.lexists(root / name)}
         before = entries.get(folder.name)
         if before is not None and before.identity == entry.identity and before.depth == FULL and _is_light(entry):
@@ -105,18 +106,6 @@ def record(folder: Path, entry: Verified, durable: Durable = DISK) -> None:
 
 def _is_light(entry: Verified) -> bool:
     return entry.depth != FULL and not entry.num_findings
-
-
-@contextmanager
-def _one_at_a_time(root: Path) -> Iterator[None]:
-    """Hold a lock that orders these writes where the file system has it; elsewhere one of two entries may be lost."""
-    fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
 
 
 def _text(entries: dict[str, Verified]) -> bytes:
