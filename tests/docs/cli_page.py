@@ -25,6 +25,7 @@ _CHANGING = (
     (re.compile(r"\b\d+ (s|min|h|d)\b"), "AGE"),
     (re.compile(r"\b(?=\d*[a-f])[0-9a-f]{8}\b|\b\d{8}\b"), "RUN"),
     (re.compile(r"\b(torch|python|torchtitan_lite) \S+"), r"\1 VERSION"),
+    (re.compile(r"\b(loss|grad_norm) [\d.]+"), r"\1 VALUE"),
 )
 
 
@@ -64,11 +65,11 @@ def with_outputs(page: str, run: Callable[[str], str]) -> str:
     return COMMAND.sub(lambda match: f"    $ torchtitan-lite {match[1]}\n{run(match[1])}", page)
 
 
-def comparable(text: str) -> list[list[str]]:
-    """Return the words of each line, without what differs from run to run."""
+def comparable(text: str) -> list[str]:
+    """Return the words of `text`, without what differs from run to run; a longer age folds lines elsewhere."""
     for pattern, word in _CHANGING:
         text = pattern.sub(word, text)
-    return [line.split() for line in text.splitlines()]
+    return text.split()
 
 
 if __name__ == "__main__":
