@@ -39,7 +39,9 @@ def peak(): return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").
 before = peak()
 from torchtitan_lite.cli.app import main
 from torchtitan_lite.checkpoint.converting import exporting
+if "safetensors" not in sys.argv: import torchtitan_lite.checkpoint.converting.layouts
 if "dcp" in sys.argv: import torchtitan_lite.checkpoint.converting.dcp_folder
+if "torch" in sys.argv: import torchtitan_lite.checkpoint.converting.torch_file
 begun = time.perf_counter()
 code = main(sys.argv[1:])
 sys.stderr.write(f"{code} {time.perf_counter() - begun} {peak() - before}")

@@ -230,7 +230,11 @@ def of_newer_format(folder: Path) -> None:
     [
         (shutil.rmtree, 1, "there is no such folder"),
         (lambda folder: [path.unlink() for path in folder.iterdir()], 1, "there is no complete checkpoint in it"),
-        (lambda folder: [(folder / n).unlink() for n in ("manifest.json", ".metadata")], 1, "it is half-written"),
+        (
+            lambda folder: [(folder / n).unlink() for n in ("manifest.json", ".metadata")],
+            1,
+            "there are files of tensors in it, but no .metadata",
+        ),
         (lambda folder: os.truncate(folder / "__1_0.distcp", 400), 3, "is damaged: __1_0.distcp: expected 24896 bytes"),
         (lambda folder: (folder / "__1_0.distcp").unlink(), 3, "is damaged: __1_0.distcp is missing"),
         (lambda folder: flip(folder / "manifest.json", 40), 3, "is damaged: manifest.json"),
