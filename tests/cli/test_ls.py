@@ -21,8 +21,6 @@ from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.verified import Verified, identity_of, record
 
-NOW = time.time()
-
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
@@ -39,10 +37,10 @@ def listed(root: Path) -> dict[str, dict[str, Any]]:
 
 def test_checkpoints_are_listed_by_run(root: Path) -> None:
     first, branch = Lineage("aaa", None), Lineage("bbb", 8, 8, ((9, "aaa"),))
-    add_step(root, 7, lineage=first, created_at=NOW - 7200)
-    add_step(root, 8, lineage=first, created_at=NOW - 180, extra={"topology": "dp_shard 2"})
-    add_step(root, 9, lineage=first, created_at=NOW - 150)
-    add_step(root, 10, lineage=branch, created_at=NOW - 50, kind=CheckpointKind.WEIGHTS_ONLY)
+    add_step(root, 7, lineage=first, created_at=time.time() - 7200)
+    add_step(root, 8, lineage=first, created_at=time.time() - 180, extra={"topology": "dp_shard 2"})
+    add_step(root, 9, lineage=first, created_at=time.time() - 150)
+    add_step(root, 10, lineage=branch, created_at=time.time() - 50, kind=CheckpointKind.WEIGHTS_ONLY)
     ended = command("ls", root)
     assert (ended.code, ended.err) == (0, "")
     assert ended.out.splitlines()[0].startswith(f"{root}: 3 checkpoints, ")
@@ -122,14 +120,14 @@ def test_folders_of_torchtitan_and_of_plain_dcp(root: Path, tmp_path: Path) -> N
 
 def test_marks_of_a_checkpoint(root: Path) -> None:
     """Pinned, verified, with NaN, and what retention would remove; by the keys of the latest checkpoint."""
-    keys = {"config": {"checkpoint": {"keep_latest_k": 1}}}
+    keys, verified_at = {"config": {"checkpoint": {"keep_latest_k": 1}}}, time.time() - 7300
     for step in (1, 2, 3, 4):
         add_step(root, step, extra={**keys, **({"nan_in": ["model.w"]} if step == 4 else {})})
     (root / "pins.json").write_text(json.dumps({"version": 1, "pinned": [1]}))
     for step, depth, findings in ((1, "full", 0), (2, "sizes", 0), (3, "full", 2)):
         identity = identity_of(root / f"step-{step}")
         assert identity is not None
-        record(root / f"step-{step}", Verified(identity, NOW - 7300, depth, findings))
+        record(root / f"step-{step}", Verified(identity, verified_at, depth, findings))
     ended = command("ls", root)
     notes = {line[0]: " ".join(line[8:]) for line in ended.lines if line and line[0] in "1234"}
     assert {step: notes[step] for step in "1234"} == {
@@ -142,7 +140,7 @@ def test_marks_of_a_checkpoint(root: Path) -> None:
     found = listed(root)
     assert [found[f"step-{step}"]["to_be_removed"] for step in (1, 2, 3, 4)] == [False, True, False, False]
     assert found["step-1"]["kept_by"] == ["pinned"]
-    assert found["step-3"]["verified"] == {"at": NOW - 7300, "depth": "full", "findings": 2}
+    assert found["step-3"]["verified"] == {"at": verified_at, "depth": "full", "findings": 2}
     (root / "pins.json").write_text("?")
     ended = command("ls", root)
     assert ended.code == 0 and "Nothing is removed: " in ended.out and "to be removed," not in ended.out
@@ -150,11 +148,12 @@ def test_marks_of_a_checkpoint(root: Path) -> None:
 
 def test_a_job_that_has_the_folder_is_named(root: Path) -> None:
     add_step(root, 1)
-    holder = Holder.this_process("abc", NOW)
-    (root / "writer.lock").write_bytes(holder.to_bytes(1, NOW))
+    now = time.time()
+    holder = Holder.this_process("abc", now)
+    (root / "writer.lock").write_bytes(holder.to_bytes(1, now))
     assert f"In use by run abc (process {os.getpid()} on " in command("ls", root).out
     assert command("ls", root, "--json").json["in_use_by"] == str(holder)
-    gone = holder.to_bytes(1, NOW).replace(f'"pid": {os.getpid()}'.encode(), b'"pid": 2147483000')
+    gone = holder.to_bytes(1, now).replace(f'"pid": {os.getpid()}'.encode(), b'"pid": 2147483000')
     (root / "writer.lock").write_bytes(gone)
     assert "In use" not in command("ls", root).out
 

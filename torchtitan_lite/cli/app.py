@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
-import importlib.util
 import io
 import os
 import re
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import Annotated, Any, Protocol, Union, cast
 
 import tyro
 
@@ -43,9 +42,6 @@ VERBS = {
     "bring-back": "torchtitan_lite.cli.bring_back:BringBack",
 }
 """Each verb's module and class: a frozen dataclass of its arguments, as `Verb` has it."""
-
-# Until all are there: a verb whose module is missing is not in the table.
-VERBS = {name: place for name, place in VERBS.items() if importlib.util.find_spec(place.partition(":")[0])}
 
 
 class Verb(Protocol):
@@ -86,16 +82,37 @@ def parse(argv: Sequence[str]) -> Verb:
         )
     if not name.startswith("-"):
         raise ConfigError(_unknown(name))
-    table = {each: _load(each) for each in VERBS}
-    return _quietly(
-        "",
-        lambda: cast(
-            Verb,
-            tyro.extras.subcommand_cli_from_dict(
-                table, prog=PROGRAM, description=_DESCRIPTION, args=list(argv), config=config
-            ),
-        ),
-    )
+    verbs: Any = Union[tuple(_with_first_sentence(each) for each in VERBS)]  # noqa: UP007  # made from a list
+    help_text = _LikeStdout()
+    try:
+        with contextlib.redirect_stdout(help_text):
+            return _quietly(
+                "",
+                lambda: cast(
+                    Verb, tyro.cli(verbs, prog=PROGRAM, description=_DESCRIPTION, args=list(argv), config=config)
+                ),
+            )
+    finally:
+        # All verbs in one line are wider than a terminal.
+        sys.stdout.write(re.sub(r"\A(.*usage:[^\n{]*)\{[^}\n]*\}", r"\1VERB ...", help_text.getvalue()))
+
+
+class _LikeStdout(io.StringIO):
+    """A text that gets the same colours and characters as stdout."""
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # of a text without one
+        return sys.stdout.encoding if sys.__stdout__ is None else sys.__stdout__.encoding
+
+    def isatty(self) -> bool:
+        return sys.__stdout__ is not None and sys.__stdout__.isatty()
+
+
+def _with_first_sentence(name: str) -> Any:
+    """Return the class of the verb, described by the first sentence of its help, for the list of all verbs."""
+    kind = _load(name)
+    first = (kind.__doc__ or "").partition("\n\n")[0]
+    return Annotated[kind, tyro.conf.subcommand(name, description=first)]
 
 
 def _load(name: str) -> Any:
