@@ -68,4 +68,4 @@ def _text(source: Path, out: Path, num_tensors: int, size: int, left_out: list[s
     states = Counter(key.partition(".")[0] for key in left_out)
     keys = {state: f" ({count} of its keys)" for state, count in states.items() if state not in left_out}
     names = ", ".join(f"{state}{keys.get(state, '')}" for state in states)
-    return f"{text}\nLeft out, for it has no place there: {names}"
+    return f"{text}\nLeft out, because the layout has no place for it: {names}"
