@@ -81,31 +81,37 @@ def write_checkpoint(folder: Path, state: NewState, num_files: int, stream: Tens
 def cut_into_files(tensors: Mapping[str, NewTensor], num_files: int) -> list[list[Piece]]:
     """Return the pieces of each of `num_files` files, in the order of `tensors` and of equal size up to a row.
 
-    Raises ConfigError if there are not enough rows.
+    Each file gets at least one row that has elements. Raises ConfigError if there are fewer of these than files.
     """
     total = sum(tensor.num_bytes for tensor in tensors.values())
+    left = sum(_rows(tensor)[1] for tensor in tensors.values() if tensor.num_bytes)
+    if left < num_files and num_files > 1:
+        raise ConfigError(f"the tensors are too small for {num_files} files: ask for at most {max(left, 1)}")
     files: list[list[Piece]] = [[] for _ in range(num_files)]
-    at, number = 0, 0
+    at, number, is_filled = 0, 0, False
     for key, tensor in tensors.items():
-        dim = next((d for d, size in enumerate(tensor.shape) if size > 1), None)
-        rows = tensor.shape[dim] if dim is not None else 1
+        dim, rows = _rows(tensor)
         row_bytes = tensor.num_bytes // rows
         begin = 0
         while begin < rows:
             end = rows
-            if number < num_files - 1 and row_bytes:
-                border = total * (number + 1) // num_files
-                fewest = begin if files[number] else begin + 1
-                end = min(max(begin + round((border - at) / row_bytes), fewest), rows)
+            if row_bytes and (num_after := num_files - number - 1):
+                up_to_border = round((total * (number + 1) // num_files - at) / row_bytes)
+                end = begin + min(max(up_to_border, 0 if is_filled else 1), left - num_after, rows - begin)
             if end > begin:
                 files[number].append(_piece(key, tensor, dim, begin, end))
-                at, begin = at + (end - begin) * row_bytes, end
+            if row_bytes and end > begin:
+                at, left, is_filled = at + (end - begin) * row_bytes, left - (end - begin), True
+            begin = end
             if begin < rows:
-                number += 1
-    if not all(files) and num_files > 1:
-        most = len([each for each in files if each])
-        raise ConfigError(f"the tensors are too small for {num_files} files: ask for at most {most}")
+                number, is_filled = number + 1, False
     return files
+
+
+def _rows(tensor: NewTensor) -> tuple[int | None, int]:
+    """Return the dimension along which `tensor` is cut, None if it cannot be, and the number of its rows."""
+    dim = next((d for d, size in enumerate(tensor.shape) if size > 1), None)
+    return dim, 1 if dim is None else tensor.shape[dim]
 
 
 def _piece(key: str, tensor: NewTensor, dim: int | None, begin: int, end: int) -> Piece:
