@@ -25,6 +25,9 @@ Advance = Callable[[int], None]
 
 
 _BLOCKS_AT_A_TIME = 64
+_THREADS = 3
+"""One fills its request while the others write. What is cast in a thread is freed to that thread's own memory pool, so
+each further one would keep about 10 MiB."""
 
 
 class Elements(NamedTuple):
@@ -58,7 +61,7 @@ def write_new(path: Path, parts: Sequence[Part], stream: TensorStream, advance: 
 
     def write() -> None:
         try:
-            written.append(write_blocks(path, source))
+            written.append(write_blocks(path, source, threads=_THREADS))
         except BaseException as error:
             failures.append(error)
 
