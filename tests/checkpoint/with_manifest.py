@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from torchtitan_lite.checkpoint.format.plain_value import NotPlain, encode
 from torchtitan_lite.checkpoint.untrusted.safe_load import load_item
 from torchtitan_lite.checkpoint.untrusted.safe_metadata import read_metadata
@@ -77,3 +79,16 @@ def _part(data: bytes, at: int, count: int) -> bytes:
 
 def _path(contents: Any, key: str) -> list[Any]:
     return list(contents.paths.get(key, (key,)))
+
+
+def tensors_at(folder: Path, file: str, place: int) -> set[str]:
+    """Return the tensors with an element at this byte of the file."""
+    manifest = Manifest.of_folder(folder)
+    assert manifest is not None
+    found = set()
+    for key, entry in manifest.tensors.items():
+        itemsize = getattr(torch, entry["dtype"]).itemsize
+        for name, at, _, sizes in entry["chunks"]:
+            if name == file and at <= place < at + torch.Size(sizes).numel() * itemsize:
+                found.add(key)
+    return found

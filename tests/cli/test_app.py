@@ -49,9 +49,9 @@ def test_help_lists_every_verb_in_80_columns() -> None:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_of_each_verb(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as leaving:
+    with pytest.raises(SystemExit) as ending:
         command(verb, "--help")
-    assert not leaving.value.code
+    assert not ending.value.code
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])

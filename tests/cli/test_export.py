@@ -291,24 +291,30 @@ def test_a_missing_library_is_one_sentence(
     assert [*tmp_path.iterdir()] == []
 
 
-def test_a_step_that_is_purged_meanwhile_is_one_sentence(
-    tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_replaced", [False, True], ids=["removed", "replaced"])
+def test_a_step_that_is_gone_meanwhile_is_one_sentence(
+    is_replaced: bool, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = sharded_weights(tmp_path / "step-1")
     opened = exporting.TensorStream
 
-    def purged(*arguments: Any) -> Any:
+    def gone(*arguments: Any) -> Any:
         stream = opened(*arguments)
+        new = shutil.copytree(folder, tmp_path / "new")
+        for path in new.glob("*.distcp"):
+            path.write_bytes(bytes(path.stat().st_size))
         shutil.rmtree(folder)
+        if is_replaced:
+            new.rename(folder)
+        else:
+            shutil.rmtree(new)
         return stream
 
-    monkeypatch.setattr(exporting, "TensorStream", purged)
+    monkeypatch.setattr(exporting, "TensorStream", gone)
     code, _, err = call(folder, tmp_path / "out")
     assert code == 1
-    assert err == (
-        f"error: {folder} holds no checkpoint: it was removed while it was read, by a job's retention or by hand\n"
-    )
-    assert [*tmp_path.iterdir()] == []
+    assert err == (f"error: {folder} holds no checkpoint: it was removed or replaced while it was read\n")
+    assert [*tmp_path.iterdir()] == ([folder] if is_replaced else [])
 
 
 def test_without_a_cast_no_torch_is_imported(small: tuple[Path, State], tmp_path: Path) -> None:

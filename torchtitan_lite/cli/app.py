@@ -134,8 +134,8 @@ def _quietly(name: str, parse: Callable[[], Verb]) -> Verb:
     try:
         with contextlib.redirect_stderr(report):
             return parse()
-    except SystemExit as leaving:
-        if not leaving.code:
+    except SystemExit as ending:
+        if not ending.code:
             raise
         raise ConfigError(_sentence(name, report.getvalue())) from None
 

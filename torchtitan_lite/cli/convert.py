@@ -40,11 +40,11 @@ class Convert:
         out = local(self.out)
         target = resolve(self.step)
 
-        from torchtitan_lite.checkpoint.converting.purged import unless_purged
         from torchtitan_lite.checkpoint.converting.rewriting import convert
         from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
+        from torchtitan_lite.checkpoint.examining.presence import unless_gone
 
-        with unless_purged(target.folder):
+        with unless_gone(target.folder):
             done = convert(open_checkpoint(target.folder), out, self.layout, screen.progress, dp_ranks=self.dp_ranks)
         data = {
             "step": target.step,

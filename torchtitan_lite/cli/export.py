@@ -50,11 +50,11 @@ class Export:
         target = resolve(self.step)
 
         from torchtitan_lite.checkpoint.converting.exporting import Wanted, export
-        from torchtitan_lite.checkpoint.converting.purged import unless_purged
         from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
+        from torchtitan_lite.checkpoint.examining.presence import unless_gone
 
         wanted = Wanted(self.format, self.dtype, most, self.include, self.exclude)
-        with unless_purged(target.folder):
+        with unless_gone(target.folder):
             done = export(open_checkpoint(target.folder), out, wanted, screen.progress)
         data = {
             "step": target.step,

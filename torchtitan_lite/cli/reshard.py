@@ -36,11 +36,11 @@ class Reshard:
         out = local(self.out)
         target = resolve(self.step)
 
-        from torchtitan_lite.checkpoint.converting.purged import unless_purged
         from torchtitan_lite.checkpoint.converting.rewriting import reshard
         from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
+        from torchtitan_lite.checkpoint.examining.presence import unless_gone
 
-        with unless_purged(target.folder):
+        with unless_gone(target.folder):
             done = reshard(open_checkpoint(target.folder), out, self.files, screen.progress)
         data = {
             "step": target.step,

@@ -81,8 +81,8 @@ class Screen:
         sys.stdout.writelines(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
 
 
-class _Bar:
-    """A bar on the terminal, from `SILENT_SECONDS` on."""
+class _Counted:
+    """Bytes that several threads count."""
 
     def __init__(self, label: str, total_bytes: int) -> None:
         self._label = label
@@ -90,6 +90,13 @@ class _Bar:
         self._done_bytes = 0
         self._begun = time.monotonic()
         self._lock = threading.Lock()
+
+
+class _Bar(_Counted):
+    """A bar on the terminal, from `SILENT_SECONDS` on."""
+
+    def __init__(self, label: str, total_bytes: int) -> None:
+        super().__init__(label, total_bytes)
         self._shown: Callable[[int], None] | None = None
         self._stop: Callable[[], None] = lambda: None
 
@@ -116,15 +123,11 @@ class _Bar:
         self._shown = lambda done: bar.update(task, completed=done)
 
 
-class _Lines:
+class _Lines(_Counted):
     """Lines in a pipe: the first after `SILENT_SECONDS`, then one every `LINE_SECONDS`."""
 
     def __init__(self, label: str, total_bytes: int) -> None:
-        self._label = label
-        self._total_bytes = total_bytes
-        self._done_bytes = 0
-        self._begun = time.monotonic()
-        self._lock = threading.Lock()
+        super().__init__(label, total_bytes)
         self._next = self._begun + SILENT_SECONDS
 
     def advance(self, num_bytes: int) -> None:

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, FileRecord, block_digest
-from torchtitan_lite.disk.plain_file import opened, size_finding
+from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
+from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord, num_blocks
+from torchtitan_lite.disk.plain_file import size_finding
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, CheckpointUnsafe
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.known_manifests import damage_in
@@ -24,6 +25,7 @@ from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
 from torchtitan_lite.store.store import CheckpointStore, nothing
 
 CORRUPT, ABANDONED = "corrupt", "abandoned"
+_BLOCKS_AT_A_TIME = 64
 
 
 @dataclass(frozen=True)
@@ -92,13 +94,14 @@ def check(aside: SetAside, advance: Callable[[int], object]) -> None:
 def _digest_finding(path: Path, record: FileRecord, advance: Callable[[int], object]) -> str:
     if record.size and not record.blocks:
         return f"{path.name} has no digests in {layout.MANIFEST}, so it cannot be verified"
-    with opened(path) as fd:
-        for at in range(0, record.size, BLOCK_BYTES):
-            data = os.pread(fd, min(BLOCK_BYTES, record.size - at), at)
-            number = at // BLOCK_BYTES * DIGEST_BYTES
-            if block_digest(data) != record.blocks[number : number + DIGEST_BYTES]:
-                return f"{path.name}: bytes {at} to {at + len(data)} are not those that were written"
-            advance(len(data))
+    reader, count = BlockReader(), num_blocks(record.size)
+    for begin in range(0, count, _BLOCKS_AT_A_TIME):
+        end = min(begin + _BLOCKS_AT_A_TIME, count)
+        try:
+            reader.verify(path, record, range(begin, end))
+        except DamagedRange as damage:
+            return f"{path.name}: bytes {damage.begin} to {damage.end} are not those that were written"
+        advance(min(end * BLOCK_BYTES, record.size) - begin * BLOCK_BYTES)
     return ""
 
 
@@ -126,11 +129,11 @@ def refuse_harm(store: CheckpointStore, aside: SetAside, *, leave_branch: bool) 
             f"{name} stays as it is: {_listed(abandoners)} of run {abandoners[0].run_id} abandons it, and no run would "
             f"see it. With --leave-branch it comes back, and {_listed(branch)} are set aside in its place."
         )
-    leaving = {info.path for info in branch_in_the_way(store, aside)}
+    given_up = {info.path for info in branch_in_the_way(store, aside)}
     hidden = [
         info
         for info in store.committed()
-        if (info.step, info.run_id) in aside.manifest.lineage.abandons and info.path not in leaving
+        if (info.step, info.run_id) in aside.manifest.lineage.abandons and info.path not in given_up
     ]
     if hidden:
         raise CheckpointError(

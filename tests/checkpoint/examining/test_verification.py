@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from tests.checkpoint.reading.foreign_folders import save_plain
-from tests.checkpoint.with_manifest import add_manifest, flip
+from tests.checkpoint.with_manifest import add_manifest, flip, tensors_at
 from tests.examples import examples
 from torchtitan_lite.checkpoint.examining import file_digests
 from torchtitan_lite.checkpoint.examining.findings import Finding
@@ -64,19 +64,6 @@ def findings(folder: Path) -> list[Finding]:
     return [*looked.findings, *(read_through(looked).findings if looked.contents is not None else ())]
 
 
-def keys_at(folder: Path, file: str, place: int) -> set[str]:
-    """Return the tensors with an element at this byte of the file."""
-    manifest = Manifest.of_folder(folder)
-    assert manifest is not None
-    found = set()
-    for key, entry in manifest.tensors.items():
-        itemsize = getattr(torch, entry["dtype"]).itemsize
-        for name, at, _, sizes in entry["chunks"]:
-            if name == file and at <= place < at + torch.Size(sizes).numel() * itemsize:
-                found.add(key)
-    return found
-
-
 @pytest.mark.parametrize("version", [1, 2, 3])
 @pytest.mark.parametrize("ranks", ["one-process", "two-ranks"])
 @pytest.mark.parametrize("kind", ["checkpoint", "export"])
@@ -105,7 +92,7 @@ def test_a_changed_byte_is_found_wherever_it_is(file: str, where: float, change:
         folder = golden(Path(base))
         data = bytearray((folder / file).read_bytes())
         place = int(where * len(data))
-        keys = keys_at(folder, file, place) if file.endswith(".distcp") else set()
+        keys = tensors_at(folder, file, place) if file.endswith(".distcp") else set()
         data[place] ^= change
         (folder / file).write_bytes(data)
         found = findings(folder)

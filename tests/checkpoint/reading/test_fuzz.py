@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +11,9 @@ import torch
 
 from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.small_run import SmallRun
+from tests.checkpoint.with_manifest import tensors_at
 from torchtitan_lite.disk.digest import BLOCK_BYTES
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.manifest import Manifest
 
 FLIPS = 50
 Damage = Callable[[bytes, bytes], bytes | None]
@@ -64,19 +63,6 @@ def trained(start_run: StartRun) -> SmallRun:
     run.train(2)
     run.manager.close()
     return run
-
-
-def tensors_at(folder: Path, file: str, place: int) -> set[str]:
-    """Return the tensors with an element at this byte of the file."""
-    manifest = Manifest.of_folder(folder)
-    assert manifest is not None
-    found = set()
-    for key, entry in manifest.tensors.items():
-        itemsize = getattr(torch, entry["dtype"]).itemsize
-        for name, at, _, sizes in entry["chunks"]:
-            if name == file and at <= place < at + torch.Size(sizes).numel() * itemsize:
-                found.add(key)
-    return found
 
 
 def probe(

@@ -6,13 +6,13 @@ removes the folder; what a killed process left is removed by the next command th
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from torchtitan_lite.disk.durable import DISK
+from torchtitan_lite.disk.folder_lock import locked
 from torchtitan_lite.errors import ConfigError
 
 
@@ -52,10 +52,9 @@ def _staging(out: Path) -> Iterator[Path]:
     folder = out.absolute().parent / f".{out.name}.unfinished"
     DISK.make_dir(folder.parent)
     folder.mkdir(exist_ok=True)
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with ExitStack() as stack:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stack.enter_context(locked(folder, wait_seconds=0))
         except BlockingIOError:
             raise ConfigError(f"{out} is being written by another process: wait for it, or name another OUT") from None
         try:
@@ -65,8 +64,6 @@ def _staging(out: Path) -> Iterator[Path]:
         finally:
             if folder.exists():
                 DISK.remove_tree(folder)
-    finally:
-        os.close(fd)
 
 
 def _refuse_existing(out: Path, *, may_be_empty_folder: bool) -> None:

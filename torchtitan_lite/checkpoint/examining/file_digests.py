@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.examining.findings import Finding, affected
+from torchtitan_lite.checkpoint.examining.findings import Finding
 from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.disk.block_reader import THREADS, BlockReader, DamagedRange
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord, num_blocks
@@ -77,12 +77,15 @@ class FileDigests:
         for first, last in _runs(sorted(self._damaged[file])):
             begin, end = first * BLOCK_BYTES, min((last + 1) * BLOCK_BYTES, size)
             text = f"bytes {begin} to {end} are not what was saved: another digest"
-            findings.append(Finding(file, text, affected(self._contents, file, begin, end)))
+            findings.append(Finding(file, text, self._keys(file, begin, end)))
         if file in self._skipped:
             begin = self._skipped[file] * BLOCK_BYTES
             text = f"the bytes from {begin} on were not read after so much damage"
-            findings.append(Finding(file, text, affected(self._contents, file, begin, math.inf)))
+            findings.append(Finding(file, text, self._keys(file, begin, math.inf)))
         return findings
+
+    def _keys(self, file: str, begin: int, end: float) -> tuple[str, ...]:
+        return () if self._contents is None else tuple(self._contents.keys_in(file, begin, end))
 
 
 def _spans(count: int) -> Iterator[range]:

@@ -38,14 +38,22 @@ def refuse_if_gone(folder: Path, identity: Identity | None) -> None:
 
 
 @contextmanager
-def present(*folders: Path) -> Iterator[None]:
-    """Raise `CheckpointNotFound` if one of `folders` had a checkpoint that was removed or replaced during the block."""
+def unless_gone(*folders: Path) -> Iterator[None]:
+    """In place of an error of reading, raise `CheckpointNotFound` if one of `folders` was removed or replaced."""
     before = {folder: identity_of(folder) for folder in folders}
     try:
         yield
     except (CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe, FileNotFoundError):
         _refuse(before)
         raise
+
+
+@contextmanager
+def present(*folders: Path) -> Iterator[None]:
+    """Raise `CheckpointNotFound` if one of `folders` was removed or replaced, also where nothing failed meanwhile."""
+    before = {folder: identity_of(folder) for folder in folders}
+    with unless_gone(*folders):
+        yield
     # Parts of two checkpoints may have been read.
     _refuse(before)
 

@@ -238,27 +238,8 @@ class TensorStream:
             self._files.read(file, pieces, chunks=chunks, again=again)
         except DamagedRange as damage:
             finding = f"bytes {damage.begin} to {damage.end} of {file}: {damage.finding}"
-            keys = keys_in(self._contents, file, damage.begin, damage.end)
+            keys = self._contents.keys_in(file, damage.begin, damage.end)
             raise CheckpointDamaged(str(self._folder), finding, keys) from None
-
-
-def keys_in(contents: Contents, file: str, begin: int, end: int) -> list[str]:
-    """Return the keys of `contents` that have a part in bytes [begin, end) of `file`."""
-    found = []
-    for key, tensor in contents.tensors.items():
-        itemsize = tensor.dtype.itemsize
-        for chunk in tensor.chunks:
-            at, num_bytes = chunk.at or 0, math.prod(chunk.sizes) * itemsize
-            if chunk.item is not None:
-                at, num_bytes = chunk.item.offset, chunk.item.length
-            if chunk.file == file and at < end and begin < at + num_bytes:
-                found.append(key)
-                break
-    for key, stored in contents.objects.items():
-        item = stored.item
-        if item is not None and item.file == file and item.offset < end and begin < item.offset + item.length:
-            found.append(key)
-    return found
 
 
 def _name(dtype: Any) -> str:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.examining.file_digests import FileDigests, OnBytes, one_thread
-from torchtitan_lite.checkpoint.examining.findings import Finding, affected
+from torchtitan_lite.checkpoint.examining.findings import Finding
 from torchtitan_lite.checkpoint.examining.item_checksums import PlacedItem, check_items
 from torchtitan_lite.checkpoint.examining.opened import absence
 from torchtitan_lite.checkpoint.examining.presence import Identity, identity_of, refuse_if_gone
@@ -152,7 +152,7 @@ def _of_sizes(folder: Path, contents: Contents, recorded: Mapping[str, int]) -> 
     findings, sizes = [], {}
     for name, size in sorted(recorded.items()):
         if text := size_finding(folder / name, size):
-            keys = affected(contents, name, _found_bytes(folder / name, size), math.inf)
+            keys = tuple(contents.keys_in(name, _found_bytes(folder / name, size), math.inf))
             findings.append(Finding(name, f"it {text.removeprefix(f'{name} ')}", keys))
         else:
             sizes[name] = size
@@ -164,7 +164,7 @@ def _of_sizes(folder: Path, contents: Contents, recorded: Mapping[str, int]) -> 
         except CheckpointUnsafe as error:
             text = error.finding
         if text:
-            findings.append(Finding(name, text, affected(contents, name, 0, math.inf)))
+            findings.append(Finding(name, text, tuple(contents.keys_in(name, 0, math.inf))))
     return findings, sizes
 
 

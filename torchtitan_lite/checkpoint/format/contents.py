@@ -171,6 +171,11 @@ class Contents:
             finding = f"{self.described_in}: tensors of {whole} bytes cannot be in files of {sum(files.values())}"
             raise CheckpointDamaged(self.path, finding)
 
+    def keys_in(self, file: str, begin: float, end: float) -> list[str]:
+        """Return the keys with bytes in [begin, end) of `file`, in the order of the contents."""
+        ranges = self._ranges()
+        return list(dict.fromkeys(key for name, at, n, key in ranges if name == file and at < end and begin < at + n))
+
     def _ranges(self) -> Iterator[tuple[str, int, int, str]]:
         """Yield (file, first byte, number of bytes, key) of everything that lies in a file."""
         for key, tensor in self.tensors.items():

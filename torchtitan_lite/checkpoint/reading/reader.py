@@ -286,22 +286,8 @@ class _Findings:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, DamagedRange):
             finding = f"bytes {error.begin} to {error.end} of {self._file}: {error.finding}"
-            raise CheckpointDamaged(str(self._folder.path), finding, self._affected(error)) from None
-
-    def _affected(self, damage: DamagedRange) -> list[str]:
-        contents, found = self._folder.contents, []
-        for key, tensor in contents.tensors.items():
-            for chunk in tensor.chunks:
-                begin, num_bytes = _extent(chunk, tensor.dtype)
-                if chunk.file == self._file and begin < damage.end and damage.begin < begin + num_bytes:
-                    found.append(key)
-                    break
-        for key, stored in contents.objects.items():
-            item = stored.item
-            is_in_it = item is not None and item.file == self._file
-            if item is not None and is_in_it and item.offset < damage.end and damage.begin < item.offset + item.length:
-                found.append(key)
-        return found
+            keys = self._folder.contents.keys_in(self._file, error.begin, error.end)
+            raise CheckpointDamaged(str(self._folder.path), finding, keys) from None
 
 
 def _extent(chunk: Chunk, dtype: torch.dtype) -> tuple[int, int]:
