@@ -33,15 +33,16 @@ LAYERS = {
     "checkpoint.resume": 8,
     "checkpoint.examining": 8,
     "checkpoint.converting": 9,
-    "checkpoint": 10,
-    "models": 11,
-    "data": 11,
-    "optim": 11,
-    "metrics": 11,
-    "parallelisms": 11,
-    "trainer": 12,
-    "cli": 13,
-    "train": 13,
+    "checkpoint.hugging_face": 10,
+    "checkpoint": 11,
+    "models": 12,
+    "data": 12,
+    "optim": 12,
+    "metrics": 12,
+    "parallelisms": 12,
+    "trainer": 13,
+    "cli": 14,
+    "train": 14,
 }
 """Each part imports only from parts with lower numbers."""
 
@@ -53,6 +54,7 @@ WITHOUT_TORCH = (
     *(f"checkpoint.examining.{name}" for name in ("opened", "inventory", "retention_outlook", "summary")),
     *(f"checkpoint.examining.{name}" for name in ("verification", "file_digests", "item_checksums", "findings")),
     *(f"checkpoint.examining.{name}" for name in ("difference", "object_digests", "presence")),
+    *("checkpoint.hugging_face.description", "models.llama.args", "models.llama.hugging_face"),
     *("cli.verify", "cli.diff"),
     *(f"cli.{name}" for name in ("app", "exit_codes", "inspect_step", "key_cell", "ls", "screen", "target", "words")),
 )

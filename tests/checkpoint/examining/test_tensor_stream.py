@@ -37,7 +37,7 @@ def stream_of(path: Path) -> TensorStream:
 
 def joined(stream: TensorStream, key: str, most_elements: int | None = None) -> bytes:
     """Return all elements of the tensor, after checking that slices follow one another and are not too large."""
-    itemsize = stream._contents.tensors[key].dtype.itemsize
+    itemsize = stream.contents.tensors[key].dtype.itemsize
     data = bytearray()
     for part in stream.slices(key, most_elements):
         assert part.begin * itemsize == len(data)

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from torchtitan_lite.checkpoint.converting.new_file import Advance, Elements, Part, read_back, write_new
 from torchtitan_lite.checkpoint.converting.new_state import NewObject, NewState, NewTensor
 from torchtitan_lite.checkpoint.examining.cut import Cut, number_of
-from torchtitan_lite.checkpoint.examining.tensor_stream import TensorStream
+from torchtitan_lite.checkpoint.examining.tensor_stream import Stream
 from torchtitan_lite.checkpoint.format.description import DCP_VERSION
 from torchtitan_lite.checkpoint.format.file_image import FileLayout
 from torchtitan_lite.checkpoint.format.torch_item import OBJECT_GRAIN
@@ -53,7 +53,7 @@ class Written(NamedTuple):
     objects: dict[str, Any]
 
 
-def write_checkpoint(folder: Path, state: NewState, num_files: int, stream: TensorStream, advance: Advance) -> Written:
+def write_checkpoint(folder: Path, state: NewState, num_files: int, stream: Stream, advance: Advance) -> Written:
     """Write `state` into `num_files` files in `folder`, with DCP's metadata, and check them.
 
     Raises ConfigError if the tensors cannot be cut into so many.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torchtitan_lite.checkpoint.converting.casting import Cast
 from torchtitan_lite.checkpoint.examining.cut import Cut
-from torchtitan_lite.checkpoint.examining.tensor_stream import TensorStream
+from torchtitan_lite.checkpoint.examining.tensor_stream import Stream
 from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
 from torchtitan_lite.disk.block_writer import Bounced, write_blocks
 from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, FileRecord
@@ -49,7 +49,7 @@ def size_of(part: Part) -> int:
     return part.num_bytes if isinstance(part, Elements) else len(part)
 
 
-def write_new(path: Path, parts: Sequence[Part], stream: TensorStream, advance: Advance) -> FileRecord:
+def write_new(path: Path, parts: Sequence[Part], stream: Stream, advance: Advance) -> FileRecord:
     """Write `parts` to the new file `path`, synced; return its record.
 
     Raises the OSError of the disk, with a path in it, and what `stream` raises.
@@ -132,7 +132,7 @@ class _InOrder:
             room, self._rest = room[count:], self._rest[count:]
 
 
-def _pieces(parts: Iterable[Part], stream: TensorStream, advance: Advance) -> Iterator[memoryview]:
+def _pieces(parts: Iterable[Part], stream: Stream, advance: Advance) -> Iterator[memoryview]:
     """Yield the bytes of `parts`; each piece is valid until the next."""
     for part in parts:
         if isinstance(part, bytes):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtitan_lite.checkpoint.converting.new_file import Advance, Elements, read_back, write_new
-from torchtitan_lite.checkpoint.examining.tensor_stream import TensorStream
+from torchtitan_lite.checkpoint.examining.tensor_stream import Stream
 from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.errors import ConfigError, ExtraMissing, TorchtitanLiteError
 
@@ -80,7 +80,7 @@ def sharded(tensors: Sequence[NewTensor], most_bytes: int) -> dict[str, list[New
 
 
 def write_folder(
-    folder: Path, tensors: Sequence[NewTensor], most_bytes: int, stream: TensorStream, advance: Advance
+    folder: Path, tensors: Sequence[NewTensor], most_bytes: int, stream: Stream, advance: Advance
 ) -> list[str]:
     """Write `tensors` into files in `folder`, and check them; return the names of the files."""
     shards = sharded(tensors, most_bytes)
@@ -95,7 +95,7 @@ def write_folder(
     return [*shards, INDEX]
 
 
-def write_file(path: Path, tensors: Sequence[NewTensor], stream: TensorStream, advance: Advance) -> None:
+def write_file(path: Path, tensors: Sequence[NewTensor], stream: Stream, advance: Advance) -> None:
     """Write `tensors` into the file `path`, and check it. Raises `TorchtitanLiteError` if the check fails."""
     ordered = sorted(tensors, key=lambda tensor: (-_itemsize(tensor), tensor.name))
     record = write_new(path, [_header(ordered), *(tensor.elements for tensor in ordered)], stream, advance)

@@ -19,7 +19,7 @@ import torch
 from torch.storage import UntypedStorage
 
 from torchtitan_lite.checkpoint.converting.new_file import Advance, Elements, Part, read_back, size_of, write_new
-from torchtitan_lite.checkpoint.examining.tensor_stream import TensorStream
+from torchtitan_lite.checkpoint.examining.tensor_stream import Stream
 from torchtitan_lite.checkpoint.format.torch_item import ALIGNMENT
 from torchtitan_lite.errors import TorchtitanLiteError
 
@@ -35,7 +35,7 @@ class Tensor(NamedTuple):
     elements: Elements
 
 
-def write_state(path: Path, state: Mapping[str, Any], stream: TensorStream, advance: Advance) -> None:
+def write_state(path: Path, state: Mapping[str, Any], stream: Stream, advance: Advance) -> None:
     """Write `state`, nested containers of `Tensor` and plain objects, to the file `path`, and check it."""
     pickled, tensors = _pickled(state)
     archive = _Archive()

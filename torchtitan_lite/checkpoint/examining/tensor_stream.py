@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from torchtitan_lite.checkpoint.examining.cut import Cut, cuts, cuts_of, is_rang
 from torchtitan_lite.checkpoint.examining.each_block_once import KEPT_BLOCKS, EachBlockOnce
 from torchtitan_lite.checkpoint.format.contents import Chunk, Contents, Item, Shape
 from torchtitan_lite.checkpoint.untrusted.stock_item import locate
-from torchtitan_lite.disk.block_reader import DamagedRange
+from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.plain_file import opened
 from torchtitan_lite.disk.read_requests import Piece
@@ -46,6 +46,22 @@ class Slice(NamedTuple):
     """The number of the first of them in the whole tensor."""
     data: memoryview
     """Their bytes, little-endian; valid until the next slice."""
+
+
+class Stream(Protocol):
+    """What gives the elements of stored tensors: a `TensorStream`, or what reads one in another order."""
+
+    @property
+    def contents(self) -> Contents: ...
+
+    @property
+    def reader(self) -> BlockReader: ...
+
+    def slices(self, key: str, most_elements: int | None = None, within: Cut | None = None) -> Iterator[Slice]: ...
+
+    def read(self, key: str, cut: Cut, into: memoryview) -> None: ...
+
+    def read_item(self, item: Item) -> bytes: ...
 
 
 class _Part(NamedTuple):
@@ -73,7 +89,8 @@ class TensorStream:
     """
 
     def __init__(self, folder: Path, contents: Contents, records: Mapping[str, FileRecord]) -> None:
-        self._folder, self._contents = folder, contents
+        self._folder = folder
+        self.contents = contents
         self._files = EachBlockOnce(folder, records)
         self.reader = self._files.direct
         """For other reads while this stream lives: it keeps memory for its requests."""
@@ -87,7 +104,7 @@ class TensorStream:
         `within` limits them to one cut of the tensor. Raises `CheckpointDamaged`, naming file, bytes and keys;
         `CheckpointUnsafe`; and `CheckpointUnreadable`.
         """
-        tensor = self._contents.tensors[key]
+        tensor = self.contents.tensors[key]
         itemsize = tensor.dtype.itemsize
         most = most_elements or max(1, SLICE_BYTES // itemsize)
         room = _memory(min(most, math.prod(tensor.shape)) * itemsize)
@@ -103,7 +120,7 @@ class TensorStream:
         """
         if key != self._key:
             self._parts, self._key = self._parts_of(key), key
-        itemsize = self._contents.tensors[key].dtype.itemsize
+        itemsize = self.contents.tensors[key].dtype.itemsize
         if len(self._scratch) < len(into):
             self._scratch = _memory(len(into))
         whole = np.frombuffer(into, f"V{itemsize}").reshape(cut.sizes)
@@ -168,7 +185,7 @@ class TensorStream:
             self._read_spans(file, at + begin * step, strides, part)
 
     def _parts_of(self, key: str) -> list[_Part]:
-        tensor = self._contents.tensors[key]
+        tensor = self.contents.tensors[key]
         parts = []
         for chunk in tensor.chunks:
             if 0 in chunk.sizes:
@@ -194,7 +211,7 @@ class TensorStream:
             raise CheckpointUnreadable(str(path), f"{type(error).__name__}: {error}") from error
         if layout is None:
             return _Part(chunk, begin, end, item.file, item.offset, held=self._held(key, chunk, item))
-        if layout.shape != chunk.sizes or _name(layout.dtype) != _name(self._contents.tensors[key].dtype):
+        if layout.shape != chunk.sizes or _name(layout.dtype) != _name(self.contents.tensors[key].dtype):
             raise self._other_item(key, chunk, f"{_name(layout.dtype)} {list(layout.shape)}")
         is_plain = all(
             size == 1 or stride == plain
@@ -213,7 +230,7 @@ class TensorStream:
             tensor = load_item(self.read_item(item))
         except UnsafeItem as error:
             raise CheckpointUnsafe(str(self._folder), f"{key} in {item.file}: {error}") from None
-        dtype = self._contents.tensors[key].dtype
+        dtype = self.contents.tensors[key].dtype
         if not isinstance(tensor, torch.Tensor) or (tuple(tensor.shape), _name(tensor.dtype)) != (
             chunk.sizes,
             _name(dtype),
@@ -229,8 +246,8 @@ class TensorStream:
         return elements
 
     def _other_item(self, key: str, chunk: Chunk, found: str) -> CheckpointDamaged:
-        expected = f"{_name(self._contents.tensors[key].dtype)} {list(chunk.sizes)}"
-        finding = f"{key}: {self._contents.described_in} says {expected}, its item is {found}"
+        expected = f"{_name(self.contents.tensors[key].dtype)} {list(chunk.sizes)}"
+        finding = f"{key}: {self.contents.described_in} says {expected}, its item is {found}"
         return CheckpointDamaged(str(self._folder), finding, [key])
 
     def _fill(self, file: str, pieces: Sequence[Piece], *, chunks: int = 1, again: bool = False) -> None:
@@ -238,7 +255,7 @@ class TensorStream:
             self._files.read(file, pieces, chunks=chunks, again=again)
         except DamagedRange as damage:
             finding = f"bytes {damage.begin} to {damage.end} of {file}: {damage.finding}"
-            keys = self._contents.keys_in(file, damage.begin, damage.end)
+            keys = self.contents.keys_in(file, damage.begin, damage.end)
             raise CheckpointDamaged(str(self._folder), finding, keys) from None
 
 

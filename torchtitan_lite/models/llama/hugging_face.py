@@ -1,0 +1,145 @@
+"""Our Llama as `LlamaForCausalLM` of Hugging Face's transformers, in both directions.
+
+The two compute the same function of the same weights. Names differ, and the order of the rows of queries and keys:
+their rotary embedding rotates halves of a head, ours neighbours.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from torchtitan_lite.checkpoint.hugging_face.description import HuggingFaceModel, Place
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.models.llama.args import ModelArgs
+
+_ROPE_THETA = 10000.0
+_NORM_EPS = 1e-6
+_LENGTH = 2048
+"""What transformers takes where config.json does not say it."""
+
+
+def describe(
+    args: ModelArgs, tokenizer_files: Mapping[str, bytes], bos: int | None, eos: int | None
+) -> HuggingFaceModel:
+    """Return the model of these sizes, with the marks of its tokenizer.
+
+    Both transformers 4 and 5 read the configuration: 4 takes `rope_theta`, 5 `rope_parameters`.
+    """
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": args.vocab_size,
+        "hidden_size": args.dim,
+        "intermediate_size": args.ffn_dim,
+        "num_hidden_layers": args.n_layers,
+        "num_attention_heads": args.n_heads,
+        "num_key_value_heads": args.n_kv_heads,
+        "head_dim": args.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": args.max_seq_len,
+        "rms_norm_eps": args.norm_eps,
+        "rope_theta": args.rope_theta,
+        "rope_parameters": {"rope_theta": args.rope_theta, "rope_type": "default"},
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": bos,
+        "eos_token_id": eos,
+        "use_cache": True,
+    }
+    generation = {"bos_token_id": bos, "eos_token_id": eos, "do_sample": False}
+    files = {**tokenizer_files, "generation_config.json": (json.dumps(generation, indent=2) + "\n").encode()}
+    return HuggingFaceModel(config, _places(args), files)
+
+
+def _places(args: ModelArgs) -> dict[str, Place]:
+    """Return the place of each parameter, in the order of the model."""
+    dim, ffn_dim, head_dim = args.dim, args.ffn_dim, args.head_dim
+    queries, keys = args.n_heads * head_dim, args.n_kv_heads * head_dim
+    found = {"tok_embeddings.weight": Place("model.embed_tokens.weight", (args.vocab_size, dim))}
+    for number in range(args.n_layers):
+        ours, theirs = f"layers.{number}", f"model.layers.{number}"
+        found |= {
+            f"{ours}.attention.wq.weight": Place(f"{theirs}.self_attn.q_proj.weight", (queries, dim), head_dim),
+            f"{ours}.attention.wk.weight": Place(f"{theirs}.self_attn.k_proj.weight", (keys, dim), head_dim),
+            f"{ours}.attention.wv.weight": Place(f"{theirs}.self_attn.v_proj.weight", (keys, dim)),
+            f"{ours}.attention.wo.weight": Place(f"{theirs}.self_attn.o_proj.weight", (dim, queries)),
+            f"{ours}.feed_forward.w1.weight": Place(f"{theirs}.mlp.gate_proj.weight", (ffn_dim, dim)),
+            f"{ours}.feed_forward.w2.weight": Place(f"{theirs}.mlp.down_proj.weight", (dim, ffn_dim)),
+            f"{ours}.feed_forward.w3.weight": Place(f"{theirs}.mlp.up_proj.weight", (ffn_dim, dim)),
+            f"{ours}.attention_norm.weight": Place(f"{theirs}.input_layernorm.weight", (dim,)),
+            f"{ours}.ffn_norm.weight": Place(f"{theirs}.post_attention_layernorm.weight", (dim,)),
+        }
+    found["norm.weight"] = Place("model.norm.weight", (dim,))
+    found["output.weight"] = Place("lm_head.weight", (args.vocab_size, dim))
+    return found
+
+
+def args_of(config: Mapping[str, Any]) -> ModelArgs:
+    """Return the sizes of the model that `config`, the contents of a config.json, describes.
+
+    Raises ConfigError that names what our Llama lacks, and what `config` has no sensible value for. Whether its
+    embeddings are tied is not looked at: ours never are.
+    """
+    kind = config.get("model_type")
+    if kind != "llama":
+        raise ConfigError(f"config.json: model_type: expected llama, the only family that is read, found {kind!r}")
+    heads = _count(config, "num_attention_heads")
+    dim = _count(config, "hidden_size")
+    kv_heads = _count(config, "num_key_value_heads", heads)
+    for is_odd, finding in (
+        (config.get("hidden_act", "silu") not in ("silu", "swish"), f"hidden_act {config.get('hidden_act')!r}"),
+        (bool(config.get("attention_bias")), "attention_bias"),
+        (bool(config.get("mlp_bias")), "mlp_bias"),
+        (config.get("sliding_window") is not None, "sliding_window"),
+        (dim % heads != 0 or dim // heads % 2 != 0, f"hidden_size {dim} with num_attention_heads {heads}"),
+        (config.get("head_dim") not in (None, dim // heads), f"head_dim {config.get('head_dim')!r}"),
+        (heads % kv_heads != 0, f"num_key_value_heads {kv_heads} with num_attention_heads {heads}"),
+    ):
+        if is_odd:
+            raise ConfigError(f"config.json: this Llama has no {finding}: it cannot be read")
+    width = _count(config, "intermediate_size")
+    return ModelArgs(
+        dim=dim,
+        n_layers=_count(config, "num_hidden_layers"),
+        n_heads=heads,
+        n_kv_heads=kv_heads,
+        vocab_size=_count(config, "vocab_size"),
+        multiple_of=1,
+        ffn_dim_multiplier=(width + 0.5) / int(2 * 4 * dim / 3),  # Truncated to `width`.
+        norm_eps=_number(config, "rms_norm_eps", _NORM_EPS),
+        rope_theta=_rope_theta(config),
+        max_seq_len=_count(config, "max_position_embeddings", _LENGTH),
+    )
+
+
+def _rope_theta(config: Mapping[str, Any]) -> float:
+    """Return the base of the rotary embedding. Raise ConfigError if it is scaled."""
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(parameters, Mapping):
+        raise ConfigError("config.json: rope_parameters: expected an object")
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind != "default":
+        raise ConfigError(f"config.json: this Llama has no rotary embedding of type {kind!r}: it cannot be read")
+    return _number(parameters if "rope_theta" in parameters else config, "rope_theta", _ROPE_THETA)
+
+
+def _count(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    found = config.get(name)
+    if found is None and default is not None:
+        return default
+    if type(found) is not int or found < 1:
+        raise ConfigError(f"config.json: {name}: expected a whole number from 1 on, found {found!r}")
+    return found
+
+
+def _number(config: Mapping[str, Any], name: str, default: float) -> float:
+    found = config.get(name)
+    if found is None:
+        return default
+    if type(found) not in (int, float) or not found > 0:
+        raise ConfigError(f"config.json: {name}: expected a positive number, found {found!r}")
+    return float(found)
