@@ -15,6 +15,28 @@ from torchtitan_lite.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How Llama 3.1 and later stretch the rotary embedding for longer sequences; Hugging Face's rope type "llama3"."""
+
+    factor: float
+    """Wavelengths beyond `original_length / low_freq_factor` become so many times as long."""
+
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    """Wavelengths below `original_length / high_freq_factor` stay as they are; those between are interpolated."""
+
+    original_length: int = 8192
+    """The longest sequence before the stretch."""
+
+    def __post_init__(self) -> None:
+        if not (self.factor >= 1 and 0 < self.low_freq_factor < self.high_freq_factor and self.original_length > 0):
+            raise ConfigError(
+                "rope scaling: expected a factor of at least 1, 0 < low_freq_factor < high_freq_factor and an original "
+                f"length above 0, found {self}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelArgs:
     """Sizes and settings of a `Transformer`."""
 
@@ -29,8 +51,14 @@ class ModelArgs:
     """The feed-forward width is rounded up to a multiple of it."""
 
     ffn_dim_multiplier: float = 1.0
+    hidden_dim: int | None = None
+    """Width of the feed-forward; None computes it from dim, multiple_of and ffn_dim_multiplier."""
+
     norm_eps: float = 1e-5
     rope_theta: float = 500000.0
+    rope_scaling: RopeScaling | None = None
+    """None in Llama 3; Llama 3.1 and later have one."""
+
     max_seq_len: int = 2048
     """Rows of the rotary table: the longest sequence that forward accepts."""
 
@@ -45,7 +73,9 @@ class ModelArgs:
 
     @property
     def ffn_dim(self) -> int:
-        """Width of the feed-forward: 8/3 of dim, times the multiplier, rounded up."""
+        """Width of the feed-forward: `hidden_dim`, else 8/3 of dim, times the multiplier, rounded up."""
+        if self.hidden_dim is not None:
+            return self.hidden_dim
         width = int(self.ffn_dim_multiplier * int(2 * 4 * self.dim / 3))
         return -(-width // self.multiple_of) * self.multiple_of
 

@@ -7,12 +7,14 @@ a checkpoint set the values of parameters and buffers.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lite.models.init import Normal, init_parameters
-from torchtitan_lite.models.llama.args import ModelArgs
+from torchtitan_lite.models.llama.args import ModelArgs, RopeScaling
 
 
 class Transformer(nn.Module):
@@ -46,7 +48,7 @@ class Transformer(nn.Module):
         """
         init_parameters(self, seed, self._initial)
         args = self.args
-        table = rotary_table(args.head_dim, args.max_seq_len, args.rope_theta)
+        table = rotary_table(args.head_dim, args.max_seq_len, args.rope_theta, args.rope_scaling)
         self.freqs_cis = table.to(buffer_device or self.freqs_cis.device)
 
     def _initial(self, fqn: str) -> Normal:
@@ -125,7 +127,7 @@ class FeedForward(nn.Module):
         return out
 
 
-def rotary_table(head_dim: int, length: int, theta: float) -> Tensor:
+def rotary_table(head_dim: int, length: int, theta: float, scaling: RopeScaling | None = None) -> Tensor:
     """Return complex numbers of length 1, [length, head_dim / 2], on the CPU so that every device gets the same bits.
 
     They are complex also because FSDP's mixed precision casts real inputs of a block, and bfloat16 is too coarse for
@@ -133,8 +135,18 @@ def rotary_table(head_dim: int, length: int, theta: float) -> Tensor:
     """
     with torch.device("cpu"):
         frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+        if scaling is not None:
+            frequencies = _stretched(frequencies, scaling)
         angles = torch.outer(torch.arange(length).float(), frequencies)
         return torch.polar(torch.ones_like(angles), angles)
+
+
+def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Return `frequencies` with the low ones divided by the factor, the high ones kept, and a ramp between them."""
+    turns = frequencies * (scaling.original_length / (2 * math.pi))  # In the original length.
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - kept) * frequencies / scaling.factor + kept * frequencies
 
 
 def rotate(x: Tensor, freqs_cis: Tensor) -> Tensor:
