@@ -34,6 +34,7 @@ LAYERS = {
     "checkpoint.examining": 8,
     "checkpoint.converting": 9,
     "checkpoint.hugging_face": 10,
+    "checkpoint.importing": 10,
     "checkpoint": 11,
     "models": 12,
     "data": 12,
@@ -49,12 +50,14 @@ LAYERS = {
 WITHOUT_TORCH = (
     *("__init__", "errors", "faults", "log", "collection", "disk", "store", "config"),
     *(f"checkpoint.format.{name}" for name in ("containers", "contents", "dtypes", "plain_value", "structure")),
-    *(f"checkpoint.untrusted.{name}" for name in ("inert_pickle", "safe_metadata", "stock_item")),
+    *(f"checkpoint.untrusted.{name}" for name in ("inert_pickle", "safe_metadata", "saved_file", "stock_item")),
+    *("checkpoint.importing.safetensors_header", "checkpoint.importing.saved_weights"),
     "checkpoint.reading.folder",
     *(f"checkpoint.examining.{name}" for name in ("opened", "inventory", "retention_outlook", "summary")),
     *(f"checkpoint.examining.{name}" for name in ("verification", "file_digests", "item_checksums", "findings")),
     *(f"checkpoint.examining.{name}" for name in ("difference", "object_digests", "presence")),
     *("checkpoint.hugging_face.description", "models.llama.args", "models.llama.hugging_face"),
+    "models.llama.config_file",
     *("cli.verify", "cli.diff"),
     *(f"cli.{name}" for name in ("app", "exit_codes", "inspect_step", "key_cell", "ls", "screen", "target", "words")),
 )

@@ -19,6 +19,10 @@ class Model:
     flavor: str = "debugmodel"
     """Size: debugmodel, 1B, 8B, 70B or 405B."""
 
+    config_path: str = ""
+    """A config.json of a Llama, Meta's params.json, or the folder with one: sizes and rotary settings in place of the
+    flavor's. "" takes the flavor's."""
+
     tokenizer_path: str = "bytes"
     """Tokenizer. The only one is "bytes": UTF-8 bytes, plus BOS and EOS."""
 

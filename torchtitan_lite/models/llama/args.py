@@ -90,7 +90,21 @@ FLAVORS: dict[str, ModelArgs] = {
 
 
 def build_model_args(config: Model, *, vocab_size: int, seq_len: int) -> ModelArgs:
-    """Return the flavor that `config` names, for this vocabulary and sequence length. Raise ConfigError if unknown."""
+    """Return the sizes that `config` names, for the vocabulary of this tokenizer and this sequence length.
+
+    A config file (`model.config_path`) states its own vocabulary, because the weights that come with it have that one.
+    Raises ConfigError for an unknown flavor, a file that is no Llama, and a vocabulary that is too small.
+    """
+    if config.config_path:
+        from torchtitan_lite.models.llama.config_file import args_in  # Which needs the classes of this module.
+
+        args = args_in(config.config_path)
+        if args.vocab_size < vocab_size:
+            raise ConfigError(
+                f"model.config_path: the model has {args.vocab_size} tokens, and model.tokenizer_path has {vocab_size}."
+                " Set --model.tokenizer_path to the tokenizer of this model."
+            )
+        return dataclasses.replace(args, max_seq_len=seq_len, dropout=config.dropout)
     if config.flavor not in FLAVORS:
         raise ConfigError(f"model.flavor: expected one of {', '.join(FLAVORS)}, found {config.flavor!r}.")
     return dataclasses.replace(

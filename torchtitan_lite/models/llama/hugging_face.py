@@ -12,8 +12,25 @@ from typing import Any
 
 from torchtitan_lite.checkpoint.hugging_face.description import HuggingFaceModel, Place
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.models.llama.args import ModelArgs
+from torchtitan_lite.models.llama.args import ModelArgs, RopeScaling
 
+_LLAMA3 = "llama3"
+"""The rope type of Llama 3.1 and later."""
+_DIFFERENCES = {
+    "qwen2": "biases in its attention",
+    "qwen3": "norms in its attention",
+    "gpt2": "learned positions, LayerNorm and biases",
+    "mistral": "an attention of its own, with a window",
+    "mixtral": "several experts in place of each feed-forward",
+    "qwen2_moe": "several experts in place of each feed-forward",
+    "qwen3_moe": "several experts in place of each feed-forward",
+    "gemma": "other norms and another activation",
+    "gemma2": "other norms and another activation",
+    "phi3": "projections that are fused",
+    "llama4": "several experts in place of each feed-forward",
+    "mllama": "images as inputs",
+}
+"""What well-known families have that this Llama lacks, by model_type."""
 _ROPE_THETA = 10000.0
 _NORM_EPS = 1e-6
 _LENGTH = 2048
@@ -38,10 +55,11 @@ def describe(
         "num_key_value_heads": args.n_kv_heads,
         "head_dim": args.head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": args.max_seq_len,
+        "max_position_embeddings": _length(args),
         "rms_norm_eps": args.norm_eps,
         "rope_theta": args.rope_theta,
-        "rope_parameters": {"rope_theta": args.rope_theta, "rope_type": "default"},
+        "rope_parameters": {"rope_theta": args.rope_theta, **_scaling(args)},
+        **({"rope_scaling": _scaling(args)} if args.rope_scaling is not None else {}),
         "attention_bias": False,
         "attention_dropout": 0.0,
         "mlp_bias": False,
@@ -53,6 +71,26 @@ def describe(
     generation = {"bos_token_id": bos, "eos_token_id": eos, "do_sample": False}
     files = {**tokenizer_files, "generation_config.json": (json.dumps(generation, indent=2) + "\n").encode()}
     return HuggingFaceModel(config, _places(args), files)
+
+
+def _scaling(args: ModelArgs) -> dict[str, Any]:
+    """Return how the rotary embedding is scaled, in the words of transformers."""
+    scaling = args.rope_scaling
+    if scaling is None:
+        return {"rope_type": "default"}
+    return {
+        "rope_type": _LLAMA3,
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_length,
+    }
+
+
+def _length(args: ModelArgs) -> int:
+    """Return the longest sequence that the model is for; a scaled one is for more than the original length."""
+    scaling = args.rope_scaling
+    return args.max_seq_len if scaling is None else max(args.max_seq_len, int(scaling.original_length * scaling.factor))
 
 
 def _places(args: ModelArgs) -> dict[str, Place]:
@@ -86,7 +124,10 @@ def args_of(config: Mapping[str, Any]) -> ModelArgs:
     """
     kind = config.get("model_type")
     if kind != "llama":
-        raise ConfigError(f"config.json: model_type: expected llama, the only family that is read, found {kind!r}")
+        reason = f", which has {_DIFFERENCES[str(kind)]}" if str(kind) in _DIFFERENCES else ""
+        raise ConfigError(
+            f"config.json: model_type: expected llama, the only family that is read, found {kind!r}{reason}"
+        )
     heads = _count(config, "num_attention_heads")
     dim = _count(config, "hidden_size")
     kv_heads = _count(config, "num_key_value_heads", heads)
@@ -101,30 +142,50 @@ def args_of(config: Mapping[str, Any]) -> ModelArgs:
     ):
         if is_odd:
             raise ConfigError(f"config.json: this Llama has no {finding}: it cannot be read")
-    width = _count(config, "intermediate_size")
     return ModelArgs(
         dim=dim,
         n_layers=_count(config, "num_hidden_layers"),
         n_heads=heads,
         n_kv_heads=kv_heads,
         vocab_size=_count(config, "vocab_size"),
-        multiple_of=1,
-        ffn_dim_multiplier=(width + 0.5) / int(2 * 4 * dim / 3),  # Truncated to `width`.
+        hidden_dim=_count(config, "intermediate_size"),
         norm_eps=_number(config, "rms_norm_eps", _NORM_EPS),
         rope_theta=_rope_theta(config),
+        rope_scaling=_rope_scaling(config),
         max_seq_len=_count(config, "max_position_embeddings", _LENGTH),
     )
 
 
 def _rope_theta(config: Mapping[str, Any]) -> float:
-    """Return the base of the rotary embedding. Raise ConfigError if it is scaled."""
+    """Return the base of the rotary embedding."""
+    parameters = _rope(config)
+    return _number(parameters if "rope_theta" in parameters else config, "rope_theta", _ROPE_THETA)
+
+
+def _rope_scaling(config: Mapping[str, Any]) -> RopeScaling | None:
+    """Return how the rotary embedding is scaled; None if it is not. Raise ConfigError if it is in another way."""
+    parameters = _rope(config)
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind != _LLAMA3:
+        raise ConfigError(
+            f"config.json: this Llama has no rotary embedding of type {kind!r}, only default and {_LLAMA3}: "
+            "it cannot be read"
+        )
+    return RopeScaling(
+        factor=_number(parameters, "factor"),
+        low_freq_factor=_number(parameters, "low_freq_factor"),
+        high_freq_factor=_number(parameters, "high_freq_factor"),
+        original_length=_count(parameters, "original_max_position_embeddings"),
+    )
+
+
+def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(parameters, Mapping):
         raise ConfigError("config.json: rope_parameters: expected an object")
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind != "default":
-        raise ConfigError(f"config.json: this Llama has no rotary embedding of type {kind!r}: it cannot be read")
-    return _number(parameters if "rope_theta" in parameters else config, "rope_theta", _ROPE_THETA)
+    return parameters
 
 
 def _count(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
@@ -136,10 +197,10 @@ def _count(config: Mapping[str, Any], name: str, default: int | None = None) -> 
     return found
 
 
-def _number(config: Mapping[str, Any], name: str, default: float) -> float:
+def _number(config: Mapping[str, Any], name: str, default: float | None = None) -> float:
     found = config.get(name)
-    if found is None:
+    if found is None and default is not None:
         return default
-    if type(found) not in (int, float) or not found > 0:
+    if found is None or type(found) not in (int, float) or not found > 0:
         raise ConfigError(f"config.json: {name}: expected a positive number, found {found!r}")
     return float(found)

@@ -1,0 +1,100 @@
+"""The sizes of a Llama, from the file that other software keeps beside its weights: config.json, or Meta's params.json.
+
+`model.config_path` names such a file or its folder, and the model then has its sizes in place of the flavor's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lite.disk.plain_file import read_plain
+from torchtitan_lite.errors import CheckpointUnsafe, ConfigError
+from torchtitan_lite.models.llama.args import FLAVORS, ModelArgs, RopeScaling
+from torchtitan_lite.models.llama.hugging_face import args_of
+
+CONFIG = "config.json"
+PARAMS = "params.json"
+_MOST_BYTES = 1 << 20
+_FACTOR_OF_3_1, _FACTOR_OF_3_2 = 8.0, 32.0
+_SMALLEST_OF_3_1 = 4096
+"""The dim of the smallest Llama 3.1; those of 3.2 are smaller, and params.json states no factor."""
+
+
+def args_in(given: str) -> ModelArgs:
+    """Return the sizes in `given`: a config.json, a params.json, or a folder with one of them. Raise ConfigError."""
+    path = Path(given)
+    if path.is_dir():
+        found = [path / name for name in (CONFIG, PARAMS) if (path / name).is_file()]
+        if not found:
+            raise ConfigError(f"model.config_path: {given} has no {CONFIG}, and no {PARAMS} of Meta's.")
+        path = found[0]
+    try:
+        document = json.loads(read_plain(path.resolve(), _MOST_BYTES))
+    except (OSError, ValueError, RecursionError, CheckpointUnsafe) as error:
+        raise ConfigError(f"model.config_path: {given} cannot be read: {error}") from None
+    if not isinstance(document, dict):
+        raise ConfigError(f"model.config_path: {given}: expected an object with the sizes of a Llama.")
+    return args_of_params(document) if path.name == PARAMS else args_of(document)
+
+
+def args_of_params(params: Mapping[str, Any], vocab_size: int = 0) -> ModelArgs:
+    """Return the sizes in Meta's `params`; `vocab_size` counts where they have none. Raise ConfigError."""
+    if "moe_args" in params or "vision_chunk_size" in params:
+        raise ConfigError(f"{PARAMS}: this Llama has no mixture of experts and no vision: it cannot be read")
+    dim, heads = _whole(params, "dim"), _whole(params, "n_heads")
+    in_params = params.get("vocab_size", -1)
+    args = ModelArgs(
+        dim=dim,
+        n_layers=_whole(params, "n_layers"),
+        n_heads=heads,
+        n_kv_heads=_whole(params, "n_kv_heads", heads),
+        vocab_size=vocab_size if in_params == -1 else _whole(params, "vocab_size"),
+        multiple_of=_whole(params, "multiple_of", 256),
+        ffn_dim_multiplier=_positive(params, "ffn_dim_multiplier", 1.0),
+        norm_eps=_positive(params, "norm_eps", 1e-5),
+        rope_theta=_positive(params, "rope_theta", 10000.0),
+        rope_scaling=_scaling(params, dim),
+    )
+    if args.dim % args.n_heads or args.n_heads % args.n_kv_heads:
+        raise ConfigError(f"{PARAMS}: dim {dim}, n_heads {heads} and n_kv_heads {args.n_kv_heads} do not divide")
+    return args
+
+
+def fitting_flavor(args: ModelArgs) -> str:
+    """Return the flavor that has the sizes and settings of `args`, whatever its vocabulary; "" if none has."""
+
+    def comparable(of: ModelArgs) -> ModelArgs:
+        return dataclasses.replace(
+            of, hidden_dim=of.ffn_dim, multiple_of=1, ffn_dim_multiplier=1.0, vocab_size=0, max_seq_len=0
+        )
+
+    return next((name for name, flavor in FLAVORS.items() if comparable(flavor) == comparable(args)), "")
+
+
+def _scaling(params: Mapping[str, Any], dim: int) -> RopeScaling | None:
+    if not params.get("use_scaled_rope"):
+        return None
+    usual = _FACTOR_OF_3_1 if dim >= _SMALLEST_OF_3_1 else _FACTOR_OF_3_2
+    return RopeScaling(factor=_positive(params, "rope_scaling_factor", usual))
+
+
+def _whole(params: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    found = params.get(name)
+    if found is None and default is not None:
+        return default
+    if type(found) is not int or found < 1:
+        raise ConfigError(f"{PARAMS}: {name}: expected a whole number from 1 on, found {found!r:.50}")
+    return found
+
+
+def _positive(params: Mapping[str, Any], name: str, default: float) -> float:
+    found = params.get(name)
+    if found is None:
+        return default
+    if type(found) not in (int, float) or not found > 0:
+        raise ConfigError(f"{PARAMS}: {name}: expected a positive number, found {found!r:.50}")
+    return float(found)

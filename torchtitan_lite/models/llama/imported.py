@@ -1,0 +1,124 @@
+"""A Llama that other software wrote, as a seed checkpoint of ours.
+
+The architecture is that of its config.json, or of Meta's params.json; what is not a Llama like ours is refused by name
+before anything is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_lite.checkpoint.converting.exporting import Progress
+from torchtitan_lite.checkpoint.converting.new_file import Advance
+from torchtitan_lite.checkpoint.examining.tensor_stream import Stream
+from torchtitan_lite.checkpoint.hugging_face.rotary_rows import ReorderedStream
+from torchtitan_lite.checkpoint.importing import meta_folder
+from torchtitan_lite.checkpoint.importing.seed import Form, Imported, write_seed
+from torchtitan_lite.checkpoint.importing.source import CONFIG, Source, open_source
+from torchtitan_lite.checkpoint.importing.wanted import Chosen, as_model
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.models.llama.args import ModelArgs
+from torchtitan_lite.models.llama.config_file import args_of_params
+from torchtitan_lite.models.llama.hugging_face import args_of, describe
+
+OUTPUT = "output.weight"
+EMBEDDING = "tok_embeddings.weight"
+FULL_FORM = Form()
+
+
+@dataclass(frozen=True)
+class OpenedLlama:
+    """A source that holds a Llama: its sizes, its tensors, and where ours are among them."""
+
+    source: Source
+    args: ModelArgs
+    chosen: Chosen
+    head_dims: dict[str, int]
+    """Rows of one head of each tensor in the source whose rows are in Hugging Face's order."""
+
+    def stream(self) -> Stream:
+        """Return what reads the tensors with their rows in our order."""
+        return ReorderedStream(self.source.stream(), self.head_dims, "pairs")
+
+
+@contextlib.contextmanager
+def unseen(label: str, total_bytes: int) -> Iterator[Advance]:
+    """Show no progress."""
+    yield lambda num_bytes: None
+
+
+def import_llama(
+    path: Path,
+    out: Path,
+    *,
+    form: Form = FULL_FORM,
+    expected: ModelArgs | None = None,
+    progress: Progress = unseen,
+) -> Imported:
+    """Write the Llama at `path` as a seed checkpoint to the new folder `out`. **Coordinator only**.
+
+    `path` is a folder of Hugging Face's or in Meta's layout, or a file in one. `expected` are the sizes that it must
+    have; its own settings, such as those of the rotary embedding, must then be the same too. Raises ConfigError before
+    anything is written if it is no such Llama, and as `open_source` and `write_seed` do.
+    """
+    opened = open_llama(path)
+    if expected is not None:
+        _refuse_other_sizes(path, opened.args, expected)
+    return write_llama(opened, out, form, progress)
+
+
+def write_llama(opened: OpenedLlama, out: Path, form: Form, progress: Progress) -> Imported:
+    """Write an opened Llama as `import_llama` does."""
+    extra = {"imported_from": str(opened.source.path), "model": dataclasses.asdict(opened.args)}
+    done = write_seed(out, opened.chosen.weights, opened.stream(), form, progress, extra)
+    return dataclasses.replace(done, notes=[*opened.source.notes, *opened.chosen.notes])
+
+
+def open_llama(path: Path) -> OpenedLlama:
+    """Return the Llama at `path`. Raises ConfigError if it is none that ours can be, and as `open_source` does."""
+    if meta_folder.is_meta_folder(path):
+        folder = meta_folder.read_meta_folder(path)
+        args = args_of_params(folder.params, folder.vocab_size)
+        shapes = {name: place.shape for name, place in describe(args, {}, None, None).places.items()}
+        source = meta_folder.joined(folder, shapes)
+        same_names = {name: (name, shape) for name, shape in shapes.items()}
+        return OpenedLlama(source, args, as_model(source.contents, same_names, {}), {})
+    source = open_source(path)
+    if not source.config:
+        folder_of_it = path if path.is_dir() else path.parent
+        raise ConfigError(
+            f"there is no {CONFIG} in {folder_of_it}, and the sizes of the model are in it: put it there, or use "
+            "--names same for the model of a training loop of your own"
+        )
+    _refuse_quantized(source)
+    try:
+        args = args_of(source.config)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}; a training loop of your own can take it with --names same") from None
+    places = describe(args, {}, None, None).places
+    head_dims = {place.name: place.rotary_head_dim for place in places.values() if place.rotary_head_dim}
+    tied = {OUTPUT: EMBEDDING} if source.config.get("tie_word_embeddings") else {}
+    theirs = {name: (place.name, place.shape) for name, place in places.items()}
+    return OpenedLlama(source, args, as_model(source.contents, theirs, tied), head_dims)
+
+
+def _refuse_quantized(source: Source) -> None:
+    quantization = source.config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "") if isinstance(quantization, dict) else ""
+        raise ConfigError(
+            f"{source.path} is quantized ({method or 'quantization_config'}): import the weights that it was made from"
+        )
+
+
+def _refuse_other_sizes(path: Path, found: ModelArgs, expected: ModelArgs) -> None:
+    names = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "norm_eps", "rope_theta")
+    pairs = {name: (getattr(found, name), getattr(expected, name)) for name in (*names, "rope_scaling")}
+    if other := [f"{name} {its} instead of {ours}" for name, (its, ours) in pairs.items() if its != ours]:
+        raise ConfigError(
+            f"{path} is another model than this run's: {', '.join(other)}. Set --model.config_path={path}"
+        )
