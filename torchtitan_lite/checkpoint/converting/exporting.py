@@ -57,7 +57,7 @@ def export(opened: OpenedCheckpoint, out: Path, wanted: Wanted, progress: Progre
     keys = chosen(model_keys(contents, opened.manifest), wanted.include, wanted.exclude)
     stream = TensorStream(opened.folder, contents, opened.manifest.files if opened.manifest is not None else {})
     tensors = [each for each in keys if each.key in contents.tensors]
-    total = sum(_elements(contents, each, wanted.dtype).num_bytes for each in tensors)
+    total = sum(elements_of(contents, each.key, wanted.dtype).num_bytes for each in tensors)
     if wanted.format != "safetensors":
         # It imports torch, which takes seconds, which are not to be seen as slow progress.
         importlib.import_module("torchtitan_lite.checkpoint.converting.layouts")
@@ -85,9 +85,9 @@ def _to_safetensors(
     tensors = [
         safetensors_files.NewTensor(
             each.name,
-            _new_dtype(contents.tensors[each.key], wanted.dtype),
+            dtype_after(contents.tensors[each.key], wanted.dtype),
             contents.tensors[each.key].shape,
-            _elements(contents, each, wanted.dtype),
+            elements_of(contents, each.key, wanted.dtype),
         )
         for each in keys
     ]
@@ -123,8 +123,8 @@ def _to_torch(
     for each in keys:
         if each.key in contents.tensors:
             stored = contents.tensors[each.key]
-            dtype = OF_TORCH[_new_dtype(stored, wanted.dtype)]
-            values[each.key] = Tensor(dtype, stored.shape, _elements(contents, each, wanted.dtype))
+            dtype = OF_TORCH[dtype_after(stored, wanted.dtype)]
+            values[each.key] = Tensor(dtype, stored.shape, elements_of(contents, each.key, wanted.dtype))
         else:
             values[each.key] = reader.value(each.key)
         leaves.setdefault(str(each.path[0]), []).append(Leaf(each.key, each.path[1:]))
@@ -161,7 +161,7 @@ def _to_dcp(
     tensors = {}
     for name, tensor in state.tensors.items():
         stored = opened.contents.tensors[tensor.source]
-        after = _new_dtype(stored, wanted.dtype)
+        after = dtype_after(stored, wanted.dtype)
         tensors[name] = tensor._replace(dtype=OF_TORCH[after], cast=cast_between(_name(stored), wanted.dtype))
     num_files = -(-total // wanted.max_shard_bytes) if wanted.max_shard_bytes else 1
     with new_output.new_folder(out) as folder:
@@ -169,14 +169,16 @@ def _to_dcp(
     return [*written.files]
 
 
-def _elements(contents: Contents, key: ModelKey, dtype: str) -> Elements:
-    stored = contents.tensors[key.key]
-    itemsize = DTYPES[_new_dtype(stored, dtype)].itemsize
+def elements_of(contents: Contents, key: str, dtype: str) -> Elements:
+    """Return the elements of the tensor `key`, cast to `dtype` if it is not empty."""
+    stored = contents.tensors[key]
+    itemsize = DTYPES[dtype_after(stored, dtype)].itemsize
     num_bytes: int = stored.nbytes // stored.dtype.itemsize * itemsize
-    return Elements(key.key, num_bytes, cast_between(_name(stored), dtype))
+    return Elements(key, num_bytes, cast_between(_name(stored), dtype))
 
 
-def _new_dtype(stored: StoredTensor, dtype: str) -> str:
+def dtype_after(stored: StoredTensor, dtype: str) -> str:
+    """Return the dtype that the tensor has after a cast to `dtype`, which leaves some tensors as they are."""
     before = _name(stored)
     return dtype if cast_between(before, dtype) is not None else before
 

@@ -88,11 +88,15 @@ def write_folder(
         write_file(folder / name, shard, stream, advance)
     if len(shards) == 1:
         return [*shards]
-    places = {tensor.name: name for name, shard in shards.items() for tensor in shard}
-    size = sum(tensor.elements.num_bytes for tensor in tensors)
-    index = {"metadata": {"total_size": size}, "weight_map": places}
-    DISK.write_file(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
+    DISK.write_file(folder / INDEX, index_of(shards))
     return [*shards, INDEX]
+
+
+def index_of(shards: Mapping[str, Sequence[NewTensor]]) -> bytes:
+    """Return the contents of the index of `shards`, by the name of each file."""
+    places = {tensor.name: name for name, shard in shards.items() for tensor in shard}
+    size = sum(tensor.elements.num_bytes for shard in shards.values() for tensor in shard)
+    return (json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=2) + "\n").encode()
 
 
 def write_file(path: Path, tensors: Sequence[NewTensor], stream: Stream, advance: Advance) -> None:

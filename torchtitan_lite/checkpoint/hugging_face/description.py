@@ -6,7 +6,7 @@ model has one place, and no two have the same name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -31,3 +31,5 @@ class HuggingFaceModel:
     """The place of every tensor of the model, by our name for it."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Further files by name: those of the tokenizer, generation_config.json."""
+    left_out: Collection[str] = ()
+    """Our names of further tensors, which are not written."""

@@ -7,7 +7,7 @@ their rotary embedding rotates halves of a head, ours neighbours.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchtitan_lite.checkpoint.hugging_face.description import HuggingFaceModel, Place
@@ -31,6 +31,7 @@ _DIFFERENCES = {
     "mllama": "images as inputs",
 }
 """What well-known families have that this Llama lacks, by model_type."""
+GENERATION = "generation_config.json"
 _ROPE_THETA = 10000.0
 _NORM_EPS = 1e-6
 _LENGTH = 2048
@@ -68,9 +69,13 @@ def describe(
         "eos_token_id": eos,
         "use_cache": True,
     }
-    generation = {"bos_token_id": bos, "eos_token_id": eos, "do_sample": False}
-    files = {**tokenizer_files, "generation_config.json": (json.dumps(generation, indent=2) + "\n").encode()}
-    return HuggingFaceModel(config, _places(args), files)
+    return HuggingFaceModel(config, _places(args), {**tokenizer_files, GENERATION: generation_config(bos, eos)})
+
+
+def generation_config(bos: int | None, eos: int | Sequence[int] | None) -> bytes:
+    """Return the contents of generation_config.json: the marks, and no sampling unless a caller asks for it."""
+    settings = {"bos_token_id": bos, "eos_token_id": eos, "do_sample": False}
+    return (json.dumps(settings, indent=2) + "\n").encode()
 
 
 def _scaling(args: ModelArgs) -> dict[str, Any]:

@@ -1,0 +1,137 @@
+"""A model written for Hugging Face's libraries: by one process, or by several that each write some of the files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from tests.checkpoint.reading.foreign_folders import save_plain
+from torchtitan_lite.checkpoint.converting import new_output
+from torchtitan_lite.checkpoint.converting.new_file import Advance
+from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, open_checkpoint
+from torchtitan_lite.checkpoint.hugging_face.description import HuggingFaceModel, Place
+from torchtitan_lite.checkpoint.hugging_face.writing import Planned, plan, write, write_rest, write_shards
+from torchtitan_lite.errors import CheckpointUnreadable, ConfigError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+State = dict[str, torch.Tensor]
+MODEL = HuggingFaceModel(
+    {"model_type": "llama", "dtype": "float64", "hidden_size": 4},
+    {
+        "wq": Place("q_proj.weight", (8, 4), 4),
+        "wo": Place("o_proj.weight", (4, 8)),
+        "count": Place("count", (2,)),
+    },
+    {"tokenizer.json": b"{}"},
+)
+
+
+@contextmanager
+def silent(label: str, num_bytes: int) -> Iterator[Advance]:
+    yield lambda num_bytes: None
+
+
+@pytest.fixture
+def tensors() -> State:
+    return {"wq": torch.randn(8, 4), "wo": torch.randn(4, 8), "count": torch.tensor([1, 2])}
+
+
+@pytest.fixture
+def opened(tensors: State, tmp_path: Path) -> OpenedCheckpoint:
+    state: dict[str, Any] = {"model": tensors, "optimizer": {"x": torch.zeros(2)}}
+    save_plain(state, tmp_path / "step-3")
+    return open_checkpoint(tmp_path / "step-3")
+
+
+def theirs(tensors: State, dtype: torch.dtype = torch.float32) -> State:
+    rows = torch.tensor([0, 2, 1, 3, 4, 6, 5, 7])
+    return {
+        "q_proj.weight": tensors["wq"][rows].to(dtype),
+        "o_proj.weight": tensors["wo"].to(dtype),
+        "count": tensors["count"],
+    }
+
+
+def loaded(out: Path) -> State:
+    return {n: t for file in out.glob("*.safetensors") for n, t in safetensors.torch.load_file(file).items()}
+
+
+def assert_equal(found: State, expected: State) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+    assert [name for name, tensor in expected.items() if found[name].dtype != tensor.dtype] == []
+
+
+@pytest.mark.parametrize("dtype", ["", "bfloat16"])
+def test_the_files_have_their_names_and_order_and_the_dtype_is_in_the_config(
+    dtype: str, opened: OpenedCheckpoint, tensors: State, tmp_path: Path
+) -> None:
+    done = write(opened, MODEL, tmp_path / "out", silent, dtype=dtype)
+    assert_equal(loaded(tmp_path / "out"), theirs(tensors, torch.bfloat16 if dtype else torch.float32))
+    assert sorted(done.files) == sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert {*done.files} == {"model.safetensors", "config.json", "tokenizer.json", "README.md"}
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    after = dtype or "float32"
+    assert config == {"model_type": "llama", "hidden_size": 4, "dtype": after, "torch_dtype": after}
+
+
+def test_ranks_share_the_shards_and_the_coordinator_writes_the_rest(
+    opened: OpenedCheckpoint, tensors: State, tmp_path: Path
+) -> None:
+    def planned_by_a_rank() -> Planned:
+        return plan(opened, MODEL, name="out", dtype="bfloat16", max_shard_bytes=64)
+
+    with new_output.new_folder(tmp_path / "out") as folder:
+        for rank in range(2):
+            planned = planned_by_a_rank()
+            write_shards(planned, folder, [*planned.shards][rank::2])
+        write_rest(planned_by_a_rank(), folder)
+    write(opened, MODEL, tmp_path / "alone" / "out", silent, dtype="bfloat16", max_shard_bytes=64)
+    files = {path.name: path.read_bytes() for path in (tmp_path / "alone" / "out").iterdir()}
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == files
+    index = json.loads(files["model.safetensors.index.json"])
+    assert index["metadata"]["total_size"] == 2 * 64 + 16
+    assert {*index["weight_map"].values()} == {name for name in files if name.endswith(".safetensors")}
+    assert_equal(loaded(tmp_path / "out"), theirs(tensors, torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("change", "finding"),
+    [
+        ({"new": Place("new", (1,))}, "missing new"),
+        ({"wo": Place("o_proj.weight", (8, 8))}, "wo has shape [4, 8], expected [8, 8]"),
+        ({"wq": None}, "unexpected wq"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused_by_name(
+    change: dict[str, Place | None], finding: str, opened: OpenedCheckpoint, tmp_path: Path
+) -> None:
+    places = {name: place for name, place in {**MODEL.places, **change}.items() if place is not None}
+    with pytest.raises(ConfigError) as raised:
+        write(opened, dataclasses.replace(MODEL, places=places), tmp_path / "out", silent)
+    assert str(raised.value).endswith(f"has not the weights of the model that is described: {finding}")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
+
+
+def test_what_is_left_out_need_not_have_a_place(opened: OpenedCheckpoint, tensors: State, tmp_path: Path) -> None:
+    places = {name: place for name, place in MODEL.places.items() if name != "count"}
+    write(opened, HuggingFaceModel({}, places, {}, ["count"]), tmp_path / "out", silent)
+    expected = theirs(tensors)
+    del expected["count"]
+    assert_equal(loaded(tmp_path / "out"), expected)
+
+
+def test_nothing_remains_of_a_failure(opened: OpenedCheckpoint, tmp_path: Path) -> None:
+    next(opened.folder.glob("*.distcp")).unlink()
+    with pytest.raises(CheckpointUnreadable):
+        write(opened, MODEL, tmp_path / "out", silent)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
