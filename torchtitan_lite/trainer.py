@@ -11,7 +11,6 @@ import gc
 import random
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -22,12 +21,13 @@ from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.resume.restore import refuse_early
 from torchtitan_lite.checkpoint.state.stateful import Stateful
 from torchtitan_lite.checkpoint.state.train_state import TrainState
+from torchtitan_lite.config.dry_run import as_built
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.data.dataset import VOCAB_SIZE
 from torchtitan_lite.data.loader import TokenLoader, build_dataloader, global_batch_size
-from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.distributed.process_group import World, shorten_timeouts
 from torchtitan_lite.distributed.reduce import broadcast_from_first, max_over_ranks, mean_over_ranks
+from torchtitan_lite.distributed.simulated import build_peers
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
 from torchtitan_lite.metrics.announcement import announce, write_config
@@ -43,6 +43,7 @@ from torchtitan_lite.optim import (
     build_optimizers,
     clip_grad_norm_,
 )
+from torchtitan_lite.parallelisms.footprint import footprint
 from torchtitan_lite.parallelisms.forward_backward import build_forward_backward
 from torchtitan_lite.parallelisms.parallelize_llama import parallelize_llama
 from torchtitan_lite.parallelisms.pipeline_llama import Stage, cut_to_stage
@@ -57,17 +58,25 @@ class Trainer:
         self.dump_folder = Path(config.job.dump_folder).absolute()
         seed = config.training.seed if config.training.seed is not None else random.SystemRandom().randrange(2**31)
         self.seed = broadcast_from_first(seed, world.device)
-        self.peers = Peers(timedelta(seconds=config.checkpoint.timeout_seconds))
+        self.peers = build_peers(config, simulated=world.is_simulated)
         self.args = build_model_args(config.model, vocab_size=VOCAB_SIZE, seq_len=config.training.seq_len)
         self.plan = self.peers.on_coordinator(lambda: build_plan(config, self.args, world.world_size))
         self._refuse_shared_seed_checkpoint()
         refuse_early(config, self.peers)
-        self.loader = self._build_loader()
         self.global_batch_size = global_batch_size(config.training, self.plan.dims.dp_degree)
         self.mesh = self.plan.dims.build_mesh(world.device.type)
         self.num_params = num_params(self._on_meta())
-        self.model_parts = [self._build_part(stage) for stage in self.plan.stages_of(world.rank)]
-        self.optimizers = build_optimizers(self.model_parts, config.optimizer)
+        if config.checkpoint.dry_run:  # Before the data are opened, which this machine may not have.
+            logger.info(
+                "%s",
+                footprint(self.plan, self._build_part, config.training, self.global_batch_size, self.num_params),
+            )
+        self.loader = self._build_loader()
+        # No other rank compares the stages that a simulated one leaves out.
+        stages = self.plan.stages if world.is_simulated else self.plan.stages_of(world.rank)
+        parts = {stage: self._build_part(stage) for stage in stages}
+        self.model_parts = list(parts.values())
+        self.optimizers = build_optimizers(self.model_parts, as_built(config).optimizer)
         self.lr_schedulers = build_lr_schedulers(self.optimizers, config.lr_scheduler, config.training.steps)
         self.scaler = torch.amp.GradScaler(
             world.device.type, enabled=config.training.mixed_precision_param == "float16"
@@ -85,7 +94,7 @@ class Trainer:
             config,
             self.plan,
             self.args,
-            self.model_parts,
+            [parts[stage] for stage in self.plan.stages_of(world.rank)],
             self.mesh,
             rank=world.rank,
             accumulation=self.global_batch_size // (config.training.batch_size * self.plan.dims.dp_degree),
@@ -302,10 +311,12 @@ class Trainer:
         )
 
     def _build_part(self, stage: Stage) -> Transformer:
-        config = self.config
+        config = as_built(self.config)
         model = self._on_meta()
         cut_to_stage(model, stage)
         parallelize_llama(model, self.mesh, self.plan.dims, config)
+        if config.checkpoint.dry_run:
+            return model  # Names, shapes and shards are all that a dry run compares, and these need no memory.
         model.to_empty(device="cpu" if config.training.enable_cpu_offload else self.world.device)
         model.init_weights(self.seed, buffer_device=self.world.device)
         return model

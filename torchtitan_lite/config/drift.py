@@ -67,7 +67,15 @@ ALLOWED_BY_EXCLUSION = {
 }
 """Key to the state that, if excluded from loading, makes its change harmless: a warning instead of a refusal."""
 
-IGNORED = frozenset({"job.config_file", "checkpoint.load_step", "checkpoint.dry_run", "checkpoint.new_branch"})
+IGNORED = frozenset(
+    {
+        "job.config_file",
+        "checkpoint.load_step",
+        "checkpoint.dry_run",
+        "checkpoint.new_branch",
+        "comm.simulated_ranks",
+    }
+)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from torchtitan_lite.config.sections.optimizer import Optimizer, OptimizerImplem
 from torchtitan_lite.config.sections.parallelism import Parallelism, PipelineSchedule
 from torchtitan_lite.config.sections.profiling import Profiling
 from torchtitan_lite.config.sections.training import DtypeName, Training
+from torchtitan_lite.errors import ConfigError
 
 __all__ = [
     "ActivationCheckpoint",
@@ -79,6 +80,11 @@ class JobConfig:
 
     def __post_init__(self) -> None:
         check_sections(self)
+        if self.comm.simulated_ranks and not self.checkpoint.dry_run:
+            raise ConfigError(
+                f"comm.simulated_ranks: {self.comm.simulated_ranks} ranks can be simulated only by a dry run, which "
+                "trains nothing. Add --checkpoint.dry_run, or leave it out."
+            )
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Return the configuration as plain values, {section: {key: value}}; config.json holds it."""

@@ -22,6 +22,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from torchtitan_lite.config.job_config import Comm
 from torchtitan_lite.distributed.environment import Launched, launched, logged_environment, set_default
+from torchtitan_lite.distributed.simulated import init_simulated_ranks
+from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
 
 DESTROY_SECONDS = 20.0
@@ -36,6 +38,8 @@ class World:
     world_size: int
     local_rank: int
     device: torch.device
+    is_simulated: bool = False
+    """Whether the other ranks do not exist (`comm.simulated_ranks`)."""
 
 
 @contextmanager
@@ -70,6 +74,8 @@ def shorten_timeouts(mesh: DeviceMesh, config: Comm) -> None:
 
 def _open(config: Comm) -> World:
     place = launched()
+    if config.simulated_ranks:
+        return _open_simulated(config.simulated_ranks, place)
     device = torch.device("cuda", place.local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -83,6 +89,16 @@ def _open(config: Comm) -> World:
         store=_meeting_place(place),
     )
     return World(place.rank, place.world_size, place.local_rank, device)
+
+
+def _open_simulated(num_ranks: int, place: Launched) -> World:
+    if place.world_size > 1:
+        raise ConfigError(
+            f"comm.simulated_ranks: expected one process, found {place.world_size}. "
+            "Run python train.py without torchrun; the process acts as rank 0."
+        )
+    init_simulated_ranks(num_ranks)
+    return World(0, num_ranks, 0, torch.device("cpu"), is_simulated=True)
 
 
 def _meeting_place(place: Launched) -> Store:

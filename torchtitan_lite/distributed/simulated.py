@@ -1,0 +1,57 @@
+"""Ranks that do not exist, for a dry run: one process acts as rank 0 of many.
+
+torch's fake process group carries no data: a mesh over it has all ranks, and modules are sharded over it as they would
+be, but whatever a collective returns is arbitrary. So nothing may depend on a result of one: checkpoint code agrees
+through `OnlyRank`, and a dry run computes nothing.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import cached_property
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from torchtitan_lite.config.job_config import JobConfig
+from torchtitan_lite.distributed.consensus import GROUP_DESC, Peers
+
+
+def init_simulated_ranks(num_ranks: int) -> None:
+    """Open a default process group in which this process is rank 0 of `num_ranks`."""
+    # The import registers torch's backend "fake".
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  # imported for its effect
+
+    dist.init_process_group(backend="fake", rank=0, world_size=num_ranks, store=HashStore())
+
+
+class OnlyRank(Peers):
+    """The only rank that agrees on anything, although the default process group has more."""
+
+    @property
+    def rank(self) -> int:
+        """Return 0."""
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        """Return 1."""
+        return 1
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Return a gloo group of this rank alone, created on the first access: DCP takes the default one for None."""
+        return self._alone
+
+    @cached_property
+    def _alone(self) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = dist.new_group(
+            [0], backend="gloo", timeout=self._timeout, group_desc=GROUP_DESC, use_local_synchronization=True
+        )
+        return group
+
+
+def build_peers(config: JobConfig, *, simulated: bool) -> Peers:
+    """Return how the ranks of this job agree, within `checkpoint.timeout_seconds`."""
+    timeout = timedelta(seconds=config.checkpoint.timeout_seconds)
+    return OnlyRank(timeout) if simulated else Peers(timeout)
