@@ -294,7 +294,8 @@ def test_only_what_is_trained_is_saved_and_resumed(tmp_path: Path, mode: str) ->
 def test_a_checkpoint_of_what_is_trained_does_not_pass_for_a_whole_one_nor_the_reverse(tmp_path: Path) -> None:
     with adapter_run(tmp_path / "part", WithBuffer(1), save_trained_only=True) as manager:
         manager.save(1)
-    with adapter_run(tmp_path / "part", WithBuffer(1)) as manager, pytest.raises(CheckpointMismatch, match="missing"):
+    fix = r"(?s)missing.*base\.weight.*They are frozen parameters: .*--checkpoint\.save_trained_only"
+    with adapter_run(tmp_path / "part", WithBuffer(1)) as manager, pytest.raises(CheckpointMismatch, match=fix):
         manager.load()
     with adapter_run(tmp_path / "whole", WithBuffer(1)) as manager:
         manager.save(1)

@@ -200,7 +200,9 @@ class Restore:
             topology_now=self._topology,
             refused_states=refused_states,
             fresh_states=tuple(self._fresh.values()),
-            ways_out=ways_out(keys.missing, tensors_of(self._model_state), names, list(self._loaded)),
+            ways_out=ways_out(
+                keys.missing, tensors_of(self._model_state), names, list(self._loaded), self._model.frozen_names()
+            ),
         )
 
     def _read_small(self, name: str) -> dict[str, Any]:

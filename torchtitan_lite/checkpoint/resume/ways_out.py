@@ -1,8 +1,9 @@
 """Suggests settings for names that a run has and a checkpoint lacks.
 
-Three causes are common: all names of the model have one prefix more or less, one of two tied tensors
-was not saved, or a state is new. Each is looked for, and a setting is suggested only if the load would
-then find the name. Pure: takes names and tensors, returns sentences.
+Four causes are common: all names of the model have one prefix more or less, one of two tied tensors
+was not saved, frozen parameters were left out, or a state is new. Each is looked for, and a setting is
+suggested only if the load would then find the name, or miss none. Pure: takes names and tensors, returns
+sentences.
 """
 
 from __future__ import annotations
@@ -13,11 +14,16 @@ import torch
 
 
 def ways_out(
-    missing: Sequence[str], model: Mapping[str, torch.Tensor], names: Collection[str], states: Collection[str]
+    missing: Sequence[str],
+    model: Mapping[str, torch.Tensor],
+    names: Collection[str],
+    states: Collection[str],
+    frozen: Collection[str] = (),
 ) -> list[str]:
     """Return a sentence for each setting that would supply some of `missing`.
 
-    `names` are the checkpoint's tensor names after the configured renames; `states` are the run's small states.
+    `names` are the checkpoint's tensor names after the configured renames; `states` are the run's small states;
+    `frozen` are the model's parameters that are not trained.
     """
     of_model = [fqn for fqn in missing if fqn in model]
     ties = _ties(of_model, model, names)
@@ -27,6 +33,10 @@ def ways_out(
     if ties:
         pairs = ", ".join(f"{fqn} is the same tensor as {other}" for fqn, other in ties.items())
         sentences.append(f"  {pairs}, which is there: leave it out with --checkpoint.load_exclude={','.join(ties)}")
+    if of_model and not rename and not ties and all(fqn in frozen for fqn in of_model):
+        sentences.append(
+            "  They are frozen parameters: leave these out of the load with --checkpoint.save_trained_only"
+        )
     if lost := [name for name in missing if name in states and name not in model]:
         sentences.append(f"  To begin a state fresh: --checkpoint.exclude_from_loading={','.join(lost)}")
     return sentences

@@ -86,10 +86,14 @@ class ModelWrapper:
             dicts.append((part, raw, names))
         return dicts
 
+    def frozen_names(self) -> set[str]:
+        """Return the names of the parameters that are not trained, in the state or not."""
+        named = named_parameters(self.parts).items()
+        return {name for parameter, names in named if not parameter.requires_grad for name in names}
+
     def _left_out(self) -> set[str]:
         """Return the names of frozen parameters if they are no part of the state."""
-        named = named_parameters(self.parts).items() if self._trained_only else ()
-        return {name for parameter, names in named if not parameter.requires_grad for name in names}
+        return self.frozen_names() if self._trained_only else set()
 
 
 def is_extra(name: str, value: Any) -> bool:
