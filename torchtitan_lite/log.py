@@ -7,6 +7,7 @@ coordinator log warnings only, so that each fact is logged once.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 logger = logging.getLogger("torchtitan_lite")
@@ -35,3 +36,8 @@ def readable_bytes(num_bytes: int) -> str:
             break
         value, unit = value / 1024, larger
     return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def forget_stdout() -> None:
+    """Let what is left for stdout go nowhere: its reader has closed it, and Python would complain at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -274,6 +275,15 @@ def test_help_lists_every_key_with_its_doc_string_within_80_columns_and_ends_wit
     assert max(map(len, page.splitlines())) <= 80
     assert [key for key in KEYS if f"--{key}" not in page] == []
     assert "Full checkpoints to keep, counted once durable; 0: all." in page
+
+
+def test_help_for_a_reader_that_has_seen_enough_ends_without_a_traceback():
+    there, gone = os.pipe()
+    os.close(there)
+    with os.fdopen(gone, "wb") as stdout:
+        code = "from torchtitan_lite.config.manager import parse_config_or_exit; parse_config_or_exit(['--help'])"
+        ended = subprocess.run([sys.executable, "-c", code], stdout=stdout, stderr=subprocess.PIPE, text=True)
+    assert (ended.returncode, ended.stderr) == (1, "")
 
 
 def test_the_config_never_imports_torch():

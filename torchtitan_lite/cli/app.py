@@ -10,7 +10,6 @@ import contextlib
 import difflib
 import importlib
 import io
-import os
 import re
 import sys
 import textwrap
@@ -22,6 +21,7 @@ import tyro
 from torchtitan_lite.cli.exit_codes import INTERRUPTED, ExitCode, code_of, sentence_of
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.errors import ConfigError, TorchtitanLiteError
+from torchtitan_lite.log import forget_stdout
 
 PROGRAM = "torchtitan-lite"
 _DESCRIPTION = """List, check, compare, convert and thin out checkpoints on disk, without a job.
@@ -60,8 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         verb = parse(sys.argv[1:] if argv is None else argv)
         return int(verb.run(Screen(as_json=verb.json)))
     except BrokenPipeError:
-        # The reader has seen enough. Python would complain when it flushes stdout at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        forget_stdout()
         return ExitCode.FAILED
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")

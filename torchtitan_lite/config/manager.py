@@ -22,7 +22,7 @@ from torchtitan_lite.config.kinds import split
 from torchtitan_lite.config.sources import Setting, find_config_file, read_command_line, read_toml
 from torchtitan_lite.config.unsupported import UNSUPPORTED
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.log import logger
+from torchtitan_lite.log import forget_stdout, logger
 
 _DESCRIPTION = "Train a Llama. Command line > TOML file (--job.config_file) > default."
 _registry = ConstructorRegistry()
@@ -47,9 +47,15 @@ def parse_config(argv: Sequence[str]) -> JobConfig:
 
 
 def parse_config_or_exit(argv: Sequence[str]) -> JobConfig:
-    """Return as `parse_config` does; for wrong usage print one message on stderr and exit with 2."""
+    """Return as `parse_config` does; for wrong usage print one message on stderr and exit with 2.
+
+    Exit with 1, silently, if the reader of --help has seen enough.
+    """
     try:
         return parse_config(argv)
+    except BrokenPipeError:
+        forget_stdout()
+        raise SystemExit(1) from None
     except ConfigError as error:
         sys.stderr.write(f"ConfigError: {error}\n")
         raise SystemExit(2) from None
