@@ -88,8 +88,15 @@ class TensorStream:
     time.
     """
 
-    def __init__(self, folder: Path, contents: Contents, records: Mapping[str, FileRecord]) -> None:
-        self._folder = folder
+    def __init__(
+        self,
+        folder: Path,
+        contents: Contents,
+        records: Mapping[str, FileRecord],
+        strides: Mapping[str, Shape] | None = None,
+    ) -> None:
+        """`strides` has those, in elements, of the tensors of one chunk at a known byte that is not row-major there."""
+        self._folder, self._strides = folder, strides or {}
         self.contents = contents
         self._files = EachBlockOnce(folder, records)
         self.reader = self._files.direct
@@ -194,7 +201,7 @@ class TensorStream:
             last = tuple(offset + size - 1 for offset, size in zip(chunk.offsets, chunk.sizes, strict=True))
             end = number_of(last, tensor.shape) + 1
             if chunk.at is not None:
-                parts.append(_Part(chunk, begin, end, chunk.file, chunk.at))
+                parts.append(_Part(chunk, begin, end, chunk.file, chunk.at, self._strides.get(key)))
             else:
                 parts.append(self._part_of_item(key, chunk, begin, end))
         return parts

@@ -57,7 +57,7 @@ _STORAGES = {
 }
 _UNTYPED = Kind("UntypedStorage")
 _TENSOR, _TENSOR_OF_DTYPE = Kind("_rebuild_tensor_v2"), Kind("_rebuild_tensor_v3")
-_TABLE: dict[tuple[str, str], object] = {
+TABLE: dict[tuple[str, str], object] = {
     ("torch._utils", "_rebuild_tensor_v2"): _TENSOR,
     ("torch._utils", "_rebuild_tensor_v3"): _TENSOR_OF_DTYPE,
     ("torch.storage", "UntypedStorage"): _UNTYPED,
@@ -67,7 +67,7 @@ _TABLE: dict[tuple[str, str], object] = {
 }
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
     method: int
     flags: int
     num_bytes: int
@@ -103,26 +103,26 @@ def _with_both_ends(read: Read, num_bytes: int) -> Read:
 
 
 def _locate(read: Read, num_bytes: int, dtypes: Mapping[str, Any]) -> Layout | None:
-    entries = _directory(read, num_bytes)
+    entries = directory(read, num_bytes)
     [pickled] = [name for name in entries if name.endswith("/data.pkl")]
     folder = pickled.removesuffix("data.pkl")
     order = entries.get(f"{folder}byteorder")
-    if sys.byteorder != "little" or (order is not None and _content(read, order) != b"little"):
+    if sys.byteorder != "little" or (order is not None and content(read, order) != b"little"):
         return None
-    described = parse(_content(read, entries[pickled]), _TABLE)
-    tensor = _described(described)
+    described = parse(content(read, entries[pickled]), TABLE)
+    tensor = described_tensor(described)
     if tensor is None:
         return None
     dtype, key, first, shape, strides = tensor
     storage = entries[f"{folder}data/{key}"]
-    begin, size = _content_start(read, storage), dtype.itemsize
+    begin, size = content_start(read, storage), dtype.itemsize
     last = first + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if 0 not in shape else -1
     fits = first >= 0 and (last + 1) * size <= storage.num_bytes and begin + storage.num_bytes <= num_bytes
     return Layout(begin + first * size, dtypes[dtype.name], shape, strides) if fits else None
 
 
-def _directory(read: Read, num_bytes: int) -> dict[str, _Entry]:
-    """Return the archive's entries by name."""
+def directory(read: Read, num_bytes: int, most_bytes: int = _MAX_DIRECTORY_BYTES) -> dict[str, Entry]:
+    """Return the archive's entries by name. Raises ValueError or struct.error if it is no archive of `torch.save`."""
     end = _END.unpack(read(num_bytes - _END.size, _END.size))
     if end[0] != b"PK\x05\x06" or end[7] != 0:
         raise ValueError("the archive does not end as torch.save ends it")
@@ -135,10 +135,10 @@ def _directory(read: Read, num_bytes: int) -> dict[str, _Entry]:
         if signature != b"PK\x06\x07" or end64[0] != b"PK\x06\x06":
             raise ValueError("the archive does not end as torch.save ends it")
         length, offset = end64[8], end64[9]
-    if length > _MAX_DIRECTORY_BYTES:
+    if length > most_bytes:
         raise ValueError("the archive has too many entries")
     directory = read(offset, length)
-    entries: dict[str, _Entry] = {}
+    entries: dict[str, Entry] = {}
     at = 0
     while at < len(directory):
         fields = _ENTRY.unpack_from(directory, at)
@@ -155,7 +155,7 @@ def _directory(read: Read, num_bytes: int) -> dict[str, _Entry]:
     return entries
 
 
-def _entry(fields: tuple[Any, ...], extra: bytes) -> _Entry:
+def _entry(fields: tuple[Any, ...], extra: bytes) -> Entry:
     packed, unpacked, header = fields[8], fields[9], fields[16]
     wide = _zip64_field(extra)
     # The zip64 field has only those values that do not fit into 32 bits, in this order.
@@ -166,7 +166,7 @@ def _entry(fields: tuple[Any, ...], extra: bytes) -> _Entry:
     header = int.from_bytes(wide[:8], "little") if header == _MAX_32 else header
     if packed != unpacked:
         raise ValueError("an entry is compressed")
-    return _Entry(fields[4], fields[3], unpacked, header)
+    return Entry(fields[4], fields[3], unpacked, header)
 
 
 def _zip64_field(extra: bytes) -> bytes:
@@ -180,7 +180,7 @@ def _zip64_field(extra: bytes) -> bytes:
     return b""
 
 
-def _content_start(read: Read, entry: _Entry) -> int:
+def content_start(read: Read, entry: Entry) -> int:
     """Return the byte of the item where the content of `entry` starts."""
     fields = _LOCAL.unpack(read(entry.header, _LOCAL.size))
     if fields[0] != b"PK\x03\x04" or entry.method != 0 or entry.flags & _ENCRYPTED:
@@ -188,16 +188,17 @@ def _content_start(read: Read, entry: _Entry) -> int:
     return int(entry.header + _LOCAL.size + fields[9] + fields[10])
 
 
-def _content(read: Read, entry: _Entry) -> bytes:
-    if entry.num_bytes > _MAX_DIRECTORY_BYTES:
+def content(read: Read, entry: Entry, most_bytes: int = _MAX_DIRECTORY_BYTES) -> bytes:
+    """Return the content of `entry`. Raises ValueError if it has more than `most_bytes`."""
+    if entry.num_bytes > most_bytes:
         raise ValueError("the description is too long")
-    content = read(_content_start(read, entry), entry.num_bytes)
-    if len(content) != entry.num_bytes:
+    found = read(content_start(read, entry), entry.num_bytes)
+    if len(found) != entry.num_bytes:
         raise ValueError("the description is cut off")
-    return content
+    return found
 
 
-def _described(value: Any) -> tuple[Dtype, str, int, Shape, Shape] | None:
+def described_tensor(value: Any) -> tuple[Dtype, str, int, Shape, Shape] | None:
     """Return (dtype, storage, first element, shape, strides) of a plain tensor; None for anything else."""
     if type(value) is not Instance or value.kind not in (_TENSOR, _TENSOR_OF_DTYPE):
         return None
