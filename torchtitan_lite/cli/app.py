@@ -34,6 +34,7 @@ VERBS = {
     "verify": "torchtitan_lite.cli.verify:Verify",
     "diff": "torchtitan_lite.cli.diff:Diff",
     "export": "torchtitan_lite.cli.export:Export",
+    "import-weights": "torchtitan_lite.cli.import_weights:ImportWeights",
     "convert": "torchtitan_lite.cli.convert:Convert",
     "reshard": "torchtitan_lite.cli.reshard:Reshard",
     "prune": "torchtitan_lite.cli.prune:Prune",

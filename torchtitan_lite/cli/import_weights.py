@@ -1,0 +1,137 @@
+"""`import-weights`: weights of other software as a checkpoint that a run starts from."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from torchtitan_lite.cli.exit_codes import ExitCode
+from torchtitan_lite.cli.name_map import read_name_map
+from torchtitan_lite.cli.screen import Screen
+from torchtitan_lite.cli.target import local
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.log import readable_bytes
+from torchtitan_lite.store import layout
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from torchtitan_lite.checkpoint.importing.seed import Form, Imported
+    from torchtitan_lite.models.llama.args import ModelArgs
+
+_TOKENIZER = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class ImportWeights:
+    """Make a checkpoint that a run starts from, out of weights of other software.
+
+    SOURCE is a folder of Hugging Face's, a safetensors file, a file of torch.save or a folder of Meta's Llama; nothing
+    in it is run. OUT appears when it is whole and was read back.
+    """
+
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
+    """The folder or the file with the weights."""
+    out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+    """The folder to make, as outputs/checkpoint/step-0."""
+    dtype: Literal["float32", "bfloat16", "float16", "same"] = "float32"
+    """Of floating-point tensors; same leaves each as it is."""
+    files: int = 0
+    """Cut the tensors into so many files; without it, into files of up to 5 GB."""
+    names: Literal["llama", "same"] = "llama"
+    """llama: the model of train.py. same: keep the names, for a training loop of your own."""
+    name_map: str = ""
+    """For your own loop: FILE.json with {name in your model: name in SOURCE}, or module:function."""
+    json: bool = False
+    """Print JSON."""
+
+    def run(self, screen: Screen) -> ExitCode:
+        if self.files < 0:
+            raise ConfigError(f"--files {self.files}: expected at least 1")
+        source, out = local(self.source), local(self.out)
+        names = read_name_map(self.name_map) if self.name_map else None
+
+        from torchtitan_lite.checkpoint.importing.seed import Form, refuse_out
+
+        refuse_out(out)
+        form = Form("" if self.dtype == "same" else self.dtype, self.files or None)
+        args = None
+        if self.names == "same" or names is not None:
+            done = _import_named(source, out, names, form, screen)
+        else:
+            done, args = _import_llama(source, out, form, screen)
+        data: dict[str, Any] = {
+            "source": str(source),
+            "out": str(out),
+            "dtype": None if self.dtype == "same" else self.dtype,
+            "files": done.files,
+            "tensors": done.num_tensors,
+            "bytes": done.num_bytes,
+            "notes": done.notes,
+            "model": None if args is None else dataclasses.asdict(args),
+            "train": None if args is None else shlex.join(_command(source, out, args)),
+        }
+        screen.show(data, lambda: _text(source, out, done, args))
+        return ExitCode.FINE
+
+
+def _import_llama(source: Path, out: Path, form: Form, screen: Screen) -> tuple[Imported, ModelArgs]:
+    from torchtitan_lite.models.llama.imported import open_llama, write_llama
+
+    opened = open_llama(source)
+    return write_llama(opened, out, form, screen.progress), opened.args
+
+
+def _import_named(source: Path, out: Path, names: Any, form: Form, screen: Screen) -> Imported:
+    """Write all tensors for a model that is not known here, under the names of a map or their own."""
+    from torchtitan_lite.checkpoint.importing.seed import write_seed
+    from torchtitan_lite.checkpoint.importing.source import open_source
+    from torchtitan_lite.checkpoint.importing.wanted import as_mapped, as_renamed
+
+    opened = open_source(source)
+    if isinstance(names, dict):
+        chosen = as_mapped(opened.contents, names)
+    else:
+        is_tied = bool(opened.config) and opened.config.get("tie_word_embeddings", True)
+        chosen = as_renamed(opened.contents, names or (lambda name: name), is_tied=is_tied)
+    extra = {"imported_from": str(source)}
+    done = write_seed(out, chosen.weights, opened.stream(), form, screen.progress, extra)
+    return dataclasses.replace(done, notes=[*opened.notes, *chosen.notes])
+
+
+def _text(source: Path, out: Path, done: Imported, args: ModelArgs | None) -> Text:
+    from rich.text import Text
+
+    count = len([name for name in done.files if layout.is_data_file(name)])
+    which = "1 file" if count == 1 else f"{count} files"
+    lines = [
+        f"Imported {done.num_tensors} tensors of {source}",
+        f"to {out}: {readable_bytes(done.num_bytes)} in {which}",
+    ]
+    lines += [f"Note: {note}" for note in done.notes]
+    if args is None:
+        lines.append(f"Start your loop from it with initial_load_path={str(out)!r}")
+    else:
+        words = [shlex.quote(word) for word in _command(source, out, args)]
+        lines += ["Train from it with", f"  {' '.join(words[:3])} \\"]
+        lines += [f"    {word} \\" for word in words[3:-1]] + [f"    {words[-1]}"]
+    # Not folded: the command is to be copied.
+    return Text("\n".join(lines), no_wrap=True, overflow="ignore")
+
+
+def _command(source: Path, out: Path, args: ModelArgs) -> list[str]:
+    """Return the command that trains from the checkpoint `out`, without what only a person knows."""
+    from torchtitan_lite.models.llama.config_file import fitting_flavor
+
+    folder = source if source.is_dir() else source.parent
+    flavor = fitting_flavor(args)
+    model = f"--model.flavor={flavor}" if flavor else f"--model.config_path={folder}"
+    tokenizer = f"--model.tokenizer_path={folder}" if (folder / _TOKENIZER).is_file() else ""
+    start = f"--checkpoint.initial_load_path={out}"
+    words = ["python", "train.py", "--checkpoint.enable_checkpoint", start, model, tokenizer]
+    return [word for word in words if word]

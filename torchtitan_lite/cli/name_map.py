@@ -1,0 +1,47 @@
+"""Names of tensors in other software, as a person gives them: a JSON file, or a function of their own.
+
+The file is `{"name in the model": "name in the file"}`, for an export and for an import alike. A function gets a name
+of what is read, and returns the name in what is written, or None to leave the tensor out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lite.errors import ConfigError
+
+NameMap = Mapping[str, Any] | Callable[[str], str | None]
+
+
+def read_name_map(given: str) -> NameMap:
+    """Return the map that `given` names: FILE.json, or module:function. Raise ConfigError if there is none."""
+    if given.endswith(".json"):
+        return _of_file(Path(given))
+    module, colon, function = given.partition(":")
+    if not colon or not module or not function:
+        raise ConfigError(f"--name-map {given}: expected a file that ends in .json, or module:function")
+    sys.path.insert(0, str(Path.cwd()))  # Where python finds the modules of a script that is run here.
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"--name-map {given}: {error}") from None
+    finally:
+        sys.path.pop(0)
+    if not callable(found):
+        raise ConfigError(f"--name-map {given}: expected a function, found {type(found).__name__}")
+    return found  # type: ignore[no-any-return]  # A person's own function.
+
+
+def _of_file(path: Path) -> Mapping[str, Any]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--name-map {path}: it is not JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise ConfigError(f'--name-map {path}: expected {{"name in the model": "name in the file"}}')
+    return document
