@@ -1,0 +1,130 @@
+"""Models that transformers made from a configuration and saved: imported with the same logits, or refused by name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cli.command import command
+from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.checkpoint.resume.evaluation import load_model
+from torchtitan_lite.config.job_config import Model
+from torchtitan_lite.models.llama.args import build_model_args
+from torchtitan_lite.models.llama.model import Transformer
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+SIZES = {
+    **{"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128},
+}
+LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 16,
+}
+TOKENS = torch.arange(96).reshape(2, 48) % 300
+
+
+def made(kind: str, folder: Path, *, shards: str = "5GB", dtype: torch.dtype = torch.float32, **config: Any) -> Any:
+    """Make a model of `kind`, "Llama" or "Qwen2" ..., save it to `folder` and return it."""
+    import transformers
+
+    torch.manual_seed(3)
+    sizes = {} if kind == "GPT2" else SIZES
+    configuration = getattr(transformers, f"{kind}Config")(**{**sizes, **config})
+    head = "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
+    model = getattr(transformers, f"{kind}{head}")(configuration).to(dtype).eval()
+    model.save_pretrained(folder, max_shard_size=shards)
+    return model
+
+
+def logits(folder: Path, out: Path) -> torch.Tensor:
+    """Return what our model computes with the imported weights `out` of `folder`."""
+    args = build_model_args(Model(config_path=str(folder)), vocab_size=258, seq_len=48)
+    model = Transformer(args)
+    model.init_weights(0)
+    load_model(model, out)
+    with torch.no_grad():
+        found: torch.Tensor = model(TOKENS)
+    return found
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"rope_parameters": LLAMA3},
+        {"tie_word_embeddings": True},
+        {"shards": "60KB"},
+        {"dtype": torch.bfloat16},
+        {
+            "rms_norm_eps": 1e-3,
+            "num_key_value_heads": 4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 77.0},
+        },
+    ],
+    ids=["plain", "llama3 rope", "tied", "shards", "bfloat16", "other settings"],
+)
+def test_a_llama_has_the_same_logits(config: dict[str, Any], tmp_path: Path) -> None:
+    theirs = made("Llama", tmp_path / "hf", **config).float()
+    ended = command("import-weights", tmp_path / "hf", tmp_path / "step-0")
+    assert (ended.code, ended.err) == (0, "")
+    with torch.no_grad():
+        expected = theirs(TOKENS).logits
+    assert torch.allclose(logits(tmp_path / "hf", tmp_path / "step-0"), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "reason"),
+    [
+        ("Qwen2", {}, "found 'qwen2', which has biases in its attention"),
+        ("Qwen3", {"head_dim": 16}, "found 'qwen3', which has norms in its attention"),
+        (
+            "Mixtral",
+            {"num_local_experts": 2},
+            "found 'mixtral', which has several experts in place of each feed-forward",
+        ),
+        (
+            "GPT2",
+            {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 300},
+            "found 'gpt2', which has learned positions",
+        ),
+        ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "of type 'linear'"),
+        ("Llama", {"attention_bias": True}, "this Llama has no attention_bias"),
+        ("Llama", {"head_dim": 32}, "this Llama has no head_dim 32"),
+    ],
+)
+def test_what_is_not_our_llama_is_refused_by_name(
+    kind: str, config: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    made(kind, tmp_path / "hf", **config)
+    ended = command("import-weights", tmp_path / "hf", tmp_path / "step-0")
+    assert (ended.code, ended.out) == (2, "")
+    assert reason in ended.err
+    assert "a training loop of your own can take it with --names same" in ended.err
+    assert not (tmp_path / "step-0").exists()
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "Qwen2"])
+def test_another_model_starts_in_a_loop_of_its_own(kind: str, tmp_path: Path) -> None:
+    config = {
+        "GPT2": {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 300},
+        "Qwen2": {"tie_word_embeddings": True},
+    }
+    theirs = made(kind, tmp_path / "hf", **config[kind])
+    ended = command("import-weights", tmp_path / "hf", tmp_path / "start", "--names", "same")
+    assert (ended.code, ended.err) == (0, "")
+    assert "Note: tied embeddings: lm_head.weight is a copy of " in ended.out
+    model = type(theirs)(theirs.config).eval()
+    start = str(tmp_path / "start")
+    with CheckpointManager.for_loop(
+        model=model, folder=tmp_path / "run", initial_load_path=start, preemption_signals=()
+    ) as manager:
+        assert manager.load()
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS).logits, theirs(TOKENS).logits)
+    assert model.lm_head.weight is model.get_input_embeddings().weight
