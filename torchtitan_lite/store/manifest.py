@@ -108,6 +108,15 @@ class Table(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __bool__(self) -> bool:
+        # Without parsing: an object with an entry has more than brackets.
+        return bool(self._made) if hasattr(self, "_made") else bool((self._text or b"").strip(b"{} \t\r"))
+
+    @property
+    def unparsed(self) -> bytes | None:
+        """Return the JSON text as long as it was not parsed; None after that, and for a table that was not read."""
+        return None if hasattr(self, "_made") else self._text
+
     @property
     def text(self) -> bytes:
         """Return the JSON text, on one line."""
