@@ -24,6 +24,7 @@ from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, BlockDigest, 
 from torchtitan_lite.disk.durable import O_DIRECT
 from torchtitan_lite.disk.in_threads import in_threads
 from torchtitan_lite.disk.page_cache import look_into_cache
+from torchtitan_lite.disk.piece_table import PieceTable
 from torchtitan_lite.disk.plain_file import opened
 from torchtitan_lite.disk.read_requests import (
     REQUEST_BYTES,
@@ -72,15 +73,17 @@ class BlockReader:
     """Sleeps for so many seconds."""
     _buffers: list[_Buffers] = field(default_factory=list, init=False, repr=False)
 
-    def read(self, path: Path, record: FileRecord | None, pieces: Sequence[Piece]) -> None:
-        """Fill each of `pieces` with its bytes of `path`, checked if `record` has digests.
+    def read(
+        self, path: Path, record: FileRecord | None, pieces: Sequence[Piece], table: PieceTable | None = None
+    ) -> None:
+        """Fill each of `pieces`, and those of `table`, with its bytes of `path`, checked if `record` has digests.
 
         Raises `DamagedRange` if the bytes are proven wrong or missing, `CheckpointUnreadable` for an I/O error, and
         `CheckpointUnsafe` if `path` is no regular file.
         """
         blocks = record.blocks if record is not None else b""
         with self._file(path, record) as file:
-            requests = list(segments(pieces, file.size, bool(blocks)))
+            requests = list(segments(pieces, file.size, bool(blocks), table))
             self._run(requests, lambda segment, buffers: file.read(segment, blocks, buffers))
 
     def verify(self, path: Path, record: FileRecord, blocks: Sequence[int]) -> None:
@@ -202,7 +205,7 @@ class _File:
         begin = segment.begin - segment.begin % ALIGNMENT
         self._fill_bounce(buffers, begin, segment.end, direct)
         wrong = self._wrong_blocks(segment, begin, blocks, buffers) if blocks else []
-        _scatter(segment.pieces, begin, buffers)
+        _scatter(segment, begin, buffers)
         if wrong:
             # The right blocks are in their places by now: reading again overwrites the buffer.
             for part in by_block(segment):
@@ -227,7 +230,7 @@ class _File:
             finding = f"expected a block with the digest {expected.hex()}, found {found.hex()}, twice"
             raise DamagedRange(self.path, part.begin, part.end, finding)
         logger.warning("%s: bytes %d to %d were right only when read again", self.path, part.begin, part.end)
-        _scatter(part.pieces, part.begin, buffers)
+        _scatter(part, part.begin, buffers)
 
     def _fill_bounce(self, buffers: _Buffers, begin: int, end: int, direct: int | None) -> None:
         """Read bytes [begin, end) of the file to the start of the bounce buffer; `begin` is aligned."""
@@ -264,10 +267,12 @@ class _File:
         return True
 
 
-def _scatter(pieces: Sequence[Piece], begin: int, buffers: _Buffers) -> None:
-    """Copy to `pieces` their bytes of the bounce buffer, which begins with byte `begin` of the file."""
+def _scatter(segment: Segment, begin: int, buffers: _Buffers) -> None:
+    """Copy to the pieces of `segment` their bytes of the bounce buffer, which begins with byte `begin` of the file."""
     bounce, address = buffers.bounce, buffers.address
-    for at, into in pieces:
+    for span in segment.spans:
+        span.fill(address, begin)
+    for at, into in segment.pieces:
         count = len(into)
         if count == 0:
             continue

@@ -6,10 +6,13 @@ multiple of it; in a file with digests it covers whole blocks.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from torchtitan_lite.disk.digest import BLOCK_BYTES
+from torchtitan_lite.disk.piece_table import PieceTable, Span
 
 REQUEST_BYTES = 4 * BLOCK_BYTES
 """The largest read; a whole number of blocks."""
@@ -29,13 +32,22 @@ class Piece(NamedTuple):
     into: memoryview
     """Writable destination; its length is the number of bytes to read."""
 
+    @classmethod
+    def of_memory(cls, at: int, address: int, num_bytes: int) -> Piece:
+        """Return the piece of `num_bytes` from byte `at` of the file to the memory at `address`.
+
+        The memory must outlive it.
+        """
+        return cls(at, memoryview((ctypes.c_ubyte * num_bytes).from_address(address)).cast("B"))
+
 
 class Segment(NamedTuple):
-    """One request: bytes [begin, end) of the file, which contain `pieces`."""
+    """One request: bytes [begin, end) of the file, which contain `pieces` and `spans`."""
 
     begin: int
     end: int
     pieces: list[Piece]
+    spans: list[Span]
 
 
 def portions(places: list[memoryview]) -> Iterator[list[memoryview]]:
@@ -63,28 +75,44 @@ def after(places: list[memoryview], done: int) -> list[memoryview]:
     return rest
 
 
-def segments(pieces: Sequence[Piece], size: int, whole_blocks: bool) -> Iterator[Segment]:
-    """Yield the requests that cover `pieces`, in the order of the file; with `whole_blocks`, whole blocks only."""
+def segments(
+    pieces: Sequence[Piece], size: int, whole_blocks: bool, table: PieceTable | None = None
+) -> Iterator[Segment]:
+    """Yield the requests that cover `pieces` and those of `table`, in the order of the file.
+
+    With `whole_blocks`, whole blocks only.
+    """
     gap = 0 if whole_blocks else GAP_BYTES
-    first = last = 0
-    together: list[Piece] = []
-    for piece in sorted(pieces, key=_at):
-        for part in _split(piece, REQUEST_BYTES):
-            begin = part.at
-            end = begin + len(part.into)
-            if whole_blocks:
-                begin -= begin % BLOCK_BYTES
-                # A piece past the end of the file stays so: reading it must fail.
-                end = max(end, min(-(-max(end, begin + 1) // BLOCK_BYTES) * BLOCK_BYTES, size))
-            if together and begin <= last + gap and begin // REQUEST_BYTES == first // REQUEST_BYTES:
-                together.append(part)
-                last = max(end, last)
-                continue
-            if first < last:
-                yield Segment(first, last, together)
-            first, last, together = begin, end, [part]
-    if first < last:
-        yield Segment(first, last, together)
+    together: Segment | None = None
+    for part in _parts(pieces, table):
+        begin, end = part.begin, part.end
+        if whole_blocks:
+            begin -= begin % BLOCK_BYTES
+            # A piece past the end of the file stays so: reading it must fail.
+            end = max(end, min(-(-max(end, begin + 1) // BLOCK_BYTES) * BLOCK_BYTES, size))
+        if together and begin <= together.end + gap and begin // REQUEST_BYTES == together.begin // REQUEST_BYTES:
+            together.pieces.extend(part.pieces)
+            together.spans.extend(part.spans)
+            together = together._replace(end=max(end, together.end))
+            continue
+        if together and together.begin < together.end:
+            yield together
+        together = Segment(begin, end, part.pieces, part.spans)
+    if together and together.begin < together.end:
+        yield together
+
+
+def _parts(pieces: Sequence[Piece], table: PieceTable | None) -> list[Segment]:
+    """Return `pieces`, cut at multiples of REQUEST_BYTES, and the spans of `table`, in the order of the file."""
+    parts, few = [], list(pieces)
+    for span in table.spans() if table is not None else ():
+        if len(span.begins) <= _MANY_PIECES:
+            few += map(Piece.of_memory, *span)
+        else:
+            parts.append(Segment(span.begins[0], span.end, [], [span]))
+    for piece in few:
+        parts += [Segment(part.at, part.at + len(part.into), [part], []) for part in _split(piece, REQUEST_BYTES)]
+    return sorted(parts, key=itemgetter(0))
 
 
 def _split(piece: Piece, unit: int) -> Sequence[Piece]:
@@ -105,18 +133,21 @@ def by_block(segment: Segment) -> Iterator[Segment]:
     if segment.begin // BLOCK_BYTES == (segment.end - 1) // BLOCK_BYTES:
         yield segment
         return
-    parts: dict[int, list[Piece]] = {}
+    pieces: dict[int, list[Piece]] = {}
+    spans: dict[int, list[Span]] = {}
     for piece in segment.pieces:
         for part in _split(piece, BLOCK_BYTES):
-            parts.setdefault(part.at // BLOCK_BYTES, []).append(part)
+            pieces.setdefault(part.at // BLOCK_BYTES, []).append(part)
+    for span in segment.spans:
+        spans.setdefault(span.begins[0] // BLOCK_BYTES, []).append(span)
     for block in range(segment.begin // BLOCK_BYTES, -(-segment.end // BLOCK_BYTES)):
         begin, end = max(block * BLOCK_BYTES, segment.begin), min((block + 1) * BLOCK_BYTES, segment.end)
-        yield Segment(begin, end, parts.get(block, []))
+        yield Segment(begin, end, pieces.get(block, []), spans.get(block, []))
 
 
 def in_order(part: Segment) -> list[Piece] | None:
     """Return the pieces of `part` if it pays to read straight into them: few, and without overlap. Else None."""
-    if len(part.pieces) > _MANY_PIECES:
+    if part.spans or len(part.pieces) > _MANY_PIECES:
         return None
     at = part.begin
     for piece in part.pieces:
@@ -124,7 +155,3 @@ def in_order(part: Segment) -> list[Piece] | None:
             return None
         at = piece.at + len(piece.into)
     return [piece for piece in part.pieces if len(piece.into)]
-
-
-def _at(piece: Piece) -> int:
-    return piece.at

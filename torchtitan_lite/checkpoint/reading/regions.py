@@ -7,7 +7,6 @@ bounded size at a time is read into a buffer and copied from there: it is staged
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Iterator
 from itertools import product
@@ -65,7 +64,7 @@ def whole(chunk: Chunk, dtype: torch.dtype, target: torch.Tensor) -> Piece | Non
     """Return the piece that reads all of `chunk` directly into `target`; None if one plain read cannot do it."""
     if chunk.at is None or target.dtype is not dtype or target.shape != chunk.sizes or not target.is_contiguous():
         return None
-    return _piece(chunk.at, target.data_ptr(), target.nbytes) if _is_plain_memory(target) else None
+    return Piece.of_memory(chunk.at, target.data_ptr(), target.nbytes) if _is_plain_memory(target) else None
 
 
 def straight(source: Source, target: torch.Tensor) -> list[Piece] | None:
@@ -77,7 +76,7 @@ def straight(source: Source, target: torch.Tensor) -> list[Piece] | None:
         return None
     itemsize, address = source.dtype.itemsize, target.data_ptr()
     if target.is_contiguous() and source.strides == contiguous_strides(source.shape):
-        return [_piece(source.at, address, math.prod(source.shape) * itemsize)]
+        return [Piece.of_memory(source.at, address, math.prod(source.shape) * itemsize)]
     runs = _runs(source.shape, source.strides, target.stride())
     if runs is None:
         return None
@@ -90,7 +89,7 @@ def straight(source: Source, target: torch.Tensor) -> list[Piece] | None:
     for index in product(*(range(n) for n, _, _ in dims)):
         skipped = sum(i * stride for i, (_, stride, _) in zip(index, dims, strict=True)) * itemsize
         moved = sum(i * stride for i, (_, _, stride) in zip(index, dims, strict=True)) * itemsize
-        pieces.append(_piece(source.at + skipped, address + moved, num_bytes))
+        pieces.append(Piece.of_memory(source.at + skipped, address + moved, num_bytes))
     return pieces
 
 
@@ -111,7 +110,7 @@ class Staged:
         if pieces is None:
             span = torch.empty(source.nbytes, dtype=torch.uint8, device="cpu")
             self._read = span.view(source.dtype).as_strided(source.shape, source.strides)
-            pieces = [_piece(source.at, span.data_ptr(), source.nbytes)]
+            pieces = [Piece.of_memory(source.at, span.data_ptr(), source.nbytes)]
         return pieces
 
     def finish(self) -> None:
@@ -154,10 +153,6 @@ def _runs(shape: Shape, source: Shape, target: Shape) -> tuple[int, list[tuple[i
     while dims and dims[-1][1] == dims[-1][2] == length:
         length *= dims.pop()[0]
     return (length, dims) if all(stride > 0 for _, stride, _ in dims) else None
-
-
-def _piece(at: int, address: int, num_bytes: int) -> Piece:
-    return Piece(at, memoryview((ctypes.c_ubyte * num_bytes).from_address(address)).cast("B"))
 
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
