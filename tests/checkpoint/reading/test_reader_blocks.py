@@ -16,6 +16,7 @@ from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.checkpoint.reading.reader import CheckpointReader, Region, Wanted
 from torchtitan_lite.disk.block_reader import BlockReader
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
+from torchtitan_lite.disk.piece_table import PieceTable
 from torchtitan_lite.disk.read_requests import Piece
 from torchtitan_lite.errors import CheckpointDamaged
 
@@ -64,9 +65,11 @@ class Noting(BlockReader):
         self.noted_reads: list[tuple[str, int, int]] = []
         self.noted_blocks: list[tuple[str, int]] = []
 
-    def read(self, path: Path, record: FileRecord | None, pieces: Sequence[Piece]) -> None:
+    def read(
+        self, path: Path, record: FileRecord | None, pieces: Sequence[Piece], table: PieceTable | None = None
+    ) -> None:
         self.noted_reads += [(path.name, len(pieces), sum(len(piece.into) for piece in pieces))]
-        super().read(path, record, pieces)
+        super().read(path, record, pieces, table)
 
     def verify(self, path: Path, record: FileRecord, blocks: Sequence[int]) -> None:
         self.noted_blocks += [(path.name, block) for block in blocks]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -39,6 +39,7 @@ from torchtitan_lite.checkpoint.untrusted.stock_item import Layout, locate
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
 from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES
+from torchtitan_lite.disk.piece_table import PieceTable
 from torchtitan_lite.disk.plain_file import opened
 from torchtitan_lite.disk.read_requests import Piece
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable, CheckpointUnsafe
@@ -65,6 +66,8 @@ class Wanted:
     regions: list[Region] = field(default_factory=list)
     objects: list[tuple[str, Callable[[Any], None]]] = field(default_factory=list)
     """Keys, each with the function that receives its object."""
+    small: Mapping[str, PieceTable] = field(default_factory=dict)
+    """Tensors in columns, by file; whoever made them keeps their memory until they are read."""
 
 
 class CheckpointReader(StorageReader):
@@ -114,8 +117,8 @@ class CheckpointReader(StorageReader):
         """
         with no_collection():
             pieces, parts = self._sorted(wanted.regions)
-        for file in sorted(pieces):
-            self._fill(file, pieces[file])
+        for file in sorted({*pieces, *wanted.small}):
+            self._fill(file, pieces.get(file, ()), wanted.small.get(file))
         for batch in _batches(sorted(parts, key=lambda part: (part.file, part.at)), lambda part: part.num_bytes):
             for file, of_file in groupby(batch, key=lambda part: part.file):
                 self._read_staged(file, list(of_file))
@@ -257,20 +260,27 @@ class CheckpointReader(StorageReader):
         except UnsafeItem as error:
             raise CheckpointUnsafe(str(self._folder.path), f"{key} in {item.file}: {error}") from None
 
-    def _fill(self, file: str, pieces: Sequence[Piece]) -> None:
+    def _fill(self, file: str, pieces: Sequence[Piece], table: PieceTable | None = None) -> None:
         with _Findings(self._folder, file):
-            self._blocks.read(self._folder.path / file, self._folder.records.get(file), pieces)
+            self._blocks.read(self._folder.path / file, self._folder.records.get(file), pieces, table)
 
     def _blocks_without_tensors(self, file: str, num_blocks: int) -> list[int]:
         """Return those of the `num_blocks` blocks of `file` that hold no part of a tensor."""
-        free = bytearray(b"\1") * num_blocks
-        for tensor in self._folder.contents.tensors.values():
+        table = self._folder.contents.table
+        extents = {
+            (at // BLOCK_BYTES, (at + kind.nbytes - 1) // BLOCK_BYTES + 1)
+            for kind, places in table.places_by_kind.items()
+            if kind.file == file and kind.nbytes
+            for at in places
+        }
+        for tensor in table.others.values():
             for chunk in tensor.chunks:
-                if chunk.file == file:
-                    begin, num_bytes = _extent(chunk, tensor.dtype)
-                    first, end = begin // BLOCK_BYTES, -(-(begin + num_bytes) // BLOCK_BYTES)
-                    if num_bytes:
-                        free[first:end] = bytes(end - first)
+                begin, num_bytes = _extent(chunk, tensor.dtype)
+                if chunk.file == file and num_bytes:
+                    extents.add((begin // BLOCK_BYTES, -(-(begin + num_bytes) // BLOCK_BYTES)))
+        free = bytearray(b"\1") * num_blocks
+        for first, end in extents:
+            free[first:end] = bytes(end - first)
         return [block for block in range(num_blocks) if free[block]]
 
 

@@ -30,6 +30,7 @@ from torchtitan_lite.checkpoint.format.structure import rebuild, without
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder, Verify
 from torchtitan_lite.checkpoint.reading.load_rules import EVERYTHING, LoadRules
 from torchtitan_lite.checkpoint.reading.reader import CheckpointReader, Region, Wanted
+from torchtitan_lite.checkpoint.reading.small_tensors import small_tensors
 from torchtitan_lite.checkpoint.reading.stored_model import StoredModel
 from torchtitan_lite.checkpoint.reading.stored_optimizer import StoredOptimizer
 from torchtitan_lite.checkpoint.state.optimizer_state import OF_OPTIMIZERS, Slot, tensors_in
@@ -75,7 +76,8 @@ class StoredCheckpoint:
 
     def has_state(self, name: str) -> bool:
         """Return whether the checkpoint has the nested state `name`, even an empty one."""
-        return bool(self.keys(f"{name}.")) or self.contents.container(name) is not None
+        prefix = f"{name}."
+        return any(key.startswith(prefix) for key in self.contents) or self.contents.container(name) is not None
 
     def model_names(self, model: Mapping[str, Any]) -> dict[str, str]:
         """Map the model's name of each stored entry, after the renames, to the checkpoint's flat key."""
@@ -169,8 +171,10 @@ class StoredCheckpoint:
         """Return the sharded tensors of `own` by flat key. Raises `CheckpointMismatch` if the checkpoint's differ."""
         live, _ = flatten_state_dict({name: own})
         sharded = {key: value for key, value in live.items() if isinstance(value, DTensor)}
-        tensors = {key: tensor for key, tensor in self.contents.tensors.items() if key in sharded}
-        stored = {key: TensorLike(torch.Size(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
+        tensors = self.contents.tensors
+        stored = {
+            key: TensorLike(torch.Size(tensors[key].shape), tensors[key].dtype) for key in sharded if key in tensors
+        }
         mismatched = compare_tensors({key: sharded[key] for key in stored}, stored)
         report = merged(KeyReport(missing=[name] if own and not self.has_state(name) else []), mismatched)
         if report:
@@ -264,9 +268,11 @@ class _OwnPlanner(LoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         if self._failure is not None:
             raise self._failure
-        contents, self._wanted = self._folder.contents, Wanted()
+        contents = self._folder.contents
+        small, others = small_tensors(self._state, contents.table)
+        self._wanted = Wanted(small=small)
         regions = self._wanted.regions
-        for key, target in self._state.items():
+        for key, target in others.items():
             if key in contents.objects:
                 self._wanted.objects.append((key, partial(self._state.__setitem__, key)))
                 continue

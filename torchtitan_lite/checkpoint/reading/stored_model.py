@@ -17,7 +17,7 @@ from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.format.key_report import KeyReport, TensorLike, compare_tensors, merged
 from torchtitan_lite.checkpoint.reading.entries import Leaf, assembled, entries
 from torchtitan_lite.checkpoint.reading.load_rules import LoadRules
-from torchtitan_lite.checkpoint.state.model import is_extra, tensors_of
+from torchtitan_lite.checkpoint.state.model import is_extra, is_extra_name, tensors_of
 from torchtitan_lite.checkpoint.state.names import EXTRA_STATE
 
 
@@ -58,16 +58,20 @@ class StoredModel:
         tensors, extras = self._tensors(prefix), self._extras(prefix)
         wanted = self._rules.chosen(model)
         expected = tensors_of(wanted)
-        own_extras = wanted.keys() - expected.keys()
+        own_extras = wanted.keys() - expected.keys() if len(expected) < len(wanted) else set()
         names = self._rules.chosen(self.names(prefix))
         # Tensors inside an entry of nested containers have flat names of their own, which are not the model's.
         inner = {leaf.key for fqn in own_extras if fqn in names for leaf in extras.get(names[fqn], ())}
-        found = {fqn: tensors[name] for fqn, name in names.items() if name in tensors and prefix + name not in inner}
+        found = {
+            fqn: tensors[name]
+            for fqn, name in names.items()
+            if name in tensors and not (inner and prefix + name in inner)
+        }
         report = merged(
             compare_tensors(expected, found, cast=cast or self._rules.cast),
             KeyReport(
                 missing=[fqn for fqn in wanted if fqn in own_extras and names.get(fqn) not in extras],
-                unexpected=[fqn for fqn in names if _is_extra_name(fqn) and fqn not in model and fqn not in found],
+                unexpected=[fqn for fqn in names if is_extra_name(fqn) and fqn not in model and fqn not in found],
             ),
         )
         # A checkpoint with bare names may hold other things besides the model.
@@ -77,10 +81,11 @@ class StoredModel:
         """Map the checkpoint's keys to the tensors to read into, and to None for objects."""
         prefix, skipped = self._prefix(model), self.report(model, cast=cast).mismatched
         targets: dict[str, Any] = {}
+        own, tensors = tensors_of(model), self._tensors(prefix)
         for fqn, stored in self._wanted(model, prefix).items():
-            if not is_extra(fqn, model[fqn]):
-                if fqn not in skipped and stored in self._tensors(prefix):
-                    targets[prefix + stored] = model[fqn]
+            if fqn in own:
+                if fqn not in skipped and stored in tensors:
+                    targets[prefix + stored] = own[fqn]
                 continue
             for leaf in self._extras(prefix).get(stored, ()):
                 tensor = self._contents.tensors.get(leaf.key)
@@ -111,9 +116,13 @@ class StoredModel:
     def _tensors(self, prefix: str) -> dict[str, TensorLike]:
         """Return the tensors below `prefix` that are whole entries."""
         if prefix not in self._tensors_under:
+            table = self._contents.table
+            likes = {kind: TensorLike(torch.Size(kind.shape), kind.dtype) for kind in table.places_by_kind}
+            others = {key: TensorLike(torch.Size(tensor.shape), tensor.dtype) for key, tensor in table.others.items()}
+            kinds, skipped = table.kinds, len(prefix)
             self._tensors_under[prefix] = {
-                key.removeprefix(prefix): TensorLike(torch.Size(tensor.shape), tensor.dtype)
-                for key, tensor in self._contents.tensors.items()
+                key[skipped:]: likes[kinds[key]] if key in kinds else others[key]
+                for key in table
                 if key.startswith(prefix) and (EXTRA_STATE not in key or EXTRA_STATE not in key.split("."))
             }
         return self._tensors_under[prefix]
@@ -122,17 +131,14 @@ class StoredModel:
         """Return all other entries below `prefix`."""
         if prefix not in self._extras_under:
             contents, depth = self._contents, 2 if prefix else 1
-            inner = [key for key in contents.tensors if EXTRA_STATE in key or len(contents.paths.get(key, ())) > depth]
+            deep = contents.keys_within(depth)
+            inner = [key for key in contents.tensors if EXTRA_STATE in key or key in deep]
             self._extras_under[prefix] = {
                 name: leaves
                 for name, leaves in entries(contents, prefix, [*inner, *contents.objects]).items()
-                if _is_extra_name(name) or any(leaf.path or leaf.key in contents.objects for leaf in leaves)
+                if is_extra_name(name) or any(leaf.path or leaf.key in contents.objects for leaf in leaves)
             }
         return self._extras_under[prefix]
-
-
-def _is_extra_name(fqn: str) -> bool:
-    return fqn.rpartition(".")[2] == EXTRA_STATE
 
 
 def _on_device_of(value: Any, own: Any) -> Any:

@@ -98,11 +98,15 @@ class ModelWrapper:
 
 def is_extra(name: str, value: Any) -> bool:
     """Return whether an entry of a model's state dict may have any shape: extra state, or no tensor."""
-    if not isinstance(value, torch.Tensor):
-        return True
+    return not isinstance(value, torch.Tensor) or is_extra_name(name)
+
+
+def is_extra_name(name: str) -> bool:
+    """Return whether an entry of a model's state dict with this name is a module's extra state."""
     return name.endswith(EXTRA_STATE) and name.rpartition(".")[2] == EXTRA_STATE
 
 
 def tensors_of(state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the entries of a model's state dict that have the same shapes in every run of the model."""
-    return {name: value for name, value in state_dict.items() if not is_extra(name, value)}
+    kind = torch.Tensor
+    return {name: value for name, value in state_dict.items() if isinstance(value, kind) and not is_extra_name(name)}
