@@ -305,3 +305,25 @@ def test_the_resolved_config_is_json_with_every_key_in_a_stable_order():
 def test_every_config_in_train_configs_parses_from_anywhere(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert parse_config(["--job.config_file", path.name]).checkpoint.enable_checkpoint
+
+
+@pytest.mark.parametrize("words", ["--checkpoint.at_steps 10,100", "--checkpoint.at-steps=10,100"])
+def test_a_list_of_whole_numbers_is_separated_by_commas_or_is_one_in_toml(toml, words):
+    assert parse_config(words.split()).checkpoint.at_steps == (10, 100)
+    assert parse_config(["--checkpoint.at_steps", "10", "100"]).checkpoint.at_steps == (10, 100)
+    assert parse_config(["--checkpoint.at_steps="]).checkpoint.at_steps == ()
+    path = toml("[checkpoint]\nat_steps = [10, 100]\n")
+    assert parse_config(path).checkpoint.at_steps == (10, 100)
+    assert parse_config([*path, *words.replace("10,100", "7").split()]).checkpoint.at_steps == (7,)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [('["10"]', "['10']"), ("[1.5]", "[1.5]"), ("[true]", "[True]"), ("10", "the number 10")],
+)
+def test_what_is_no_list_of_whole_numbers_is_named(toml, text, found):
+    with pytest.raises(ConfigError) as caught:
+        parse_config(toml(f"[checkpoint]\nat_steps = {text}\n"))
+    assert f"checkpoint.at_steps: expected a list of whole numbers, found {found}." in str(caught.value)
+    with pytest.raises(ConfigError, match=r"expected a list of whole numbers, found '10,soon'\."):
+        parse_config(["--checkpoint.at_steps=10,soon"])

@@ -53,8 +53,8 @@ def _converted(value: Any, kind: Kind) -> Any:
     if kind.base is str and isinstance(value, os.PathLike):
         value = os.fspath(value)
     if kind.base is tuple:
-        is_names = isinstance(value, tuple | list) and all(isinstance(name, str) for name in value)
-        return (value if isinstance(value, tuple) else tuple(value)) if is_names else None
+        fits = isinstance(value, tuple | list) and kind.holds(value)
+        return (value if isinstance(value, tuple) else tuple(value)) if fits else None
     expected = (int, float) if kind.base is float else kind.base
     is_of_kind = isinstance(value, expected) and (kind.base is bool or not isinstance(value, bool))
     return value if is_of_kind else None

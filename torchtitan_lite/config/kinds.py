@@ -36,11 +36,13 @@ _TOML_TYPES: dict[type, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class Kind:
-    """The type of a value. `base` is bool, int, float, str or tuple (of strings); object accepts anything."""
+    """The type of a value. `base` is bool, int, float, str or tuple; object accepts anything."""
 
     base: type
     optional: bool = False
     choices: tuple[str, ...] = ()
+    element: type = str
+    """Of a tuple, what it holds: str or int."""
 
     @classmethod
     def of(cls, annotation: Any) -> Kind:
@@ -50,20 +52,28 @@ class Kind:
             return dataclasses.replace(cls.of(inner), optional=True)
         if get_origin(annotation) is Literal:
             return cls(str, choices=get_args(annotation))
-        return cls(get_origin(annotation) or annotation)
+        if get_origin(annotation) is tuple:
+            return cls(tuple, element=get_args(annotation)[0])
+        return cls(annotation)
 
     def describe(self) -> str:
         """Return what is expected, in the words of an error."""
-        return f"one of {', '.join(self.choices)}" if self.choices else _EXPECTED[self.base]
+        if self.choices:
+            return f"one of {', '.join(self.choices)}"
+        return "a list of whole numbers" if self.element is int else _EXPECTED[self.base]
 
     def text_of(self, value: object, where: str) -> str:
         """Return the text of a TOML value. Raise ConfigError if its type does not fit."""
         fits = self.base is object or type(value) in _TOML_TYPES[self.base]
         if self.base is tuple and isinstance(value, list):
-            fits = all(isinstance(element, str) for element in value)
+            fits = self.holds(value)
         if not fits:
             raise ConfigError(f"{where}: expected {self.describe()}, found {in_words(value, self.base)}.")
         return to_text(value)
+
+    def holds(self, elements: Iterable[object]) -> bool:
+        """Return whether a tuple of this kind may have these elements."""
+        return all(isinstance(element, self.element) and not isinstance(element, bool) for element in elements)
 
     def text_of_words(self, words: Sequence[str], where: str) -> str:
         """Return the text of the words after a name on the command line. Raise ConfigError for too many or too few."""
@@ -81,6 +91,9 @@ class Kind:
         """Return the text as tyro takes it, choices in their exact spelling. Raise ConfigError if it does not fit."""
         if self.choices:
             return self._choice(text, key, where)
+        texts = split(text) if self.element is int else ()
+        if not all(_is(self.element, element) for element in texts):
+            raise ConfigError(f"{where}: expected {self.describe()}, found {text!r}.")
         if not (self.optional and text == "None") and not _is(self.base, text):
             raise ConfigError(f"{where}: expected {self.describe()}, found {text!r}.")
         return text.lower() if self.base is bool else text

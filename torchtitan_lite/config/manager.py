@@ -131,3 +131,17 @@ def _names(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[tuple[str, ...]]
         is_instance=lambda value: isinstance(value, tuple),
         str_from_instance=lambda names: [",".join(names)],
     )
+
+
+@_registry.primitive_rule
+def _numbers(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[tuple[int, ...]] | None:
+    """Make tyro read a list of whole numbers in the same way."""
+    if info.type != tuple[int, ...]:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="1,2,...",
+        instance_from_str=lambda texts: tuple(map(int, split(texts[0]))),
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=lambda numbers: [",".join(map(str, numbers))],
+    )

@@ -30,7 +30,7 @@ Of several spellings of one key, the last one given wins.
 `--job.config_file` names the file: as given, or in `train_configs/`.
 On the command line a key is `--section.key value` or `--section.key=value`, with underscores or hyphens.
 A switch is `--section.key` or `--section.no_key`.
-A list is separated by commas or spaces; in TOML it is a list of strings.
+A list is separated by commas or spaces; in TOML it is a list of strings, or of whole numbers where that is its kind.
 A TOML value must be of the key's own kind: `"5"` is not a whole number.
 An unknown key or a value that does not fit is an error: one message, and exit code 2.
 `train_configs/llama_debug.toml` has every key.
@@ -83,7 +83,8 @@ def _other_names(key: str) -> Iterator[str]:
 
 
 def _kind(kind: Kind) -> str:
-    words = ", ".join(f"`{choice}`" for choice in kind.choices) or _KINDS[kind.base]
+    named = "list of whole numbers" if kind.element is int else _KINDS[kind.base]
+    words = ", ".join(f"`{choice}`" for choice in kind.choices) or named
     return f"{words}, or unset" if kind.optional else words
 
 
@@ -93,7 +94,9 @@ def _default(value: object) -> str:
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
     if isinstance(value, tuple):
-        return "`[" + ", ".join(f'"{name}"' for name in value) + "]`"
+        return (
+            "`[" + ", ".join(f'"{element}"' if isinstance(element, str) else str(element) for element in value) + "]`"
+        )
     return f'`"{value}"`' if isinstance(value, str) else f"`{value}`"
 
 

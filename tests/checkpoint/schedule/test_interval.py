@@ -18,6 +18,7 @@ from torchtitan_lite.checkpoint.schedule.interval import (
     split,
 )
 from torchtitan_lite.config.job_config import Checkpoint
+from torchtitan_lite.errors import ConfigError
 
 START = Tick(0, 0.0)
 
@@ -81,3 +82,52 @@ def test_of_a_split_policy_only_the_clock_waits_for_consensus() -> None:
     assert at_once.due(Tick(1, 0.0), START)
     assert not after_consensus.due(Tick(1, 0.0), START)
     assert after_consensus.due(Tick(2, 5.0), START)
+
+
+def test_listed_steps_are_due_beside_the_interval() -> None:
+    assert due_steps(built(interval=4, at_steps=(3, 10))) == [3, 4, 8, 10]
+    assert due_steps(built(interval_type="none", at_steps=[2, 7])) == [2, 7]
+    assert due_steps(built(interval_type="none", at_steps=(2,), enable_first_step_checkpoint=True)) == [1, 2]
+
+
+def test_without_an_interval_no_step_is_due() -> None:
+    assert due_steps(built(interval_type="none", interval=1)) == []
+
+
+def test_of_steps_and_seconds_the_first_that_comes_is_due() -> None:
+    policy = built(interval=100, or_every_seconds=30)
+    last = Tick(100, 0.0)
+    assert not policy.due(Tick(150, 29.9), last)
+    assert policy.due(Tick(150, 30.0), last)
+    assert policy.due(Tick(200, 1.0), last)
+    at_once, after_consensus = split(policy)
+    assert at_once.due(Tick(200, 0.0), last) and not at_once.due(Tick(150, 30.0), last)
+    assert after_consensus.due(Tick(150, 30.0), last) and not after_consensus.due(Tick(200, 0.0), last)
+
+
+def test_continuous_saves_are_due_once_the_last_one_is_durable_and_the_floor_has_passed() -> None:
+    policy = built(interval_type="continuous", continuous_floor_seconds=5)
+    assert policy.needs_consensus
+    assert not policy.due(Tick(9, 50.0, is_writing=True), START)
+    assert not policy.due(Tick(9, 4.9), START)
+    assert policy.due(Tick(9, 5.0), START)
+    assert built(interval_type="continuous", continuous_floor_seconds=0).due(Tick(1, 0.0), START)
+
+
+def test_a_run_that_only_loads_saves_at_no_listed_step_either() -> None:
+    assert built(load_only=True, at_steps=(1, 2), or_every_seconds=1, interval_type="continuous") == Never()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"at_steps": (5, 0)}, "checkpoint.at_steps: expected at least 1, found 0"),
+        ({"at_steps": ("5",)}, "checkpoint.at_steps: expected a list of whole numbers"),
+        ({"at_steps": (True,)}, "checkpoint.at_steps: expected a list of whole numbers"),
+        ({"or_every_seconds": -1}, "checkpoint.or_every_seconds: expected a finite number of at least 0"),
+        ({"continuous_floor_seconds": float("nan")}, "checkpoint.continuous_floor_seconds: expected a finite number"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_the_name_of_its_key(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Checkpoint(**settings)

@@ -113,4 +113,4 @@ class StepSaves:
         )
 
     def _tick(self, step: int) -> Tick:
-        return Tick(step, self._clock())
+        return Tick(step, self._clock(), is_writing=self._in_flight.is_writing)

@@ -19,6 +19,8 @@ class Tick:
 
     step: int
     seconds: float
+    is_writing: bool = False
+    """Whether the last save is not durable yet, as far as this rank knows."""
 
 
 class SavePolicy(Protocol):
@@ -54,6 +56,17 @@ class EverySeconds:
 
     def due(self, now: Tick, last_save: Tick) -> bool:
         return now.seconds - last_save.seconds >= self.interval
+
+
+@dataclass(frozen=True)
+class Continuous:
+    """Due as soon as the last save is durable, `floor_seconds` after it at the earliest."""
+
+    floor_seconds: float
+    needs_consensus: bool = True
+
+    def due(self, now: Tick, last_save: Tick) -> bool:
+        return not now.is_writing and now.seconds - last_save.seconds >= self.floor_seconds
 
 
 @dataclass(frozen=True)
@@ -104,10 +117,20 @@ def build_save_policy(config: Checkpoint) -> SavePolicy:
     """Return the save policy that `config` describes."""
     if config.load_only:
         return Never()
-    every: SavePolicy = (
-        EverySeconds(config.interval) if config.interval_type == "seconds" else EverySteps(config.interval)
-    )
-    return AnyOf((AtStep(1), every)) if config.enable_first_step_checkpoint else every
+    policies: list[SavePolicy] = [_build_every(config)]
+    if config.or_every_seconds:
+        policies.append(EverySeconds(config.or_every_seconds))
+    if steps := {*config.at_steps} | ({1} if config.enable_first_step_checkpoint else set()):
+        policies = [*(AtStep(step) for step in sorted(steps)), *policies]
+    return policies[0] if len(policies) == 1 else AnyOf(tuple(policies))
+
+
+def _build_every(config: Checkpoint) -> SavePolicy:
+    if config.interval_type == "steps":
+        return EverySteps(config.interval)
+    if config.interval_type == "seconds":
+        return EverySeconds(config.interval)
+    return Continuous(config.continuous_floor_seconds) if config.interval_type == "continuous" else Never()
 
 
 def build_skips_when_busy(config: Checkpoint) -> bool:

@@ -13,7 +13,7 @@ from torchtitan_lite.config.sections.training import DtypeName
 from torchtitan_lite.errors import ConfigError
 
 AsyncMode = Literal["disabled", "async", "async_with_pinned_mem"]
-IntervalType = Literal["steps", "seconds"]
+IntervalType = Literal["steps", "seconds", "continuous", "none"]
 VerifyOnLoad = Literal["off", "size", "full"]
 WhenBusy = Literal["wait", "skip"]
 BestMode = Literal["min", "max"]
@@ -31,11 +31,23 @@ class Checkpoint:
     """Folder for checkpoints, inside job.dump_folder."""
 
     interval_type: IntervalType = "steps"
-    """Unit of `interval`. Seconds count from the start of the training loop and then from each save; all ranks save at
-    the same step."""
+    """When to save. "steps" and "seconds": every `interval` of them. "continuous": as soon as the last save is durable,
+    but not before continuous_floor_seconds. "none": only for at_steps, or_every_seconds, save(now=True) and the last
+    step. Seconds count from the start of the training loop and then from each save; all ranks save at the same step.
+    docs/intervals.md compares them."""
 
     interval: int = 500
-    """Steps or seconds from one checkpoint to the next."""
+    """Steps or seconds from one checkpoint to the next, with interval_type "steps" or "seconds"."""
+
+    or_every_seconds: float = 0.0
+    """Also save once this many seconds have passed since the last save, whatever interval_type says: with "steps",
+    whichever comes first; 0: off."""
+
+    at_steps: tuple[int, ...] = ()
+    """Also save at these steps, such as 100,1000,10000."""
+
+    continuous_floor_seconds: float = 30.0
+    """With interval_type "continuous": the least seconds from one save to the next; 0: none."""
 
     model_weights_only: bool = False
     """Save only the model's weights at the last step, in export_dtype, under bare parameter names. A run never resumes
@@ -174,11 +186,10 @@ class Checkpoint:
         refuse_address("checkpoint.initial_load_path", self.initial_load_path, "Copy the checkpoint to a folder first.")
         if not self.folder:
             raise ConfigError("checkpoint.folder: expected the name of a folder, found an empty string.")
-        choice("checkpoint.interval_type", self.interval_type, get_args(IntervalType))
         choice("checkpoint.export_dtype", self.export_dtype, get_args(DtypeName))
         object.__setattr__(self, "async_mode", self.async_mode.lower())
         choice("checkpoint.async_mode", self.async_mode, get_args(AsyncMode))
-        at_least("checkpoint.interval", self.interval, 1)
+        self._check_interval()
         self._check_retention()
         at_least("checkpoint.load_step", self.load_step, -1)
         at_least("checkpoint.timeout_seconds", self.timeout_seconds, 1)
@@ -215,6 +226,14 @@ class Checkpoint:
                 "checkpoint.exclude_from_loading: 'optimizer' without 'lr_scheduler': a new optimizer would start at "
                 "an old learning rate. Add lr_scheduler."
             )
+
+    def _check_interval(self) -> None:
+        choice("checkpoint.interval_type", self.interval_type, get_args(IntervalType))
+        at_least("checkpoint.interval", self.interval, 1)
+        for step in self.at_steps:
+            at_least("checkpoint.at_steps", step, 1)
+        for name in ("or_every_seconds", "continuous_floor_seconds"):
+            not_negative(f"checkpoint.{name}", getattr(self, name))
 
     def _check_retention(self) -> None:
         for name in ("keep_latest_k", "keep_every_n_steps", "keep_best_k"):
