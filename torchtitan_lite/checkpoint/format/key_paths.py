@@ -1,4 +1,4 @@
-"""The path of each flat key in the nested state, made when it is asked for. Without torch.
+"""The path of each flat key in the nested state, made on demand. Without torch.
 
 Thousands of keys lie in one container: the table keeps for each only its container.
 """
