@@ -254,11 +254,11 @@ class CorpusChanged(TorchtitanLiteError, ValueError):
 
 
 class ExtraMissing(TorchtitanLiteError, ImportError):
-    """The package of the optional dependency `extra` is not installed."""
+    """The `package` of the optional dependency `extra`, by default of the same name, is not installed."""
 
-    def __init__(self, extra: str) -> None:
-        self.extra = extra
-        super().__init__(f"{extra} is not installed. Install it with: pip install 'torchtitan-lite[{extra}]'")
+    def __init__(self, extra: str, package: str = "") -> None:
+        self.extra, self.package = extra, package or extra
+        super().__init__(f"{self.package} is not installed. Install it with: pip install 'torchtitan-lite[{extra}]'")
 
 
 class TrainingDiverged(TorchtitanLiteError, ArithmeticError):

@@ -24,17 +24,18 @@ class Model:
     flavor's. "" takes the flavor's."""
 
     tokenizer_path: str = "bytes"
-    """Tokenizer. The only one is "bytes": UTF-8 bytes, plus BOS and EOS."""
+    """Tokenizer: "bytes", which are UTF-8 bytes plus BOS and EOS; or a tokenizer.json, or the folder that holds one."""
 
     dropout: float = 0.0
     """Probability of dropping an activation after attention and after feed-forward."""
 
     def __post_init__(self) -> None:
         check_types(self, "model")
-        if self.tokenizer_path != "bytes":
+        if not self.tokenizer_path or self.tokenizer_path.endswith(".model"):
             raise ConfigError(
-                f"model.tokenizer_path: expected 'bytes', the only tokenizer there is, found {self.tokenizer_path!r}. "
-                "Set --model.tokenizer_path=bytes."
+                "model.tokenizer_path: expected 'bytes', a tokenizer.json or the folder that holds one, found "
+                f"{self.tokenizer_path!r}. Set --model.tokenizer_path=bytes, or save the same tokenizer with "
+                "transformers (save_pretrained), which writes a tokenizer.json."
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"model.dropout: expected a probability in [0, 1), found {self.dropout}.")

@@ -1,0 +1,198 @@
+"""Tokenizers: text to numbers.
+
+A tokenizer never changes during a run, and its fingerprint is part of the data's state: equal fingerprints mean equal
+tokens of equal text. `encode` adds no marks. Who makes a stream of documents puts BOS before and EOS after each of
+them, as far as the tokenizer has them. A `tokenizer.json` needs the library `tokenizers`, which is imported only then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torchtitan_lite.errors import ConfigError, ExtraMissing
+
+BYTES = "bytes"
+TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
+BOS_NAMES = ("<s>", "<bos>", "<|bos|>", "[BOS]", "<|begin_of_text|>", "<|startoftext|>")
+EOS_NAMES = ("</s>", "<eos>", "<|eos|>", "[EOS]", "<|end_of_text|>", "<|endoftext|>")
+"""Names that BOS and EOS have where no file beside tokenizer.json names them."""
+_MAP_FILE = "special_tokens_map.json"
+_FURTHER_FILES = (CONFIG_FILE, _MAP_FILE, "chat_template.jinja")
+
+
+class Tokenizer(Protocol):
+    """A tokenizer of the kind that the module describes."""
+
+    vocab_size: int
+    """One more than the largest token."""
+    bos: int | None
+    eos: int | None
+    fingerprint: str
+    """ "bytes", or a digest of tokenizer.json and of the two marks."""
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of each text, without marks."""
+
+    def files(self) -> dict[str, bytes]:
+        """Return the files, by name, from which transformers loads this tokenizer."""
+
+
+def build_tokenizer(path: str) -> Tokenizer:
+    """Return the tokenizer that model.tokenizer_path names: "bytes", a tokenizer.json, or a folder that holds one.
+
+    Raises ConfigError if there is none at `path`, and ExtraMissing without the library `tokenizers`.
+    """
+    return ByteTokenizer() if path == BYTES else FileTokenizer(_file_at(path))
+
+
+class ByteTokenizer:
+    """The bytes of the text in UTF-8, and two marks."""
+
+    vocab_size = 258
+    bos: int | None = 256
+    eos: int | None = 257
+    fingerprint = BYTES
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the bytes of each text."""
+        return [list(text.encode("utf-8", "surrogatepass")) for text in texts]
+
+    def files(self) -> dict[str, bytes]:
+        """Return the files of a tokenizer of transformers that gives the same tokens."""
+        from torchtitan_lite.data.byte_tokenizer_files import byte_tokenizer_files
+
+        return byte_tokenizer_files()
+
+
+class FileTokenizer:
+    """A tokenizer.json. Truncation and padding that it asks for are off; special tokens in a text are found in it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._data = path.read_bytes()
+        self._tokenizer = _loaded(path, self._data)
+        vocabulary: Mapping[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise ConfigError(f"model.tokenizer_path: {path} has no tokens. Train it first.")
+        self.vocab_size = 1 + max(vocabulary.values())
+        self._named = _marks_named_beside(path)
+        special = [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
+        self._bos_name = self._name_of("bos_token", BOS_NAMES, special)
+        self._eos_name = self._name_of("eos_token", EOS_NAMES, special)
+        self.bos, self.eos = self._number_of("bos_token", vocabulary), self._number_of("eos_token", vocabulary)
+        digest = hashlib.blake2b(self._data, digest_size=16)
+        digest.update(f"\0{self.bos}\0{self.eos}".encode())
+        self.fingerprint = digest.hexdigest()
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of each text. Uses all cores."""
+        encodings = self._tokenizer.encode_batch_fast([_sound(text) for text in texts], add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def files(self) -> dict[str, bytes]:
+        """Return tokenizer.json and those beside it; a tokenizer_config.json is made where there is none."""
+        beside = {name: self._path.with_name(name) for name in _FURTHER_FILES}
+        found = {name: path.read_bytes() for name, path in beside.items() if path.is_file()}
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": self._bos_name,
+            "eos_token": self._eos_name,
+            "clean_up_tokenization_spaces": False,
+        }
+        return {TOKENIZER_FILE: self._data, CONFIG_FILE: json.dumps(config, indent=2).encode() + b"\n"} | found
+
+    def _name_of(self, key: str, known: Iterable[str], special: Sequence[str]) -> str | None:
+        if key in self._named:
+            return self._named[key]
+        found = [name for name in known if name in special]
+        if len(found) > 1:
+            raise ConfigError(
+                f"model.tokenizer_path: {self._path} has several tokens that may be the {key}: {', '.join(found)}. "
+                f'Name one in {self._path.with_name(CONFIG_FILE)}, as in {{"{key}": "{found[0]}"}}.'
+            )
+        return found[0] if found else None
+
+    def _number_of(self, key: str, vocabulary: Mapping[str, int]) -> int | None:
+        name = self._bos_name if key == "bos_token" else self._eos_name
+        if name is None:
+            return None
+        if name not in vocabulary:
+            raise ConfigError(
+                f"model.tokenizer_path: the {key} {name!r}, which a file beside {self._path} names, is not in the "
+                f"vocabulary. Correct it in {self._path.with_name(CONFIG_FILE)}; null is a tokenizer without one."
+            )
+        return vocabulary[name]
+
+
+def _file_at(given: str) -> Path:
+    path = Path(given).expanduser()
+    if path.is_dir() and (path / TOKENIZER_FILE).is_file():
+        return path / TOKENIZER_FILE
+    if path.is_file() and path.suffix == ".json":
+        return path
+    folder = path if path.is_dir() else path.parent
+    if path.suffix == ".model" or (folder / "tokenizer.model").is_file():
+        finding = "a tokenizer.model of SentencePiece or tiktoken, which is not supported"
+        fix = "Save the same tokenizer with transformers (save_pretrained), which writes a tokenizer.json"
+    else:
+        finding = "a folder without one" if path.is_dir() else "another file" if path.exists() else "nothing"
+        fix = "Correct the path, or set --model.tokenizer_path=bytes"
+    raise ConfigError(
+        f"model.tokenizer_path: expected 'bytes', a tokenizer.json or a folder that holds one at {given!r}, found "
+        f"{finding} (looked from {Path.cwd()}). {fix}."
+    )
+
+
+def _loaded(path: Path, data: bytes) -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ExtraMissing("tokenizers") from error
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(data.decode())
+    except Exception as error:  # The library raises Exception itself.
+        raise ConfigError(
+            f"model.tokenizer_path: {path} is no tokenizer.json that tokenizers {tokenizers.__version__} reads: "
+            f"{error}. Save it again, or install the version that wrote it."
+        ) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _marks_named_beside(path: Path) -> dict[str, str | None]:
+    """Return what the files beside tokenizer.json name as bos_token and eos_token; None is a token that is not used."""
+    named: dict[str, str | None] = {}
+    for file in (path.with_name(_MAP_FILE), path.with_name(CONFIG_FILE)):  # The later one counts.
+        if not file.is_file():
+            continue
+        try:
+            content = json.loads(file.read_bytes())
+        except ValueError as error:
+            raise ConfigError(
+                f"model.tokenizer_path: {file} is not JSON: {error}. Correct it, or remove it."
+            ) from error
+        for key in ("bos_token", "eos_token"):
+            if isinstance(content, dict) and key in content:
+                value = content[key]["content"] if _is_added_token(content[key]) else content[key]
+                if value is not None and not isinstance(value, str):
+                    raise ConfigError(f"model.tokenizer_path: {file}: expected the text of {key}, found {value!r}.")
+                named[key] = value
+    return named
+
+
+def _is_added_token(value: object) -> bool:
+    return isinstance(value, dict) and "content" in value
+
+
+def _sound(text: str) -> str:
+    """Return `text` with U+FFFD in place of lone surrogates, which JSON may hold and UTF-8 may not."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
