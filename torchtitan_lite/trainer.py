@@ -23,8 +23,8 @@ from torchtitan_lite.checkpoint.state.stateful import Stateful
 from torchtitan_lite.checkpoint.state.train_state import TrainState
 from torchtitan_lite.config.dry_run import as_built
 from torchtitan_lite.config.job_config import JobConfig
-from torchtitan_lite.data.dataset import VOCAB_SIZE
-from torchtitan_lite.data.loader import TokenLoader, build_dataloader, global_batch_size
+from torchtitan_lite.data.loader import Loader, build_dataloader, global_batch_size
+from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.distributed.process_group import World, shorten_timeouts
 from torchtitan_lite.distributed.reduce import broadcast_from_first, max_over_ranks, mean_over_ranks
 from torchtitan_lite.distributed.simulated import build_peers
@@ -59,7 +59,10 @@ class Trainer:
         seed = config.training.seed if config.training.seed is not None else random.SystemRandom().randrange(2**31)
         self.seed = broadcast_from_first(seed, world.device)
         self.peers = build_peers(config, simulated=world.is_simulated)
-        self.args = build_model_args(config.model, vocab_size=VOCAB_SIZE, seq_len=config.training.seq_len)
+        self.tokenizer = self.peers.together(lambda: build_tokenizer(config.model.tokenizer_path))
+        self.args = build_model_args(
+            config.model, vocab_size=self.tokenizer.vocab_size, seq_len=config.training.seq_len
+        )
         self.plan = self.peers.on_coordinator(lambda: build_plan(config, self.args, world.world_size))
         self._refuse_shared_seed_checkpoint()
         refuse_early(config, self.peers)
@@ -191,10 +194,13 @@ class Trainer:
             _own_gc(),
         ):
             while state.step < config.training.steps:
+                epoch = self.loader.progress.epoch
                 batch = self._next_batch()
                 if batch is None:
                     return self._end_of_data()
                 state.step += 1
+                if self.loader.progress.epoch != epoch:
+                    logger.info("Epoch %d of the data begins in step %d", self.loader.progress.epoch, state.step)
                 if state.step % config.training.gc_freq == 0:
                     gc.collect(1)
                 self._train_step(batch)
@@ -272,6 +278,7 @@ class Trainer:
                 grad_norm=grad_norm.item(),
                 lr=lr,
                 n_tokens_seen=self.train_state.n_tokens_seen,
+                progress=self.loader.progress,
             )
 
     def _next_batch(self) -> Tensor | None:
@@ -303,11 +310,11 @@ class Trainer:
                 "Run python train.py without torchrun; any number of processes can begin from what it writes."
             )
 
-    def _build_loader(self) -> TokenLoader:
+    def _build_loader(self) -> Loader:
         dims = self.plan.dims
         rank, num_ranks = dims.dp_rank(self.world.rank), dims.dp_degree
         return self.peers.together(
-            lambda: build_dataloader(self.config, seed=self.seed, rank=rank, num_ranks=num_ranks)
+            lambda: build_dataloader(self.config, self.tokenizer, seed=self.seed, rank=rank, num_ranks=num_ranks)
         )
 
     def _build_part(self, stage: Stage) -> Transformer:

@@ -28,11 +28,19 @@ def test_a_torchtitan_toml_loads_with_a_supported_dataset_and_tokenizer(file):
 
 
 @pytest.mark.parametrize("file", [NOVEMBER_2024, FEBRUARY_2026])
-def test_an_unsupported_dataset_or_tokenizer_is_an_error_that_names_the_supported_ones(file):
-    with pytest.raises(ConfigError, match=r"training\.dataset: expected one of stdlib, text, jsonl, found 'c4_test'"):
-        parse_config(["--job.config_file", file])
-    with pytest.raises(ConfigError, match=r"model\.tokenizer_path: expected 'bytes'"):
-        parse_config(["--job.config_file", file, "--training.dataset=stdlib"])
+def test_an_unsupported_dataset_is_an_error_that_names_the_supported_ones(file):
+    with pytest.raises(ConfigError, match=r"one of stdlib, text, jsonl, parquet, huggingface, found 'c4_test'"):
+        parse_config(["--job.config_file", file, "--model.tokenizer_path=bytes"])
+
+
+def test_a_tokenizer_model_of_tiktoken_is_an_error_that_names_what_is_supported():
+    with pytest.raises(ConfigError, match=r"model\.tokenizer_path: expected 'bytes', a tokenizer\.json or"):
+        parse_config(["--job.config_file", NOVEMBER_2024, "--training.dataset=stdlib"])
+
+
+def test_the_folder_that_torchtitan_downloads_a_tokenizer_into_is_accepted():
+    config = parse_config(["--job.config_file", FEBRUARY_2026, "--training.dataset=stdlib"])
+    assert config.model.tokenizer_path == "./tests/assets/tokenizer"
 
 
 def test_keys_of_unsupported_features_are_accepted_with_one_line_while_off(caplog):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchtitan_lite.data.dataset import WindowDataset
+from torchtitan_lite.data.dataset import ByteCorpus, WindowDataset
 from torchtitan_lite.data.documents import Fingerprint
 from torchtitan_lite.data.loader import TokenLoader
 
@@ -26,8 +26,8 @@ class Numbered:
 def loader(
     windows: int = 40, *, rank: int = 0, num_ranks: int = 1, batch: int = 8, local: int = 1, **others: Any
 ) -> TokenLoader:
-    return TokenLoader(
-        WindowDataset(others.pop("documents", None) or Numbered(windows), seq_len=3),
+    made = TokenLoader(
+        WindowDataset(ByteCorpus(others.pop("documents", None) or Numbered(windows)), seq_len=3),
         seed=others.pop("seed", 0),
         rank=rank,
         num_ranks=num_ranks,
@@ -35,6 +35,8 @@ def loader(
         global_batch_size=batch,
         **others,
     )
+    made.prepare()
+    return made
 
 
 def ids(batch: torch.Tensor) -> list[int]:

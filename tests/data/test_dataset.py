@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_lite.data.dataset import BOS, EOS, VOCAB_SIZE, WindowDataset
+from torchtitan_lite.data.dataset import BOS, EOS, VOCAB_SIZE, ByteCorpus, WindowDataset
 from torchtitan_lite.data.documents import Fingerprint, TextFiles
 from torchtitan_lite.errors import ConfigError
 
@@ -27,7 +27,7 @@ class InMemory:
 
 
 def test_a_document_is_between_bos_and_eos() -> None:
-    dataset = WindowDataset(InMemory(b"ab", b"", b"c"), seq_len=8)
+    dataset = WindowDataset(ByteCorpus(InMemory(b"ab", b"", b"c")), seq_len=8)
     assert len(dataset) == 1
     assert dataset[0].tolist() == [BOS, 97, 98, EOS, BOS, EOS, BOS, 99, EOS]
     assert dataset[0].dtype == np.int64
@@ -41,29 +41,29 @@ def test_windows_are_the_stream_cut_without_overlap(contents: list[bytes], seq_l
     expected = [stream[start : start + width] for start in range(0, len(stream) - width + 1, width)]
     if not expected:
         with pytest.raises(ConfigError):
-            WindowDataset(InMemory(*contents), seq_len)
+            len(WindowDataset(ByteCorpus(InMemory(*contents)), seq_len))
         return
-    dataset = WindowDataset(InMemory(*contents), seq_len)
+    dataset = WindowDataset(ByteCorpus(InMemory(*contents)), seq_len)
     assert [dataset[i].tolist() for i in range(len(dataset))] == expected
 
 
 def test_every_token_is_in_the_vocabulary() -> None:
-    dataset = WindowDataset(InMemory(bytes(range(256))), seq_len=257)
+    dataset = WindowDataset(ByteCorpus(InMemory(bytes(range(256)))), seq_len=257)
     assert sorted(dataset[0].tolist()) == list(range(VOCAB_SIZE))
 
 
 def test_a_window_beyond_the_last_is_an_index_error() -> None:
-    dataset = WindowDataset(InMemory(b"abcd"), seq_len=2)
+    dataset = WindowDataset(ByteCorpus(InMemory(b"abcd")), seq_len=2)
     with pytest.raises(IndexError, match="window 2 of 2"):
         dataset[2]
 
 
 def test_a_corpus_below_one_sequence_is_an_error_with_both_sizes() -> None:
     with pytest.raises(ConfigError, match="the corpus has 4 tokens, less than one sequence of 16"):
-        WindowDataset(InMemory(b"ab"), seq_len=16)
+        len(WindowDataset(ByteCorpus(InMemory(b"ab")), seq_len=16))
 
 
 def test_windows_of_real_files_are_their_bytes(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"0123456789")
-    dataset = WindowDataset(TextFiles([tmp_path / "a.txt"]), seq_len=3)
+    dataset = WindowDataset(ByteCorpus(TextFiles([tmp_path / "a.txt"])), seq_len=3)
     assert dataset[1].tolist() == list(b"3456")

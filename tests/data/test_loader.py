@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.data.numbered import Numbered, ids, loader
 from torchtitan_lite.config.job_config import JobConfig, Training
 from torchtitan_lite.data.loader import TokenLoader, build_dataloader, global_batch_size
+from torchtitan_lite.data.tokenizer import ByteTokenizer
 from torchtitan_lite.errors import ConfigError, CorpusChanged
 
 
@@ -180,7 +181,7 @@ def numbers(pattern: str, text: str) -> list[int]:
 def test_a_loader_is_built_from_the_config(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"abcdefgh" * 64)
     training = Training(dataset="text", dataset_path=f"{tmp_path}/*.txt", seq_len=15, batch_size=2, global_batch_size=8)
-    batch = next(build_dataloader(JobConfig(training=training), seed=1, rank=1, num_ranks=2))
+    batch = next(build_dataloader(JobConfig(training=training), ByteTokenizer(), seed=1, rank=1, num_ranks=2))
     assert batch.shape == (2, 2, 16)
     assert set(batch.unique().tolist()) <= {*b"abcdefgh", 256, 257}
 

@@ -55,6 +55,8 @@ REFUSED = {
     "optimizer.name": NEW_OPTIMIZER,
     "training.dataset": NEW_ORDER,
     "training.dataset_text_key": NEW_ORDER,
+    "training.dataset_subset": NEW_ORDER,
+    "training.dataset_split": NEW_ORDER,
     "training.seq_len": NEW_ORDER,
 }
 """Key to the fix, as the refusal says it."""
@@ -63,6 +65,8 @@ ALLOWED_BY_EXCLUSION = {
     "optimizer.name": "optimizer",
     "training.dataset": "dataloader",
     "training.dataset_text_key": "dataloader",
+    "training.dataset_subset": "dataloader",
+    "training.dataset_split": "dataloader",
     "training.seq_len": "dataloader",
 }
 """Key to the state that, if excluded from loading, makes its change harmless: a warning instead of a refusal."""
@@ -113,6 +117,8 @@ def compare(stored: Mapping[str, Mapping[str, Any]], config: JobConfig) -> list[
 
 def _change(key: str, before: Any, now: Any, excluded: tuple[str, ...]) -> Change:
     rule = rule_of(key)
+    if key == "model.tokenizer_path" and "bytes" not in (before, now):
+        return Change(key, before, now, Rule.WARNED, "another place: its contents are compared with the checkpoint's")
     if rule is Rule.REFUSED and ALLOWED_BY_EXCLUSION.get(key) in excluded:
         return Change(key, before, now, Rule.WARNED, f"{ALLOWED_BY_EXCLUSION[key]} is not loaded")
     return Change(key, before, now, rule, REFUSED.get(key) or WARNED.get(key) or "")

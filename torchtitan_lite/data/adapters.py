@@ -111,13 +111,29 @@ class HuggingFaceStreamAdapter:
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of this rank's position in the data."""
-        state = {"epoch": self._epoch, "place": self._current_position()}
-        return pack(state, rank=self._rank, num_ranks=self._num_ranks)
+        return pack(self.position(), rank=self._rank, num_ranks=self._num_ranks)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Start the next iteration at the position of `state_dict`. Raise ConfigError for another number of ranks."""
-        state = unpack(state_dict, rank=self._rank, num_ranks=self._num_ranks)
-        self._epoch, self._position, self._is_iterating = state["epoch"], state["place"], False
+        self.seek(unpack(state_dict, rank=self._rank, num_ranks=self._num_ranks))
+
+    @property
+    def epoch(self) -> int:
+        """Return the epoch of the present or next iteration; the first one is the dataset's own, by default 0."""
+        return self._epoch
+
+    @property
+    def is_in_epoch(self) -> bool:
+        """Return whether the present or next iteration has begun its epoch, here or before a resume."""
+        return self._is_iterating or self._position is not None
+
+    def position(self) -> dict[str, Any]:
+        """Return this rank's position in the data, before it is packed."""
+        return {"epoch": self._epoch, "place": self._current_position()}
+
+    def seek(self, position: dict[str, Any]) -> None:
+        """Start the next iteration at what `position` returned."""
+        self._epoch, self._position, self._is_iterating = position["epoch"], position["place"], False
 
     def _current_position(self) -> dict[str, Any] | None:
         """Return the dataset's own state, or None at the beginning of an epoch."""

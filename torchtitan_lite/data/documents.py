@@ -94,7 +94,7 @@ class TextFiles:
         sizes = [path.stat().st_size for path in self._paths]
         self.lengths = np.array(sizes, dtype=np.int64)
         contents = (_head_and_tail(path, size) for path, size in zip(self._paths, sizes, strict=True))
-        self.fingerprint = _fingerprint(kind, self._paths, sizes, contents)
+        self.fingerprint = fingerprint_of(kind, self._paths, sizes, contents)
 
     def read(self, document: int, start: int, stop: int) -> bytes:
         """Return bytes start ... stop - 1 of one file. Raise CorpusChanged if the file is now shorter."""
@@ -127,7 +127,7 @@ class JsonLines:
             digests.append(digest.digest())
         self.lengths = np.array(lengths, dtype=np.int64)
         sizes = [path.stat().st_size for path in self._paths]
-        self.fingerprint = _fingerprint(f"jsonl, key {key}", self._paths, sizes, digests)
+        self.fingerprint = fingerprint_of(f"jsonl, key {key}", self._paths, sizes, digests)
 
     def read(self, document: int, start: int, stop: int) -> bytes:
         """Return bytes start ... stop - 1 of one line's text."""
@@ -138,6 +138,11 @@ class JsonLines:
 
 
 def _text(line: bytes, key: str, where: str) -> bytes:
+    return text_of(line, key, where).encode("utf-8", "surrogatepass")
+
+
+def text_of(line: bytes, key: str, where: str) -> str:
+    """Return the text under `key` in a line of JSON. Raise ConfigError, which begins with `where`, if there is none."""
     try:
         value: Any = json.loads(line)
     except ValueError as error:
@@ -151,7 +156,7 @@ def _text(line: bytes, key: str, where: str) -> bytes:
         raise ConfigError(
             f"{where}: expected text under {key!r}, found text under: {found}. Set --training.dataset_text_key."
         )
-    return str(value[key]).encode("utf-8", "surrogatepass")
+    return str(value[key])
 
 
 def _head_and_tail(path: Path, size: int) -> bytes:
@@ -163,11 +168,16 @@ def _head_and_tail(path: Path, size: int) -> bytes:
         return head + file.read()
 
 
-def _fingerprint(kind: str, paths: Sequence[Path], sizes: Sequence[int], contents: Iterable[bytes]) -> Fingerprint:
-    # Names are relative to the files' common folder, so that a corpus moved as a whole stays the same corpus.
-    root = os.path.commonpath([path.parent for path in paths])
+def fingerprint_of(kind: str, paths: Sequence[Path], sizes: Sequence[int], contents: Iterable[bytes]) -> Fingerprint:
+    """Return the fingerprint of files whose contents, or digests of them, are `contents`."""
     digest = hashlib.blake2b(digest_size=16)
-    for path, size, content in zip(paths, sizes, contents, strict=True):
-        digest.update(f"{path.relative_to(root).as_posix()}\0{size}\0".encode("utf-8", "surrogateescape"))
+    for name, size, content in zip(names_in_corpus(paths), sizes, contents, strict=True):
+        digest.update(f"{name}\0{size}\0".encode("utf-8", "surrogateescape"))
         digest.update(content)
     return Fingerprint(kind=kind, files=len(paths), bytes=sum(sizes), digest=digest.hexdigest())
+
+
+def names_in_corpus(paths: Sequence[Path]) -> list[str]:
+    """Return the names relative to the common folder, so that a corpus moved as a whole stays the same corpus."""
+    root = os.path.commonpath([path.parent for path in paths])
+    return [path.relative_to(root).as_posix() for path in paths]

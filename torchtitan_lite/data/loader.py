@@ -9,32 +9,89 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from torchtitan_lite.config.job_config import JobConfig, Training
-from torchtitan_lite.data.dataset import WindowDataset
+from torchtitan_lite.data.dataset import ByteCorpus, Corpus, WindowDataset
 from torchtitan_lite.data.documents import build_documents
 from torchtitan_lite.data.permutation import shuffled
+from torchtitan_lite.data.progress import Progress, progress_at
+from torchtitan_lite.data.stream import build_stream
+from torchtitan_lite.data.texts import build_texts
+from torchtitan_lite.data.token_corpus import TokenCorpus
+from torchtitan_lite.data.tokenizer import BYTES, Tokenizer
 from torchtitan_lite.errors import ConfigError, CorpusChanged
 from torchtitan_lite.log import logger
 
 
-def build_dataloader(config: JobConfig, *, seed: int, rank: int, num_ranks: int) -> TokenLoader:
-    """Return this rank's loader. `rank` and `num_ranks` count the ranks that take different data."""
+class Loader(Protocol):
+    """What the training loop needs of its data: this rank's share of each step, and its state for the checkpoint."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether less than one step of data is left."""
+
+    @property
+    def last_positions(self) -> range:
+        """Positions of this rank's last step in the run's order; empty before the first step."""
+
+    @property
+    def progress(self) -> Progress:
+        """Return how far the run is in its data."""
+
+    def __next__(self) -> Tensor: ...
+
+    def prepare(self) -> None:
+        """Do what takes long, and refuse data that are too few. Needs no other rank."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+def build_dataloader(config: JobConfig, tokenizer: Tokenizer, *, seed: int, rank: int, num_ranks: int) -> Loader:
+    """Return this rank's loader, prepared unless this is a dry run, which takes no step.
+
+    `rank` and `num_ranks` count the ranks that take different data.
+    """
     training = config.training
-    return TokenLoader(
-        WindowDataset(build_documents(training), training.seq_len),
-        seed=seed,
-        rank=rank,
-        num_ranks=num_ranks,
-        local_batch_size=training.batch_size,
-        global_batch_size=global_batch_size(training, num_ranks),
-        max_epochs=training.max_epochs,
-    )
+    total = global_batch_size(training, num_ranks)
+    if rank == 0 and tokenizer.bos is None and tokenizer.eos is None:
+        logger.warning(
+            "%s has neither BOS nor EOS: no token separates documents. Name them in tokenizer_config.json beside it",
+            config.model.tokenizer_path,
+        )
+    loader: Loader
+    if training.dataset == "huggingface":
+        loader = build_stream(training, tokenizer, rank=rank, num_ranks=num_ranks, global_batch_size=total)
+    else:
+        loader = TokenLoader(
+            WindowDataset(_build_corpus(config, tokenizer), training.seq_len),
+            seed=seed,
+            rank=rank,
+            num_ranks=num_ranks,
+            local_batch_size=training.batch_size,
+            global_batch_size=total,
+            max_epochs=training.max_epochs,
+        )
+    if not config.checkpoint.dry_run:
+        loader.prepare()
+    return loader
+
+
+def _build_corpus(config: JobConfig, tokenizer: Tokenizer) -> Corpus:
+    training, checkpoint = config.training, config.checkpoint
+    # A row of a Parquet file can be read only with its row group, so its bytes are kept as tokens, too.
+    if tokenizer.fingerprint == BYTES and training.dataset != "parquet":
+        return ByteCorpus(build_documents(training))
+    folder = Path(config.job.dump_folder).absolute() / Path(training.tokens_folder).expanduser()
+    only_loads = checkpoint.enable_checkpoint and checkpoint.load_only
+    return TokenCorpus(build_texts(training), tokenizer, folder, writes=not only_loads)
 
 
 def global_batch_size(config: Training, num_ranks: int) -> int:
@@ -66,7 +123,10 @@ def _nearest_factors(total: int, other: int, current: int) -> str:
 
 
 class TokenLoader:
-    """Iterator over this rank's share of each step: int64 [accumulation, local_batch, seq_len + 1] on the CPU."""
+    """Iterator over this rank's share of each step: int64 [accumulation, local_batch, seq_len + 1] on the CPU.
+
+    Until `prepare`, only `check_state` and the state of a loader that took nothing are quick.
+    """
 
     def __init__(
         self,
@@ -86,14 +146,9 @@ class TokenLoader:
         self._first = rank * self._share
         self._local_batch_size = local_batch_size
         self._global_batch_size = global_batch_size
-        self._end_position = max_epochs * len(dataset) if max_epochs else None
+        self._max_epochs = max_epochs
         self._next_position = 0
         self._last_positions = range(0)
-        if self._end_position is not None and self._end_position < global_batch_size:
-            raise ConfigError(
-                f"training.max_epochs: {max_epochs} x {len(dataset)} sequences are less than one step of "
-                f"{global_batch_size}. Lower the batch size or --training.seq_len."
-            )
 
     def __iter__(self) -> Iterator[Tensor]:
         return self
@@ -108,10 +163,25 @@ class TokenLoader:
         self._next_position, self._last_positions = stop, positions
         return torch.from_numpy(np.stack(windows)).view(-1, self._local_batch_size, self._dataset.seq_len + 1)
 
+    def prepare(self) -> None:
+        """Tokenise the corpus, or wait for who does. Raise ConfigError if it has less than one step, or sequence."""
+        length = len(self._dataset)
+        if self._max_epochs and self._max_epochs * length < self._global_batch_size:
+            raise ConfigError(
+                f"training.max_epochs: {self._max_epochs} x {length} sequences are less than one step of "
+                f"{self._global_batch_size}. Lower the batch size or --training.seq_len."
+            )
+
     @property
     def has_ended(self) -> bool:
         """Whether less than one step of data is left."""
-        return self._end_position is not None and self._next_position + self._global_batch_size > self._end_position
+        end = self._next_position + self._global_batch_size
+        return self._max_epochs > 0 and end > self._max_epochs * len(self._dataset)
+
+    @property
+    def progress(self) -> Progress:
+        """Return how far the run is in its data."""
+        return progress_at(self._next_position, len(self._dataset))
 
     @property
     def last_positions(self) -> range:
@@ -120,23 +190,22 @@ class TokenLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the run, as new ints and strings that are the same on every rank."""
-        corpus = dataclasses.asdict(self._dataset.fingerprint)
         return {
             "next_position": self._next_position,
             "seed": self._seed,
-            "epoch": self._next_position // len(self._dataset),
-            "seq_len": self._dataset.seq_len,
+            # At 0 without the length, which may not be known yet.
+            "epoch": self._next_position and self._next_position // len(self._dataset),
             "global_batch_size": self._global_batch_size,
-        } | {f"corpus_{name}": value for name, value in corpus.items()}
+            **self._identity,
+        }
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Raise CorpusChanged if `state` belongs to another corpus or another seq_len. Changes nothing."""
-        mine = self.state_dict()
-        named = [name for name in mine if name == "seq_len" or name.startswith("corpus_")]
-        changed = [name for name in named if state.get(name) != mine[name]]
+        """Raise CorpusChanged if `state` belongs to another corpus, tokenizer or seq_len. Changes nothing."""
+        mine, theirs = self._identity, {"tokenizer": BYTES, **state}  # Older checkpoints: there were bytes only.
+        changed = [name for name in mine if theirs.get(name) != mine[name]]
         if changed:
             raise CorpusChanged(
-                [f"{name.removeprefix('corpus_')}: {state.get(name)} -> {mine[name]}" for name in changed]
+                [f"{name.removeprefix('corpus_')}: {theirs.get(name)} -> {mine[name]}" for name in changed]
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -158,6 +227,16 @@ class TokenLoader:
             )
         self._next_position, self._seed = int(state["next_position"]), int(state["seed"])
         self._last_positions = range(0)
+
+    @property
+    def _identity(self) -> dict[str, Any]:
+        """What a state must have in common with this loader."""
+        corpus = dataclasses.asdict(self._dataset.fingerprint)
+        return {
+            "seq_len": self._dataset.seq_len,
+            "tokenizer": self._dataset.tokenizer,
+            **{f"corpus_{name}": value for name, value in corpus.items()},
+        }
 
     def _window(self, position: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         epoch, place = divmod(position, len(self._dataset))

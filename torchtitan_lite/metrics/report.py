@@ -43,12 +43,28 @@ def time_tags(end_to_end_seconds: float, parts: dict[str, float]) -> dict[str, f
     return {"time_metrics/end_to_end(s)": end_to_end_seconds, "time_metrics/data_loading(%)": share} | tags
 
 
+def epoch_tags(epoch: int, fraction: float | None) -> dict[str, float]:
+    """Return the epoch, and the percentage of it that is taken if that is known."""
+    return {"data/epoch": epoch} | ({} if fraction is None else {"data/epoch_progress(%)": 100 * fraction})
+
+
 def step_line(
-    step: int, loss: float, grad_norm: float, memory_gib: float, tps: float, tflops: float, mfu: float | None
+    step: int,
+    loss: float,
+    grad_norm: float,
+    memory_gib: float,
+    tps: float,
+    tflops: float,
+    mfu: float | None,
+    *,
+    epoch: int = 0,
+    fraction: float | None = None,
 ) -> str:
-    """Return the log line of a step in torchtitan's format; without mfu if the device's peak is unknown."""
+    """Return the log line of a step: torchtitan's, without mfu if the device's peak is unknown, and then the epoch."""
     line = (
         f"step: {step:2}  loss: {loss:7.4f}  grad_norm: {grad_norm:7.4f}  memory: {memory_gib:5.2f}GiB  "
         f"tps: {round(tps):,}  tflops: {tflops:,.2f}"
     )
-    return line if mfu is None else f"{line}  mfu: {mfu:.2f}%"
+    line += "" if mfu is None else f"  mfu: {mfu:.2f}%"
+    # Rounded down: 100 % is the end of the epoch.
+    return f"{line}  epoch: {epoch}" + ("" if fraction is None else f" ({int(1000 * fraction) / 10:.1f}%)")

@@ -21,7 +21,7 @@ from torchtitan_lite.log import logger
 from torchtitan_lite.metrics.goodput import Goodput
 from torchtitan_lite.metrics.logger import EventLog, MetricsLogger
 from torchtitan_lite.metrics.memory import build_memory_monitor
-from torchtitan_lite.metrics.report import peak_flops, step_line, throughput_tags, time_tags
+from torchtitan_lite.metrics.report import epoch_tags, peak_flops, step_line, throughput_tags, time_tags
 from torchtitan_lite.metrics.step_timer import StepTimer
 
 EVENTS_FILE = "events.jsonl"
@@ -72,8 +72,9 @@ class RunMetrics:
         grad_norm: float,
         lr: float,
         n_tokens_seen: int,
+        progress: tuple[int, float | None],
     ) -> None:
-        """Log the line of `step` and write its figures to the files."""
+        """Log the line of `step` and write its figures to the files. `progress` is the epoch and the part of it."""
         seconds = time.perf_counter() - self._since
         parts = self.timer.pop()
         self.goodput.add_productive(sum(parts.values()) * self._steps)
@@ -88,6 +89,7 @@ class RunMetrics:
             "lr": lr,
             "n_tokens_seen": n_tokens_seen,
             "goodput(%)": self.goodput.percent(),
+            **epoch_tags(*progress),
         }
         self._files.log(step, tags | speed | time_tags(seconds / max(1, self._steps), parts) | memory | event_tags)
         logger.info(
@@ -99,6 +101,8 @@ class RunMetrics:
                 speed["throughput(tps)"],
                 speed["tflops"],
                 speed.get("mfu(%)"),
+                epoch=progress[0],
+                fraction=progress[1],
             )
         )
         self._tokens, self._steps = 0.0, 0

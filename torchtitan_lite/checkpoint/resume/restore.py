@@ -120,6 +120,7 @@ class Restore:
         self._raise_unless_readable()
         report = self._report(self._keys(), ())
         if report.refusals:
+            report = self.report()  # What the states refuse may be the cause: another tokenizer has other shapes.
             raise CheckpointMismatch(str(report.path), "\n".join([*report.refusals, *report.ways_out]))
         if not build_load_rules(self._config.checkpoint).is_partial:
             self._stored.verify_rest()

@@ -10,20 +10,33 @@ from torchtitan_lite.config.field_types import check_types
 from torchtitan_lite.errors import ConfigError
 
 DtypeName = Literal["float32", "float16", "bfloat16"]
+DatasetKind = Literal["stdlib", "text", "jsonl", "parquet", "huggingface"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """Data, batch sizes, precision and length of a run."""
 
-    dataset: Literal["stdlib", "text", "jsonl"] = "stdlib"
-    """Corpus. "stdlib": the sources of the running Python's standard library; "text" or "jsonl": your own files."""
+    dataset: DatasetKind = "stdlib"
+    """Corpus. "stdlib": the sources of the running Python's standard library; "text", "jsonl" or "parquet": your own
+    files; "huggingface": a dataset that the library datasets reads as a stream."""
 
     dataset_path: str | None = None
-    """Glob of the files of "text" and "jsonl"; ** matches folders at any depth."""
+    """Glob of the files of "text", "jsonl" and "parquet"; ** matches folders at any depth. For "huggingface": the
+    dataset's name, or a folder of its files."""
 
     dataset_text_key: str = "text"
-    """Key of the text in the object on each line of "jsonl" files."""
+    """Key of the text on each line of "jsonl" files, and its column in "parquet" files and "huggingface" datasets."""
+
+    dataset_subset: str | None = None
+    """Subset of a "huggingface" dataset, such as "en" of allenai/c4; unset: its default."""
+
+    dataset_split: str = "train"
+    """Split of a "huggingface" dataset."""
+
+    tokens_folder: str = "tokens"
+    """Folder for the tokens of "parquet" files, and of all files with a tokenizer.json: in job.dump_folder, or
+    absolute, so that runs can share it."""
 
     batch_size: int = 8
     """Sequences that a rank takes in one forward pass (the local batch)."""
@@ -83,9 +96,22 @@ class Training:
         if self.global_batch_size != -1:
             at_least("training.global_batch_size (or -1)", self.global_batch_size, 1)
         choice("training.mixed_precision_param", self.mixed_precision_param, get_args(DtypeName))
-        choice("training.dataset", self.dataset, ("stdlib", "text", "jsonl"))
+        choice("training.dataset", self.dataset, get_args(DatasetKind))
         if self.dataset != "stdlib" and not self.dataset_path:
-            raise ConfigError(
-                f"training.dataset_path: dataset {self.dataset!r} needs a glob of files, found none. "
-                "Set --training.dataset_path='data/**/*.txt'."
+            needs, example = (
+                ("the name of a dataset, or a folder", "allenai/c4 --training.dataset_subset=en")
+                if self.dataset == "huggingface"
+                else ("a glob of files", f"'data/**/*.{_SUFFIXES[self.dataset]}'")
             )
+            raise ConfigError(
+                f"training.dataset_path: dataset {self.dataset!r} needs {needs}, found none. "
+                f"Set --training.dataset_path={example}."
+            )
+        if self.dataset == "huggingface" and self.max_epochs:
+            raise ConfigError(
+                f"training.max_epochs: expected 0 with dataset 'huggingface', found {self.max_epochs}: the shares "
+                "of the ranks may end at different steps. Set --training.steps."
+            )
+
+
+_SUFFIXES = {"text": "txt", "jsonl": "jsonl", "parquet": "parquet"}

@@ -1,0 +1,308 @@
+"""The tokens of a corpus are made once, shared by all processes, and made again if they are not what they should be."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tracemalloc
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.data.bpe import TEXTS, write_tokenizer
+from tests.forked import Forked
+from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig, Training
+from torchtitan_lite.data.dataset import ByteCorpus
+from torchtitan_lite.data.documents import JsonLines, build_documents
+from torchtitan_lite.data.loader import build_dataloader
+from torchtitan_lite.data.texts import PIECE_BYTES, Lines, ParquetColumns, WholeFiles, build_texts
+from torchtitan_lite.data.token_corpus import TokenCorpus
+from torchtitan_lite.data.tokenizer import ByteTokenizer, FileTokenizer
+from torchtitan_lite.errors import ConfigError, CorpusChanged
+
+
+class Counting(ByteTokenizer):
+    """The byte tokenizer, which counts what it encodes."""
+
+    encoded = 0
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        self.encoded += len(texts)
+        return super().encode(texts)
+
+
+def write_texts(folder: Path, texts: Sequence[str] = TEXTS) -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, text in enumerate(texts):
+        (folder / f"{number:03}.txt").write_bytes(text.encode())
+    return sorted(folder.glob("*.txt"))
+
+
+def write_parquet(path: Path, texts: Sequence[str | None] = TEXTS, rows: int = 7, key: str = "text") -> list[Path]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({"id": list(range(len(texts))), key: texts}), path, row_group_size=rows)
+    return [path]
+
+
+def corpus(tmp_path: Path, texts: Sequence[str] = TEXTS, **options: bool) -> TokenCorpus:
+    sources = WholeFiles(write_texts(tmp_path / "texts", texts), "text")
+    return TokenCorpus(sources, Counting(), tmp_path / "kept", **{"writes": True, **options})
+
+
+def stream(found: TokenCorpus | ByteCorpus) -> list[int]:
+    return found.read(0, found.num_tokens).tolist()
+
+
+def token_files(tmp_path: Path) -> list[Path]:
+    return sorted(path for path in (tmp_path / "kept").rglob("*") if path.is_file() and path.name != "lock")
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, logger="torchtitan_lite")
+    return caplog
+
+
+def test_text_jsonl_and_parquet_give_the_same_stream_as_the_documents_one_by_one(tmp_path: Path) -> None:
+    tokenizer = FileTokenizer(write_tokenizer(tmp_path))
+    expected = [token for text in TEXTS for token in (0, *tokenizer.encode([text])[0], 1)]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS) + "\n\n")
+    for texts in (
+        WholeFiles(write_texts(tmp_path / "texts"), "text"),
+        Lines([tmp_path / "a.jsonl"], "text"),
+        ParquetColumns(write_parquet(tmp_path / "a.parquet"), "text"),
+    ):
+        assert stream(TokenCorpus(texts, tokenizer, tmp_path / "kept", writes=True)) == expected
+
+
+def test_bytes_of_parquet_are_those_of_the_same_lines_of_json(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
+    parquet = ParquetColumns(write_parquet(tmp_path / "a.parquet"), "text")
+    found = TokenCorpus(parquet, ByteTokenizer(), tmp_path / "kept", writes=True)
+    assert stream(found) == stream(ByteCorpus(JsonLines([tmp_path / "a.jsonl"], "text")))
+
+
+def test_where_bos_and_eos_are_one_token_it_only_follows_each_document(tmp_path: Path) -> None:
+    marks: dict[str, object] = {"bos_token": "<|e|>", "eos_token": "<|e|>"}
+    tokenizer = FileTokenizer(write_tokenizer(tmp_path, special=["<|e|>"], beside=marks))
+    found = TokenCorpus(WholeFiles(write_texts(tmp_path / "t", ["a", "b"]), "text"), tokenizer, tmp_path, writes=True)
+    (a,), (b,) = tokenizer.encode(["a", "b"])
+    assert stream(found) == [a, 0, b, 0]
+
+
+def test_a_large_text_file_is_one_document_although_it_is_read_in_pieces(tmp_path: Path) -> None:
+    text = "".join(f"line {number} wörld\n" for number in range(PIECE_BYTES // 16)) + "é" * 10
+    assert len(text.encode()) > PIECE_BYTES
+    pieces = list(WholeFiles([], "text").pieces(write_texts(tmp_path, [text])[0]))
+    assert "".join(piece.text for piece in pieces) == text
+    assert [(piece.begins, piece.ends) for piece in pieces] == [(True, False), (False, True)]
+    assert pieces[0].text.endswith("\n")
+
+
+def test_a_second_process_and_a_restart_read_the_tokens_that_are_there(tmp_path: Path) -> None:
+    first = corpus(tmp_path)
+    tokens = stream(first)
+    again = corpus(tmp_path)
+    for path in sorted((tmp_path / "texts").iterdir()):
+        os.utime(path, ns=(1, 1))  # A copy has other times: its contents count.
+    later = corpus(tmp_path)
+    assert stream(again) == stream(later) == tokens
+    assert first.fingerprint == again.fingerprint == later.fingerprint
+    assert (again._tokenizer.encoded, later._tokenizer.encoded) == (0, 0)  # type: ignore[attr-defined]
+    assert len(token_files(tmp_path)) == 1
+
+
+def _take(folder: str, result: str) -> None:
+    tokenizer = Counting()
+    texts = WholeFiles(sorted((Path(folder) / "texts").iterdir()), "text")
+    assert stream(TokenCorpus(texts, tokenizer, Path(folder) / "kept", writes=True))
+    Path(result).write_text(str(tokenizer.encoded))
+
+
+def test_of_processes_that_start_at_once_one_makes_the_tokens(tmp_path: Path) -> None:
+    write_texts(tmp_path / "texts")
+    processes = [Forked(_take, str(tmp_path), str(tmp_path / f"result{number}")) for number in range(3)]
+    assert [process.wait(60) for process in processes] == [0, 0, 0]
+    made = [int(path.read_text()) for path in tmp_path.glob("result*")]
+    assert sorted(made) == [0, 0, len(TEXTS)]
+    assert len(token_files(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "emptied", "replaced"])
+def test_damaged_tokens_are_made_again_with_a_line_about_it(
+    tmp_path: Path, damage: str, log: pytest.LogCaptureFixture
+) -> None:
+    expected = stream(corpus(tmp_path))
+    (file,) = token_files(tmp_path)
+    data = bytearray(file.read_bytes())
+    data[100] ^= 1
+    file.write_bytes({"cut": data[:-9], "flipped": data, "emptied": b"", "replaced": b"\0" * 4096}[damage])
+    again = corpus(tmp_path)
+    assert stream(again) == expected
+    assert "The tokens in" in log.text and "are damaged" in log.text
+    assert stream(corpus(tmp_path)) == expected
+    assert log.text.count("Tokenising") == 2
+
+
+def test_damage_during_a_run_is_healed_where_it_is_read(tmp_path: Path) -> None:
+    found, other = corpus(tmp_path), corpus(tmp_path)
+    assert found.num_tokens == other.num_tokens
+    (file,) = token_files(tmp_path)
+    with file.open("r+b") as opened:
+        opened.write(b"\xff\xff\xff")
+    expected = stream(corpus(tmp_path / "other"))
+    assert stream(found) == stream(other) == expected
+    assert other._tokenizer.encoded == 0, "the other process reads what the first one made again"  # type: ignore[attr-defined]
+
+
+def test_a_changed_file_of_the_same_size_is_tokenised_again_and_has_another_fingerprint(tmp_path: Path) -> None:
+    before = corpus(tmp_path)
+    tokens, fingerprint = stream(before), before.fingerprint
+    after = corpus(tmp_path, [TEXTS[0].replace("module", "MODULE"), *TEXTS[1:]])
+    assert stream(after) != tokens
+    assert after.fingerprint.digest != fingerprint.digest
+    assert (after.fingerprint.files, after.fingerprint.bytes) == (fingerprint.files, fingerprint.bytes)
+
+
+def test_a_corpus_that_changed_during_the_run_is_not_mixed_into_it(tmp_path: Path) -> None:
+    found = corpus(tmp_path)
+    assert found.num_tokens
+    (file,) = token_files(tmp_path)
+    with file.open("r+b") as opened:
+        opened.write(b"\xff\xff\xff")
+    write_texts(tmp_path / "texts", [TEXTS[0].replace("module", "MODULE")])
+    with pytest.raises(CorpusChanged, match=r"000\.txt: it changed during this run"):
+        found.read(0, 10)
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    expected = stream(corpus(tmp_path))
+    (file,) = token_files(tmp_path)
+    file.rename(file.with_name(".tokens.elsewhere.1.tmp"))
+    assert stream(corpus(tmp_path)) == expected
+    assert token_files(tmp_path) == [file]
+
+
+def test_a_run_that_may_write_nothing_reads_the_tokens_that_are_there_or_keeps_its_own(
+    tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    expected = stream(corpus(tmp_path / "other"))
+    found = corpus(tmp_path, writes=False)
+    assert stream(found) == expected
+    assert not (tmp_path / "kept").exists()
+    assert "This run writes nothing into" in log.text
+    corpus(tmp_path).read(0, 1)
+    later = corpus(tmp_path, writes=False)
+    assert stream(later) == expected
+    assert later._tokenizer.encoded == 0  # type: ignore[attr-defined]
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_that_names_the_key(tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("a file")
+    with pytest.raises(ConfigError, match=r"training\.tokens_folder: the tokens could not be written in .*kept"):
+        corpus(tmp_path).read(0, 1)
+
+
+def test_the_key_tells_tokenizers_kinds_and_files_apart(tmp_path: Path) -> None:
+    tokenizers = [ByteTokenizer(), FileTokenizer(write_tokenizer(tmp_path))]
+    sources = [WholeFiles(write_texts(tmp_path / "a"), "text"), WholeFiles(write_texts(tmp_path / "b", ["b"]), "text")]
+    for tokenizer in tokenizers:
+        for source in sources:
+            assert TokenCorpus(source, tokenizer, tmp_path / "kept", writes=True).num_tokens
+    assert len(token_files(tmp_path)) == 4
+
+
+def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
+    class Endless(WholeFiles):
+        def pieces(self, path: Path) -> Iterator:
+            for _ in range(200):
+                yield from super().pieces(path)
+
+    paths = write_texts(tmp_path, ["".join(TEXTS) * 8])
+    tracemalloc.start()
+    try:
+        found = TokenCorpus(Endless(paths, "text"), ByteTokenizer(), tmp_path / "kept", writes=True)
+        assert found.num_tokens * 2 > 30 << 20
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 64 << 20
+
+
+def test_a_text_file_that_is_not_utf_8_is_named_with_the_place(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"fine\n\xe9t\xe9\n")
+    with pytest.raises(ConfigError, match=r"a\.txt: expected UTF-8, found b'\\xe9' near byte 5"):
+        list(WholeFiles([path], "text").pieces(path))
+
+
+def test_rows_without_text_are_skipped_and_an_empty_text_is_a_document(tmp_path: Path) -> None:
+    (path,) = write_parquet(tmp_path / "a.parquet", ["a", None, "", "b"], rows=2)
+    pieces = list(ParquetColumns([path], "text").pieces(path))
+    assert [piece.text for piece in pieces] == ["a", "", "b"]
+    assert pieces[-1].progress == 1.0
+
+
+def test_a_column_of_texts_that_repeat_is_text_too(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": pa.array(["a", "b", "a"]).dictionary_encode()}), path)
+    assert [piece.text for piece in ParquetColumns([path], "text").pieces(path)] == ["a", "b", "a"]
+
+
+def test_a_missing_column_is_an_error_that_names_those_there_are(tmp_path: Path) -> None:
+    (path,) = write_parquet(tmp_path / "a.parquet", key="content")
+    with pytest.raises(
+        ConfigError, match=r"a\.parquet: expected a column of text 'text', found columns of text: content \(of id, con"
+    ):
+        list(ParquetColumns([path], "text").pieces(path))
+    with pytest.raises(ConfigError, match=r"expected a column of text 'id', .*Set --training\.dataset_text_key"):
+        list(ParquetColumns([path], "id").pieces(path))
+
+
+@pytest.mark.parametrize("content", [b"", b"no parquet at all", b"PAR1" + b"\0" * 100 + b"PAR1"])
+def test_a_broken_parquet_file_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.parquet").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"a\.parquet is not a Parquet file that pyarrow .* reads"):
+        list(ParquetColumns([], "text").pieces(tmp_path / "a.parquet"))
+
+
+def test_a_loader_of_parquet_with_a_tokenizer_is_built_from_the_config(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "data" / "a.parquet")
+    tokenizer = FileTokenizer(write_tokenizer(tmp_path))
+    training = Training(dataset="parquet", dataset_path=f"{tmp_path}/data/*.parquet", seq_len=15, batch_size=2)
+    config = JobConfig(job=Job(dump_folder=str(tmp_path / "out")), training=training)
+    loader = build_dataloader(config, tokenizer, seed=1, rank=1, num_ranks=2)
+    assert next(loader).shape == (1, 2, 16)
+    state = loader.state_dict()
+    assert state["tokenizer"] == tokenizer.fingerprint
+    assert state["corpus_kind"] == "parquet, key text"
+    assert list((tmp_path / "out" / "tokens").glob("*/tokens"))
+    changed = FileTokenizer(write_tokenizer(tmp_path / "other", vocab_size=401))
+    other = build_dataloader(config, changed, seed=1, rank=1, num_ranks=2)
+    with pytest.raises(CorpusChanged, match=f"tokenizer: {tokenizer.fingerprint} -> {changed.fingerprint}"):
+        other.load_state_dict(state)
+
+
+def test_a_dry_run_makes_no_tokens(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "data" / "a.parquet")
+    training = Training(dataset="parquet", dataset_path=f"{tmp_path}/data/*.parquet", seq_len=15, max_epochs=1)
+    real = JobConfig(job=Job(dump_folder=str(tmp_path / "real")), training=training)
+    state = build_dataloader(real, ByteTokenizer(), seed=1, rank=0, num_ranks=1).state_dict()
+    dry = JobConfig(job=Job(dump_folder=str(tmp_path / "dry")), training=training, checkpoint=Checkpoint(dry_run=True))
+    loader = build_dataloader(dry, ByteTokenizer(), seed=1, rank=0, num_ranks=1)
+    loader.check_state(state)  # type: ignore[attr-defined]
+    assert not (tmp_path / "dry").exists()
+
+
+def test_bytes_of_files_of_text_are_read_without_a_file_of_tokens(tmp_path: Path) -> None:
+    write_texts(tmp_path / "texts")
+    training = Training(dataset="text", dataset_path=f"{tmp_path}/texts/*.txt", seq_len=15)
+    config = JobConfig(job=Job(dump_folder=str(tmp_path / "out")), training=training)
+    next(build_dataloader(config, ByteTokenizer(), seed=1, rank=0, num_ranks=1))
+    assert not (tmp_path / "out").exists()
+    as_tokens = TokenCorpus(build_texts(training), ByteTokenizer(), tmp_path / "kept", writes=True)
+    assert stream(as_tokens) == stream(ByteCorpus(build_documents(training)))

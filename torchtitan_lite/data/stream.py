@@ -1,0 +1,199 @@
+"""Samples from a dataset of Hugging Face's `datasets`, read as a stream.
+
+Each data-parallel rank reads its own share of the dataset, in the dataset's order, and packs the tokens of one document
+after the other into windows of seq_len + 1. What is left of a document when a step is full is part of the state. So a
+resume on the same number of ranks continues with the next token, and another number of ranks is refused: the shares
+would be others. When a rank's share ends it begins again, as its next epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchtitan_lite.config.job_config import Training
+from torchtitan_lite.data.adapters import HuggingFaceStreamAdapter
+from torchtitan_lite.data.progress import Progress
+from torchtitan_lite.data.rank_state import pack, unpack
+from torchtitan_lite.data.tokenizer import Tokenizer
+from torchtitan_lite.errors import ConfigError, CorpusChanged, ExtraMissing
+
+
+def open_share(config: Training, *, rank: int, num_ranks: int) -> Any:
+    """Return the share of `rank` in the dataset that `config` names, a `datasets.IterableDataset`.
+
+    Raises ConfigError with what `datasets` says if there is none, and ExtraMissing without `datasets`.
+    """
+    try:
+        import datasets
+        from datasets.distributed import split_dataset_by_node
+    except ImportError as error:
+        raise ExtraMissing("datasets") from error
+    path = str(config.dataset_path)
+    if (Path(path) / "state.json").is_file() or (Path(path) / "dataset_dict.json").is_file():
+        raise ConfigError(
+            f"training.dataset_path: {path} was written by save_to_disk, which cannot be streamed. Save it as Parquet "
+            "(to_parquet), and set --training.dataset=parquet."
+        )
+    try:
+        dataset = datasets.load_dataset(path, config.dataset_subset, split=config.dataset_split, streaming=True)
+    except Exception as error:  # Everything that a hub, a network and a loader can raise.
+        raise ConfigError(
+            f"training.dataset_path: datasets {datasets.__version__} did not open {path!r}, "
+            f"subset {config.dataset_subset or '(default)'}, split {config.dataset_split!r}: "
+            f"{type(error).__name__}: {error}. Correct dataset_path, dataset_subset or dataset_split."
+        ) from error
+    return split_dataset_by_node(dataset, rank=rank, world_size=num_ranks)
+
+
+class StreamLoader:
+    """Iterator over this rank's share of each step: int64 [accumulation, local_batch, seq_len + 1] on the CPU.
+
+    It never ends. `source` identifies the dataset in the state.
+    """
+
+    has_ended = False
+
+    def __init__(
+        self,
+        share: Any,
+        tokenizer: Tokenizer,
+        *,
+        source: str,
+        text_key: str,
+        seq_len: int,
+        rank: int,
+        num_ranks: int,
+        local_batch_size: int,
+        global_batch_size: int,
+    ) -> None:
+        self._stream = HuggingFaceStreamAdapter(share, rank=rank, num_ranks=num_ranks)
+        self._tokenizer, self._text_key = tokenizer, text_key
+        self._rank, self._num_ranks = rank, num_ranks
+        self._local_batch_size, self._global_batch_size = local_batch_size, global_batch_size
+        self._identity = {"source": source, "tokenizer": tokenizer.fingerprint, "seq_len": seq_len}
+        self._width = seq_len + 1
+        self._documents = self._read()
+        self._rest: list[int] = []
+        self._epoch = 0
+        self._next_position = 0
+        self._last_positions = range(0)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self
+
+    def __next__(self) -> Tensor:
+        share = self._global_batch_size // self._num_ranks
+        needed = share * self._width
+        while len(self._rest) < needed:
+            self._rest += next(self._documents)
+        taken, self._rest = self._rest[:needed], self._rest[needed:]
+        first = self._next_position + self._rank * share
+        self._last_positions = range(first, first + share)
+        self._next_position += self._global_batch_size
+        tokens = np.array(taken, dtype=np.int64).reshape(-1, self._local_batch_size, self._width)
+        return torch.from_numpy(tokens)
+
+    def prepare(self) -> None:
+        """Read the first document, so that a dataset without text is refused before anything starts."""
+        if not self._rest and self._next_position == 0:
+            self._rest += next(self._documents)
+
+    @property
+    def last_positions(self) -> range:
+        """Positions of this rank's last step, counted over all ranks' shares; empty before the first step."""
+        return self._last_positions
+
+    @property
+    def progress(self) -> Progress:
+        """Return this rank's epoch: the shares of other ranks may be longer. How far it is in it is not known."""
+        return Progress(self._epoch, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's position, and the tokens that were read and not yet taken."""
+        state = {
+            **self._identity,
+            "next_position": self._next_position,
+            "epoch": self._epoch,
+            "stream": self._stream.position(),
+            "rest": self._rest,
+        }
+        return pack(state, rank=self._rank, num_ranks=self._num_ranks)
+
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise ConfigError for another number of ranks, CorpusChanged for other data. Changes nothing."""
+        self._checked(state_dict)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue with the next token of `state_dict`. Raises as `check_state` does."""
+        state = self._checked(state_dict)
+        self._stream.seek(state["stream"])
+        self._documents = self._read()
+        self._rest = [int(token) for token in state["rest"]]
+        self._epoch = int(state["epoch"])
+        self._next_position, self._last_positions = int(state["next_position"]), range(0)
+
+    def _checked(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        state: dict[str, Any] = unpack(state_dict, rank=self._rank, num_ranks=self._num_ranks)
+        changed = [name for name in self._identity if state.get(name) != self._identity[name]]
+        if changed:
+            raise CorpusChanged([f"{name}: {state.get(name)} -> {self._identity[name]}" for name in changed])
+        return state
+
+    def _read(self) -> Iterator[list[int]]:
+        """Yield the tokens of each document, epoch after epoch."""
+        bos, eos = self._tokenizer.bos, self._tokenizer.eos
+        before = [bos] if bos is not None and bos != eos else []
+        after = [eos] if eos is not None else []
+        while True:
+            is_empty = not self._stream.is_in_epoch  # The end of an epoch may be all that is left after a resume.
+            for example in self._stream:
+                self._epoch, is_empty = self._stream.epoch, False
+                (tokens,) = self._tokenizer.encode([self._text(example)])
+                yield before + tokens + after
+            if is_empty:
+                raise ConfigError(
+                    f"training.dataset_path: the share of data-parallel rank {self._rank} of {self._num_ranks} in "
+                    f"{self._identity['source']} is empty. Use fewer ranks, or a dataset of more examples."
+                )
+
+    def _text(self, example: Mapping[str, Any]) -> str:
+        text = example.get(self._text_key)
+        if text is None and self._text_key in example:
+            return ""
+        if not isinstance(text, str):
+            found = ", ".join(name for name, value in example.items() if isinstance(value, str)) or "none"
+            raise ConfigError(
+                f"{self._identity['source']}: expected text under {self._text_key!r}, found text under: {found}. "
+                "Set --training.dataset_text_key."
+            )
+        return text
+
+
+def build_stream(
+    config: Training,
+    tokenizer: Tokenizer,
+    *,
+    rank: int,
+    num_ranks: int,
+    global_batch_size: int,
+    open_dataset: Callable[..., Any] = open_share,
+) -> StreamLoader:
+    """Return this rank's loader of the dataset that `config` names."""
+    parts = (config.dataset_path, config.dataset_subset, config.dataset_split)
+    return StreamLoader(
+        open_dataset(config, rank=rank, num_ranks=num_ranks),
+        tokenizer,
+        source=", ".join(part for part in parts if part),
+        text_key=config.dataset_text_key,
+        seq_len=config.seq_len,
+        rank=rank,
+        num_ranks=num_ranks,
+        local_batch_size=config.batch_size,
+        global_batch_size=global_batch_size,
+    )

@@ -1,0 +1,292 @@
+"""A tokenised corpus: its tokens are made once, and kept in a file that all processes and all later starts read.
+
+The order of samples needs the length of the whole stream, and a window anywhere in it, so the tokens must exist before
+the first step. The first process of a file system makes them, under a lock; the others wait for the lock, without a
+collective whose time-out could end them. The file appears under its name when it is whole and durable. It is made
+again if it is damaged, also during the run, or if a file of the corpus changed. A process that may write nothing reads
+the file that is there; if there is none, it keeps the tokens in an unnamed temporary file.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtitan_lite.data.documents import Fingerprint, fingerprint_of, names_in_corpus
+from torchtitan_lite.data.texts import Piece, Texts, content_digest
+from torchtitan_lite.data.token_file import TokenFile, TokensDamaged, write_tokens
+from torchtitan_lite.data.tokenizer import Tokenizer
+from torchtitan_lite.disk import durable
+from torchtitan_lite.errors import ConfigError, CorpusChanged
+from torchtitan_lite.log import logger, readable_bytes
+
+TOKENS_FILE, LOCK_FILE = "tokens", "lock"
+_BATCH_CHARACTERS = 1 << 20
+_LOG_SECONDS = 30.0
+_POLL_SECONDS = 0.2
+
+
+class TokenCorpus:
+    """The tokens of `texts`, with the tokenizer's marks around each document. Keeps them in a folder in `folder`.
+
+    Where BOS and EOS are one token, it only follows each document. Without `writes`, nothing in `folder` changes.
+    """
+
+    def __init__(
+        self,
+        texts: Texts,
+        tokenizer: Tokenizer,
+        folder: Path,
+        *,
+        writes: bool,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.tokenizer = tokenizer.fingerprint
+        self._texts, self._tokenizer, self._writes, self._sleep = texts, tokenizer, writes, sleep
+        self._names = names_in_corpus(texts.paths)
+        self._sizes = [path.stat().st_size for path in texts.paths]
+        self._folder = folder / self._key()
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """Return the fingerprint of the corpus. Reads its files, unless there are tokens of them as they are."""
+        digests = [bytes.fromhex(digest) for digest in self._digests]
+        return fingerprint_of(self._texts.kind, self._texts.paths, self._sizes, digests)
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the length of the stream. The first call may tokenise the corpus, or wait for who does."""
+        return int(self._tokens.num_tokens)
+
+    def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Return tokens start ... stop - 1."""
+        try:
+            return self._tokens.read(start, stop)
+        except TokensDamaged as damage:
+            logger.warning("The tokens in %s are damaged: %s. Making them again", self._path, damage)
+        self._tokens = self._open_or_make(lambda found: found.read(start, stop))
+        return self._tokens.read(start, stop)
+
+    @cached_property
+    def _tokens(self) -> TokenFile:
+        found = self._open() or self._open_or_make()
+        logger.info("The corpus has %s tokens", f"{found.num_tokens:,}")
+        return found
+
+    @cached_property
+    def _digests(self) -> list[str]:
+        found = self._open()
+        if found is not None:
+            return [str(digest) for *_, digest in found.description["files"]]
+        return [content_digest(path) for path in self._texts.paths]
+
+    @property
+    def _path(self) -> Path:
+        return self._folder / TOKENS_FILE
+
+    def _key(self) -> str:
+        """Return a name that other corpora and other tokenizers do not have, without reading any file."""
+        digest = hashlib.blake2b(f"{self._texts.kind}\0{self.tokenizer}".encode(), digest_size=8)
+        for name, size in zip(self._names, self._sizes, strict=True):
+            digest.update(f"\0{name}\0{size}".encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()
+
+    def _open(self) -> TokenFile | None:
+        """Return the tokens that are there; None if there are none, or they are damaged or of other files."""
+        try:
+            with self._path.open("rb") as file:
+                found = TokenFile(file)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except TokensDamaged as damage:
+            logger.warning("The tokens in %s are damaged: %s", self._path, damage)
+            return None
+        changed = self._changed_file(found.description)
+        if changed is not None:
+            logger.info("The tokens in %s are those of another state of %s", self._path, changed)
+            return None
+        return found
+
+    def _changed_file(self, description: dict[str, Any]) -> str | None:
+        """Return the first file that is not as `description` says; None if all are.
+
+        Reads only files whose time of change is another one.
+        """
+        for path, (name, size, time_ns, digest) in zip(self._texts.paths, description["files"], strict=True):
+            stat = path.stat()
+            if stat.st_size != size or (stat.st_mtime_ns != time_ns and content_digest(path) != digest):
+                return str(name)
+        return None
+
+    def _open_or_make(self, check: Callable[[TokenFile], object] = lambda found: None) -> TokenFile:
+        """Return the tokens that another process made meanwhile, if they pass `check`; else make them."""
+        if not self._writes:
+            logger.info("This run writes nothing into %s: the tokens are for this run only", self._folder.parent)
+            with tempfile.TemporaryFile() as file:
+                self._write(file, lambda progress: None)
+                return TokenFile(file)
+        with self._naming_the_key():
+            durable.make_dir(self._folder)
+            with _locked(self._folder / LOCK_FILE, self._sleep) as (note, is_alone):
+                with suppress(TokensDamaged):
+                    found = self._open()
+                    if found is not None:
+                        check(found)
+                        return found
+                if is_alone:
+                    for leftover in self._folder.glob(f".{TOKENS_FILE}.*.tmp"):
+                        durable.remove_file(leftover)
+                return self._make(note)
+
+    def _make(self, note: Callable[[str], None]) -> TokenFile:
+        with suppress(FileNotFoundError):
+            durable.remove_file(self._path)  # If it is damaged, no later start may begin with it.
+        temporary = self._folder / f".{TOKENS_FILE}.{socket.gethostname()}.{os.getpid()}.tmp"
+        try:
+            with temporary.open("wb") as file:
+                self._write(file, note)
+                file.flush()
+                durable.fsync_file(file.fileno())
+            durable.replace(temporary, self._path)
+        except BaseException:
+            with suppress(OSError):
+                durable.remove_file(temporary)
+            raise
+        durable.fsync_dir(self._folder)
+        with self._path.open("rb") as file:
+            return TokenFile(file)
+
+    def _write(self, file: BinaryIO, note: Callable[[str], None]) -> None:
+        begin = time.monotonic()
+        size, paths = readable_bytes(sum(self._sizes)), self._texts.paths
+        logger.info(
+            "Tokenising %d files (%s) into %s", len(paths), size, self._path if self._writes else "a temporary file"
+        )
+        times = [path.stat().st_mtime_ns for path in paths]
+        # A damaged file of tokens is made again from the corpus that this run began with, or not at all.
+        expected = self.__dict__.get("_digests")
+        digests = [content_digest(path) for path in paths]
+        if expected is not None and digests != expected:
+            changed = [n for n, a, b in zip(self._names, digests, expected, strict=True) if a != b]
+            raise CorpusChanged([f"{name}: it changed during this run" for name in changed])
+        files = list(zip(self._names, self._sizes, times, digests, strict=True))
+        write_tokens(
+            file,
+            self._arrays(note),
+            token_bytes=2 if self._tokenizer.vocab_size <= 1 << 16 else 4,
+            description={"kind": self._texts.kind, "tokenizer": self.tokenizer, "files": files},
+        )
+        after = [(path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+        for name, now, before in zip(self._names, after, zip(self._sizes, times, strict=True), strict=True):
+            if now != before:
+                raise CorpusChanged([f"{name}: it changed while it was tokenised"])
+        self.__dict__["_digests"] = digests
+        logger.info(
+            "Tokenised %d files (%s) in %.1f s: %s of tokens",
+            len(paths),
+            size,
+            time.monotonic() - begin,
+            readable_bytes(file.tell()),
+        )
+
+    def _arrays(self, note: Callable[[str], None]) -> Iterator[npt.NDArray[np.uint32]]:
+        total, done, logged = max(1, sum(self._sizes)), 0, time.monotonic()
+        for path, size in zip(self._texts.paths, self._sizes, strict=True):
+            for batch in _batches(self._texts.pieces(path)):
+                yield self._marked(batch)
+                if time.monotonic() - logged >= _LOG_SECONDS:
+                    logged, percent = time.monotonic(), 100 * (done + batch[-1].progress * size) / total
+                    logger.info("Tokenised %.0f %% of the corpus", percent)
+                    note(f"{percent:.0f} %")
+            done += size
+
+    def _marked(self, batch: list[Piece]) -> npt.NDArray[np.uint32]:
+        bos, eos = self._tokenizer.bos, self._tokenizer.eos
+        before = [bos] if bos is not None and bos != eos else []
+        after = [eos] if eos is not None else []
+        tokens: list[int] = []
+        for piece, encoded in zip(batch, self._tokenizer.encode([piece.text for piece in batch]), strict=True):
+            tokens += (before if piece.begins else []) + encoded + (after if piece.ends else [])
+        return np.array(tokens, dtype=np.uint32)
+
+    @contextmanager
+    def _naming_the_key(self) -> Iterator[None]:
+        """Raise what the system refuses in the folder as ConfigError: a disk that is full, a folder of another user."""
+        try:
+            yield
+        except OSError as error:
+            if error.filename in map(str, self._texts.paths):
+                raise
+            raise ConfigError(
+                f"training.tokens_folder: the tokens could not be written in {self._folder}: {error}. "
+                "Make room there, or set --training.tokens_folder to a folder that this user may write."
+            ) from error
+
+
+def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    batch: list[Piece] = []
+    characters = 0
+    for piece in pieces:
+        batch.append(piece)
+        characters += len(piece.text)
+        if characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+@contextmanager
+def _locked(path: Path, sleep: Callable[[float], None]) -> Iterator[tuple[Callable[[str], None], bool]]:
+    """Hold the lock of the file `path` in the block, however long that takes.
+
+    Yield a function that notes in the file how far the work is, and whether no other process is in the block. A file,
+    not its folder: NFS has such locks on files. Where there is none, every process gets it: each then writes a file of
+    its own, and the last one stays.
+    """
+    with path.open("a+b", buffering=0) as file:
+        waited = 0.0
+        while (is_locked := _lock(file)) is False:
+            if waited == 0 or waited % _LOG_SECONDS < _POLL_SECONDS:
+                logger.info("Waiting for %s, which tokenises the corpus", _note_in(file) or "another process")
+            sleep(_POLL_SECONDS)
+            waited += _POLL_SECONDS
+
+        def note(progress: str) -> None:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}{progress and f': {progress}'}".encode())
+
+        try:
+            note("")
+            yield note, bool(is_locked)
+        finally:
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)  # A process that was forked meanwhile has the descriptor, too.
+
+
+def _lock(file: BinaryIO) -> bool | None:
+    """Return whether this process has the lock; None where the file system has no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _note_in(file: BinaryIO) -> str:
+    file.seek(0)
+    return file.read(256).decode(errors="replace")
