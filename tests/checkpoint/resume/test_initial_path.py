@@ -36,10 +36,21 @@ def run_folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda at: file(at / "model.pt"), r"a file of torch\.save.*torch_save_to_dcp\('.*model\.pt', 'weights'\)"),
-        (lambda at: file(at / "model.safetensors"), r"a file of safetensors.*load_file\('.*model\.safetensors'\)"),
-        (lambda at: file(at / "hf" / "a.safetensors").parent, r"a folder of safetensors.*load_file\('.*a\.safetensors"),
-        (lambda at: file(at / "hf" / "pytorch_model.bin").parent, r"a folder of weights as torch\.save.*model\.bin'"),
+        (lambda at: file(at / "model.pt"), r"a file of torch\.save\. .*import-weights .*model\.pt OUT --names same;"),
+        (lambda at: file(at / "model.safetensors"), r"a file of safetensors\. .*model\.safetensors OUT --names same;"),
+        (lambda at: file(at / "hf" / "a.safetensors").parent, r"a folder of safetensors.*/hf OUT --names same;"),
+        (
+            lambda at: file(file(at / "hf" / "a.safetensors").parent / "config.json").parent,
+            r"a folder of safetensors\. .*: torchtitan-lite import-weights .*/hf OUT; then name OUT here",
+        ),
+        (
+            lambda at: file(at / "hf" / "pytorch_model.bin").parent,
+            r"a folder of weights as torch\.save.*/hf OUT --names",
+        ),
+        (
+            lambda at: file(file(at / "meta" / "consolidated.00.pth").parent / "params.json").parent,
+            r"a Llama in Meta's layout\. .*import-weights .*/meta OUT; then",
+        ),
         (run_folder, r"the dump folder of a run\. Name one of its steps, such as .*run/checkpoint/step-10"),
         (lambda at: run_folder(at) / "checkpoint", r"the folder above the steps\. Name one .*checkpoint/step-10"),
         (

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from pathlib import Path
 
 from torchtitan_lite.errors import CheckpointNotFound
@@ -20,14 +21,12 @@ _NAME_ON_A_HUB = re.compile(r"[\w.-]+/[\w.-]+")
 _NAME_A_STEP = "Name the folder of one step, such as outputs/checkpoint/step-500"
 _SAFETENSORS = ".safetensors"
 _PICKLED = (".pt", ".pth", ".bin", ".ckpt")
-_FROM_SAFETENSORS = (
-    "Convert them, in Python: torch.distributed.checkpoint.save(safetensors.torch.load_file({file!r}), "
-    "checkpoint_id='weights'), then name that folder; --checkpoint.load_rename adapts the names"
-)
-_FROM_TORCH_SAVE = (
-    "Convert it, in Python: torch.distributed.checkpoint.format_utils.torch_save_to_dcp({file!r}, 'weights'), then "
-    "name that folder; --checkpoint.load_rename adapts the names"
-)
+_META = re.compile(r"consolidated\.\d+\.pth")
+_PARAMS = "params.json"
+_CONFIG = "config.json"
+_IMPORT = "Make a checkpoint out of it with: torchtitan-lite import-weights {source} OUT{names}; then name OUT here"
+_SAME_NAMES = " --names same"
+"""For weights without a description of their model: those of a loop of one's own."""
 
 
 def checked_initial_path(given: str) -> Path:
@@ -52,7 +51,7 @@ def _finding(given: str, path: Path) -> str:
     if _NAME_ON_A_HUB.fullmatch(given):
         return (
             f"there is no such folder in {Path.cwd()}. If it is a name on the Hugging Face hub: download it first, "
-            "with hf download, and convert its weights"
+            f"with hf download, and make a checkpoint with torchtitan-lite import-weights FOLDER OUT"
         )
     place = "" if path.is_absolute() else f" in {Path.cwd()}, the working directory"
     return f"there is no such file or folder{place}. {_NAME_A_STEP}"
@@ -60,9 +59,9 @@ def _finding(given: str, path: Path) -> str:
 
 def _of_file(path: Path) -> str:
     if path.suffix == _SAFETENSORS:
-        return f"it is a file of safetensors. {_FROM_SAFETENSORS.format(file=str(path))}"
+        return f"it is a file of safetensors. {_import(path, path.parent)}"
     if path.suffix in _PICKLED:
-        return f"it is a file of torch.save, not a folder. {_FROM_TORCH_SAVE.format(file=str(path))}"
+        return f"it is a file of torch.save. {_import(path, path.parent)}"
     if layout.is_data_file(path.name) or path.name in (layout.METADATA, layout.MANIFEST):
         return f"it is one of a checkpoint's files. Name their folder, {path.parent}"
     return f"it is a file, not a folder. {_NAME_A_STEP}"
@@ -75,15 +74,21 @@ def _of_folder(path: Path) -> str:
         if folder.is_dir() and (found := _last_step(folder)):
             return f"it is the dump folder of a run. Name one of its steps, such as {found}"
     names = sorted(entry.name for entry in path.iterdir())
-    for suffix, what, convert in (
-        (_SAFETENSORS, "safetensors", _FROM_SAFETENSORS),
-        *((suffix, "weights as torch.save writes them", _FROM_TORCH_SAVE) for suffix in _PICKLED),
-    ):
-        if files := [name for name in names if name.endswith(suffix)]:
-            return f"it is a folder of {what}. {convert.format(file=str(path / files[0]))}"
+    if _PARAMS in names and any(map(_META.fullmatch, names)):
+        return f"it is a Llama in Meta's layout. {_import(path, path)}"
+    if any(name.endswith(_SAFETENSORS) for name in names):
+        return f"it is a folder of safetensors. {_import(path, path)}"
+    if any(name.endswith(_PICKLED) for name in names):
+        return f"it is a folder of weights as torch.save writes them. {_import(path, path)}"
     if any(layout.is_data_file(name) for name in names):
         return f"it has a checkpoint's data and no {layout.METADATA}, as a save leaves it that was cut. Take another"
     return f"there is no {layout.METADATA} file in it" + ("" if names else ", it is empty") + f". {_NAME_A_STEP}"
+
+
+def _import(source: Path, folder: Path) -> str:
+    """Return the command that makes a checkpoint out of `source`, whose model is described in `folder` or nowhere."""
+    is_described = any((folder / name).is_file() for name in (_CONFIG, _PARAMS))
+    return _IMPORT.format(source=shlex.quote(str(source)), names="" if is_described else _SAME_NAMES)
 
 
 def _last_step(folder: Path) -> Path | None:
