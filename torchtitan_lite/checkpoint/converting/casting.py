@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from torchtitan_lite.checkpoint.examining.tensor_stream import SLICE_BYTES
+
 FLOATING = ("float32", "float16", "bfloat16", "float64")
 """The dtypes that are cast from and to. Float8 needs scales that are not stored beside the elements."""
 
@@ -18,6 +20,8 @@ class Cast:
         self._before: torch.dtype = getattr(torch, before)
         self._after: torch.dtype = getattr(torch, after)
         self._room: torch.Tensor = torch.empty(0, dtype=self._after)
+        self.most_elements = SLICE_BYTES // max(self._before.itemsize, self._after.itemsize)
+        """In one call, so that neither the elements nor the cast ones are larger than a slice."""
 
     def __call__(self, data: memoryview) -> memoryview:
         """Return the elements of `data`, cast; valid until the next call."""

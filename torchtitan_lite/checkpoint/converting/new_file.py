@@ -138,7 +138,8 @@ def _pieces(parts: Iterable[Part], stream: Stream, advance: Advance) -> Iterator
         if isinstance(part, bytes):
             yield memoryview(part)
             continue
-        for _, data in stream.slices(part.key, within=part.within):
+        most = None if part.cast is None else part.cast.most_elements
+        for _, data in stream.slices(part.key, most, part.within):
             cast = data if part.cast is None else part.cast(data)
             yield cast
             advance(len(cast))
