@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -15,6 +15,16 @@ from torchtitan_lite.cli.target import local, resolve
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import readable_bytes
 
+if TYPE_CHECKING:
+    from torchtitan_lite.checkpoint.converting.exporting import Exported
+    from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint
+
+_FORMATS_OF = {
+    **dict.fromkeys(("names", "name_map", "tokenizer", "no_tokenizer"), ("hf",)),
+    **dict.fromkeys(("include", "exclude"), ("safetensors", "torch", "dcp")),
+    "config": ("hf", "peft"),
+    "adapter": ("peft",),
+}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
@@ -30,17 +40,30 @@ class Export:
     step: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="STEP")]
     """A checkpoint: its folder, FOLDER:10, or FOLDER for the latest."""
     out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-    """The folder to make (safetensors, dcp) or the file (torch; safetensors if it is named *.safetensors)."""
-    format: Literal["safetensors", "torch", "dcp"] = "safetensors"
-    """safetensors: files with an index. torch: one file for torch.load. dcp: a folder for dcp.load."""
+    """The folder to make, or the file (torch; safetensors if it is named *.safetensors)."""
+    format: Literal["safetensors", "torch", "dcp", "hf", "peft"] = "safetensors"
+    """safetensors: files with an index. torch: one file for torch.load. dcp: a folder for dcp.load. hf: a folder for
+    from_pretrained of transformers. peft: an adapter's folder for PeftModel.from_pretrained."""
     dtype: Literal["", "float32", "float16", "bfloat16"] = ""
     """Cast floating-point tensors to it; without it, each keeps its own."""
     max_shard_size: str = ""
-    """The largest file, as 5GB or 500MiB; of safetensors 5GB by default."""
+    """The largest file, as 5GB or 500MiB; of safetensors and hf 5GB by default."""
     include: str = ""
     """Globs of the model's names, with commas: only these."""
     exclude: str = ""
     """Globs of the model's names, with commas: not these."""
+    config: str = ""
+    """hf: the model's config.json, where the checkpoint does not describe the model. peft: the adapter_config.json."""
+    names: Literal["llama", "same"] = "llama"
+    """hf: llama, the model of train.py; same, a model that has Hugging Face's names already."""
+    name_map: str = ""
+    """hf: FILE.json with {name in the model: name in the file}, or module:function."""
+    tokenizer: str = ""
+    """hf: a tokenizer.json or its folder, in place of the recorded one."""
+    no_tokenizer: bool = False
+    """hf: write no files of a tokenizer."""
+    adapter: str = "default"
+    """peft: the name that the adapter has in the model."""
     json: bool = False
     """Print JSON."""
 
@@ -49,13 +72,11 @@ class Export:
         out = local(self.out)
         target = resolve(self.step)
 
-        from torchtitan_lite.checkpoint.converting.exporting import Wanted, export
         from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
         from torchtitan_lite.checkpoint.examining.presence import unless_gone
 
-        wanted = Wanted(self.format, self.dtype, most, self.include, self.exclude)
         with unless_gone(target.folder):
-            done = export(open_checkpoint(target.folder), out, wanted, screen.progress)
+            done = self._export(open_checkpoint(target.folder), out, most, screen)
         data = {
             "step": target.step,
             "source": str(target.folder),
@@ -66,8 +87,59 @@ class Export:
             "tensors": done.num_tensors,
             "bytes": done.num_bytes,
         }
-        screen.show(data, lambda: _text(target.folder, out, done.files, done.num_tensors, done.num_bytes))
+        screen.show(data, lambda: _text(target.folder, out, done))
         return ExitCode.FINE
+
+    def _export(self, opened: OpenedCheckpoint, out: Path, most: int | None, screen: Screen) -> Exported:
+        self._refuse_options()
+        if self.format == "peft":
+            return self._adapter(opened, out, screen)
+        if self.format == "hf":
+            return self._model(opened, out, most, screen)
+        from torchtitan_lite.checkpoint.converting.exporting import Wanted, export
+
+        wanted = Wanted(self.format, self.dtype, most, self.include, self.exclude)
+        return export(opened, out, wanted, screen.progress)
+
+    def _model(self, opened: OpenedCheckpoint, out: Path, most: int | None, screen: Screen) -> Exported:
+        from torchtitan_lite.checkpoint.hugging_face.writing import write
+        from torchtitan_lite.cli.described_model import Given, described
+
+        given = Given(self.config, self.names, self.name_map, self.tokenizer, self.no_tokenizer)
+        of = described(opened, given)
+        for note in of.notes:
+            screen.note(note)
+        return write(
+            opened,
+            of.model,
+            out,
+            screen.progress,
+            dtype=self.dtype,
+            max_shard_bytes=most,
+            of_trainer=of.of_trainer,
+        )
+
+    def _adapter(self, opened: OpenedCheckpoint, out: Path, screen: Screen) -> Exported:
+        from torchtitan_lite.checkpoint.hugging_face import adapter
+        from torchtitan_lite.checkpoint.hugging_face.writing import listed, write_planned
+        from torchtitan_lite.cli.described_model import read_config
+
+        if not self.config:
+            raise ConfigError(
+                "--format peft needs --config: the adapter_config.json that LoraConfig.save_pretrained writes"
+            )
+        config = read_config(self.config, adapter.CONFIG)
+        planned = adapter.plan_adapter(opened, config, adapter=self.adapter, name=out.absolute().name, dtype=self.dtype)
+        if planned.left_out:
+            screen.note(f"note: trained, but not a part of the adapter, and left out: {listed(planned.left_out)}")
+        return write_planned(planned.files, out, screen.progress)
+
+    def _refuse_options(self) -> None:
+        """Raise ConfigError for an option that the format does not have."""
+        for name, formats in _FORMATS_OF.items():
+            default = type(self).__dataclass_fields__[name].default
+            if getattr(self, name) != default and self.format not in formats:
+                raise ConfigError(f"--{name.replace('_', '-')} is for --format {' and '.join(formats)}")
 
 
 def num_bytes(text: str) -> int:
@@ -80,6 +152,9 @@ def num_bytes(text: str) -> int:
     return size
 
 
-def _text(source: Path, out: Path, files: list[str], num_tensors: int, size: int) -> str:
-    which = "1 file" if len(files) == 1 else f"{len(files)} files"
-    return f"Exported {num_tensors} tensors of {source}\nto {out}: {readable_bytes(size)} in {which}"
+def _text(source: Path, out: Path, done: Exported) -> str:
+    weights = [name for name in done.files if not name.endswith((".json", ".md", ".jinja"))]
+    others = [name for name in done.files if name not in weights]
+    which = "1 file" if len(weights) == 1 else f"{len(weights)} files"
+    text = f"Exported {done.num_tensors} tensors of {source}\nto {out}: {readable_bytes(done.num_bytes)} in {which}"
+    return f"{text}\nwith {', '.join(others)}" if others else text

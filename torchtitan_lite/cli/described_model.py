@@ -1,0 +1,204 @@
+"""Which model a checkpoint holds, in the words of Hugging Face, as far as the checkpoint and a person say it.
+
+A checkpoint of `train.py` records its model and its tokenizer. For any other a person gives a config.json, and the
+names of the tensors in it. What is missing is refused by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torchtitan_lite.checkpoint.converting.model_part import ModelKey, model_keys
+from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint
+from torchtitan_lite.checkpoint.format.contents import StoredTensor
+from torchtitan_lite.checkpoint.hugging_face.description import HuggingFaceModel, Place
+from torchtitan_lite.checkpoint.hugging_face.writing import listed, misfit
+from torchtitan_lite.cli.name_map import NameMap, read_name_map
+from torchtitan_lite.config.sections.model import Model
+from torchtitan_lite.data.tokenizer import BYTES, Tokenizer, build_tokenizer
+from torchtitan_lite.disk.plain_file import read_plain
+from torchtitan_lite.errors import CheckpointUnsafe, ConfigError
+from torchtitan_lite.models.llama.args import ModelArgs, build_model_args
+from torchtitan_lite.models.llama.hugging_face import GENERATION, args_of, describe, generation_config
+
+_MOST_BYTES = 1 << 20
+_EMBEDDING = "tok_embeddings.weight"
+_HOW = "give --config CONFIG_JSON, and --names same or --name-map if its names are not those of train.py's model"
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a person says about the model."""
+
+    config: str = ""
+    names: Literal["llama", "same"] = "llama"
+    name_map: str = ""
+    tokenizer: str = ""
+    no_tokenizer: bool = False
+
+
+@dataclass(frozen=True)
+class Described:
+    """The model of a checkpoint."""
+
+    model: HuggingFaceModel
+    of_trainer: bool
+    """Whether the configuration in the checkpoint is that of the model."""
+    notes: list[str]
+    """For the person."""
+
+
+def described(opened: OpenedCheckpoint, given: Given) -> Described:
+    """Return the model in `opened`. Raise ConfigError, with what is missing or does not fit."""
+    if given.tokenizer and given.no_tokenizer:
+        raise ConfigError("--tokenizer and --no-tokenizer: expected one of them")
+    keys = model_keys(opened.contents, opened.manifest)
+    if given.names == "llama" and not given.name_map:
+        return _llama(opened, keys, given)
+    if given.names == "same" and given.name_map:
+        raise ConfigError("--names same and --name-map: expected one of them")
+    if not given.config:
+        raise ConfigError("--names and --name-map say nothing of the model itself: give its --config CONFIG_JSON too")
+    config = read_config(given.config)
+    names, left_out = _names(keys, read_name_map(given.name_map) if given.name_map else {})
+    tensors = {each.name: opened.contents.tensors.get(each.key) for each in keys if each.name in names}
+    if objects := [name for name, tensor in tensors.items() if tensor is None]:
+        raise ConfigError(f"{objects[0]} is no tensor, and safetensors holds only tensors: leave it out by --name-map")
+    places = {name: Place(names[name], tensor.shape) for name, tensor in tensors.items() if tensor is not None}
+    _refuse_other_llama(opened, config, places)
+    files = build_tokenizer(given.tokenizer).files() if given.tokenizer else {}
+    files |= {GENERATION: generation_config(config.get("bos_token_id"), config.get("eos_token_id"))}
+    model = HuggingFaceModel(config, places, files, left_out)
+    return Described(model, False, [] if given.tokenizer or given.no_tokenizer else [_without_tokenizer()])
+
+
+def read_config(given: str, name: str = "config.json") -> dict[str, Any]:
+    """Return the contents of the JSON file `given`, or of `name` in the folder `given`. Raise ConfigError."""
+    path = Path(given) / name if Path(given).is_dir() else Path(given)
+    try:
+        document = json.loads(read_plain(path.resolve(), _MOST_BYTES))
+    except (OSError, ValueError, RecursionError, CheckpointUnsafe) as error:
+        raise ConfigError(f"--config {given} cannot be read: {error}") from None
+    if not isinstance(document, dict):
+        raise ConfigError(f"--config {given}: expected an object, as a {name} holds it")
+    # Where the model was when the file was written.
+    return {key: value for key, value in document.items() if key != "_name_or_path"}
+
+
+def _llama(opened: OpenedCheckpoint, keys: list[ModelKey], given: Given) -> Described:
+    """Return the model of `train.py`: of the sizes in a given config.json, else of the recorded ones."""
+    notes = []
+    if not (given.config or opened.config):
+        raise ConfigError(f"{opened.folder} does not say which model is in it: {_HOW}")
+    tokenizer = _tokenizer(opened, given)
+    bos, eos = (None, None) if tokenizer is None else (tokenizer.bos, tokenizer.eos)
+    files = {} if tokenizer is None or given.no_tokenizer else tokenizer.files()
+    if given.config:
+        config = read_config(given.config)
+        model = describe(args_of(config), files, config.get("bos_token_id", bos), config.get("eos_token_id", eos))
+        model = dataclasses.replace(model, config=config)
+        source = f"of {given.config}"
+    else:
+        args, source = _recorded_args(opened, keys, tokenizer), "of the recorded configuration"
+        model = describe(args, files, bos, eos)
+    if finding := misfit(model, opened.contents, keys):
+        how = f": for a model of your own loop {_HOW}" if not given.config else ""
+        raise ConfigError(f"{opened.folder} has not the weights of the model {source}: {finding}{how}")
+    rows = model.places[_EMBEDDING].shape[0]
+    if tokenizer is not None and tokenizer.vocab_size > rows:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, and the model {rows}: name the run's with --tokenizer"
+        )
+    if tokenizer is None and not given.no_tokenizer:
+        notes.append(_without_tokenizer())
+    return Described(model, not given.config, notes)
+
+
+def _recorded_args(opened: OpenedCheckpoint, keys: list[ModelKey], tokenizer: Tokenizer | None) -> ModelArgs:
+    """Return the sizes of the recorded configuration; the vocabulary is that of the stored embedding."""
+    model, training = (opened.config.get(name, {}) for name in ("model", "training"))
+    known = {field.name for field in dataclasses.fields(Model)}
+    section = Model(**{name: value for name, value in model.items() if name in known} | {"tokenizer_path": BYTES})
+    stored: dict[str, StoredTensor] = {each.name: opened.contents.tensors[each.key] for each in keys
+                                       if each.key in opened.contents.tensors}  # fmt: skip
+    embedding = stored.get(_EMBEDDING)
+    vocab_size = embedding.shape[0] if embedding is not None and embedding.shape else 1
+    try:
+        return build_model_args(section, vocab_size=vocab_size, seq_len=int(training["seq_len"]))
+    except (ConfigError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{opened.folder}: the recorded configuration is no model: {error}; {_HOW}") from None
+
+
+def _tokenizer(opened: OpenedCheckpoint, given: Given) -> Tokenizer | None:
+    """Return the tokenizer that is given, else the recorded one; None if there is none."""
+    if given.tokenizer:
+        return build_tokenizer(given.tokenizer)
+    path = opened.config.get("model", {}).get("tokenizer_path", "")
+    if not path or (given.no_tokenizer and path != BYTES):
+        return None
+    try:
+        return build_tokenizer(path)
+    except ConfigError as error:
+        raise ConfigError(f"{error} Name it with --tokenizer, or export with --no-tokenizer.") from None
+
+
+def _names(keys: list[ModelKey], names: NameMap) -> tuple[dict[str, str], list[str]]:
+    """Return the new name of each of `keys` that is written, and the others. Raise ConfigError for holes in the map."""
+    own = [each.name for each in keys]
+    if callable(names):
+        renamed: dict[str, Any] = {name: names(name) for name in own}
+        left_out = [name for name, new in renamed.items() if new is None]
+    elif names:
+        left_out = names.get("", [])
+        given = {name: new for name, new in names.items() if name}
+        if not isinstance(left_out, list):
+            raise ConfigError('the name map: expected a list of names under ""')
+        if unknown := [str(name) for name in (*given, *left_out) if name not in own]:
+            raise ConfigError(f"the name map names {listed(unknown)}, and the model has {listed(own)}")
+        if unnamed := [name for name in own if name not in given and name not in left_out]:
+            raise ConfigError(f'the name map has nothing for {listed(unnamed)}; list what to leave out under ""')
+        renamed = given
+    else:
+        renamed, left_out = {name: name for name in own}, []
+    taken: dict[str, str] = {}
+    for name, new in renamed.items():
+        if name in left_out:
+            continue
+        if not isinstance(new, str) or not new:
+            raise ConfigError(f"the name map gives {name} the name {new!r:.80}: expected text")
+        if new in taken:
+            raise ConfigError(f"the name map gives {taken[new]} and {name} the same name, {new}")
+        taken[new] = name
+    if not taken:
+        raise ConfigError("the name map leaves out every tensor")
+    return {name: new for new, name in taken.items()}, left_out
+
+
+def _refuse_other_llama(opened: OpenedCheckpoint, config: Mapping[str, Any], places: Mapping[str, Place]) -> None:
+    """Raise ConfigError if `config` is a Llama that we know, and `places` have other names or shapes than its."""
+    try:
+        expected = describe(args_of(config), {}, None, None).places.values()
+    except ConfigError:
+        return  # A model that only its own code knows.
+    found = {place.name: place.shape for place in places.values()}
+    is_tied = bool(config.get("tie_word_embeddings"))
+    missing = [each.name for each in expected if each.name not in found and not (is_tied and "lm_head" in each.name)]
+    if missing:
+        raise ConfigError(
+            f"{opened.folder}: the model of config.json has {listed(missing)}, and no tensor has that name: found "
+            f"{listed([*found])}; give a --name-map, or --names llama for the names of train.py's model"
+        )
+    if odd := [each for each in expected if found.get(each.name, each.shape) != each.shape]:
+        raise ConfigError(
+            f"{opened.folder}: {odd[0].name} has shape {list(found[odd[0].name])}, and in the model of config.json "
+            f"{list(odd[0].shape)}"
+        )
+
+
+def _without_tokenizer() -> str:
+    return "note: the checkpoint names no tokenizer, so no files of one are written; --tokenizer PATH adds them"
