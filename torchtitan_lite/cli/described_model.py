@@ -85,7 +85,7 @@ def read_config(given: str, name: str = "config.json") -> dict[str, Any]:
     except (OSError, ValueError, RecursionError, CheckpointUnsafe) as error:
         raise ConfigError(f"--config {given} cannot be read: {error}") from None
     if not isinstance(document, dict):
-        raise ConfigError(f"--config {given}: expected an object, as a {name} holds it")
+        raise ConfigError(f"--config {given}: expected an object, as in {name}")
     # Where the model was when the file was written.
     return {key: value for key, value in document.items() if key != "_name_or_path"}
 

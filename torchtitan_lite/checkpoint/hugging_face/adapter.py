@@ -29,7 +29,7 @@ from torchtitan_lite.errors import ConfigError
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-KINDS = ("LORA", "LOHA", "LOKR", "IA3", "OFT", "BOFT", "HRA", "LN_TUNING", "FOURIERFT")
+KINDS = ("LORA", "LOHA", "LOKR", "IA3", "OFT", "HRA", "LN_TUNING", "FOURIERFT")
 """The methods whose files have the model's names, without the adapter's. Of others, peft computes what it saves."""
 _PREFIX = "base_model."
 _SAVED_MODULE = "modules_to_save"
