@@ -26,6 +26,7 @@ from torchtitan_lite.data.byte_tokenizer_files import byte_tokenizer_files
 from torchtitan_lite.models.llama.args import FLAVORS
 from torchtitan_lite.models.llama.hugging_face import describe
 from torchtitan_lite.models.llama.model import Transformer
+from torchtitan_lite.store.manifest import seal
 
 Call = Callable[..., tuple[int, str, str]]
 State = dict[str, torch.Tensor]
@@ -124,6 +125,25 @@ def test_other_tokenizers_and_none(trained: Path, tmp_path: Path, call: Call) ->
     code, _, err = call(trained, tmp_path / "c", "--format", "hf", "--tokenizer", tmp_path / "none.json")
     assert (code, err.partition(":")[0]) == (2, "error")
     assert not (tmp_path / "c").exists()
+
+
+def test_a_tokenizer_that_is_not_that_of_the_run_is_refused_and_noted_if_a_person_names_it(
+    small: tuple[Path, State], tmp_path: Path, call: Call
+) -> None:
+    _, state = small
+    save_plain({"model": state, "dataloader": {"tokenizer": "0123"}, "optimizer": {"x": 1}}, tmp_path / "plain")
+    assert main(["convert", str(tmp_path / "plain"), str(tmp_path / "step-1"), "--layout", "ours"]) == 0
+    path = tmp_path / "step-1" / "manifest.json"
+    section = json.dumps({"model": {"tokenizer_path": "bytes"}, "training": {"seq_len": 8}}).encode()
+    text = path.read_bytes().rpartition(b',\n"digest"')[0]
+    path.write_bytes(seal(text.replace(b'"extra": {', b'"extra": {"config": ' + section + b", ", 1)))
+    config = ("--format", "hf", "--config", small[0] / "config.json")
+    code, _, err = call(tmp_path / "step-1", tmp_path / "out", *config)
+    assert code == 2
+    assert "it is not the tokenizer of the run: its fingerprint is bytes, the run's 0123: name that of the run" in err
+    code, _, err = call(tmp_path / "step-1", tmp_path / "out", *config, "--tokenizer", "bytes")
+    assert code == 0
+    assert err.startswith("note: --tokenizer bytes: it is not the tokenizer of the run")
 
 
 def test_a_larger_tokenizer_than_the_model_is_refused(trained: Path, tmp_path: Path, call: Call) -> None:

@@ -28,6 +28,7 @@ from torchtitan_lite.models.llama.hugging_face import GENERATION, args_of, descr
 
 _MOST_BYTES = 1 << 20
 _EMBEDDING = "tok_embeddings.weight"
+_TOKENIZER_OF_DATA = "dataloader.tokenizer"
 _HOW = "give --config CONFIG_JSON, and --names same or --name-map if its names are not those of train.py's model"
 
 
@@ -96,6 +97,10 @@ def _llama(opened: OpenedCheckpoint, keys: list[ModelKey], given: Given) -> Desc
     if not (given.config or opened.config):
         raise ConfigError(f"{opened.folder} does not say which model is in it: {_HOW}")
     tokenizer = _tokenizer(opened, given)
+    if tokenizer is not None and (finding := _other_tokenizer(opened, tokenizer)):
+        if not given.tokenizer:
+            raise ConfigError(f"model.tokenizer_path: {finding}: name that of the run with --tokenizer")
+        notes.append(f"note: --tokenizer {given.tokenizer}: {finding}")
     bos, eos = (None, None) if tokenizer is None else (tokenizer.bos, tokenizer.eos)
     files = {} if tokenizer is None or given.no_tokenizer else tokenizer.files()
     if given.config:
@@ -145,6 +150,14 @@ def _tokenizer(opened: OpenedCheckpoint, given: Given) -> Tokenizer | None:
         return build_tokenizer(path)
     except ConfigError as error:
         raise ConfigError(f"{error} Name it with --tokenizer, or export with --no-tokenizer.") from None
+
+
+def _other_tokenizer(opened: OpenedCheckpoint, tokenizer: Tokenizer) -> str:
+    """Return how `tokenizer` differs from that of the run; "" if it does not, or if the checkpoint does not say."""
+    recorded = opened.contents.objects.get(_TOKENIZER_OF_DATA)
+    if recorded is None or not isinstance(recorded.value, str) or recorded.value == tokenizer.fingerprint:
+        return ""
+    return f"it is not the tokenizer of the run: its fingerprint is {tokenizer.fingerprint}, the run's {recorded.value}"
 
 
 def _names(keys: list[ModelKey], names: NameMap) -> tuple[dict[str, str], list[str]]:
