@@ -1,4 +1,4 @@
-"""The path of each flat key in the nested state, made on demand. Without torch.
+"""The path of each flat key in the nested state, made at each use. Without torch.
 
 Thousands of keys lie in one container: the table keeps for each only its container.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torchtitan_lite.checkpoint.format.structure import LIST, Branch, Path, paths_of
 
@@ -38,6 +39,11 @@ class KeyPaths(Mapping[str, Path]):
     def __getitem__(self, key: str) -> Path:
         container = self._containers.get(key)
         return self._others[key] if container is None else container.path_of(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the path of `key`, or `default`, without an exception for each of thousands of keys without one."""
+        container = self._containers.get(key)
+        return self._others.get(key, default) if container is None else container.path_of(key)
 
     def __iter__(self) -> Iterator[str]:
         yield from self._containers

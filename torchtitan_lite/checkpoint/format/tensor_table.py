@@ -1,8 +1,8 @@
 """The tensors of a checkpoint by key, in columns. Without torch.
 
 Most tensors are one whole chunk: row-major, in one file. Of thousands of these the table keeps once, as a `Kind`, what
-they have in common, and of each one only its kind and where it begins. All others it keeps as they are. Whoever asks
-for one tensor gets the same `StoredTensor` for both; whoever needs thousands reads the columns.
+they have in common, and of each one only its kind and where it begins. All others it keeps as they are. The
+`StoredTensor` of a key is the same for both, and made at its first use; code that needs thousands reads the columns.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ class TensorTable(Mapping[str, StoredTensor]):
         """The byte of its file where each of these begins. The keys and their order are those of `kinds`."""
         self.others = others
         """All other tensors."""
+        self._made: dict[str, StoredTensor] = {}
 
     @classmethod
     def of(cls, tensors: Mapping[str, StoredTensor]) -> TensorTable:
@@ -104,8 +105,15 @@ class TensorTable(Mapping[str, StoredTensor]):
         return cls.of(_tensors(entries, dtypes)) if found is None else found
 
     def __getitem__(self, key: str) -> StoredTensor:
-        kind = self.kinds.get(key)
-        return self.others[key] if kind is None else kind.tensor(self.places[key])
+        made = self._made.get(key)
+        if made is None:
+            kind = self.kinds.get(key)
+            self._made[key] = made = self.others[key] if kind is None else kind.tensor(self.places[key])
+        return made
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the tensor `key`, or `default`, without an exception for each of thousands of keys of objects."""
+        return self[key] if key in self._keys else default
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._keys)
