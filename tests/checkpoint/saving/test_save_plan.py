@@ -230,3 +230,28 @@ def test_saves_that_fail_leave_no_group_behind(rank: int, tmp_path: Path) -> Non
             groups.add(id(run.manager._peers.group))
         faults.install("", rank=rank)
     assert len(groups) == 1
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.eye(3).to_sparse(), torch.empty(3, device="meta"), torch.empty(0, device="meta"), escaped_from_vmap()],
+    ids=["sparse", "meta", "empty meta", "escaped from vmap"],
+)
+def test_a_tensor_that_cannot_be_written_is_refused_in_the_place_of_one_that_was_saved(tensor: torch.Tensor) -> None:
+    plans = PlanCache(PEERS)
+    plans.plan({"model": {"strange": torch.zeros(tensor.shape, dtype=tensor.dtype)}})
+    with pytest.raises(TypeError, match=r"model\.strange is a Tensor of layout"):
+        plans.plan({"model": {"strange": tensor}})
+
+
+def test_a_plan_holds_for_parameters_views_and_empty_tensors_of_the_same_dtype_and_shape() -> None:
+    plans = PlanCache(PEERS)
+    plans.plan(state(w=torch.zeros(2, 3), e=torch.zeros(0, 2)))
+    w = torch.arange(6.0).reshape(3, 2).T
+    image = plans.plan(state(w=torch.nn.Parameter(w), e=torch.zeros(2, 0).T)).image().file
+    assert plans.num_made == 1
+    assert not any(tensor.requires_grad for tensor in image.tensors)
+    content = bytearray(image.num_bytes)
+    image.fill(memoryview(content), 0, image.num_bytes)
+    begin = image.layout.places[0].data_at
+    assert torch.frombuffer(content[begin : begin + 24], dtype=torch.float32).tolist() == [0, 2, 4, 1, 3, 5]

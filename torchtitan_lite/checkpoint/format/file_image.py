@@ -87,7 +87,7 @@ class FileImage:
         volatile: AbstractSet[int] = frozenset(),
     ) -> None:
         for number, (tensor, (dtype, shape)) in enumerate(zip(tensors, layout.specs, strict=True)):
-            if tensor.dtype == dtype and tensor.shape == shape:
+            if tensor.dtype is dtype and tensor.shape == shape:
                 continue
             if tensor.dtype != dtype or tensor.numel() or 0 not in shape:
                 raise ValueError(
@@ -96,9 +96,13 @@ class FileImage:
                 )
         self.layout = layout
         self.volatile = volatile
-        self.tensors = [tensor.detach() for tensor in tensors]
         # Found out here: in threads that copy, each such question would hand the GIL around.
-        self._in_a_row = [_lies_in_a_row(tensor) for tensor in self.tensors]
+        self._in_a_row = [_lies_in_a_row(tensor) for tensor in tensors]
+        # Of one without a gradient whose memory is read as it lies, a detached one would be the same tensor once more.
+        self.tensors = [
+            tensor if in_a_row and not tensor.requires_grad else tensor.detach()
+            for tensor, in_a_row in zip(tensors, self._in_a_row, strict=True)
+        ]
         self.objects = objects
         self.num_bytes = layout.end + len(objects)
 

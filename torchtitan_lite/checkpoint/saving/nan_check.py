@@ -20,14 +20,13 @@ _MAX_TENSORS = 1024
 @torch.no_grad()
 def names_with_nan(items: Sequence[WriteItem], tensors: Sequence[torch.Tensor], prefix: str) -> list[str]:
     """Return the keys under `prefix` of those `tensors` whose sample holds NaN; `items` describe them. Any rank."""
-    sampled = {
-        dtype for dtype in {tensor.dtype for tensor in tensors} if dtype.is_floating_point and dtype.itemsize > 1
-    }
+    dtypes = [tensor.dtype for tensor in tensors]
+    sampled = {dtype for dtype in {*dtypes} if dtype.is_floating_point and dtype.itemsize > 1}
     # Numbers, not pairs: of thousands of new pairs the garbage collector would take more time than all else here.
     floating = [
         number
-        for number, (item, tensor) in enumerate(zip(items, tensors, strict=True))
-        if tensor.dtype in sampled and item.index.fqn.startswith(prefix)
+        for number, (item, dtype) in enumerate(zip(items, dtypes, strict=True))
+        if dtype in sampled and item.index.fqn.startswith(prefix)
     ]
     samples: dict[tuple[torch.dtype, torch.device], list[tuple[str, torch.Tensor]]] = {}
     for number in floating[:: -(-len(floating) // _MAX_TENSORS) or 1]:

@@ -10,8 +10,6 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
@@ -64,10 +62,6 @@ class Planned:
         plan = self.plan
         objects = {key: self._flat[key] for key in plan.object_keys}
         encoded, placed = self._object_items.lay_out(objects, plan.file_name, plan.layout.end)
-        tensors = [_local(self._flat, item.index) for item in plan.items]
+        values = [self._flat[item.index.fqn] for item in plan.items]
+        tensors = [value.to_local() if isinstance(value, DTensor) else value for value in values]
         return RankImage(plan, FileImage(plan.layout, tensors, encoded, plan.volatile), placed)
-
-
-def _local(flat: State, index: MetadataIndex) -> torch.Tensor:
-    value: torch.Tensor = flat[index.fqn]
-    return value.to_local() if isinstance(value, DTensor) else value

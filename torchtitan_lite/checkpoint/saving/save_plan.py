@@ -81,8 +81,10 @@ class PlanCache:
         examined: _Examined | None = None
         verdict, failure = _Verdict.FAILED, None
         try:
-            flat, examined = _examine(state, check)
-            verdict = _Verdict.UNCHANGED if self._plan is not None and examined == self._examined else _Verdict.CHANGED
+            flat, structure = _flattened(state, check)
+            examined = _examined(flat, structure, self._examined)
+            is_known = self._plan is not None and examined is self._examined
+            verdict = _Verdict.UNCHANGED if is_known else _Verdict.CHANGED
             if verdict is _Verdict.CHANGED:
                 _prove(state, flat, examined.structure)
         except Exception as error:
@@ -186,12 +188,39 @@ def balanced(plans: Sequence[SavePlan]) -> list[list[int]]:
     return [sorted(numbers) for numbers in kept]
 
 
-def _examine(state: State, check: Callable[[], None] | None) -> tuple[State, _Examined]:
+def _flattened(state: State, check: Callable[[], None] | None) -> tuple[State, Branch]:
     faults.point("plan")
     if check is not None:
         check()
-    flat, structure = flatten(state)
-    return flat, _Examined(structure, [_entry(key, value) for key, value in flat.items()])
+    return flatten(state)
+
+
+def _examined(flat: State, structure: Branch, last: _Examined | None) -> _Examined:
+    """Return what is examined of `flat`: `last` itself, if that is the same. Raises as `_entry`."""
+    if last is not None and structure == last.structure and _are_entries_of(flat, last.entries):
+        return last
+    return _Examined(structure, [_entry(key, value) for key, value in flat.items()])
+
+
+def _are_entries_of(flat: State, entries: Sequence[tuple[Any, ...]]) -> bool:
+    """Return whether `entries` are those of `flat`, without making those of plain tensors. Raises as `_entry`."""
+    plain, strided = _PLAIN_TENSORS, torch.strided
+    for (key, value), entry in zip(flat.items(), entries, strict=True):
+        is_same = (
+            type(value) in plain
+            and len(entry) == 3
+            and value.layout is strided
+            and _has_memory(value)
+            and value.dtype is entry[1]  # So it is as little quantized as that one.
+            and value.shape == entry[2]
+            and key == entry[0]
+        )
+        if not is_same and _entry(key, value) != entry:
+            return False
+    return True
+
+
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def _prove(state: State, flat: State, structure: Branch) -> None:
@@ -221,12 +250,12 @@ def _entry(key: str, value: Any) -> tuple[Any, ...]:
 
 def _has_memory(tensor: torch.Tensor) -> bool:
     """Return whether `tensor` has an address, or needs none because it has no elements."""
-    if tensor.numel() == 0:
-        return not tensor.is_meta
     try:
-        return tensor.data_ptr() != 0
+        if tensor.data_ptr() != 0:
+            return True
     except RuntimeError:  # Of wrapper subclasses over other tensors, and of tensors that functorch is done with.
-        return False
+        pass
+    return tensor.numel() == 0 and not tensor.is_meta
 
 
 def _local_plan(flat: State, structure: Branch) -> SavePlan:
