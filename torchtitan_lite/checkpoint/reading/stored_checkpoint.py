@@ -28,6 +28,7 @@ from torchtitan_lite.checkpoint.format.older_structure import Untyped, retyped
 from torchtitan_lite.checkpoint.format.shards import parts_of
 from torchtitan_lite.checkpoint.format.structure import rebuild, without
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder, Verify
+from torchtitan_lite.checkpoint.reading.listed_groups import read_listed_groups
 from torchtitan_lite.checkpoint.reading.load_rules import EVERYTHING, LoadRules
 from torchtitan_lite.checkpoint.reading.reader import CheckpointReader, Region, Wanted
 from torchtitan_lite.checkpoint.reading.small_tensors import small_tensors
@@ -57,6 +58,7 @@ class StoredCheckpoint:
         self._rules = rules
         self._folder = CheckpointFolder(path, verify)
         self._reader = _Reader(self._folder)
+        self._optimizer: StoredOptimizer | None = None
 
     @property
     def contents(self) -> Contents:
@@ -91,12 +93,12 @@ class StoredCheckpoint:
     def report(
         self, model: Mapping[str, Any], slots: Mapping[str, Slot], states: Sequence[str] = (), *, cast: bool = False
     ) -> KeyReport:
-        """Return how the checkpoint differs from all of these, joined over all ranks. Reads no data. **Collective**.
+        """Return how the checkpoint differs from all of these, joined over all ranks. Reads no tensors. **Collective**.
 
-        It covers only what is to be loaded: no optimizer if `slots` is empty, and only the named `states`. If on one
-        rank the memory of a tensor does not have the shape that its placements give it, this raises
-        `CheckpointMismatch` on every rank, whatever the rules.
+        It covers only what is to be loaded: no optimizer if `slots` is empty, and only the named `states`. Raises
+        `CheckpointMismatch` on every rank if a tensor's memory has not the shape that its placements give it.
         """
+        optimizer = self._optimizer_for(slots)
 
         def own() -> KeyReport:
             if error := _placement_error(str(self.path), model, slots):
@@ -105,9 +107,7 @@ class StoredCheckpoint:
                 self._model.report(model, cast=cast),
                 KeyReport(missing=[name for name in states if not self.has_state(name)]),
             ]
-            if slots:
-                reports.append(self._optimizer.report(slots))
-            return merged(*reports)
+            return merged(*reports, *([optimizer.report(slots)] if slots else []))
 
         return self._joint_report(own)
 
@@ -144,9 +144,10 @@ class StoredCheckpoint:
 
         Live tensors are read in place. Settings (`param_groups.*`) that only this version of torch has are not in it.
         """
-        self._apply_strictness(self._joint_report(lambda: self._optimizer.report(slots)))
-        read = self._read(lambda: self._optimizer.targets(slots))
-        flat = self._peers.together(lambda: self._optimizer.assembled(slots, read))
+        optimizer = self._optimizer_for(slots)
+        self._apply_strictness(self._joint_report(lambda: optimizer.report(slots)))
+        read = self._read(lambda: optimizer.targets(slots))
+        flat = self._peers.together(lambda: optimizer.assembled(slots, read))
         name = f"optimizer.{OF_OPTIMIZERS}"
         return flat | ({OF_OPTIMIZERS: self.read_state(name, {})} if self.has_state(name) else {})
 
@@ -211,9 +212,13 @@ class StoredCheckpoint:
     def _model(self) -> StoredModel:
         return StoredModel(self.contents, self._rules)
 
-    @cached_property
-    def _optimizer(self) -> StoredOptimizer:
-        return StoredOptimizer(self.contents, self._rules, self._model.names("model." if self.keys("model.") else ""))
+    def _optimizer_for(self, slots: Mapping[str, Slot]) -> StoredOptimizer:
+        """Return the stored optimizer; `slots` are the same at each call. **Collective**."""
+        if self._optimizer is None:
+            names = self._model.names("model." if self.keys("model.") else "")
+            listed = read_listed_groups(self.contents, slots, names, self._peers, self.read_objects)
+            self._optimizer = StoredOptimizer(self.contents, self._rules, names, listed)
+        return self._optimizer
 
     def _joint_report(self, own: Callable[[], KeyReport]) -> KeyReport:
         """Return the joint report of all ranks. **Collective**.

@@ -16,6 +16,7 @@ import torch
 from torchtitan_lite.checkpoint.format.contents import Contents, StoredTensor
 from torchtitan_lite.checkpoint.format.key_report import KeyReport
 from torchtitan_lite.checkpoint.reading.entries import Leaf, assembled, at_path, entries
+from torchtitan_lite.checkpoint.reading.listed_groups import ListedGroups
 from torchtitan_lite.checkpoint.reading.load_rules import LoadRules
 from torchtitan_lite.checkpoint.state.optimizer_state import LAYOUTS, SETTINGS, STATE, Slot, split_key
 
@@ -30,13 +31,16 @@ Entries = dict[str, dict[str, list[Leaf]]]
 class StoredOptimizer:
     """The keys under `optimizer.` of `contents`; `names` maps the model's FQNs to the checkpoint's."""
 
-    def __init__(self, contents: Contents, rules: LoadRules, names: Mapping[str, str]) -> None:
+    def __init__(self, contents: Contents, rules: LoadRules, names: Mapping[str, str], listed: ListedGroups) -> None:
         self._contents = contents
         self._rules = rules
         self._names = names
+        self._listed = listed
 
     def report(self, slots: Mapping[str, Slot]) -> KeyReport:
         """Return how the checkpoint differs from `slots`. Reads no data."""
+        if self._listed.misfit:
+            return KeyReport(mismatched={f"optimizer.{SETTINGS}": self._listed.misfit} if slots else {})
         states, settings, _ = self._by_parameter(slots)
         missing: list[str] = []
         mismatched: dict[str, str] = {}
@@ -136,7 +140,7 @@ class StoredOptimizer:
         found: dict[str, list[Leaf]] = {}
         for entry, leaves in entries(self._contents, "optimizer.").items():
             if entry in (STATE, SETTINGS):  # A state dict that was saved without torch's flattening.
-                found |= {leaf.key.removeprefix("optimizer."): [Leaf(leaf.key, ())] for leaf in leaves}
+                found |= self._listed.entries(entry, leaves)
             else:
                 found[entry] = leaves
         return found
