@@ -69,6 +69,8 @@ def _choose(
 
     Return None if each one is in `skipped` or damaged. Raises `CheckpointNotFound`. Coordinator only.
     """
+    if store.root.is_file():
+        checked_initial_path(str(store.root))  # Raises with what the file is.
     with usable(store.root):
         managed = {info.step: info.path for info in store.committed()}
         others = {number: path for path in store.unmanaged() if (number := layout.parse_step(path.name)) is not None}
