@@ -15,7 +15,9 @@ PUBLIC = {
     "torchtitan_lite.checkpoint": [
         "CheckpointManager",
         "CheckpointReader",
+        "HuggingFaceModel",
         "PerRank",
+        "Place",
         "Stateful",
         "TrainState",
         "load_model",

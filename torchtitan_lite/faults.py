@@ -39,6 +39,7 @@ POINTS: Mapping[str, str] = MappingProxyType(
         "seal": "the staging folder, whole, is about to be synced; coordinator",
         "commit": "right before the rename that is the commit; coordinator",
         "committed": "right after that rename, before the folder is synced; coordinator",
+        "hugging_face": "right before the rename that puts the last save in Hugging Face's format in place",
         "purge": "a checkpoint that is no longer kept is about to be removed; coordinator",
         "quarantine": "a damaged checkpoint is about to be renamed; coordinator",
         "recover": "leftovers of a crash are about to be looked for; coordinator",

@@ -35,6 +35,7 @@ from torchtitan_lite.metrics.profiling import Profiler
 from torchtitan_lite.metrics.run_metrics import RunMetrics
 from torchtitan_lite.metrics.sample_trace import SampleTrace
 from torchtitan_lite.models.llama.args import build_model_args
+from torchtitan_lite.models.llama.hugging_face import describe
 from torchtitan_lite.models.llama.model import Transformer, flops_per_token, num_params
 from torchtitan_lite.optim import (
     DivergenceCheck,
@@ -108,6 +109,7 @@ class Trainer:
         states: dict[str, Stateful] = {"train_state": self.train_state}
         if self.scaler.is_enabled():
             states["grad_scaler"] = self.scaler
+        in_hugging_face = config.checkpoint.last_save_in_hf
         self.checkpointer = CheckpointManager(
             self.loader,
             self.model_parts,
@@ -117,6 +119,9 @@ class Trainer:
             config,
             peers=self.peers,
             topology=str(self.plan.dims),
+            hugging_face=describe(self.args, self.tokenizer.files(), self.tokenizer.bos, self.tokenizer.eos)
+            if in_hugging_face
+            else None,
             on_event=self.metrics.on_event,
         )
         self.samples = SampleTrace(self.dump_folder, rank=world.rank, writes=self._traces_samples())
@@ -142,6 +147,7 @@ class Trainer:
             if self.config.checkpoint.create_seed_checkpoint:
                 self.checkpointer.save(0, force=True)
                 return 0
+            self.checkpointer.finish_ended()
             if ended := self.checkpointer.ended():
                 logger.info("Training completed: %s", ended.summary(self.config.training.steps))
                 self.metrics.on_event("finished", ended.step)
@@ -161,6 +167,9 @@ class Trainer:
         steps = self.config.training.steps
         if ended := self.checkpointer.ended():
             logger.info("It would end at once. Training completed: %s", ended.summary(steps))
+            return 0
+        if self.checkpointer.lacks_only_hugging_face():
+            logger.info("Nothing is left to train, but the weights would be written in Hugging Face's format")
             return 0
         report = self.checkpointer.dry_run()
         logger.info("%s", report or f"No checkpoint in {self.dump_folder}: it would be a fresh start")

@@ -254,6 +254,7 @@ def test_an_export_dtype_without_a_weights_only_checkpoint_is_a_warning(caplog):
     assert "checkpoint.export_dtype has no effect" in caplog.text
     caplog.clear()
     parse_config(["--checkpoint.export_dtype=bfloat16", "--checkpoint.model_weights_only"])
+    parse_config(["--checkpoint.export_dtype=bfloat16", "--checkpoint.last_save_in_hf"])
     assert caplog.text == ""
 
 

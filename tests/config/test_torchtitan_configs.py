@@ -61,7 +61,7 @@ def test_keys_of_unsupported_features_are_accepted_with_one_line_while_off(caplo
         ("--validation.enable", "validation"),
         ("--memory_estimation.enabled", "memory estimation"),
         ("--optimizer.early_step_in_backward true", "inside backward"),
-        ("--checkpoint.last_save_in_hf", "Hugging Face"),
+        ("--checkpoint.initial_load_in_hf_quantized", "quantized weights"),
         ("--experimental.context_parallel_degree 2", "context parallelism"),
         ("--parallelism.expert_parallel_degree=2", "expert parallelism"),
     ],

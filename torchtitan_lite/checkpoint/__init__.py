@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchtitan_lite.checkpoint.hugging_face.description import HuggingFaceModel, Place
     from torchtitan_lite.checkpoint.manager import CheckpointManager
     from torchtitan_lite.checkpoint.reading.reader import CheckpointReader
     from torchtitan_lite.checkpoint.resume.evaluation import load_model
@@ -19,11 +20,22 @@ if TYPE_CHECKING:
     from torchtitan_lite.checkpoint.state.stateful import Stateful
     from torchtitan_lite.checkpoint.state.train_state import TrainState
 
-__all__ = ["CheckpointManager", "CheckpointReader", "PerRank", "Stateful", "TrainState", "load_model"]
+__all__ = [
+    "CheckpointManager",
+    "CheckpointReader",
+    "HuggingFaceModel",
+    "PerRank",
+    "Place",
+    "Stateful",
+    "TrainState",
+    "load_model",
+]
 
 _HOMES = {
     "CheckpointManager": "torchtitan_lite.checkpoint.manager",
     "CheckpointReader": "torchtitan_lite.checkpoint.reading.reader",
+    "HuggingFaceModel": "torchtitan_lite.checkpoint.hugging_face.description",
+    "Place": "torchtitan_lite.checkpoint.hugging_face.description",
     "PerRank": "torchtitan_lite.checkpoint.state.per_rank",
     "Stateful": "torchtitan_lite.checkpoint.state.stateful",
     "TrainState": "torchtitan_lite.checkpoint.state.train_state",

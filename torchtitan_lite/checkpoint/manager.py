@@ -19,6 +19,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from torchtitan_lite.checkpoint.hugging_face.description import HuggingFaceModel
+from torchtitan_lite.checkpoint.hugging_face.last_save import build_last_save
 from torchtitan_lite.checkpoint.resume.ending import Ended, ended_run, export_of
 from torchtitan_lite.checkpoint.resume.first_save import FirstSave
 from torchtitan_lite.checkpoint.resume.load_source import LoadSource, latest_step, new_run
@@ -77,6 +79,7 @@ class CheckpointManager:
         peers: Peers | None = None,
         preemption: PreemptionWatch | None = None,
         topology: str | None = None,
+        hugging_face: HuggingFaceModel | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_event: OnEvent | None = None,
     ) -> None:
@@ -102,6 +105,7 @@ class CheckpointManager:
         self._first_save = FirstSave(self._store, config, peers)
         self._load = RunLoad(run, self._store, job_config, topology, peers, clock, on_event)
         self._step_saves = StepSaves(policy, config, saves, in_flight, watch, departure, consensus, peers, clock)
+        self._last_save = build_last_save(job_config, run, hugging_face, folders, peers, clock, on_event)
         self._guard = StagingGuard(run.optimizers, self.maybe_wait_for_staging)
         self._is_open = False
         self.loaded_step: int | None = None
@@ -121,16 +125,20 @@ class CheckpointManager:
         dataloader: Stateful | None = None,
         states: Mapping[str, Stateful] | None = None,
         folder: str | os.PathLike[str] = "outputs/checkpoint",
+        hugging_face: HuggingFaceModel | None = None,
         on_event: OnEvent | None = None,
         **checkpoint: Any,
     ) -> CheckpointManager:
         """Return the manager of a training loop of your own; `checkpoint` takes any key of `[checkpoint]`.
 
         Checkpoints are enabled unless `enable_checkpoint=False` is given. `folder` holds the `step-N` folders.
-        Raises ConfigError for an unknown key, a wrong value or a wrong object. Any rank.
+        `last_save_in_hf` needs `hugging_face`, which says where each tensor is in Hugging Face's files. Raises
+        ConfigError for an unknown key, a wrong value or a wrong object. Any rank.
         """
         config = loop_config(folder, checkpoint)
-        return cls(dataloader, model, optimizer, lr_scheduler, states, config, on_event=on_event)
+        return cls(
+            dataloader, model, optimizer, lr_scheduler, states, config, hugging_face=hugging_face, on_event=on_event
+        )
 
     def open(self) -> None:
         """Take the folder for this job and watch signals; the other methods do so too. Raises `FolderInUse`."""
@@ -176,6 +184,8 @@ class CheckpointManager:
         self._saves.note_metrics(metrics or {})
         self._first_save.check()
         saved, self.preempted_by = self._step_saves.end_of_step(curr_step, last=force, now=now)
+        if force and saved and self._last_save is not None:
+            self._last_save.write(curr_step)
         return saved
 
     def wait(self) -> int:
@@ -209,23 +219,38 @@ class CheckpointManager:
 
     def ended(self) -> Ended | None:
         """Return how the run ended if nothing is left to train, save or export, else None. Changes nothing."""
-        if not self._config.enable_checkpoint:
-            return None
-        return self._peers.on_coordinator(lambda: ended_run(self._store, self._folders.exports, self._job_config))
+        ended, lacks_last_save = self._peers.on_coordinator(self._ending)
+        return None if lacks_last_save else ended
+
+    def lacks_only_hugging_face(self) -> bool:
+        """Return whether the run has ended and lacks only its weights in Hugging Face's format. Changes nothing."""
+        return self._peers.on_coordinator(self._ending)[1]
+
+    def finish_ended(self) -> None:
+        """Write what a run that has ended still lacks and what needs no load: its weights in Hugging Face's format."""
+        if self._last_save is None or self._config.load_only or not self._opened():
+            return
+        ended, lacks_last_save = self._peers.on_coordinator(self._ending)
+        if ended is not None and lacks_last_save:
+            self._last_save.write(ended.step)
 
     def finish(self, step: int) -> None:
-        """Make the export that a run loaded at `step`, its last one, has not made yet. Durable on return.
+        """Make the exports that a run loaded at `step`, its last one, has not made yet. Durable on return.
 
         Raises `SaveFailed` if a second try fails too.
         """
-        export = self._folders.exports
-        if export is None or self._config.load_only or not self._opened():
+        export, last_save = self._folders.exports, self._last_save
+        if (export is None and last_save is None) or self._config.load_only or not self._opened():
             return
         self._first_save.check()
         self._in_flight.settle()
         run_id = self._saves.origin.lineage.run_id
-        if self._peers.on_coordinator(lambda: export_of(step, run_id, export, self._job_config) is None):
+        if export is not None and self._peers.on_coordinator(
+            lambda: export_of(step, run_id, export, self._job_config) is None
+        ):
             self._saves.export(step)
+        if last_save is not None and not self._peers.on_coordinator(lambda: last_save.made(self._store.get(step))):
+            last_save.write(step)
 
     def close(self) -> None:
         """Wait for the save in flight, report how it ended, and end threads and processes. Idempotent."""
@@ -280,6 +305,15 @@ class CheckpointManager:
     def _forget(self) -> None:
         """Have nothing open in a child that was just forked: closing it there touches nothing of the parent's."""
         self._is_open = False
+
+    def _ending(self) -> tuple[Ended | None, bool]:
+        """Return how the run ended, and whether its last save in Hugging Face's format is missing. Coordinator only."""
+        if not self._config.enable_checkpoint:
+            return None, False
+        ended = ended_run(self._store, self._folders.exports, self._job_config)
+        if ended is None or ended.last is None or self._last_save is None:
+            return ended, False
+        return ended.also_in(self._last_save.root), not self._last_save.made(ended.last)
 
     def _continue_from(self, source: LoadSource) -> None:
         self._saves.continue_from(source.lineage)

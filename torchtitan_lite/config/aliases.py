@@ -33,6 +33,7 @@ ALIASES: Mapping[str, Alias] = {
     "checkpoint.enable": Alias("checkpoint.enable_checkpoint"),
     "checkpoint.last_save_model_only": Alias("checkpoint.model_weights_only"),
     "checkpoint.last_save_model_weights_only": Alias("checkpoint.model_weights_only"),
+    "checkpoint.last_save_in_safetensors_format": Alias("checkpoint.last_save_in_hf"),
     "checkpoint.initial_load_model_weights_only": Alias("checkpoint.initial_load_model_only"),
 }
 

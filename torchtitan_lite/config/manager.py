@@ -40,8 +40,9 @@ def parse_config(argv: Sequence[str]) -> JobConfig:
     in_file = read_toml(find_config_file(file)) if file is not None else []
     last = {setting.key: setting for setting in (*in_file, *given)}
     config = _parse(_arguments(_without_unsupported(last.values())))
-    exports = config.checkpoint.model_weights_only or config.checkpoint.export_folder
-    if config.checkpoint.export_dtype != "float32" and not exports:
+    section = config.checkpoint
+    exports = section.model_weights_only or section.export_folder or section.last_save_in_hf
+    if section.export_dtype != "float32" and not exports:
         logger.warning("checkpoint.export_dtype has no effect without checkpoint.model_weights_only")
     return config
 

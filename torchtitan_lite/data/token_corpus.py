@@ -198,7 +198,7 @@ class TokenCorpus:
             len(paths),
             size,
             time.monotonic() - begin,
-            readable_bytes(file.tell()),
+            readable_bytes(file.tell()),  # words: kept
         )
 
     def _arrays(self, note: Callable[[str], None]) -> Iterator[npt.NDArray[np.uint32]]:

@@ -1,4 +1,4 @@
-"""Decides whether a run has ended and left everything that its configuration wants.
+"""Decides whether a run has ended and left the checkpoints that its configuration wants.
 
 A run has ended when its last full checkpoint is there and, with an export folder, the export of the same
 step; without one, a weights-only checkpoint is enough. The last step is `training.steps`, or an earlier
@@ -8,7 +8,8 @@ weights-only step below the run's `training.steps`. Reads manifests and file siz
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,17 @@ class Ended:
     folders: tuple[Path, ...]
     by_data: bool = False
     """Whether the data ended before `training.steps`."""
+    last: CheckpointInfo | None = field(default=None, compare=False, repr=False)
+    """Its last checkpoint."""
+
+    def also_in(self, folder: Path) -> Ended:
+        """Return this with `folder` as a further one that holds the last step."""
+        return dataclasses.replace(self, folders=(*self.folders, folder))
 
     def summary(self, steps: int) -> str:
         """Return a sentence for the log of a run that asked for `steps`: what it left, and how to train on."""
-        where = " and ".join(str(folder) for folder in self.folders)
+        *others, last = map(str, self.folders)
+        where = f"{', '.join(others)} and {last}" if others else last
         if self.by_data:
             return f"the data ended at step {self.step}, which is in {where}. To go on, raise --training.max_epochs."
         if self.step > steps:
@@ -60,7 +68,7 @@ def ended_run(store: CheckpointStore, export: CheckpointStore | None, config: Jo
     by_data = last.step < config.training.steps
     if by_data and not _was_ended_by_data(made_last, config):
         return None
-    return Ended(last.step, (store.root,) if export is None else (store.root, export.root), by_data)
+    return Ended(last.step, (store.root,) if export is None else (store.root, export.root), by_data, last)
 
 
 def export_of(step: int, run_id: str, export: CheckpointStore, config: JobConfig) -> CheckpointInfo | None:

@@ -61,6 +61,13 @@ class Checkpoint:
     also saves the last step in full. Empty: with model_weights_only, the weights-only checkpoint replaces the last full
     one."""
 
+    last_save_in_hf: bool = False
+    """At the end, also write the weights in Hugging Face's format, in export_dtype: into hf_folder/step-N, once the
+    last checkpoint is durable. All ranks write it."""
+
+    hf_folder: str = "hf"
+    """Folder for last_save_in_hf, inside job.dump_folder."""
+
     save_trained_only: bool = False
     """Leave parameters that are not trained (requires_grad False) out of checkpoints and exports, and out of loads:
     the frozen base of a LoRA run. The same parameters must be frozen whenever the run is resumed."""
@@ -181,7 +188,7 @@ class Checkpoint:
 
     def __post_init__(self) -> None:
         check_types(self, "checkpoint")
-        for name in ("folder", "export_folder"):
+        for name in ("folder", "export_folder", "hf_folder"):
             refuse_address(f"checkpoint.{name}", getattr(self, name), "Name a folder inside job.dump_folder.")
         refuse_address("checkpoint.initial_load_path", self.initial_load_path, "Copy the checkpoint to a folder first.")
         if not self.folder:
@@ -205,6 +212,7 @@ class Checkpoint:
                 f"checkpoint.export_folder: {self.export_folder!r} is checkpoint.folder too, where the export would "
                 "take the place of the last full checkpoint. Name another folder."
             )
+        self._check_hugging_face()
         if self.create_seed_checkpoint and (self.load_only or not self.enable_checkpoint):
             raise ConfigError(
                 "checkpoint.create_seed_checkpoint: nothing would be saved. Set enable_checkpoint, and unset load_only."
@@ -234,6 +242,19 @@ class Checkpoint:
             at_least("checkpoint.at_steps", step, 1)
         for name in ("or_every_seconds", "continuous_floor_seconds"):
             not_negative(f"checkpoint.{name}", getattr(self, name))
+
+    def _check_hugging_face(self) -> None:
+        taken = {PurePath(name) for name in (self.folder, self.export_folder) if name}
+        if self.last_save_in_hf and (not self.hf_folder or PurePath(self.hf_folder) in taken):
+            raise ConfigError(
+                f"checkpoint.hf_folder: expected a folder of its own, found {self.hf_folder!r}. Name one that is "
+                "neither checkpoint.folder nor checkpoint.export_folder, such as 'hf'."
+            )
+        if self.last_save_in_hf and self.save_trained_only:
+            raise ConfigError(
+                "checkpoint.last_save_in_hf: with save_trained_only a checkpoint has no whole model. Leave one of the "
+                "two out; torchtitan-lite export --format peft writes adapters."
+            )
 
     def _check_retention(self) -> None:
         for name in ("keep_latest_k", "keep_every_n_steps", "keep_best_k"):
