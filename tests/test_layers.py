@@ -284,7 +284,10 @@ def test_only_distributed_calls_a_collective() -> None:
     assert not findings, "\n" + "\n".join(findings)
 
 
-@pytest.mark.parametrize("policies", ["checkpoint.schedule.interval", "store.retention"])
+@pytest.mark.parametrize(
+    "policies",
+    ["checkpoint.schedule.interval", "checkpoint.schedule.optimum", "checkpoint.schedule.failures", "store.retention"],
+)
 def test_policies_read_no_clock(policies: str) -> None:
     findings = [
         module.at(node, f"imports {imported}")
