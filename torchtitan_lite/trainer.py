@@ -123,6 +123,7 @@ class Trainer:
             if in_hugging_face
             else None,
             on_event=self.metrics.on_event,
+            past=self.metrics.past,
         )
         self.samples = SampleTrace(self.dump_folder, rank=world.rank, writes=self._traces_samples())
         # Each rank has its own dropout. Seeded before the load, which restores the generators of the run.

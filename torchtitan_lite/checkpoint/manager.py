@@ -26,6 +26,7 @@ from torchtitan_lite.checkpoint.resume.first_save import FirstSave
 from torchtitan_lite.checkpoint.resume.load_source import LoadSource, latest_step, new_run
 from torchtitan_lite.checkpoint.resume.resume_report import ResumeReport
 from torchtitan_lite.checkpoint.resume.run_load import RunLoad
+from torchtitan_lite.checkpoint.saving.auto_interval import build_auto_interval
 from torchtitan_lite.checkpoint.saving.departure import Departure
 from torchtitan_lite.checkpoint.saving.in_flight import build_in_flight
 from torchtitan_lite.checkpoint.saving.measured import Metrics, check_metrics
@@ -35,6 +36,7 @@ from torchtitan_lite.checkpoint.saving.save_plan import PlanCache
 from torchtitan_lite.checkpoint.saving.savers import Saver, SyncSaver, build_saver
 from torchtitan_lite.checkpoint.saving.step_saves import StepSaves
 from torchtitan_lite.checkpoint.saving.writer import Origin
+from torchtitan_lite.checkpoint.schedule.failures import Past
 from torchtitan_lite.checkpoint.schedule.interval import SavePolicy, build_save_policy
 from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
 from torchtitan_lite.checkpoint.staging.guard import StagingGuard
@@ -82,6 +84,7 @@ class CheckpointManager:
         hugging_face: HuggingFaceModel | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_event: OnEvent | None = None,
+        past: Callable[[], Past] | None = None,
     ) -> None:
         arguments.check_arguments(dataloader, states, job_config)
         config, on_event = job_config.checkpoint, on_event or ignore_event
@@ -104,7 +107,8 @@ class CheckpointManager:
         self._housekeeping, self._in_flight, self._saves, self._departure = housekeeping, in_flight, saves, departure
         self._first_save = FirstSave(self._store, config, peers)
         self._load = RunLoad(run, self._store, job_config, topology, peers, clock, on_event)
-        self._step_saves = StepSaves(policy, config, saves, in_flight, watch, departure, consensus, peers, clock)
+        auto = build_auto_interval(config, in_flight, peers, clock, past or Past)
+        self._step_saves = StepSaves(policy, config, saves, in_flight, watch, departure, consensus, auto, peers, clock)
         self._last_save = build_last_save(job_config, run, hugging_face, folders, peers, clock, on_event)
         self._guard = StagingGuard(run.optimizers, self.maybe_wait_for_staging)
         self._is_open = False

@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 
+from torchtitan_lite.checkpoint.schedule.failures import Past
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.log import logger
 from torchtitan_lite.metrics.goodput import Goodput
 from torchtitan_lite.metrics.logger import EventLog, MetricsLogger
 from torchtitan_lite.metrics.memory import build_memory_monitor
+from torchtitan_lite.metrics.past_starts import past_starts
 from torchtitan_lite.metrics.report import epoch_tags, peak_flops, step_line, throughput_tags, time_tags
 from torchtitan_lite.metrics.step_timer import StepTimer
 
@@ -31,7 +33,7 @@ class RunMetrics:
     """Figures of this rank. Rank 0 writes them, unless the run only loads. A context manager."""
 
     def __init__(self, config: JobConfig, world: World, *, flops_per_token: float) -> None:
-        dump_folder = Path(config.job.dump_folder).absolute()
+        dump_folder = self._dump_folder = Path(config.job.dump_folder).absolute()
         self.timer = StepTimer()
         """Timer of the parts of a step: data, forward, backward, optimizer."""
         self._flops_per_token = flops_per_token
@@ -57,6 +59,10 @@ class RunMetrics:
         self._events(event, step, **figures)
         with self._lock:
             self._event_tags |= checkpoint_tags(event, figures)
+
+    def past(self) -> Past:
+        """Return the hours and the unclean ends of earlier starts, as far as events.jsonl shows them."""
+        return past_starts(self._dump_folder / EVENTS_FILE)
 
     def step_done(self, num_tokens: float) -> None:
         """Count one more step, of `num_tokens` on this rank."""

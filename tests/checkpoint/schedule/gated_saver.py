@@ -31,8 +31,9 @@ class GatedSaver:
         return PendingSave(target.step, staged, self._durable)
 
     def finish(self) -> None:
-        """Make the last save durable."""
-        self._durable.set_result(None)
+        """Make the last save durable, unless it is."""
+        if not self._durable.done():
+            self._durable.set_result(None)
 
     def fail(self) -> None:
         """Make the last save fail."""

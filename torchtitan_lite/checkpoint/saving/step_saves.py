@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torchtitan_lite.checkpoint.saving.auto_interval import AutoInterval, FixedInterval
 from torchtitan_lite.checkpoint.saving.departure import Departure
 from torchtitan_lite.checkpoint.saving.in_flight import InFlight
 from torchtitan_lite.checkpoint.saving.run_saves import RunSaves
@@ -31,6 +32,7 @@ class StepSaves:
         preemption: PreemptionWatch,
         departure: Departure,
         consensus: StepConsensus,
+        auto: AutoInterval | FixedInterval,
         peers: Peers,
         clock: Callable[[], float],
     ) -> None:
@@ -42,6 +44,7 @@ class StepSaves:
         self._preemption = preemption
         self._departure = departure
         self._consensus = consensus
+        self._auto = auto
         self._peers = peers
         self._clock = clock
 
@@ -51,10 +54,12 @@ class StepSaves:
         Return whether it was saved or is being saved, and the signal that the ranks leave for (0: none, as at the last
         step). Raises `SaveFailed` if a save failed that was one too many.
         """
+        self._auto.enter()
         agreed = self._receive()
         leaving_for = 0 if last else agreed.signal
         saved = not self._loads_only and self._save(step, last, now, agreed, leaving_for)
         self._saves.prepare(step, now=True)  # After the first step there is all that is to be saved.
+        self._auto.leave(step, began=saved and not last and not leaving_for)
         self._send(step)
         return saved, leaving_for
 
@@ -113,4 +118,4 @@ class StepSaves:
         )
 
     def _tick(self, step: int) -> Tick:
-        return Tick(step, self._clock(), is_writing=self._in_flight.is_writing)
+        return Tick(step, self._clock(), self._in_flight.is_writing, self._auto.seconds)

@@ -7,6 +7,7 @@ numbers do not. The ranks then OR their answers before any of them acts.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +22,8 @@ class Tick:
     seconds: float
     is_writing: bool = False
     """Whether the last save is not durable yet, as far as this rank knows."""
+    auto_seconds: float = math.inf
+    """The interval that the coordinator has chosen; infinite on other ranks."""
 
 
 class SavePolicy(Protocol):
@@ -67,6 +70,16 @@ class Continuous:
 
     def due(self, now: Tick, last_save: Tick) -> bool:
         return not now.is_writing and now.seconds - last_save.seconds >= self.floor_seconds
+
+
+@dataclass(frozen=True)
+class EveryAutoSeconds:
+    """Due once the seconds that the coordinator has chosen have passed since the last save, and that is durable."""
+
+    needs_consensus: bool = True
+
+    def due(self, now: Tick, last_save: Tick) -> bool:
+        return not now.is_writing and now.seconds - last_save.seconds >= now.auto_seconds
 
 
 @dataclass(frozen=True)
@@ -130,6 +143,8 @@ def _build_every(config: Checkpoint) -> SavePolicy:
         return EverySteps(config.interval)
     if config.interval_type == "seconds":
         return EverySeconds(config.interval)
+    if config.interval_type == "auto":
+        return EveryAutoSeconds()
     return Continuous(config.continuous_floor_seconds) if config.interval_type == "continuous" else Never()
 
 

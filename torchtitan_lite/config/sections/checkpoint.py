@@ -13,7 +13,7 @@ from torchtitan_lite.config.sections.training import DtypeName
 from torchtitan_lite.errors import ConfigError
 
 AsyncMode = Literal["disabled", "async", "async_with_pinned_mem"]
-IntervalType = Literal["steps", "seconds", "continuous", "none"]
+IntervalType = Literal["steps", "seconds", "auto", "continuous", "none"]
 VerifyOnLoad = Literal["off", "size", "full"]
 WhenBusy = Literal["wait", "skip"]
 BestMode = Literal["min", "max"]
@@ -31,9 +31,10 @@ class Checkpoint:
     """Folder for checkpoints, inside job.dump_folder."""
 
     interval_type: IntervalType = "steps"
-    """When to save. "steps" and "seconds": every `interval` of them. "continuous": as soon as the last save is durable,
-    but not before continuous_floor_seconds. "none": only for at_steps, or_every_seconds, save(now=True) and the last
-    step. Seconds count from the start of the training loop and then from each save; all ranks save at the same step.
+    """When to save. "steps" and "seconds": every `interval` of them. "auto": so that the time lost to saves and to
+    failures is least, as measured. "continuous": as soon as the last save is durable, but not before
+    continuous_floor_seconds. "none": only for at_steps, or_every_seconds, save(now=True) and the last step. Seconds
+    count from the start of the training loop and then from each save; all ranks save at the same step.
     docs/intervals.md compares them."""
 
     interval: int = 500
@@ -45,6 +46,18 @@ class Checkpoint:
 
     at_steps: tuple[int, ...] = ()
     """Also save at these steps, such as 100,1000,10000."""
+
+    mtbf_hours: float = 0.0
+    """With interval_type "auto": the mean hours between failures of this run; 0: estimated from the number of ranks
+    and the unclean ends of its starts so far."""
+
+    max_lost_seconds: float = 0.0
+    """With interval_type "auto": the most seconds of the run that a failure may lose; 0: no limit. Comes before
+    max_overhead."""
+
+    max_overhead: float = 0.0
+    """With interval_type "auto": what saves may cost at most, as a part of the time between them (0.01: one percent);
+    0: no limit."""
 
     continuous_floor_seconds: float = 30.0
     """With interval_type "continuous": the least seconds from one save to the next; 0: none."""
@@ -240,7 +253,7 @@ class Checkpoint:
         at_least("checkpoint.interval", self.interval, 1)
         for step in self.at_steps:
             at_least("checkpoint.at_steps", step, 1)
-        for name in ("or_every_seconds", "continuous_floor_seconds"):
+        for name in ("or_every_seconds", "mtbf_hours", "max_lost_seconds", "max_overhead", "continuous_floor_seconds"):
             not_negative(f"checkpoint.{name}", getattr(self, name))
 
     def _check_hugging_face(self) -> None:

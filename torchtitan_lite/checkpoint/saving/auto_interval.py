@@ -1,0 +1,129 @@
+"""The interval of `checkpoint.interval_type = "auto"`: chosen on the coordinator, again after each save and each step.
+
+Only the coordinator has an interval, so only its clock makes a save due; the other ranks learn it with the flags of the
+step, like every save by the clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from torchtitan_lite.checkpoint.saving.in_flight import InFlight
+from torchtitan_lite.checkpoint.saving.save_costs import SaveCosts
+from torchtitan_lite.checkpoint.schedule.failures import Past, mtbf_hours, prior_hours
+from torchtitan_lite.checkpoint.schedule.optimum import Caps, Choice, Conflict, SaveCost, choose, most_lost_seconds
+from torchtitan_lite.config.job_config import Checkpoint
+from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.log import logger
+
+FIRST_SECONDS = 60.0
+"""Until the first save, whose cost nothing is known of."""
+NOTICEABLE = 1.25
+"""An interval that is longer or shorter by this factor than the one in the log is logged."""
+
+
+class AutoInterval:
+    """The interval now, in `seconds`. `mtbf` returns the hours between failures, given those of this start."""
+
+    def __init__(
+        self, costs: SaveCosts, caps: Caps, mtbf: Callable[[float], float], peers: Peers, clock: Callable[[], float]
+    ) -> None:
+        self._costs = costs
+        self._caps = caps
+        self._mtbf = mtbf
+        self._peers = peers
+        self._clock = clock
+        self._began = clock()
+        self._seconds = min(FIRST_SECONDS, caps.max_lost_seconds / 2)
+        self._logged: Choice | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Return the interval on the coordinator; infinite on other ranks, which do not decide."""
+        return self._seconds if self._peers.is_coordinator else math.inf
+
+    def enter(self) -> None:
+        """Note that the loop has ended a step. Any rank."""
+        self._costs.enter()
+
+    def leave(self, step: int, *, began: bool) -> None:
+        """Note that the loop goes on after `step`, in which a save `began` or not, and choose again. Any rank."""
+        self._costs.leave(step, began=began)
+        cost = self._costs.cost()
+        if cost is None or not self._peers.is_coordinator:
+            return
+        hours = self._mtbf((self._clock() - self._began) / 3600)
+        choice = choose(cost, hours * 3600, self._caps)
+        self._seconds = choice.seconds
+        if self._is_noticeable(choice):
+            self._log(choice, cost, hours)
+            self._logged = choice
+
+    def _is_noticeable(self, choice: Choice) -> bool:
+        before = self._logged
+        if before is None or (before.reason, before.conflict) != (choice.reason, choice.conflict):
+            return True
+        return not before.seconds / NOTICEABLE < choice.seconds < before.seconds * NOTICEABLE
+
+    def _log(self, choice: Choice, cost: SaveCost, hours: float) -> None:
+        logger.info(
+            "Saving every %.1f s: %s; a save costs %.2f s (blocked %.2f s, slower steps %.2f s) and is durable in "
+            "%.2f s, a failure is expected every %.1f h",
+            choice.seconds,
+            choice.reason.value,
+            cost.seconds,
+            cost.blocked_seconds,
+            cost.slower_seconds,
+            cost.save_seconds,
+            hours,
+        )
+        if choice.conflict is not None and (self._logged is None or self._logged.conflict is not choice.conflict):
+            logger.warning("%s", _in_words(choice, choice.conflict, cost, self._caps))
+
+
+class FixedInterval:
+    """Stands for an `AutoInterval` where the interval is configured: chooses and measures nothing."""
+
+    seconds = math.inf
+
+    def enter(self) -> None: ...
+
+    def leave(self, step: int, *, began: bool) -> None: ...
+
+
+def build_auto_interval(
+    config: Checkpoint, in_flight: InFlight, peers: Peers, clock: Callable[[], float], past: Callable[[], Past]
+) -> AutoInterval | FixedInterval:
+    """Return what chooses the interval of a run with `config`. `past` is called once, on the coordinator."""
+    if config.interval_type != "auto":
+        return FixedInterval()
+    caps = Caps(config.max_lost_seconds or math.inf, config.max_overhead or math.inf)
+    costs = SaveCosts(in_flight, clock)
+    return AutoInterval(costs, caps, _build_mtbf(config, peers, past), peers, clock)
+
+
+def _build_mtbf(config: Checkpoint, peers: Peers, past: Callable[[], Past]) -> Callable[[float], float]:
+    if config.mtbf_hours:
+        return lambda _: config.mtbf_hours
+    found: list[Past] = []
+
+    def estimated(hours: float) -> float:
+        if not found:
+            found.append(past())
+        before = found[0]
+        return mtbf_hours(Past(before.hours + hours, before.unclean_ends), prior_hours(peers.world_size))
+
+    return estimated
+
+
+def _in_words(choice: Choice, conflict: Conflict, cost: SaveCost, caps: Caps) -> str:
+    if conflict is Conflict.OVERHEAD_EXCEEDED:
+        return (
+            f"checkpoint.max_lost_seconds = {caps.max_lost_seconds:g} wins over checkpoint.max_overhead = "
+            f"{caps.max_overhead:g}: saves cost {cost.seconds / choice.seconds:.3g} of the time between them"
+        )
+    return (
+        f"checkpoint.max_lost_seconds = {caps.max_lost_seconds:g} cannot hold: a save takes "
+        f"{cost.least_interval:.1f} s, so a failure may lose {most_lost_seconds(choice.seconds, cost):.0f} s"
+    )
