@@ -36,6 +36,7 @@ class AutoInterval:
         self._clock = clock
         self._began = clock()
         self._seconds = min(FIRST_SECONDS, caps.max_lost_seconds / 2)
+        self._cost: SaveCost | None = None
         self._logged: Choice | None = None
 
     @property
@@ -49,15 +50,15 @@ class AutoInterval:
 
     def leave(self, step: int, *, began: bool) -> None:
         """Note that the loop goes on after `step`, in which a save `began` or not, and choose again. Any rank."""
-        self._costs.leave(step, began=began)
-        cost = self._costs.cost()
-        if cost is None or not self._peers.is_coordinator:
+        if self._costs.leave(step, began=began):
+            self._cost = self._costs.cost()
+        if self._cost is None or not self._peers.is_coordinator:
             return
         hours = self._mtbf((self._clock() - self._began) / 3600)
-        choice = choose(cost, hours * 3600, self._caps)
+        choice = choose(self._cost, hours * 3600, self._caps)
         self._seconds = choice.seconds
         if self._is_noticeable(choice):
-            self._log(choice, cost, hours)
+            self._log(choice, self._cost, hours)
             self._logged = choice
 
     def _is_noticeable(self, choice: Choice) -> bool:

@@ -65,7 +65,7 @@ class SaveCosts:
             return None
         return SaveCost(
             blocked_seconds=median(cost.blocked_seconds for cost in self._costs),
-            slower_seconds=median(cost.slower_seconds for cost in self._costs),
+            slower_seconds=max(0.0, median(cost.slower_seconds for cost in self._costs)),
             save_seconds=median(cost.save_seconds for cost in self._costs),
             step_seconds=_median_or_zero(self._quiet_steps),
         )
@@ -78,10 +78,14 @@ class SaveCosts:
         self._followed = None
         if done.last_durable != followed.step or done.last_seconds is None:
             return False
-        usual = _median_or_zero(self._quiet_steps) * len(followed.steps) if self._quiet_steps else sum(followed.steps)
-        slower = max(0.0, sum(followed.steps) - usual)
-        self._costs.append(SaveCost(followed.blocked_seconds, slower, save_seconds=done.last_seconds))
+        self._costs.append(SaveCost(followed.blocked_seconds, self._slower(followed), save_seconds=done.last_seconds))
         return True
+
+    def _slower(self, followed: _Followed) -> float:
+        """Return what the steps beside the save took longer; negative if less, so that the median has no bias."""
+        if not self._quiet_steps:
+            return 0.0
+        return sum(followed.steps) - len(followed.steps) * median(self._quiet_steps)
 
 
 def _median_or_zero(values: Iterable[float]) -> float:
