@@ -16,6 +16,7 @@ from tests.checkpoint.schedule.gated_saver import GatedSaver
 from tests.checkpoint.small_run import SmallRun
 from tests.checkpoint.tiny_run import TinyRun, same_everywhere
 from tests.ranks import on_two_ranks
+from torchtitan_lite.checkpoint.saving.auto_interval import AutoInterval
 from torchtitan_lite.checkpoint.schedule.failures import Past
 from torchtitan_lite.checkpoint.schedule.interval import EveryAutoSeconds, Tick, build_save_policy
 from torchtitan_lite.config.job_config import Checkpoint
@@ -95,9 +96,9 @@ def test_the_interval_follows_what_saves_cost_and_a_noticeable_change_is_logged(
 ) -> None:
     run = Auto(start_run, mtbf_hours=1.0)
     run.train(30)
-    run.blocked = 2.2
+    run.blocked = 2.6
     run.train(60)
-    assert len(chosen(log)) == 1, "a few percent are not worth a line"
+    assert len(chosen(log)) == 1, "an interval that is a seventh longer is not worth a line"
     run.blocked = 8.0
     saved = run.train(150)
     assert saved[-1] - saved[-2] == math.ceil(234.7 / 10) + 1
@@ -173,6 +174,27 @@ def test_the_caps_hold_and_where_they_conflict_one_line_says_so(
     assert warnings == ([] if warning is None else [warning])
 
 
+def test_the_first_save_comes_after_half_of_max_lost_seconds_if_that_is_less(start_run: StartRun) -> None:
+    assert Auto(start_run, max_lost_seconds=84.0).train(10)[0] == math.ceil(42 / 10) + 1
+
+
+def test_a_conflict_that_begins_later_is_one_warning_however_the_interval_changes(
+    start_run: StartRun, log: pytest.LogCaptureFixture
+) -> None:
+    run = Auto(start_run, mtbf_hours=1.0, max_lost_seconds=84.0, max_overhead=0.05)
+    warnings = []
+    for blocked in (2.0, 4.0, 14.0):
+        run.blocked = blocked
+        run.train(60)
+        warnings.append(sum("wins over" in line for line in log.messages))
+    assert warnings == [0, 1, 1]
+    assert [line.split(": ")[0] for line in chosen(log)] == [
+        "Saving every 60.0 s",
+        "Saving every 56.0 s",
+        "Saving every 36.0 s",
+    ]
+
+
 def test_no_moment_of_a_run_would_lose_more_than_max_lost_seconds(start_run: StartRun) -> None:
     run = Auto(start_run, mtbf_hours=1000.0, max_lost_seconds=300.0, writes=7)
     clock = run.run.clock
@@ -193,6 +215,8 @@ def test_a_forced_save_is_not_measured_and_ends_nothing(start_run: StartRun) -> 
     run.manager.reset()
     run.train(3)
     assert run.committed() == [3]
+    auto = run.manager._step_saves._auto
+    assert isinstance(auto, AutoInterval) and auto._costs.cost() is None
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,19 @@ def test_a_failed_save_is_not_counted(start_run: StartRun) -> None:
     assert of.cost() is not None
 
 
+def test_a_save_that_fails_after_others_does_not_change_the_cost(start_run: StartRun) -> None:
+    of = Measured(start_run, 2, 4)
+    of.steps(1.0, 1.0)
+    of.saver.finish()
+    of.steps(1.0)
+    before = of.cost()
+    of.blocked = 100.0
+    of.steps(1.0)
+    of.saver.fail()
+    of.steps(1.0)
+    assert of.cost() == before
+
+
 def test_the_cost_is_the_median_of_the_last_five_saves(start_run: StartRun) -> None:
     of = Measured(start_run, *range(2, 100, 2))
     of.steps(1.0)
@@ -102,7 +115,7 @@ def test_a_save_that_blocks_until_it_is_durable_costs_that_time(start_run: Start
 
     run = start_run(interval_type="auto", at_steps=(3,), mtbf_hours=1e6, seams={"on_event": slow})
     run.manager.reset()
-    for _ in range(4):
+    for _ in range(3):
         run.clock.seconds += 1.0
         run.step()
     auto = run.manager._step_saves._auto
