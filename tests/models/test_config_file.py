@@ -90,6 +90,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) 
         ("config.json", "{", "cannot be read"),
         ("config.json", '{"model_type": "qwen3"}', "found 'qwen3', which has norms in its attention"),
         ("params.json", '{"dim": 0}', "dim: expected a whole number from 1 on, found 0"),
+        ("params.json", '{"dim": 8, "n_heads": 2, "n_layers": 1000000000000}', "n_layers: expected a whole number"),
         ("params.json", '{"dim": 8, "n_heads": 3, "n_layers": 1}', "do not divide"),
         ("other.json", '{"model_type": "llama"}', "num_attention_heads: expected a whole number"),
     ],
@@ -108,3 +109,16 @@ def test_a_folder_without_either_file_is_refused(tmp_path: Path) -> None:
 def test_another_rope_type_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="no rotary embedding of type 'yarn', only default and llama3"):
         args_of(LLAMA_3_8B | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}})
+
+
+@pytest.mark.parametrize(
+    ("change", "finding"),
+    [
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers: expected a whole number"),
+        ({"hidden_size": 10**100, "num_attention_heads": 1}, "hidden_size: expected a whole number"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "no rotary embedding of a part of each head"),
+    ],
+)
+def test_sizes_beyond_any_model_are_refused_at_once(change: dict[str, Any], finding: str) -> None:
+    with pytest.raises(ConfigError, match=finding):
+        args_of(LLAMA_3_8B | change)

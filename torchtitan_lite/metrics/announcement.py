@@ -22,7 +22,7 @@ def announce(config: JobConfig, world: World, *, topology: str, num_params: int,
     logger.info(
         "%s %s with %s parameters on %d x %s (%s), computing in %s, seed %d",
         config.model.name,
-        config.model.flavor,
+        config.model.config_path or config.model.flavor,
         f"{num_params:,}",
         world.world_size,
         "simulated" if world.is_simulated else world.device.type,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 from tests.cli.command import command
@@ -128,3 +129,26 @@ def test_another_model_starts_in_a_loop_of_its_own(kind: str, tmp_path: Path) ->
     with torch.no_grad():
         assert torch.equal(model(TOKENS).logits, theirs(TOKENS).logits)
     assert model.lm_head.weight is model.get_input_embeddings().weight
+
+
+def test_a_gpt2_without_its_prefix_as_it_was_published_starts_by_a_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    theirs = made("GPT2", tmp_path / "hf", n_embd=16, n_layer=1, n_head=2, vocab_size=300)
+    state = {name: tensor.contiguous() for name, tensor in theirs.transformer.state_dict().items()}
+    state |= {"h.0.attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    safetensors.torch.save_file(state, tmp_path / "hf" / "model.safetensors")
+    (tmp_path / "of_gpt2.py").write_text("def prefixed(name):\n    return f'transformer.{name}'\n")
+    monkeypatch.chdir(tmp_path)
+    ended = command("import-weights", "hf", "start", "--name-map", "of_gpt2:prefixed")
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.splitlines()[2:4] == [
+        "Note: left out, because the model computes it: h.0.attn.masked_bias, h.0.attn.bias",
+        "Note: tied embeddings: lm_head.weight is a copy of transformer.wte.weight",
+    ]
+    model = transformers.GPT2LMHeadModel(theirs.config).eval()
+    load_model(model, tmp_path / "start")
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS).logits, theirs(TOKENS).logits)

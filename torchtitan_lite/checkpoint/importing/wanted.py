@@ -13,7 +13,8 @@ _WEIGHTS = ("float64", "float32", "float16", "bfloat16")
 _COMPUTED = ("rotary_emb.inv_freq", "rope.freqs", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 _MASKS = ("attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")
 _HEAD = "lm_head.weight"
-_EMBEDDINGS = ("wte.weight", "embed_tokens.weight", "word_embeddings.weight", "embed_in.weight", "shared.weight")
+_EMBEDDINGS = (".wte.weight", ".embed_tokens.weight", ".word_embeddings.weight", ".embed_in.weight", ".shared.weight")
+"""Ends of the names of embeddings in models of transformers that have a head beside them."""
 
 
 class Weight(NamedTuple):
@@ -68,7 +69,7 @@ def as_renamed(contents: Contents, rename: Rename, *, is_tied: bool) -> Chosen:
     """Return all tensors under the names that `rename` returns. Raises ConfigError if two get the same name.
 
     With `is_tied`, a causal language model of transformers whose head is not in the source gets a copy of its
-    embedding as the head.
+    embedding as the head, unless `rename` leaves that out.
     """
     weights: dict[str, str] = {}
     tensors = contents.tensors
@@ -83,10 +84,10 @@ def as_renamed(contents: Contents, rename: Rename, *, is_tied: bool) -> Chosen:
         if name in weights:
             raise ConfigError(f"the name map gives {source} and {weights[name]} the same name, {name}")
         weights[name] = source
-    embeddings = [source for source in tensors if source.endswith(_EMBEDDINGS)]
-    if is_tied and _HEAD not in tensors and len(embeddings) == 1 and (head := rename(_HEAD)) and head not in weights:
-        weights[head] = embeddings[0]
-        notes.append(f"tied embeddings: {head} is a copy of {embeddings[0]}")
+    embeddings = [name for name in weights if name.endswith(_EMBEDDINGS)]
+    if is_tied and _HEAD not in {*tensors, *weights} and len(embeddings) == 1 and rename(_HEAD) is not None:
+        weights[_HEAD] = weights[embeddings[0]]
+        notes.append(f"tied embeddings: {_HEAD} is a copy of {embeddings[0]}")
     if not weights:
         raise ConfigError(f"{contents.path}: the name map leaves out every tensor")
     return Chosen([Weight(name, source) for name, source in weights.items()], notes)

@@ -14,7 +14,7 @@ from typing import Any
 from torchtitan_lite.disk.plain_file import read_plain
 from torchtitan_lite.errors import CheckpointUnsafe, ConfigError
 from torchtitan_lite.models.llama.args import FLAVORS, ModelArgs, RopeScaling
-from torchtitan_lite.models.llama.hugging_face import args_of
+from torchtitan_lite.models.llama.hugging_face import MOST_LAYERS, args_of
 
 CONFIG = "config.json"
 PARAMS = "params.json"
@@ -49,7 +49,7 @@ def args_of_params(params: Mapping[str, Any], vocab_size: int = 0) -> ModelArgs:
     in_params = params.get("vocab_size", -1)
     args = ModelArgs(
         dim=dim,
-        n_layers=_whole(params, "n_layers"),
+        n_layers=_whole(params, "n_layers", most=MOST_LAYERS),
         n_heads=heads,
         n_kv_heads=_whole(params, "n_kv_heads", heads),
         vocab_size=vocab_size if in_params == -1 else _whole(params, "vocab_size"),
@@ -82,11 +82,11 @@ def _scaling(params: Mapping[str, Any], dim: int) -> RopeScaling | None:
     return RopeScaling(factor=_positive(params, "rope_scaling_factor", usual))
 
 
-def _whole(params: Mapping[str, Any], name: str, default: int | None = None) -> int:
+def _whole(params: Mapping[str, Any], name: str, default: int | None = None, most: int = 1 << 40) -> int:
     found = params.get(name)
     if found is None and default is not None:
         return default
-    if type(found) is not int or found < 1:
+    if type(found) is not int or not 1 <= found <= most:
         raise ConfigError(f"{PARAMS}: {name}: expected a whole number from 1 on, found {found!r:.50}")
     return found
 

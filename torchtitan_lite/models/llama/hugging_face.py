@@ -32,6 +32,9 @@ _DIFFERENCES = {
 }
 """What well-known families have that this Llama lacks, by model_type."""
 GENERATION = "generation_config.json"
+MOST_LAYERS = 10_000
+"""More would only make a hostile config.json take long to refuse."""
+_MOST = 1 << 40
 _ROPE_THETA = 10000.0
 _NORM_EPS = 1e-6
 _LENGTH = 2048
@@ -143,13 +146,14 @@ def args_of(config: Mapping[str, Any]) -> ModelArgs:
         (config.get("sliding_window") is not None, "sliding_window"),
         (dim % heads != 0 or dim // heads % 2 != 0, f"hidden_size {dim} with num_attention_heads {heads}"),
         (config.get("head_dim") not in (None, dim // heads), f"head_dim {config.get('head_dim')!r}"),
+        (_rope(config).get("partial_rotary_factor", 1.0) != 1.0, "rotary embedding of a part of each head"),
         (heads % kv_heads != 0, f"num_key_value_heads {kv_heads} with num_attention_heads {heads}"),
     ):
         if is_odd:
             raise ConfigError(f"config.json: this Llama has no {finding}: it cannot be read")
     return ModelArgs(
         dim=dim,
-        n_layers=_count(config, "num_hidden_layers"),
+        n_layers=_count(config, "num_hidden_layers", most=MOST_LAYERS),
         n_heads=heads,
         n_kv_heads=kv_heads,
         vocab_size=_count(config, "vocab_size"),
@@ -193,12 +197,12 @@ def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return parameters
 
 
-def _count(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+def _count(config: Mapping[str, Any], name: str, default: int | None = None, most: int = _MOST) -> int:
     found = config.get(name)
     if found is None and default is not None:
         return default
-    if type(found) is not int or found < 1:
-        raise ConfigError(f"config.json: {name}: expected a whole number from 1 on, found {found!r}")
+    if type(found) is not int or not 1 <= found <= most:
+        raise ConfigError(f"config.json: {name}: expected a whole number from 1 on, found {found!r:.50}")
     return found
 
 
