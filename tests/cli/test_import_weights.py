@@ -169,7 +169,7 @@ def test_one_sentence_and_an_exit_code_for_every_refusal(tmp_path: Path) -> None
     (tmp_path / "there" / "file").touch()
     out = tmp_path / "out"
     for code, arguments, finding in (
-        (1, (tmp_path / "nowhere", out), "there is no such file or folder; download weights first"),
+        (1, (tmp_path / "nowhere", out), "there is no such file or folder; a name on a hub is not downloaded"),
         (2, ("hf://org/name", out), "is a URL, and only folders of this machine can be read"),
         (2, (tmp_path / "qwen", out), "found 'qwen2', which has biases in its attention; a training loop of your own"),
         (2, (tmp_path / "int4", out), "is quantized (gptq): import the weights that it was made from"),
@@ -180,6 +180,7 @@ def test_one_sentence_and_an_exit_code_for_every_refusal(tmp_path: Path) -> None
         (2, (source, tmp_path / "there"), "exists: remove it, or name another OUT"),
         (2, (source, tmp_path / "step-5"), "is the name of step 5, and imported weights are step 0: name OUT step-0"),
         (2, (source, out, "--files", "100000"), "the tensors are too small for 100000 files: ask for at most"),
+        (2, (source, out, "--names", "same", "--name-map", "a.json"), "--names same and --name-map: expected one"),
         (2, (source, out, "--files", "-1"), "--files -1: expected at least 1"),
         (2, (source, out, "--dtype", "int8"), "invalid choice"),
     ):

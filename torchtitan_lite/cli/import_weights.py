@@ -53,6 +53,8 @@ class ImportWeights:
     def run(self, screen: Screen) -> ExitCode:
         if self.files < 0:
             raise ConfigError(f"--files {self.files}: expected at least 1")
+        if self.names == "same" and self.name_map:
+            raise ConfigError("--names same and --name-map: expected one of them")
         source, out = local(self.source), local(self.out)
         names = read_name_map(self.name_map) if self.name_map else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections import OrderedDict, defaultdict
@@ -29,6 +30,7 @@ from torchtitan_lite.checkpoint.importing.wanted import as_renamed
 from torchtitan_lite.checkpoint.resume.evaluation import load_model
 from torchtitan_lite.checkpoint.resume.seed import is_seed
 from torchtitan_lite.errors import CheckpointDamaged, ConfigError
+from torchtitan_lite.models.llama.args import RopeScaling
 from torchtitan_lite.models.llama.imported import import_llama, unseen
 from torchtitan_lite.models.llama.model import Transformer
 from torchtitan_lite.store.manifest import CheckpointKind
@@ -264,3 +266,23 @@ def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": {"a": "../../etc/passwd"}}))
     with pytest.raises(CheckpointDamaged, match=r"'\.\./\.\./etc/passwd' is not the name of a file beside it"):
         open_source(path)
+
+
+def test_the_sizes_of_a_run_must_be_those_of_the_source(tmp_path: Path) -> None:
+    path = write_folder(tmp_path / "hf", weights())
+    other = dataclasses.replace(ARGS, hidden_dim=96, rope_scaling=RopeScaling(factor=8.0))
+    expected = (
+        r"another model than this run's: ffn_dim 48 instead of 96, rope_scaling None instead of .*config_path=.*hf$"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        import_llama(path / "model.safetensors", tmp_path / "step-0", expected=other)
+    assert not (tmp_path / "step-0").exists()
+    done = import_llama(path, tmp_path / "step-0", expected=dataclasses.replace(ARGS, max_seq_len=7, dropout=0.5))
+    assert (done.num_tensors, done.notes) == (21, [])
+
+
+def test_params_that_are_none_are_refused_with_the_folder(tmp_path: Path) -> None:
+    path = write_meta(tmp_path / "meta", weights(), 1, embeddings_by_columns=False)
+    (path / "params.json").write_text('{"dim": "wide"}')
+    with pytest.raises(ConfigError, match=r"meta: params\.json: dim: expected a whole number from 1 on, found 'wide'"):
+        import_llama(path, tmp_path / "step-0")

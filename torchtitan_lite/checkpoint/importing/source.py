@@ -68,7 +68,9 @@ def open_source(path: Path) -> Source:
             return _of_file(path)
     except OSError as error:
         raise CheckpointUnreadable(str(path), f"{type(error).__name__}: {error}") from error
-    raise CheckpointNotFound(str(path), None, finding="there is no such file or folder; download weights first")
+    raise CheckpointNotFound(
+        str(path), None, finding="there is no such file or folder; a name on a hub is not downloaded"
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -81,29 +81,45 @@ def write_llama(opened: OpenedLlama, out: Path, form: Form, progress: Progress) 
 def open_llama(path: Path) -> OpenedLlama:
     """Return the Llama at `path`. Raises ConfigError if it is none that ours can be, and as `open_source` does."""
     if meta_folder.is_meta_folder(path):
-        folder = meta_folder.read_meta_folder(path)
-        args = args_of_params(folder.params, folder.vocab_size)
-        shapes = {name: place.shape for name, place in describe(args, {}, None, None).places.items()}
-        source = meta_folder.joined(folder, shapes)
-        same_names = {name: (name, shape) for name, shape in shapes.items()}
-        return OpenedLlama(source, args, as_model(source.contents, same_names, {}), {})
+        return _of_meta(path)
     source = open_source(path)
     if not source.config:
-        folder_of_it = path if path.is_dir() else path.parent
         raise ConfigError(
-            f"there is no {CONFIG} in {folder_of_it}, and the sizes of the model are in it: put it there, or use "
+            f"there is no {CONFIG} in {_folder(path)}, and the sizes of the model are in it: put it there, or use "
             "--names same for the model of a training loop of your own"
         )
     _refuse_quantized(source)
-    try:
+    with _named(path, "; a training loop of your own can take it with --names same"):
         args = args_of(source.config)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}; a training loop of your own can take it with --names same") from None
     places = describe(args, {}, None, None).places
     head_dims = {place.name: place.rotary_head_dim for place in places.values() if place.rotary_head_dim}
     tied = {OUTPUT: EMBEDDING} if source.config.get("tie_word_embeddings") else {}
     theirs = {name: (place.name, place.shape) for name, place in places.items()}
     return OpenedLlama(source, args, as_model(source.contents, theirs, tied), head_dims)
+
+
+def _of_meta(path: Path) -> OpenedLlama:
+    """Return the Llama in Meta's layout at `path`; its names and the order of its rows are ours."""
+    folder = meta_folder.read_meta_folder(path)
+    with _named(path):
+        args = args_of_params(folder.params, folder.vocab_size)
+    shapes = {name: place.shape for name, place in describe(args, {}, None, None).places.items()}
+    source = meta_folder.joined(folder, shapes)
+    chosen = as_model(source.contents, {name: (name, shape) for name, shape in shapes.items()}, {})
+    return OpenedLlama(source, args, chosen, {})
+
+
+@contextlib.contextmanager
+def _named(path: Path, hint: str = "") -> Iterator[None]:
+    """Let a ConfigError in the block name `path`, and end with `hint`."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}{hint}") from None
+
+
+def _folder(path: Path) -> Path:
+    return path if path.is_dir() else path.parent
 
 
 def _refuse_quantized(source: Source) -> None:
@@ -120,5 +136,5 @@ def _refuse_other_sizes(path: Path, found: ModelArgs, expected: ModelArgs) -> No
     pairs = {name: (getattr(found, name), getattr(expected, name)) for name in (*names, "rope_scaling")}
     if other := [f"{name} {its} instead of {ours}" for name, (its, ours) in pairs.items() if its != ours]:
         raise ConfigError(
-            f"{path} is another model than this run's: {', '.join(other)}. Set --model.config_path={path}"
+            f"{path} is another model than this run's: {', '.join(other)}. Set --model.config_path={_folder(path)}"
         )
