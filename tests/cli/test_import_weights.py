@@ -146,6 +146,27 @@ def test_a_name_map_that_does_not_fit_is_refused(
     assert not Path("out").exists()
 
 
+@pytest.mark.parametrize(
+    ("body", "finding"),
+    [
+        ("{}[source]", "the name map raised KeyError for w: 'w'"),
+        ("7", "the name map returned 7 for w: expected a name, or None"),
+        ("''", "the name map returned '' for w: expected a name, or None"),
+        ("'same'", "the name map gives b and w the same name, same"),
+        ("None", "w.pt: the name map leaves out every tensor"),
+    ],
+)
+def test_a_function_of_names_that_fails_is_refused_with_what_it_did(
+    body: str, finding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "failing_names", raising=False)
+    Path("failing_names.py").write_text(f"def name(source):\n    return {body}\n")
+    torch.save({"w": torch.ones(2), "b": torch.zeros(2)}, "w.pt")
+    ended = command("import-weights", "w.pt", "out", "--name-map", "failing_names:name")
+    assert (ended.code, ended.out, ended.err) == (2, "", f"error: {finding}\n")
+
+
 @pytest.mark.parametrize("given", ["names.txt", "no_such_module:name", "json:no_such_name", "sys:path"])
 def test_a_name_map_that_is_none_is_refused(given: str, tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")

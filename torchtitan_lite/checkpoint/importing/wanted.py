@@ -76,16 +76,14 @@ def as_renamed(contents: Contents, rename: Rename, *, is_tied: bool) -> Chosen:
     left_out = [name for name in tensors if is_computed(name, tensors[name])]
     notes = _dropped(left_out)
     for source in tensors:
-        name = None if source in left_out else rename(source)
+        name = None if source in left_out else _renamed(rename, source)
         if name is None:
             continue
-        if not isinstance(name, str) or not name:
-            raise ConfigError(f"the name map returned {name!r:.80} for {source}: expected a name, or None")
         if name in weights:
             raise ConfigError(f"the name map gives {source} and {weights[name]} the same name, {name}")
         weights[name] = source
     embeddings = [name for name in weights if name.endswith(_EMBEDDINGS)]
-    if is_tied and _HEAD not in {*tensors, *weights} and len(embeddings) == 1 and rename(_HEAD) is not None:
+    if is_tied and _HEAD not in {*tensors, *weights} and len(embeddings) == 1 and _renamed(rename, _HEAD):
         weights[_HEAD] = weights[embeddings[0]]
         notes.append(f"tied embeddings: {_HEAD} is a copy of {embeddings[0]}")
     if not weights:
@@ -118,6 +116,17 @@ def is_computed(name: str, tensor: StoredTensor) -> bool:
         return True
     is_mask = tensor.shape == () or (len(tensor.shape) == 4 and tensor.shape[:2] == (1, 1))
     return name.endswith(_MASKS) and is_mask
+
+
+def _renamed(rename: Rename, source: str) -> str | None:
+    """Return the model's name for `source`. Raise ConfigError if a person's function fails, or returns no name."""
+    try:
+        name = rename(source)
+    except Exception as error:
+        raise ConfigError(f"the name map raised {type(error).__name__} for {source}: {error}") from error
+    if name is not None and (not isinstance(name, str) or not name):
+        raise ConfigError(f"the name map returned {name!r:.80} for {source}: expected a name, or None")
+    return name
 
 
 def _others(contents: Contents, taken: set[str]) -> tuple[list[str], list[str]]:
