@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import re
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -221,8 +222,11 @@ def test_many_names_of_one_storage_are_refused(tmp_path: Path) -> None:
 
 def test_a_file_of_an_old_pytorch_is_refused_with_the_line_that_converts_it(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(1)}, tmp_path / "w.bin", _use_new_zipfile_serialization=False)
-    with pytest.raises(CheckpointUnreadable, match=r"PyTorch before 1\.6\. Save it again, .*torch\.save\(torch\.load"):
+    with pytest.raises(CheckpointUnreadable, match=r"PyTorch before 1\.6\. Save it again, .*name that file") as raised:
         open_source(tmp_path / "w.bin")
+    [line] = re.findall(r"torch\.save\(.*\)", str(raised.value))
+    exec(line)
+    assert open_source(tmp_path / "w-new.pt").contents.tensors.keys() == {"w"}
 
 
 def test_a_torchscript_program_is_refused(tmp_path: Path) -> None:

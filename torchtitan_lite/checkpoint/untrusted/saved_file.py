@@ -115,10 +115,11 @@ class SavedFile:
     def _refuse_other_formats(self, read: Read) -> None:
         head = read(0, len(_BEFORE_1_6))
         if head == _BEFORE_1_6:
+            new = self.path.with_name(f"{self.path.stem}-new.pt")
             raise CheckpointUnreadable(
                 str(self.path),
                 "it has the form of PyTorch before 1.6. Save it again, in Python: "
-                f"torch.save(torch.load({str(self.path)!r}, weights_only=True), 'weights.pt')",
+                f"torch.save(torch.load({str(self.path)!r}, weights_only=True), {str(new)!r}), and name that file",
             )
         if not head.startswith(_ARCHIVE):
             raise CheckpointUnreadable(str(self.path), "it is no file of torch.save: it does not begin like an archive")
