@@ -32,8 +32,8 @@ COMMAND = re.compile(r"(?<![\w/-])(?:\./)?(run_train\.sh|run_tests\.sh|train\.py
 MODULE = re.compile(r"\btorchtitan_lite(?:\.\w+)+")
 OPTION = re.compile(rf"--((?:{'|'.join(SECTIONS)})\.\w+)")
 KEY = re.compile(rf"`((?:{'|'.join(SECTIONS)})\.\w+)`")
-NO_KEYS = {"metrics.jsonl", "checkpoint.intervall"}
-"""A file, and an example of a misspelled key."""
+NO_KEYS = {"metrics.jsonl", "model.safetensors", "checkpoint.intervall"}
+"""Files, and an example of a misspelled key."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
