@@ -130,13 +130,7 @@ def test_other_tokenizers_and_none(trained: Path, tmp_path: Path, call: Call) ->
 def test_a_tokenizer_that_is_not_that_of_the_run_is_refused_and_noted_if_a_person_names_it(
     small: tuple[Path, State], tmp_path: Path, call: Call
 ) -> None:
-    _, state = small
-    save_plain({"model": state, "dataloader": {"tokenizer": "0123"}, "optimizer": {"x": 1}}, tmp_path / "plain")
-    assert main(["convert", str(tmp_path / "plain"), str(tmp_path / "step-1"), "--layout", "ours"]) == 0
-    path = tmp_path / "step-1" / "manifest.json"
-    section = json.dumps({"model": {"tokenizer_path": "bytes"}, "training": {"seq_len": 8}}).encode()
-    text = path.read_bytes().rpartition(b',\n"digest"')[0]
-    path.write_bytes(seal(text.replace(b'"extra": {', b'"extra": {"config": ' + section + b", ", 1)))
+    recorded(tmp_path, small[1], {"model": {"tokenizer_path": "bytes"}, "training": {"seq_len": 8}})
     config = ("--format", "hf", "--config", small[0] / "config.json")
     code, _, err = call(tmp_path / "step-1", tmp_path / "out", *config)
     assert code == 2
@@ -144,6 +138,32 @@ def test_a_tokenizer_that_is_not_that_of_the_run_is_refused_and_noted_if_a_perso
     code, _, err = call(tmp_path / "step-1", tmp_path / "out", *config, "--tokenizer", "bytes")
     assert code == 0
     assert err.startswith("note: --tokenizer bytes: it is not the tokenizer of the run")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [{"flavor": 7}, {"flavor": "9B"}, {"config_path": "/nowhere/config.json"}, {"tokenizer_path": 5, "dropout": "x"}],
+)
+def test_a_recorded_configuration_that_is_no_model_is_one_sentence(
+    model: dict[str, Any], small: tuple[Path, State], tmp_path: Path, call: Call
+) -> None:
+    recorded(tmp_path, small[1], {"model": model, "training": {"seq_len": 8}, "job": {"description": "\ud800 | x"}})
+    code, _, err = call(tmp_path / "step-1", tmp_path / "out", "--format", "hf", "--no-tokenizer")
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"{tmp_path}/step-1: the recorded configuration is no model: " in err
+    options = ("--format", "hf", "--no-tokenizer", "--config", small[0] / "config.json")
+    assert call(tmp_path / "step-1", tmp_path / "out", *options)[0] == 0
+
+
+def recorded(folder: Path, state: State, config: dict[str, Any]) -> None:
+    """Make `folder`/step-1: a checkpoint of the small Llama with `config`, and a fingerprint of another tokenizer."""
+    save_plain({"model": state, "dataloader": {"tokenizer": "0123"}, "optimizer": {"x": 1}}, folder / "plain")
+    assert main(["convert", str(folder / "plain"), str(folder / "step-1"), "--layout", "ours"]) == 0
+    path = folder / "step-1" / "manifest.json"
+    text = path.read_bytes().rpartition(b',\n"digest"')[0]
+    path.write_bytes(
+        seal(text.replace(b'"extra": {', b'"extra": {"config": ' + json.dumps(config).encode() + b", ", 1))
+    )
 
 
 def test_a_larger_tokenizer_than_the_model_is_refused(trained: Path, tmp_path: Path, call: Call) -> None:

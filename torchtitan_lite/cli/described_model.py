@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 from torchtitan_lite.checkpoint.converting.model_part import ModelKey, model_keys
 from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint
-from torchtitan_lite.checkpoint.format.contents import StoredTensor
 from torchtitan_lite.checkpoint.hugging_face.description import HuggingFaceModel, Place
 from torchtitan_lite.checkpoint.hugging_face.writing import listed, misfit
 from torchtitan_lite.cli.name_map import NameMap, read_name_map
@@ -109,7 +108,7 @@ def _llama(opened: OpenedCheckpoint, keys: list[ModelKey], given: Given) -> Desc
         model = dataclasses.replace(model, config=config)
         source = f"of {given.config}"
     else:
-        args, source = _recorded_args(opened, keys, tokenizer), "of the recorded configuration"
+        args, source = _recorded_args(opened, keys), "of the recorded configuration"
         model = describe(args, files, bos, eos)
     if finding := misfit(model, opened.contents, keys):
         how = f": for a model of your own loop {_HOW}" if not given.config else ""
@@ -124,17 +123,16 @@ def _llama(opened: OpenedCheckpoint, keys: list[ModelKey], given: Given) -> Desc
     return Described(model, not given.config, notes)
 
 
-def _recorded_args(opened: OpenedCheckpoint, keys: list[ModelKey], tokenizer: Tokenizer | None) -> ModelArgs:
-    """Return the sizes of the recorded configuration; the vocabulary is that of the stored embedding."""
+def _recorded_args(opened: OpenedCheckpoint, keys: list[ModelKey]) -> ModelArgs:
+    """Return the sizes of the recorded configuration."""
     model, training = (opened.config.get(name, {}) for name in ("model", "training"))
     known = {field.name for field in dataclasses.fields(Model)}
-    section = Model(**{name: value for name, value in model.items() if name in known} | {"tokenizer_path": BYTES})
-    stored: dict[str, StoredTensor] = {each.name: opened.contents.tensors[each.key] for each in keys
-                                       if each.key in opened.contents.tensors}  # fmt: skip
-    embedding = stored.get(_EMBEDDING)
-    vocab_size = embedding.shape[0] if embedding is not None and embedding.shape else 1
+    tensors = opened.contents.tensors
+    embedding = next((tensors[each.key].shape for each in keys if each.name == _EMBEDDING and each.key in tensors), ())
     try:
-        return build_model_args(section, vocab_size=vocab_size, seq_len=int(training["seq_len"]))
+        section = Model(**{name: value for name, value in model.items() if name in known} | {"tokenizer_path": BYTES})
+        # The stored embedding says how large the vocabulary is, also where the tokenizer is gone.
+        return build_model_args(section, vocab_size=embedding[0] if embedding else 1, seq_len=int(training["seq_len"]))
     except (ConfigError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{opened.folder}: the recorded configuration is no model: {error}; {_HOW}") from None
 
@@ -144,7 +142,7 @@ def _tokenizer(opened: OpenedCheckpoint, given: Given) -> Tokenizer | None:
     if given.tokenizer:
         return build_tokenizer(given.tokenizer)
     path = opened.config.get("model", {}).get("tokenizer_path", "")
-    if not path or (given.no_tokenizer and path != BYTES):
+    if not path or not isinstance(path, str) or (given.no_tokenizer and path != BYTES):
         return None
     try:
         return build_tokenizer(path)

@@ -12,9 +12,14 @@ from pathlib import PurePath
 from typing import Any
 
 import torchtitan_lite
-from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint
+from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, Origin
 from torchtitan_lite.checkpoint.examining.tensor_stream import Stream
+from torchtitan_lite.checkpoint.hugging_face.description import HuggingFaceModel
 
+TOKENIZER = "tokenizer.json"
+_WRITE_TEXT = ("ForCausalLM", "LMHeadModel")
+"""What the names of classes in transformers end with that generate text."""
+_WRITERS = {Origin.DCP: "PyTorch's DCP", Origin.TORCHTITAN: "torchtitan"}
 _TOKENS = "train_state.n_tokens_seen"
 _WITH_TOKENIZER = """\
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -25,9 +30,9 @@ _WITH_TOKENIZER = """\
     print(tokenizer.decode(model.generate(**tokens, max_new_tokens=50)[0], skip_special_tokens=True))
 """
 _WITHOUT_TOKENIZER = """\
-    from transformers import AutoModelForCausalLM
+    from transformers import {kind}
 
-    model = AutoModelForCausalLM.from_pretrained("{name}")
+    model = {kind}.from_pretrained("{name}")
 """
 _ADAPTER = """\
     from peft import PeftModel
@@ -37,16 +42,25 @@ _ADAPTER = """\
 
 
 def model_card(
-    name: str, opened: OpenedCheckpoint, stream: Stream, facts: Mapping[str, str], *, of_trainer: bool, tokenizer: bool
+    name: str,
+    opened: OpenedCheckpoint,
+    stream: Stream,
+    model: HuggingFaceModel,
+    facts: Mapping[str, str],
+    *,
+    of_trainer: bool,
 ) -> bytes:
-    """Return the card of the model `name`, made of `opened`; `facts` are those of the export itself.
+    """Return the card of `model` in the folder `name`, made of `opened`; `facts` are those of the export itself.
 
-    With `of_trainer` the configuration of the run is in it; `tokenizer` says whether its files are there.
+    With `of_trainer` the configuration of the run is in it.
     """
-    example = _WITH_TOKENIZER if tokenizer else _WITHOUT_TOKENIZER
-    head = ["library_name: transformers", "pipeline_tag: text-generation"]
+    writes_text = any(str(each).endswith(_WRITE_TEXT) for each in model.config.get("architectures") or ())
+    kind = "AutoModelForCausalLM" if writes_text else "AutoModel"
+    example = _WITH_TOKENIZER if TOKENIZER in model.files and writes_text else _WITHOUT_TOKENIZER
+    head = ["library_name: transformers", *(["pipeline_tag: text-generation"] if writes_text else [])]
     settings = _settings(opened.config) if of_trainer else {}
-    return _card(name, head, example, {**_progress(opened, stream), **facts, **settings, **_origin(opened)})
+    rows = {**_progress(opened, stream), **facts, **settings, **_origin(opened)}
+    return _card(name, head, example.replace("{kind}", kind), rows)
 
 
 def adapter_card(name: str, opened: OpenedCheckpoint, stream: Stream, facts: Mapping[str, str]) -> bytes:
@@ -59,7 +73,7 @@ def _card(name: str, head: list[str], example: str, facts: Mapping[str, str]) ->
     lines = ["---", *head, "---", "", f"# {_cell(name)}", "", example.format(name=_in_code(name))]
     lines += ["## How it was made", "", "| | |", "| --- | --- |", *rows, ""]
     lines += ["License, data and intended use are not recorded: add them before you give this model away."]
-    return ("\n".join(lines) + "\n").encode()
+    return ("\n".join(lines) + "\n").encode(errors="replace")
 
 
 def _progress(opened: OpenedCheckpoint, stream: Stream) -> dict[str, str]:
@@ -106,7 +120,7 @@ def _origin(opened: OpenedCheckpoint) -> dict[str, str]:
     manifest = opened.manifest
     facts = {"saved": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(opened.created_at))}
     if manifest is None:
-        facts["checkpoint"] = f"of {opened.origin.value}"
+        facts["written by"] = _WRITERS.get(opened.origin, "")
     else:
         facts["topology"] = opened.topology
         facts["run"] = manifest.lineage.run_id

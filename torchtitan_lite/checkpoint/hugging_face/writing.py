@@ -37,7 +37,6 @@ from torchtitan_lite.errors import ConfigError
 
 CONFIG = "config.json"
 CARD = "README.md"
-_OF_TOKENIZER = "tokenizer.json"
 _DTYPES = ("dtype", "torch_dtype")
 """The key of transformers 5, and that of 4."""
 _SHOWN = 3
@@ -87,14 +86,7 @@ def plan(
     shards = safetensors_files.sharded(tensors, max_shard_bytes or safetensors_files.SHARD_BYTES)
     main = _main_dtype(tensors)
     config = {key: value for key, value in model.config.items() if key not in _DTYPES}
-    card = model_card(
-        name,
-        opened,
-        stream,
-        facts_of(contents, keys, tensors),
-        of_trainer=of_trainer,
-        tokenizer=_OF_TOKENIZER in model.files,
-    )
+    card = model_card(name, opened, stream, model, facts_of(contents, keys, tensors), of_trainer=of_trainer)
     files = {CONFIG: json_bytes({**config, **dict.fromkeys(_DTYPES, main)}), **model.files, CARD: card}
     if len(shards) > 1:
         files[safetensors_files.INDEX] = safetensors_files.index_of(shards)
@@ -202,7 +194,7 @@ def write_rest(planned: Planned, folder: Path) -> None:
 
 def json_bytes(content: Mapping[str, Any]) -> bytes:
     """Return `content` as Hugging Face's libraries write it."""
-    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(content, indent=2) + "\n").encode()
 
 
 def listed(names: Sequence[str], separator: str = ", ") -> str:
