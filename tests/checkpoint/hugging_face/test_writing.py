@@ -14,9 +14,11 @@ import safetensors.torch
 import torch
 
 from tests.checkpoint.reading.foreign_folders import save_plain
+from tests.checkpoint.reading.memory import peak_above_before, untouched_zeros
 from torchtitan_lite.checkpoint.converting import new_output
 from torchtitan_lite.checkpoint.converting.new_file import Advance
 from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, open_checkpoint
+from torchtitan_lite.checkpoint.examining.tensor_stream import SLICE_BYTES
 from torchtitan_lite.checkpoint.hugging_face.description import HuggingFaceModel, Place
 from torchtitan_lite.checkpoint.hugging_face.writing import Planned, plan, write, write_rest, write_shards
 from torchtitan_lite.errors import CheckpointUnreadable, ConfigError
@@ -135,3 +137,13 @@ def test_nothing_remains_of_a_failure(opened: OpenedCheckpoint, tmp_path: Path) 
     with pytest.raises(CheckpointUnreadable):
         write(opened, MODEL, tmp_path / "out", silent)
     assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
+
+
+@pytest.mark.slow  # Writes and reads 500 MB.
+@pytest.mark.parametrize("head_dim", [64, 8192], ids=["small heads", "heads larger than a slice"])
+def test_the_memory_of_an_export_does_not_grow_with_the_tensors(head_dim: int, tmp_path: Path) -> None:
+    save_plain({"model": {"wq": untouched_zeros(256 << 20).view(torch.float32).view(16_384, 4096)}}, tmp_path / "c")
+    model = HuggingFaceModel({}, {"wq": Place("q_proj.weight", (16_384, 4096), head_dim)})
+    opened = open_checkpoint(tmp_path / "c")
+    peak = peak_above_before(lambda: write(opened, model, tmp_path / "out", silent, dtype="bfloat16"))
+    assert peak < (128 << 20) + SLICE_BYTES
