@@ -23,7 +23,7 @@ from tests.e2e import jobs
 from tests.hugging_face import assert_same_function, our_model
 from torchtitan_lite.cli.app import main
 from torchtitan_lite.data.byte_tokenizer_files import byte_tokenizer_files
-from torchtitan_lite.models.llama.args import FLAVORS
+from torchtitan_lite.models.llama.args import FLAVORS, ModelArgs, RopeScaling
 from torchtitan_lite.models.llama.hugging_face import describe
 from torchtitan_lite.models.llama.model import Transformer
 from torchtitan_lite.store.manifest import seal
@@ -184,6 +184,14 @@ def test_our_names_with_a_config(small: tuple[Path, State], tmp_path: Path, call
     assert_same_logits(small[1], tmp_path / "out")
 
 
+def test_the_rotary_scaling_of_llama_3_1(small: tuple[Path, State], tmp_path: Path, call: Call) -> None:
+    args = dataclasses.replace(SMALL, rope_theta=100.0, rope_scaling=RopeScaling(factor=4.0, original_length=8))
+    (tmp_path / "config.json").write_text(json.dumps(describe(args, {}, 256, 257).config))
+    options = ("--format", "hf", "--config", tmp_path, "--no-tokenizer")
+    assert call(small[0] / "ours", tmp_path / "out", *options)[0] == 0
+    assert_same_logits(small[1], tmp_path / "out", args)
+
+
 def test_their_names_with_a_config(small: tuple[Path, State], tmp_path: Path, call: Call) -> None:
     folder, state = small
     options = ("--format", "hf", "--config", folder / "config.json", "--names", "same", "--no-tokenizer")
@@ -294,10 +302,10 @@ def test_without_a_cast_no_torch_is_imported(trained: Path, tmp_path: Path) -> N
     assert subprocess.run(command, check=False, capture_output=True).returncode == 0
 
 
-def assert_same_logits(state: State, out: Path) -> None:
+def assert_same_logits(state: State, out: Path, args: ModelArgs = SMALL) -> None:
     from transformers import AutoModelForCausalLM
 
-    model = Transformer(SMALL)
+    model = Transformer(args)
     model.init_weights(seed=0)
     model.load_state_dict(state)
     tokens = torch.randint(0, SMALL.vocab_size, (2, 32))
