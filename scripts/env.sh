@@ -11,7 +11,7 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 VENV="$ROOT/.venv"
 UNFINISHED="$VENV/.unfinished" # exists during a set-up, and after an interrupted one
 # The packages of pyproject.toml except torch; a test compares them.
-NEEDED="numpy tyro rich tensorboard xxhash pytest pytest-xdist hypothesis safetensors torchdata"
+NEEDED="numpy tyro rich tensorboard xxhash pytest pytest-xdist hypothesis safetensors torchdata tokenizers pyarrow transformers peft"
 NEEDED_BY_DEV="ruff mypy pre-commit"
 
 set_up() {

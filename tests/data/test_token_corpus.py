@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import tracemalloc
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -177,6 +178,28 @@ def test_a_corpus_that_changed_during_the_run_is_not_mixed_into_it(tmp_path: Pat
     write_texts(tmp_path / "texts", [TEXTS[0].replace("module", "MODULE")])
     with pytest.raises(CorpusChanged, match=r"000\.txt: it changed during this run"):
         found.read(0, 10)
+
+
+def _die_in_the_middle(folder: str) -> None:
+    class Killed(ByteTokenizer):
+        def encode(self, texts: Sequence[str]) -> list[list[int]]:
+            if (Path(folder) / "once").exists():
+                os.kill(os.getpid(), signal.SIGKILL)
+            (Path(folder) / "once").touch()
+            return super().encode(texts)
+
+    texts = WholeFiles(sorted((Path(folder) / "texts").iterdir()), "text")
+    stream(TokenCorpus(texts, Killed(), Path(folder) / "kept", writes=True))
+
+
+def test_a_kill_while_the_tokens_are_made_leaves_nothing_that_a_later_start_uses(tmp_path: Path) -> None:
+    write_texts(tmp_path / "texts")
+    assert Forked(_die_in_the_middle, str(tmp_path)).wait(60) == -signal.SIGKILL
+    (left,) = token_files(tmp_path)
+    assert left.name.endswith(".tmp")
+    found = corpus(tmp_path)
+    assert stream(found) == stream(corpus(tmp_path / "other"))
+    assert [path.name for path in token_files(tmp_path)] == ["tokens"]
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
