@@ -199,3 +199,29 @@ def test_at_its_end_a_loader_still_has_the_positions_of_its_last_step() -> None:
     one = loader(20, batch=8, max_epochs=1)
     list(one)
     assert list(one.last_positions) == list(range(8, 16))
+
+
+def test_a_state_of_before_there_were_tokenizers_is_one_of_bytes() -> None:
+    one, two = loader(), loader()
+    next(one)
+    state = {name: value for name, value in one.state_dict().items() if name != "tokenizer"}
+    two.load_state_dict(state)
+    assert ids(next(two)) == ids(next(one))
+
+
+def test_another_tokenizer_is_refused_by_name() -> None:
+    state = loader().state_dict() | {"tokenizer": "0123abcd"}
+    with pytest.raises(CorpusChanged, match="on: tokenizer: 0123abcd -> bytes"):
+        loader().check_state(state)
+
+
+def test_the_progress_is_the_part_of_the_epoch_that_was_taken() -> None:
+    one = loader(20, batch=8)
+    assert one.progress == (0, 0.0)
+    found = [one.progress for _ in islice(one, 5)]
+    assert found == [(0, 0.4), (0, 0.8), (1, 0.2), (1, 0.6), (1, 1.0)]
+    two = loader(20, batch=4, rank=1, num_ranks=2)
+    two.load_state_dict(one.state_dict())
+    assert two.progress == (1, 1.0)
+    next(two)
+    assert two.progress == (2, 0.2)

@@ -230,7 +230,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_that_names_the_key(tmp_path
         corpus(tmp_path).read(0, 1)
 
 
-def test_another_tokenizer_kind_or_file_has_another_key(tmp_path: Path) -> None:
+def test_other_tokenizers_and_other_files_have_their_own_tokens(tmp_path: Path) -> None:
     tokenizers = [ByteTokenizer(), FileTokenizer(write_tokenizer(tmp_path))]
     sources = [WholeFiles(write_texts(tmp_path / "a"), "text"), WholeFiles(write_texts(tmp_path / "b", ["b"]), "text")]
     for tokenizer in tokenizers:

@@ -53,17 +53,17 @@ def figures(dump_folder: Path, tag: str) -> dict[int, float]:
     return {line["step"]: line[tag] for line in read_lines(dump_folder / "metrics.jsonl")}
 
 
-def test_a_run_on_parquet_with_a_tokenizer_killed_twice_has_the_samples_and_losses_of_the_straight_run(
+def test_a_run_on_parquet_with_a_tokenizer_killed_and_resumed_has_the_samples_and_losses_of_the_straight_run(
     data: Path, tmp_path: Path
 ) -> None:
     straight = run(tmp_path / "straight", *arguments(data, "--training.batch_size=4"))
-    for kill_after in (7, 13):
-        with start(tmp_path / "killed", *arguments(data, "--training.batch_size=4")) as job:
-            job.wait_until(lambda job, step=kill_after: step in job.losses())
-            job.kill()
-            assert STEPS not in job.losses(), "the kill came too late for the test to show anything"
+    with start(tmp_path / "killed", *arguments(data, "--training.batch_size=4")) as job:
+        job.wait_until(lambda job: 10 in job.losses())
+        job.kill()
+        assert STEPS not in job.losses(), "the kill came too late for the test to show anything"
     resumed = run(tmp_path / "killed", *arguments(data, "--training.batch_size=4"))
-    assert len(resumed.events("resumed")) == 2
+    (event,) = resumed.events("resumed")
+    assert 3 <= event["step"] <= 12
     assert resumed.losses() == straight.losses()
     assert samples(resumed.dump_folder) == samples(straight.dump_folder)
     for tag in ("data/epoch", "data/epoch_progress(%)"):
@@ -97,7 +97,7 @@ def change(data: Path, folder: Path, **tokenizer: Any) -> list[str]:
     "changed",
     [
         pytest.param({"special": ("<s>", "</s>"), "texts": [*TEXTS[::-1], "other words entirely " * 50]}, id="merges"),
-        pytest.param({"vocab_size": 420}, id="vocabulary"),
+        pytest.param({"vocab_size": 420}, id="vocabulary", marks=pytest.mark.slow),
     ],
 )
 def test_a_changed_tokenizer_is_refused_by_name(data: Path, tmp_path: Path, changed: dict[str, Any]) -> None:
