@@ -9,10 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
+from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint import CheckpointManager
 from torchtitan_lite.errors import CheckpointMismatch
 
@@ -25,6 +30,9 @@ class Loop:
     def __init__(self, seed: int = 0, width: int = 3) -> None:
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(2, width), nn.BatchNorm1d(width), nn.Linear(width, 1))
+        self.optimize()
+
+    def optimize(self) -> None:
         first, *others = self.model.parameters()
         groups = [{"params": others, "lr": 0.1}, {"params": [first], "weight_decay": 0.5}]
         self.optimizer = torch.optim.AdamW(groups, lr=0.05)
@@ -136,3 +144,26 @@ def test_a_state_of_another_shape_is_refused_by_the_name_of_its_parameter(
     assert "different (17)" in str(refusal.value)
     assert "missing" not in str(refusal.value)
     assert "unexpected" not in str(refusal.value)
+
+
+@on_two_ranks
+def test_a_sharded_run_loads_it_on_all_ranks(rank: int, tmp_path: Path) -> None:
+    theirs, ours = Loop(), Loop(seed=1)
+    theirs.train(1, SAVED_AT)
+    paths = [tmp_path / name for name in ("names", "numbers")]
+    if rank == 0:
+        for path, state_of in zip(paths, (by_names, by_numbers), strict=True):
+            saved(theirs, path, state_of)
+    dist.barrier()
+    fully_shard(ours.model, mesh=init_device_mesh("cpu", (2,)))
+    ours.optimize()
+    theirs.train(SAVED_AT + 1, SAVED_AT + 1)
+    for path in paths:
+        with ours.manager(path, path / f"step-{SAVED_AT}") as manager:
+            assert manager.load()
+        assert [group["lr"] for group in ours.optimizer.param_groups] == [0.1 * 0.5**SAVED_AT, 0.05 * 0.5**SAVED_AT]
+        ours.train(SAVED_AT + 1, SAVED_AT + 1)
+        for name, expected in theirs.model.named_parameters():
+            found = ours.model.get_parameter(name)
+            assert isinstance(found, DTensor)
+            assert torch.allclose(found.full_tensor(), expected, rtol=1e-5, atol=1e-6), name
