@@ -36,7 +36,10 @@ def run_folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda at: file(at / "model.pt"), r"a file of torch\.save\. .*import-weights .*model\.pt OUT --names same;"),
+        (
+            lambda at: file(at / "model.pt"),
+            r"a file of torch\.save\. .*import-weights .*model\.pt OUT --names same;.*the weights alone",
+        ),
         (lambda at: file(at / "model.safetensors"), r"a file of safetensors\. .*model\.safetensors OUT --names same;"),
         (lambda at: file(at / "hf" / "a.safetensors").parent, r"a folder of safetensors.*/hf OUT --names same;"),
         (

@@ -25,6 +25,7 @@ _META = re.compile(r"consolidated\.\d+\.pth")
 _PARAMS = "params.json"
 _CONFIG = "config.json"
 _IMPORT = "Make a checkpoint out of it with: torchtitan-lite import-weights {source} OUT{names}; then name OUT here"
+_WEIGHTS_ALONE = "OUT has the weights alone; docs/moving.md says how an optimizer in the file comes along"
 _SAME_NAMES = " --names same"
 """For weights without a description of their model: those of a loop of one's own."""
 
@@ -61,7 +62,7 @@ def _of_file(path: Path) -> str:
     if path.suffix == _SAFETENSORS:
         return f"it is a file of safetensors. {_import(path, path.parent)}"
     if path.suffix in _PICKLED:
-        return f"it is a file of torch.save. {_import(path, path.parent)}"
+        return f"it is a file of torch.save. {_import(path, path.parent)}. {_WEIGHTS_ALONE}"
     if layout.is_data_file(path.name) or path.name in (layout.METADATA, layout.MANIFEST):
         return f"it is one of a checkpoint's files. Name their folder, {path.parent}"
     return f"it is a file, not a folder. {_NAME_A_STEP}"
