@@ -41,6 +41,7 @@ LAYERS = {
     "optim": 12,
     "metrics": 12,
     "parallelisms": 12,
+    "dry_run": 12,
     "trainer": 13,
     "cli": 14,
     "train": 14,

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_lite import faults
+from torchtitan_lite.checkpoint.hugging_face.description import HuggingFaceModel
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.resume.restore import refuse_early
 from torchtitan_lite.checkpoint.state.stateful import Stateful
@@ -28,6 +29,7 @@ from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.distributed.process_group import World, shorten_timeouts
 from torchtitan_lite.distributed.reduce import broadcast_from_first, max_over_ranks, mean_over_ranks
 from torchtitan_lite.distributed.simulated import build_peers
+from torchtitan_lite.dry_run import report_start
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
 from torchtitan_lite.metrics.announcement import announce, write_config
@@ -36,6 +38,7 @@ from torchtitan_lite.metrics.run_metrics import RunMetrics
 from torchtitan_lite.metrics.sample_trace import SampleTrace
 from torchtitan_lite.models.llama.args import build_model_args
 from torchtitan_lite.models.llama.hugging_face import describe
+from torchtitan_lite.models.llama.imported import importer, open_expected
 from torchtitan_lite.models.llama.model import Transformer, flops_per_token, num_params
 from torchtitan_lite.optim import (
     DivergenceCheck,
@@ -109,7 +112,6 @@ class Trainer:
         states: dict[str, Stateful] = {"train_state": self.train_state}
         if self.scaler.is_enabled():
             states["grad_scaler"] = self.scaler
-        in_hugging_face = config.checkpoint.last_save_in_hf
         self.checkpointer = CheckpointManager(
             self.loader,
             self.model_parts,
@@ -119,9 +121,8 @@ class Trainer:
             config,
             peers=self.peers,
             topology=str(self.plan.dims),
-            hugging_face=describe(self.args, self.tokenizer.files(), self.tokenizer.bos, self.tokenizer.eos)
-            if in_hugging_face
-            else None,
+            hugging_face=self._described(),
+            import_weights=importer(self.args),
             on_event=self.metrics.on_event,
             past=self.metrics.past,
         )
@@ -140,7 +141,7 @@ class Trainer:
             only_loads=self._only_loads,
         )
         if self.config.checkpoint.dry_run:
-            return self._dry_run()
+            return report_start(self.checkpointer, self.config, self._check_weights)
         self.checkpointer.open()  # Takes the lease, before any write into the folder: another job may be using it.
         if not self._only_loads:
             self.peers.on_coordinator(lambda: write_config(self.dump_folder, self.config))
@@ -157,27 +158,21 @@ class Trainer:
                 self._resume()
             return self._left() or (self._finish() if self._has_no_step_left() else self._train())
 
+    def _described(self) -> HuggingFaceModel | None:
+        """Return the model as transformers knows it, if the run ends in that format."""
+        if not self.config.checkpoint.last_save_in_hf:
+            return None
+        return describe(self.args, self.tokenizer.files(), self.tokenizer.bos, self.tokenizer.eos)
+
+    def _check_weights(self, source: Path) -> None:
+        self.peers.on_coordinator(lambda: open_expected(source, self.args).chosen.notes)
+
     def _resume(self) -> None:
         state = self.train_state
         apply_hyperparameters(self.optimizers, self.lr_schedulers, self.config.optimizer)
         self.metrics.goodput.resume(state.run_seconds, state.productive_seconds)
         if state.step:
             self.metrics.on_event("resumed", state.step)
-
-    def _dry_run(self) -> int:
-        steps = self.config.training.steps
-        if ended := self.checkpointer.ended():
-            logger.info("It would end at once. Training completed: %s", ended.summary(steps))
-            return 0
-        if self.checkpointer.lacks_only_hugging_face():
-            logger.info("Nothing is left to train, but the weights would be written in Hugging Face's format")
-            return 0
-        report = self.checkpointer.dry_run()
-        logger.info("%s", report or f"No checkpoint in {self.dump_folder}: it would be a fresh start")
-        if report is not None and report.step >= steps and not report.refusals:
-            export = ", but its weights would be exported" if self.config.checkpoint.export_folder else ""
-            logger.info("Nothing is left to train after step %d%s", report.step, export)
-        return 1 if report is not None and report.refusals else 0
 
     def _train(self) -> int:
         config, state = self.config, self.train_state

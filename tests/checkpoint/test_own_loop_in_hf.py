@@ -91,6 +91,10 @@ def test_what_is_missing_or_does_not_fit_is_refused_when_the_manager_is_made(tmp
         manager_of(tmp_path, a_model(1), hugging_face=DESCRIBED, save_trained_only=True)
     with pytest.raises(ConfigError, match=r"checkpoint\.hf_folder: expected a folder of its own, found 'checkpoint'"):
         manager_of(tmp_path, a_model(1), hugging_face=DESCRIBED, hf_folder="checkpoint")
+    with pytest.raises(ConfigError, match=r"initial_load_in_hf: only the trainer .*torchtitan-lite import-weights"):
+        CheckpointManager.for_loop(
+            model=a_model(1), folder=tmp_path, initial_load_in_hf=True, initial_load_path=str(tmp_path)
+        )
     assert not list(tmp_path.iterdir())
 
 

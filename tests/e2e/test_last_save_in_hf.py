@@ -96,6 +96,14 @@ def test_after_a_kill_of_two_ranks_a_rerun_on_one_writes_it(tmp_path: Path) -> N
     _writes_it_and_trains_nothing(tmp_path / "run")
 
 
+@pytest.mark.slow  # a wait of six seconds
+def test_the_other_ranks_wait_longer_than_for_a_collective_of_training(tmp_path: Path) -> None:
+    fault = {"TORCHTITAN_LITE_FAULT": "slow@hugging_face:seconds=6"}
+    short = ("--comm.train_timeout_seconds=2", "--comm.init_timeout_seconds=60")
+    job = run(tmp_path / "run", STEPS, *IN_HF, *short, ranks=2, environment=fault)
+    assert "Training completed" in job.log
+
+
 @pytest.mark.slow  # a job of four ranks
 @pytest.mark.parametrize("degrees", [("tensor_parallel", 4), ("pipeline_parallel", 2)], ids=["tp2 fsdp2", "pp2"])
 def test_every_topology_writes_the_weights_of_its_checkpoint(degrees: tuple[str, int], tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -23,6 +24,7 @@ from torchtitan_lite.checkpoint.hugging_face.description import HuggingFaceModel
 from torchtitan_lite.checkpoint.hugging_face.last_save import build_last_save
 from torchtitan_lite.checkpoint.resume.ending import Ended, ended_run, export_of
 from torchtitan_lite.checkpoint.resume.first_save import FirstSave
+from torchtitan_lite.checkpoint.resume.initial_import import ImportWeights, InitialImport
 from torchtitan_lite.checkpoint.resume.load_source import LoadSource, latest_step, new_run
 from torchtitan_lite.checkpoint.resume.resume_report import ResumeReport
 from torchtitan_lite.checkpoint.resume.run_load import RunLoad
@@ -82,6 +84,7 @@ class CheckpointManager:
         preemption: PreemptionWatch | None = None,
         topology: str | None = None,
         hugging_face: HuggingFaceModel | None = None,
+        import_weights: ImportWeights | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_event: OnEvent | None = None,
         past: Callable[[], Past] | None = None,
@@ -106,6 +109,7 @@ class CheckpointManager:
         self._folders, self._store, self._saver, self._preemption = folders, folders.checkpoints, saver, watch
         self._housekeeping, self._in_flight, self._saves, self._departure = housekeeping, in_flight, saves, departure
         self._first_save = FirstSave(self._store, config, peers)
+        self._initial_import = InitialImport(self._store, config, import_weights, peers, clock, on_event)
         self._load = RunLoad(run, self._store, job_config, topology, peers, clock, on_event)
         auto = build_auto_interval(config, in_flight, peers, clock, past or Past)
         self._step_saves = StepSaves(policy, config, saves, in_flight, watch, departure, consensus, auto, peers, clock)
@@ -160,12 +164,18 @@ class CheckpointManager:
             return False
         self._in_flight.settle()
         self._housekeeping.wait(self._config.timeout_seconds)
+        if step == -1:
+            self._initial_import.run()
         source = self._load.load(step)
         if source is not None:
             self._continue_from(source)
         self._first_save.allow()
         self.preempted_by = self._departure.untrained(self.loaded_step or 0)
         return source is not None
+
+    def would_import(self) -> Path | None:
+        """Return the weights that `load` would import first, None for none (`initial_load_in_hf`). Changes nothing."""
+        return self._initial_import.due() if self._config.enable_checkpoint else None
 
     def dry_run(self) -> ResumeReport | None:
         """Return what `load` would do and refuse, None for a fresh start. Changes nothing of the run or on disk."""

@@ -121,7 +121,6 @@ _FEATURES: Mapping[str, Mapping[str, object]] = {
         **_options("fault_tolerance", "fragment_sync_delay fragment_update_alpha module_fqns_per_model_fragment"),
         "checkpoint.enable_ft_dataloader_checkpoints": ANY,
     },
-    "starting from Hugging Face's format": {"checkpoint.initial_load_in_hf": False},
     "loading quantized weights of Hugging Face's format": {"checkpoint.initial_load_in_hf_quantized": False},
     "finer control of activation checkpointing": {
         "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": OneOf((["moe.router.gate"], [])),

@@ -131,7 +131,8 @@ def _chosen(
         return _explicit(store, step)
     if latest is not None:
         return _of_a_run_that_continues(_committed(latest), store)
-    return _initial(config) if config.initial_load_path else None
+    # What `initial_load_in_hf` names is no checkpoint: it is imported as step 0, which is then the latest one.
+    return _initial(config) if config.initial_load_path and not config.initial_load_in_hf else None
 
 
 def _with_exclusions(source: LoadSource, config: Checkpoint) -> LoadSource:

@@ -126,6 +126,10 @@ class Checkpoint:
     initial_load_model_only: bool = True
     """Load only the model from initial_load_path; if off, load everything."""
 
+    initial_load_in_hf: bool = False
+    """initial_load_path names weights in Hugging Face's format, or others that import-weights reads. While the run's
+    own folder has no checkpoint, they are imported into it as step-0, from which the run starts."""
+
     exclude_from_loading: tuple[str, ...] = ()
     """States to skip at load, which keep their initial values: optimizer (only together with lr_scheduler),
     lr_scheduler, dataloader, train_state (only together with lr_scheduler and dataloader; steps then count from 1
@@ -267,6 +271,15 @@ class Checkpoint:
             raise ConfigError(
                 "checkpoint.last_save_in_hf: with save_trained_only a checkpoint has no whole model. Leave one of the "
                 "two out; torchtitan-lite export --format peft writes adapters."
+            )
+        if self.initial_load_in_hf and not self.initial_load_path:
+            raise ConfigError(
+                "checkpoint.initial_load_in_hf: there is no initial_load_path. Set it to the folder with the weights."
+            )
+        if self.initial_load_in_hf and not self.initial_load_model_only:
+            raise ConfigError(
+                "checkpoint.initial_load_in_hf: published weights are a model alone, with no optimizer and no position "
+                "in the data. Set initial_load_model_only."
             )
 
     def _check_retention(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,10 +65,20 @@ def import_llama(
     have; its own settings, such as those of the rotary embedding, must then be the same too. Raises ConfigError before
     anything is written if it is no such Llama, and as `open_source` and `write_seed` do.
     """
-    opened = open_llama(path)
-    if expected is not None:
-        _refuse_other_sizes(path, opened.args, expected)
+    opened = open_llama(path) if expected is None else open_expected(path, expected)
     return write_llama(opened, out, form, progress)
+
+
+def importer(args: ModelArgs) -> Callable[[Path, Path], list[str]]:
+    """Return what imports a Llama of these sizes from a path to another, and returns facts for the log."""
+    return lambda path, out: import_llama(path, out, expected=args).notes
+
+
+def open_expected(path: Path, expected: ModelArgs) -> OpenedLlama:
+    """Return the Llama at `path`, of the `expected` sizes. Raises as `import_llama` does; reads no tensor."""
+    opened = open_llama(path)
+    _refuse_other_sizes(path, opened.args, expected)
+    return opened
 
 
 def write_llama(opened: OpenedLlama, out: Path, form: Form, progress: Progress) -> Imported:
