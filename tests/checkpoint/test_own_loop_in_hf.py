@@ -143,3 +143,10 @@ def test_every_file_has_one_writer_and_few_writers_are_far_apart() -> None:
             assert sorted(name for share in shares for name in share) == sorted(files)
             assert max(map(len, shares)) - min(map(len, shares)) <= 1
     assert [bool(share_of(["a", "b"], rank, 8)) for rank in range(8)] == [rank in (0, 4) for rank in range(8)]
+
+
+def test_a_seed_checkpoint_is_no_last_save(tmp_path: Path) -> None:
+    with manager_of(tmp_path, a_model(1), hugging_face=DESCRIBED, create_seed_checkpoint=True) as manager:
+        manager.save(0, force=True)
+    assert (tmp_path / "checkpoint" / "step-0").exists()
+    assert not (tmp_path / "hf").exists()

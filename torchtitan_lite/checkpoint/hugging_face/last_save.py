@@ -181,7 +181,8 @@ def build_last_save(
 
     Raises ConfigError without `model`, or if a parameter of `run` has no place in it.
     """
-    if not config.checkpoint.last_save_in_hf or not config.checkpoint.enable_checkpoint:
+    section = config.checkpoint
+    if not section.last_save_in_hf or not section.enable_checkpoint or section.create_seed_checkpoint:
         return None
     if model is None:
         raise ConfigError(
