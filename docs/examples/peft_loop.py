@@ -34,6 +34,7 @@ with CheckpointManager.for_loop(
     keep_latest_k=2,
     async_mode="async",
     save_trained_only=True,  # without the frozen base
+    export_folder="export",  # the adapters of the last step alone, in outputs_peft/export
 ) as manager:
     manager.load()
     manager.reset()
