@@ -15,6 +15,7 @@ import torch
 
 from tests.checkpoint.importing.sources import (
     ARGS,
+    PARAMS,
     State,
     in_their_names,
     weights,
@@ -286,3 +287,10 @@ def test_params_that_are_none_are_refused_with_the_folder(tmp_path: Path) -> Non
     (path / "params.json").write_text('{"dim": "wide"}')
     with pytest.raises(ConfigError, match=r"meta: params\.json: dim: expected a whole number from 1 on, found 'wide'"):
         import_llama(path, tmp_path / "step-0")
+
+
+def test_a_rotary_scaling_without_a_factor_is_reported(tmp_path: Path) -> None:
+    path = write_meta(tmp_path / "meta", weights(), 1, embeddings_by_columns=False)
+    (path / "params.json").write_text(json.dumps(PARAMS | {"use_scaled_rope": True}))
+    done = import_llama(path, tmp_path / "step-0")
+    assert done.notes[1:] == ["meta states no factor of its rotary scaling: 32 taken"]

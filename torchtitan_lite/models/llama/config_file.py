@@ -18,6 +18,8 @@ from torchtitan_lite.models.llama.hugging_face import MOST_LAYERS, args_of
 
 CONFIG = "config.json"
 PARAMS = "params.json"
+FACTOR = "rope_scaling_factor"
+"""Of Meta's params.json; usually it has none."""
 _MOST_BYTES = 1 << 20
 _FACTOR_OF_3_1, _FACTOR_OF_3_2 = 8.0, 32.0
 _SMALLEST_OF_3_1 = 4096
@@ -79,7 +81,7 @@ def _scaling(params: Mapping[str, Any], dim: int) -> RopeScaling | None:
     if not params.get("use_scaled_rope"):
         return None
     usual = _FACTOR_OF_3_1 if dim >= _SMALLEST_OF_3_1 else _FACTOR_OF_3_2
-    return RopeScaling(factor=_positive(params, "rope_scaling_factor", usual))
+    return RopeScaling(factor=_positive(params, FACTOR, usual))
 
 
 def _whole(params: Mapping[str, Any], name: str, default: int | None = None, most: int = 1 << 40) -> int:

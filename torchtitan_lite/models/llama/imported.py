@@ -22,7 +22,7 @@ from torchtitan_lite.checkpoint.importing.source import CONFIG, Source, open_sou
 from torchtitan_lite.checkpoint.importing.wanted import Chosen, as_model
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models.llama.args import ModelArgs
-from torchtitan_lite.models.llama.config_file import args_of_params
+from torchtitan_lite.models.llama.config_file import FACTOR, args_of_params
 from torchtitan_lite.models.llama.hugging_face import args_of, describe
 
 OUTPUT = "output.weight"
@@ -116,6 +116,10 @@ def _of_meta(path: Path) -> OpenedLlama:
     shapes = {name: place.shape for name, place in describe(args, {}, None, None).places.items()}
     source = meta_folder.joined(folder, shapes)
     chosen = as_model(source.contents, {name: (name, shape) for name, shape in shapes.items()}, {})
+    if args.rope_scaling is not None and FACTOR not in folder.params:
+        chosen.notes.append(
+            f"{folder.path.name} states no factor of its rotary scaling: {args.rope_scaling.factor:g} taken"
+        )
     return OpenedLlama(source, args, chosen, {})
 
 
