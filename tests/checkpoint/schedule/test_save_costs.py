@@ -84,7 +84,8 @@ def test_a_save_that_fails_after_others_does_not_change_the_cost(start_run: Star
     of.blocked = 100.0
     of.steps(1.0)
     of.saver.fail()
-    of.steps(1.0)
+    of.steps(1.0, 1.0)  # The ranks agree on a failure, one step later.
+    assert of.run.events.steps("save_failed") == [4]
     assert of.cost() == before
 
 
