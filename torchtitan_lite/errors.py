@@ -245,12 +245,14 @@ class CorpusChanged(TorchtitanLiteError, ValueError):
 
     def __init__(self, changes: Sequence[str]) -> None:
         self.changes = tuple(changes)
-        super().__init__(
-            "the corpus is not the one that this run was trained on: "
-            + "; ".join(self.changes)
-            + ". Put the old data back, "
-            "or start its sample order from scratch with --checkpoint.exclude_from_loading=dataloader."
+        # With another tokenizer, a new order of samples would not help: the weights belong to the old tokens.
+        fix = (
+            "Put the old tokenizer back (--model.tokenizer_path), or start a new run in another --job.dump_folder"
+            if any(change.startswith("tokenizer:") for change in self.changes)
+            else "Put the old data back, or start its sample order from scratch with "
+            "--checkpoint.exclude_from_loading=dataloader"
         )
+        super().__init__(f"the corpus is not the one that this run was trained on: {'; '.join(self.changes)}. {fix}.")
 
 
 class ExtraMissing(TorchtitanLiteError, ImportError):

@@ -211,7 +211,7 @@ def test_a_state_of_before_there_were_tokenizers_is_one_of_bytes() -> None:
 
 def test_another_tokenizer_is_refused_by_name() -> None:
     state = loader().state_dict() | {"tokenizer": "0123abcd"}
-    with pytest.raises(CorpusChanged, match="on: tokenizer: 0123abcd -> bytes"):
+    with pytest.raises(CorpusChanged, match=r"on: tokenizer: 0123abcd -> bytes\. Put the old tokenizer back"):
         loader().check_state(state)
 
 

@@ -286,6 +286,14 @@ def test_a_missing_column_is_an_error_that_names_those_there_are(tmp_path: Path)
         list(ParquetColumns([path], "id").pieces(path))
 
 
+def test_a_missing_column_in_the_last_file_is_found_before_the_first_is_tokenised(tmp_path: Path) -> None:
+    paths = [*write_parquet(tmp_path / "a.parquet"), *write_parquet(tmp_path / "b.parquet", key="content")]
+    tokenizer = Counting()
+    with pytest.raises(ConfigError, match=r"b\.parquet: expected a column of text 'text'"):
+        TokenCorpus(ParquetColumns(paths, "text"), tokenizer, tmp_path / "kept", writes=True).read(0, 1)
+    assert tokenizer.encoded == 0
+
+
 @pytest.mark.parametrize("content", [b"", b"no parquet at all", b"PAR1" + b"\0" * 100 + b"PAR1"])
 def test_a_broken_parquet_file_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.parquet").write_bytes(content)

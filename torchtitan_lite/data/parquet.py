@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,34 @@ _ROWS = 1024
 def parquet_texts(path: Path, key: str) -> Iterator[tuple[str, float]]:
     """Return the texts in the column `key`, each with the part of the file that is read; rows without one are skipped.
 
-    Raises ConfigError if the file is damaged or has no such column of text, and ExtraMissing without pyarrow.
+    Raises what `check_column` raises, and ConfigError at the first row group that is damaged.
     """
+    with _opened(path, key) as file:
+        num_rows, at = file.metadata.num_rows, 0
+        for group in range(file.num_row_groups):
+            for batch in file.iter_batches(_ROWS, row_groups=[group], columns=[key]):
+                at += batch.num_rows
+                for text in batch.column(0).to_pylist():
+                    if text is not None:
+                        yield text, at / num_rows
+
+
+def check_column(path: Path, key: str) -> None:
+    """Raise ConfigError if the file is none of Parquet or has no column `key` of text; reads only its end.
+
+    Raises ExtraMissing without pyarrow.
+    """
+    with _opened(path, key):
+        return
+
+
+@contextmanager
+def _opened(path: Path, key: str) -> Iterator[Any]:
     arrow, parquet = require_pyarrow()
     try:
         with parquet.ParquetFile(path) as file:
             _raise_unless_text(arrow, file.schema_arrow, key, path)
-            num_rows, at = file.metadata.num_rows, 0
-            for group in range(file.num_row_groups):
-                for batch in file.iter_batches(_ROWS, row_groups=[group], columns=[key]):
-                    at += batch.num_rows
-                    for text in batch.column(0).to_pylist():
-                        if text is not None:
-                            yield text, at / num_rows
+            yield file
     except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # The system's; without a number it is pyarrow's.

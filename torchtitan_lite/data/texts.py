@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 from torchtitan_lite.config.job_config import Training
 from torchtitan_lite.data.documents import matching_files, stdlib_sources, text_of
-from torchtitan_lite.data.parquet import parquet_texts
+from torchtitan_lite.data.parquet import check_column, parquet_texts
 from torchtitan_lite.errors import ConfigError
 
 PIECE_BYTES = 1 << 22
@@ -39,6 +39,9 @@ class Texts(Protocol):
     kind: str
     paths: Sequence[Path]
 
+    def check(self) -> None:
+        """Raise ConfigError if it is quickly known that a file has no such texts."""
+
     def pieces(self, path: Path) -> Iterator[Piece]:
         """Return the texts of one file."""
 
@@ -58,6 +61,9 @@ class WholeFiles:
 
     def __init__(self, paths: Sequence[Path], kind: str) -> None:
         self.paths, self.kind = paths, kind
+
+    def check(self) -> None:
+        """Accept every file."""
 
     def pieces(self, path: Path) -> Iterator[Piece]:
         """Return the file in pieces. Raise ConfigError if it is not UTF-8."""
@@ -90,6 +96,9 @@ class Lines:
         self.paths, self.kind = paths, f"jsonl, key {key}"
         self._key = key
 
+    def check(self) -> None:
+        """Accept every file."""
+
     def pieces(self, path: Path) -> Iterator[Piece]:
         """Return the text of each line that is not blank. Raise ConfigError for a line without one."""
         size, at = path.stat().st_size, 0
@@ -106,6 +115,11 @@ class ParquetColumns:
     def __init__(self, paths: Sequence[Path], key: str) -> None:
         self.paths, self.kind = paths, f"parquet, key {key}"
         self._key = key
+
+    def check(self) -> None:
+        """Raise ConfigError if a file has no such column of text."""
+        for path in self.paths:
+            check_column(path, self._key)
 
     def pieces(self, path: Path) -> Iterator[Piece]:
         """Return the texts of the column. Raise ConfigError if the file has no such column of text."""

@@ -169,6 +169,7 @@ class TokenCorpus:
             return TokenFile(file)
 
     def _write(self, file: BinaryIO, note: Callable[[str], None]) -> None:
+        self._texts.check()
         begin = time.monotonic()
         size, paths = readable_bytes(sum(self._sizes)), self._texts.paths
         logger.info(
