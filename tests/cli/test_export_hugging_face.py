@@ -123,7 +123,7 @@ def test_other_tokenizers_and_none(trained: Path, tmp_path: Path, call: Call) ->
     assert "tokenizer.json" not in {path.name for path in (tmp_path / "b").iterdir()}
     assert "AutoTokenizer" not in (tmp_path / "b" / "README.md").read_text()
     code, _, err = call(trained, tmp_path / "c", "--format", "hf", "--tokenizer", tmp_path / "none.json")
-    assert (code, err.partition(":")[0]) == (2, "error")
+    assert (code, err) == (2, f"error: --tokenizer {tmp_path}/none.json: there is no such file or folder\n")
     assert not (tmp_path / "c").exists()
 
 
@@ -153,6 +153,15 @@ def test_a_recorded_configuration_that_is_no_model_is_one_sentence(
     assert f"{tmp_path}/step-1: the recorded configuration is no model: " in err
     options = ("--format", "hf", "--no-tokenizer", "--config", small[0] / "config.json")
     assert call(tmp_path / "step-1", tmp_path / "out", *options)[0] == 0
+
+
+def test_a_tokenizer_of_the_run_that_is_gone_is_named(small: tuple[Path, State], tmp_path: Path, call: Call) -> None:
+    config = ("--format", "hf", "--config", small[0] / "config.json")
+    recorded(tmp_path, small[1], {"model": {"tokenizer_path": "/gone/tokenizer.json"}, "training": {"seq_len": 8}})
+    code, _, err = call(tmp_path / "step-1", tmp_path / "out", *config)
+    expected = "the tokenizer of the run, /gone/tokenizer.json, is not there: name it with --tokenizer, or export with"
+    assert (code, expected in err) == (2, True)
+    assert call(tmp_path / "step-1", tmp_path / "out", *config, "--no-tokenizer")[0] == 0
 
 
 def recorded(folder: Path, state: State, config: dict[str, Any]) -> None:

@@ -71,7 +71,7 @@ def described(opened: OpenedCheckpoint, given: Given) -> Described:
         raise ConfigError(f"{objects[0]} is no tensor, and safetensors holds only tensors: leave it out by --name-map")
     places = {name: Place(names[name], tensor.shape) for name, tensor in tensors.items() if tensor is not None}
     _refuse_other_llama(opened, config, places)
-    files = build_tokenizer(given.tokenizer).files() if given.tokenizer else {}
+    files = _named_tokenizer(given.tokenizer).files() if given.tokenizer else {}
     files |= {GENERATION: generation_config(config.get("bos_token_id"), config.get("eos_token_id"))}
     model = HuggingFaceModel(config, places, files, left_out)
     return Described(model, False, [] if given.tokenizer or given.no_tokenizer else [_without_tokenizer()])
@@ -140,14 +140,22 @@ def _recorded_args(opened: OpenedCheckpoint, keys: list[ModelKey]) -> ModelArgs:
 def _tokenizer(opened: OpenedCheckpoint, given: Given) -> Tokenizer | None:
     """Return the tokenizer that is given, else the recorded one; None if there is none."""
     if given.tokenizer:
-        return build_tokenizer(given.tokenizer)
+        return _named_tokenizer(given.tokenizer)
     path = opened.config.get("model", {}).get("tokenizer_path", "")
     if not path or not isinstance(path, str) or (given.no_tokenizer and path != BYTES):
         return None
-    try:
-        return build_tokenizer(path)
-    except ConfigError as error:
-        raise ConfigError(f"{error} Name it with --tokenizer, or export with --no-tokenizer.") from None
+    if path != BYTES and not Path(path).expanduser().exists():
+        raise ConfigError(
+            f"the tokenizer of the run, {path}, is not there: name it with --tokenizer, or export with --no-tokenizer"
+        )
+    return build_tokenizer(path)
+
+
+def _named_tokenizer(given: str) -> Tokenizer:
+    """Return the tokenizer at the path `given` by a person. Raise ConfigError if there is none."""
+    if given != BYTES and not Path(given).expanduser().exists():
+        raise ConfigError(f"--tokenizer {given}: there is no such file or folder")
+    return build_tokenizer(given)
 
 
 def _other_tokenizer(opened: OpenedCheckpoint, tokenizer: Tokenizer) -> str:
