@@ -80,6 +80,14 @@ def test_a_plan_that_does_not_fit_is_refused(arguments: list[str], refusal: str,
     assert re.search(refusal, log), log
 
 
+def test_the_plan_shows_how_a_step_is_put_together(tmp_path: Path) -> None:
+    _, one = dry_run(tmp_path / "one", *TINY)
+    assert "The plan fits 1 rank:\n  step: 2 sequences of 64 tokens: 1 share of 2\n" in one
+    _, many = dry_run(tmp_path / "many", *TINY, "--comm.simulated_ranks=4", "--training.global_batch_size=24")
+    assert "The plan fits 4 ranks (dp_shard 4):\n  step: 24 sequences of 64 tokens: 4 shares of 2, acc" in many
+    assert "accumulated 3 times\n  tokens in a step: 1,536\n" in many
+
+
 def test_the_plan_comes_before_a_refusal_of_data_that_are_elsewhere(tmp_path: Path) -> None:
     missing = f"--training.dataset_path={tmp_path}/nowhere/*.txt"
     code, log = dry_run(tmp_path / "run", "--comm.simulated_ranks=8", missing, config="llama3_8b.toml")

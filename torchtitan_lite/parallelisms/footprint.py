@@ -54,8 +54,8 @@ class Footprint:
         largest = max(self.held, key=lambda held: held.num_params)
         ranks = "1 rank" if dims.world_size == 1 else f"{dims.world_size:,} ranks ({dims})"
         accumulation = self.global_batch_size // (batch_size * dims.dp_degree)
-        parts = [f"{dims.dp_degree:,} shares of {batch_size}"]
-        parts += [f"{accumulation} times"] if accumulation > 1 else []
+        parts = [f"{dims.dp_degree:,} {'share' if dims.dp_degree == 1 else 'shares'} of {batch_size}"]
+        parts += [f"accumulated {accumulation} times"] if accumulation > 1 else []
         parts += [f"in {self.plan.num_microbatches} micro-batches"] if dims.pp > 1 else []
         params = readable_bytes(self.num_params * _BYTES)
         checkpoint = readable_bytes(self.num_params * _BYTES * (1 + _MOMENTS))
