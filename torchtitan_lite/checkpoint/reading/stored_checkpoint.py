@@ -2,27 +2,22 @@
 
 The contents are known before any data is read, so a report of what does not fit comes first. Small objects
 are never loaded with an unrestricted unpickler. States that grow (a loss history) are read at the size
-they were saved with. Reading goes through `dcp.load`, but ranks exchange no plans: each rank knows what it
-needs.
+they were saved with.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.checkpoint.format.contents import Chunk, Contents, Shape, StoredTensor
+from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.format.key_report import KeyReport, TensorLike, compare_tensors, merged
 from torchtitan_lite.checkpoint.format.older_structure import Untyped, retyped
 from torchtitan_lite.checkpoint.format.shards import parts_of
@@ -30,8 +25,7 @@ from torchtitan_lite.checkpoint.format.structure import rebuild, without
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder, Verify
 from torchtitan_lite.checkpoint.reading.listed_groups import read_listed_groups
 from torchtitan_lite.checkpoint.reading.load_rules import EVERYTHING, LoadRules
-from torchtitan_lite.checkpoint.reading.reader import CheckpointReader, Region, Wanted
-from torchtitan_lite.checkpoint.reading.small_tensors import small_tensors
+from torchtitan_lite.checkpoint.reading.own_plan import ALL, OwnPlanner, OwnReader
 from torchtitan_lite.checkpoint.reading.stored_model import StoredModel
 from torchtitan_lite.checkpoint.reading.stored_optimizer import StoredOptimizer
 from torchtitan_lite.checkpoint.state.optimizer_state import OF_OPTIMIZERS, Slot, tensors_in
@@ -42,7 +36,6 @@ from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch
 from torchtitan_lite.log import logger
 
 State = dict[str, Any]
-_ALL = "all"
 
 
 def _nothing(key: str) -> bool:
@@ -57,7 +50,7 @@ class StoredCheckpoint:
         self._peers = peers
         self._rules = rules
         self._folder = CheckpointFolder(path, verify)
-        self._reader = _Reader(self._folder)
+        self._reader = OwnReader(self._folder)
         self._optimizer: StoredOptimizer | None = None
 
     @property
@@ -204,8 +197,8 @@ class StoredCheckpoint:
         except Exception as error:
             failure = error
         # All of it is one entry of the state dict, because DCP takes long for each entry.
-        planner = _OwnPlanner(self._folder, failure)
-        dcp.load({_ALL: flat}, self._reader, planner, self._peers.group, str(self.path))
+        planner = OwnPlanner(self._folder, failure)
+        dcp.load({ALL: flat}, self._reader, planner, self._peers.group, str(self.path))
         return flat
 
     @cached_property
@@ -246,76 +239,6 @@ def _below(name: str, path: Sequence[str | int] | None, key: str) -> tuple[str |
     return (key.removeprefix(f"{name}."),)
 
 
-class _Reader(CheckpointReader):
-    """A `CheckpointReader` for `_OwnPlanner`, which takes the contents from the folder instead of DCP's metadata."""
-
-    def read_metadata(self) -> Metadata:
-        return Metadata(state_dict_metadata={})
-
-
-class _OwnPlanner(LoadPlanner):
-    """Plans the reads of this rank into a flat state, without sending a plan to the coordinator.
-
-    It sends DCP an empty plan, and puts its own reads into that plan when it comes back. Its own reads are planned
-    before it sends: a mismatch on one rank ends the load before any rank reads data.
-    """
-
-    def __init__(self, folder: CheckpointFolder, failure: Exception | None) -> None:
-        self._folder = folder
-        self._failure = failure
-        self._state: State = {}
-        self._wanted = Wanted()
-
-    def set_up_planner(self, state_dict: State, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        self._state = state_dict[_ALL]
-
-    @no_collection()
-    def create_local_plan(self) -> LoadPlan:
-        if self._failure is not None:
-            raise self._failure
-        contents = self._folder.contents
-        small, others = small_tensors(self._state, contents.table)
-        self._wanted = Wanted(small=small)
-        regions = self._wanted.regions
-        for key, target in others.items():
-            if key in contents.objects:
-                self._wanted.objects.append((key, partial(self._state.__setitem__, key)))
-                continue
-            stored = contents.tensors[key]
-            if tuple(target.shape) != stored.shape:
-                found = f"shape {list(stored.shape)} in the checkpoint, {list(target.shape)} expected"
-                raise CheckpointMismatch(str(self._folder.path), f"  {key}: {found}")
-            if len(stored.chunks) == 1 and not isinstance(target, DTensor):
-                regions.append(Region(key, stored.chunks[0], stored.chunks[0].offsets, target.detach()))
-            else:
-                regions += self._regions_of(key, stored, target)
-        return LoadPlan([])
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return dataclasses.replace(central_plan, storage_data=self._wanted)
-
-    def _regions_of(self, key: str, stored: StoredTensor, target: torch.Tensor) -> Iterator[Region]:
-        """Yield the regions of `stored` that fill the memory of `target`. Raises `CheckpointMismatch` for a misfit."""
-        try:
-            parts = list(parts_of(key, target))
-        except ValueError as error:
-            raise CheckpointMismatch(str(self._folder.path), f"  {error}") from None
-        for offsets, memory in parts:
-            yield from _regions(key, stored.chunks, offsets, memory)
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise AssertionError("there are no items in our own plan")
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        raise AssertionError("there are no items in our own plan")
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        raise AssertionError("there are no items in our own plan")
-
-
 def _placement_error(path: str, model: Mapping[str, Any], slots: Mapping[str, Slot]) -> CheckpointMismatch | None:
     """Return the error for the first tensor whose memory does not have the shape that its placements give it."""
     states = ((f"{name}.{key}", value) for name, slot in slots.items() for key, value in slot.state.items())
@@ -329,25 +252,3 @@ def _placement_error(path: str, model: Mapping[str, Any], slots: Mapping[str, Sl
                 except ValueError as error:
                     return CheckpointMismatch(path, f"  {error}")
     return None
-
-
-def _regions(key: str, chunks: Sequence[Chunk], offsets: Shape, local: torch.Tensor) -> Iterator[Region]:
-    """Yield the overlap of each of `chunks` with `local`, which is at `offsets` in the whole tensor."""
-    sizes = tuple(local.shape)
-    for chunk in chunks:
-        if chunk.offsets == offsets and chunk.sizes == sizes:
-            yield Region(key, chunk, (0,) * len(sizes), local)
-            continue
-        begins = tuple(map(max, chunk.offsets, offsets))
-        lengths = tuple(
-            min(stored + n, own + m) - begin
-            for stored, n, own, m, begin in zip(chunk.offsets, chunk.sizes, offsets, sizes, begins, strict=True)
-        )
-        if min(lengths, default=1) <= 0:
-            continue
-        target = local
-        for dim, (begin, own, length) in enumerate(zip(begins, offsets, lengths, strict=True)):
-            target = target.narrow(dim, begin - own, length)
-        yield Region(
-            key, chunk, tuple(begin - stored for begin, stored in zip(begins, chunk.offsets, strict=True)), target
-        )

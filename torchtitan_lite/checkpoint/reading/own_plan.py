@@ -1,0 +1,122 @@
+"""This rank's reads, planned by itself.
+
+Reading goes through `dcp.load`, but ranks exchange no plans: each rank knows what it needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.tensor import DTensor
+
+from torchtitan_lite.checkpoint.format.contents import Chunk, Shape, StoredTensor
+from torchtitan_lite.checkpoint.format.shards import parts_of
+from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
+from torchtitan_lite.checkpoint.reading.reader import CheckpointReader, Region, Wanted
+from torchtitan_lite.checkpoint.reading.small_tensors import small_tensors
+from torchtitan_lite.collection import no_collection
+from torchtitan_lite.errors import CheckpointMismatch
+
+ALL = "all"
+"""The one entry of the state that is given to `dcp.load`: a flat state."""
+
+
+class OwnReader(CheckpointReader):
+    """A `CheckpointReader` for `OwnPlanner`, which takes the contents from the folder instead of DCP's metadata."""
+
+    def read_metadata(self) -> Metadata:
+        return Metadata(state_dict_metadata={})
+
+
+class OwnPlanner(LoadPlanner):
+    """Plans the reads of this rank into a flat state, without sending a plan to the coordinator.
+
+    It sends DCP an empty plan, and puts its own reads into that plan when it comes back. Its own reads are planned
+    before it sends: a mismatch on one rank ends the load before any rank reads data.
+    """
+
+    def __init__(self, folder: CheckpointFolder, failure: Exception | None) -> None:
+        self._folder = folder
+        self._failure = failure
+        self._state: dict[str, Any] = {}
+        self._wanted = Wanted()
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self._state = state_dict[ALL]
+
+    @no_collection()
+    def create_local_plan(self) -> LoadPlan:
+        if self._failure is not None:
+            raise self._failure
+        contents = self._folder.contents
+        small, others = small_tensors(self._state, contents.table)
+        self._wanted = Wanted(small=small)
+        regions = self._wanted.regions
+        for key, target in others.items():
+            if key in contents.objects:
+                self._wanted.objects.append((key, partial(self._state.__setitem__, key)))
+                continue
+            stored = contents.tensors[key]
+            if tuple(target.shape) != stored.shape:
+                found = f"shape {list(stored.shape)} in the checkpoint, {list(target.shape)} expected"
+                raise CheckpointMismatch(str(self._folder.path), f"  {key}: {found}")
+            if len(stored.chunks) == 1 and not isinstance(target, DTensor):
+                regions.append(Region(key, stored.chunks[0], stored.chunks[0].offsets, target.detach()))
+            else:
+                regions += self._regions_of(key, stored, target)
+        return LoadPlan([])
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return dataclasses.replace(central_plan, storage_data=self._wanted)
+
+    def _regions_of(self, key: str, stored: StoredTensor, target: torch.Tensor) -> Iterator[Region]:
+        """Yield the regions of `stored` that fill the memory of `target`. Raises `CheckpointMismatch` for a misfit."""
+        try:
+            parts = list(parts_of(key, target))
+        except ValueError as error:
+            raise CheckpointMismatch(str(self._folder.path), f"  {error}") from None
+        for offsets, memory in parts:
+            yield from _regions(key, stored.chunks, offsets, memory)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise AssertionError("there are no items in our own plan")
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        raise AssertionError("there are no items in our own plan")
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        raise AssertionError("there are no items in our own plan")
+
+
+def _regions(key: str, chunks: Sequence[Chunk], offsets: Shape, local: torch.Tensor) -> Iterator[Region]:
+    """Yield the overlap of each of `chunks` with `local`, which is at `offsets` in the whole tensor."""
+    sizes = tuple(local.shape)
+    for chunk in chunks:
+        if chunk.offsets == offsets and chunk.sizes == sizes:
+            yield Region(key, chunk, (0,) * len(sizes), local)
+            continue
+        begins = tuple(map(max, chunk.offsets, offsets))
+        lengths = tuple(
+            min(stored + n, own + m) - begin
+            for stored, n, own, m, begin in zip(chunk.offsets, chunk.sizes, offsets, sizes, begins, strict=True)
+        )
+        if min(lengths, default=1) <= 0:
+            continue
+        target = local
+        for dim, (begin, own, length) in enumerate(zip(begins, offsets, lengths, strict=True)):
+            target = target.narrow(dim, begin - own, length)
+        yield Region(
+            key, chunk, tuple(begin - stored for begin, stored in zip(begins, chunk.offsets, strict=True)), target
+        )
