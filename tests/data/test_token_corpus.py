@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -133,6 +134,30 @@ def test_of_processes_that_start_at_once_one_makes_the_tokens(tmp_path: Path) ->
     assert len(token_files(tmp_path)) == 1
 
 
+def test_a_process_that_waits_says_for_which_one_and_how_far_that_is(
+    tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    paths = write_texts(tmp_path / "texts")
+    TokenCorpus(WholeFiles(paths, "text"), Counting(), tmp_path / "kept", writes=True).read(0, 1)
+    (file,) = token_files(tmp_path)
+    file.unlink()
+    with (file.parent / "lock").open("r+b", buffering=0) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        held.truncate(0)
+        held.write(b"process 4711 on node7: 12 %")
+        naps: list[float] = []
+
+        def sleep(seconds: float) -> None:
+            naps.append(seconds)
+            if len(naps) == 400:
+                fcntl.flock(held, fcntl.LOCK_UN)
+
+        found = TokenCorpus(WholeFiles(paths, "text"), Counting(), tmp_path / "kept", writes=True, sleep=sleep)
+        assert stream(found)
+    waiting = "Waiting for process 4711 on node7: 12 %, which tokenises the corpus"
+    assert log.messages.count(waiting) == 3, "at once, after 30 s and after 60 s of 80 s"
+
+
 @pytest.mark.parametrize("damage", ["cut", "flipped", "emptied", "replaced"])
 def test_damaged_tokens_are_made_again_with_a_line_about_it(
     tmp_path: Path, damage: str, log: pytest.LogCaptureFixture
@@ -183,10 +208,8 @@ def test_a_corpus_that_changed_during_the_run_is_not_mixed_into_it(tmp_path: Pat
 def _die_in_the_middle(folder: str) -> None:
     class Killed(ByteTokenizer):
         def encode(self, texts: Sequence[str]) -> list[list[int]]:
-            if (Path(folder) / "once").exists():
-                os.kill(os.getpid(), signal.SIGKILL)
-            (Path(folder) / "once").touch()
-            return super().encode(texts)
+            os.kill(os.getpid(), signal.SIGKILL)
+            return []
 
     texts = WholeFiles(sorted((Path(folder) / "texts").iterdir()), "text")
     stream(TokenCorpus(texts, Killed(), Path(folder) / "kept", writes=True))

@@ -203,14 +203,21 @@ class TokenCorpus:
         )
 
     def _arrays(self, note: Callable[[str], None]) -> Iterator[npt.NDArray[np.uint32]]:
-        total, done, logged = max(1, sum(self._sizes)), 0, time.monotonic()
+        total, logged = max(1, sum(self._sizes)), time.monotonic()
+        # Batches span files: the tokenizer uses all cores only for several texts at once.
+        for batch in _batches(self._pieces()):
+            yield self._marked(batch)
+            if time.monotonic() - logged >= _LOG_SECONDS:
+                logged, percent = time.monotonic(), 100 * batch[-1].progress / total
+                logger.info("Tokenised %.0f %% of the corpus", percent)
+                note(f"{percent:.0f} %")
+
+    def _pieces(self) -> Iterator[Piece]:
+        """Yield the texts of all files; their progress is in bytes of all files."""
+        done = 0
         for path, size in zip(self._texts.paths, self._sizes, strict=True):
-            for batch in _batches(self._texts.pieces(path)):
-                yield self._marked(batch)
-                if time.monotonic() - logged >= _LOG_SECONDS:
-                    logged, percent = time.monotonic(), 100 * (done + batch[-1].progress * size) / total
-                    logger.info("Tokenised %.0f %% of the corpus", percent)
-                    note(f"{percent:.0f} %")
+            for piece in self._texts.pieces(path):
+                yield piece._replace(progress=done + piece.progress * size)
             done += size
 
     def _marked(self, batch: list[Piece]) -> npt.NDArray[np.uint32]:
