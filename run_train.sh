@@ -24,7 +24,7 @@ if [[ ! ${NGPU:-1} =~ ^[1-9][0-9]*$ ]]; then
     echo "NGPU: expected a number of processes, found '$NGPU'. Set it to 1 or more." >&2
     exit 2
 fi
-set_up test
+set_up safetensors # which checkpoint.last_save_in_hf needs
 arguments=(--job.config_file="${CONFIG_FILE:-llama_debug.toml}" "$@")
 
 code=0

@@ -10,8 +10,10 @@ set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 VENV="$ROOT/.venv"
 UNFINISHED="$VENV/.unfinished" # exists during a set-up, and after an interrupted one
-# The packages of pyproject.toml except torch; a test compares them.
-NEEDED="numpy tyro rich tensorboard xxhash pytest pytest-xdist hypothesis safetensors torchdata tokenizers pyarrow transformers peft"
+EXTRAS="safetensors test dev" # each has what the ones before it have
+# The packages of pyproject.toml except torch, and of these extras; a test compares them.
+NEEDED="numpy tyro rich tensorboard xxhash safetensors"
+NEEDED_BY_TEST="pytest pytest-xdist hypothesis torchdata tokenizers pyarrow transformers peft"
 NEEDED_BY_DEV="ruff mypy pre-commit"
 
 set_up() {
@@ -57,6 +59,7 @@ use_environment() {
 
 missing_packages() {
     local needed="$NEEDED"
+    [[ $1 == safetensors ]] || needed="$needed $NEEDED_BY_TEST"
     [[ $1 != dev ]] || needed="$needed $NEEDED_BY_DEV"
     # shellcheck disable=SC2086 # a list of names
     "$PYTHON" - $needed <<'END'
@@ -86,7 +89,7 @@ END
 }
 
 use_own_venv() {
-    local extra="$1" given="$2" stamp="$VENV/.set-up-$1" wanted
+    local extra="$1" given="$2" wanted
     PYTHON="$VENV/bin/python"
     wanted="$({ printf '%s\n' "$ROOT"; cat "$ROOT/pyproject.toml" "$ROOT/requirements.txt"; } | cksum)"
     ! is_set_up || return 0
@@ -102,15 +105,22 @@ use_own_venv() {
             make_venv "$given"
             install "$extra"
         fi
-        printf '%s' "$wanted" >"$stamp"
+        printf '%s' "$wanted" >"$VENV/.set-up-$extra"
         rm -f "$UNFINISHED"
         trap - INT
     fi
     exec 9<&-
 }
 
+# Whether the packages of $extra are there: they were installed for it, or for an extra that has them all.
 is_set_up() {
-    [[ ! -e $UNFINISHED && -x $PYTHON && -f $stamp && "$(<"$stamp")" == "$wanted" ]]
+    local stamp larger="$extra${EXTRAS##*"$extra"}"
+    [[ ! -e $UNFINISHED && -x $PYTHON ]] || return 1
+    for stamp in $larger; do
+        stamp="$VENV/.set-up-$stamp"
+        [[ ! -f $stamp || "$(<"$stamp")" != "$wanted" ]] || return 0
+    done
+    return 1
 }
 
 wait_for_another_set_up() {

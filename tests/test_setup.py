@@ -36,6 +36,7 @@ echo "$call" >>"$CALLS"
 exit "${result:-0}"
 """
 SET_UP = ["venv", "pip install --disable-pip-version-check -c requirements.txt -e .[test]"]
+SET_UP_TO_TRAIN = ["venv", "pip install --disable-pip-version-check -c requirements.txt -e .[safetensors]"]
 IN_TWO = "pytest -n 2 --dist loadfile --no-loadscope-reorder"
 FAST = f"{IN_TWO} -m not slow and not exhaustive"
 THOROUGH = "--hypothesis-profile thorough"
@@ -103,6 +104,16 @@ def test_the_first_run_sets_up_under_the_constraints_and_the_second_does_not(mac
     assert machine.calls() == [*SET_UP, FAST]
     assert machine.run("run_tests.sh").returncode == 0
     assert machine.calls() == [FAST]
+
+
+def test_training_installs_no_packages_of_the_tests_and_none_after_the_tests(machine: Machine) -> None:
+    machine.run("run_train.sh")
+    assert machine.calls()[:-1] == SET_UP_TO_TRAIN
+    machine.run("run_tests.sh")
+    assert machine.calls() == [SET_UP[1], FAST]
+    machine.run("run_train.sh")
+    (launch,) = machine.calls()
+    assert "torchrun" in launch
 
 
 def test_a_changed_requirement_is_installed_into_the_existing_environment(machine: Machine) -> None:
@@ -234,12 +245,13 @@ def test_an_environment_is_checked_for_every_package_of_the_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     script = (ROOT / "scripts" / "env.sh").read_text()
-    needed, needed_by_dev = (
+    needed, needed_by_test, needed_by_dev = (
         {_name(name) for name in re.findall(rf'^{variable}="(.*?)"', script, re.MULTILINE)[0].split()}
-        for variable in ("NEEDED", "NEEDED_BY_DEV")
+        for variable in ("NEEDED", "NEEDED_BY_TEST", "NEEDED_BY_DEV")
     )
     # torch is checked by an import, tomli only below Python 3.11
-    assert needed == {_name(line) for line in project["dependencies"] + extras["test"]} - {"torch", "tomli"}
+    assert needed == {_name(line) for line in project["dependencies"] + extras["safetensors"]} - {"torch", "tomli"}
+    assert needed | needed_by_test == needed | {_name(line) for line in extras["test"]}
     assert needed_by_dev == {_name(line) for line in extras["dev"]} - {"torchtitan_lite"}
 
 
