@@ -332,6 +332,12 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def test_a_size_that_is_true_is_damage_also_after_one_that_is_1(folder: Path) -> None:
+    for shape, match in (([1, 4], "elements"), ([True, 4], "whole numbers")):
+        with_table(folder, {"model.w": tensor([])["model.w"] | {"shape": shape}})
+        refused(folder, CheckpointDamaged, match)
+
+
 @pytest.mark.parametrize(("tensors", "match"), MISFITS.values(), ids=MISFITS)
 def test_a_tensor_in_the_manifest_that_cannot_be_is_damage(folder: Path, tensors: dict[str, Any], match: str) -> None:
     with_table(folder, tensors)

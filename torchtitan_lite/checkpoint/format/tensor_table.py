@@ -227,12 +227,13 @@ def _dtype(name: Any, dtypes: Mapping[str, Any]) -> Any:
 
 
 def _ints(value: Any) -> Shape:
-    return _shape(tuple(as_list(value)))
+    # Before the cache, for which True is 1.
+    if not {*map(type, as_list(value))} <= {int}:
+        raise ValueError("expected whole numbers")
+    return _shared(tuple(value))
 
 
 @lru_cache(maxsize=4096)
-def _shape(value: tuple[Any, ...]) -> Shape:
-    """Return `value` if it is whole numbers. Cached: a checkpoint has thousands of tensors of the same few shapes."""
-    if not {*map(type, value)} <= {int}:
-        raise ValueError("expected whole numbers")
-    return value
+def _shared(shape: Shape) -> Shape:
+    """Return `shape`, the same tuple for each equal one: a checkpoint has thousands of tensors of a few shapes."""
+    return shape
