@@ -11,7 +11,10 @@ import pytest
 from tests.e2e.jobs import DEADLINE_SECONDS, TINY, run, start
 from tests.forked import REPO, run_code
 
-CONFIGS = sorted(path.name for path in (REPO / "train_configs").glob("*.toml"))
+CONFIGS = [  # Variants of llama_debug.toml, which need no other model, are tried with the slow tests.
+    pytest.param(path.name, marks=[pytest.mark.slow] if path.stem.startswith("llama_debug_") else [])
+    for path in sorted((REPO / "train_configs").glob("*.toml"))
+]
 RANKS = {"llama3_8b.toml": 8, "llama3_70b.toml": 64, "llama3_405b.toml": 512}
 """The number of GPUs that a config is for; the others are for one process."""
 
@@ -95,6 +98,7 @@ def test_the_plan_comes_before_a_refusal_of_data_that_are_elsewhere(tmp_path: Pa
     assert log.index("The plan fits 8 ranks (dp_shard 8)") < log.index("no file matches")
 
 
+@pytest.mark.slow  # Trains first, then builds the model of eight ranks twice.
 def test_a_dry_run_as_one_of_many_ranks_reports_a_resume_and_changes_nothing(tmp_path: Path) -> None:
     folder = run(tmp_path / "run", "--training.steps=2").dump_folder
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
