@@ -240,3 +240,23 @@ def test_a_reader_whose_step_is_removed_while_it_reads_chooses_again(tmp_path: P
     straight = start_run(tmp_path / "straight", interval=2, states={"removes": removes})
     straight.train(4)
     assert same(reader.contents(), straight.contents())
+
+
+def test_nothing_of_a_damaged_step_is_left_where_a_seed_is_the_next_older_one(start_run: StartRun) -> None:
+    seed = start_run(create_seed_checkpoint=True)
+    seed.manager.save(0, force=True)
+    seed.manager.close()
+    first = start_run(interval=2)
+    first.manager.load()
+    first.train(2)
+    first.manager.close()
+    flip(first.root / "step-2" / DATA, in_tensor(first.root / "step-2", "model.first.weight"))
+    run = start_run(seed=1, interval=2)
+    with pytest.raises(CheckpointDamaged, match=r"step-2 is damaged: .* start the same command again"):
+        run.manager.load()  # By now the counter and the optimizer are those of step 2.
+    run.manager.close()
+    assert run.names() == ["step-0", "step-2.corrupt"]
+    again = start_run(seed=2, interval=2)
+    before = again.contents()
+    assert again.manager.load()
+    assert same(again.contents(), before | {"model": seed.contents()["model"]})

@@ -59,9 +59,11 @@ class Candidates:
         """Load candidates with `load` until one is undamaged, and return that one; None if there are no candidates.
 
         Raises `AllCheckpointsDamaged` if each one is damaged; `CheckpointDamaged` or `CheckpointUnsafe` for a step or
-        path that the user named; `CheckpointUnreadable` for an error of the machine. If the job that writes the folder
-        removes a candidate in the meantime, chooses again.
+        path that the user named; `CheckpointUnreadable` for an error of the machine. Raises `CheckpointDamaged`, too,
+        where only a seed is left: it does not replace what was already loaded of the damaged one. If the job that
+        writes the folder removes a candidate in the meantime, chooses again.
         """
+        partly_loaded: CheckpointDamaged | None = None
         while (source := self._first_of(self._choose_and_report)) is not None:
             try:
                 load(source)
@@ -72,10 +74,12 @@ class Candidates:
                 if source.is_explicit or isinstance(error, CheckpointUnreadable):
                     self._report_failure(source.step, error)
                     raise
-                self.damaged[source.step] = damage = _as_damage(source, error)
+                self.damaged[source.step] = damage = partly_loaded = _as_damage(source, error)
                 self._warn("Step %d is damaged: %s. Trying an older one", source.step, damage.summary)
             else:
                 self._quarantine_damaged(source)
+                if source.model_only and partly_loaded is not None:
+                    raise _only_in_a_new_process(partly_loaded, source)
                 return source
         return None
 
@@ -190,3 +194,13 @@ def _identity(folder: Path) -> tuple[int, ...] | None:
 
 def _as_damage(source: LoadSource, error: CheckpointDamaged | CheckpointUnsafe) -> CheckpointDamaged:
     return damage_in(source.path, error) if isinstance(error, CheckpointUnsafe) else error
+
+
+def _only_in_a_new_process(damage: CheckpointDamaged, seed: LoadSource) -> CheckpointDamaged:
+    """Return the error for the fallback to `seed` of a process that holds optimizer, step and data of `damage`."""
+    finding = (
+        f"{damage.finding}. Step {seed.step}, the next older one, has only a model, and this process has loaded a part "
+        "of the rest from the damaged one: start the same command again to begin from it; with load_only, add "
+        f"--checkpoint.load_step {seed.step}"
+    )
+    return CheckpointDamaged(damage.path, finding, damage.keys)
