@@ -7,6 +7,7 @@ checkpoint manager, once a step.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import random
 from collections.abc import Iterator
@@ -162,7 +163,8 @@ class Trainer:
         """Return the model as transformers knows it, if the run ends in that format."""
         if not self.config.checkpoint.last_save_in_hf:
             return None
-        return describe(self.args, self.tokenizer.files(), self.tokenizer.bos, self.tokenizer.eos)
+        model = describe(self.args, self.tokenizer.files(), self.tokenizer.bos, self.tokenizer.eos)
+        return dataclasses.replace(model, tokenizer=self.tokenizer.fingerprint)
 
     def _check_weights(self, source: Path) -> None:
         self.peers.on_coordinator(lambda: open_expected(source, self.args).chosen.notes)

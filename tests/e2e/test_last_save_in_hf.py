@@ -200,3 +200,15 @@ def _is_the_export_of(folder: Path) -> None:
     assert len(exported) == 39
     assert torch.equal(exported["model.norm.weight"], stored["norm.weight"].bfloat16())
     assert torch.equal(exported["model.embed_tokens.weight"], stored["tok_embeddings.weight"].bfloat16())
+
+
+@pytest.mark.slow  # two starts of a job
+@pytest.mark.parametrize("point", ["write", "hugging_face"])
+def test_what_a_killed_export_left_is_removed_by_that_of_a_later_step(point: str, tmp_path: Path) -> None:
+    with start(
+        tmp_path / "run", STEPS, *IN_HF, environment={"TORCHTITAN_LITE_FAULT": f"kill@{point}:{POINTS[point]}"}
+    ) as job:
+        assert job.wait() == [-9], job.log
+    assert len(list((tmp_path / "run" / "hf").iterdir())) == 1
+    run(tmp_path / "run", "--training.steps=3", *IN_HF)
+    assert [path.name for path in (tmp_path / "run" / "hf").iterdir()] == ["step-3"]

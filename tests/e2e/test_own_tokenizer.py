@@ -164,3 +164,24 @@ def test_the_state_in_the_checkpoint_names_the_tokenizer(data: Path, tmp_path: P
     run(tmp_path / "run", *arguments(data, "--training.steps=3"))
     manifest = json.loads((tmp_path / "run" / "checkpoint" / "step-3" / "manifest.json").read_text())
     assert any("dataloader.tokenizer" in str(key) for key in manifest["objects"]), list(manifest)
+
+
+@pytest.mark.slow  # two starts of a job
+def test_another_tokenizer_of_the_same_size_is_never_put_beside_the_weights_of_a_finished_run(
+    data: Path, tmp_path: Path
+) -> None:
+    two = ("--training.steps=2", "--training.batch_size=2")
+    run(tmp_path / "run", *arguments(data, *two))
+    document = json.loads((data / "tokenizer.json").read_text())
+    vocabulary = document["model"]["vocab"]
+    one, other = [*vocabulary][390:392]
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    (tmp_path / "other.json").write_text(json.dumps(document))
+    changed = (*two, "--checkpoint.last_save_in_hf", f"--model.tokenizer_path={tmp_path}/other.json")
+    with start(tmp_path / "run", *arguments(data, *changed)) as job:
+        assert job.wait() == [2], job.log
+    assert "ConfigError: model.tokenizer_path: expected the tokenizer of" in job.log and "Traceback" not in job.log
+    assert not list((tmp_path / "run" / "hf").iterdir())
+    run(tmp_path / "run", *arguments(data, *two, "--checkpoint.last_save_in_hf"))
+    written = tmp_path / "run" / "hf" / "step-2" / "tokenizer.json"
+    assert written.read_bytes() == (data / "tokenizer.json").read_bytes()

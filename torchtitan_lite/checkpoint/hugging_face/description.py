@@ -33,3 +33,5 @@ class HuggingFaceModel:
     """Further files by name: those of the tokenizer, generation_config.json."""
     left_out: Collection[str] = ()
     """Our names of further tensors, which are not written."""
+    tokenizer: str = ""
+    """Fingerprint of the tokenizer whose files these are, to compare with that of the run's data; "" for any."""

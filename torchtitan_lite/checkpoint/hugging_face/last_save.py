@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.converting import new_output, safetensors_files
-from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
+from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, open_checkpoint
 from torchtitan_lite.checkpoint.hugging_face.description import HuggingFaceModel
 from torchtitan_lite.checkpoint.hugging_face.writing import Planned, listed, plan, write_rest, write_shards
 from torchtitan_lite.checkpoint.state.run_state import RunState
@@ -34,6 +34,7 @@ T = TypeVar("T")
 
 RECORD = "export.json"
 """Beside the model's files: whose export it is."""
+_TOKENIZER_OF_DATA = "dataloader.tokenizer"
 
 
 class LastSave:
@@ -100,8 +101,9 @@ class LastSave:
         whole = self.root / layout.staging_dir(step)
         if os.path.lexists(out) and not _record(out):
             raise ConfigError(f"checkpoint.hf_folder: {out} is there, and no run wrote it. Move it away.")
-        if os.path.lexists(whole):
-            DISK.remove_tree(whole)  # By a process that was killed right before it renamed it.
+        for left in self.root.glob("*"):
+            if layout.parse_staging(left.name.removeprefix(".").removesuffix(".unfinished")) is not None:
+                DISK.remove_tree(left)  # By a process that was killed before it renamed it, maybe at an earlier step.
         with new_output.new_folder(whole) as folder:
             yield folder
         self._folders.fence(self._folders.checkpoints)()
@@ -118,6 +120,7 @@ class LastSave:
     def _write_share(self, step: int, place: Path) -> Planned:
         """Write this rank's shards into `place`. Any rank."""
         opened = open_checkpoint(self._folders.checkpoints.get(step).path)
+        self._refuse_other_tokenizer(opened)
         name = str(Path(self.root.name) / layout.step_dir(step))
         planned = plan(
             opened,
@@ -129,6 +132,15 @@ class LastSave:
         )
         write_shards(planned, place, share_of([*planned.shards], self._peers.rank, self._peers.world_size))
         return planned
+
+    def _refuse_other_tokenizer(self, opened: OpenedCheckpoint) -> None:
+        """Raise ConfigError if the run was trained with another tokenizer: of the same size, nothing else shows it."""
+        recorded, now = opened.contents.objects.get(_TOKENIZER_OF_DATA), self._model.tokenizer
+        if now and recorded is not None and isinstance(recorded.value, str) and recorded.value != now:
+            raise ConfigError(
+                f"model.tokenizer_path: expected the tokenizer of {opened.folder}, with the fingerprint "
+                f"{recorded.value}, found {now}. Put the old tokenizer back."
+            )
 
     def _complete(self, step: int, planned: Planned, place: Path) -> int:
         """Write all else into `place`, the record last; return the bytes of the folder."""
