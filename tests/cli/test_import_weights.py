@@ -271,3 +271,24 @@ def test_lines_fit_a_terminal_of_80_columns_but_for_paths(tmp_path: Path) -> Non
     assert max(map(len, plain(screen).splitlines())) <= 80
     options = plain(help_text).partition("positional arguments")[2].splitlines()[1:]
     assert max(map(len, options)) <= 80
+
+
+def test_a_folder_without_weights_is_one_sentence_that_says_what_is_there(tmp_path: Path, said: Said) -> None:
+    (tmp_path / "hub" / "snapshots").mkdir(parents=True)
+    code, out, err = said("import-weights", tmp_path / "hub", tmp_path / "out")
+    assert (code, out) == (1, "")
+    assert err.startswith(f"error: {tmp_path}/hub holds no checkpoint: there are no weights in it: expected ")
+    assert err.endswith("; it has snapshots\n")
+
+
+def test_no_first_step_is_put_before_the_steps_of_a_run(tmp_path: Path, said: Said) -> None:
+    write_folder(tmp_path / "hf", weights())
+    torch.manual_seed(0)
+    with CheckpointManager.for_loop(model=torch.nn.Linear(2, 2), folder=tmp_path / "run", interval=1) as manager:
+        manager.load()
+        manager.save(3)
+    before = sorted(path.name for path in (tmp_path / "run").iterdir())
+    code, printed, err = said("import-weights", tmp_path / "hf", tmp_path / "run" / "step-0")
+    assert (code, printed) == (2, "")
+    assert f"{tmp_path}/run has step 3 of a run, which would not begin from the imported weights" in err
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == before

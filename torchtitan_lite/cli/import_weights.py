@@ -17,6 +17,7 @@ from torchtitan_lite.cli.target import local
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import readable_bytes
 from torchtitan_lite.store import layout
+from torchtitan_lite.store.store import CheckpointStore
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -61,6 +62,7 @@ class ImportWeights:
         from torchtitan_lite.checkpoint.importing.seed import Form, refuse_out
 
         refuse_out(out)
+        _refuse_folder_of_a_run(out)
         form = Form("" if self.dtype == "same" else self.dtype, self.files or None)
         args = None
         if self.names == "same" or names is not None:
@@ -80,6 +82,20 @@ class ImportWeights:
         }
         screen.show(data, lambda: _text(source, out, done, args))
         return ExitCode.FINE
+
+
+def _refuse_folder_of_a_run(out: Path) -> None:
+    """Raise ConfigError if `out` would be the first step of a run that has later ones.
+
+    It would not begin from it; but if all later ones are damaged, it would, and with weights that are not its own.
+    """
+    if layout.parse_step(out.name) is None or not out.parent.is_dir():
+        return
+    if steps := [info.step for info in CheckpointStore(out.parent).committed()]:
+        raise ConfigError(
+            f"{out}: {out.parent} has step {steps[-1]} of a run, which would not begin from the imported weights: name "
+            "OUT in another folder"
+        )
 
 
 def _import_llama(source: Path, out: Path, form: Form, screen: Screen) -> tuple[Imported, ModelArgs]:

@@ -66,6 +66,8 @@ def open_source(path: Path) -> Source:
             return _of_folder(path)
         if path.exists():
             return _of_file(path)
+    except CheckpointNotFound:
+        raise  # It is an OSError, too.
     except OSError as error:
         raise CheckpointUnreadable(str(path), f"{type(error).__name__}: {error}") from error
     raise CheckpointNotFound(
