@@ -328,3 +328,9 @@ def test_what_is_no_list_of_whole_numbers_is_named(toml, text, found):
     assert f"checkpoint.at_steps: expected a list of whole numbers, found {found}." in str(caught.value)
     with pytest.raises(ConfigError, match=r"expected a list of whole numbers, found '10,soon'\."):
         parse_config(["--checkpoint.at_steps=10,soon"])
+
+
+def test_a_seed_checkpoint_of_new_weights_does_not_take_the_place_of_an_import():
+    words = "--checkpoint.initial_load_in_hf --checkpoint.initial_load_path=x --checkpoint.create_seed_checkpoint"
+    with pytest.raises(ConfigError, match=r"checkpoint\.create_seed_checkpoint: it saves new weights as step 0"):
+        parse_config(words.split())

@@ -276,6 +276,11 @@ class Checkpoint:
             raise ConfigError(
                 "checkpoint.initial_load_in_hf: there is no initial_load_path. Set it to the folder with the weights."
             )
+        if self.initial_load_in_hf and self.create_seed_checkpoint:
+            raise ConfigError(
+                "checkpoint.create_seed_checkpoint: it saves new weights as step 0, and a later start would not import "
+                "those of initial_load_in_hf. Leave one of the two out: the import makes a step 0, too."
+            )
         if self.initial_load_in_hf and not self.initial_load_model_only:
             raise ConfigError(
                 "checkpoint.initial_load_in_hf: published weights are a model alone, with no optimizer and no position "
