@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,14 @@ import pytest
 
 from torchtitan_lite.config.job_config import Model
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.models.llama.args import FLAVORS, ModelArgs, RopeScaling, build_model_args
+from torchtitan_lite.models.llama.args import (
+    FLAVORS,
+    ModelArgs,
+    RopeScaling,
+    args_of_settings,
+    build_model_args,
+    settings_of,
+)
 from torchtitan_lite.models.llama.config_file import args_in, args_of_params, fitting_flavor
 from torchtitan_lite.models.llama.hugging_face import args_of, describe
 
@@ -122,3 +130,11 @@ def test_another_rope_type_is_refused_by_name() -> None:
 def test_sizes_beyond_any_model_are_refused_at_once(change: dict[str, Any], finding: str) -> None:
     with pytest.raises(ConfigError, match=finding):
         args_of(LLAMA_3_8B | change)
+
+
+def test_the_settings_that_a_checkpoint_records_are_those_of_the_model() -> None:
+    for document in (LLAMA_3_8B, LLAMA_3_1_8B):
+        args = args_of(document)
+        assert args_of_settings(json.loads(json.dumps(settings_of(args)))) == dataclasses.replace(
+            args, max_seq_len=ModelArgs().max_seq_len
+        )

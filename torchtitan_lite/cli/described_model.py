@@ -22,12 +22,13 @@ from torchtitan_lite.config.sections.model import Model
 from torchtitan_lite.data.tokenizer import BYTES, Tokenizer, build_tokenizer
 from torchtitan_lite.disk.plain_file import read_plain
 from torchtitan_lite.errors import CheckpointUnsafe, ConfigError
-from torchtitan_lite.models.llama.args import ModelArgs, build_model_args
+from torchtitan_lite.models.llama.args import ModelArgs, args_of_settings, build_model_args
 from torchtitan_lite.models.llama.hugging_face import GENERATION, args_of, describe, generation_config
 
 _MOST_BYTES = 1 << 20
 _EMBEDDING = "tok_embeddings.weight"
 _TOKENIZER_OF_DATA = "dataloader.tokenizer"
+_SETTINGS = "train_state.model."
 _HOW = "give --config CONFIG_JSON, and --names same or --name-map if its names are not those of train.py's model"
 
 
@@ -127,14 +128,22 @@ def _recorded_args(opened: OpenedCheckpoint, keys: list[ModelKey]) -> ModelArgs:
     """Return the sizes of the recorded configuration."""
     model, training = (opened.config.get(name, {}) for name in ("model", "training"))
     known = {field.name for field in dataclasses.fields(Model)}
-    tensors = opened.contents.tensors
+    tensors, settings = opened.contents.tensors, _settings(opened)
     embedding = next((tensors[each.key].shape for each in keys if each.name == _EMBEDDING and each.key in tensors), ())
     try:
+        if settings:
+            return dataclasses.replace(args_of_settings(settings), max_seq_len=int(training["seq_len"]))
         section = Model(**{name: value for name, value in model.items() if name in known} | {"tokenizer_path": BYTES})
         # The stored embedding says how large the vocabulary is, also where the tokenizer is gone.
         return build_model_args(section, vocab_size=embedding[0] if embedding else 1, seq_len=int(training["seq_len"]))
     except (ConfigError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{opened.folder}: the recorded configuration is no model: {error}; {_HOW}") from None
+
+
+def _settings(opened: OpenedCheckpoint) -> dict[str, Any]:
+    """Return the settings of the model that the run took from its model.config_path; none if it had no such file."""
+    objects = opened.contents.objects
+    return {key.removeprefix(_SETTINGS): objects[key].value for key in objects if key.startswith(_SETTINGS)}
 
 
 def _tokenizer(opened: OpenedCheckpoint, given: Given) -> Tokenizer | None:

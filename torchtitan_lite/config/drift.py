@@ -43,7 +43,7 @@ WARNED = {
     "training.max_norm": "the new value counts from the next step on",
     "training.mixed_precision_param": "the run continues, but not bit for bit",
     "training.seed": "no effect: dropout and sample order continue from the seed of the checkpoint",
-    "model.config_path": "the settings in the new file count from the next step on; its sizes must be the same",
+    "model.config_path": "the settings in the file are compared with those of the checkpoint, if it had a file too",
     "model.dropout": "the new value counts from the next step on",
 }
 """Key to what its change does, as the warning says it."""

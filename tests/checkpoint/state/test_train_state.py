@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from torchtitan_lite.checkpoint.state.train_state import TrainState
+from torchtitan_lite.errors import ConfigError
 
 
 def trained() -> TrainState:
@@ -64,3 +66,16 @@ def test_a_history_has_the_next_power_of_two_as_its_length_and_1024_at_least() -
         assert len({taken[name].shape for name in ("log_steps", "global_avg_losses", "global_max_losses")}) == 1
         lengths[count] = len(taken["log_steps"])
     assert lengths == {0: 1024, 1: 1024, 1023: 1024, 1024: 1024, 1025: 2048, 2048: 2048, 2049: 4096}
+
+
+def test_settings_of_another_model_are_refused_by_name_and_only_those_of_a_file_are_stored() -> None:
+    stored = TrainState(model={"theta": 2.0, "factor": None}, records_model=True).state_dict()
+    for model, finding in (({"theta": 1.0, "factor": None}, "theta 2.0 -> 1.0"), ({"theta": 2.0}, "")):
+        state = TrainState(model=model)
+        if finding:
+            with pytest.raises(ConfigError, match=finding):
+                state.check_state(stored)
+        else:
+            state.check_state(stored)
+        assert "model" not in state.state_dict()
+        state.check_state(TrainState().state_dict())

@@ -131,7 +131,7 @@ def _of_folder(path: Path) -> Source:
 
 
 def _name_the_checkpoint(folder: Path) -> str:
-    return f"start a run from it with --checkpoint.initial_load_path={folder}"
+    return f"start a run from it with --checkpoint.initial_load_path={folder}, without initial_load_in_hf"
 
 
 def _listed(path: Path, index: str, names: Sequence[str]) -> list[Path]:

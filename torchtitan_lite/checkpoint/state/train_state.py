@@ -1,16 +1,19 @@
-"""The progress of a run: step, tokens, time, logged losses.
+"""The progress of a run: step, tokens, time, logged losses; and what its weights do not show of its model.
 
-In a checkpoint all of it is tensors, never pickles, so that nothing must be unpickled to know the step.
+In a checkpoint all but the last is tensors, never pickles, so that nothing must be unpickled to know the step.
 The loss history has one entry a logged step; in a checkpoint it is padded to a power of two, so that its
 shape, and with it the plan of a save, rarely changes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 import torch
+
+from torchtitan_lite.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -34,6 +37,10 @@ class TrainState:
     log_steps: list[int] = field(default_factory=list)
     global_avg_losses: list[float] = field(default_factory=list)
     global_max_losses: list[float] = field(default_factory=list)
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the model, which its weights need not show: numbers by name."""
+    records_model: bool = False
+    """Whether a checkpoint has `model`: its settings come from a file, which may change."""
 
     def record_loss(self, average: float, maximum: float) -> None:
         """Append the losses of the current step to the history."""
@@ -41,8 +48,25 @@ class TrainState:
         self.global_avg_losses.append(average)
         self.global_max_losses.append(maximum)
 
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise ConfigError if the run of `state_dict` trained another `model`. Changes nothing."""
+        before, now = state_dict.get("model") or {}, self.model
+        if not before or not now:
+            return
+        names = dict.fromkeys((*before, *now))
+        changed = [
+            f"{name} {before.get(name)} -> {now.get(name)}" for name in names if before.get(name) != now.get(name)
+        ]
+        if changed:
+            raise ConfigError(
+                f"model.config_path: the file says another model than that of the checkpoint: {', '.join(changed)}. "
+                "Put the old file back, or start a new run in another job.dump_folder, from these weights with "
+                "--checkpoint.initial_load_path."
+            )
+
     def state_dict(self) -> dict[str, Any]:
-        return {
+        model = {"model": dict(self.model)} if self.records_model else {}
+        return model | {
             "step": torch.tensor(self.step, dtype=torch.int64, device="cpu"),
             "n_tokens_seen": torch.tensor(self.n_tokens_seen, dtype=torch.int64, device="cpu"),
             "skipped_steps": torch.tensor(self.skipped_steps, dtype=torch.int64, device="cpu"),
@@ -54,6 +78,8 @@ class TrainState:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over all but the model's settings. Raises as `check_state` does."""
+        self.check_state(state_dict)
         self.step = int(state_dict["step"])
         self.n_tokens_seen = int(state_dict["n_tokens_seen"])
         self.skipped_steps = int(state_dict["skipped_steps"])

@@ -8,7 +8,9 @@ output embeddings are separate parameters in every flavor, also in the 1B, where
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torchtitan_lite.config.job_config import Model
 from torchtitan_lite.errors import ConfigError
@@ -87,6 +89,26 @@ FLAVORS: dict[str, ModelArgs] = {
     "70B": ModelArgs(dim=8192, n_layers=80, n_heads=64, ffn_dim_multiplier=1.3, multiple_of=4096),
     "405B": ModelArgs(dim=16384, n_layers=126, n_heads=128, ffn_dim_multiplier=1.2, multiple_of=4096),
 }
+
+
+_SETTINGS = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "norm_eps", "rope_theta")
+_SCALING = tuple(field.name for field in dataclasses.fields(RopeScaling))
+
+
+def settings_of(args: ModelArgs) -> dict[str, Any]:
+    """Return what determines the function that the model computes, as numbers or None: for a checkpoint to record."""
+    of_scaling = {f"rope_{name}": getattr(args.rope_scaling, name, None) for name in _SCALING}
+    return {name: getattr(args, name) for name in _SETTINGS} | of_scaling
+
+
+def args_of_settings(settings: Mapping[str, Any]) -> ModelArgs:
+    """Return the sizes that `settings_of` gave. Raises KeyError or TypeError for anything else."""
+    of_scaling = {name: settings[f"rope_{name}"] for name in _SCALING}
+    return ModelArgs(
+        **{name: settings[name] for name in _SETTINGS if name != "ffn_dim"},
+        hidden_dim=settings["ffn_dim"],
+        rope_scaling=None if of_scaling["factor"] is None else RopeScaling(**of_scaling),
+    )
 
 
 def build_model_args(config: Model, *, vocab_size: int, seq_len: int) -> ModelArgs:
