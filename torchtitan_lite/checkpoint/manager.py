@@ -314,6 +314,8 @@ class CheckpointManager:
         self._run.optimizer.refuse_where_parts_differ(self._peers)
         if not self._config.load_only:
             self._peers.on_coordinator(self._folders.take)
+            if self._last_save is not None:
+                self._peers.on_coordinator(self._last_save.refuse_foreign_folder)
             self._peers.together(self._saver.start)
 
     def _forget(self) -> None:

@@ -55,12 +55,21 @@ class LastSave:
         self._dtype = config.checkpoint.export_dtype
         # A loop of one's own configures checkpoints alone: the rest is defaults, and not its settings.
         self._has_settings = config.training != Training()
+        self._last_step = config.training.steps
         self._model = model
         self._folders = folders
         self._peers = peers
         self._clock = clock
         self._on_event = on_event
         self._max_shard_bytes = max_shard_bytes
+
+    def refuse_foreign_folder(self) -> None:
+        """Raise ConfigError if something that no run wrote has the place of the export at the last step. Any rank.
+
+        A loop of one's own does not configure its last step: there `write` finds out.
+        """
+        if self._has_settings:
+            self._refuse_foreign(self._folder(self._last_step))
 
     def made(self, checkpoint: CheckpointInfo) -> bool:
         """Return whether the whole export of `checkpoint`, in the dtype that is wanted, is there. **Coordinator only**.
@@ -99,8 +108,7 @@ class LastSave:
         """Yield a folder that is in the place of the export if the block ends without an error."""
         out = self._folder(step)
         whole = self.root / layout.staging_dir(step)
-        if os.path.lexists(out) and not _record(out):
-            raise ConfigError(f"checkpoint.hf_folder: {out} is there, and no run wrote it. Move it away.")
+        self._refuse_foreign(out)
         for left in self.root.glob("*"):
             if layout.parse_staging(left.name.removeprefix(".").removesuffix(".unfinished")) is not None:
                 DISK.remove_tree(left)  # By a process that was killed before it renamed it, maybe at an earlier step.
@@ -116,6 +124,10 @@ class LastSave:
         DISK.fsync_dir(self.root)
         if is_exchanged:
             DISK.remove_tree(whole)
+
+    def _refuse_foreign(self, out: Path) -> None:
+        if os.path.lexists(out) and not _record(out):
+            raise ConfigError(f"checkpoint.hf_folder: {out} is there, and no run wrote it. Move it away.")
 
     def _write_share(self, step: int, place: Path) -> Planned:
         """Write this rank's shards into `place`. Any rank."""
