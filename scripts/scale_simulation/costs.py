@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from scale_simulation.plans import Mesh, Planned, item_of, num_bytes, plans, plans_of_dcp
 from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.format.description import Description
-from torchtitan_lite.checkpoint.reading.stored_checkpoint import _regions
+from torchtitan_lite.checkpoint.reading.own_plan import overlaps
 from torchtitan_lite.checkpoint.saving.save_plan import _Answers
 from torchtitan_lite.checkpoint.saving.writer import RankFile
 from torchtitan_lite.collection import no_collection
@@ -198,7 +198,7 @@ def _our_load(manifest: bytes, tensors: Sequence[Planned], mesh: Mesh, all_bytes
             for item, target in zip(mine, targets, strict=True):
                 stored = contents.tensors[item.index.fqn]
                 assert item.index.offset is not None
-                list(_regions(item.index.fqn, stored.chunks, tuple(item.index.offset), target))
+                list(overlaps(item.index.fqn, stored.chunks, tuple(item.index.offset), target))
 
     return _least(plan)[0]
 

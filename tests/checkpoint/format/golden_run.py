@@ -134,7 +134,7 @@ class GoldenRun:
             "scheduler": {
                 key: self.scheduler.state_dict()[key] for key in ("step_size", "gamma", "base_lrs", "last_epoch")
             },
-            "train_state": dict(vars(self.train_state)),
+            "train_state": {k: v for k, v in vars(self.train_state).items() if k not in ("model", "records_model")},
             "plain": self.plain.state,
         }
 

@@ -88,7 +88,7 @@ class OwnPlanner(LoadPlanner):
         except ValueError as error:
             raise CheckpointMismatch(str(self._folder.path), f"  {error}") from None
         for offsets, memory in parts:
-            yield from _regions(key, stored.chunks, offsets, memory)
+            yield from overlaps(key, stored.chunks, offsets, memory)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise AssertionError("there are no items in our own plan")
@@ -100,7 +100,7 @@ class OwnPlanner(LoadPlanner):
         raise AssertionError("there are no items in our own plan")
 
 
-def _regions(key: str, chunks: Sequence[Chunk], offsets: Shape, local: torch.Tensor) -> Iterator[Region]:
+def overlaps(key: str, chunks: Sequence[Chunk], offsets: Shape, local: torch.Tensor) -> Iterator[Region]:
     """Yield the overlap of each of `chunks` with `local`, which is at `offsets` in the whole tensor."""
     sizes = tuple(local.shape)
     for chunk in chunks:

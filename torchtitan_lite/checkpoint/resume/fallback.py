@@ -74,7 +74,9 @@ class Candidates:
                 if source.is_explicit or isinstance(error, CheckpointUnreadable):
                     self._report_failure(source.step, error)
                     raise
-                self.damaged[source.step] = damage = partly_loaded = _as_damage(source, error)
+                self.damaged[source.step] = damage = _as_damage(source, error)
+                if not source.model_only:
+                    partly_loaded = damage
                 self._warn("Step %d is damaged: %s. Trying an older one", source.step, damage.summary)
             else:
                 self._quarantine_damaged(source)
