@@ -106,6 +106,7 @@ def test_the_first_run_sets_up_under_the_constraints_and_the_second_does_not(mac
     assert machine.calls() == [FAST]
 
 
+@pytest.mark.slow  # three runs of the commands
 def test_training_installs_no_packages_of_the_tests_and_none_after_the_tests(machine: Machine) -> None:
     machine.run("run_train.sh")
     assert machine.calls()[:-1] == SET_UP_TO_TRAIN

@@ -414,7 +414,8 @@ def test_a_save_killed_anywhere_is_durable_once_it_is_repeated(name: str, base: 
     report("crash states after a kill and a save", tally)
 
 
-@pytest.mark.parametrize("then", [recover, *(pytest.param(act, marks=pytest.mark.slow) for act in (abandon, clear))])
+@pytest.mark.slow  # every kill, and after each every power cut of the next operation
+@pytest.mark.parametrize("then", [recover, abandon, clear])
 def test_after_a_kill_anywhere_the_next_operation_is_safe_from_a_power_cut(
     then: Callable[[CheckpointStore, int], None], base: Path
 ) -> None:

@@ -195,6 +195,7 @@ def test_what_two_ranks_write_is_the_golden_checkpoint_byte_for_byte(two_ranks: 
     assert_as_golden(tmp_path, "two-ranks")
 
 
+@pytest.mark.slow  # two ranks load six checkpoints
 def test_two_ranks_read_every_golden_checkpoint(two_ranks: Ranks, tmp_path: Path) -> None:
     folders = [Path(shutil.copytree(golden, tmp_path / named(golden))) for golden in FOLDERS]
     found = two_ranks.run(load_as_one_of_two_ranks, folders=folders)
