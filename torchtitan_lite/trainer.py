@@ -10,8 +10,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import random
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -23,6 +22,7 @@ from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.resume.restore import refuse_early
 from torchtitan_lite.checkpoint.state.stateful import Stateful
 from torchtitan_lite.checkpoint.state.train_state import TrainState
+from torchtitan_lite.collection import no_collection
 from torchtitan_lite.config.dry_run import as_built
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.data.loader import Loader, build_dataloader, global_batch_size
@@ -110,23 +110,7 @@ class Trainer:
             timer=self.metrics.timer,
             device=world.device,
         )
-        states: dict[str, Stateful] = {"train_state": self.train_state}
-        if self.scaler.is_enabled():
-            states["grad_scaler"] = self.scaler
-        self.checkpointer = CheckpointManager(
-            self.loader,
-            self.model_parts,
-            self.optimizers,
-            self.lr_schedulers,
-            states,
-            config,
-            peers=self.peers,
-            topology=str(self.plan.dims),
-            hugging_face=self._described(),
-            import_weights=importer(self.args),
-            on_event=self.metrics.on_event,
-            past=self.metrics.past,
-        )
+        self.checkpointer = self._build_checkpointer()
         self.samples = SampleTrace(self.dump_folder, rank=world.rank, writes=self._traces_samples())
         # Each rank has its own dropout. Seeded before the load, which restores the generators of the run.
         torch.manual_seed(self.seed + world.rank)
@@ -198,7 +182,7 @@ class Trainer:
         self.checkpointer.reset()
         with (
             Profiler(self.dump_folder, config.profiling, rank=self.world.rank, loaded_step=state.step) as profiler,
-            _own_gc(),
+            no_collection(),  # Pauses of ranks at different moments would add up. The loop collects.
         ):
             while state.step < config.training.steps:
                 epoch = self.loader.progress.epoch
@@ -324,6 +308,25 @@ class Trainer:
             lambda: build_dataloader(self.config, self.tokenizer, seed=self.seed, rank=rank, num_ranks=num_ranks)
         )
 
+    def _build_checkpointer(self) -> CheckpointManager:
+        states: dict[str, Stateful] = {"train_state": self.train_state}
+        if self.scaler.is_enabled():
+            states["grad_scaler"] = self.scaler
+        return CheckpointManager(
+            self.loader,
+            self.model_parts,
+            self.optimizers,
+            self.lr_schedulers,
+            states,
+            self.config,
+            peers=self.peers,
+            topology=str(self.plan.dims),
+            hugging_face=self._described(),
+            import_weights=importer(self.args),
+            on_event=self.metrics.on_event,
+            past=self.metrics.past,
+        )
+
     def _build_part(self, stage: Stage) -> Transformer:
         config = as_built(self.config)
         model = self._on_meta()
@@ -338,13 +341,3 @@ class Trainer:
     def _on_meta(self) -> Transformer:
         with torch.device("meta"):
             return Transformer(self.args)
-
-
-@contextmanager
-def _own_gc() -> Iterator[None]:
-    """Turn automatic garbage collection off: pauses of ranks at different moments would add up. The loop collects."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()

@@ -23,7 +23,7 @@ from torchtitan_lite.data.tokenizer import BYTES, Tokenizer, build_tokenizer
 from torchtitan_lite.disk.plain_file import read_plain
 from torchtitan_lite.errors import CheckpointUnsafe, ConfigError
 from torchtitan_lite.models.llama.args import ModelArgs, args_of_settings, build_model_args
-from torchtitan_lite.models.llama.hugging_face import GENERATION, args_of, describe, generation_config
+from torchtitan_lite.models.llama.hugging_face import GENERATION, args_of, describe, generation_config, places_of
 
 _MOST_BYTES = 1 << 20
 _EMBEDDING = "tok_embeddings.weight"
@@ -210,7 +210,7 @@ def _names(keys: list[ModelKey], names: NameMap) -> tuple[dict[str, str], list[s
 def _refuse_other_llama(opened: OpenedCheckpoint, config: Mapping[str, Any], places: Mapping[str, Place]) -> None:
     """Raise ConfigError if `config` is a Llama that we know, and `places` have other names or shapes than its."""
     try:
-        expected = describe(args_of(config), {}, None, None).places.values()
+        expected = places_of(args_of(config)).values()
     except ConfigError:
         return  # A model that only its own code knows.
     found = {place.name: place.shape for place in places.values()}

@@ -1,4 +1,4 @@
-"""How often a run fails, estimated from how long it ran and how often it ended without leaving. Pure functions.
+"""How often a run fails, estimated from its hours and its unclean ends. Pure functions.
 
 The estimate is the mean of a gamma distribution of the failure rate: a prior, which counts like half a failure (the
 shape of Jeffreys' prior for a rate), updated by what was seen. So one failure soon counts more than the prior, and a

@@ -72,7 +72,7 @@ def describe(
         "eos_token_id": eos,
         "use_cache": True,
     }
-    return HuggingFaceModel(config, _places(args), {**tokenizer_files, GENERATION: generation_config(bos, eos)})
+    return HuggingFaceModel(config, places_of(args), {**tokenizer_files, GENERATION: generation_config(bos, eos)})
 
 
 def generation_config(bos: int | None, eos: int | Sequence[int] | None) -> bytes:
@@ -101,7 +101,7 @@ def _length(args: ModelArgs) -> int:
     return args.max_seq_len if scaling is None else max(args.max_seq_len, int(scaling.original_length * scaling.factor))
 
 
-def _places(args: ModelArgs) -> dict[str, Place]:
+def places_of(args: ModelArgs) -> dict[str, Place]:
     """Return the place of each parameter, in the order of the model."""
     dim, ffn_dim, head_dim = args.dim, args.ffn_dim, args.head_dim
     queries, keys = args.n_heads * head_dim, args.n_kv_heads * head_dim

@@ -23,7 +23,7 @@ from torchtitan_lite.checkpoint.importing.wanted import Chosen, as_model
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models.llama.args import ModelArgs
 from torchtitan_lite.models.llama.config_file import FACTOR, args_of_params
-from torchtitan_lite.models.llama.hugging_face import args_of, describe
+from torchtitan_lite.models.llama.hugging_face import args_of, places_of
 
 OUTPUT = "output.weight"
 EMBEDDING = "tok_embeddings.weight"
@@ -101,7 +101,7 @@ def open_llama(path: Path) -> OpenedLlama:
     _refuse_quantized(source)
     with _named(path, "; a training loop of your own can take it with --names same"):
         args = args_of(source.config)
-    places = describe(args, {}, None, None).places
+    places = places_of(args)
     head_dims = {place.name: place.rotary_head_dim for place in places.values() if place.rotary_head_dim}
     tied = {OUTPUT: EMBEDDING} if source.config.get("tie_word_embeddings") else {}
     theirs = {name: (place.name, place.shape) for name, place in places.items()}
@@ -113,7 +113,7 @@ def _of_meta(path: Path) -> OpenedLlama:
     folder = meta_folder.read_meta_folder(path)
     with _named(path):
         args = args_of_params(folder.params, folder.vocab_size)
-    shapes = {name: place.shape for name, place in describe(args, {}, None, None).places.items()}
+    shapes = {name: place.shape for name, place in places_of(args).items()}
     source = meta_folder.joined(folder, shapes)
     chosen = as_model(source.contents, {name: (name, shape) for name, shape in shapes.items()}, {})
     if args.rope_scaling is not None and FACTOR not in folder.params:
