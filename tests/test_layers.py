@@ -22,9 +22,11 @@ LAYERS = {
     "config": 2,
     "disk": 2,
     "store": 3,
+    "keeper": 3,
     "distributed": 4,
     "checkpoint.schedule": 4,
     "checkpoint.format": 4,
+    "checkpoint.memory": 4,
     "checkpoint.state": 5,
     "checkpoint.untrusted": 6,
     "checkpoint.staging": 6,
@@ -49,11 +51,12 @@ LAYERS = {
 """Each part imports only from parts with lower numbers."""
 
 WITHOUT_TORCH = (
-    *("__init__", "errors", "faults", "log", "collection", "disk", "store", "config"),
+    *("__init__", "errors", "faults", "log", "collection", "disk", "store", "config", "keeper"),
     *(f"checkpoint.format.{name}" for name in ("containers", "contents", "dtypes", "plain_value", "structure")),
     *(f"checkpoint.untrusted.{name}" for name in ("inert_pickle", "safe_metadata", "saved_file", "stock_item")),
     *("checkpoint.importing.safetensors_header", "checkpoint.importing.saved_weights"),
     "checkpoint.reading.folder",
+    "checkpoint.memory",
     *(f"checkpoint.examining.{name}" for name in ("opened", "inventory", "retention_outlook", "summary")),
     *(f"checkpoint.examining.{name}" for name in ("verification", "file_digests", "item_checksums", "findings")),
     *(f"checkpoint.examining.{name}" for name in ("difference", "object_digests", "presence")),

@@ -1,0 +1,121 @@
+"""The mark and the card of an image: what one process writes, another one reads after the first was killed."""
+
+import dataclasses
+import os
+import signal
+
+import pytest
+
+from torchtitan_lite.checkpoint.memory.card import Card, Commit
+from torchtitan_lite.checkpoint.memory.mark import PAGE_BYTES, Mark, UnusableMark, read_mark
+from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.store.lineage import Lineage
+from torchtitan_lite.store.manifest import Table
+
+CARD = Card(
+    rank=1,
+    world_size=2,
+    step=7,
+    start="a1",
+    folder_id="f1",
+    lineage=Lineage("r1", parent_step=5),
+    newest=Commit(5, "0" * 32),
+    created_at=1.5,
+    topology="2 ranks",
+    versions={"torch": "2.13"},
+    config={"training": {"steps": 10}},
+    file="__1_0.distcp",
+    record=FileRecord.of(b"abc"),
+    objects=Table({"train_state.step": {"value": 7}}),
+    tensors=Table({"model.a": {"dtype": "float32", "shape": [1], "chunks": []}}),
+    structure=Table({"root": {}}),
+)
+
+
+def test_a_card_is_read_as_it_was_written() -> None:
+    found = Card.parse(CARD.to_bytes())
+    tables = ("objects", "tensors", "structure")
+    without = {name: None for name in tables if name != "objects"} | {"objects": Table()}
+    assert dataclasses.replace(found, **without) == dataclasses.replace(CARD, **without)
+    for name in tables:
+        assert dict(getattr(found, name)) == dict(getattr(CARD, name))
+
+
+def test_a_card_of_another_rank_than_the_coordinator_has_no_tables() -> None:
+    found = Card.parse(dataclasses.replace(CARD, tensors=None, structure=None, newest=None).to_bytes())
+    assert (found.tensors, found.structure, found.newest) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("changed", "finding"),
+    [
+        ((b'"rank":1', b'"rank":2'), "rank 2 of 2"),
+        ((b'"step":7', b'"step":-7'), "step: expected at least 0"),
+        ((b'"file":"__1', b'"file":"../1'), "is not the name of a file"),
+        ((b'"size":3', b'"size":3000000'), "expected the digests of 3 blocks"),
+        ((b"\n", b" "), "expected 4 lines"),
+        ((b'"start":"a1"', b'"start":1'), "start: expected str"),
+    ],
+)
+def test_a_card_with_a_wrong_field_is_refused_by_name(changed: tuple[bytes, bytes], finding: str) -> None:
+    with pytest.raises(ValueError, match=finding):
+        Card.parse(CARD.to_bytes().replace(*changed))
+
+
+def test_a_mark_says_nothing_until_it_is_set_and_after_it_is_cleared() -> None:
+    mark = Mark()
+    assert read_mark(mark.fd) is None
+    mark.set(7, 100, b"card")
+    found = read_mark(mark.fd)
+    assert found is not None
+    assert (found.step, found.num_bytes, found.card) == (7, 100, b"card")
+    mark.clear()
+    assert read_mark(mark.fd) is None
+    mark.set(8, 100, b"")
+    again = read_mark(mark.fd)
+    assert again is not None
+    assert (again.step, again.card) == (8, b"")
+    mark.close()
+    mark.close()
+
+
+def test_a_mark_that_a_killed_process_set_is_read() -> None:
+    mark = Mark()
+    child = os.fork()
+    if child == 0:
+        mark.set(9, 10, b"of the child")
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    found = read_mark(mark.fd)
+    assert found is not None
+    assert (found.step, found.card) == (9, b"of the child")
+
+
+@pytest.mark.parametrize(
+    ("at", "finding"),
+    [
+        (0, "no mark"),
+        (8, "format version"),
+        (20, "digest is wrong"),
+        (33, "digest"),
+        (PAGE_BYTES, "digest of its card"),
+    ],
+)
+def test_a_mark_with_a_changed_byte_is_refused(at: int, finding: str) -> None:
+    mark = Mark()
+    mark.set(7, 100, b"card")
+    (byte,) = os.pread(mark.fd, 1, at)
+    os.pwrite(mark.fd, bytes([byte ^ 0x40]), at)
+    with pytest.raises(UnusableMark, match=finding):
+        read_mark(mark.fd)
+
+
+def test_a_mark_that_was_cut_is_refused() -> None:
+    mark = Mark()
+    mark.set(7, 100, b"card")
+    os.ftruncate(mark.fd, PAGE_BYTES + 1)
+    with pytest.raises(UnusableMark, match="card of 4 bytes is not in it"):
+        read_mark(mark.fd)
+    os.ftruncate(mark.fd, 10)
+    with pytest.raises(UnusableMark, match="10 bytes"):
+        read_mark(mark.fd)
