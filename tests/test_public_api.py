@@ -38,6 +38,7 @@ PUBLIC = {
         "FolderInUse",
         "FolderUnusable",
         "FormatTooNew",
+        "KeeperUnavailable",
         "LeaseLost",
         "PinsUnreadable",
         "RunNotLoaded",

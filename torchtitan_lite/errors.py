@@ -19,6 +19,7 @@
     |  `- LeaseLost (RuntimeError)               another job has taken the folder over
     |- CorpusChanged (ValueError)                the data at resume is not the data of the run
     |- ExtraMissing (ImportError)                an optional dependency is not installed
+    |- KeeperUnavailable (RuntimeError)          checkpoints are not kept in memory; training goes on
     `- TrainingDiverged (ArithmeticError)        a loss or gradient norm is not finite
 
 Every message names the thing, what was expected, what was found, and the fix. Every error survives pickle with all its
@@ -45,6 +46,7 @@ __all__ = [
     "FolderInUse",
     "FolderUnusable",
     "FormatTooNew",
+    "KeeperUnavailable",
     "LeaseLost",
     "PinsUnreadable",
     "RunNotLoaded",
@@ -261,6 +263,14 @@ class ExtraMissing(TorchtitanLiteError, ImportError):
     def __init__(self, extra: str, package: str = "") -> None:
         self.extra, self.package = extra, package or extra
         super().__init__(f"{self.package} is not installed. Install it with: pip install 'torchtitan-lite[{extra}]'")
+
+
+class KeeperUnavailable(TorchtitanLiteError, RuntimeError):
+    """No process keeps checkpoints in memory, because of `reason`. Training goes on, and resumes from the disk."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(f"checkpoints are not kept in memory: {_clause(reason)}")
 
 
 class TrainingDiverged(TorchtitanLiteError, ArithmeticError):

@@ -1,0 +1,56 @@
+"""What a process gives to the keeper, another one gets, also after the first was killed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from torchtitan_lite.errors import KeeperUnavailable
+from torchtitan_lite.keeper.client import Keeper
+
+Image = tuple[int, int]
+
+
+def test_without_a_keeper_there_is_nothing_and_nothing_to_end(runtime: Path, tmp_path: Path) -> None:
+    keeper = Keeper(tmp_path, 600.0, runtime=runtime)
+    assert keeper.held() == []
+    assert keeper.describe() is None
+    assert keeper.wait_until_unmapped(0.0)
+    assert keeper.end() == ()
+    keeper.drop(["a"])
+    keeper.leave()
+    keeper.finish()
+    with pytest.raises(KeeperUnavailable, match="no keeper runs"):
+        keeper.join("start")
+    assert not (runtime / "torchtitan_lite").exists()
+
+
+def test_what_is_kept_is_held_until_it_is_dropped(keeper: Keeper, image: Image) -> None:
+    keeper.keep("a", image)
+    keeper.keep("b", image)
+    found = keeper.held()
+    assert [each.name for each in found] == ["a", "b"]
+    assert os.path.sameopenfile(found[0].arena_fd, image[0])
+    assert os.path.sameopenfile(found[0].mark_fd, image[1])
+    for each in found:
+        assert not os.get_inheritable(each.arena_fd)
+        each.close()
+    keeper.drop(["b", "unknown"])
+    (left,) = keeper.held()
+    assert left.name == "a"
+    left.close()
+
+
+def test_a_process_is_mapped_by_another_start_until_it_has_left(keeper: Keeper, image: Image) -> None:
+    keeper.join("first")
+    keeper.keep("a", image)
+    for start, is_mapped in (("first", False), ("second", True)):
+        (found,) = keeper.held(start)
+        assert found.is_mapped == is_mapped
+        found.close()
+    assert keeper.wait_until_unmapped(0.0)
+    assert not keeper.wait_until_unmapped(0.0, "second")
+    keeper.leave()
+    assert keeper.wait_until_unmapped(0.0, "second")

@@ -1,0 +1,375 @@
+"""This process's end of the keeper of a folder of checkpoints.
+
+Each call is a connection of its own, so there is nothing that a forked child could share; any rank and any thread may
+call. No call waits long for a keeper that is silent, and no trouble with a keeper is more than a `KeeperUnavailable`:
+training goes on without images. What one call reads from a keeper is checked as what another user could have sent.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lite.disk.folder_lock import locked
+from torchtitan_lite.disk.forks import forget_in_children
+from torchtitan_lite.errors import KeeperUnavailable
+from torchtitan_lite.keeper import messages
+from torchtitan_lite.keeper.place import make_private, refuse_shared, socket_path
+
+LOOK_SECONDS = 1.0
+"""How long all answers to one question may take together."""
+FREE_SECONDS = 60.0
+"""How long a keeper may take to free memory, which is some seconds for 100 GB."""
+START_SECONDS = 30.0
+"""How long a keeper may take to start, which is 0.1 s on an idle host."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a keeper holds under one name. The descriptors are the caller's to close."""
+
+    name: str
+    arena_fd: int
+    mark_fd: int
+    is_mapped: bool
+    """Whether a process of another start lives, which could still write into it."""
+
+    def close(self) -> None:
+        """Close both descriptors; call it once, unless another object has taken them."""
+        messages.close_all((self.arena_fd, self.mark_fd))
+
+
+@dataclass(frozen=True)
+class Described:
+    """A keeper that answers."""
+
+    pid: int
+    ttl_seconds: float
+    num_held: int
+    living: tuple[int, ...]
+    """The processes that are registered and live; 0 stands for those in another PID namespace."""
+
+
+class _NoKeeper(Exception):
+    """No process listens at the socket."""
+
+
+class _HungUp(Exception):
+    """The keeper closed the connection without an answer: it is ending."""
+
+
+class Keeper:
+    """The keeper of `folder`, which lives `ttl_seconds` longer than the last process that joined."""
+
+    def __init__(self, folder: Path, ttl_seconds: float, *, runtime: Path | None = None) -> None:
+        self.folder = folder
+        self._ttl_seconds = ttl_seconds
+        self._runtime = runtime
+        self._start_id = ""
+        self._member = secrets.token_hex(8)
+        self._is_forked = False
+        forget_in_children(self.forget)
+
+    def start(self) -> None:
+        """Start the keeper, unless one answers; return once it does. Any rank, any thread.
+
+        Raises `KeeperUnavailable`: no such sockets or memory here, a folder that is not private, a keeper of another
+        version.
+        """
+        with self._as_unavailable():
+            _refuse_system()
+            path = self._path()
+            make_private(path.parent)
+            with locked(path.parent, START_SECONDS):
+                for _ in range(3):
+                    try:
+                        self._ask({"what": "hello"})
+                        return
+                    except _NoKeeper:
+                        path.unlink(missing_ok=True)
+                        _spawn(path, self._ttl_seconds)
+                    except _HungUp:
+                        time.sleep(0.02)  # It removes its socket as its last act.
+            self._ask({"what": "hello"})
+
+    def join(self, start_id: str, also: Sequence[int] = ()) -> None:
+        """Register this process, and those with the pids `also`, as living; all ranks of a start have one `start_id`.
+
+        `also` are children of this process. Idempotent. Raises `KeeperUnavailable`.
+        """
+        with self._as_unavailable():
+            self._start_id = start_id
+            self._join(self._member, os.getpid())
+            for pid in also:
+                with suppress(ProcessLookupError):
+                    self._join(f"{self._member}+{pid}", pid)
+
+    def keep(self, name: str, fds: tuple[int, int]) -> None:
+        """Let the keeper hold duplicates of the arena's and the mark's descriptor, in place of what had that name.
+
+        A name is at most 200 printable letters of ASCII. Raises `KeeperUnavailable`.
+        """
+        with self._as_unavailable():
+            if not messages.is_name(name) or not all(map(messages.is_shared_memory, fds)):
+                raise KeeperUnavailable(f"{name!r:.80} is no name, or its descriptors are none of a file in memory")
+            self._ask({"what": "keep", "name": name, "start": self._start_id}, fds, seconds=FREE_SECONDS)
+
+    def drop(self, names: Sequence[str]) -> None:
+        """Let the keeper close what it holds under `names`; return when it has. Unknown names are no error.
+
+        Raises `KeeperUnavailable`.
+        """
+        with self._as_unavailable(), suppress(_NoKeeper, _HungUp):
+            for name in names:
+                self._ask({"what": "drop", "names": [name]}, seconds=FREE_SECONDS)
+
+    def held(self, start_id: str | None = None) -> list[Held]:
+        """Return what the keeper holds, with new descriptors; nothing if there is no keeper.
+
+        `start_id` is that of the caller, by default the one of `join`. Takes at most a second. Raises
+        `KeeperUnavailable`.
+        """
+        found: list[Held] = []
+        try:
+            with self._as_unavailable(), suppress(_NoKeeper, _HungUp), self._connected(LOOK_SECONDS) as ask:
+                listed, _ = ask({"what": "list", "start": self._start_of(start_id)})
+                for name in _names(listed):
+                    answer, fds = ask({"what": "take", "name": name}, may_fail=True)
+                    if "error" in answer:  # Dropped since it was listed.
+                        continue
+                    if len(fds) != messages.MAX_FDS or not all(map(messages.is_shared_memory, fds)):
+                        messages.close_all(fds)
+                        raise KeeperUnavailable(f"it holds something that is no memory, under {name!r}")
+                    found.append(Held(name, fds[0], fds[1], listed.get("is_mapped") is not False))
+        except BaseException:
+            for each in found:
+                each.close()
+            raise
+        return found
+
+    def wait_until_unmapped(self, seconds: float, start_id: str | None = None) -> bool:
+        """Wait until every process that joined under another start has ended; return whether that is so in `seconds`.
+
+        Raises `KeeperUnavailable`.
+        """
+        deadline = time.monotonic() + seconds
+        with self._as_unavailable(), suppress(_NoKeeper, _HungUp):
+            while True:
+                _, fds = self._ask({"what": "other", "start": self._start_of(start_id)})
+                if not fds:
+                    return True
+                try:
+                    left = deadline - time.monotonic()
+                    if left <= 0 or not _has_ended(fds[0], left):
+                        return False
+                finally:
+                    messages.close_all(fds)
+        return True
+
+    def leave(self) -> None:
+        """Let this process no longer count as living; those that it joined with `also` count until they end.
+
+        No keeper is no error. Raises `KeeperUnavailable`.
+        """
+        with self._as_unavailable(), suppress(_NoKeeper, _HungUp):
+            self._ask({"what": "leave", "member": self._member})
+
+    def finish(self) -> None:
+        """End the keeper with all that it holds, because the run has finished; return when its memory is free.
+
+        If a process of another start lives, that one keeps its images. Idempotent; no keeper is no error. Raises
+        `KeeperUnavailable`.
+        """
+        with self._as_unavailable(), suppress(_NoKeeper, _HungUp):
+            _, fds = self._ask({"what": "finish", "start": self._start_id}, seconds=FREE_SECONDS)
+            _wait_for_end(fds)
+
+    def describe(self) -> Described | None:
+        """Return what the keeper says of itself; None if there is none. Raises `KeeperUnavailable`."""
+        with self._as_unavailable(), suppress(_NoKeeper, _HungUp):
+            return _described(self._ask({"what": "hello"})[0])
+        return None
+
+    def end(self) -> tuple[int, ...]:
+        """End the keeper with all that it holds, unless a registered process lives; return the pids of those that do.
+
+        Raises `KeeperUnavailable`.
+        """
+        with self._as_unavailable(), suppress(_NoKeeper, _HungUp):
+            answer, fds = self._ask({"what": "end"}, seconds=FREE_SECONDS)
+            if not fds:
+                return _described(answer).living
+            _wait_for_end(fds)
+        return ()
+
+    def forget(self) -> None:
+        """Make this object unusable in a forked child: what it would say of its process would be wrong."""
+        self._is_forked = True
+
+    def _join(self, member: str, pid: int) -> None:
+        pidfd = os.pidfd_open(pid)
+        try:
+            request = {"what": "join", "member": member, "start": self._start_id, "ttl_seconds": self._ttl_seconds}
+            self._ask(request, [pidfd])
+        finally:
+            os.close(pidfd)
+
+    def _start_of(self, start_id: str | None) -> str:
+        return self._start_id if start_id is None else start_id
+
+    def _path(self) -> Path:
+        if self._is_forked:
+            raise KeeperUnavailable("this process was forked from the one that uses it")
+        path = socket_path(self.folder, self._runtime)
+        refuse_shared(path.parent)
+        return path
+
+    def _ask(
+        self, request: Mapping[str, Any], fds: Sequence[int] = (), *, seconds: float = LOOK_SECONDS
+    ) -> tuple[dict[str, Any], list[int]]:
+        with self._connected(seconds) as ask:
+            return ask(request, fds)
+
+    @contextmanager
+    def _connected(self, seconds: float) -> Iterator[_Ask]:
+        with messages.new_socket() as connection:
+            deadline = time.monotonic() + seconds
+            _connect(connection, self._path(), deadline)
+            user = messages.user_of_peer(connection)
+            if user != os.geteuid():
+                raise KeeperUnavailable(f"user {user} answers in its place: expected {os.geteuid()}")
+            yield _Ask(connection, deadline)
+
+    @contextmanager
+    def _as_unavailable(self) -> Iterator[None]:
+        """Raise what goes wrong in the block as `KeeperUnavailable`."""
+        try:
+            yield
+        except TimeoutError:
+            raise KeeperUnavailable("it does not answer in time") from None
+        except messages.BadMessage as error:
+            raise KeeperUnavailable(f"its answer is not understood: {error}") from None
+        except (_NoKeeper, _HungUp):
+            raise KeeperUnavailable("no keeper runs") from None
+        except OSError as error:
+            raise KeeperUnavailable(str(error)) from error
+
+
+class _Ask:
+    """An open connection, which is over at a deadline."""
+
+    def __init__(self, connection: socket.socket, deadline: float) -> None:
+        self._connection, self._deadline = connection, deadline
+
+    def __call__(
+        self, request: Mapping[str, Any], fds: Sequence[int] = (), *, may_fail: bool = False
+    ) -> tuple[dict[str, Any], list[int]]:
+        """Return the answer to `request` and its descriptors. Raises `KeeperUnavailable` if it is an error."""
+        try:
+            self._connection.settimeout(_left(self._deadline))
+            messages.send(self._connection, request, fds)
+            self._connection.settimeout(_left(self._deadline))
+            answer, received = messages.receive(self._connection)
+        except (EOFError, ConnectionError):
+            raise _HungUp from None
+        if "error" in answer and not may_fail:
+            messages.close_all(received)
+            raise KeeperUnavailable(f"it refuses: {answer['error']!s:.200}")
+        return answer, received
+
+
+def _connect(connection: socket.socket, path: Path, deadline: float) -> None:
+    while True:
+        connection.settimeout(_left(deadline))
+        try:
+            connection.connect(os.fspath(path))
+        except (FileNotFoundError, ConnectionRefusedError):
+            raise _NoKeeper from None
+        except BlockingIOError:  # Too many others wait for it.
+            time.sleep(0.01)
+        else:
+            return
+
+
+def _left(deadline: float) -> float:
+    """Return the seconds until `deadline`. Raises TimeoutError when it has passed."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
+
+
+def _names(answer: Mapping[str, Any]) -> list[str]:
+    names = answer.get("names")
+    if not isinstance(names, list) or not all(map(messages.is_name, names)):
+        raise messages.BadMessage("expected a list of names")
+    if len(names) > messages.MAX_ENTRIES:
+        raise messages.BadMessage(f"it has {len(names)} names, expected at most {messages.MAX_ENTRIES}")
+    return names
+
+
+def _described(answer: Mapping[str, Any]) -> Described:
+    try:
+        living = tuple(map(int, answer["living"]))
+        return Described(int(answer["pid"]), float(answer["ttl_seconds"]), int(answer["num_held"]), living)
+    except (KeyError, TypeError, ValueError):
+        raise messages.BadMessage("it does not describe a keeper") from None
+
+
+def _has_ended(pidfd: int, seconds: float) -> bool:
+    """Wait until the process of `pidfd` has ended; return whether it has, in `seconds`."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
+
+
+def _wait_for_end(fds: Sequence[int]) -> None:
+    try:
+        for fd in fds:
+            if messages.is_process(fd):
+                _has_ended(fd, FREE_SECONDS)
+    finally:
+        messages.close_all(fds)
+
+
+def _refuse_system() -> None:
+    """Raise `KeeperUnavailable` if this system has not what a keeper needs."""
+    for needed, what in (("memfd_create", "memory without a file"), ("pidfd_open", "descriptors of processes")):
+        if not hasattr(os, needed):
+            raise KeeperUnavailable(f"this system has no {what} ({needed})")
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+        os.close(os.memfd_create("torchtitan_lite-probe", os.MFD_CLOEXEC))
+    except OSError as error:
+        raise KeeperUnavailable(f"this system refuses memfd_create or pidfd_open: {error.strerror}") from error
+
+
+def _spawn(path: Path, ttl_seconds: float) -> None:
+    """Start a keeper that listens at `path`; return when it does."""
+    root = str(Path(__file__).resolve().parents[2])
+    code = f"import sys; sys.path.append({root!r}); from torchtitan_lite.keeper.process import main; "
+    # Without site-packages: a third of the time and of the memory. The session is its own, so that no signal to the
+    # group of the trainer reaches it, and it has no child of the trainer as its parent for long.
+    command = [sys.executable, "-I", "-S", "-c", f"{code}main({str(path)!r}, {float(ttl_seconds)!r})"]
+    null = subprocess.DEVNULL
+    with subprocess.Popen(
+        command, stdin=null, stdout=null, stderr=subprocess.PIPE, cwd="/", start_new_session=True, close_fds=True
+    ) as process:
+        try:
+            _, report = process.communicate(timeout=START_SECONDS)
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode:
+        finding = report.decode(errors="replace").strip().rpartition("\n")[2] or f"exit code {process.returncode}"
+        raise KeeperUnavailable(f"it did not start: {finding:.200}")

@@ -1,0 +1,133 @@
+"""What a process and a keeper send each other: one request, one answer, each a JSON object and at most two descriptors.
+
+The socket keeps the boundaries of messages, so there are no halves of one. Each end looks up the user of the other one
+before it reads anything. The keeper imports this module, so it imports little.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import stat
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+VERSION = 1
+"""Of the messages. A keeper of another version is not used."""
+MAX_MESSAGE_BYTES = 128 << 10
+"""Less than the buffer of a socket, by default; the list of `MAX_ENTRIES` names fits."""
+MAX_FDS = 2
+MAX_ENTRIES = 256
+MAX_NAME_LETTERS = 200
+_CREDENTIALS = struct.Struct("3i")
+_FD = struct.Struct("i")
+_MEMFD_SEALS = 1034
+"""F_GET_SEALS, which only files in memory have."""
+
+
+class BadMessage(ValueError):
+    """What came is not a message of this version: the text says what it is."""
+
+
+def new_socket() -> socket.socket:
+    """Return a socket for messages. Raises OSError where the system has none such."""
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def user_of_peer(connection: socket.socket) -> int:
+    """Return the user id of the process at the other end, as it was when it connected or listened."""
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(found)
+    return int(user)
+
+
+def send(connection: socket.socket, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
+    """Send `message` with duplicates of `fds`. Raises OSError."""
+    data = json.dumps({"version": VERSION, **message}, separators=(",", ":")).encode()
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise BadMessage(f"a message of {len(data)} bytes is too long")
+    if fds:
+        socket.send_fds(connection, [data], list(fds))
+    else:
+        connection.send(data)
+
+
+def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Return the next message and its descriptors, which the caller owns.
+
+    Raises EOFError if the other end has hung up, `BadMessage` for one that is not of this version, and OSError.
+    """
+    data, fds, flags = _receive(connection)
+    try:
+        if flags & socket.MSG_CTRUNC:
+            raise BadMessage("it has more descriptors than expected, or than this process may open")
+        if flags & socket.MSG_TRUNC:
+            raise BadMessage(f"it is longer than {MAX_MESSAGE_BYTES} bytes")
+        if not data:
+            raise EOFError
+        return _parse(data), fds
+    except BaseException:
+        close_all(fds)
+        raise
+
+
+def _receive(connection: socket.socket) -> tuple[bytes, list[int], int]:
+    # Not socket.recv_fds, which drops its flags (up to Python 3.13): a program started meanwhile would get the
+    # descriptors, too.
+    room = socket.CMSG_SPACE(MAX_FDS * _FD.size)
+    data, controls, flags, _ = connection.recvmsg(MAX_MESSAGE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+    fds = [
+        fd
+        for level, kind, content in controls
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+        for (fd,) in _FD.iter_unpack(content[: len(content) - len(content) % _FD.size])
+    ]
+    return data, fds, flags
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    try:
+        message = json.loads(data)
+    except (ValueError, RecursionError):
+        raise BadMessage(f"it is not JSON: {data[:40]!r}") from None
+    if not isinstance(message, dict):
+        raise BadMessage("it is not a JSON object")
+    if message.get("version") != VERSION:
+        raise BadMessage(f"it has format version {message.get('version')!r:.20}, this one is {VERSION}")
+    return message
+
+
+def is_name(name: object) -> bool:
+    """Return whether `name` can name what a keeper holds: printable ASCII, of at most `MAX_NAME_LETTERS`."""
+    return isinstance(name, str) and 0 < len(name) <= MAX_NAME_LETTERS and name.isascii() and name.isprintable()
+
+
+def is_shared_memory(fd: int) -> bool:
+    """Return whether `fd` is a memfd, or as good as one: a file in memory without a name, open for both ways."""
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink:
+            return False
+        fcntl.fcntl(fd, _MEMFD_SEALS)
+        return fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+    except OSError:
+        return False
+
+
+def is_process(fd: int) -> bool:
+    """Return whether `fd` is a pidfd."""
+    try:
+        target = Path(f"/proc/self/fd/{fd}").readlink()
+    except OSError:
+        return False
+    return target.name.startswith(("anon_inode:[pidfd]", "pidfd:"))
+
+
+def close_all(fds: Sequence[int]) -> None:
+    """Close the descriptors in `fds`."""
+    for fd in fds:
+        os.close(fd)
