@@ -1,4 +1,4 @@
-"""Settings for all tests: hypothesis has no deadlines, and the variables of a launcher are removed."""
+"""Settings for all tests: hypothesis has no deadlines, variables of a launcher are removed, no keeper is started."""
 
 import os
 import tempfile
@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests import keepers
 from tests.examples import THOROUGH
-from tests.ranks import four_ranks as four_ranks  # fixtures of every test
+from tests.keepers import memory_tier as memory_tier  # fixtures of every test
+from tests.ranks import four_ranks as four_ranks
 from tests.ranks import two_ranks as two_ranks
 
 # No deadline: it would assert a time, which fails on a shared machine. CI always draws the same examples.
@@ -20,6 +22,8 @@ settings.load_profile("ours")
 
 for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name, None)
+# No job of a test leaves a keeper behind, unless the test is about it: the fixture `memory_tier`.
+keepers.turn_off()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -9,6 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_lite.errors import ConfigError
 
 LOGGED_PREFIXES = ("TORCH", "NCCL", "GLOO", "SLURM", "CUDA", "OMP", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER")
 
@@ -39,6 +42,23 @@ def launched() -> Launched:
 def fault_spec() -> str:
     """Return TORCHTITAN_LITE_FAULT, the spec for `faults.install`; empty if unset."""
     return os.environ.get("TORCHTITAN_LITE_FAULT", "")
+
+
+def memory_is_off() -> bool:
+    """Return whether TORCHTITAN_LITE_MEMORY is "off": then nothing keeps checkpoints in memory, and no run looks there.
+
+    Raises ConfigError for another value: a typing error would leave it on.
+    """
+    value = os.environ.get("TORCHTITAN_LITE_MEMORY", "")
+    if value not in ("", "on", "off"):
+        raise ConfigError(f"TORCHTITAN_LITE_MEMORY is {value!r}: expected on or off")
+    return value == "off"
+
+
+def runtime_folder() -> Path | None:
+    """Return XDG_RUNTIME_DIR, this user's folder for sockets; None if unset."""
+    value = os.environ.get("XDG_RUNTIME_DIR", "")
+    return Path(value) if value else None
 
 
 def set_default(name: str, value: str) -> None:

@@ -1,0 +1,31 @@
+"""The environment variables that the package reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from torchtitan_lite.distributed.environment import memory_is_off, runtime_folder
+from torchtitan_lite.errors import ConfigError
+
+
+@pytest.mark.parametrize(("value", "is_off"), [("off", True), ("on", False), ("", False)])
+def test_the_memory_tier_is_on_unless_the_variable_says_off(
+    monkeypatch: pytest.MonkeyPatch, value: str, is_off: bool
+) -> None:
+    monkeypatch.setenv("TORCHTITAN_LITE_MEMORY", value)
+    assert memory_is_off() is is_off
+
+
+def test_a_misspelt_off_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHTITAN_LITE_MEMORY", "Off")
+    with pytest.raises(ConfigError, match="expected on or off"):
+        memory_is_off()
+
+
+def test_the_folder_for_sockets_is_unknown_if_the_variable_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1")
+    assert runtime_folder() == Path("/run/user/1")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "")
+    assert runtime_folder() is None

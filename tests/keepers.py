@@ -1,0 +1,82 @@
+"""Keepers in tests: none unless a test asks for it, and none is left behind."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import select
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_IN_MEMORY = Path("/dev/shm")
+END_SECONDS = 30.0
+"""How long a keeper may take to end on a busy machine."""
+
+
+def turn_off() -> None:
+    """Turn the memory tier off for this process and those that it starts; what looks for a keeper finds none."""
+    folder = _new_folder()
+    atexit.register(_remove_in, os.getpid(), folder)
+    os.environ["TORCHTITAN_LITE_MEMORY"] = "off"
+    os.environ["XDG_RUNTIME_DIR"] = str(folder)
+
+
+@pytest.fixture
+def memory_tier(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Turn the memory tier on, in this process and in jobs that it starts; the keepers end with the test.
+
+    It is the folder of their sockets. Ranks of `two_ranks` have been started before: set both variables in them.
+    """
+    folder = _new_folder()
+    monkeypatch.delenv("TORCHTITAN_LITE_MEMORY", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    try:
+        yield folder
+    finally:
+        left = keepers_in(folder)
+        shutil.rmtree(folder, ignore_errors=True)  # A keeper ends when its socket is removed.
+        for pid in left:
+            assert has_ended(pid), f"the keeper {pid} has not ended without its socket"
+
+
+def keepers_in(folder: Path) -> list[int]:
+    """Return the pids of the keepers whose sockets are in `folder`."""
+    wanted = os.fsencode(f"main('{folder}/")
+    return [
+        int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal() and wanted in _command(entry)
+    ]
+
+
+def has_ended(pid: int, seconds: float = END_SECONDS) -> bool:
+    """Wait until the process `pid` has ended; return whether it has, in `seconds`."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
+    finally:
+        os.close(pidfd)
+
+
+def _remove_in(pid: int, folder: Path) -> None:
+    if os.getpid() == pid:  # A forked child runs exit handlers, too.
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _command(process: Path) -> bytes:
+    try:
+        return (process / "cmdline").read_bytes()
+    except OSError:  # It has ended.
+        return b""
+
+
+def _new_folder() -> Path:
+    """Return a new folder with a short path, as an address has it."""
+    return Path(tempfile.mkdtemp(prefix="ttl-", dir=_IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None))
