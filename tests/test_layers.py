@@ -63,7 +63,10 @@ WITHOUT_TORCH = (
     *("checkpoint.hugging_face.description", "models.llama.args", "models.llama.hugging_face"),
     "models.llama.config_file",
     *("cli.verify", "cli.diff"),
-    *(f"cli.{name}" for name in ("app", "exit_codes", "inspect_step", "key_cell", "ls", "screen", "target", "words")),
+    *(
+        f"cli.{name}"
+        for name in ("app", "exit_codes", "inspect_step", "key_cell", "ls", "memory", "screen", "target", "words")
+    ),
 )
 UNKNOWN_TO_CHECKPOINT = ("models", "data", "trainer", "metrics", "optim", "parallelisms")
 TENSORBOARD = ("tensorboard", "torch.utils.tensorboard", "tensorboardX")

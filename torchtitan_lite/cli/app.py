@@ -41,6 +41,7 @@ VERBS = {
     "pin": "torchtitan_lite.cli.pin:Pin",
     "unpin": "torchtitan_lite.cli.pin:Unpin",
     "bring-back": "torchtitan_lite.cli.bring_back:BringBack",
+    "memory": "torchtitan_lite.cli.memory:Memory",
 }
 """Each verb's module and class: a frozen dataclass of its arguments, as `Verb` has it."""
 

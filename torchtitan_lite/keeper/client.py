@@ -58,6 +58,8 @@ class Described:
     num_held: int
     living: tuple[int, ...]
     """The processes that are registered and live; 0 stands for those in another PID namespace."""
+    seconds_left: float | None
+    """Until it ends, if no process joins; None while one lives."""
 
 
 class _NoKeeper(Exception):
@@ -321,7 +323,11 @@ def _names(answer: Mapping[str, Any]) -> list[str]:
 def _described(answer: Mapping[str, Any]) -> Described:
     try:
         living = tuple(map(int, answer["living"]))
-        return Described(int(answer["pid"]), float(answer["ttl_seconds"]), int(answer["num_held"]), living)
+        left = answer["seconds_left"]
+        seconds_left = None if left is None else float(left)
+        return Described(
+            int(answer["pid"]), float(answer["ttl_seconds"]), int(answer["num_held"]), living, seconds_left
+        )
     except (KeyError, TypeError, ValueError):
         raise messages.BadMessage("it does not describe a keeper") from None
 

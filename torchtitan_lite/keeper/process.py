@@ -28,6 +28,7 @@ from torchtitan_lite.keeper import messages
 _IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _MAX_DESCRIPTORS = 4096
 _MAX_CONNECTIONS = 256
+_MAX_PIDS = 99
 _LOOK_SECONDS = 30.0
 """Between two looks at the socket's path where the system has no watches left to give."""
 _LONGEST_WAIT_SECONDS = 86400.0
@@ -75,7 +76,7 @@ class Server:
         self._members: dict[str, _Member] = {}
         self._connections: list[socket.socket] = []
         self._unused_since = time.monotonic()
-        self._is_asked_to_end = False
+        self._ends_once_unused = False
         self._is_over = False
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
@@ -103,10 +104,12 @@ class Server:
         longest = None if self._can_watch else _LOOK_SECONDS
         if self._members:
             return longest
-        if self._is_asked_to_end:
+        if self._ends_once_unused:
             return 0.0
-        left = self._unused_since + self._ttl_seconds - time.monotonic()
-        return max(0.0, min(left, longest or _LONGEST_WAIT_SECONDS))
+        return min(self._seconds_left(), longest or _LONGEST_WAIT_SECONDS)
+
+    def _seconds_left(self) -> float:
+        return max(0.0, self._unused_since + self._ttl_seconds - time.monotonic())
 
     def _watch_path(self) -> bool:
         """Watch the folder of the socket; return whether the system can."""
@@ -141,7 +144,7 @@ class Server:
 
     def _terminated(self, fd: int) -> None:
         os.read(fd, 64)
-        self._is_asked_to_end = True
+        self._ends_once_unused = True
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -222,7 +225,13 @@ class Server:
 
     def _described(self) -> dict[str, Any]:
         pids = sorted({member.pid for member in self._members.values()})
-        return {"pid": os.getpid(), "ttl_seconds": self._ttl_seconds, "num_held": len(self._held), "living": pids[:99]}
+        return {
+            "pid": os.getpid(),
+            "ttl_seconds": self._ttl_seconds,
+            "seconds_left": None if self._members else self._seconds_left(),
+            "num_held": len(self._held),
+            "living": pids[:_MAX_PIDS],
+        }
 
     def _join(self, request: dict[str, Any], fds: list[int]) -> tuple[dict[str, Any], list[int], list[int]]:
         name, start = _text(request, "member"), _text(request, "start")
@@ -236,7 +245,7 @@ class Server:
         self._leave(name)
         self._ttl_seconds = float(ttl_seconds)
         self._members[name] = _Member(name, start, fds[0])
-        self._is_asked_to_end = False
+        self._ends_once_unused = False
         self._selector.register(fds[0], selectors.EVENT_READ, self._member_ended)
         return {}, [], []
 

@@ -1,0 +1,181 @@
+"""`memory`: what the keeper of a folder of checkpoints holds on this host, and how to free it.
+
+The keeper holds memory that no `ls` shows and no step on disk accounts for. Only what it answers is read: this verb
+starts no keeper, and keeps nothing from ending.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from torchtitan_lite.checkpoint.memory.card import Card
+from torchtitan_lite.checkpoint.memory.mark import UnusableMark, read_mark
+from torchtitan_lite.cli.exit_codes import ExitCode
+from torchtitan_lite.cli.screen import Screen
+from torchtitan_lite.cli.target import folder_of_checkpoints, local
+from torchtitan_lite.cli.words import age, count, size
+from torchtitan_lite.distributed.environment import runtime_folder
+from torchtitan_lite.errors import CheckpointNotFound, FolderInUse
+from torchtitan_lite.keeper.client import Described, Held, Keeper
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_BLOCK_BYTES = 512
+"""The unit of st_blocks."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """List the checkpoints that this host keeps in memory for a folder, or free them.
+
+    They are there so that a job that was killed resumes from its last steps.
+    """
+
+    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+    """A folder of checkpoints, or the dump folder of a run. It may have been deleted."""
+    end: bool = False
+    """Free them, and end the process that keeps them. Refused while a job uses them."""
+    json: bool = False
+    """Print JSON."""
+
+    def run(self, screen: Screen) -> ExitCode:
+        root = _root(self.folder)
+        keeper = Keeper(root, 0.0, runtime=runtime_folder())
+        found = _Found.of(root, keeper, time.time())
+        if self.end and found.keeper is not None:
+            if living := keeper.end():
+                raise FolderInUse(str(root), _processes(living))
+            freed = f"{root}: freed {count(len(found.images), 'image')}, {size(found.memory_bytes)}"
+            screen.show(found.to_json() | {"ended": True}, lambda: freed)
+        else:
+            screen.show(found.to_json() | {"ended": False}, found.render)
+        return ExitCode.FINE
+
+
+@dataclass(frozen=True)
+class _Image:
+    """One entry of the keeper."""
+
+    name: str
+    memory_bytes: int
+    card: Card | None
+    num_bytes: int
+    finding: str
+    """Why there is no card; empty if there is one."""
+
+    @classmethod
+    def of(cls, held: Held) -> _Image:
+        card, num_bytes, finding = None, 0, ""
+        try:
+            marked = read_mark(held.mark_fd)
+            if marked is None:
+                finding = "not valid: being filled, or empty"
+            else:
+                card, num_bytes = Card.parse(marked.card), marked.num_bytes
+        except (UnusableMark, ValueError, OSError) as error:
+            finding = f"not valid: {error}"
+        memory_bytes = sum(os.fstat(fd).st_blocks * _BLOCK_BYTES for fd in (held.arena_fd, held.mark_fd))
+        return cls(held.name, memory_bytes, card, num_bytes, finding)
+
+    def to_json(self) -> dict[str, Any]:
+        card = self.card
+        return {
+            "name": self.name,
+            "memory_bytes": self.memory_bytes,
+            "bytes": self.num_bytes,
+            "step": card.step if card else None,
+            "rank": card.rank if card else None,
+            "world_size": card.world_size if card else None,
+            "run": card.lineage.run_id if card else None,
+            "created_at": card.created_at if card else None,
+            "finding": self.finding,
+        }
+
+
+@dataclass(frozen=True)
+class _Found:
+    root: Path
+    keeper: Described | None
+    images: Sequence[_Image]
+    now: float
+
+    @classmethod
+    def of(cls, root: Path, keeper: Keeper, now: float) -> _Found:
+        described = keeper.describe()
+        held = keeper.held() if described is not None else []
+        try:
+            images = [_Image.of(each) for each in held]
+        finally:
+            for each in held:
+                each.close()
+        return cls(root, described, sorted(images, key=_order), now)
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(image.memory_bytes for image in self.images)
+
+    def to_json(self) -> dict[str, Any]:
+        keeper = self.keeper
+        return {
+            "folder": str(self.root),
+            "keeper": None if keeper is None else keeper.pid,
+            "living": [] if keeper is None else list(keeper.living),
+            "seconds_left": None if keeper is None else keeper.seconds_left,
+            "images": [image.to_json() for image in self.images],
+        }
+
+    def render(self) -> RenderableType:
+        if self.keeper is None:
+            return f"{self.root}: nothing is kept in memory on this host"
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        kept = f"{count(len(self.images), 'image')}, {size(self.memory_bytes)}, kept by process {self.keeper.pid}"
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+        for title in ("step", "rank", "size", "age"):
+            table.add_column(title, justify="right", no_wrap=True)
+        table.add_column("run", overflow="fold")
+        for image in self.images:
+            table.add_row(*self._row(image))
+        return Group(Text(f"{self.root}: {kept}"), Text(self._use()), *(("", table) if self.images else ()))
+
+    def _use(self) -> str:
+        assert self.keeper is not None
+        if self.keeper.living:
+            return f"In use by {_processes(self.keeper.living)}"
+        return f"No job uses it: freed in {age(self.keeper.seconds_left or 0.0)}"
+
+    def _row(self, image: _Image) -> tuple[str, ...]:
+        card = image.card
+        if card is None:
+            return "", "", size(image.memory_bytes), "", image.finding
+        rank = f"{card.rank} of {card.world_size}"
+        return str(card.step), rank, size(image.num_bytes), age(self.now - card.created_at), card.lineage.run_id
+
+
+def _root(spelling: str) -> Path:
+    try:
+        return folder_of_checkpoints(spelling)
+    except CheckpointNotFound:
+        return local(spelling)
+
+
+def _order(image: _Image) -> tuple[bool, int, int, str]:
+    card = image.card
+    return (card is None, -card.step, card.rank, image.name) if card else (True, 0, 0, image.name)
+
+
+def _processes(pids: Sequence[int]) -> str:
+    known = [str(pid) for pid in pids if pid]
+    others = ["a process of another container"] if len(known) < len(pids) else []
+    words = [f"process {', '.join(known)}"] if len(known) == 1 else [f"processes {', '.join(known)}"] if known else []
+    return " and ".join([*words, *others])
