@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Sourced, never run. After `set_up EXTRA`, $PYTHON is an interpreter with the packages of pyproject.toml and its EXTRA.
 #
-# If PYTHON names an interpreter of a virtual or conda environment that imports torch, that one is used: its packages
+# If PYTHON names an interpreter of a virtual or conda environment that has torch, that one is used: its packages
 # stay as they are, above all torch, and only missing ones are installed. Otherwise it is .venv in the repository, made
 # with $PYTHON or python3 in the versions of requirements.txt. If set-up is impossible: one sentence and exit code 3.
 
@@ -31,7 +31,8 @@ environment_with_torch() {
 import os, sys
 if sys.prefix == sys.base_prefix and not os.path.isdir(os.path.join(sys.prefix, "conda-meta")):
     sys.exit(1)
-import torch
+from importlib import metadata  # An import of torch itself takes seconds, at each start of a job.
+metadata.version("torch")
 print(sys.executable)
 END
 }
@@ -40,7 +41,8 @@ use_environment() {
     local missing constraints
     "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
         give_up "$PYTHON is older than Python 3.10; name a newer one in PYTHON, or unset PYTHON to get .venv."
-    "$PYTHON" -c 'import sys, torch; sys.exit([int(n) for n in torch.__version__.split(".")[:2]] < [2, 11])' ||
+    "$PYTHON" -c 'import sys; from importlib import metadata
+sys.exit([int(n) for n in metadata.version("torch").split(".")[:2]] < [2, 11])' ||
         give_up "the torch of $PYTHON is older than 2.11; install a newer one there, or unset PYTHON to get .venv."
     # The package itself is not installed into the user's environment.
     export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"

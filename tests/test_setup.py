@@ -1,7 +1,7 @@
 """The commands with set-up, on a machine that has bash and a Python, and no network.
 
 The Python is a stand-in: it makes no environment and installs nothing, but records these calls and claims that the
-packages can be imported. The Python of this test run executes all other calls.
+packages can be imported. The Python of this test run executes all other calls, with a torchrun that records its own.
 """
 
 import os
@@ -27,13 +27,20 @@ case "$1 $2" in
 "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && call=venv ;;
 "-m pip") [[ $3 != --version ]] || exit 0; call="pip ${*:3}" result="${PIP_EXIT:-0}" ;;
 "-m pytest") call="pytest ${*:3}" result="${PYTEST_EXIT:-0}" ;;
-"-m torch.distributed.run") call="$PWD: torchrun ${*:3}" ;;
+*"/launch.py "*) PYTHONPATH="$FAKES:$PYTHONPATH" exec "$REAL" "$@" ;;
 "-c import numpy"*) exit 0 ;;
 *) [[ "$2" != *"$REFUSED"* ]] || exit 1; exec "$REAL" "$@" ;;
 esac
 echo "$call" >>"$CALLS"
 [[ "$call ${KILLED_IN:-none}" != pip*pip ]] || kill -KILL 0
 exit "${result:-0}"
+"""
+TORCHRUN = """import os
+from types import SimpleNamespace
+get_args_parser = lambda: SimpleNamespace(format_help=lambda: "--signals-to-handle --shutdown-timeout")
+def main(arguments):
+    with open(os.environ["CALLS"], "a") as file:
+        print(f"{os.getcwd()}: torchrun", *arguments, file=file)
 """
 SET_UP = ["venv", "pip install --disable-pip-version-check -c requirements.txt -e .[test]"]
 SET_UP_TO_TRAIN = ["venv", "pip install --disable-pip-version-check -c requirements.txt -e .[safetensors]"]
@@ -48,7 +55,10 @@ class Machine:
 
     def __init__(self, tmp_path: Path) -> None:
         self.repo, self.bin, self.home = tmp_path / "a copy", tmp_path / "bin", tmp_path / "home"
-        self.calls_file = tmp_path / "calls"
+        self.calls_file, self.fakes = tmp_path / "calls", tmp_path / "fakes"
+        (self.fakes / "torch" / "distributed").mkdir(parents=True)
+        (self.fakes / "torch" / "__init__.py").write_text("class cuda: device_count = lambda: 0")
+        (self.fakes / "torch" / "distributed" / "run.py").write_text(TORCHRUN)
         for folder in (self.repo, self.bin, self.home):
             folder.mkdir()
         for name in ("run_tests.sh", "run_train.sh", "pyproject.toml", "requirements.txt"):
@@ -70,6 +80,7 @@ class Machine:
             "REAL": sys.executable,
             "REFUSED": "nothing",
             "CALLS": str(self.calls_file),
+            "FAKES": str(self.fakes),
         }
         return subprocess.run(
             [str(self.repo / command), *arguments],
@@ -203,8 +214,14 @@ def test_training_runs_in_the_working_directory_of_the_user(machine: Machine) ->
     where, launch = machine.calls()[-1].split(": torchrun ")
     assert where == str(machine.home)
     assert launch.startswith("--standalone --local-addr=localhost --nproc-per-node=3 --local-ranks-filter=0,2 ")
+    assert "--max-restarts" not in launch
     train = machine.repo / "train.py"
     assert launch.endswith(f" {train} --job.config_file=llama_debug.toml --job.description two words")
+
+
+def test_training_passes_max_restarts_to_torchrun_if_it_is_set(machine: Machine) -> None:
+    assert machine.run("run_train.sh", MAX_RESTARTS="3", NGPU="1").returncode == 0
+    assert " --max-restarts=3 " in machine.calls()[-1]
 
 
 @pytest.mark.parametrize(
@@ -213,6 +230,7 @@ def test_training_runs_in_the_working_directory_of_the_user(machine: Machine) ->
         (["--checkpoint.intervall", "5"], {}, "interval"),
         ([], {"CONFIG_FILE": "nowhere.toml"}, "nowhere.toml"),
         ([], {"NGPU": "two"}, "NGPU: expected a number of processes, found 'two'. Set it to 1 or more."),
+        ([], {"MAX_RESTARTS": "-1"}, "MAX_RESTARTS: expected a number, found '-1'. Set it to 0 or more."),
     ],
 )
 def test_wrong_usage_of_training_ends_with_2_before_a_process_is_launched(
