@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining.schedules import _PipelineSchedule
 
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.parallelisms.pipeline_llama import Activations, build_schedule
 from torchtitan_lite.parallelisms.plan import LlamaSizes, Plan
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.schedules import _PipelineSchedule
 
 Timer = Callable[[str], AbstractContextManager[None]]
 

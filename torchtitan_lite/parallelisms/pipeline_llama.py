@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-from torch.distributed.pipelining.schedules import _PipelineSchedule
-from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from torchtitan_lite.config.job_config import JobConfig, Parallelism
 from torchtitan_lite.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.schedules import _PipelineSchedule
+    from torch.distributed.pipelining.stage import _PipelineStageBase
 
 INTERLEAVED = "Interleaved1F1B"
 INTERLEAVED_STAGES = 2
@@ -132,6 +134,9 @@ def build_schedule(
 
     Backward differentiates the sum of all `loss`es, not their mean.
     """
+    # Imported only here: it takes a quarter of a second, and most runs have no pipeline.
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
     built: list[_PipelineStageBase] = [
         PipelineStage(part, stage.index, stage.num_stages, device, *activations.examples(stage), group=mesh.get_group())
         for part, stage in zip(parts, stages, strict=True)
