@@ -35,7 +35,7 @@ class Touched:
 class Raw:
     """A file with the bytes of `buffer`."""
 
-    write_threads, write_bytes = block_writer.THREADS, block_writer.REQUEST_BYTES
+    write_threads, write_bytes = block_writer.Bounced.threads, block_writer.Bounced.request_bytes
     read_threads, read_bytes = block_reader.THREADS, read_requests.REQUEST_BYTES
 
     def __init__(self, buffer: Touched) -> None:

@@ -23,7 +23,6 @@ from tests.store.refusals import refusals_logged
 from torchtitan_lite import faults
 from torchtitan_lite.disk.block_writer import (
     ALIGNMENT,
-    REQUEST_BYTES,
     Bounced,
     InPlace,
     Source,
@@ -33,10 +32,11 @@ from torchtitan_lite.disk.block_writer import (
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
 from torchtitan_lite.disk.durable import DISK, O_DIRECT, Durable
 
+REQUEST_BYTES = InPlace.request_bytes
 DATA = random.Random(0).randbytes(4 * REQUEST_BYTES + 3)
 BORDERS = [0, 1, 511, 512, 4095, 4096, 4097, BLOCK_BYTES, REQUEST_BYTES, REQUEST_BYTES + BLOCK_BYTES]
 SEVERAL = 3 * REQUEST_BYTES + 5000
-"""Bytes: four requests, the last of which ends between two sectors."""
+"""Bytes: four requests or more, the last of which ends between two sectors."""
 REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
 needs_direct = pytest.mark.skipif(not O_DIRECT, reason="the system has no direct I/O")
 
@@ -148,11 +148,12 @@ def test_the_file_and_its_record_are_the_bytes_of_the_source(
     data, path, disk = DATA[:size], base / "file", Disk()
     path.write_bytes(b"of an earlier attempt" * 1000)
     with refusals_logged() as lines, nothing_left_over():
-        record = write_blocks(path, SOURCES[kind](data), direct=direct, threads=threads, durable=disk)
+        source = SOURCES[kind](data)
+        record = write_blocks(path, source, direct=direct, threads=threads, durable=disk)
     check(path, data, record)
     assert lines == []
     assert disk.off_grid == 0
-    assert disk.was_direct == [direct and bool(O_DIRECT)] * -(-size // REQUEST_BYTES)
+    assert disk.was_direct == [direct and bool(O_DIRECT)] * -(-size // source.request_bytes)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
@@ -330,6 +331,7 @@ def test_a_disk_that_cannot_reserve_room_is_written_to(base: Path) -> None:
 def test_what_the_source_raises_is_raised_and_ends_all_threads(base: Path) -> None:
     class Unreadable:
         num_bytes = SEVERAL
+        request_bytes, threads = REQUEST_BYTES, 4
 
         def reader(self) -> None:
             raise MemoryError("no room for a buffer")

@@ -24,12 +24,8 @@ from torchtitan_lite.disk.in_threads import in_threads
 from torchtitan_lite.disk.request_memory import request_memory
 from torchtitan_lite.log import logger
 
-REQUEST_BYTES = 2 * BLOCK_BYTES
-"""Bytes of one write. Larger ones are no faster; each thread holds a bounce buffer of this size: one huge page."""
 ALIGNMENT = 4096
 """Bytes. Direct I/O needs memory, offset and length to be multiples of the disk's sector, 512 or 4096."""
-THREADS = 6
-"""Requests under way at a time: some are copied and hashed while the disk has enough of the others."""
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
@@ -37,6 +33,10 @@ class Source(Protocol):
     """The contents of a file to write."""
 
     num_bytes: int
+    request_bytes: int
+    """Bytes of one write; a multiple of BLOCK_BYTES."""
+    threads: int
+    """Requests under way at a time."""
 
     def reader(self) -> Callable[[int, int], memoryview]:
         """Return a function, for one thread, that returns bytes [begin, end) in aligned memory.
@@ -46,7 +46,13 @@ class Source(Protocol):
 
 
 class InPlace:
-    """Contents that lie in `memory`, a mapping that ends at a page boundary."""
+    """Contents that lie in `memory`, a mapping that ends at a page boundary.
+
+    Few large requests: nothing is copied before a request, and each one takes time from training beside it.
+    """
+
+    request_bytes = 4 * BLOCK_BYTES
+    threads = 3
 
     def __init__(self, memory: mmap.mmap, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -57,14 +63,21 @@ class InPlace:
 
 
 class Bounced:
-    """Contents from `fill(buffer, begin, end)`, which writes bytes [begin, end) to the start of `buffer`."""
+    """Contents from `fill(buffer, begin, end)`, which writes bytes [begin, end) to the start of `buffer`.
+
+    Many small requests: some are filled and hashed while the disk has enough of the others. Each thread holds a bounce
+    buffer of one request, which is one huge page.
+    """
+
+    request_bytes = 2 * BLOCK_BYTES
+    threads = 6
 
     def __init__(self, num_bytes: int, fill: Callable[[memoryview, int, int], None]) -> None:
         self.num_bytes = num_bytes
         self._fill = fill
 
     def reader(self) -> Callable[[int, int], memoryview]:
-        buffer = request_memory(REQUEST_BYTES)
+        buffer = request_memory(self.request_bytes)
 
         def read(begin: int, end: int) -> memoryview:
             self._fill(buffer, begin, end)
@@ -79,17 +92,18 @@ def aligned(num_bytes: int) -> int:
 
 
 def write_blocks(
-    path: Path, source: Source, *, direct: bool = True, threads: int = THREADS, durable: Durable = DISK
+    path: Path, source: Source, *, direct: bool = True, threads: int = 0, durable: Durable = DISK
 ) -> FileRecord:
     """Write the contents of `source` to the new file `path`, synced; return the record of the file.
 
+    `threads` requests are under way at a time; 0: as many as suit the source.
     Any thread. Raises the OSError of the system, with `path` in it; the file is useless then.
     """
     file = _File(path, direct and O_DIRECT != 0, durable)
     try:
         if source.num_bytes:
             file.allocate(source.num_bytes)
-        digests = _write_all(file, source, threads)
+        digests = _write_all(file, source, threads or source.threads)
         file.finish(source.num_bytes)
     except OSError as error:
         if error.filename is not None:
@@ -102,7 +116,7 @@ def write_blocks(
 
 def _write_all(file: _File, source: Source, threads: int) -> list[bytes]:
     """Write every request, `threads` at a time; return the block digests of each."""
-    begins = range(0, source.num_bytes, REQUEST_BYTES)
+    begins = range(0, source.num_bytes, source.request_bytes)
     digests = [b""] * len(begins)
 
     def make_worker() -> Callable[[tuple[int, int]], None]:
@@ -110,7 +124,7 @@ def _write_all(file: _File, source: Source, threads: int) -> list[bytes]:
 
         def write(numbered: tuple[int, int]) -> None:
             number, begin = numbered
-            end = min(begin + REQUEST_BYTES, source.num_bytes)
+            end = min(begin + source.request_bytes, source.num_bytes)
             data = read(begin, end)
             digests[number] = digest_blocks(data[: end - begin])
             file.write(data, begin, end - begin)
