@@ -17,7 +17,7 @@ DEADLINE_SECONDS = 120.0
 SAVER = """
 import sys
 from pathlib import Path
-from torchtitan_lite.checkpoint.staging.stager import StagingArena
+from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.disk.writer_process import WriterProcess
 
 arena = StagingArena(4096, pin=False)

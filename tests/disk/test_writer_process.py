@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.checkpoint.staging.stager import StagingArena
+from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.disk.background import NICE
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.writer_process import IGNORED_SIGNALS, WriterProcess

@@ -15,7 +15,8 @@ from tests.checkpoint.small_run import target
 from torchtitan_lite.checkpoint.format.file_image import FileImage
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, State, ThreadSaver
 from torchtitan_lite.checkpoint.saving.writer import Target
-from torchtitan_lite.checkpoint.staging.stager import HostCopier, Stager, StagingArena
+from torchtitan_lite.checkpoint.staging.arena import StagingArena
+from torchtitan_lite.checkpoint.staging.stager import HostCopier, Stager
 from torchtitan_lite.checkpoint.staging.watch import watch
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import SaveFailed

@@ -1,30 +1,30 @@
 """Copy the state into memory that training does not change.
 
 The copy is the image of this rank's file, so a writer can give the memory to the disk as it is, without
-gathering. The arena that holds the image is kept from save to save, and is made and touched before the
-first one: page faults of untouched memory cost far more than the copy. A writer process can map it (a
-memfd has no name, so no crash leaves anything behind, and the limit of /dev/shm does not apply). It is
-pinned if there is an accelerator. One image is staged at a time.
+gathering. The arenas that hold images are kept from save to save, and are made and touched before the
+first one: page faults of untouched memory cost far more than the copy. They are pinned if there is an
+accelerator. One image is staged at a time; pool.py says into which arena.
 """
 
 from __future__ import annotations
 
 import ctypes
-import mmap
-import os
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from torchtitan_lite.checkpoint.format.file_image import FileImage, FileLayout, Place, copy_bytes
+from torchtitan_lite.checkpoint.memory.mark import Mark
+from torchtitan_lite.checkpoint.staging.arena import StagingArena
+from torchtitan_lite.checkpoint.staging.pool import Pool, Slot
 from torchtitan_lite.disk.in_threads import in_threads
-from torchtitan_lite.log import logger
+
+T = TypeVar("T")
 
 THREADS = 2
 """Two, because one core copies at about half the speed of the memory."""
@@ -32,43 +32,6 @@ _PIECE_BYTES = 16 << 20
 """The size of one copy by one thread."""
 _GRAIN_BYTES = 2 << 20
 """The size of an arena is a multiple of it: the size of a huge page, and room for objects that grow."""
-
-
-class StagingArena:
-    """Page-aligned memory of `num_bytes`. Another process can map it through `fd`."""
-
-    def __init__(self, num_bytes: int, *, pin: bool) -> None:
-        self.num_bytes = num_bytes
-        self._pid = os.getpid()
-        self.fd = _anonymous_file(num_bytes)
-        self.memory = mmap.mmap(self.fd, max(num_bytes, 1))
-        self.address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
-        self._pinned = pin and num_bytes > 0 and _pin(self.address, num_bytes)
-
-    def touch(self) -> None:
-        """Write to every page, so that the kernel allocates it. Any thread; releases the GIL."""
-        for at in range(0, self.num_bytes, _PIECE_BYTES):
-            ctypes.memset(self.address + at, 0, min(_PIECE_BYTES, self.num_bytes - at))
-
-    def tensor(self, at: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """Return the tensor at byte `at`, which shares the arena's memory."""
-        count = torch.Size(shape).numel()
-        if count == 0:
-            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-        return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=at).view(tuple(shape))
-
-    def close(self) -> None:
-        """Free the memory: no code may use it afterwards. Idempotent."""
-        if self._pinned:
-            _cudart().cudaHostUnregister(self.address)
-            self._pinned = False
-        if self.fd >= 0:
-            # A writer process or a forked worker may still have it open or mapped: truncating frees the memory anyway.
-            # Only the process that made it does so: a forked worker must not truncate the arena of its parent.
-            if os.getpid() == self._pid:
-                os.ftruncate(self.fd, 0)
-            os.close(self.fd)
-            self.fd = -1
 
 
 @dataclass(frozen=True)
@@ -80,6 +43,8 @@ class Staged:
     num_bytes: int
     wait: Callable[[], None]
     """Blocks until the whole image is in the arena. Any thread."""
+    slot: Slot
+    """The arena's place in the pool; its reader is who took the image."""
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the staged tensors, in the order of the file; they share the arena's memory."""
@@ -94,85 +59,140 @@ class Copier(Protocol):
         """Begin to copy, and return a function that blocks until the state may change."""
 
 
-class Stager:
-    """Copies images into an arena that it keeps from save to save."""
+def _nothing(arena: StagingArena) -> None:
+    """Do nothing about an arena that is given up."""
 
-    def __init__(self, copier: Copier, *, pin: bool) -> None:
+
+class Stager:
+    """Copies images into the arenas of `pool`, which it keeps from save to save.
+
+    With `marks` each arena has a mark, so that later starts can use its image. `give_up` is called with an arena before
+    another one takes its place: a keeper must let go of it.
+    """
+
+    def __init__(
+        self,
+        copier: Copier,
+        *,
+        pin: bool,
+        marks: bool = False,
+        give_up: Callable[[StagingArena], None] = _nothing,
+    ) -> None:
         self._copier = copier
         self._pin = pin
-        self._preparation: Future[StagingArena] | None = None
-        self._framed: FileLayout | None = None
+        self._marks = marks
+        self._give_up = give_up
+        self._preparation: Future[None] | None = None
+        self.pool = Pool()
         self.arena: StagingArena | None = None
         """The arena with the last image; None before the first one and after `close`."""
 
-    def prepare(self, num_bytes: int) -> None:
-        """Make and touch an arena for images of about `num_bytes` in a thread; the first `take` waits for it."""
-        if self._preparation is None and not self._has_room(num_bytes):
-            self._preparation = self._start_making(num_bytes)
+    @property
+    def is_preparing(self) -> bool:
+        """Return whether arenas are still being made: `take` would wait for them."""
+        return self._preparation is not None and not self._preparation.done()
 
-    def take(self, image: FileImage) -> Staged:
-        """Begin to copy `image`. No code may still need the previous image. Main thread."""
+    def prepare(self, num_bytes: int) -> None:
+        """Make and touch arenas for images of about `num_bytes` in a thread; the first `take` waits for it."""
+        slots = [slot for slot in self.pool.slots if not _has_room(slot, num_bytes)]
+        if self._preparation is None and slots:
+            self._preparation = self._in_a_thread(lambda: self._make_all(slots, num_bytes))
+
+    def take(self, image: FileImage, step: int = 0, seconds: float = 0.0) -> Staged:
+        """Begin to copy `image`, that of `step`, into an arena that may be overwritten. Main thread.
+
+        With one arena no code may still need the previous image. With more, waits up to `seconds` for one, then raises
+        TimeoutError. The caller calls `pool.release` with the slot when it needs the copy no longer.
+        """
         self._finish_preparation()
-        if not self._has_room(image.num_bytes):
-            self._start_making(image.num_bytes).result()
-        arena = self.arena
-        assert arena is not None
-        if image.layout is not self._framed:
-            self._frame(image.layout, arena)
-        ctypes.memmove(arena.address + image.layout.end, image.objects, len(image.objects))
-        wait = self._copier.copy(image, arena)
-        return Staged(arena, image.layout, image.num_bytes, wait)
+        slot = self.pool.take(step, seconds)
+        try:
+            return self._stage(image, slot)
+        except BaseException:
+            self.pool.release(slot)
+            raise
+
+    def adopt(self, descriptors: Sequence[tuple[int, int]]) -> list[StagingArena]:
+        """Return the arenas in `descriptors` (memory, mark), which they own; `pool.adopt` puts them to use."""
+
+        def adopt() -> list[StagingArena]:
+            return [StagingArena.adopted(fd, mark_fd, pin=self._pin) for fd, mark_fd in descriptors]
+
+        return self._in_a_thread(adopt).result()
 
     def close(self) -> None:
-        """Free the arena; the next `take` makes a new one. Idempotent."""
+        """Free the arenas that no keeper holds; the next `take` makes a new one. Idempotent."""
         self._finish_preparation()
-        if self.arena is not None:
-            self.arena.close()
-        self.arena = self._framed = None
+        for slot in self.pool.slots:
+            if slot.arena is not None:
+                slot.arena.close()
+            slot.arena = slot.framed = None
+        self.arena = None
 
-    def _has_room(self, num_bytes: int) -> bool:
-        return self.arena is not None and num_bytes <= self.arena.num_bytes
+    def _stage(self, image: FileImage, slot: Slot) -> Staged:
+        if slot.arena is not None and slot.arena.mark is not None:
+            slot.arena.mark.clear()  # Before the first byte changes.
+        if not _has_room(slot, image.num_bytes):
+            self._in_a_thread(lambda: self._make(slot, image.num_bytes)).result()
+        arena = slot.arena
+        assert arena is not None
+        if image.layout is not slot.framed:
+            _frame(image.layout, arena)
+            slot.framed = image.layout
+        ctypes.memmove(arena.address + image.layout.end, image.objects, len(image.objects))
+        self.arena = arena
+        wait = self._copier.copy(image, arena)
+        return Staged(arena, image.layout, image.num_bytes, wait, slot)
 
-    def _start_making(self, num_bytes: int) -> Future[StagingArena]:
-        """Begin to make an arena for `num_bytes` in a thread, because CUDA stores its last error per thread.
+    def _in_a_thread(self, work: Callable[[], T]) -> Future[T]:
+        """Begin `work`, which makes arenas, in a thread, because CUDA stores its last error per thread.
 
         If pinning failed in the caller's thread, the next kernel that training launches would raise that error.
         """
         device = torch.cuda.current_device() if self._pin else None
-        making: Future[StagingArena] = Future()
+        making: Future[T] = Future()
 
         def make() -> None:
             try:
                 if device is not None:
                     torch.cuda.set_device(device)  # Each thread starts with device 0.
-                making.set_result(self._make_arena(num_bytes))
+                making.set_result(work())
             except BaseException as error:
                 making.set_exception(error)
 
         threading.Thread(target=make, name="staging", daemon=True).start()
         return making
 
-    def _make_arena(self, num_bytes: int) -> StagingArena:
-        if self.arena is not None:
-            self.arena.close()  # Before the new one is made: there may be no memory for two.
-        self.arena = self._framed = None
-        arena = StagingArena(-(-(num_bytes + _GRAIN_BYTES) // _GRAIN_BYTES) * _GRAIN_BYTES, pin=self._pin)
+    def _make_all(self, slots: Sequence[Slot], num_bytes: int) -> None:
+        for slot in slots:
+            self._make(slot, num_bytes)
+
+    def _make(self, slot: Slot, num_bytes: int) -> None:
+        if slot.arena is not None:
+            self._give_up(slot.arena)
+            slot.arena.close()  # Before the new one is made: there may be no memory for two.
+        slot.arena = slot.framed = None
+        mark = Mark() if self._marks else None
+        arena = StagingArena(-(-(num_bytes + _GRAIN_BYTES) // _GRAIN_BYTES) * _GRAIN_BYTES, pin=self._pin, mark=mark)
         arena.touch()
-        self.arena = arena
-        return arena
+        slot.arena = arena
 
     def _finish_preparation(self) -> None:
         if self._preparation is not None:
             wait_for([self._preparation])  # Its error is ignored: the save makes the arena again and raises it.
             self._preparation = None
 
-    def _frame(self, layout: FileLayout, arena: StagingArena) -> None:
-        """Write the bytes around the tensors of `layout` to the arena, where they stay from save to save."""
-        for number, (place, frame) in enumerate(zip(layout.places, layout.frames, strict=True)):
-            tail = frame.tail + bytes(layout.end_of(number) - place.item_at - place.item_bytes)
-            ctypes.memmove(arena.address + place.item_at, frame.head, len(frame.head))
-            ctypes.memmove(arena.address + place.data_end, tail, len(tail))
-        self._framed = layout
+
+def _has_room(slot: Slot, num_bytes: int) -> bool:
+    return slot.arena is not None and num_bytes <= slot.arena.num_bytes
+
+
+def _frame(layout: FileLayout, arena: StagingArena) -> None:
+    """Write the bytes around the tensors of `layout` to the arena, where they stay from save to save."""
+    for number, (place, frame) in enumerate(zip(layout.places, layout.frames, strict=True)):
+        tail = frame.tail + bytes(layout.end_of(number) - place.item_at - place.item_bytes)
+        ctypes.memmove(arena.address + place.item_at, frame.head, len(frame.head))
+        ctypes.memmove(arena.address + place.data_end, tail, len(tail))
 
 
 class HostCopier:
@@ -228,10 +248,10 @@ class CudaCopier:
         return done
 
 
-def build_stager() -> Stager:
+def build_stager(*, marks: bool = False, give_up: Callable[[StagingArena], None] = _nothing) -> Stager:
     """Return the stager for this machine: pinned memory and CUDA streams if there is CUDA."""
     on_cuda = torch.cuda.is_available()
-    return Stager(CudaCopier() if on_cuda else HostCopier(), pin=on_cuda)
+    return Stager(CudaCopier() if on_cuda else HostCopier(), pin=on_cuda, marks=marks, give_up=give_up)
 
 
 def _copy_now(image: FileImage, arena: StagingArena, numbers: Sequence[int]) -> None:
@@ -262,25 +282,3 @@ def _pieces(image: FileImage, numbers: Sequence[int]) -> Iterator[tuple[torch.Te
         tensor, place = image.tensors[number], image.layout.places[number]
         for begin in range(0, place.data_bytes, _PIECE_BYTES):
             yield tensor, begin, min(begin + _PIECE_BYTES, place.data_bytes), place
-
-
-def _anonymous_file(num_bytes: int) -> int:
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("torchtitan_lite-staging")
-    else:
-        with tempfile.TemporaryFile() as file:
-            fd = os.dup(file.fileno())
-    os.ftruncate(fd, max(num_bytes, 1))
-    return fd
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-
-
-def _pin(address: int, num_bytes: int) -> bool:
-    portable = 1  # Pinned for every device's context.
-    result = _cudart().cudaHostRegister(address, num_bytes, portable)
-    if int(result) != 0:
-        logger.warning("Staging memory could not be pinned (CUDA error %d); copies to it will be slower", int(result))
-    return int(result) == 0

@@ -1,0 +1,105 @@
+"""Memory for the image of a rank's file, which another process can map.
+
+A memfd has no name, so no crash leaves anything behind, and the limit of /dev/shm does not apply. An arena that a
+keeper holds outlives its trainer: it is never truncated here, whatever ends the trainer. Its mark says whether the
+image in it is valid; whoever changes a byte of the arena clears the mark first. Forked children have no mapping of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torchtitan_lite.checkpoint.memory.mark import Mark
+from torchtitan_lite.disk.forks import forget_in_children
+from torchtitan_lite.log import logger
+
+_PIECE_BYTES = 16 << 20
+
+
+class StagingArena:
+    """Page-aligned memory of `num_bytes`. Another process can map it through `fd`.
+
+    `fd`, which the arena then owns, is the memory of an arena of another process, all of it. `mark` is that of its
+    image; without one it holds no image for later starts.
+    """
+
+    def __init__(self, num_bytes: int, *, pin: bool, fd: int | None = None, mark: Mark | None = None) -> None:
+        self.num_bytes = num_bytes
+        self.mark = mark
+        self.is_kept = False
+        """Whether a keeper holds it."""
+        self._pid = os.getpid()
+        self.fd = _anonymous_file(num_bytes) if fd is None else fd
+        self.memory = mmap.mmap(self.fd, max(num_bytes, 1))
+        if hasattr(mmap, "MADV_DONTFORK"):
+            self.memory.madvise(mmap.MADV_DONTFORK)
+        self.address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
+        self._pinned = pin and num_bytes > 0 and _pin(self.address, num_bytes)
+        forget_in_children(self.forget)
+
+    @classmethod
+    def adopted(cls, fd: int, mark_fd: int, *, pin: bool) -> StagingArena:
+        """Return the arena in `fd`, whose image has its mark in `mark_fd`; it owns both. Its pages are allocated."""
+        return cls(os.fstat(fd).st_size, pin=pin, fd=fd, mark=Mark(mark_fd))
+
+    def touch(self) -> None:
+        """Write to every page, so that the kernel allocates it. Any thread; releases the GIL."""
+        for at in range(0, self.num_bytes, _PIECE_BYTES):
+            ctypes.memset(self.address + at, 0, min(_PIECE_BYTES, self.num_bytes - at))
+
+    def tensor(self, at: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """Return the tensor at byte `at`, which shares the arena's memory."""
+        count = torch.Size(shape).numel()
+        if count == 0:
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+        return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=at).view(tuple(shape))
+
+    def close(self) -> None:
+        """Free the memory unless a keeper holds it: no code may use it afterwards. Idempotent."""
+        if self._pinned:
+            _cudart().cudaHostUnregister(self.address)
+            self._pinned = False
+        if self.fd >= 0:
+            # A writer process or a forked worker may still have it open or mapped: truncating frees the memory anyway.
+            # Only the process that made it does so: a forked worker must not truncate the arena of its parent.
+            if os.getpid() == self._pid and not self.is_kept:
+                os.ftruncate(self.fd, 0)
+            self.forget()
+
+    def forget(self) -> None:
+        """Close the descriptors, and leave the memory to others that have it open. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        if self.mark is not None:
+            self.mark.close()
+        self._pinned = False
+
+
+def _anonymous_file(num_bytes: int) -> int:
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("torchtitan_lite-staging")
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    os.ftruncate(fd, max(num_bytes, 1))
+    return fd
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+def _pin(address: int, num_bytes: int) -> bool:
+    portable = 1  # Pinned for every device's context.
+    result = _cudart().cudaHostRegister(address, num_bytes, portable)
+    if int(result) != 0:
+        logger.warning("Staging memory could not be pinned (CUDA error %d); copies to it will be slower", int(result))
+    return int(result) == 0

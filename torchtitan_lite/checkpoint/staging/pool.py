@@ -1,0 +1,165 @@
+"""The arenas of a rank, and which of them the next image goes to.
+
+With one arena each image replaces the last one, which must be written by then. With more, an arena is not overwritten
+while a disk write or a digest reads it, nor while it has the latest image that all ranks are known to have complete.
+So, whenever the job is killed, there is one step whose image every rank has. Which step that is, and whether a rank has
+no arena to spare, the ranks find out in the exchange that each image needs anyway: `report` goes in, `agree` takes what
+comes out. The rule itself is in pure functions.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torchtitan_lite.checkpoint.format.file_image import FileLayout
+from torchtitan_lite.checkpoint.staging.arena import StagingArena
+
+NO_STEP = -1
+NUM_RECENT = 3
+"""Steps in a report: of more than there are arenas no rank has an image."""
+
+
+class Seen(Protocol):
+    """What the rule needs to know of an arena."""
+
+    @property
+    def step(self) -> int:
+        """The step staged last; `NO_STEP` for none."""
+        ...
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the image of that step is complete here."""
+        ...
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a disk write or a digest still needs it."""
+        ...
+
+
+def choose(arenas: Sequence[Seen], complete: int) -> int | None:
+    """Return the number of the arena to overwrite, None for none, if all ranks have the image of step `complete`."""
+    if len(arenas) == 1:
+        return 0
+    spare = [
+        number
+        for number, arena in enumerate(arenas)
+        if not arena.is_read and not (arena.is_valid and arena.step == complete)
+    ]
+    return min(spare, key=lambda number: (arenas[number].is_valid, arenas[number].step), default=None)
+
+
+def is_busy(arenas: Sequence[Seen]) -> bool:
+    """Return whether `choose` could return None, whichever image the ranks find to be complete."""
+    spare = [arena for arena in arenas if not arena.is_read]
+    return not spare or (len(arenas) > 1 and len(spare) == 1 and spare[0].is_valid)
+
+
+@dataclass
+class Slot:
+    """An arena of the pool, once it is made."""
+
+    arena: StagingArena | None = None
+    framed: FileLayout | None = None
+    """The layout whose frames are in it."""
+    step: int = NO_STEP
+    is_valid: bool = False
+    num_readers: int = 0
+
+    @property
+    def is_read(self) -> bool:
+        """Return whether a disk write or a digest needs what is in it."""
+        return self.num_readers > 0
+
+
+class Pool:
+    """The slots of this rank, one at first. Any thread, if not said otherwise."""
+
+    def __init__(self) -> None:
+        self.slots = [Slot()]
+        self.complete = NO_STEP
+        """The latest step whose image every rank has, as far as the ranks have found out."""
+        self._recent: list[int] = []
+        self._changed = threading.Condition()
+
+    def resize(self, num_slots: int) -> None:
+        """Have at least `num_slots`. Main thread; all ranks, with the same number."""
+        with self._changed:
+            self.slots += [Slot() for _ in range(num_slots - len(self.slots))]
+
+    def report(self) -> tuple[int, ...]:
+        """Return what this rank tells the others, as numbers of which the highest over all ranks counts.
+
+        Nothing with one arena. Else whether there may be none to spare, and of each of the last steps whether its image
+        is not complete here.
+        """
+        if len(self.slots) == 1:
+            return ()
+        with self._changed:
+            here = {slot.step for slot in self.slots if slot.is_valid}
+            return (is_busy(self.slots), *(step not in here for step in self._last_steps()))
+
+    def agree(self, highest: Sequence[int]) -> bool:
+        """Note the maximum over all ranks of what they reported; return whether each has an arena to spare."""
+        if not highest:
+            return True
+        busy, *lacking = highest
+        with self._changed:
+            found = [step for step, lacks in zip(self._last_steps(), lacking, strict=True) if not lacks]
+            self.complete = found[-1] if found else self.complete
+        return not busy
+
+    def note_staged(self, step: int) -> None:
+        """Note that the ranks are about to stage `step`, each that can. Main thread; all ranks."""
+        with self._changed:
+            self._recent = [*(each for each in self._recent if each != step), step][-NUM_RECENT:]
+
+    def take(self, step: int, seconds: float = 0.0) -> Slot:
+        """Return the slot for the image of `step`, with one reader. Raises TimeoutError if none is free in `seconds`.
+
+        What was in it is no image any more. Main thread.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: choose(self.slots, self.complete) is not None, seconds):
+                raise TimeoutError(f"no staging memory for step {step}: earlier copies are still being read")
+            number = choose(self.slots, self.complete)
+            assert number is not None
+            slot = self.slots[number]
+            slot.step, slot.is_valid, slot.num_readers = step, False, 1
+            return slot
+
+    def add_reader(self, slot: Slot) -> None:
+        """Note that one more reader needs what is in `slot`."""
+        with self._changed:
+            slot.num_readers += 1
+
+    def release(self, slot: Slot) -> None:
+        """Note that a reader of `slot` is done."""
+        with self._changed:
+            slot.num_readers = max(0, slot.num_readers - 1)
+            self._changed.notify_all()
+
+    def validate(self, slot: Slot, step: int) -> None:
+        """Note that the image of `step` in `slot` is complete on this rank, and marked."""
+        with self._changed:
+            slot.is_valid = slot.step == step
+            self._changed.notify_all()
+
+    def adopt(self, arenas: Sequence[tuple[StagingArena, int]], steps: Sequence[int]) -> None:
+        """Use `arenas`, each with the step of its valid image or `NO_STEP`. `steps`: of all ranks, all of them.
+
+        Main thread; all ranks.
+        """
+        self.resize(len(arenas))
+        with self._changed:
+            for slot, (arena, step) in zip(self.slots, arenas, strict=False):
+                slot.arena, slot.step, slot.is_valid = arena, step, step != NO_STEP
+            self._recent = sorted({step for step in steps if step != NO_STEP})[-NUM_RECENT:]
+
+    def _last_steps(self) -> list[int]:
+        """Return the last steps that were staged, `NO_STEP` where there are fewer."""
+        return [NO_STEP] * (NUM_RECENT - len(self._recent)) + self._recent

@@ -1,0 +1,177 @@
+"""A trainer's connection to one thread of its writer process: a request, then its answer.
+
+The process has two such threads, for writes and for digests, so that a digest does not wait behind a write. Both map the
+trainer's arenas; a line sends the descriptor of an arena with the first request about it.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
+from pathlib import Path
+from typing import Protocol
+
+from torchtitan_lite import faults
+from torchtitan_lite.disk.block_writer import InPlace, write_blocks
+from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord, block_digest
+
+POLL_SECONDS = 0.5
+"""Between two checks whether the process is stopped. Its end is seen at once, by the closed socket."""
+
+
+class Arena(Protocol):
+    """Memory that both processes map."""
+
+    fd: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class UseArena:
+    """Announces arena `number`, of `num_bytes`: its descriptor is in the next message. Others but `live` are gone."""
+
+    number: int
+    num_bytes: int
+    live: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Write:
+    """Requests to write the first `num_bytes` of an arena to a new file at `path`, and to sync it."""
+
+    arena: int
+    path: Path
+    num_bytes: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Digest:
+    """Requests the record of a file that would be the first `num_bytes` of an arena."""
+
+    arena: int
+    num_bytes: int
+    step: int
+
+
+class LineBroken(Exception):
+    """The process ended, is stopped, or was silent for too long. The message says which."""
+
+
+class Line:
+    """The trainer's end. One request at a time, from any thread."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self._timeout_seconds = timeout_seconds
+        self._lock = threading.Lock()
+        ours, self.theirs = socket.socketpair()
+        # A stopped process reads nothing: sending to it needs a time-out, too.
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", math.ceil(timeout_seconds), 0))
+        self._connection = Connection(ours.detach())
+        self._arenas: list[Arena | None] = []
+
+    def ask(
+        self, request: Callable[[int], Write | Digest], arena: Arena, pid: int, is_stopped: Callable[[int], bool]
+    ) -> FileRecord | Exception:
+        """Return the answer of process `pid` to a request, made from the number of `arena`. Raises `LineBroken`."""
+        with self._lock:
+            try:
+                self._connection.send(request(self._share(arena, pid)))
+                return self._receive(pid, is_stopped)
+            except (EOFError, OSError) as error:
+                raise LineBroken(f"ended ({type(error).__name__})") from error
+
+    def hang_up(self) -> None:
+        """Close the connection, also for forked children that have a copy of this end. Idempotent."""
+        if self._connection.closed:
+            return
+        end = socket.socket(fileno=self._connection.fileno())
+        with suppress(OSError):  # The other end is closed already.
+            end.shutdown(socket.SHUT_RDWR)
+        end.detach()
+        with self._lock:  # A request that was under way has failed by now.
+            self._connection.close()
+
+    def forget(self) -> None:
+        """Close the descriptor in a forked child; the parent's connection goes on."""
+        self._connection.close()
+        self._arenas = []
+
+    def _share(self, arena: Arena, pid: int) -> int:
+        """Return the number of `arena`, after sending its descriptor if the process does not have it."""
+        self._arenas = [each if each is not None and each.fd >= 0 else None for each in self._arenas]
+        for number, known in enumerate(self._arenas):
+            if known is arena:
+                return number
+        self._arenas.append(arena)
+        number = len(self._arenas) - 1
+        live = tuple(at for at, each in enumerate(self._arenas) if each is not None)
+        self._connection.send(UseArena(number, arena.num_bytes, live))
+        send_handle(self._connection, arena.fd, pid)
+        return number
+
+    def _receive(self, pid: int, is_stopped: Callable[[int], bool]) -> FileRecord | Exception:
+        deadline = time.monotonic() + self._timeout_seconds
+        while not self._connection.poll(POLL_SECONDS):
+            if is_stopped(pid):
+                raise LineBroken("was stopped")
+            if time.monotonic() > deadline:
+                raise LineBroken(f"was silent for {self._timeout_seconds:.0f} s")
+        answer: FileRecord | Exception = self._connection.recv()
+        return answer
+
+
+def answer_all(socket_fd: int) -> None:
+    """Answer the requests that come over a socket, in the process, until the trainer closes it or dies."""
+    arenas: dict[int, mmap.mmap] = {}
+    with Connection(socket_fd) as connection:
+        while True:
+            try:
+                message = connection.recv()
+                if isinstance(message, UseArena):
+                    for number in arenas.keys() - {*message.live}:
+                        del arenas[number]
+                    arenas[message.number] = _map(recv_handle(connection), message.num_bytes)
+                else:
+                    connection.send(_answer(message, arenas[message.arena]))
+            except (EOFError, ConnectionError):
+                return
+
+
+def _answer(request: Write | Digest, memory: mmap.mmap) -> FileRecord | Exception:
+    try:
+        if isinstance(request, Digest):
+            return _digested(memory, request)
+        faults.set_step(request.step)
+        return write_blocks(request.path, InPlace(memory, request.num_bytes))
+    except Exception as error:
+        return error
+
+
+def _digested(memory: mmap.mmap, request: Digest) -> FileRecord:
+    faults.point("digest", step=request.step)
+    with memoryview(memory)[: request.num_bytes] as view:
+        return digested(view)
+
+
+def digested(view: memoryview) -> FileRecord:
+    """Return the record of a file whose contents are `view`. Releases the GIL block by block."""
+    blocks = (block_digest(view[at : at + BLOCK_BYTES]) for at in range(0, len(view), BLOCK_BYTES))
+    return FileRecord(len(view), b"".join(blocks))
+
+
+def _map(fd: int, num_bytes: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(fd, max(num_bytes, 1))
+    finally:
+        os.close(fd)
