@@ -62,6 +62,7 @@ WITHOUT_TORCH = (
     *(f"checkpoint.examining.{name}" for name in ("difference", "object_digests", "presence")),
     *("checkpoint.hugging_face.description", "models.llama.args", "models.llama.hugging_face"),
     "models.llama.config_file",
+    *(f"metrics.{name}" for name in ("accounts", "ledger", "run_clock", "json_lines")),
     *("cli.verify", "cli.diff"),
     *(
         f"cli.{name}"

@@ -1,0 +1,236 @@
+"""The ledger of a run: its parts are disjoint and sum to the time, and nothing that a start did is lost."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtitan_lite.metrics.accounts import LATEST_BEAT_FILE, LEDGER_FILE, PARTS, Steps, read_accounts
+from torchtitan_lite.metrics.ledger import Ledger
+from torchtitan_lite.metrics.run_clock import RunClock
+
+
+@dataclass
+class Time:
+    """A clock that a test moves."""
+
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def passes(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class TrainedStart:
+    """One start of a run in `folder`, without a thread: the test beats."""
+
+    def __init__(self, folder: Path, time: Time) -> None:
+        self.time, self.clock = time, RunClock(time)
+        self.ledger = Ledger(folder, self.clock, wall_clock=time)
+        time.passes(7)  # imports
+        self.ledger.begin(host="node7")
+        self.earlier = self.ledger.before
+
+    def load(self, step: int, seconds: float = 3) -> None:
+        with self.clock.part("loading"):
+            self.time.passes(seconds)
+        self.ledger.loaded(step, "checkpoint" if step else "fresh", seconds)
+        self.clock.enter("other")
+
+    def train(self, step: int, seconds: float = 2.0) -> None:
+        with self.clock.part("waiting_for_data"):
+            self.time.passes(0.25)
+        redone = any(step in Steps().and_also(*start.steps) for start in self.earlier.starts)
+        with self.clock.step("redone" if redone else "productive"):
+            self.time.passes(seconds)
+        self.ledger.step_done(step)
+
+    def save(self, step: int, seconds: float = 0.5) -> None:
+        began = self.clock.elapsed
+        with self.clock.part("saving"):
+            self.time.passes(seconds)
+        self.ledger.saved(step, is_full=True, began=began, blocked=seconds)
+
+
+def test_parts_of_a_start_are_disjoint_and_sum_to_its_time(tmp_path: Path) -> None:
+    time = Time()
+    start = TrainedStart(tmp_path, time)
+    start.load(0)
+    start.train(1, seconds=12)
+    start.train(2)
+    start.train(3)
+    start.save(3)
+    time.passes(0.125)
+    start.ledger.end("finished")
+    seconds = {part: value for part, value in read_accounts(tmp_path).seconds.items() if value}
+    assert seconds == {
+        "starting": 7,
+        "loading": 3,
+        "waiting_for_data": 0.75,
+        "compiling": 10,  # the first step beyond the second one's two seconds
+        "productive": 6,
+        "saving": 0.5,
+        "other": 0.125,
+    }
+
+
+def test_after_a_kill_down_runs_from_the_last_beat_to_the_next_start(tmp_path: Path) -> None:
+    time = Time()
+    first = TrainedStart(tmp_path, time)
+    first.load(0)
+    for step in (1, 2, 3):
+        first.train(step)
+    first.save(3)
+    first.train(4)
+    first.train(5)
+    time.passes(4)
+    first.ledger.beat()
+    time.passes(100)  # killed
+    second = TrainedStart(tmp_path, time)
+    second.load(3)
+    for step in (4, 5, 6):
+        second.train(step)
+    second.ledger.end("finished")
+    accounts = read_accounts(tmp_path)
+    assert accounts.seconds["down"] == pytest.approx(100)
+    assert accounts.seconds["redone"] == pytest.approx(4)
+    assert accounts.redone_steps == 2
+    assert sum(accounts.seconds.values()) == pytest.approx(accounts.wall_seconds) == pytest.approx(time.now - 1000)
+    assert accounts.unclean_ends == 1
+
+
+def test_the_last_step_before_a_kill_counts_without_a_beat_of_the_thread(tmp_path: Path) -> None:
+    time = Time()
+    first = TrainedStart(tmp_path, time)
+    first.load(0)
+    first.train(1)
+    assert read_accounts(tmp_path).starts[0].last_step == 1
+    time.passes(50)
+    second = TrainedStart(tmp_path, time)
+    second.load(0)
+    second.train(1)
+    accounts = read_accounts(tmp_path)
+    assert (accounts.redone_steps, accounts.seconds["down"]) == (1, pytest.approx(50))
+    assert (tmp_path / LEDGER_FILE).read_text().count('"beat"') == 1, "a step writes no line: the next start copies it"
+
+
+def test_time_after_the_run_had_finished_is_idle_and_not_down(tmp_path: Path) -> None:
+    time = Time()
+    first = TrainedStart(tmp_path, time)
+    first.load(0)
+    first.train(1)
+    first.ledger.end("finished")
+    time.passes(3600)
+    second = TrainedStart(tmp_path, time)
+    second.load(1)
+    second.ledger.end("finished")
+    accounts = read_accounts(tmp_path)
+    assert (accounts.seconds["idle"], accounts.seconds["down"]) == (pytest.approx(3600), 0)
+    assert accounts.goodput == pytest.approx(accounts.seconds["productive"] / (time.now - 1000 - 3600))
+    assert accounts.unclean_ends == 0
+
+
+def test_all_from_the_call_that_leaves_is_leaving(tmp_path: Path) -> None:
+    time = Time()
+    start = TrainedStart(tmp_path, time)
+    start.load(0)
+    start.train(1)
+    with start.clock.part("saving"):
+        time.passes(2)
+        start.clock.leave()
+        time.passes(1)
+    time.passes(5)
+    start.ledger.end("preempted", signal=15)
+    assert read_accounts(tmp_path).seconds["leaving"] == pytest.approx(8)
+    assert read_accounts(tmp_path).seconds["saving"] == 0
+
+
+def test_at_risk_is_what_was_trained_since_the_step_that_is_durable(tmp_path: Path) -> None:
+    time = Time()
+    start = TrainedStart(tmp_path, time)
+    assert start.ledger.at_risk() == (0, 0.0), "nothing is trained before the load"
+    start.load(40)
+    assert start.ledger.at_risk() == (0, 0.0)
+    start.train(41)
+    start.save(41)
+    start.train(42)
+    assert start.ledger.at_risk() == (1, pytest.approx(0.5 + 2.25))
+    assert read_accounts(tmp_path).starts[0].durable_step == 41
+
+
+def test_torn_and_unknown_lines_are_skipped(tmp_path: Path) -> None:
+    time = Time()
+    start = TrainedStart(tmp_path, time)
+    start.load(0)
+    start.train(1)
+    start.ledger.end("finished")
+    before = read_accounts(tmp_path)
+    with (tmp_path / LEDGER_FILE).open("a") as ledger:
+        ledger.write('[1]\n{"record": "moon", "start": "x", "time": 3, "step": 1}\n{"record": "beat", "ti')
+    (tmp_path / LATEST_BEAT_FILE).write_text("{")
+    assert read_accounts(tmp_path) == before
+
+
+def test_a_folder_without_a_ledger_has_empty_accounts(tmp_path: Path) -> None:
+    accounts = read_accounts(tmp_path)
+    assert accounts.starts == () and set(accounts.seconds) == set(PARTS)
+    assert (accounts.wall_seconds, accounts.goodput, accounts.redone_steps, accounts.unclean_ends) == (0, 0, 0, 0)
+
+
+def test_each_line_names_its_start_and_its_time(tmp_path: Path) -> None:
+    start = TrainedStart(tmp_path, Time())
+    start.load(0)
+    start.save(0)
+    start.ledger.end("finished")
+    lines = [json.loads(line) for line in (tmp_path / LEDGER_FILE).read_text().splitlines()]
+    assert [line["record"] for line in lines] == ["start", "loaded", "saved", "end"]
+    assert {line["start"] for line in lines} == {start.ledger.id}
+    assert lines[0]["host"] == "node7" and lines[0]["time"] == 1000
+
+
+starts = st.lists(
+    st.tuples(
+        st.integers(0, 6),  # steps that it trains before its end
+        st.integers(1, 4),  # it saves every so many steps
+        st.sampled_from(["killed", "finished", "preempted", "failed"]),
+        st.floats(0.1, 60),  # seconds until the next start
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(starts)
+def test_whatever_happens_parts_sum_to_the_time_and_redone_steps_are_counted(
+    tmp_path_factory: pytest.TempPathFactory, starts: list[tuple[int, int, str, float]]
+) -> None:
+    folder, time = tmp_path_factory.mktemp("run"), Time()
+    durable, trained, redone, last = 0, set[int](), 0, 0.0
+    for num_steps, interval, end, pause in starts:
+        start = TrainedStart(folder, time)
+        start.load(durable)
+        last = time.now
+        for step in range(durable + 1, durable + num_steps + 1):
+            start.train(step)
+            last = time.now
+            redone += step in trained
+            trained.add(step)
+            if step % interval == 0:
+                start.save(step)
+                durable = step
+        if end != "killed":
+            start.ledger.end(end)
+            last = time.now
+        time.passes(pause)
+    accounts = read_accounts(folder)
+    assert accounts.redone_steps == redone
+    assert sum(accounts.seconds.values()) == pytest.approx(accounts.wall_seconds, abs=0.01)
+    if starts[-1][2] != "killed":
+        assert accounts.wall_seconds == pytest.approx(last - 1000, abs=0.01)

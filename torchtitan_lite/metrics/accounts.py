@@ -1,0 +1,210 @@
+"""Where the time of a run went, over all its starts: what a ledger says. Pure, without torch.
+
+The parts are disjoint, and those of a start sum to the time from its start to its last beat. The time between two
+starts is `down`, or `idle` if the run had finished before. So all parts together sum to the time from the first start
+to the last beat. `ledger` writes the lines; docs/goodput.md describes them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+LEDGER_FILE = "ledger.jsonl"
+LATEST_BEAT_FILE = "ledger.now"
+"""The beat of the last step, overwritten at each step."""
+
+PARTS = (
+    *("starting", "loading", "compiling", "productive", "redone", "saving", "waiting_for_data", "leaving", "other"),
+    *("down", "idle"),
+)
+"""Every part: those of a start, and `down` and `idle` between two starts."""
+PARTS_OF_A_START = PARTS[:-2]
+CLEAN_ENDS = ("finished", "preempted")
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a run, as far as its lines go."""
+
+    id: str
+    began: float
+    """Unix seconds."""
+    last_beat: float
+    """Unix seconds of its last sign of life."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """By part, up to the last beat."""
+    loaded_step: int | None = None
+    """The step before the first one that it trained; None if it did not come so far."""
+    loaded_from: str = ""
+    """checkpoint, seed, initial or fresh."""
+    last_step: int = 0
+    """The last step that it trained."""
+    durable_step: int = 0
+    """The step from which the next start resumes."""
+    at_risk_seconds: float = 0.0
+    """Seconds since that step, at the last beat."""
+    end: str = ""
+    """finished, preempted or failed; empty if it was killed, or is running."""
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """The other fields of its first line: host, pid, world_size, topology, version."""
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """The steps that it trained: after the first number, up to the second one."""
+        return (self.loaded_step, self.last_step) if self.loaded_step is not None else (0, 0)
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether it finished or left for a signal."""
+        return self.end in CLEAN_ENDS
+
+
+@dataclass(frozen=True)
+class Accounts:
+    """All starts of a run, in their order, and the `saved` lines, which name the slowest rank of each save."""
+
+    starts: tuple[Start, ...] = ()
+    saves: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds by part, each of `PARTS`, over all starts."""
+        total = {part: sum(start.seconds.get(part, 0.0) for start in self.starts) for part in PARTS_OF_A_START}
+        total |= {"down": 0.0, "idle": 0.0}
+        for before, after in zip(self.starts, self.starts[1:], strict=False):
+            part = "idle" if before.end == "finished" else "down"
+            total[part] += max(0.0, after.began - before.last_beat)
+        return total
+
+    @property
+    def wall_seconds(self) -> float:
+        """Seconds from the first start to the last beat."""
+        return self.starts[-1].last_beat - self.starts[0].began if self.starts else 0.0
+
+    @property
+    def hours(self) -> float:
+        """Hours that the starts ran, all together."""
+        return sum(start.last_beat - start.began for start in self.starts) / 3600
+
+    @property
+    def goodput(self) -> float:
+        """The share of the time that went into productive steps, without the time after the run had finished."""
+        seconds = self.seconds
+        counted = sum(seconds.values()) - seconds["idle"]
+        return seconds["productive"] / counted if counted > 0 else 0.0
+
+    @property
+    def redone_steps(self) -> int:
+        """Steps that a start trained although an earlier one had trained them."""
+        before, redone = Steps(), 0
+        for start in self.starts:
+            redone += before.overlap(*start.steps)
+            before = before.and_also(*start.steps)
+        return redone
+
+    @property
+    def unclean_ends(self) -> int:
+        """Starts that trained and neither finished nor left for a signal; the last one, if it may run, is not in."""
+        return sum(
+            start.loaded_step is not None and not start.is_clean
+            for start in self.starts
+            if start.end or start is not self.starts[-1]
+        )
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Steps that were trained, as disjoint spans in their order; each is after its first number, up to its second."""
+
+    spans: tuple[tuple[int, int], ...] = ()
+
+    def __contains__(self, step: int) -> bool:
+        return any(low < step <= high for low, high in self.spans)
+
+    def overlap(self, low: int, high: int) -> int:
+        """Return how many of the steps after `low` up to `high` are in."""
+        return sum(max(0, min(high, other_high) - max(low, other_low)) for other_low, other_high in self.spans)
+
+    def and_also(self, low: int, high: int) -> Steps:
+        """Return these steps and those after `low` up to `high`."""
+        merged: list[tuple[int, int]] = []
+        for first, last in sorted((*self.spans, (low, high))) if high > low else self.spans:
+            if merged and first <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(merged[-1][1], last))
+            else:
+                merged.append((first, last))
+        return Steps(tuple(merged))
+
+
+def read_accounts(dump_folder: Path) -> Accounts:
+    """Return the accounts of the run in `dump_folder`; empty if it has no ledger. Raises OSError.
+
+    Lines that are torn or unknown are skipped. The run may be under way.
+    """
+    lines: list[bytes] = []
+    for name in (LEDGER_FILE, LATEST_BEAT_FILE):
+        try:
+            lines += (dump_folder / name).read_bytes().splitlines()
+        except FileNotFoundError:
+            continue
+    return accounts(_records(lines))
+
+
+def accounts(records: Iterable[Mapping[str, Any]]) -> Accounts:
+    """Return what `records` say. A beat that is older than the last one of its start changes nothing."""
+    starts: dict[str, dict[str, Any]] = {}
+    saves: list[Mapping[str, Any]] = []
+    for record in records:
+        kind, found = record["record"], starts.get(record["start"])
+        if kind == "start":
+            starts[record["start"]] = _begun(record)
+        elif found is None:
+            continue
+        elif kind == "saved":
+            saves.append(record)
+        else:
+            _add(found, record)
+    return Accounts(tuple(Start(**found) for found in starts.values()), tuple(saves))
+
+
+def _begun(record: Mapping[str, Any]) -> dict[str, Any]:
+    about = {key: value for key, value in record.items() if key not in ("record", "start", "time")}
+    return {"id": record["start"], "began": record["time"], "last_beat": record["time"], "about": about}
+
+
+def _add(found: dict[str, Any], record: Mapping[str, Any]) -> None:
+    """Add a loaded, beat or end line to what is known of its start."""
+    if record["time"] < found["last_beat"]:
+        return
+    if record["record"] == "loaded":
+        found |= {"loaded_step": record["step"], "loaded_from": str(record.get("from", ""))}
+        found |= {"last_step": record["step"], "durable_step": record["step"]}
+        return
+    if not isinstance(record.get("seconds"), dict):
+        return
+    seconds = {part: float(value) for part, value in record["seconds"].items() if part in PARTS_OF_A_START}
+    found |= {"last_beat": record["time"], "seconds": seconds, "last_step": record["step"]}
+    found["durable_step"] = record.get("durable_step", found.get("durable_step", 0))
+    found["at_risk_seconds"] = record.get("at_risk_seconds", 0.0)
+    if record["record"] == "end":
+        found["end"] = str(record.get("why", "failed"))
+
+
+def _records(lines: Iterable[bytes]) -> Iterable[dict[str, Any]]:
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and _is_whole(record):
+            yield record
+
+
+def _is_whole(record: Mapping[str, Any]) -> bool:
+    if not isinstance(record.get("record"), str) or not isinstance(record.get("start"), str):
+        return False
+    return isinstance(record.get("time"), int | float) and isinstance(record.get("step", 0), int)

@@ -1,0 +1,154 @@
+"""The ledger of a run: {dump_folder}/ledger.jsonl, which only grows, whatever checkpoint a start resumes from.
+
+A start writes a line when it begins, when it has loaded, for each save and when it ends, and a beat every
+few seconds, so that after a SIGKILL it is known how long the start lived. The beat of each step overwrites the file
+ledger.now, which the next start copies into the ledger: no step is lost, and the ledger does not grow with the steps.
+`accounts` reads both. A disk that refuses is one warning.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lite.log import logger
+from torchtitan_lite.metrics.accounts import LATEST_BEAT_FILE, LEDGER_FILE, Accounts, Start, read_accounts
+from torchtitan_lite.metrics.json_lines import JsonLines
+from torchtitan_lite.metrics.run_clock import RunClock
+
+_BEAT_BYTES = 1024
+"""Length of ledger.now: each beat overwrites all of the last one, in one write within a page."""
+
+
+class Ledger:
+    """Write what `clock` counts. One process writes into a `dump_folder`, the first rank's. **Any thread**."""
+
+    def __init__(self, dump_folder: Path, clock: RunClock, *, wall_clock: Callable[[], float] = time.time) -> None:
+        self._dump_folder, self._clock = dump_folder, clock
+        self._lines = JsonLines(dump_folder / LEDGER_FILE)
+        self._latest = _LatestBeat(dump_folder / LATEST_BEAT_FILE)
+        # Times of this start are its beginning plus what a monotonic clock counts: setting the clock changes no sum.
+        self._began = wall_clock() - clock.elapsed
+        self._lock = threading.Lock()
+        self.id = uuid.uuid4().hex[:8]
+        """The name of this start."""
+        self.before = Accounts()
+        """The accounts of the earlier starts, from `begin` on."""
+        self._loaded_step: int | None = None
+        self._step, self._durable_step, self._durable_at = 0, 0, 0.0
+
+    def begin(self, **about: Any) -> None:
+        """Read the accounts of earlier starts, and write the first line of this one, with `about`."""
+        try:
+            self.before = read_accounts(self._dump_folder)
+        except OSError as error:
+            logger.warning("Could not read %s: %s. Earlier starts are not counted", self._lines.path, error)
+        with self._lock:
+            if self.before.starts:
+                last = self.before.starts[-1]
+                self._step = self._durable_step = last.durable_step
+                if not last.end and (latest := self._latest.read()):
+                    self._lines.append(latest)
+            self._lines.append({"record": "start", "time": self._began, "start": self.id} | about)
+
+    def beat(self) -> None:
+        """Write that the start lives."""
+        with self._lock:
+            self._append("beat", self._step, self._figures())
+
+    def loaded(self, step: int, source: str, seconds: float) -> None:
+        """Note that training begins after `step`, with the state from `source`."""
+        with self._lock:
+            self._loaded_step = self._step = self._durable_step = step
+            self._durable_at = self._clock.elapsed
+            self._append("loaded", step, {"from": source, "seconds": seconds})
+
+    def step_done(self, step: int) -> None:
+        """Note that `step` is trained. One write; no line of the ledger."""
+        with self._lock:
+            self._step = step
+            self._latest.write(self._record("beat", step, self._figures()))
+
+    def saved(self, step: int, *, is_full: bool, began: float, **figures: Any) -> None:
+        """Note that `step` is durable; `began` is the clock's reading when its save began."""
+        with self._lock:
+            if is_full:
+                self._durable_step, self._durable_at = step, began
+            self._append("saved", step, figures)
+
+    def at_risk(self) -> tuple[int, float]:
+        """Return what would be lost if the job died now: steps, and seconds since the last one that is durable."""
+        if self._loaded_step is None:
+            return 0, 0.0
+        return max(0, self._step - self._durable_step), self._clock.elapsed - self._durable_at
+
+    def accounts(self) -> Accounts:
+        """Return the accounts of all starts up to now, without the saves."""
+        seconds = self._clock.seconds()
+        now = Start(
+            self.id,
+            began=self._began,
+            last_beat=self._began + sum(seconds.values()),
+            seconds=seconds,
+            loaded_step=self._loaded_step,
+            last_step=self._step,
+            durable_step=self._durable_step,
+            at_risk_seconds=self.at_risk()[1],
+        )
+        return Accounts((*self.before.starts, now))
+
+    def end(self, why: str, **figures: Any) -> None:
+        """Write the last line: the start `why` finished, was preempted or failed. A later line opens the file again."""
+        with self._lock:
+            self._append("end", self._step, {"why": why} | figures | self._figures())
+            self._lines.close()
+            self._latest.close()
+
+    def _figures(self) -> dict[str, Any]:
+        seconds = {part: round(value, 4) for part, value in self._clock.seconds().items()}
+        return {"seconds": seconds, "durable_step": self._durable_step, "at_risk_seconds": round(self.at_risk()[1], 3)}
+
+    def _append(self, kind: str, step: int, figures: Mapping[str, Any]) -> None:
+        self._lines.append(self._record(kind, step, figures))
+
+    def _record(self, kind: str, step: int, figures: Mapping[str, Any]) -> dict[str, Any]:
+        elapsed = sum(figures["seconds"].values()) if isinstance(figures.get("seconds"), dict) else self._clock.elapsed
+        return {"record": kind, "time": self._began + elapsed, "start": self.id, "step": step} | dict(figures)
+
+
+class _LatestBeat:
+    """One JSON line in a file of fixed length, overwritten in place. Raises nothing: the ledger's lines warn."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd: int | None = None
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Replace the line by `record`."""
+        with suppress(OSError):
+            if self._fd is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            os.pwrite(self._fd, json.dumps(record).encode().ljust(_BEAT_BYTES - 1) + b"\n", 0)
+
+    def read(self) -> dict[str, Any] | None:
+        """Return the record; None if there is none."""
+        try:
+            record = json.loads(self._path.read_bytes())
+        except (OSError, ValueError):
+            return None
+        return record if isinstance(record, dict) else None
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        if self._fd is not None:
+            fd, self._fd = self._fd, None
+            with suppress(OSError):
+                os.close(fd)
