@@ -44,6 +44,7 @@ LAYERS = {
     "metrics": 12,
     "parallelisms": 12,
     "dry_run": 12,
+    "report": 13,
     "trainer": 13,
     "cli": 14,
     "train": 14,
@@ -64,6 +65,7 @@ WITHOUT_TORCH = (
     "models.llama.config_file",
     *(f"metrics.{name}" for name in ("accounts", "ledger", "run_clock", "json_lines")),
     *("cli.verify", "cli.diff"),
+    *("report", "cli.report"),
     *(
         f"cli.{name}"
         for name in ("app", "exit_codes", "inspect_step", "key_cell", "ls", "memory", "screen", "target", "words")

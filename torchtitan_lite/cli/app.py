@@ -33,6 +33,7 @@ VERBS = {
     "inspect": "torchtitan_lite.cli.inspect_step:Inspect",
     "verify": "torchtitan_lite.cli.verify:Verify",
     "diff": "torchtitan_lite.cli.diff:Diff",
+    "report": "torchtitan_lite.cli.report:Report",
     "export": "torchtitan_lite.cli.export:Export",
     "import-weights": "torchtitan_lite.cli.import_weights:ImportWeights",
     "convert": "torchtitan_lite.cli.convert:Convert",

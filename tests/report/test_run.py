@@ -1,0 +1,226 @@
+"""What the report knows of a run: its starts, what became of its checkpoints, its time, its configuration."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.cli.folders import half_written
+from tests.report.histories import BEGUN, CONFIG, killed_and_resumed, metric, saved, write_lines
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.report.changes import differences, flat, shown
+from torchtitan_lite.report.curves import spans_of, stalls_by_line, time_ceiling
+from torchtitan_lite.report.run import read_run
+from torchtitan_lite.report.shards import shard_map
+from torchtitan_lite.report.time_parts import steps_per_line
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return killed_and_resumed(tmp_path_factory.mktemp("runs") / "resumed")
+
+
+def test_each_start_is_known_by_the_step_it_loaded_and_by_its_end(folder: Path) -> None:
+    starts = read_run(str(folder)).starts
+    assert [(start.loaded_step, start.last_step, start.end) for start in starts] == [
+        (0, 30, "killed"),
+        (30, 45, "preempted"),
+        (45, 60, "finished"),
+    ]
+    assert starts[1].signal == 15
+    assert starts[1].load_seconds == 0.5
+
+
+def test_a_fallback_to_an_older_checkpoint_is_one_start(tmp_path: Path) -> None:
+    events = saved(10, BEGUN) + saved(20, BEGUN + 5)
+    events += [
+        {"event": "load_started", "step": 20, "time": BEGUN + 50},
+        {"event": "load_failed", "step": 20, "time": BEGUN + 51, "finding": "cut"},
+        {"event": "load_started", "step": 10, "time": BEGUN + 52},
+        {"event": "loaded", "step": 10, "time": BEGUN + 53, "seconds": 1.0},
+    ]
+    write_lines(tmp_path / "events.jsonl", events)
+    assert [start.loaded_step for start in read_run(str(tmp_path)).starts] == [0, 10]
+
+
+def test_starts_of_a_ledger_count_those_that_left_no_event(tmp_path: Path) -> None:
+    write_lines(tmp_path / "events.jsonl", saved(10, BEGUN + 20))
+    begin = {"record": "start", "world_size": 4, "topology": "dp_shard 4"}
+    write_lines(
+        tmp_path / "ledger.jsonl",
+        [
+            begin | {"start": "a", "time": BEGUN},
+            {"record": "loaded", "start": "a", "time": BEGUN + 1, "step": 0, "from": "fresh"},
+            {"record": "beat", "start": "a", "time": BEGUN + 6, "step": 7, "seconds": {"starting": 1, "productive": 5}},
+            begin | {"start": "b", "time": BEGUN + 10},
+            {"record": "loaded", "start": "b", "time": BEGUN + 11, "step": 0, "from": "fresh"},
+            {
+                **{"record": "end", "start": "b", "time": BEGUN + 30, "step": 12, "why": "failed"},
+                "seconds": {"starting": 1, "redone": 7, "productive": 12},
+            },
+        ],
+    )
+    run = read_run(str(tmp_path))
+    assert [(start.last_step, start.end, start.topology) for start in run.starts] == [
+        (7, "killed", "dp_shard 4"),
+        (12, "failed", "dp_shard 4"),
+    ]
+    assert run.parts.seconds == {"productive": 17, "redone": 7, "starting": 2, "down": 4}
+    assert run.parts.has_ledger and run.parts.total == 30
+    assert [save.start for save in run.saves] == [2]
+
+
+def test_each_checkpoint_is_kept_purged_or_set_aside(folder: Path) -> None:
+    fates = [(save.step, save.fate.value) for save in read_run(str(folder)).saves]
+    assert fates == [
+        *[(10, "purged"), (20, "kept"), (30, "kept"), (40, "quarantined")],
+        *[(45, "kept"), (50, "kept"), (60, "kept")],
+    ]
+
+
+def test_a_step_saved_on_two_branches_has_a_fate_of_each(tmp_path: Path) -> None:
+    from tests.cli.folders import add_step
+
+    loads = [{"event": "loaded", "step": 10, "time": BEGUN + 50, "seconds": 1.0}]
+    first = {"event": "load_started", "step": 10, "time": BEGUN + 49}
+    events = saved(10, BEGUN) + saved(20, BEGUN + 5) + [first, *loads] + saved(20, BEGUN + 60)
+    write_lines(tmp_path / "events.jsonl", events)
+    for step, name, moment in ((10, "", 0), (20, "step-20.abandoned-ab12", 5), (20, "", 60)):
+        add_step(tmp_path / "checkpoint", step, name=name, created_at=BEGUN + moment)
+    saves = read_run(str(tmp_path)).saves
+    assert [(save.step, save.start, save.fate.value) for save in saves] == [
+        *[(10, 1, "kept"), (20, 1, "abandoned"), (20, 2, "kept")],
+    ]
+
+
+def test_a_cut_save_and_a_failed_one_are_known_from_events(tmp_path: Path) -> None:
+    from tests.cli.folders import add_step
+
+    events = [
+        {"event": "save_started", "step": 10, "time": BEGUN, "kind": "full"},
+        {"event": "save_failed", "step": 10, "time": BEGUN + 1, "reason": "disk full", "in_a_row": 1},
+        {"event": "save_started", "step": 20, "time": BEGUN + 5, "kind": "full"},
+        {"event": "load_started", "step": 5, "time": BEGUN + 50},
+        {"event": "loaded", "step": 5, "time": BEGUN + 51, "seconds": 1.0},
+        {"event": "save_started", "step": 20, "time": BEGUN + 60, "kind": "full"},
+    ]
+    write_lines(tmp_path / "events.jsonl", events)
+    half_written(add_step(tmp_path / "checkpoint", 20, name="step-20.staging"))
+    saves = read_run(str(tmp_path)).saves
+    assert [(save.fate.value, save.note) for save in saves] == [
+        ("failed", "disk full"),
+        ("cut off", ""),
+        ("under way", ""),
+    ]
+
+
+def test_a_torn_line_and_a_step_that_comes_again_are_no_second_point(tmp_path: Path) -> None:
+    write_lines(tmp_path / "metrics.jsonl", [metric(1), metric(2), metric(3), metric(2, loss=9.0)])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "loss_me')
+    logged = read_run(str(tmp_path)).logged
+    assert (list(logged.steps), logged.loss[-1]) == ([1, 2], 9.0)
+
+
+def test_a_loss_that_is_not_finite_is_a_gap(tmp_path: Path) -> None:
+    record = metric(2) | {"loss_metrics/global_avg_loss": None}
+    write_lines(tmp_path / "metrics.jsonl", [metric(1), record, metric(3)])
+    assert [math.isfinite(loss) for loss in read_run(str(tmp_path)).logged.loss] == [True, False, True]
+
+
+def test_without_a_ledger_the_time_is_what_metrics_and_events_say(folder: Path) -> None:
+    parts = read_run(str(folder)).parts
+    assert not parts.has_ledger
+    assert parts.seconds["productive"] == pytest.approx(60 * 0.25)
+    assert parts.seconds["saving"] == pytest.approx(6 * 0.05 + 0.125)
+    assert parts.seconds["loading"] == pytest.approx(1.0)
+    assert parts.total == pytest.approx(60 * 0.25 / 0.9)
+
+
+def test_a_logged_line_covers_the_steps_since_the_last_one_or_the_load() -> None:
+    assert steps_per_line([1, 10, 20, 30, 40], [0, 25]) == [1, 9, 10, 5, 10]
+
+
+def test_a_stall_is_in_the_step_that_is_logged_after_it(folder: Path) -> None:
+    run = read_run(str(folder))
+    stalled = {span.last: span.stall_seconds for span in spans_of(run) if span.stall_seconds}
+    assert stalled == pytest.approx({11: 0.05, 21: 0.05, 31: 0.05, 41: 0.125, 46: 0.05, 51: 0.05})
+    assert stalls_by_line([10, 20], [(20, 1.0)]) == {}, "the last save is in no logged step"
+    merged = spans_of(run, limit=6)
+    assert len(merged) == 6
+    assert sum(span.stall_seconds * (span.last - span.first) for span in merged) == pytest.approx(0.375)
+
+
+def test_one_step_that_is_far_longer_does_not_flatten_the_others(tmp_path: Path) -> None:
+    lines = [metric(step, seconds=60.0 if step == 1 else 0.25) for step in range(1, 101)]
+    write_lines(tmp_path / "metrics.jsonl", lines)
+    assert time_ceiling(spans_of(read_run(str(tmp_path)))) == pytest.approx(0.375)
+
+
+def test_what_changed_between_starts_is_known_from_the_checkpoints(folder: Path) -> None:
+    changes = read_run(str(folder)).changes
+    assert [(number, [str(change.key) for change in found]) for number, found in changes.items()] == [
+        (2, []),
+        (3, ["optimizer.lr"]),
+    ]
+    (change,) = changes[3]
+    assert (change.before, change.now, change.is_warned) == ("0.0008", "0.0004", True)
+
+
+def test_no_secret_of_a_configuration_is_shown() -> None:
+    config = {
+        "training": {
+            "dataset_path": "https://me:hunter2@host/data?X-Token=abc123&split=a",
+            "tokens_folder": "tokens",
+            "seq_len": 256,
+        },
+        "hub": {"token": "hf_123", "api_key": "k", "tokenizer_path": "bytes", "keep_best_metric": "loss"},
+    }
+    values = {key: shown(value) for key, value in flat(config).items()}
+    assert values == {
+        "training.dataset_path": "https://(hidden)@host/data?X-Token=(hidden)&split=a",
+        "training.tokens_folder": "tokens",
+        "training.seq_len": "256",
+        "hub.token": "(hidden)",
+        "hub.api_key": "(hidden)",
+        "hub.tokenizer_path": "bytes",
+        "hub.keep_best_metric": "loss",
+    }
+
+
+def test_every_key_of_a_real_configuration_is_shown() -> None:
+    from torchtitan_lite.config.job_config import JobConfig
+
+    config = JobConfig().to_dict()
+    hidden = [key for key, value in flat(config).items() if value == "(hidden)"]
+    assert hidden == []
+
+
+def test_a_key_that_one_side_lacks_is_no_change() -> None:
+    assert differences({"a.b": 1}, {"a.b": 1.5, "a.new": 2})[0].key == "a.b"
+    assert len(differences({"a.b": 1}, {"a.b": 1.5, "a.new": 2})) == 1
+
+
+def test_the_bytes_of_a_rank_are_those_of_its_files() -> None:
+    sizes = {"__0_0.distcp": 100, "__0_1.distcp": 20, "__1_0.distcp": 50, ".metadata": 7}
+    found = shard_map(3, sizes, {"__0_0.distcp": {"model": 60, "optimizer": 30}, "__1_0.distcp": {"model": 50}})
+    assert found is not None
+    assert found.totals == {0: 120, 1: 50}
+    assert found.ranks[0] == {"model": 60, "optimizer": 30, "other": 30}
+    assert shard_map(3, {".metadata": 7}, {}) is None
+
+
+def test_what_is_no_dump_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has none of metrics"):
+        read_run(str(tmp_path))
+    with pytest.raises(ConfigError, match="is not a folder"):
+        read_run(str(tmp_path / "absent"))
+
+
+def test_a_run_is_read_from_its_configuration_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    run = read_run(str(tmp_path))
+    assert (run.status, run.last_step, run.total_steps) == ("unknown", 0, 60)

@@ -1,0 +1,65 @@
+"""`report`: one HTML page about a run, or about two beside each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from torchtitan_lite.cli.exit_codes import ExitCode
+from torchtitan_lite.cli.screen import Screen
+from torchtitan_lite.cli.words import count, size
+from torchtitan_lite.disk import durable
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.report.page import render
+from torchtitan_lite.report.run import read_run
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write one HTML page about a run: loss, time, checkpoints, configuration.
+
+    With OTHER, a second run is beside it. The run may be under way; nothing of it
+    is changed. The page needs no network and has no script in it.
+    """
+
+    run_folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(name="dump_folder", metavar="DUMP_FOLDER")]
+    """The dump folder of the run."""
+    other: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[OTHER]")] = ""
+    """The dump folder of a second run."""
+    out: Annotated[str, tyro.conf.arg(metavar="FILE.html")] = "report.html"
+    """The file to write; a page that is there is replaced."""
+    json: bool = False
+    """Print JSON."""
+
+    def run(self, screen: Screen) -> ExitCode:
+        out = Path(self.out)
+        if out.suffix not in (".html", ".htm"):
+            raise ConfigError(f"--out {self.out}: expected a name that ends in .html")
+        if not out.absolute().parent.is_dir():
+            raise ConfigError(f"--out {self.out}: there is no folder {out.parent}")
+        runs = [read_run(folder) for folder in (self.run_folder, self.other) if folder]
+        page = render(runs).encode()
+        durable.write_atomically(out, page)
+        num_steps = sum(len(run.logged) for run in runs)
+        document = {
+            "out": str(out),
+            "bytes": len(page),
+            "runs": [
+                {"folder": str(run.folder), "status": run.status, "last_step": run.last_step, "starts": len(run.starts)}
+                for run in runs
+            ],
+        }
+
+        def shown() -> RenderableType:
+            from rich.text import Text
+
+            return Text(f"{out}: {size(len(page))}, {count(num_steps, 'logged step')}")
+
+        screen.show(document, shown)
+        return ExitCode.FINE

@@ -1,0 +1,94 @@
+"""What the configuration was, and what changed between two starts of a run. Pure.
+
+The configuration of the last start is in config.json; that of an earlier one is in the manifests of the checkpoints
+that it saved, as long as one of them is there. Nothing of the environment is in either; what a key itself may hold, a
+password in a URL for one, is not shown.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan_lite.checkpoint.examining.inventory import Entry
+from torchtitan_lite.config.drift import Rule, rule_of
+from torchtitan_lite.report.starts import Start
+
+HIDDEN = "(hidden)"
+_SECRET_KEY = re.compile(
+    r"passw|secret|credential|private_key|api_?key|access_?key|auth|_token$|[.](token|key)$", re.IGNORECASE
+)
+_LOGIN_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
+_SECRET_IN_QUERY = re.compile(
+    r"([?&][^=&\s]*(?:token|signature|credential|secret|key|sig)[^=&\s]*=)[^&\s]+", re.IGNORECASE
+)
+
+Config = Mapping[str, Any]
+"""Values by section.key."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One key with another value than at the start before."""
+
+    key: str
+    before: str
+    now: str
+    is_warned: bool
+    """Whether a resume warns of it: the run is then another than without the change."""
+
+
+def flat(config: object) -> dict[str, Any]:
+    """Return the values of a configuration by `section.key`, the secrets hidden; none for what is no configuration."""
+    if not isinstance(config, dict):
+        return {}
+    values: dict[str, Any] = {}
+    for section, keys in config.items():
+        for key, value in keys.items() if isinstance(keys, dict) else [("", keys)]:
+            name = f"{section}.{key}" if key else str(section)
+            values[name] = HIDDEN if _SECRET_KEY.search(name) and value else value
+    return values
+
+
+def shown(value: Any) -> str:
+    """Return `value` as the page shows it."""
+    if isinstance(value, list | tuple):
+        value = ", ".join(map(str, value))
+    text = "true" if value is True else "false" if value is False else "" if value is None else str(value)
+    return without_secrets(text) or "(none)"
+
+
+def without_secrets(text: str) -> str:
+    """Return `text` without the login and the signature of a URL in it."""
+    return _SECRET_IN_QUERY.sub(rf"\1{HIDDEN}", _LOGIN_IN_URL.sub(f"{HIDDEN}@", text))
+
+
+def configs_of(starts: Sequence[Start], entries: Iterable[Entry], last: Config) -> dict[int, Config]:
+    """Return the configuration of each start that is known, by its number; `last` is that of the last one."""
+    found: dict[int, Config] = {}
+    for entry in sorted(entries, key=lambda entry: entry.created_at):
+        begun = [start for start in starts if start.began <= entry.created_at]
+        if begun and entry.config:
+            found[begun[-1].number] = flat(entry.config)
+    if starts and last:
+        found[starts[-1].number] = last
+    return found
+
+
+def changes_by_start(configs: Mapping[int, Config]) -> dict[int, list[Change]]:
+    """Return what changed at each start whose configuration is known, against the one known before it."""
+    numbers = sorted(configs)
+    pairs = itertools.pairwise(numbers)
+    return {now: differences(configs[before], configs[now]) for before, now in pairs}
+
+
+def differences(before: Config, now: Config) -> list[Change]:
+    """Return the keys whose values differ, in the order of `now`; a key that one of them lacks is not compared."""
+    return [
+        Change(key, shown(before[key]), shown(value), rule_of(key) in (Rule.WARNED, Rule.REFUSED))
+        for key, value in now.items()
+        if key in before and shown(before[key]) != shown(value)
+    ]

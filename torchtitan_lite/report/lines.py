@@ -1,0 +1,96 @@
+"""The JSON Lines files of a run, read as a stream.
+
+A line that is no JSON object, such as the torn last one of a run under way, is skipped. Of metrics.jsonl only the
+columns that the report draws are kept, so a million steps fit in 50 MB of memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+LOSS = "loss_metrics/global_avg_loss"
+STEP_SECONDS = "time_metrics/end_to_end(s)"
+PARTS = tuple(f"time_metrics/{part}(s)" for part in ("data_loading", "forward", "backward", "optimizer"))
+TOKENS_PER_SECOND = "throughput(tps)"
+GOODPUT = "goodput(%)"
+
+
+@dataclass
+class Logged:
+    """The logged steps of a run, each once, by ascending step; NaN where a line has no finite number."""
+
+    steps: array[int] = field(default_factory=lambda: array("q"))
+    loss: array[float] = field(default_factory=lambda: array("d"))
+    seconds: array[float] = field(default_factory=lambda: array("d"))
+    """Of one step, from log line to log line, saves included: the mean since the step logged before."""
+    training_seconds: array[float] = field(default_factory=lambda: array("d"))
+    """Of one step, in the parts that the trainer times."""
+    last: dict[str, Any] = field(default_factory=dict)
+    """The last line as it is in the file."""
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Add the line `record`. A step that comes again replaces itself and what followed it."""
+        step = record.get("step")
+        if not isinstance(step, int) or isinstance(step, bool):
+            return
+        while self.steps and self.steps[-1] >= step:
+            for column in (self.steps, self.loss, self.seconds, self.training_seconds):
+                column.pop()
+        self.steps.append(step)
+        self.loss.append(number(record.get(LOSS)))
+        self.seconds.append(number(record.get(STEP_SECONDS)))
+        self.training_seconds.append(sum(number(record[part]) for part in PARTS if part in record))
+        self.last = record
+
+
+def read_logged(path: Path) -> Logged:
+    """Return the columns of the metrics.jsonl at `path`; none without a file. Raises OSError."""
+    logged = Logged()
+    for record in read_records(path):
+        logged.add(record)
+    return logged
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects in the file at `path`, line by line; none without a file. Raises OSError."""
+    try:
+        with path.open("rb") as lines:
+            yield from objects_in(lines)
+    except FileNotFoundError:
+        return
+
+
+def objects_in(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects among `lines`."""
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict):
+            yield record
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Return the events in the file at `path`: objects with a name, a step and a time; none without a file."""
+    return [
+        record
+        for record in read_records(path)
+        if isinstance(record.get("event"), str)
+        and isinstance(record.get("step"), int)
+        and math.isfinite(number(record.get("time")))
+    ]
+
+
+def number(value: Any) -> float:
+    """Return `value` as a number; NaN for anything that is not one."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan

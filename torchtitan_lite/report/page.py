@@ -1,0 +1,175 @@
+"""The page: what the template needs of one or two runs, and the HTML that it makes of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+from torchtitan_lite import __version__
+from torchtitan_lite.errors import ExtraMissing
+from torchtitan_lite.report import curves, marks
+from torchtitan_lite.report.changes import differences, shown
+from torchtitan_lite.report.lines import GOODPUT, TOKENS_PER_SECOND, number
+from torchtitan_lite.report.run import Run
+from torchtitan_lite.report.saves import Save
+from torchtitan_lite.report.scales import (
+    moment_text,
+    number_text,
+    rate_text,
+    seconds_text,
+    share_text,
+    size_text,
+)
+from torchtitan_lite.report.time_parts import LABELS
+
+MAX_TABLE_ROWS = 200
+MAX_START_ROWS = 100
+
+
+def render(runs: Sequence[Run]) -> str:
+    """Return the page of one run, or of two beside each other. Raises ExtraMissing without jinja2."""
+    try:
+        import jinja2
+    except ImportError:
+        raise ExtraMissing("report", "jinja2") from None
+
+    files = resources.files("torchtitan_lite.report")
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(lambda name: (files / name).read_text(encoding="utf-8")),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters |= {
+        "seconds": seconds_text,
+        "bytes": size_text,
+        "rate": rate_text,
+        "moment": moment_text,
+        "share": share_text,
+        "shown": shown,
+    }
+    return environment.get_template("page.html").render(page(runs))
+
+
+def page(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return the values of the template."""
+    x = curves.step_scale(runs)
+    spans = [curves.spans_of(run) for run in runs]
+    ceiling = max((curves.time_ceiling(found) for found in spans if found), default=1.0)
+    best = max((run.best_rate for run in runs if math.isfinite(run.best_rate)), default=math.nan)
+    first, second = runs[0], runs[1] if len(runs) > 1 else None
+    return {
+        "title": " and ".join(run.name for run in runs),
+        "runs": [_run(index, run, x, ceiling, best) for index, run in enumerate(runs)],
+        "loss": curves.loss_figure(runs),
+        "differences": differences(first.config, second.config) if second is not None else None,
+        "fate_sample": marks.fate_sample,
+        "labels": LABELS,
+        "version": __version__,
+        "read_at": max(run.read_at for run in runs),
+    }
+
+
+def _run(index: int, run: Run, x: Any, ceiling: float, best: float) -> dict[str, Any]:
+    changed = {number for number, changes in run.changes.items() if changes}
+    return {
+        "index": index,
+        "run": run,
+        "about": _about(run),
+        "status": _status(run),
+        "tiles": _tiles(run),
+        "time": marks.time_figure(run.parts),
+        "step_time": curves.step_time_figure(run, x, ceiling),
+        "timeline": marks.timeline_figure(run, x),
+        "fates": marks.fate_counts(run.saves),
+        "rates": marks.rate_figure(run, best),
+        "shards": marks.shard_figure(run.shards) if run.shards is not None else None,
+        "starts": run.starts[-MAX_START_ROWS:],
+        "saves": [_save(save) for save in run.saves[-MAX_TABLE_ROWS:]],
+        "changed": [start for start in run.starts if start.number in changed],
+        "sections": _sections(run),
+    }
+
+
+STATUS = {
+    "finished": "Finished",
+    "preempted": "Left after a signal",
+    "failed": "Failed",
+    "killed": "Killed or failed",
+    "running": "Running",
+    "unknown": "No sign of its end",
+}
+
+
+def _status(run: Run) -> tuple[str, str]:
+    return run.status, STATUS[run.status]
+
+
+def _about(run: Run) -> list[str]:
+    """Return a few words about the model and its ranks."""
+    config = run.config
+    words = [shown(config["job.description"])] if config.get("job.description") else []
+    if config.get("model.name"):
+        words.append(f"{config['model.name']} {config.get('model.flavor') or ''}".strip())
+    if run.shards is not None:
+        num = len(run.shards.ranks)
+        words.append(f"{num:,} rank{'' if num == 1 else 's'}")
+    topology = next((start.topology for start in reversed(run.starts) if start.topology), "")
+    if topology:
+        words.append(topology)
+    if run.starts:
+        words.append(f"{moment_text(run.starts[0].began)} to {moment_text(run.starts[-1].last_sign)} UTC")
+    return words
+
+
+def _tiles(run: Run) -> list[dict[str, Any]]:
+    """Return the figures at the top: a label, the text, the value in full, and a line below."""
+    logged, starts, committed = run.logged, run.starts, run.committed
+    last_logged = logged.steps[-1] if len(logged) else None
+    of_all = f"of {run.total_steps:,}" if run.total_steps else ""
+    tiles = [_tile("Step", f"{run.last_step:,}", run.last_step, of_all)]
+    if last_logged is not None:
+        loss = curves.last_loss(run)
+        tiles.append(_tile("Loss", curves.loss_text(run), loss, f"at step {last_logged:,}"))
+    if math.isfinite(run.parts.goodput):
+        note = f"of {seconds_text(run.parts.total)}"
+        tiles.append(_tile("Goodput", share_text(run.parts.goodput), run.parts.goodput, note))
+    elif math.isfinite(goodput := number(logged.last.get(GOODPUT))):
+        tiles.append(_tile("Goodput", share_text(goodput / 100), goodput / 100, ""))
+    if math.isfinite(speed := number(logged.last.get(TOKENS_PER_SECOND))):
+        tiles.append(_tile("Tokens a second", number_text(speed), speed, "each rank"))
+    if committed:
+        blocked = sum(save.stall_seconds or 0.0 for save in committed)
+        tiles.append(_tile("Blocked by saves", seconds_text(blocked), blocked, f"in {len(committed):,} saves"))
+    if starts:
+        ended = sum(start.end in ("killed", "failed") for start in starts)
+        note = f"{ended} killed or failed" if ended else "none killed"
+        tiles.append(_tile("Starts", f"{len(starts):,}", len(starts), note))
+    if run.saves:
+        kept = sum(save.fate.value == "kept" for save in run.saves)
+        tiles.append(_tile("Checkpoints", f"{kept:,}", kept, f"{size_text(run.kept_bytes)} on disk"))
+    return tiles
+
+
+def _tile(label: str, text: str, value: float, note: str) -> dict[str, Any]:
+    return {"label": label, "text": text, "value": value, "note": note, "key": label.lower().replace(" ", "-")}
+
+
+def _save(save: Save) -> dict[str, Any]:
+    return {
+        "save": save,
+        "class": marks.fate_class(save.fate),
+        "kind": {"full": "full", "weights_only": "weights"}.get(save.kind, save.kind),
+    }
+
+
+def _sections(run: Run) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Return the configuration as the page lists it: by section."""
+    sections: dict[str, list[tuple[str, str]]] = {}
+    for name, value in run.config.items():
+        section, _, key = name.partition(".")
+        sections.setdefault(section, []).append((key or section, shown(value)))
+    return list(sections.items())

@@ -1,0 +1,145 @@
+"""Everything that is known of a run, read from its dump folder. Nothing there is changed."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lite.checkpoint.examining.inventory import USABLE, Entry, inventory
+from torchtitan_lite.disk.plain_file import read_plain
+from torchtitan_lite.errors import CheckpointUnsafe, ConfigError
+from torchtitan_lite.metrics.accounts import read_accounts
+from torchtitan_lite.report.changes import Change, changes_by_start, configs_of, flat
+from torchtitan_lite.report.lines import Logged, number, read_events, read_logged
+from torchtitan_lite.report.saves import Fate, Save, saves_of
+from torchtitan_lite.report.shards import ShardMap, read_shards
+from torchtitan_lite.report.starts import CUT, FAILED, FINISHED, PREEMPTED, UNKNOWN, Start, starts_of
+from torchtitan_lite.report.time_parts import TimeParts, steps_per_line, time_parts
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.holder import Holder
+
+METRICS, EVENTS, CONFIG = "metrics.jsonl", "events.jsonl", "config.json"
+RUNNING = "running"
+_LOCK_BYTES = 1 << 16
+_SILENT_SECONDS = 120.0
+"""A job of another machine whose lock has not changed for so long does not count as running."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, as its files show it at `read_at`."""
+
+    folder: Path
+    name: str
+    logged: Logged
+    starts: tuple[Start, ...]
+    saves: tuple[Save, ...]
+    parts: TimeParts
+    shards: ShardMap | None
+    config: Mapping[str, Any]
+    """The last known one, by section.key."""
+    changes: Mapping[int, list[Change]]
+    """By the number of the start that made them."""
+    status: str
+    """running, finished, preempted, failed, killed or unknown."""
+    read_at: float
+
+    @property
+    def steps_per_line(self) -> list[int]:
+        return steps_per_line(self.logged.steps, [start.loaded_step for start in self.starts])
+
+    @property
+    def last_step(self) -> int:
+        """The last step that the run is known to have reached."""
+        logged = self.logged.steps[-1] if len(self.logged) else 0
+        return max([logged, *(start.last_step for start in self.starts[-1:])])
+
+    @property
+    def total_steps(self) -> int | None:
+        """The steps that the configuration asks for."""
+        steps = self.config.get("training.steps")
+        return steps if isinstance(steps, int) else None
+
+    @property
+    def committed(self) -> list[Save]:
+        """The saves that were committed and whose cost is known."""
+        return [save for save in self.saves if save.seconds is not None]
+
+    @property
+    def best_rate(self) -> float:
+        """The highest bandwidth of any save, in bytes a second; NaN without one."""
+        return max((save.bytes_per_second for save in self.saves if save.bytes_per_second), default=math.nan)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the checkpoints that can be loaded now."""
+        return sum(save.nbytes or 0 for save in self.saves if save.fate is Fate.KEPT)
+
+
+def read_run(spelling: str, *, now: float | None = None) -> Run:
+    """Return the run in the dump folder `spelling`. Raises ConfigError if there is no run in it, and OSError."""
+    folder, now = Path(spelling), time.time() if now is None else now
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder: expected the dump folder of a run, --job.dump_folder")
+    config = _config(folder / CONFIG)
+    root = folder / str(config.get("checkpoint.folder") or "checkpoint")
+    entries = inventory(root) if root.is_dir() else []
+    logged, events = read_logged(folder / METRICS), read_events(folder / EVENTS)
+    if not (len(logged) or events or config or entries):
+        raise ConfigError(
+            f"{folder} is not the dump folder of a run: it has none of {METRICS}, {EVENTS}, {CONFIG} and checkpoints"
+        )
+    ledger = read_accounts(folder)
+    starts = starts_of(events, ledger, logged.steps[-1] if len(logged) else 0)
+    saves = saves_of(starts, entries, ledger.saves)
+    known = configs_of(starts, entries, config)
+    return Run(
+        folder=folder,
+        name=folder.absolute().name,
+        logged=logged,
+        starts=tuple(starts),
+        saves=tuple(saves),
+        parts=time_parts(ledger, logged, starts, saves),
+        shards=_shards(root, entries),
+        config=config or (known[max(known)] if known else {}),
+        changes=changes_by_start(known),
+        status=_status(starts, root, now),
+        read_at=now,
+    )
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        return flat(json.loads(path.read_bytes()))
+    except (FileNotFoundError, ValueError, RecursionError):
+        return {}
+
+
+def _shards(root: Path, entries: list[Entry]) -> ShardMap | None:
+    """Return the shard map of the latest full checkpoint, else of the latest one; None without any."""
+    usable = [entry for entry in entries if entry.state in USABLE]
+    full = [entry for entry in usable if entry.kind is not None and entry.kind.value == "full"]
+    for entry in reversed(full or usable):
+        if (found := read_shards(root / entry.name, entry.step or 0)) is not None:
+            return found
+    return None
+
+
+def _status(starts: list[Start], root: Path, now: float) -> str:
+    """Return how the run is doing: as its last start ended, or if it did not say, as its lock shows it."""
+    end = starts[-1].end if starts else UNKNOWN
+    if end in (FINISHED, PREEMPTED, FAILED):
+        return end
+    try:
+        lock = read_plain(root / layout.LOCK, _LOCK_BYTES)
+    except (OSError, CheckpointUnsafe):
+        return UNKNOWN if end == UNKNOWN else CUT
+    holder = Holder.parse(lock)
+    if holder is None:
+        return UNKNOWN
+    return CUT if holder.has_ended() or now - number(json.loads(lock).get("at")) > _SILENT_SECONDS else RUNNING

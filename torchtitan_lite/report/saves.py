@@ -1,0 +1,162 @@
+"""The checkpoints of a run: what each save cost, and what became of it. Pure.
+
+Events say what was saved and purged, the folder of checkpoints says what is there now. A checkpoint in the folder
+belongs to the save of its step whose commit is nearest to the time in its manifest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan_lite.checkpoint.examining.inventory import Entry, State
+from torchtitan_lite.report.lines import number
+from torchtitan_lite.report.starts import Start
+
+
+class Fate(enum.Enum):
+    """What became of a checkpoint; the value is the word in the page."""
+
+    KEPT = "kept"
+    PURGED = "purged"
+    QUARANTINED = "quarantined"
+    ABANDONED = "abandoned"
+    SET_ASIDE = "set aside"
+    DAMAGED = "damaged"
+    FAILED = "failed"
+    CUT = "cut off"
+    UNDER_WAY = "under way"
+    GONE = "not there any more"
+
+
+_FATE_OF_STATE = {
+    State.COMMITTED: Fate.KEPT,
+    State.FOREIGN: Fate.KEPT,
+    State.DAMAGED: Fate.DAMAGED,
+    State.UNREADABLE: Fate.DAMAGED,
+    State.NEWER_FORMAT: Fate.DAMAGED,
+    State.QUARANTINED: Fate.QUARANTINED,
+    State.ABANDONED: Fate.ABANDONED,
+    State.SET_ASIDE: Fate.SET_ASIDE,
+    State.BEING_REPLACED: Fate.SET_ASIDE,
+    State.BEING_REMOVED: Fate.PURGED,
+}
+
+
+@dataclass(frozen=True)
+class Save:
+    """One save, or a checkpoint that the events do not know."""
+
+    step: int
+    time: float
+    """Unix seconds of its commit; of its start where it was not committed."""
+    start: int
+    """The number of the start that saved it; 0 if unknown."""
+    fate: Fate = Fate.GONE
+    kind: str = "full"
+    nbytes: int | None = None
+    seconds: float | None = None
+    """From the start of the save to its commit, on rank 0."""
+    stall_seconds: float | None = None
+    """That it blocked training."""
+    slowest: str = ""
+    """The slowest rank, if the ledger names it."""
+    note: str = ""
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        return self.nbytes / self.seconds if self.nbytes and self.seconds else None
+
+
+def saves_of(starts: Sequence[Start], entries: Sequence[Entry], ledger: Sequence[Mapping[str, Any]] = ()) -> list[Save]:
+    """Return the saves of all `starts` in their order, then the `entries` in the folder that none of them made."""
+    saves = [save for start in starts for save in _of_start(start, is_last=start is starts[-1])]
+    removed = _removals(starts)
+    found, unknown = _matched(saves, entries)
+    slowest = {(record.get("step"), round(number(record.get("seconds")), 6)): _slowest(record) for record in ledger}
+    result = []
+    for index, save in enumerate(saves):
+        changes: dict[str, Any] = {}
+        if index in found:
+            entry = found[index]
+            changes = {"fate": _FATE_OF_STATE.get(entry.state, save.fate), "note": entry.finding}
+        elif save.fate is Fate.GONE:
+            changes = {"fate": _removal(save, saves[index + 1 :], removed)}
+        changes["slowest"] = slowest.get((save.step, round(save.seconds or 0.0, 6)), "")
+        result.append(dataclasses.replace(save, **changes))
+    return [*result, *(_of_entry(entry) for entry in unknown)]
+
+
+def _of_start(start: Start, *, is_last: bool) -> list[Save]:
+    """Return the saves that `start` began; Fate.GONE stands for committed, until the folder was looked at."""
+    saves: dict[int, Save] = {}
+    may_go_on = is_last and start.end == "unknown"
+    for event in start.events:
+        step, time = event["step"], event["time"]
+        if event["event"] == "save_started":
+            fate = Fate.UNDER_WAY if may_go_on else Fate.CUT
+            saves[step] = Save(step, time, start.number, fate, str(event.get("kind", "full")))
+        elif event["event"] == "save_failed" and step in saves:
+            saves[step] = dataclasses.replace(saves[step], fate=Fate.FAILED, note=str(event.get("reason", "")))
+        elif event["event"] == "committed":
+            saves[step] = Save(
+                step,
+                time,
+                start.number,
+                Fate.GONE,
+                str(event.get("kind", "full")),
+                event.get("bytes"),
+                event.get("seconds"),
+                event.get("stall_seconds"),
+            )
+    return list(saves.values())
+
+
+def _matched(saves: Sequence[Save], entries: Sequence[Entry]) -> tuple[dict[int, Entry], list[Entry]]:
+    """Return the entry of each save that is still in the folder, by its index, and the entries of no save."""
+    by_step: dict[int, list[int]] = {}
+    for index, save in enumerate(saves):
+        by_step.setdefault(save.step, []).append(index)
+    found: dict[int, Entry] = {}
+    unknown = []
+    for entry in entries:
+        if entry.state is State.HALF_WRITTEN:
+            continue  # The save that wrote it is known as cut off or under way.
+        free = [index for index in by_step.get(entry.step or 0, []) if index not in found]
+        free = [index for index in free if saves[index].fate is not Fate.FAILED]
+        if free:
+            found[min(free, key=lambda index: abs(saves[index].time - entry.created_at))] = entry
+        else:
+            unknown.append(entry)
+    return found, unknown
+
+
+def _removals(starts: Sequence[Start]) -> dict[int, list[tuple[float, Fate]]]:
+    """Return when a checkpoint of each step was purged or quarantined."""
+    removed: dict[int, list[tuple[float, Fate]]] = {}
+    for start in starts:
+        for event in start.events:
+            if event["event"] in ("purged", "quarantined"):
+                removed.setdefault(event["step"], []).append((event["time"], Fate(event["event"])))
+    return removed
+
+
+def _removal(save: Save, later: Sequence[Save], removed: Mapping[int, Sequence[tuple[float, Fate]]]) -> Fate:
+    """Return what removed `save` before the next save of its step."""
+    until = min((other.time for other in later if other.step == save.step), default=float("inf"))
+    fates = [fate for time, fate in removed.get(save.step, ()) if save.time <= time <= until]
+    return fates[-1] if fates else Fate.GONE
+
+
+def _slowest(record: Mapping[str, Any]) -> str:
+    rank, seconds = record.get("slowest_rank"), record.get("slowest_seconds")
+    return f"rank {rank}, {seconds:.3f} s" if isinstance(rank, int) and isinstance(seconds, float) else ""
+
+
+def _of_entry(entry: Entry) -> Save:
+    fate = _FATE_OF_STATE.get(entry.state, Fate.CUT)
+    kind = entry.kind.value if entry.kind is not None else ""
+    return Save(entry.step or 0, entry.created_at, 0, fate, kind, entry.nbytes, note=entry.finding)
