@@ -23,6 +23,7 @@ from torchtitan_lite.metrics.goodput import Goodput
 from torchtitan_lite.metrics.logger import EventLog, MetricsLogger
 from torchtitan_lite.metrics.memory import build_memory_monitor
 from torchtitan_lite.metrics.past_starts import past_starts
+from torchtitan_lite.metrics.progress_bar import build_progress_bar
 from torchtitan_lite.metrics.report import epoch_tags, peak_flops, step_line, throughput_tags, time_tags
 from torchtitan_lite.metrics.step_timer import StepTimer
 
@@ -42,6 +43,7 @@ class RunMetrics:
         self._files = MetricsLogger(dump_folder, config.metrics, rank=world.rank, writes=writes)
         self._events = EventLog(dump_folder / EVENTS_FILE if world.rank == 0 and writes else None)
         self._memory = build_memory_monitor(world.device)
+        self._bar = build_progress_bar(config, world.rank)
         self.goodput = Goodput()
         """Totals of the run's time."""
         self._lock = threading.Lock()
@@ -52,6 +54,7 @@ class RunMetrics:
     def start(self, loaded_step: int) -> None:
         """Drop the history on file after `loaded_step`. Call it directly before the loop."""
         self._files.start(loaded_step)
+        self._bar.start(loaded_step)
         self._since = time.perf_counter()
 
     def on_event(self, event: str, step: int, /, **figures: Any) -> None:
@@ -59,6 +62,7 @@ class RunMetrics:
         self._events(event, step, **figures)
         with self._lock:
             self._event_tags |= checkpoint_tags(event, figures)
+        self._bar.on_event(event, step)
 
     def past(self) -> Past:
         """Return the hours and the unclean ends of earlier starts, as far as events.jsonl shows them."""
@@ -68,6 +72,7 @@ class RunMetrics:
         """Count one more step, of `num_tokens` on this rank."""
         self._tokens += num_tokens
         self._steps += 1
+        self._bar.step_done()
 
     def log(
         self,
@@ -97,6 +102,7 @@ class RunMetrics:
             "goodput(%)": self.goodput.percent(),
             **epoch_tags(*progress),
         }
+        self._bar.logged(global_avg_loss, speed["throughput(tps)"])
         self._files.log(step, tags | speed | time_tags(seconds / max(1, self._steps), parts) | memory | event_tags)
         logger.info(
             step_line(
@@ -115,7 +121,8 @@ class RunMetrics:
         self._since = time.perf_counter()
 
     def close(self) -> None:
-        """Close all files. Idempotent."""
+        """Close all files, and remove the progress bar. Idempotent."""
+        self._bar.close()
         self._files.close()
         self._events.close()
 

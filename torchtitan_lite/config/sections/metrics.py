@@ -24,6 +24,9 @@ class Metrics:
     rank_0_only: bool = True
     """Write TensorBoard files from rank 0 only; if off, each rank writes into a folder of its own."""
 
+    enable_progress_bar: bool = True
+    """Show a progress bar below the log lines, while stderr is a terminal; in a pipe or a file there is none."""
+
     def __post_init__(self) -> None:
         check_types(self, "metrics")
         at_least("metrics.log_freq", self.log_freq, 1)
