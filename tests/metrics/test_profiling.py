@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.e2e import jobs
 from torchtitan_lite.config.job_config import Profiling
+from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.metrics.profiling import Profiler
 
 
@@ -51,6 +53,25 @@ def test_a_frequency_of_one_traces_every_step(tmp_path: Path) -> None:
     assert all("aten::mm" in path.read_text() for path in paths)
 
 
+@pytest.mark.parametrize(("active", "warmup"), [(1, 0), (2, 1), (3, 3), (5, 3)])
+def test_a_trace_has_as_many_steps_as_the_config_says_and_they_are_the_last_ones(
+    tmp_path: Path, active: int, warmup: int
+) -> None:
+    config = Profiling(enable_profiling=True, profile_freq=5, profiler_active=active, profiler_warmup=warmup)
+    with Profiler(tmp_path, config, rank=0) as profiler:
+        for size in range(1, 6):
+            torch.mm(torch.ones(size, size), torch.ones(size, size))
+            profiler.step()
+    trace = json.loads((tmp_path / "profile_traces/iteration_5/rank0_trace.json").read_text())
+    sizes = [event["args"]["Input Dims"][0] for event in trace["traceEvents"] if event["name"] == "aten::mm"]
+    assert sorted(sizes) == [[size, size] for size in range(6 - active, 6)]
+
+
+def test_a_trace_of_more_steps_than_lie_between_two_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"profiling\.profiler_active: expected at most .* 5 steps, found 6"):
+        Profiling(profile_freq=5, profiler_active=6)
+
+
 def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
     (tmp_path / "profile_traces").write_text("a file in the place of the folder")
     run_steps(tmp_path, Profiling(enable_profiling=True, profile_freq=2), 5)
@@ -80,3 +101,18 @@ def test_a_memory_snapshot_is_written_at_the_frequency_and_when_memory_runs_out(
         "memory_snapshot/iteration_2/rank0_memory_snapshot.pickle",
         "memory_snapshot/iteration_3_exit/rank0_memory_snapshot.pickle",
     ]
+
+
+@pytest.mark.slow  # a job of its own
+def test_a_trace_of_training_shows_the_parts_of_a_step(tmp_path: Path) -> None:
+    arguments = ["--training.steps=4", "--profiling.enable_profiling", "--profiling.profile_freq=2"]
+    jobs.run(tmp_path / "job", *arguments, "--profiling.enable_memory_snapshot")
+    traces = sorted((tmp_path / "job" / "profile_traces").glob("iteration_*/rank0_trace.json"))
+    assert [path.parent.name for path in traces] == ["iteration_2", "iteration_4"]
+    for path in traces:
+        names = {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
+        assert any("scaled_dot_product" in name for name in names), "forward"
+        assert any(name.startswith("autograd::engine::evaluate_function") for name in names), "backward"
+        assert any("Optimizer.step" in name for name in names)
+    if not torch.cuda.is_available():
+        assert "enable_memory_snapshot has no effect" in (tmp_path / "job.log").read_text()

@@ -134,7 +134,6 @@ _FEATURES: Mapping[str, Mapping[str, object]] = {
     "Weights & Biases": {"metrics.enable_wandb": False},
     "coloured output": _options("metrics", "enable_color_printing disable_color_printing"),
     "a choice of whether checkpoints restore the logs": {"metrics.disable_logging_from_checkpoint": False},
-    "a choice of the profiler's schedule": {"profiling.profiler_active": 1, "profiling.profiler_warmup": 3},
     "a choice of communication mode and traces": {
         "comm.mode": "default",
         "comm.save_traces_folder": "comm_traces",

@@ -1,6 +1,7 @@
 """Traces of the time of a step, and snapshots of the memory.
 
-Every `profile_freq` steps, counted by the run's step number, the profiler writes a trace of the last step to
+Every `profile_freq` steps, counted by the run's step number, the profiler writes a trace of the last
+`profiler_active` steps to
 {dump_folder}/profile_traces/iteration_N/rankR_trace.json, and a snapshot of the CUDA allocator to memory_snapshot/.
 With both off, `step` does nothing.
 """
@@ -16,9 +17,6 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from torchtitan_lite.config.job_config import Profiling
 from torchtitan_lite.log import logger
-
-WARMUP_STEPS = 3
-"""Steps that the profiler runs without recording before the recorded one, so that its start-up is not in the trace."""
 
 MAX_MEMORY_EVENTS = 100_000
 """Allocations and frees that a memory snapshot keeps."""
@@ -73,7 +71,7 @@ class Profiler:
         cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
         self._trace = profile(
             activities=[ProfilerActivity.CPU, *cuda],
-            schedule=lambda num_done: _action(num_left - num_done),
+            schedule=lambda num_done: _action(num_left - num_done, self._config),
             on_trace_ready=self._write_trace,
             record_shapes=True,
         )
@@ -116,8 +114,11 @@ class Profiler:
             logger.info("Wrote a memory snapshot of step %d to %s", self._step, path)
 
 
-def _action(num_left: int) -> ProfilerAction:
-    """Return the profiler's action for the step after which `num_left` - 1 remain, the last of them being traced."""
+def _action(num_left: int, config: Profiling) -> ProfilerAction:
+    """Return the profiler's action for the step after which `num_left` - 1 remain; the last ones are traced."""
     if num_left == 1:
         return ProfilerAction.RECORD_AND_SAVE
-    return ProfilerAction.WARMUP if 1 < num_left <= 1 + WARMUP_STEPS else ProfilerAction.NONE
+    if 1 < num_left <= config.profiler_active:
+        return ProfilerAction.RECORD
+    is_warmup = 1 < num_left <= config.profiler_active + config.profiler_warmup
+    return ProfilerAction.WARMUP if is_warmup else ProfilerAction.NONE
