@@ -279,5 +279,5 @@ def _name(requirement: str) -> str:
 
 
 def test_the_commands_are_executable() -> None:
-    for command in ("run_train.sh", "run_tests.sh", ".ci/run", "scripts/check.sh"):
+    for command in ("run_train.sh", "run_tests.sh", ".ci/run", "scripts/check.sh", "scripts/build_docs.sh"):
         assert os.access(ROOT / command, os.X_OK), command
