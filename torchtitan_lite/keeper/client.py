@@ -95,7 +95,8 @@ class Keeper:
             with locked(path.parent, START_SECONDS):
                 for _ in range(3):
                     try:
-                        self._ask({"what": "hello"})
+                        # Renewed: its time could be over before this process joins.
+                        self._ask({"what": "hello", "renew": True})
                         return
                     except _NoKeeper:
                         path.unlink(missing_ok=True)
@@ -261,8 +262,10 @@ class Keeper:
             raise KeeperUnavailable("it does not answer in time") from None
         except messages.BadMessage as error:
             raise KeeperUnavailable(f"its answer is not understood: {error}") from None
-        except (_NoKeeper, _HungUp):
+        except _NoKeeper:
             raise KeeperUnavailable("no keeper runs") from None
+        except _HungUp:
+            raise KeeperUnavailable("it hung up without an answer") from None
         except OSError as error:
             raise KeeperUnavailable(str(error)) from error
 

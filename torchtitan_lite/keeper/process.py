@@ -195,6 +195,8 @@ class Server:
         """Return the answer, the descriptors that go with it, and those to close before it is sent."""
         match request.get("what"):
             case "hello":
+                if request.get("renew") is True:
+                    self._unused_since = time.monotonic()
                 return self._described(), [], []
             case "join":
                 return self._join(request, fds)
