@@ -76,7 +76,12 @@ def killed_and_resumed(folder: Path) -> Path:
     events += loaded(45, at + 200) + saved(50, at + 203) + saved(60, at + 206, seconds=0.1)
     events.append({"event": "finished", "step": 60, "time": at + 207})
     write_lines(folder / "events.jsonl", events)
-    stalls = {11: 0.05, 21: 0.05, 31: 0.05, 41: 0.125, 46: 0.05, 51: 0.05}
+    stalls = {
+        11: 0.05,
+        21: 0.05,
+        41: 0.125,
+        51: 0.05,
+    }  # Steps 31 and 46 are of a start that loaded what was saved before.
     write_lines(
         folder / "metrics.jsonl",
         (metric(step, seconds=STEP_SECONDS + stalls.get(step, 0.0)) for step in range(1, 61)),

@@ -134,7 +134,7 @@ class Span:
 def spans_of(run: Run, limit: int = MAX_SPANS) -> list[Span]:
     """Return the time of a step over the run, in at most `limit` spans; a stall is in the line that is logged next."""
     logged, counts = run.logged, run.steps_per_line
-    stalls = stalls_by_line(logged.steps, [(save.step, save.stall_seconds or 0.0) for save in run.saves])
+    stalls = stalls_by_line(logged.steps, _stalls(run))
     size = max(1, math.ceil(len(logged) / limit))
     found = []
     for begin in range(0, len(logged), size):
@@ -150,14 +150,28 @@ def spans_of(run: Run, limit: int = MAX_SPANS) -> list[Span]:
     return found
 
 
-def stalls_by_line(steps: Sequence[int], saves: Sequence[tuple[int, float]]) -> dict[int, float]:
-    """Return the seconds that saves blocked, by the logged line that they are in: the first one after their step."""
+def stalls_by_line(steps: Sequence[int], saves: Sequence[tuple[int, float, int | None]]) -> dict[int, float]:
+    """Return the seconds that saves blocked, by the logged line that they are in: the first one after their step.
+
+    Each save is its step, the seconds, and the last step whose line is of the same start; None without a later start.
+    A start that resumed has replaced the lines after that, and with them the stall.
+    """
     stalls: dict[int, float] = {}
-    for step, seconds in dict(saves).items():  # Of a step that was saved twice, the lines of the last one are there.
+    for step, seconds, last in saves:
         line = bisect.bisect_right(steps, step)
-        if line < len(steps):
+        if line < len(steps) and (last is None or steps[line] <= last):
             stalls[line] = stalls.get(line, 0.0) + seconds
     return stalls
+
+
+def _stalls(run: Run) -> list[tuple[int, float, int | None]]:
+    """Return the saves of `run` as `stalls_by_line` takes them."""
+    lasts: dict[int, int | None] = {}
+    last: int | None = None
+    for start in reversed(run.starts):
+        lasts[start.number] = last
+        last = start.loaded_step if last is None else min(last, start.loaded_step)
+    return [(save.step, save.stall_seconds, lasts[save.start]) for save in run.saves if save.stall_seconds]
 
 
 def time_ceiling(spans: Sequence[Span]) -> float:

@@ -87,7 +87,7 @@ def timeline_figure(run: Run, x: Scale) -> Figure | None:
     drawn = list(svg.frame(height, x, None))
     for row, start in enumerate(starts):
         y = lane * row + lane / 2
-        drawn += _lane(start, x, y, reached, is_running=start is run.starts[-1] and run.status == "running")
+        drawn += _lane(start, x, y, lane, reached, is_running=start is run.starts[-1] and run.status == "running")
         drawn += _saves_of_lane([save for save in run.saves if save.start == start.number], x, y)
         label = f"start {start.number}" if lane > 12 or row % 2 == 0 else ""
         drawn.append(svg.text(label, x=-8, y=y + 4, class_="tick", text_anchor="end"))
@@ -98,19 +98,19 @@ def timeline_figure(run: Run, x: Scale) -> Figure | None:
     return Figure(svg.drawing(height, "Checkpoints by start and step", drawn), height, note=note)
 
 
-def _lane(start: Start, x: Scale, y: float, reached: int, *, is_running: bool) -> Iterator[str]:
+def _lane(start: Start, x: Scale, y: float, height: int, reached: int, *, is_running: bool) -> Iterator[str]:
     """Yield the steps of one start, those that an earlier one had reached already lighter, and its end."""
     begin, end = x.at(start.loaded_step), x.at(start.last_step)
     again = x.at(min(max(reached, start.loaded_step), start.last_step))
     if again > begin:
         yield svg.element("line", x1=svg.percent(begin), x2=svg.percent(again), y1=y, y2=y, class_="lane again")
     yield svg.element("line", x1=svg.percent(again), x2=svg.percent(end), y1=y, y2=y, class_="lane")
-    words = "is running" if is_running else start.end
     if start.end in ("killed", "failed"):
-        mark = svg.element(
-            "path", svg.title(f"Start {start.number}: {words}"), d="M-4 -6l0 12m4 -12l0 12", class_="end"
-        )
-        yield svg.at(min(1.0, end), y, svg.element("g", mark, transform="translate(5 0)"), class_=start.end)
+        bar = svg.element("path", svg.title(f"Start {start.number}: {start.end}"), d="M0 -8v16", class_="end")
+        word = svg.text(start.end, x=7, y=-5 if height > 30 else 4, class_="end") if height > 12 else ""
+        yield svg.at(end, y, bar + word, class_=start.end)
+    elif is_running:
+        yield svg.at(end, y, svg.element("path", svg.title("running"), d="M0 -5L9 0L0 5Z"), class_="runs")
 
 
 def _saves_of_lane(saves: Sequence[Save], x: Scale, y: float) -> Iterator[str]:

@@ -70,7 +70,7 @@ def seconds_text(seconds: float) -> str:
     if seconds < 1:
         return f"{seconds:.3f} s"
     if seconds < 99.95:
-        return f"{seconds:.3g} s" if seconds < 10 else f"{seconds:.1f} s"
+        return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.1f} s"
     for length, unit, smaller, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if seconds >= length:
             rest = int(seconds % length // smaller)
