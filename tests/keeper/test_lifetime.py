@@ -36,7 +36,7 @@ def wakeups(pid: int) -> list[str]:
 
 
 def stayed(pid: int) -> list[str]:
-    """Return `wakeups` of the process before half a second in which nothing was asked of it."""
+    """Return `wakeups` of the process before half a second in which it has nothing to do."""
     before = wakeups(pid)
     assert not has_ended(pid, 0.5)
     return before

@@ -147,7 +147,7 @@ class Keeper:
             with self._as_unavailable(), suppress(_NoKeeper, _HungUp), self._connected(LOOK_SECONDS) as ask:
                 listed, _ = ask({"what": "list", "start": self._start_of(start_id)})
                 for name in _names(listed):
-                    answer, fds = ask({"what": "take", "name": name}, may_fail=True)
+                    answer, fds = ask({"what": "take", "name": name}, may_fail=True, wants_fds=True)
                     if "error" in answer:  # Dropped since it was listed.
                         continue
                     if len(fds) != messages.MAX_FDS or not all(map(messages.is_shared_memory, fds)):
@@ -168,7 +168,7 @@ class Keeper:
         deadline = time.monotonic() + seconds
         with self._as_unavailable(), suppress(_NoKeeper, _HungUp):
             while True:
-                _, fds = self._ask({"what": "other", "start": self._start_of(start_id)})
+                _, fds = self._ask({"what": "other", "start": self._start_of(start_id)}, wants_fds=True)
                 if not fds:
                     return True
                 try:
@@ -194,7 +194,7 @@ class Keeper:
         `KeeperUnavailable`.
         """
         with self._as_unavailable(), suppress(_NoKeeper, _HungUp):
-            _, fds = self._ask({"what": "finish", "start": self._start_id}, seconds=FREE_SECONDS)
+            _, fds = self._ask({"what": "finish", "start": self._start_id}, seconds=FREE_SECONDS, wants_fds=True)
             _wait_for_end(fds)
 
     def describe(self) -> Described | None:
@@ -209,7 +209,7 @@ class Keeper:
         Raises `KeeperUnavailable`.
         """
         with self._as_unavailable(), suppress(_NoKeeper, _HungUp):
-            answer, fds = self._ask({"what": "end"}, seconds=FREE_SECONDS)
+            answer, fds = self._ask({"what": "end"}, seconds=FREE_SECONDS, wants_fds=True)
             if not fds:
                 return _described(answer).living
             _wait_for_end(fds)
@@ -238,10 +238,15 @@ class Keeper:
         return path
 
     def _ask(
-        self, request: Mapping[str, Any], fds: Sequence[int] = (), *, seconds: float = LOOK_SECONDS
+        self,
+        request: Mapping[str, Any],
+        fds: Sequence[int] = (),
+        *,
+        seconds: float | None = None,
+        wants_fds: bool = False,
     ) -> tuple[dict[str, Any], list[int]]:
-        with self._connected(seconds) as ask:
-            return ask(request, fds)
+        with self._connected(LOOK_SECONDS if seconds is None else seconds) as ask:
+            return ask(request, fds, wants_fds=wants_fds)
 
     @contextmanager
     def _connected(self, seconds: float) -> Iterator[_Ask]:
@@ -277,9 +282,17 @@ class _Ask:
         self._connection, self._deadline = connection, deadline
 
     def __call__(
-        self, request: Mapping[str, Any], fds: Sequence[int] = (), *, may_fail: bool = False
+        self,
+        request: Mapping[str, Any],
+        fds: Sequence[int] = (),
+        *,
+        may_fail: bool = False,
+        wants_fds: bool = False,
     ) -> tuple[dict[str, Any], list[int]]:
-        """Return the answer to `request` and its descriptors. Raises `KeeperUnavailable` if it is an error."""
+        """Return the answer to `request` and its descriptors; without `wants_fds` none.
+
+        Raises `KeeperUnavailable` if the answer is an error, unless it `may_fail`.
+        """
         try:
             self._connection.settimeout(_left(self._deadline))
             messages.send(self._connection, request, fds)
@@ -287,9 +300,11 @@ class _Ask:
             answer, received = messages.receive(self._connection)
         except (EOFError, ConnectionError):
             raise _HungUp from None
-        if "error" in answer and not may_fail:
+        if "error" in answer or not wants_fds:
             messages.close_all(received)
-            raise KeeperUnavailable(f"it refuses: {answer['error']!s:.200}")
+            received = []
+        if "error" in answer and not may_fail:
+            raise KeeperUnavailable(f"it refuses: {' '.join(str(answer['error'])[:200].split())}")
         return answer, received
 
 
