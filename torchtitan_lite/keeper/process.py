@@ -268,8 +268,8 @@ class Server:
 
     def _keep(self, request: dict[str, Any], fds: list[int]) -> tuple[dict[str, Any], list[int], list[int]]:
         name, start = _text(request, "name"), _text(request, "start")
-        if len(fds) != messages.MAX_FDS or not all(map(messages.is_shared_memory, fds)):
-            raise messages.BadMessage("expected the descriptors of two files in memory")
+        if not name or len(fds) != messages.MAX_FDS or not all(map(messages.is_shared_memory, fds)):
+            raise messages.BadMessage("expected a name and the descriptors of two files in memory")
         if name not in self._held and len(self._held) >= messages.MAX_ENTRIES:
             return {"error": f"{messages.MAX_ENTRIES} images are held already"}, [], fds
         before = self._drop([name] if name in self._held else [])
