@@ -10,9 +10,6 @@ from __future__ import annotations
 import os
 import secrets
 import select
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -24,14 +21,14 @@ from torchtitan_lite.disk.folder_lock import locked
 from torchtitan_lite.disk.forks import forget_in_children
 from torchtitan_lite.errors import KeeperUnavailable
 from torchtitan_lite.keeper import messages
+from torchtitan_lite.keeper.asking import HungUp, NoKeeper, connected
 from torchtitan_lite.keeper.place import make_private, refuse_shared, socket_path
+from torchtitan_lite.keeper.starting import START_SECONDS, refuse_system, spawn
 
 LOOK_SECONDS = 1.0
 """How long all answers to one question may take together."""
 FREE_SECONDS = 60.0
 """How long a keeper may take to free memory, which is some seconds for 100 GB."""
-START_SECONDS = 30.0
-"""How long a keeper may take to start, which is 0.1 s on an idle host."""
 
 
 @dataclass(frozen=True)
@@ -62,20 +59,12 @@ class Described:
     """Until it ends, if no process joins; None while one lives."""
 
 
-class _NoKeeper(Exception):
-    """No process listens at the socket."""
-
-
-class _HungUp(Exception):
-    """The keeper closed the connection without an answer: it is ending."""
-
-
 class Keeper:
     """The keeper of `folder`, which lives `ttl_seconds` longer than the last process that joined."""
 
     def __init__(self, folder: Path, ttl_seconds: float, *, runtime: Path | None = None) -> None:
         self.folder = folder
-        self._ttl_seconds = ttl_seconds
+        self._ttl_seconds = min(ttl_seconds, messages.MAX_TTL_SECONDS)
         self._runtime = runtime
         self._start_id = ""
         self._member = secrets.token_hex(8)
@@ -89,7 +78,7 @@ class Keeper:
         version.
         """
         with self._as_unavailable():
-            _refuse_system()
+            refuse_system()
             path = self._path()
             make_private(path.parent)
             with locked(path.parent, START_SECONDS):
@@ -98,10 +87,10 @@ class Keeper:
                         # Renewed: its time could be over before this process joins.
                         self._ask({"what": "hello", "renew": True})
                         return
-                    except _NoKeeper:
+                    except NoKeeper:
                         path.unlink(missing_ok=True)
-                        _spawn(path, self._ttl_seconds)
-                    except _HungUp:
+                        spawn(path, self._ttl_seconds)
+                    except HungUp:
                         time.sleep(0.02)  # It removes its socket as its last act.
             self._ask({"what": "hello"})
 
@@ -132,9 +121,10 @@ class Keeper:
 
         Raises `KeeperUnavailable`.
         """
-        with self._as_unavailable(), suppress(_NoKeeper, _HungUp):
-            for name in names:
-                self._ask({"what": "drop", "names": [name]}, seconds=FREE_SECONDS)
+        with self._as_unavailable(), suppress(NoKeeper, HungUp):
+            for first in range(0, len(names), messages.MAX_ENTRIES):
+                some = list(names[first : first + messages.MAX_ENTRIES])
+                self._ask({"what": "drop", "names": some}, seconds=FREE_SECONDS)
 
     def held(self, start_id: str | None = None) -> list[Held]:
         """Return what the keeper holds, with new descriptors; nothing if there is no keeper.
@@ -144,7 +134,7 @@ class Keeper:
         """
         found: list[Held] = []
         try:
-            with self._as_unavailable(), suppress(_NoKeeper, _HungUp), self._connected(LOOK_SECONDS) as ask:
+            with self._as_unavailable(), suppress(NoKeeper, HungUp), connected(self._path(), LOOK_SECONDS) as ask:
                 listed, _ = ask({"what": "list", "start": self._start_of(start_id)})
                 for name in _names(listed):
                     answer, fds = ask({"what": "take", "name": name}, may_fail=True, wants_fds=True)
@@ -166,7 +156,7 @@ class Keeper:
         Raises `KeeperUnavailable`.
         """
         deadline = time.monotonic() + seconds
-        with self._as_unavailable(), suppress(_NoKeeper, _HungUp):
+        with self._as_unavailable(), suppress(NoKeeper, HungUp):
             while True:
                 _, fds = self._ask({"what": "other", "start": self._start_of(start_id)}, wants_fds=True)
                 if not fds:
@@ -184,7 +174,7 @@ class Keeper:
 
         No keeper is no error. Raises `KeeperUnavailable`.
         """
-        with self._as_unavailable(), suppress(_NoKeeper, _HungUp):
+        with self._as_unavailable(), suppress(NoKeeper, HungUp):
             self._ask({"what": "leave", "member": self._member})
 
     def finish(self) -> None:
@@ -193,13 +183,13 @@ class Keeper:
         If a process of another start lives, that one keeps its images. Idempotent; no keeper is no error. Raises
         `KeeperUnavailable`.
         """
-        with self._as_unavailable(), suppress(_NoKeeper, _HungUp):
+        with self._as_unavailable(), suppress(NoKeeper, HungUp):
             _, fds = self._ask({"what": "finish", "start": self._start_id}, seconds=FREE_SECONDS, wants_fds=True)
             _wait_for_end(fds)
 
     def describe(self) -> Described | None:
         """Return what the keeper says of itself; None if there is none. Raises `KeeperUnavailable`."""
-        with self._as_unavailable(), suppress(_NoKeeper, _HungUp):
+        with self._as_unavailable(), suppress(NoKeeper, HungUp):
             return _described(self._ask({"what": "hello"})[0])
         return None
 
@@ -208,7 +198,7 @@ class Keeper:
 
         Raises `KeeperUnavailable`.
         """
-        with self._as_unavailable(), suppress(_NoKeeper, _HungUp):
+        with self._as_unavailable(), suppress(NoKeeper, HungUp):
             answer, fds = self._ask({"what": "end"}, seconds=FREE_SECONDS, wants_fds=True)
             if not fds:
                 return _described(answer).living
@@ -245,18 +235,8 @@ class Keeper:
         seconds: float | None = None,
         wants_fds: bool = False,
     ) -> tuple[dict[str, Any], list[int]]:
-        with self._connected(LOOK_SECONDS if seconds is None else seconds) as ask:
+        with connected(self._path(), LOOK_SECONDS if seconds is None else seconds) as ask:
             return ask(request, fds, wants_fds=wants_fds)
-
-    @contextmanager
-    def _connected(self, seconds: float) -> Iterator[_Ask]:
-        with messages.new_socket() as connection:
-            deadline = time.monotonic() + seconds
-            _connect(connection, self._path(), deadline)
-            user = messages.user_of_peer(connection)
-            if user != os.geteuid():
-                raise KeeperUnavailable(f"user {user} answers in its place: expected {os.geteuid()}")
-            yield _Ask(connection, deadline)
 
     @contextmanager
     def _as_unavailable(self) -> Iterator[None]:
@@ -267,66 +247,12 @@ class Keeper:
             raise KeeperUnavailable("it does not answer in time") from None
         except messages.BadMessage as error:
             raise KeeperUnavailable(f"its answer is not understood: {error}") from None
-        except _NoKeeper:
+        except NoKeeper:
             raise KeeperUnavailable("no keeper runs") from None
-        except _HungUp:
+        except HungUp:
             raise KeeperUnavailable("it hung up without an answer") from None
         except OSError as error:
             raise KeeperUnavailable(str(error)) from error
-
-
-class _Ask:
-    """An open connection, which is over at a deadline."""
-
-    def __init__(self, connection: socket.socket, deadline: float) -> None:
-        self._connection, self._deadline = connection, deadline
-
-    def __call__(
-        self,
-        request: Mapping[str, Any],
-        fds: Sequence[int] = (),
-        *,
-        may_fail: bool = False,
-        wants_fds: bool = False,
-    ) -> tuple[dict[str, Any], list[int]]:
-        """Return the answer to `request` and its descriptors; without `wants_fds` none.
-
-        Raises `KeeperUnavailable` if the answer is an error, unless it `may_fail`.
-        """
-        try:
-            self._connection.settimeout(_left(self._deadline))
-            messages.send(self._connection, request, fds)
-            self._connection.settimeout(_left(self._deadline))
-            answer, received = messages.receive(self._connection)
-        except (EOFError, ConnectionError):
-            raise _HungUp from None
-        if "error" in answer or not wants_fds:
-            messages.close_all(received)
-            received = []
-        if "error" in answer and not may_fail:
-            raise KeeperUnavailable(f"it refuses: {' '.join(str(answer['error'])[:200].split())}")
-        return answer, received
-
-
-def _connect(connection: socket.socket, path: Path, deadline: float) -> None:
-    while True:
-        connection.settimeout(_left(deadline))
-        try:
-            connection.connect(os.fspath(path))
-        except (FileNotFoundError, ConnectionRefusedError):
-            raise _NoKeeper from None
-        except BlockingIOError:  # Too many others wait for it.
-            time.sleep(0.01)
-        else:
-            return
-
-
-def _left(deadline: float) -> float:
-    """Return the seconds until `deadline`. Raises TimeoutError when it has passed."""
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError
-    return left
 
 
 def _names(answer: Mapping[str, Any]) -> list[str]:
@@ -364,36 +290,3 @@ def _wait_for_end(fds: Sequence[int]) -> None:
                 _has_ended(fd, FREE_SECONDS)
     finally:
         messages.close_all(fds)
-
-
-def _refuse_system() -> None:
-    """Raise `KeeperUnavailable` if this system has not what a keeper needs."""
-    for needed, what in (("memfd_create", "memory without a file"), ("pidfd_open", "descriptors of processes")):
-        if not hasattr(os, needed):
-            raise KeeperUnavailable(f"this system has no {what} ({needed})")
-    try:
-        os.close(os.pidfd_open(os.getpid()))
-        os.close(os.memfd_create("torchtitan_lite-probe", os.MFD_CLOEXEC))
-    except OSError as error:
-        raise KeeperUnavailable(f"this system refuses memfd_create or pidfd_open: {error.strerror}") from error
-
-
-def _spawn(path: Path, ttl_seconds: float) -> None:
-    """Start a keeper that listens at `path`; return when it does."""
-    root = str(Path(__file__).resolve().parents[2])
-    code = f"import sys; sys.path.append({root!r}); from torchtitan_lite.keeper.process import main; "
-    # Without site-packages: a third of the time and of the memory. The session is its own, so that no signal to the
-    # group of the trainer reaches it, and it has no child of the trainer as its parent for long.
-    command = [sys.executable, "-I", "-S", "-c", f"{code}main({str(path)!r}, {float(ttl_seconds)!r})"]
-    null = subprocess.DEVNULL
-    with subprocess.Popen(
-        command, stdin=null, stdout=null, stderr=subprocess.PIPE, cwd="/", start_new_session=True, close_fds=True
-    ) as process:
-        try:
-            _, report = process.communicate(timeout=START_SECONDS)
-        except BaseException:
-            process.kill()
-            raise
-    if process.returncode:
-        finding = report.decode(errors="replace").strip().rpartition("\n")[2] or f"exit code {process.returncode}"
-        raise KeeperUnavailable(f"it did not start: {finding:.200}")

@@ -1,0 +1,94 @@
+"""One connection to a keeper: requests and their answers, all of them before one deadline.
+
+Who answers is unknown until the system says which user it is, and what it answers may be anything.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lite.errors import KeeperUnavailable
+from torchtitan_lite.keeper import messages
+
+
+class NoKeeper(Exception):
+    """No process listens at the socket."""
+
+
+class HungUp(Exception):
+    """The keeper closed the connection without an answer: it is ending."""
+
+
+class Ask:
+    """An open connection, which is over at a deadline."""
+
+    def __init__(self, connection: socket.socket, deadline: float) -> None:
+        self._connection, self._deadline = connection, deadline
+
+    def __call__(
+        self,
+        request: Mapping[str, Any],
+        fds: Sequence[int] = (),
+        *,
+        may_fail: bool = False,
+        wants_fds: bool = False,
+    ) -> tuple[dict[str, Any], list[int]]:
+        """Return the answer to `request` and its descriptors; without `wants_fds` none.
+
+        Raises `KeeperUnavailable` if the answer is an error, unless it `may_fail`.
+        """
+        try:
+            self._connection.settimeout(_left(self._deadline))
+            messages.send(self._connection, request, fds)
+            self._connection.settimeout(_left(self._deadline))
+            answer, received = messages.receive(self._connection)
+        except (EOFError, ConnectionError):
+            raise HungUp from None
+        if "error" in answer or not wants_fds:
+            messages.close_all(received)
+            received = []
+        if "error" in answer and not may_fail:
+            raise KeeperUnavailable(f"it refuses: {' '.join(str(answer['error'])[:200].split())}")
+        return answer, received
+
+
+@contextmanager
+def connected(path: Path, seconds: float) -> Iterator[Ask]:
+    """Connect to the keeper at `path`, for `seconds`.
+
+    Raises `NoKeeper`, `KeeperUnavailable` if another user answers, TimeoutError, and OSError.
+    """
+    with messages.new_socket() as connection:
+        deadline = time.monotonic() + seconds
+        _connect(connection, path, deadline)
+        user = messages.user_of_peer(connection)
+        if user != os.geteuid():
+            raise KeeperUnavailable(f"user {user} answers in its place: expected {os.geteuid()}")
+        yield Ask(connection, deadline)
+
+
+def _connect(connection: socket.socket, path: Path, deadline: float) -> None:
+    while True:
+        connection.settimeout(_left(deadline))
+        try:
+            connection.connect(os.fspath(path))
+        except (FileNotFoundError, ConnectionRefusedError):
+            raise NoKeeper from None
+        except BlockingIOError:  # Too many others wait for it.
+            time.sleep(0.01)
+        else:
+            return
+
+
+def _left(deadline: float) -> float:
+    """Return the seconds until `deadline`. Raises TimeoutError when it has passed."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left

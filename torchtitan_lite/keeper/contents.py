@@ -1,0 +1,198 @@
+"""What a keeper holds, which processes are registered with it, and what it answers to a request.
+
+It owns the descriptors that it is given, and reads no socket. A process is known by its pidfd, never by its number,
+which the system gives to another process later.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchtitan_lite.keeper import messages
+
+_MAX_PIDS = 99
+"""More are not listed: the answer must fit into a message."""
+
+
+class Answer(NamedTuple):
+    """What goes back, and what to close before it does."""
+
+    message: dict[str, Any]
+    fds: Sequence[int] = ()
+    freed: Sequence[int] = ()
+
+
+class _Entry(NamedTuple):
+    """An image, and the start that it is from."""
+
+    start: str
+    fds: Sequence[int]
+
+
+class _Member(NamedTuple):
+    """A process that is registered as living, and its start."""
+
+    start: str
+    pidfd: int
+
+
+class Contents:
+    """Images and processes. `watch` and `unwatch` begin and end the watch of a pidfd, whose end `ended` gets."""
+
+    def __init__(
+        self,
+        ttl_seconds: float,
+        watch: Callable[[int], object],
+        unwatch: Callable[[int], object],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ttl_seconds = ttl_seconds
+        self._watch, self._unwatch, self._clock = watch, unwatch, clock
+        self._held: dict[str, _Entry] = {}
+        self._members: dict[str, _Member] = {}
+        self._unused_since = clock()
+        self._ends_once_unused = False
+        self._is_finished = False
+
+    def seconds_left(self) -> float | None:
+        """Return in how many seconds the keeper ends if nothing happens; 0 or less for now, None for never."""
+        if self._is_finished:
+            return 0.0
+        if self._members:
+            return None
+        return 0.0 if self._ends_once_unused else self._unused_since + self._ttl_seconds - self._clock()
+
+    def end_once_unused(self) -> None:
+        """End as soon as no registered process lives, unless one joins before."""
+        self._ends_once_unused = True
+
+    def ended(self, pidfd: int) -> None:
+        """Forget the process of `pidfd`, which has ended."""
+        for name in [name for name, member in self._members.items() if member.pidfd == pidfd]:
+            self._leave(name)
+
+    def answer(self, request: dict[str, Any], fds: list[int]) -> Answer:
+        """Do what `request` asks for. Raises `BadMessage`; then `fds` stay the caller's to close."""
+        what = request.get("what")
+        match what:
+            case "join":
+                return self._join(request, fds)
+            case "keep":
+                return self._keep(request, fds)
+        if fds:
+            raise messages.BadMessage("it has descriptors that it does not need")
+        match what:
+            case "hello":
+                return self._hello(request)
+            case "list":
+                is_mapped = self._other_than(_text(request, "start")) is not None
+                return Answer({"names": list(self._held), "is_mapped": is_mapped})
+            case "take":
+                entry = self._held.get(_text(request, "name"))
+                return Answer({}, entry.fds) if entry else Answer({"error": "there is no such name"})
+            case "drop":
+                return Answer({}, freed=self._drop(_texts(request, "names")))
+            case "other":
+                other = self._other_than(_text(request, "start"))
+                return Answer({}, () if other is None else (other.pidfd,))
+            case "leave":
+                self._leave(_text(request, "member"))
+                return Answer({})
+            case "finish":
+                return self._finish(_text(request, "start"))
+            case "end":
+                return Answer(self._described()) if self._members else self._over()
+        raise messages.BadMessage(f"it asks for {what!r:.40}")
+
+    def _hello(self, request: dict[str, Any]) -> Answer:
+        if request.get("renew") is True:
+            self._unused_since = self._clock()
+        return Answer(self._described())
+
+    def _described(self) -> dict[str, Any]:
+        return {
+            "pid": os.getpid(),
+            "ttl_seconds": self._ttl_seconds,
+            "seconds_left": self.seconds_left(),
+            "num_held": len(self._held),
+            "living": sorted({_pid_of(member.pidfd) for member in self._members.values()})[:_MAX_PIDS],
+        }
+
+    def _join(self, request: dict[str, Any], fds: list[int]) -> Answer:
+        name, start, ttl_seconds = _text(request, "member"), _text(request, "start"), request.get("ttl_seconds")
+        if not isinstance(ttl_seconds, int | float) or not 0 <= ttl_seconds <= messages.MAX_TTL_SECONDS:
+            raise messages.BadMessage(f"ttl_seconds: expected 0 to {messages.MAX_TTL_SECONDS}")
+        if len(fds) != 1 or not messages.is_process(fds[0]):
+            raise messages.BadMessage("expected the pidfd of one process")
+        if name not in self._members and len(self._members) >= messages.MAX_ENTRIES:
+            return Answer({"error": f"{messages.MAX_ENTRIES} processes are registered already"}, freed=fds)
+        self._leave(name)
+        self._watch(fds[0])
+        self._members[name] = _Member(start, fds[0])
+        self._ttl_seconds = float(ttl_seconds)
+        self._ends_once_unused = False
+        return Answer({})
+
+    def _leave(self, name: str) -> None:
+        member = self._members.pop(name, None)
+        if member is not None:
+            self._unwatch(member.pidfd)
+            os.close(member.pidfd)
+            self._unused_since = self._clock()
+
+    def _other_than(self, start: str) -> _Member | None:
+        """Return a process that lives and joined with another start; None if there is none."""
+        return next((member for member in self._members.values() if member.start != start), None)
+
+    def _keep(self, request: dict[str, Any], fds: list[int]) -> Answer:
+        name, start = _text(request, "name"), _text(request, "start")
+        if not name or len(fds) != messages.MAX_FDS or not all(map(messages.is_shared_memory, fds)):
+            raise messages.BadMessage("expected a name and the descriptors of two files in memory")
+        if name not in self._held and len(self._held) >= messages.MAX_ENTRIES:
+            return Answer({"error": f"{messages.MAX_ENTRIES} images are held already"}, freed=fds)
+        before = self._drop([name])
+        self._held[name] = _Entry(start, fds)
+        return Answer({}, freed=before)
+
+    def _drop(self, names: Sequence[str]) -> list[int]:
+        """Return the descriptors of those of `names` that are held; they are no longer."""
+        return [fd for name in dict.fromkeys(names) if name in self._held for fd in self._held.pop(name).fds]
+
+    def _finish(self, start: str) -> Answer:
+        """Free what that start left, and end unless a process of another start lives."""
+        if self._other_than(start) is None:
+            return self._over()
+        for name in [name for name, member in self._members.items() if member.start == start]:
+            self._leave(name)
+        return Answer({}, freed=self._drop([name for name, entry in self._held.items() if entry.start == start]))
+
+    def _over(self) -> Answer:
+        """End after the answer, which has the pidfd of this process: once it has ended, the memory is free."""
+        self._is_finished = True
+        return Answer({}, (os.pidfd_open(os.getpid()),))
+
+
+def _pid_of(pidfd: int) -> int:
+    """Return the process id here; 0 for a process in a PID namespace that this one cannot see."""
+    with suppress(OSError, ValueError, StopIteration), Path(f"/proc/self/fdinfo/{pidfd}").open() as lines:
+        return max(0, int(next(line for line in lines if line.startswith("Pid:")).split()[1]))
+    return 0
+
+
+def _text(request: dict[str, Any], name: str) -> str:
+    value = request.get(name)
+    if value != "" and not messages.is_name(value):
+        raise messages.BadMessage(f"{name}: expected at most {messages.MAX_NAME_LETTERS} letters of ASCII")
+    return str(value)
+
+
+def _texts(request: dict[str, Any], name: str) -> list[str]:
+    values = request.get(name)
+    if not isinstance(values, list) or not all(map(messages.is_name, values)):
+        raise messages.BadMessage(f"{name}: expected a list of names")
+    return values
