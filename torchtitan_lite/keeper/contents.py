@@ -20,7 +20,7 @@ _MAX_PIDS = 99
 
 
 class Answer(NamedTuple):
-    """What goes back, and what to close before it does."""
+    """What is sent, and what to close before that."""
 
     message: dict[str, Any]
     fds: Sequence[int] = ()

@@ -1,0 +1,125 @@
+"""What survives which kill: the lines of the table in docs/memory.md that this machine can try."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.keepers import has_ended, keepers_in
+
+pytestmark = pytest.mark.slow  # torchrun loads torch, and each case starts several interpreters.
+
+TRAINER = Path(__file__).with_name("trainer.py")
+V1, V2 = Path("/sys/fs/cgroup/memory"), (Path("/sys/fs/cgroup/unified"), Path("/sys/fs/cgroup"))
+LIMIT_BYTES = 256 << 20
+DEADLINE_SECONDS = 120.0
+
+
+@pytest.fixture
+def trainer(tmp_path: Path, memory_tier: Path) -> list[str]:
+    """The arguments of a trainer, without what it does; its keeper ends with the test."""
+    return [str(TRAINER), str(tmp_path), str(memory_tier)]
+
+
+def looked(trainer: list[str]) -> list[str]:
+    """Return what a start finds at the keeper, a line for each image."""
+    done = subprocess.run([sys.executable, *trainer, "look"], stdout=-1, text=True, check=True)
+    unmapped, *held = done.stdout.splitlines()
+    assert unmapped == "unmapped True"
+    return sorted(held)
+
+
+def wait_until_kept(runtime: Path, ranks: int) -> None:
+    """Wait until so many ranks have said that their image is at the keeper."""
+    while len(list(runtime.glob("kept *"))) < ranks:
+        assert not has_ended(os.getpid(), 0.05)
+
+
+def torchrun(trainer: list[str], act: str, *options: str) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    return [*launcher, *options, *trainer, act]
+
+
+@pytest.mark.parametrize("act", ["raise", "killed"])
+def test_workers_that_torchrun_starts_again_find_the_images_of_those_before(trainer: list[str], act: str) -> None:
+    done = subprocess.run(
+        torchrun(trainer, act, "--max-restarts=1"), stdout=-1, stderr=-1, text=True, timeout=DEADLINE_SECONDS
+    )
+    assert done.returncode == 0, done.stderr
+    # Each of the two ranks of the second attempt has both. One may be told to end before it has kept its own.
+    lines = [line for line in done.stdout.splitlines() if line.startswith("held")]
+    assert lines
+    assert {*lines} <= {"held 0 False True", "held 1 False True"}
+
+
+def test_images_outlive_torchrun_killed_with_all_workers(trainer: list[str], memory_tier: Path) -> None:
+    with subprocess.Popen(torchrun(trainer, "wait"), start_new_session=True, stderr=-3) as launcher:
+        wait_until_kept(memory_tier, 2)
+        workers = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+        for pid in (launcher.pid, *map(int, workers)):
+            os.kill(pid, signal.SIGKILL)
+    assert looked(trainer) == ["held 0 False True", "held 1 False True"]
+
+
+@contextmanager
+def cgroup(parent: Path, **settings: int) -> Iterator[Path]:
+    """A cgroup with `settings`; skip the test where this user may not make one."""
+    folder = parent / f"ttl-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroup can be made: {error}")
+    try:
+        for name, value in settings.items():
+            (folder / name.replace("__", ".")).write_text(str(value))
+        yield folder
+    finally:
+        for _ in range(1000):
+            try:
+                folder.rmdir()
+            except OSError:  # A process in it is still ending.
+                has_ended(os.getpid(), 0.02)
+            else:
+                break
+
+
+def start_in(folder: Path, trainer: list[str], act: str) -> subprocess.Popen[bytes]:
+    script = f'echo $$ > "{folder}/cgroup.procs" && exec "$@"'
+    return subprocess.Popen(["sh", "-c", script, "sh", sys.executable, *trainer, act], stdout=-3)
+
+
+def test_images_outlive_a_trainer_that_the_limit_of_its_cgroup_kills(trainer: list[str], memory_tier: Path) -> None:
+    if not (V1 / "memory.limit_in_bytes").exists():
+        pytest.skip("no cgroup v1 with a limit of memory")
+    with cgroup(V1, memory__limit_in_bytes=LIMIT_BYTES) as limited:
+        with start_in(limited, trainer, "grow") as process:
+            assert process.wait(DEADLINE_SECONDS) == -signal.SIGKILL
+        used = int((limited / "memory.usage_in_bytes").read_text())
+        assert used >= 64 << 20, "the image is in the account of the cgroup in which it was made"
+        assert looked(trainer) == ["held 0 False True"]
+        (pid,) = keepers_in(memory_tier)
+        next((memory_tier / "torchtitan_lite").iterdir()).unlink()
+        assert has_ended(pid)
+        assert int((limited / "memory.usage_in_bytes").read_text()) < 16 << 20, "its memory is free"
+
+
+def test_nothing_outlives_a_kill_of_the_whole_cgroup(trainer: list[str], memory_tier: Path) -> None:
+    parent = next((each for each in V2 if (each / "cgroup.controllers").exists()), None)
+    if parent is None:
+        pytest.skip("no cgroup v2")
+    with cgroup(parent) as folder:
+        if not (folder / "cgroup.kill").exists():
+            pytest.skip("a kernel before 5.14 has no cgroup.kill")
+        with start_in(folder, trainer, "wait"):
+            wait_until_kept(memory_tier, 1)
+            (pid,) = keepers_in(memory_tier)
+            (folder / "cgroup.kill").write_text("1")
+        assert has_ended(pid)
+        assert looked(trainer) == []
