@@ -33,6 +33,7 @@ from torchtitan_lite.checkpoint.saving.departure import Departure
 from torchtitan_lite.checkpoint.saving.in_flight import build_in_flight
 from torchtitan_lite.checkpoint.saving.measured import Metrics, check_metrics
 from torchtitan_lite.checkpoint.saving.replicas import build_replicas
+from torchtitan_lite.checkpoint.saving.run_memory import build_run_memory
 from torchtitan_lite.checkpoint.saving.run_saves import RunSaves
 from torchtitan_lite.checkpoint.saving.save_plan import PlanCache
 from torchtitan_lite.checkpoint.saving.savers import Saver, SyncSaver, build_saver
@@ -97,12 +98,13 @@ class CheckpointManager:
         run = RunState(dataloader, model_parts, optimizers, lr_schedulers, states, config.save_trained_only)
         folders = RunFolders(job_config, lineage.run_id, store)
         plans = PlanCache(peers, build_replicas(run.model.parameter_names, run.small))
-        saver, at_once = saver or build_saver(config, peers, plans), SyncSaver(peers, plans)
+        memory = self._memory = build_run_memory(config, folders.checkpoints, plans, peers, clock, on_event)
+        saver, at_once = saver or build_saver(config, peers, plans, memory.images), SyncSaver(peers, plans)
         watch = preemption or PreemptionWatch(config.preemption_signals, config.preemption_grace_seconds)
         housekeeping = build_housekeeping(config, retention or build_retention(config), on_event)
         in_flight = build_in_flight(config, peers, housekeeping, clock, on_event)
         origin = Origin(lineage, topology, job_config.to_dict(), config.tensor_digests)
-        saves = RunSaves(run, folders, in_flight, saver, at_once, config, origin, peers, clock, on_event)
+        saves = RunSaves(run, folders, in_flight, saver, at_once, config, origin, peers, clock, on_event, memory.images)
         departure = Departure(watch, saves, in_flight, peers, on_event)
         policy, consensus = save_policy or build_save_policy(config), consensus or StepConsensus(timeout)
         self._job_config, self._config, self._peers, self._run = job_config, config, peers, run
@@ -170,6 +172,7 @@ class CheckpointManager:
         if source is not None:
             self._continue_from(source)
         self._first_save.allow()
+        self._memory.begin_keeping()
         self.preempted_by = self._departure.untrained(self.loaded_step or 0)
         return source is not None
 
@@ -197,9 +200,12 @@ class CheckpointManager:
             return False
         self._saves.note_metrics(metrics or {})
         self._first_save.check()
+        self._memory.begin_keeping()
         saved, self.preempted_by = self._step_saves.end_of_step(curr_step, last=force, now=now)
         if force and saved and self._last_save is not None:
             self._last_save.write(curr_step)
+        if force and saved:
+            self._memory.finish()
         return saved
 
     def wait(self) -> int:
@@ -216,6 +222,7 @@ class CheckpointManager:
     def maybe_wait_for_staging(self) -> None:
         """Wait until the state may change: call right before the optimizer's step. Not collective."""
         self._in_flight.wait_for_staging()
+        self._memory.wait_for_staging()
 
     def reset(self) -> None:
         """Start the clock of intervals in seconds: call right before the loop."""
@@ -275,7 +282,9 @@ class CheckpointManager:
             in_reverse.callback(self._folders.release)
             in_reverse.callback(self._preemption.close)
             in_reverse.callback(self._housekeeping.close, self._config.timeout_seconds)
+            in_reverse.callback(self._memory.leave)
             in_reverse.callback(self._saver.close, self._config.timeout_seconds)
+            in_reverse.callback(self._memory.close)
             in_reverse.callback(self._guard.close)
             in_reverse.callback(self._in_flight.settle)
             in_reverse.callback(self._step_saves.drain)
@@ -317,6 +326,7 @@ class CheckpointManager:
             if self._last_save is not None:
                 self._peers.on_coordinator(self._last_save.refuse_foreign_folder)
             self._peers.together(self._saver.start)
+            self._saves.note_start(self._memory.begin())
 
     def _forget(self) -> None:
         """Have nothing open in a child that was just forked: closing it there touches nothing of the parent's."""

@@ -1,7 +1,7 @@
 """A trainer's connection to one thread of its writer process: a request, then its answer.
 
-The process has two such threads, for writes and for digests, so that a digest does not wait behind a write. Both map the
-trainer's arenas; a line sends the descriptor of an arena with the first request about it.
+The process has two such threads, for writes and for digests, so that a digest does not wait behind a write. Both map
+the trainer's arenas; a line sends the descriptor of an arena with the first request about it.
 """
 
 from __future__ import annotations

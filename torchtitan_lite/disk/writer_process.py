@@ -43,6 +43,7 @@ class WriterProcess:
         self._rank = rank
         self._process: subprocess.Popen[bytes] | None = None
         self._lines: tuple[Line, Line] | None = None
+        self._lock = threading.Lock()
         self._is_reported = False
         forget_in_children(self.forget)
 
@@ -89,9 +90,7 @@ class WriterProcess:
 
     def close(self) -> None:
         """End the process, by killing it after `STOP_SECONDS`. Idempotent; no write may be under way."""
-        lines, self._lines = self._lines, None
-        for line in lines or ():
-            line.hang_up()
+        self._hang_up()
         if self._process is not None:
             try:
                 self._process.wait(0 if _is_stopped(self._process.pid) else STOP_SECONDS)
@@ -110,6 +109,12 @@ class WriterProcess:
             self._process.returncode = 0  # Else Popen would wait for a process that is no child of this one.
             self._process = None
 
+    def _hang_up(self) -> None:
+        with self._lock:
+            lines, self._lines = self._lines, None
+        for line in lines or ():
+            line.hang_up()
+
     def _ask(self, which: int, request: Callable[[int], Write | Digest], arena: Arena, doing: str) -> FileRecord:
         lines, process = self._lines, self._process
         if lines is None or process is None:
@@ -119,6 +124,7 @@ class WriterProcess:
         except LineBroken as broken:
             process.kill()  # The next `start` starts another one; until then the other line finds it ended, too.
             self._is_reported = True
+            self._hang_up()
             _wait_for_killed(process)
             raise WriterProcessDied(process.pid, doing, str(broken)) from broken
         if isinstance(answer, Exception):

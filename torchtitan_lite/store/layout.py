@@ -26,6 +26,9 @@ FINDINGS = "findings.json"
 VERIFIED = "verified.json"
 """What `verify` found in which checkpoint; in the folder of checkpoints, beside them."""
 
+FOLDER_ID = "folder.id"
+"""The random id of the folder of checkpoints; in it, beside them."""
+
 _NUMBER = "(0|[1-9][0-9]*)"
 _STEP = re.compile(f"step-{_NUMBER}")
 _STAGING = re.compile(rf"step-{_NUMBER}\.staging")

@@ -17,6 +17,12 @@ NAN_IN = "nan_in"
 METRICS = "metrics"
 """Field of `extra`: what the run measured at that step, by name, as finite numbers; absent if it gave none."""
 
+START = "start"
+"""Field of `extra`: the id of the start of the job that saved it; absent if that kept no images in memory."""
+
+RESUMED_FROM_MEMORY = "resumed_from_memory"
+"""Field of `extra`: the step of the image in memory that its start resumed from; absent if there was none."""
+
 MAX_CONFIG_DEPTH = 8
 """Nesting of containers in one value of the configuration."""
 
@@ -73,7 +79,8 @@ def file_name(name: str) -> str:
 def extra(document: dict[str, Any]) -> dict[str, Any]:
     """Return `extra`: fields that a load uses have their types, others may hold anything."""
     values: dict[str, Any] = value_of(document, "extra", dict)
-    for name, kind in (("topology", str), ("config", dict), ("tensor_digests", dict), (NAN_IN, list), (METRICS, dict)):
+    expected = (("topology", str), ("config", dict), ("tensor_digests", dict), (NAN_IN, list), (METRICS, dict))
+    for name, kind in (*expected, (START, str), (RESUMED_FROM_MEMORY, int)):
         if name in values and type(values[name]) is not kind:
             raise ValueError(f"extra.{name}: expected {kind.__name__}, found {kind_of(values[name])}")
     for section, keys in values.get("config", {}).items():

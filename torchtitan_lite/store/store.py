@@ -29,6 +29,7 @@ from torchtitan_lite.errors import (
 )
 from torchtitan_lite.log import readable_bytes
 from torchtitan_lite.store import layout
+from torchtitan_lite.store.folder_id import folder_id
 from torchtitan_lite.store.known_manifests import KnownManifests, describe
 from torchtitan_lite.store.lineage import without_abandoned
 from torchtitan_lite.store.listing import Listing, is_folder, is_unmanaged
@@ -81,6 +82,10 @@ class CheckpointStore:
     def is_in_the_same_place_as(self, other: CheckpointStore) -> bool:
         """Return whether both stores are the same folder, however it is spelt."""
         return self.root.resolve() == other.root.resolve()
+
+    def folder_id(self, *, make: bool) -> str:
+        """Return the id of this folder, which `make` gives it if it has none; empty without one. Raises OSError."""
+        return folder_id(self.root, self._durable, make=make)
 
     def committed(self) -> list[CheckpointInfo]:
         """Return every committed checkpoint that no other one abandons, by ascending step.

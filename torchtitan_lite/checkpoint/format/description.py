@@ -68,7 +68,7 @@ class Description:
 
     def objects(self, placed: Sequence[PlacedObject]) -> Table:
         """Return the manifest's table of the objects of a save."""
-        return Table({each.key: _value_of(each) for each in placed})
+        return table_of_objects(placed)
 
     def metadata(self, placed: Sequence[PlacedObject]) -> bytes:
         """Return DCP's pickled metadata of a save whose objects are `placed`."""
@@ -86,6 +86,11 @@ class Description:
             dtype = str(data.properties.dtype).removeprefix("torch.")
             tensors[key] = {"dtype": dtype, "shape": list(data.size), "chunks": []}
         tensors[key]["chunks"].append([*where, list(data.chunk.offsets), list(data.chunk.sizes)])
+
+
+def table_of_objects(placed: Sequence[PlacedObject]) -> Table:
+    """Return the manifest's table of `placed`, which may be those of one rank."""
+    return Table({each.key: _value_of(each) for each in placed})
 
 
 def _value_of(placed: PlacedObject) -> dict[str, Any]:

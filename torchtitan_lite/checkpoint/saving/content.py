@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from torchtitan_lite import faults
+from torchtitan_lite.checkpoint.saving.images import Image, Images
 from torchtitan_lite.checkpoint.saving.rank_image import RankImage
 from torchtitan_lite.checkpoint.saving.writer import RankContent, Target
+from torchtitan_lite.checkpoint.staging.pool import Slot
 from torchtitan_lite.checkpoint.staging.stager import Staged, Stager
 from torchtitan_lite.checkpoint.staging.watch import StagingWatch
 from torchtitan_lite.disk.block_writer import Bounced, InPlace, write_blocks
@@ -42,23 +45,31 @@ def _wait_for_devices(tensors: Sequence[torch.Tensor]) -> None:
 
 
 class Copies:
-    """Copies images into the arena of `stager`; `write` writes a file from there, `watch` checks each copy."""
+    """Copies images into the arenas of `stager`; `write` writes a file from there, `watch` checks each copy.
 
-    def __init__(self, stager: Stager, write: WriteStaged, watch: StagingWatch) -> None:
+    With `images` each copy becomes an image in memory, whether or not its file is written.
+    """
+
+    def __init__(self, stager: Stager, write: WriteStaged, watch: StagingWatch, images: Images | None = None) -> None:
         self.stager = stager
+        self.images = images
         self._write = write
         self._watch = watch
+        self._slot: Slot | None = None
 
     def content(self, image: RankImage, target: Target) -> RankContent:
         """Begin to copy `image`, and return content that writes the copy. Main thread.
 
-        The copy replaces the last one, which must be written by now.
+        With one arena the copy replaces the last one, which must be written by now.
         """
         faults.point("stage", step=target.step)
+        began = self.images.now() if self.images is not None else 0.0
         compare = self._watch(image.file, [item.index.fqn for item in image.plan.items])
-        staged = self.stager.take(image.file)
+        seconds = self.images.timeout_seconds if self.images is not None else 0.0
+        staged = self.stager.take(image.file, target.step, seconds)
+        self._slot = staged.slot
         # Without the image, so that tensors which are copies of the state's own can go as soon as they are staged.
-        return RankContent(
+        content = RankContent(
             image.plan,
             image.objects,
             image.file.num_bytes,
@@ -66,6 +77,39 @@ class Copies:
             write=lambda path: self._write(path, staged, target),
             wait=lambda: compare(staged),
         )
+        if self.images is None:
+            return content
+        return self._also_kept(content, Image(target.step, target.origin, image.plan, image.objects, staged, began))
+
+    def release(self) -> None:
+        """Note that no write needs the last copy any more. Any thread."""
+        if self._slot is not None:
+            self.stager.pool.release(self._slot)
+
+    def _also_kept(self, content: RankContent, image: Image) -> RankContent:
+        """Return `content`, whose copy also becomes an image: digested beside the write, or by it."""
+        images = self.images
+        assert images is not None
+
+        def wait() -> None:
+            content.wait()
+            images.note_staged(image)
+            if images.digests_at_once:
+                self.stager.pool.add_reader(image.staged.slot)
+                images.digest_later(image)
+
+        def write(path: Path) -> FileRecord:
+            if images.digests_at_once:
+                return content.write(path)
+            try:
+                record = content.write(path)
+            except Exception:
+                images.digest_here(image)
+                raise
+            images.mark(image, record)
+            return record
+
+        return dataclasses.replace(content, wait=wait, write=write)
 
 
 def write_in_place(path: Path, staged: Staged, target: Target) -> FileRecord:

@@ -51,6 +51,8 @@ class Planned:
     plan: RankPlan
     _flat: State
     _object_items: ObjectItems
+    agreed: tuple[int, ...] = ()
+    """The maximum over all ranks of each number that came with the state."""
 
     def image(self) -> RankImage:
         """Return the finished image of this rank's file. Any rank.

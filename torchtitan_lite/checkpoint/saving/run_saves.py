@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from torchtitan_lite.checkpoint.saving.export import DTYPES, weights_only
+from torchtitan_lite.checkpoint.saving.images import Images
 from torchtitan_lite.checkpoint.saving.in_flight import InFlight
 from torchtitan_lite.checkpoint.saving.measured import Metrics, finite
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, Saver, SavesStates, refused
@@ -46,8 +47,10 @@ class RunSaves:
         peers: Peers,
         clock: Callable[[], float],
         on_event: OnEvent,
+        images: Images | None = None,
     ) -> None:
         self._run = run
+        self._images = images
         self._folders = folders
         self._in_flight = in_flight
         self._saver = saver
@@ -67,6 +70,10 @@ class RunSaves:
         """Record `lineage` in what is saved from now on: a checkpoint of it was loaded. Any rank."""
         self.origin = dataclasses.replace(self.origin, lineage=lineage)
 
+    def note_start(self, start: str) -> None:
+        """Record the id of this start in what is saved from now on. Any rank."""
+        self.origin = dataclasses.replace(self.origin, start=start)
+
     def note_metrics(self, metrics: Metrics) -> None:
         """Record `metrics` in what is saved from now on: the loop measured them at this step. Any rank."""
         self._metrics = metrics
@@ -74,6 +81,11 @@ class RunSaves:
     def begin(self, step: int) -> None:
         """Begin a full save in the background; nothing may be in flight."""
         self._begin(step, self._full, CheckpointKind.FULL, self._folders.checkpoints, self._saver)
+
+    def keep_in_memory(self, step: int) -> None:
+        """Copy the state of `step`, which is not saved, into memory if an image is due. Fails no save and no run."""
+        if self._images is not None and self._images.is_due(step):
+            self._images.stage(step, self._full, self._origin({}))
 
     def full(self, step: int) -> None:
         """Save in full, durable on return; nothing may be in flight. Raises `SaveFailed` if a second try fails, too."""

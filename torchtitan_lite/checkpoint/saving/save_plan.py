@@ -71,16 +71,26 @@ class PlanCache:
         self.num_made = 0
         """Number of plans made so far."""
 
-    def plan(self, state: State, check: Callable[[], None] | None = None) -> Planned:
+    def plan(
+        self,
+        state: State,
+        check: Callable[[], None] | None = None,
+        *,
+        failure: Exception | None = None,
+        numbers: Sequence[int] = (),
+    ) -> Planned:
         """Return the plan for `state`, whose `image` is this rank's file. **Collective**.
 
-        What fails on one rank, `check` included, is raised on every rank. The first call with a `check`, which is the
-        first save of a run, also compares the values that must be the same on all ranks, and warns where they differ.
+        What fails on one rank, `check` included, is raised on every rank, as is a `failure` that it has already. The
+        first call with a `check`, which is the first save of a run, also compares the values that must be the same on
+        all ranks, and warns where they differ. The maximum of `numbers` over all ranks comes back with the plan.
         """
         flat: State = {}
         examined: _Examined | None = None
-        verdict, failure = _Verdict.FAILED, None
+        verdict = _Verdict.FAILED
         try:
+            if failure is not None:
+                raise failure
             flat, structure = _flattened(state, check)
             examined = _examined(flat, structure, self._examined)
             is_known = self._plan is not None and examined is self._examined
@@ -89,7 +99,8 @@ class PlanCache:
                 _prove(state, flat, examined.structure)
         except Exception as error:
             verdict, failure = _Verdict.FAILED, error
-        highest, is_in_doubt = self._peers.max_over_ranks(verdict, self._peers.is_group_in_doubt)
+        in_doubt = self._peers.is_group_in_doubt
+        highest, is_in_doubt, *agreed_numbers = self._peers.max_over_ranks(verdict, in_doubt, *numbers)
         agreed = _Verdict(highest)
         if is_in_doubt:
             self._peers.renew_group()
@@ -104,7 +115,7 @@ class PlanCache:
         if check is not None and not self._is_compared:
             self._is_compared = True
             self._replicas.compare(state, flat, self._peers)
-        return Planned(self._plan, flat, self._object_items)
+        return Planned(self._plan, flat, self._object_items, tuple(agreed_numbers))
 
     def _make(self, state: State, flat: State, structure: Branch) -> RankPlan:
         local: SavePlan | None = None

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lite.checkpoint.saving.content import Copies, WriteStaged, live_content, write_in_place
+from torchtitan_lite.checkpoint.saving.images import Images
 from torchtitan_lite.checkpoint.saving.save_plan import PlanCache
 from torchtitan_lite.checkpoint.saving.writer import RankContent, Target, commit
 from torchtitan_lite.checkpoint.staging.stager import Staged, Stager, build_stager
@@ -92,6 +93,7 @@ class StateSaver:
         self._peers = peers
         self._plans = plans or PlanCache(peers)
         self._copies = copies
+        self._images = None if copies is None else copies.images
         self._process = process
         self._under_way: Future[CheckpointInfo | None] = _done(None)
         self._content = live_content if copies is None else copies.content
@@ -106,14 +108,16 @@ class StateSaver:
         """Plan for states like `get_state()` and allocate an arena for them; without copies, do nothing. Collective."""
         if self._copies is None:
             return
+        num_bytes = -1
         try:
-            image = self._plans.plan(get_state()).image()
+            num_bytes = self._plans.plan(get_state()).image().file.num_bytes
         except Exception as error:
             logger.debug("No plan for saves yet: %s", error)
-            return
+        if self._images is not None:
+            self._images.make_room(num_bytes)
         # A larger arena replaces the present one, from which the thread of a save under way still writes.
-        if self._under_way.done():
-            self._copies.stager.prepare(image.file.num_bytes)
+        if num_bytes >= 0 and self._under_way.done():
+            self._copies.stager.prepare(num_bytes)
 
     def save(self, state: State, target: Target) -> PendingSave:
         """Plan, take the content, and commit it: here, or in a thread. **Collective**, main thread."""
@@ -122,9 +126,12 @@ class StateSaver:
         # What is made of thousands of tensors here is gone when this returns, unless a collection makes it grow old.
         with no_collection():
             try:
-                planned = self._plans.plan(state, lambda: self._check(target))
+                numbers = () if self._images is None else self._images.report()
+                planned = self._plans.plan(state, lambda: self._check(target), numbers=numbers)
             except Exception as error:
                 return refused(target.step, error)
+            if self._images is not None:
+                self._images.note_save(target.step, planned.agreed)
             try:
                 content = self._content(planned.image(), target)
             except Exception as error:
@@ -135,6 +142,7 @@ class StateSaver:
         durable = self._run(lambda: self._finish(content, failure, staged, target, group))
         if self._copies is not None:
             self._under_way = durable
+            durable.add_done_callback(self._note_over)
         return PendingSave(target.step, staged, durable)
 
     def close(self, timeout_seconds: float) -> None:
@@ -147,6 +155,12 @@ class StateSaver:
                 self._copies.stager.close()
         if self._process is not None:
             self._process.close()
+
+    def _note_over(self, durable: Future[CheckpointInfo | None]) -> None:
+        assert self._copies is not None
+        self._copies.release()
+        if self._images is not None and durable.exception() is None:
+            self._images.note_durable(durable.result())
 
     def _check(self, target: Target) -> None:
         if not self._under_way.done():
@@ -192,8 +206,10 @@ class ThreadSaver(StateSaver):
         stager: Stager | None = None,
         write: WriteStaged = write_in_place,
         watch: StagingWatch = DO_NOT_WATCH,
+        images: Images | None = None,
     ) -> None:
-        super().__init__(peers, plans, Copies(stager or build_stager(), write, watch))
+        stager = stager or (build_stager() if images is None else images.stager)
+        super().__init__(peers, plans, Copies(stager, write, watch, images), None if images is None else images.process)
 
 
 class ProcessSaver(StateSaver):
@@ -207,24 +223,31 @@ class ProcessSaver(StateSaver):
         *,
         plans: PlanCache | None = None,
         watch: StagingWatch = DO_NOT_WATCH,
+        images: Images | None = None,
     ) -> None:
-        self.process = WriterProcess(timeout_seconds, ignored_signals, rank=peers.rank)
-        super().__init__(peers, plans, Copies(build_stager(), self._write_in_process, watch), self.process)
+        process = None if images is None else images.process
+        self.process = process or WriterProcess(timeout_seconds, ignored_signals, rank=peers.rank)
+        stager = build_stager() if images is None else images.stager
+        super().__init__(peers, plans, Copies(stager, self._write_in_process, watch, images), self.process)
 
     def _write_in_process(self, path: Path, staged: Staged, target: Target) -> FileRecord:
         return self.process.write(path, staged.arena, staged.num_bytes, target.step)
 
 
-def build_saver(config: Checkpoint, peers: Peers, plans: PlanCache | None = None) -> Saver:
-    """Return the saver of `config.async_mode`."""
+def build_saver(
+    config: Checkpoint, peers: Peers, plans: PlanCache | None = None, images: Images | None = None
+) -> Saver:
+    """Return the saver of `config.async_mode`, whose copies become `images`."""
     if config.async_mode == "disabled":
         return SyncSaver(peers, plans)
     watch = build_staging_watch(config)
     if config.async_mode == "async":
-        return ThreadSaver(peers, plans, watch=watch)
+        return ThreadSaver(peers, plans, watch=watch, images=images)
     if not torch.cuda.is_available():
         logger.info("async_with_pinned_mem: no accelerator found, staging into shared memory that is not pinned")
-    return ProcessSaver(peers, config.timeout_seconds, config.preemption_signals, plans=plans, watch=watch)
+    return ProcessSaver(
+        peers, config.timeout_seconds, config.preemption_signals, plans=plans, watch=watch, images=images
+    )
 
 
 class Run(Protocol):

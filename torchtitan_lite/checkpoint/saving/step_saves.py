@@ -59,6 +59,8 @@ class StepSaves:
         leaving_for = 0 if last else agreed.signal
         saved = not self._loads_only and self._save(step, last, now, agreed, leaving_for)
         self._saves.prepare(step, now=True)  # After the first step there is all that is to be saved.
+        if not saved and not last and not leaving_for and not self._loads_only:
+            self._saves.keep_in_memory(step)
         self._auto.leave(step, began=saved and not last and not leaving_for)
         self._send(step)
         return saved, leaving_for

@@ -38,7 +38,7 @@ from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage, abandoned_by
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
-from torchtitan_lite.store.manifest_fields import METRICS, NAN_IN
+from torchtitan_lite.store.manifest_fields import METRICS, NAN_IN, RESUMED_FROM_MEMORY, START
 from torchtitan_lite.store.store import CheckpointStore
 
 
@@ -53,6 +53,10 @@ class Origin:
     """Whether the manifest gets a digest of each tensor."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What the run measured at the step that is saved, all finite."""
+    start: str = ""
+    """The id of this start of the job, with which images in memory are compared; empty if it keeps none."""
+    resumed_from_memory: int | None = None
+    """The step of the image that this start resumed from; None if it loaded from disk, or nothing."""
 
 
 def free() -> None:
@@ -150,11 +154,7 @@ class CommittingWriter(StorageWriter):
             kind=target.kind,
             created_at=time.time(),
             world_size=len(results),
-            versions={
-                "torchtitan_lite": torchtitan_lite.__version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
+            versions=versions(),
             files={file.name: file.record for file in files} | {layout.METADATA: FileRecord.of(described)},
             lineage=self._lineage(),
             tensors=description.tensors,
@@ -166,6 +166,7 @@ class CommittingWriter(StorageWriter):
                 "tensor_digests": _tensor_digests(files, description),
                 **({NAN_IN: nan_in} if nan_in else {}),
                 **({METRICS: dict(target.origin.metrics)} if target.origin.metrics else {}),
+                **_of_start(target.origin),
             },
         )
         self.committed = target.store.commit(target.step, manifest, target.fence)
@@ -222,6 +223,20 @@ def commit(
         peers.is_group_in_doubt |= not dcp.is_group_whole(error)
         raise
     return writer.committed
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a manifest records."""
+    return {
+        "torchtitan_lite": torchtitan_lite.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _of_start(origin: Origin) -> dict[str, Any]:
+    resumed = origin.resumed_from_memory
+    return ({START: origin.start} if origin.start else {}) | ({} if resumed is None else {RESUMED_FROM_MEMORY: resumed})
 
 
 def _tensor_digests(files: Sequence[RankFile], description: Description) -> dict[str, str]:

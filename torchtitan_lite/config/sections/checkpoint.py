@@ -93,6 +93,15 @@ class Checkpoint:
     thread then writes; "async_with_pinned_mem": while it copies the state into shared memory (pinned on CUDA), which a
     process then writes."""
 
+    memory_interval: int = 0
+    """Steps from one image to the next: a copy of the state in memory only, which outlives the trainer. 0: only the
+    copies that asynchronous saves make anyway. Above 0 the copies take three times the memory of one (two, if there is
+    no room for three). Not with async_mode "disabled". docs/memory.md says what survives which end."""
+
+    memory_ttl_seconds: float = 600.0
+    """Seconds that images stay in memory after the last trainer ended, for a restart to resume from; 0: no images, and
+    no process that holds them."""
+
     keep_latest_k: int = 0
     """Full checkpoints to keep, counted once durable; 0: all. If another keep_ key is set, 0 keeps only what that one
     does. A checkpoint is removed only if no keep_ key keeps it; the latest one, and pinned ones, always stay."""
@@ -214,6 +223,7 @@ class Checkpoint:
         object.__setattr__(self, "async_mode", self.async_mode.lower())
         choice("checkpoint.async_mode", self.async_mode, get_args(AsyncMode))
         self._check_interval()
+        self._check_memory()
         self._check_retention()
         at_least("checkpoint.load_step", self.load_step, -1)
         at_least("checkpoint.timeout_seconds", self.timeout_seconds, 1)
@@ -259,6 +269,20 @@ class Checkpoint:
             at_least("checkpoint.at_steps", step, 1)
         for name in ("or_every_seconds", "mtbf_hours", "max_lost_seconds", "max_overhead", "continuous_floor_seconds"):
             not_negative(f"checkpoint.{name}", getattr(self, name))
+
+    def _check_memory(self) -> None:
+        at_least("checkpoint.memory_interval", self.memory_interval, 0)
+        not_negative("checkpoint.memory_ttl_seconds", self.memory_ttl_seconds)
+        if self.memory_interval and self.async_mode == "disabled":
+            raise ConfigError(
+                f"checkpoint.memory_interval = {self.memory_interval} with checkpoint.async_mode = 'disabled': such "
+                "saves make no copy of the state. Set async_mode to 'async' or 'async_with_pinned_mem'."
+            )
+        if self.memory_interval and not self.memory_ttl_seconds:
+            raise ConfigError(
+                f"checkpoint.memory_interval = {self.memory_interval} with checkpoint.memory_ttl_seconds = 0: no "
+                "process would hold the images. Set memory_ttl_seconds, such as 600."
+            )
 
     def _check_hugging_face(self) -> None:
         taken = {PurePath(name) for name in (self.folder, self.export_folder) if name}

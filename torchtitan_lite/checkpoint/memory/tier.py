@@ -1,0 +1,149 @@
+"""What the trainer of one rank holds of the memory tier: its keeper, the ids that cards carry, the latest commit.
+
+It decides nothing about steps. Trouble with the keeper is one warning and the end of the tier in this process: training
+and saves go on. The keeper starts in a thread, because no step needs to wait for it; the first image does.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from torchtitan_lite.checkpoint.memory.card import Commit
+from torchtitan_lite.checkpoint.memory.mark import Mark
+from torchtitan_lite.errors import KeeperUnavailable
+from torchtitan_lite.keeper.client import Keeper
+from torchtitan_lite.log import logger
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.manifest import CheckpointInfo, last_digest
+
+
+class Kept(Protocol):
+    """Memory of an image that a keeper may hold."""
+
+    fd: int
+    mark: Mark | None
+    is_kept: bool
+
+
+class Tier:
+    """The images of this process, at `keeper`."""
+
+    def __init__(self, keeper: Keeper, rank: int) -> None:
+        self.keeper = keeper
+        self.start = ""
+        """The id of this start of the job; the same on all ranks. Empty before `begin`."""
+        self.folder_id = ""
+        """The id of the folder of checkpoints."""
+        self.newest: Commit | None = None
+        """The latest full checkpoint in the folder, as far as this rank knows: the coordinator does."""
+        self.is_off = False
+        """Whether this process keeps no images any more."""
+        self._rank = rank
+        self._names: dict[int, str] = {}
+        self._num_named = 0
+        self._lock = threading.Lock()
+        self._starting: threading.Thread | None = None
+
+    def begin(self, start: str, folder_id: str) -> None:
+        """Note what all ranks agreed on. Call it once, before a load."""
+        self.start, self.folder_id = start, folder_id
+
+    def note_newest(self, commit: Commit | None) -> None:
+        """Note the latest full checkpoint of the folder, after a load."""
+        self.newest = commit
+
+    def note_committed(self, info: CheckpointInfo) -> None:
+        """Note that this run committed the full checkpoint `info`. Coordinator, any thread."""
+        commit = commit_of(info)
+        if commit is not None:
+            self.newest = commit
+
+    def begin_keeping(self, also: Callable[[], list[int]]) -> None:
+        """Start the keeper and join it, in a thread; `also` returns the pids of this process's helpers. Idempotent."""
+        if self._starting is None and not self.is_off:
+            self._starting = threading.Thread(target=self._join, args=(also,), name="keeper", daemon=True)
+            self._starting.start()
+
+    def join_again(self, also: list[int]) -> None:
+        """Let the keeper know that other helpers live now. Any thread."""
+        self._try(lambda: self.keeper.join(self.start, also))
+
+    def keep(self, arena: Kept) -> bool:
+        """Have the keeper hold `arena`, unless it does; return whether it does. Any thread; waits for its start."""
+        if self._starting is not None:
+            self._starting.join()
+        if self._starting is None or self.is_off or arena.mark is None:
+            return False
+        with self._lock:
+            if not arena.is_kept:
+                name = f"{self.start}.{self._rank}.{self._num_named}"
+                self._num_named += 1
+                fds = arena.fd, arena.mark.fd
+                arena.is_kept = self._try(lambda: self.keeper.keep(name, fds))
+                self._names[id(arena)] = name
+            return arena.is_kept
+
+    def give_up(self, arena: Kept) -> None:
+        """Have the keeper let go of `arena`, whose image is of no use any more. Any thread."""
+        if arena.mark is not None:
+            arena.mark.clear()
+        with self._lock:
+            if arena.is_kept:
+                arena.is_kept = False
+                name = self._names.pop(id(arena))
+                self._try(lambda: self.keeper.drop([name]))
+
+    def leave(self) -> None:
+        """Let the images outlive this process, for the time that the configuration says. Idempotent."""
+        if self._starting is not None:
+            self._starting.join()
+            self._try(self.keeper.leave)
+            self._starting = None
+
+    def finish(self) -> None:
+        """Free all images, because the run has finished: no start will need them. Idempotent."""
+        if self._starting is not None:
+            self._starting.join()
+        self._try(self.keeper.finish)
+        self.is_off = True
+
+    def _join(self, also: Callable[[], list[int]]) -> None:
+        def start() -> None:
+            self.keeper.start()
+            self.keeper.join(self.start, also())
+
+        self._try(start)
+
+    def _try(self, act: Callable[[], None]) -> bool:
+        """Return whether `act` succeeded; turn the tier off if it did not."""
+        if self.is_off:
+            return False
+        try:
+            act()
+        except KeeperUnavailable as error:
+            self.is_off = True
+            logger.warning("Rank %d: %s. A restart loads from disk", self._rank, error)
+        return not self.is_off
+
+
+def commit_of(info: CheckpointInfo) -> Commit | None:
+    """Return the step and the digest of a committed checkpoint; None if its manifest cannot be read."""
+    try:
+        fd = os.open(info.path / layout.MANIFEST, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        return Commit(info.step, last_digest(fd))
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+
+
+def build_tier(folder: Path, ttl_seconds: float, runtime: Path | None, rank: int) -> Tier:
+    """Return the tier of the run that saves into `folder`. Touches nothing."""
+    return Tier(Keeper(folder.absolute(), ttl_seconds, runtime=runtime), rank)

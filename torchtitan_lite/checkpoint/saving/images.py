@@ -1,0 +1,320 @@
+"""The images of a rank: copies of the state in memory that a later start can resume from.
+
+Every copy that an asynchronous save makes becomes one, and with `memory_interval` also copies that no disk write
+follows. An image is valid on this rank once all of it is copied and digested, its arena is at the keeper and its mark
+is set; nothing of that is done in the thread that trains, except for the copy. An image that fails is a warning, never
+a failed save. After `MAX_FAILED` in a row on a rank all ranks stop to stage images: they find out in the same exchange.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from torchtitan_lite import faults
+from torchtitan_lite.checkpoint.format.description import PlacedObject, table_of_objects
+from torchtitan_lite.checkpoint.memory.card import Card
+from torchtitan_lite.checkpoint.memory.mark import UnusableMark, read_mark
+from torchtitan_lite.checkpoint.memory.room import free_bytes, host_id, num_arenas
+from torchtitan_lite.checkpoint.memory.tier import Tier
+from torchtitan_lite.checkpoint.saving.rank_image import RankPlan
+from torchtitan_lite.checkpoint.saving.save_plan import PlanCache
+from torchtitan_lite.checkpoint.saving.writer import Origin, versions
+from torchtitan_lite.checkpoint.staging.pool import NO_STEP, NUM_RECENT
+from torchtitan_lite.checkpoint.staging.stager import Staged, Stager
+from torchtitan_lite.checkpoint.staging.watch import StagingWatch
+from torchtitan_lite.collection import no_collection
+from torchtitan_lite.disk.background import Background
+from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.disk.writer_line import digested
+from torchtitan_lite.disk.writer_process import WriterProcess
+from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.log import logger, readable_bytes
+from torchtitan_lite.store.housekeeping import OnEvent
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
+
+MAX_FAILED = 3
+CLOSE_SECONDS = 30.0
+"""How long the digest under way may take when the manager is closed."""
+
+State = dict[str, Any]
+
+
+@dataclass
+class Image:
+    """A copy under way to becoming an image."""
+
+    step: int
+    origin: Origin
+    plan: RankPlan
+    objects: Sequence[PlacedObject]
+    staged: Staged
+    began_seconds: float
+    check: Callable[[Staged], None] = lambda staged: staged.wait()
+    """Waits until the copy is complete; raises if the state changed meanwhile."""
+    created_at: float = field(default_factory=time.time)
+    stall_seconds: float = 0.0
+
+
+class Images:
+    """The images of this rank in the arenas of `stager`. Every `interval` steps one is made only for memory; 0: never.
+
+    `process` digests them; without one, this process does, in a thread.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        stager: Stager,
+        process: WriterProcess | None,
+        plans: PlanCache,
+        watch: StagingWatch,
+        peers: Peers,
+        clock: Callable[[], float],
+        on_event: OnEvent,
+        *,
+        interval: int,
+        timeout_seconds: float,
+    ) -> None:
+        self.tier, self.stager, self.process = tier, stager, process
+        self.timeout_seconds = timeout_seconds
+        self._plans, self._watch, self._peers = plans, watch, peers
+        self._clock, self._on_event, self._interval = clock, on_event, interval
+        self._background = Background("images")
+        self._lock = threading.Lock()
+        self._num_failed = 0
+        self._is_off = False
+        self._last: Image | None = None
+        self._joined: int | None = None
+
+    @property
+    def digests_at_once(self) -> bool:
+        """Return whether the copy of a save is digested beside its disk write; else the write's digests serve."""
+        return self._interval > 0
+
+    def now(self) -> float:
+        """Return the seconds of the run's clock."""
+        return self._clock()
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the state of `step` is to be copied into memory. The same on all ranks."""
+        return (
+            self._interval > 0 and step % self._interval == 0 and not self._is_off and len(self.stager.pool.slots) > 1
+        )
+
+    def adopt(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Use the arenas in `pairs` of descriptors (memory, mark), which this owns; the first ones are most useful.
+
+        On return the keeper holds them under names of this start. **Collective**, before the first save.
+        """
+        pool = self.stager.pool
+        most = NUM_RECENT if self._interval else 1
+        for fd in [fd for pair in pairs[most:] for fd in pair]:
+            os.close(fd)
+        arenas = self.stager.adopt(pairs[:most])
+        adopted = [(arena, _step_in(arena.mark.fd if arena.mark else -1)) for arena in arenas]
+        for arena in arenas:
+            self.tier.keep(arena)
+        of_ranks = self._peers.gather([step for _, step in adopted])
+        steps = [step for of_rank in of_ranks for step in of_rank]
+        if self._interval:
+            # One more if all of them hold parts of the same step: these stay until a newer one is complete.
+            pool.resize(max(len(each) + (len(each) > 1 and len({*each}) == 1) for each in of_ranks))
+        pool.adopt(adopted, steps)
+
+    def make_room(self, num_bytes: int) -> None:
+        """Find out for how many arenas of `num_bytes` there is memory, -1 for not known. **Collective**."""
+        if not self._interval:
+            return
+        have = sum(slot.arena.num_bytes for slot in self.stager.pool.slots if slot.arena is not None)
+        found = self._peers.gather((host_id(), num_bytes, have, free_bytes()))
+        number = num_arenas(found)
+        if number > 1:
+            self.stager.pool.resize(number)
+        else:
+            self._is_off = True
+            if self._peers.is_coordinator:
+                logger.warning(
+                    "No images in memory every %d steps: two copies of the state (%s on each rank) do not fit into the "
+                    "memory of each host. Unset checkpoint.memory_interval, or give the job more memory",
+                    self._interval,
+                    readable_bytes(max(each[1] for each in found)),
+                )
+
+    def report(self) -> tuple[int, ...]:
+        """Return what this rank tells the others with its plan, as numbers of which the maximum counts."""
+        if not self._interval:
+            return ()
+        is_off = self._num_failed >= MAX_FAILED or self.tier.is_off
+        of_pool = self.stager.pool.report()
+        return (is_off, *((of_pool[0] or self.stager.is_preparing, *of_pool[1:]) if of_pool else ()))
+
+    def agree(self, highest: Sequence[int]) -> bool:
+        """Note the maximum over all ranks of their reports; return whether an image can be staged on all of them."""
+        if not highest:
+            return True
+        if highest[0] and not self._is_off:
+            self._is_off = True
+            if self._peers.is_coordinator:
+                logger.warning("No more images in memory in this start: a rank cannot make or keep them")
+        return self.stager.pool.agree(highest[1:]) and not self._is_off
+
+    def stage(self, step: int, make_state: Callable[[], State], origin: Origin) -> None:
+        """Copy the state of `step` into memory, unless a rank has no arena to spare. **Collective**, main thread."""
+        began = self._clock()
+        state: State = {}
+        failure: Exception | None = None
+        try:
+            faults.point("image", step=step)
+            if self.process is not None:
+                self.process.start()  # Again, if it died.
+            state = make_state()
+        except Exception as error:
+            failure = error
+        with no_collection():
+            try:
+                planned = self._plans.plan(state, failure=failure, numbers=self.report())
+                if not self.agree(planned.agreed):
+                    logger.debug("Step %d gets no image: earlier ones are still being read", step)
+                    return
+                self.stager.pool.note_staged(step)
+                image = planned.image()
+                check = self._watch(image.file, [item.index.fqn for item in image.plan.items])
+                staged = self.stager.take(image.file, step)
+            except Exception as error:
+                self._note_failed(step, error)
+                return
+        self._last = Image(step, origin, image.plan, image.objects, staged, began, check)
+        self._last.stall_seconds = self._clock() - began
+        self.digest_later(self._last)
+
+    def note_save(self, step: int, agreed: Sequence[int]) -> None:
+        """Note that a save of `step` is about to stage it. Main thread, all ranks."""
+        self.agree(agreed)
+        self.stager.pool.note_staged(step)
+
+    def note_staged(self, image: Image) -> None:
+        """Note that the copy of a save is complete. Any thread."""
+        image.stall_seconds = self._clock() - image.began_seconds
+
+    def note_durable(self, info: CheckpointInfo | None) -> None:
+        """Note what a save committed, on the coordinator. Any thread."""
+        if info is not None and info.kind is CheckpointKind.FULL:
+            self.tier.note_committed(info)
+
+    def wait_for_staging(self) -> None:
+        """Wait until the state may change. Main thread."""
+        image, self._last = self._last, None
+        if image is not None:
+            began = self._clock()
+            image.staged.wait()
+            image.stall_seconds += self._clock() - began
+
+    def digest_later(self, image: Image) -> None:
+        """Digest and mark `image` in a thread, which releases its arena then."""
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+        def work() -> None:
+            if device is not None:
+                torch.cuda.set_device(device)  # A new thread begins with device 0.
+            try:
+                self._digest(image)
+            finally:
+                self.stager.pool.release(image.staged.slot)
+
+        self._background.run(image.step, work)
+
+    def digest_here(self, image: Image) -> None:
+        """Digest and mark `image` in this thread and process: its disk write failed. Raises nothing."""
+        with memoryview(image.staged.arena.memory)[: image.staged.num_bytes] as view:
+            self.mark(image, digested(view))
+
+    def mark(self, image: Image, record: FileRecord) -> bool:
+        """Make `image` valid if the keeper holds it; `record` are its digests. Any thread; raises nothing."""
+        try:
+            return self._mark(image, record)
+        except Exception as error:
+            self._note_failed(image.step, error)
+            return False
+
+    def close(self) -> None:
+        """Wait for the digest under way, and stop. Idempotent."""
+        if not self._background.close(CLOSE_SECONDS):
+            logger.warning("An image is still being digested after %.0f s; closing without it", CLOSE_SECONDS)
+
+    def helpers(self) -> list[int]:
+        """Return the pids of the processes that map the arenas, too."""
+        self._joined = self.process.pid if self.process is not None else None
+        return [] if self._joined is None else [self._joined]
+
+    def _digest(self, image: Image) -> None:
+        staged = image.staged
+        try:
+            image.check(staged)
+            if self.process is None:
+                return self.digest_here(image)
+            record = self.process.digest(staged.arena, staged.num_bytes, image.step)
+            if self.process.pid != self._joined:
+                self.tier.join_again(self.helpers())
+        except Exception as error:
+            self._note_failed(image.step, error)
+        else:
+            self.mark(image, record)
+
+    def _mark(self, image: Image, record: FileRecord) -> bool:
+        faults.point("mark", step=image.step)
+        arena = image.staged.arena
+        if not self.tier.keep(arena):
+            return False
+        assert arena.mark is not None, "the keeper holds it"
+        arena.mark.set(image.step, image.staged.num_bytes, self._card(image, record).to_bytes())
+        self.stager.pool.validate(image.staged.slot, image.step)
+        with self._lock:
+            self._num_failed = 0
+        seconds = self._clock() - image.began_seconds
+        self._on_event("image_ready", image.step, seconds=seconds, stall_seconds=image.stall_seconds)
+        return True
+
+    def _card(self, image: Image, record: FileRecord) -> Card:
+        plan, origin = image.plan, image.origin
+        described = plan.description
+        return Card(
+            rank=self._peers.rank,
+            world_size=self._peers.world_size,
+            step=image.step,
+            start=self.tier.start,
+            folder_id=self.tier.folder_id,
+            lineage=origin.lineage,
+            newest=self.tier.newest,
+            created_at=image.created_at,
+            topology=origin.topology,
+            versions=versions(),
+            config=origin.config,
+            file=plan.file_name if record.size else "",
+            record=record,
+            objects=table_of_objects(image.objects),
+            tensors=None if described is None else described.tensors,
+            structure=None if described is None else described.structure,
+        )
+
+    def _note_failed(self, step: int, error: Exception) -> None:
+        with self._lock:
+            self._num_failed += 1
+            number = self._num_failed
+        if number <= MAX_FAILED:
+            logger.warning("Step %d has no image in memory of rank %d: %s", step, self._peers.rank, error)
+
+
+def _step_in(mark_fd: int) -> int:
+    """Return the step of the valid image that the mark describes; `NO_STEP` for none."""
+    try:
+        found = read_mark(mark_fd)
+    except (UnusableMark, OSError):
+        return NO_STEP
+    return NO_STEP if found is None else found.step

@@ -1,0 +1,112 @@
+"""The memory tier of a run on this rank: from the ids that all ranks agree on to the end of the keeper.
+
+A run without the tier has none of it: no keeper, no marks, no id in its folder. The manager calls the same methods.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+
+from torchtitan_lite.checkpoint.memory.tier import Tier, build_tier
+from torchtitan_lite.checkpoint.saving.images import Images
+from torchtitan_lite.checkpoint.saving.save_plan import PlanCache
+from torchtitan_lite.checkpoint.staging.stager import build_stager
+from torchtitan_lite.checkpoint.staging.watch import build_staging_watch
+from torchtitan_lite.config.job_config import Checkpoint
+from torchtitan_lite.disk.writer_process import WriterProcess
+from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.environment import memory_is_off, runtime_folder
+from torchtitan_lite.log import logger
+from torchtitan_lite.store.housekeeping import OnEvent
+from torchtitan_lite.store.store import CheckpointStore
+
+
+class RunMemory:
+    """`tier`, None if the run has none, and `images`, None if it makes none."""
+
+    def __init__(self, tier: Tier | None, images: Images | None, store: CheckpointStore, peers: Peers) -> None:
+        self.tier = tier
+        self.images = images
+        self._store = store
+        self._peers = peers
+
+    def begin(self) -> str:
+        """Agree on the ids of this start and of the folder; return the first one, empty without images.
+
+        **Collective**, before a load, under the lease.
+        """
+        if self.tier is None:
+            return ""
+        start, folder_id = self._peers.on_coordinator(self._ids)
+        self.tier.begin(start, folder_id)
+        if not folder_id:
+            self.tier.is_off = True
+        return start if folder_id and self.images is not None else ""
+
+    def begin_keeping(self) -> None:
+        """Start the keeper in the background, after a load. Idempotent, any rank."""
+        if self.tier is not None and self.images is not None:
+            self.tier.begin_keeping(self.images.helpers)
+
+    def wait_for_staging(self) -> None:
+        """Wait until the state may change, as far as images go. Any rank."""
+        if self.images is not None:
+            self.images.wait_for_staging()
+
+    def finish(self) -> None:
+        """Free all images: the run has finished. Any rank."""
+        if self.tier is not None:
+            self.tier.finish()
+
+    def close(self) -> None:
+        """Wait for the digest under way. Idempotent."""
+        if self.images is not None:
+            self.images.close()
+
+    def leave(self) -> None:
+        """Let the images outlive this process, after the saver has been closed. Idempotent."""
+        if self.tier is not None:
+            self.tier.leave()
+
+    def _ids(self) -> tuple[str, str]:
+        try:
+            return uuid.uuid4().hex[:16], self._store.folder_id(make=True)
+        except OSError as error:
+            logger.warning("No images in memory: the folder %s got no id: %s", self._store.root, error)
+            return uuid.uuid4().hex[:16], ""
+
+
+def build_run_memory(
+    config: Checkpoint,
+    store: CheckpointStore,
+    plans: PlanCache,
+    peers: Peers,
+    clock: Callable[[], float],
+    on_event: OnEvent,
+) -> RunMemory:
+    """Return the memory tier of a run with `config`. Touches nothing."""
+    is_no_run = not config.enable_checkpoint or config.load_only or config.create_seed_checkpoint or config.dry_run
+    if is_no_run or not config.memory_ttl_seconds or memory_is_off():
+        return RunMemory(None, None, store, peers)
+    tier = build_tier(store.root, config.memory_ttl_seconds, runtime_folder(), peers.rank)
+    if config.async_mode == "disabled":
+        return RunMemory(tier, None, store, peers)
+    needs_process = config.memory_interval > 0 or config.async_mode == "async_with_pinned_mem"
+    process = (
+        WriterProcess(config.timeout_seconds, config.preemption_signals, rank=peers.rank) if needs_process else None
+    )
+    stager = build_stager(marks=True, give_up=tier.give_up)
+    images = Images(
+        tier,
+        stager,
+        process,
+        plans,
+        build_staging_watch(config),
+        peers,
+        clock,
+        on_event,
+        interval=config.memory_interval,
+        timeout_seconds=config.timeout_seconds,
+    )
+    return RunMemory(tier, images, store, peers)
