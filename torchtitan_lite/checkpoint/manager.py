@@ -326,7 +326,7 @@ class CheckpointManager:
             if self._last_save is not None:
                 self._peers.on_coordinator(self._last_save.refuse_foreign_folder)
             self._peers.together(self._saver.start)
-            self._saves.note_start(self._memory.begin())
+            self._saves.origin = self._memory.begin(self._saves.origin)
 
     def _forget(self) -> None:
         """Have nothing open in a child that was just forked: closing it there touches nothing of the parent's."""

@@ -248,6 +248,12 @@ class Images:
         if not self._background.close(CLOSE_SECONDS):
             logger.warning("An image is still being digested after %.0f s; closing without it", CLOSE_SECONDS)
 
+    def forget_keeper(self) -> None:
+        """Note that the keeper holds nothing any more, so that `close` of the stager frees the memory."""
+        for slot in self.stager.pool.slots:
+            if slot.arena is not None:
+                slot.arena.is_kept = False
+
     def helpers(self) -> list[int]:
         """Return the pids of the processes that map the arenas, too."""
         self._joined = self.process.pid if self.process is not None else None

@@ -5,12 +5,14 @@ A run without the tier has none of it: no keeper, no marks, no id in its folder.
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
 from collections.abc import Callable
 
 from torchtitan_lite.checkpoint.memory.tier import Tier, build_tier
 from torchtitan_lite.checkpoint.saving.images import Images
 from torchtitan_lite.checkpoint.saving.save_plan import PlanCache
+from torchtitan_lite.checkpoint.saving.writer import Origin
 from torchtitan_lite.checkpoint.staging.stager import build_stager
 from torchtitan_lite.checkpoint.staging.watch import build_staging_watch
 from torchtitan_lite.config.job_config import Checkpoint
@@ -31,18 +33,20 @@ class RunMemory:
         self._store = store
         self._peers = peers
 
-    def begin(self) -> str:
-        """Agree on the ids of this start and of the folder; return the first one, empty without images.
+    def begin(self, origin: Origin) -> Origin:
+        """Agree on the ids of this start, of the folder and of the run; return `origin` with them.
 
         **Collective**, before a load, under the lease.
         """
         if self.tier is None:
-            return ""
-        start, folder_id = self._peers.on_coordinator(self._ids)
+            return origin
+        start, folder_id, lineage = self._peers.on_coordinator(lambda: (*self._ids(), origin.lineage))
         self.tier.begin(start, folder_id)
         if not folder_id:
             self.tier.is_off = True
-        return start if folder_id and self.images is not None else ""
+        if not folder_id or self.images is None:
+            return origin
+        return dataclasses.replace(origin, start=start, lineage=lineage)
 
     def begin_keeping(self) -> None:
         """Start the keeper in the background, after a load. Idempotent, any rank."""
@@ -58,6 +62,8 @@ class RunMemory:
         """Free all images: the run has finished. Any rank."""
         if self.tier is not None:
             self.tier.finish()
+        if self.images is not None:
+            self.images.forget_keeper()
 
     def close(self) -> None:
         """Wait for the digest under way. Idempotent."""

@@ -70,10 +70,6 @@ class RunSaves:
         """Record `lineage` in what is saved from now on: a checkpoint of it was loaded. Any rank."""
         self.origin = dataclasses.replace(self.origin, lineage=lineage)
 
-    def note_start(self, start: str) -> None:
-        """Record the id of this start in what is saved from now on. Any rank."""
-        self.origin = dataclasses.replace(self.origin, start=start)
-
     def note_metrics(self, metrics: Metrics) -> None:
         """Record `metrics` in what is saved from now on: the loop measured them at this step. Any rank."""
         self._metrics = metrics
