@@ -28,6 +28,7 @@ from torchtitan_lite.metrics.report import epoch_tags, peak_flops, step_line, th
 from torchtitan_lite.metrics.step_timer import StepTimer
 
 EVENTS_FILE = "events.jsonl"
+IMAGE_READY = "image_ready"
 
 
 class RunMetrics:
@@ -48,6 +49,7 @@ class RunMetrics:
         """Totals of the run's time."""
         self._lock = threading.Lock()
         self._event_tags: dict[str, float] = {}
+        self._has_image = False
         self._tokens, self._steps = 0.0, 0
         self._since = time.perf_counter()
 
@@ -58,8 +60,13 @@ class RunMetrics:
         self._since = time.perf_counter()
 
     def on_event(self, event: str, step: int, /, **figures: Any) -> None:
-        """Write `event` to events.jsonl and keep its figures for the next logged step. **Any thread**."""
-        self._events(event, step, **figures)
+        """Write `event` to events.jsonl and keep its figures for the next logged step. **Any thread**.
+
+        Of images in memory, which may come with every step, only the first one of a start is written.
+        """
+        if event != IMAGE_READY or not self._has_image:
+            self._events(event, step, **figures)
+        self._has_image |= event == IMAGE_READY
         with self._lock:
             self._event_tags |= checkpoint_tags(event, figures)
         self._bar.on_event(event, step)
@@ -139,6 +146,8 @@ def checkpoint_tags(event: str, figures: dict[str, Any]) -> dict[str, float]:
     """Return the TensorBoard tags for a checkpoint event's figures."""
     if event == "staged":
         return {"checkpoint/stage(s)": figures["stall_seconds"]}
+    if event == IMAGE_READY:
+        return {"checkpoint/image(s)": figures["seconds"], "checkpoint/image_stall(s)": figures["stall_seconds"]}
     if event == "loaded":
         return {"checkpoint/load(s)": figures["seconds"]}
     if event == "committed":
