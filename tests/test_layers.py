@@ -56,6 +56,7 @@ WITHOUT_TORCH = (
     *(f"checkpoint.format.{name}" for name in ("containers", "contents", "dtypes", "plain_value", "structure")),
     *(f"checkpoint.untrusted.{name}" for name in ("inert_pickle", "safe_metadata", "saved_file", "stock_item")),
     *("checkpoint.importing.safetensors_header", "checkpoint.importing.saved_weights"),
+    "checkpoint.reading.files",
     "checkpoint.reading.folder",
     "checkpoint.memory",
     *(f"checkpoint.examining.{name}" for name in ("opened", "inventory", "retention_outlook", "summary")),

@@ -74,7 +74,7 @@ def test_a_piece_past_the_end_of_the_file_is_damage_though_there_is_memory(image
 
 
 def test_a_file_that_is_not_in_this_hosts_memory_is_named(image: int, data: bytes) -> None:
-    with pytest.raises(DamagedRange, match="__1_0.distcp.*another host"):
+    with pytest.raises(DamagedRange, match=r"__1_0\.distcp.*another host"):
         MappedReader({FILE.name: image}).read(FILE.with_name("__1_0.distcp"), FileRecord.of(data), [])
 
 

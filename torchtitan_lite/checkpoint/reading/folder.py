@@ -2,7 +2,7 @@
 
 It supplies everything that is known before data is read: the manifest, if there is one; the contents and
 their places; the sizes of the files, compared with those that the commit recorded. Each is read and
-checked at its first use, and nothing outside the folder is read.
+checked at its first use, and nothing outside the folder is read. Its files may be elsewhere than on disk.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchtitan_lite.checkpoint.format.contents import Contents
+from torchtitan_lite.checkpoint.reading.files import Files, FilesOnDisk
 from torchtitan_lite.checkpoint.untrusted.safe_metadata import read_metadata
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.disk.plain_file import sizes_of
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Manifest
@@ -28,11 +28,19 @@ Verify = Literal["off", "size", "full"]
 class CheckpointFolder:
     """The checkpoint at `path`, ours or plain DCP's. Raises `CheckpointUnreadable` if the system refuses a read.
 
-    `dtypes` are those of its contents, by name: torch's by default, which is the only use of torch here.
+    `dtypes` are those of its contents, by name: torch's by default, which is the only use of torch here. Its files are
+    `files` if they are given, and `path` is then only its name.
     """
 
-    def __init__(self, path: Path, verify: Verify = "full", dtypes: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        verify: Verify = "full",
+        dtypes: Mapping[str, Any] | None = None,
+        files: Files | None = None,
+    ) -> None:
         self.path = path
+        self.files: Files = FilesOnDisk(path) if files is None else files
         self.verify: Verify = verify
         self._dtypes = _dtypes_of_torch() if dtypes is None else dtypes
 
@@ -45,7 +53,7 @@ class CheckpointFolder:
         path = self.path / layout.MANIFEST
         try:
             with no_collection():
-                return Manifest.of_folder(self.path)
+                return self.files.manifest()
         except OSError as error:
             raise CheckpointUnreadable(str(path), _reason(error)) from error
 
@@ -56,7 +64,7 @@ class CheckpointFolder:
         try:
             contents = self._contents()
             contents.check_names()
-            sizes = sizes_of(self.path, contents.files | set(self._recorded))
+            sizes = self.files.sizes_of(contents.files | set(self._recorded))
         except OSError as error:
             raise CheckpointUnreadable(str(self.path), _reason(error)) from error
         if self.verify != "off":

@@ -24,6 +24,7 @@ from torch.futures import Future
 
 from torchtitan_lite.checkpoint.format.contents import Chunk, Item, Shape
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES, to_metadata
+from torchtitan_lite.checkpoint.reading.files import ReadsBlocks
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder, Verify
 from torchtitan_lite.checkpoint.reading.regions import (
     Source,
@@ -37,10 +38,9 @@ from torchtitan_lite.checkpoint.reading.regions import (
 from torchtitan_lite.checkpoint.untrusted.safe_load import UnsafeItem, load_item
 from torchtitan_lite.checkpoint.untrusted.stock_item import Layout, locate
 from torchtitan_lite.collection import no_collection
-from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
+from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES
 from torchtitan_lite.disk.piece_table import PieceTable
-from torchtitan_lite.disk.plain_file import opened
 from torchtitan_lite.disk.read_requests import Piece
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable, CheckpointUnsafe
 
@@ -74,10 +74,10 @@ class CheckpointReader(StorageReader):
     """Reads the checkpoint in `folder`, a path or an open `CheckpointFolder`, with `blocks`."""
 
     def __init__(
-        self, folder: CheckpointFolder | Path, verify: Verify = "full", blocks: BlockReader | None = None
+        self, folder: CheckpointFolder | Path, verify: Verify = "full", blocks: ReadsBlocks | None = None
     ) -> None:
         self._folder = folder if isinstance(folder, CheckpointFolder) else CheckpointFolder(folder, verify)
-        self._blocks = blocks or BlockReader()
+        self._blocks = blocks or self._folder.files.reader()
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Do nothing: the constructor has the path."""
@@ -125,12 +125,12 @@ class CheckpointReader(StorageReader):
         self._read_objects(wanted.objects)
 
     def verify_rest(self, number: int, count: int) -> None:
-        """Verify the blocks without tensors in every `count`-th file, beginning with file `number`. Any rank.
+        """Verify the blocks without tensors in the files that are the share of rank `number` of `count`. Any rank.
 
         Calls with each `number` below `count`, together with a read of all tensors, verify every byte.
         """
         records = self._folder.records
-        for file in sorted(records)[number::count]:
+        for file in self._folder.files.share(sorted(records), number, count):
             blocks = self._blocks_without_tensors(file, len(records[file].blocks) // DIGEST_BYTES)
             if blocks:
                 with _Findings(self._folder, file):
@@ -212,7 +212,7 @@ class CheckpointReader(StorageReader):
         for file, of_file in groupby(sorted(items), key=lambda item: item.file):
             path = self._folder.path / file
             try:
-                with opened(path) as fd:
+                with self._folder.files.opened(file) as fd:
                     for item in of_file:
                         layouts[item] = locate(_reading(fd, item), item.length, DTYPES)
             except OSError as error:

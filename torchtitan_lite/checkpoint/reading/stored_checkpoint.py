@@ -22,6 +22,7 @@ from torchtitan_lite.checkpoint.format.key_report import KeyReport, TensorLike, 
 from torchtitan_lite.checkpoint.format.older_structure import Untyped, retyped
 from torchtitan_lite.checkpoint.format.shards import parts_of
 from torchtitan_lite.checkpoint.format.structure import rebuild, without
+from torchtitan_lite.checkpoint.reading.files import Files
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder, Verify
 from torchtitan_lite.checkpoint.reading.listed_groups import read_listed_groups
 from torchtitan_lite.checkpoint.reading.load_rules import EVERYTHING, LoadRules
@@ -45,11 +46,19 @@ def _nothing(key: str) -> bool:
 class StoredCheckpoint:
     """The checkpoint folder at `path`, ours or plain DCP's, loaded by `rules`."""
 
-    def __init__(self, path: Path, peers: Peers, rules: LoadRules = EVERYTHING, *, verify: Verify = "full") -> None:
+    def __init__(
+        self,
+        path: Path,
+        peers: Peers,
+        rules: LoadRules = EVERYTHING,
+        *,
+        verify: Verify = "full",
+        files: Files | None = None,
+    ) -> None:
         self.path = path
         self._peers = peers
         self._rules = rules
-        self._folder = CheckpointFolder(path, verify)
+        self._folder = CheckpointFolder(path, verify, files=files)
         self._reader = OwnReader(self._folder)
         self._optimizer: StoredOptimizer | None = None
 

@@ -1,0 +1,62 @@
+"""The files of a checkpoint that lie in memory: each is the image of one rank.
+
+There is no manifest in memory: a start puts it together from the cards. A rank may lack the images of other hosts: to
+read one of them is damage of this source, so that the load goes on with another one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from torchtitan_lite.disk.digest import num_blocks
+from torchtitan_lite.disk.mapped_reader import MappedReader
+from torchtitan_lite.store.manifest import Manifest
+
+
+class FilesInMemory:
+    """The files of `manifest`; `images` has the descriptors of those on this host, which stay the caller's."""
+
+    def __init__(self, manifest: Manifest, images: Mapping[str, int], own: str | None = None) -> None:
+        self._manifest = manifest
+        self._images = images
+        self._own = own
+        self._reader = MappedReader(images)
+
+    def manifest(self) -> Manifest | None:
+        return self._manifest
+
+    def sizes_of(self, names: Iterable[str]) -> dict[str, int]:
+        """Return the recorded sizes: an arena is longer than the file in it, and the reader checks that it is."""
+        return {name: self._manifest.files[name].size for name in names if name in self._manifest.files}
+
+    @contextmanager
+    def opened(self, name: str) -> Iterator[int]:
+        if name not in self._images:
+            raise FileNotFoundError(f"{name} is in the memory of another host")
+        fd = os.dup(self._images[name])
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def reader(self) -> MappedReader:
+        return self._reader
+
+    def share(self, names: Sequence[str], number: int, count: int) -> Sequence[str]:
+        """Return the own file of this rank if the images are spread over hosts, else a share of all."""
+        if self._own is None:
+            return names[number::count]
+        return [name for name in names if name == self._own]
+
+    def verify(self, number: int, count: int) -> None:
+        """Verify every block of the share of rank `number` of `count`. Raises as `MappedReader.read`."""
+        for name in self.share(sorted(self._manifest.files), number, count):
+            record = self._manifest.files[name]
+            self._reader.verify(Path(name), record, range(num_blocks(record.size)))
+
+    def close(self) -> None:
+        """Unmap everything. Idempotent."""
+        self._reader.close()
