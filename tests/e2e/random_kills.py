@@ -1,0 +1,302 @@
+"""Jobs that SIGKILL hits at random moments, again and again: two ranks under a real elastic agent.
+
+The agent, which is what torchrun runs, is forked from a server that has torch loaded, and forks the ranks; so a start
+takes about a second. Each rank appends every action to a file of its own when it happens, across all starts: the
+records are complete up to the moment of a kill.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.checkpoint.small_run import Run, job_config
+from tests.e2e.jobs import children, command_line, read_lines, send
+from tests.forked import Forked
+from torchtitan_lite import log
+from torchtitan_lite.config.job_config import Comm
+from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.process_group import process_group
+
+RANKS = 2
+STEPS = 400
+"""More than a job trains between its first start and its last kill."""
+DISK_INTERVAL = 7
+RESTARTS = 1000
+"""Of one agent: no limit."""
+DEADLINE_SECONDS = 120.0
+MOST_STEPS = 12
+"""A start trains at most so many steps before the moment of its kill."""
+LONGEST_SECONDS = 0.06
+"""The moment of a kill is so long after a step at most, which is longer than a step takes."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """A job: its folder, and its keys of [checkpoint]."""
+
+    folder: Path
+    keys: dict[str, Any] = field(default_factory=dict)
+    steps: int = STEPS
+
+    def record(self, rank: int) -> Path:
+        """Return the file in which `rank` records its actions."""
+        return self.folder / f"rank{rank}.jsonl"
+
+    @property
+    def log(self) -> Path:
+        """The output of all processes."""
+        return self.folder / "output.log"
+
+
+class KilledJob:
+    """A job that is started again after each kill."""
+
+    def __init__(self, order: Order, seed: int) -> None:
+        self.order = order
+        self._random = random.Random(seed)
+        self._agent: Forked | None = None
+        self._launches = 0
+        order.folder.mkdir(parents=True, exist_ok=True)
+
+    def launch(self) -> None:
+        """Start an agent, which starts the ranks."""
+        self._launches += 1
+        self._agent = Forked(_agent, self.order, self._launches)
+
+    def starts(self, rank: int) -> dict[str, list[dict[str, Any]]]:
+        """Return the record of `rank` by start, in order."""
+        found: dict[str, list[dict[str, Any]]] = {}
+        for line in read_lines(self.order.record(rank)):
+            found.setdefault(line["start"], []).append(line)
+        return found
+
+    def steps(self, event: str) -> set[int]:
+        """Return the steps for which every rank recorded `event` in the same start."""
+        of_ranks = [
+            {(start, line["step"]) for start, lines in self.starts(rank).items() for line in lines if is_(line, event)}
+            for rank in range(RANKS)
+        ]
+        return {step for _, step in set.intersection(*of_ranks)}
+
+    def acknowledged(self) -> int:
+        """Return the latest step that rank 0 reported as committed."""
+        lines = read_lines(self.order.record(0))
+        return max((line["step"] for line in lines if is_(line, "committed")), default=0)
+
+    def wait_for_training(self, after: int) -> int:
+        """Return once start number `after` + 1 has trained a step on every rank; return the step that it resumed."""
+        self._wait(lambda: all(_trains(self.starts(rank), after) for rank in range(RANKS)))
+        return next(line["step"] for line in list(self.starts(0).values())[after] if is_(line, "resumed"))
+
+    def pids(self) -> list[int]:
+        """Return the pid of each rank of the current start."""
+        return [list(self.starts(rank).values())[-1][0]["pid"] for rank in range(RANKS)]
+
+    def wait_a_moment(self) -> None:
+        """Wait for a random number of steps and a random part of one: the ranks train, stage, digest and save."""
+        step = self._trained() + self._random.randint(0, MOST_STEPS)
+        self._wait(lambda: self._trained() >= step or not all(map(_is_running, self.pids())))
+        # Waits for nothing: the moment of a kill is what the test draws.
+        time.sleep(self._random.uniform(0.0, LONGEST_SECONDS))
+
+    def kill_rank(self) -> None:
+        """Kill one rank; the agent ends the other one and starts both again."""
+        send(self._random.choice(self.pids()), signal.SIGKILL)
+
+    def kill_ranks(self) -> None:
+        """Kill all ranks at once; the agent starts them again."""
+        for pid in self.pids():
+            send(pid, signal.SIGKILL)
+
+    def kill_writer(self) -> None:
+        """Kill the writer process of one rank, and later all ranks."""
+        for pid in children(self._random.choice(self.pids())):
+            if "writer_process" in command_line(pid):
+                send(pid, signal.SIGKILL)
+        self.wait_a_moment()
+        self.kill_ranks()
+
+    def kill_torchrun(self) -> None:
+        """Kill the agent, then the ranks, and launch another agent."""
+        self.end()
+        self.launch()
+
+    def end(self) -> None:
+        """Kill all processes of the job."""
+        assert self._agent is not None
+        ranks = children(self._agent.pid)
+        self._agent.kill()
+        for pid in ranks:
+            send(pid, signal.SIGKILL)
+        self._agent.wait(DEADLINE_SECONDS)
+        self._wait(lambda: not any(_is_running(pid) for pid in ranks), is_running=False)
+
+    def tail(self) -> str:
+        """Return the end of the output, for the message of a failed test."""
+        return self.order.log.read_text(errors="replace")[-6000:] if self.order.log.exists() else ""
+
+    def _trained(self) -> int:
+        """Return the step that the current start has trained on every rank."""
+        of_ranks = [list(self.starts(rank).values())[-1] for rank in range(RANKS)]
+        return min(max((line["step"] for line in lines if is_(line, "trained")), default=0) for lines in of_ranks)
+
+    def _wait(self, condition: Callable[[], bool], *, is_running: bool = True) -> None:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not condition():
+            assert time.monotonic() < deadline, f"nothing happened for {DEADLINE_SECONDS:.0f} s:\n{self.tail()}"
+            ended = is_running and self._agent is not None and self._agent.poll() is not None
+            assert not ended or condition(), f"the job ended:\n{self.tail()}"
+            time.sleep(0.002)
+
+
+@contextmanager
+def killed_job(order: Order, seed: int) -> Iterator[KilledJob]:
+    """Launch a job, which is killed at the end of the block."""
+    job = KilledJob(order, seed)
+    job.launch()
+    try:
+        yield job
+    finally:
+        job.end()
+
+
+def is_(line: dict[str, Any], event: str) -> bool:
+    """Return whether `line` of a record is about `event`."""
+    return bool(line["event"] == event)
+
+
+def losses(order: Order) -> dict[int, set[str]]:
+    """Return the exact losses of each step, of all starts and ranks, each with its rank."""
+    found: dict[int, set[str]] = {}
+    for rank in range(RANKS):
+        for line in read_lines(order.record(rank)):
+            if is_(line, "trained"):
+                found.setdefault(line["step"], set()).add(f"rank {rank}: {line['loss']}")
+    return found
+
+
+def run_straight(order: Order) -> dict[int, set[str]]:
+    """Train all steps of `order` in one start. Return its losses."""
+    order.folder.mkdir(parents=True)
+    agent = Forked(_agent, order, 1)
+    assert agent.wait(DEADLINE_SECONDS) == 0, order.log.read_text()[-6000:]
+    return losses(order)
+
+
+class ImagesRun(Run):
+    """The run of one rank. Its losses depend on its whole state and on the generators."""
+
+    def __init__(self, order: Order, on_event: Callable[..., None], rank: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(512, 1024), nn.Dropout(0.1), nn.Tanh(), nn.Linear(1024, 512))
+        fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
+        keys = {"interval": DISK_INTERVAL, "keep_latest_k": 2, "timeout_seconds": 60, **order.keys}
+        keys["preemption_signals"] = ("SIGTERM",)
+        super().__init__(
+            model,
+            job_config(order.folder, **keys),
+            lr=0.001,
+            seams={"peers": Peers(timedelta(seconds=60)), "on_event": on_event},
+        )
+        self.rank = rank
+        torch.manual_seed(rank)
+
+    def train(self) -> str:
+        """Train one step. Return its exact loss."""
+        return self.take_step(self._loss).hex()
+
+    def _loss(self) -> torch.Tensor:
+        batch = torch.randn(8, 512, generator=torch.Generator().manual_seed(self.train_state.step)).chunk(RANKS)
+        loss: torch.Tensor = (self.model(batch[self.rank]) - 1).square().mean()
+        return loss
+
+
+def _agent(order: Order, number: int) -> None:
+    """Run an elastic agent, as torchrun does, until the ranks have ended or failed too often."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    output = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=RANKS,
+        run_id=str(number),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=RESTARTS,
+        monitor_interval=0.02,
+        start_method="fork",
+    )
+    code = 1
+    try:
+        elastic_launch(config, _rank)(order, number)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _rank(order: Order, number: int) -> None:
+    """Run one rank of one start, from its fork to its exit."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    torch.set_num_threads(1)
+    log.setup(0)
+    rank, start = int(os.environ["RANK"]), f"{number}.{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    record = os.open(order.record(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def write(event: str, step: int, /, **more: Any) -> None:
+        line = {"start": start, "event": event, "step": step, **more}
+        os.write(record, (json.dumps(line, default=str) + "\n").encode())
+
+    write("begun", 0, pid=os.getpid())
+    try:
+        with process_group(Comm(init_timeout_seconds=60)):
+            _train(order, rank, write)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def _train(order: Order, rank: int, write: Callable[..., None]) -> None:
+    run = ImagesRun(order, write, rank)
+    state = run.train_state
+    with run.manager:
+        run.manager.load()
+        write("resumed", state.step)
+        while state.step < order.steps:
+            loss = run.train()
+            write("trained", state.step, loss=loss)
+            run.manager.save(state.step, force=state.step == order.steps)
+
+
+def _trains(starts: dict[str, list[dict[str, Any]]], after: int) -> bool:
+    return len(starts) > after and any(is_(line, "trained") for line in list(starts.values())[after])
+
+
+def _is_running(pid: int) -> bool:
+    """Return whether process `pid` still runs."""
+    try:
+        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
