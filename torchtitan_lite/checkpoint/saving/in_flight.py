@@ -39,6 +39,8 @@ class _Save:
     began_seconds: float
     stall_seconds: float = 0.0
     durable_seconds: float = 0.0
+    slowest: dict[str, float] = field(default_factory=dict)
+    """On the coordinator, which rank took longest to write its file, and how long: figures of the event."""
     over: Future[None] = field(default_factory=Future)
     """Done when retention, or the removal of a failed save's leftovers, is over, too. Threads that wait for `durable`
     may wake before that."""
@@ -108,8 +110,17 @@ class InFlight:
         self._on_event("save_started", step, kind=kind.value)
         faults.set_step(step)
         faults.point("save")
-        target = Target(store, step, kind, origin, fence=fence, check=lambda: self._preflight(step, kind, store, fence))
-        save = _Save(saver.save(state, target), kind, store, fence, began_seconds=began)
+        slowest: dict[str, float] = {}
+        target = Target(
+            store,
+            step,
+            kind,
+            origin,
+            fence=fence,
+            check=lambda: self._preflight(step, kind, store, fence),
+            note_slowest=lambda rank, seconds: slowest.update(slowest_rank=rank, slowest_seconds=seconds),
+        )
+        save = _Save(saver.save(state, target), kind, store, fence, began_seconds=began, slowest=slowest)
         save.pending.durable.add_done_callback(lambda _: self._when_over(save))
         save.stall_seconds = self._clock() - began
         self._save = save
@@ -239,6 +250,7 @@ class InFlight:
             bytes=nbytes,
             seconds=save.durable_seconds,
             stall_seconds=stall,
+            **save.slowest,
         )
 
     def _report_failed(self, save: _Save, failure: SaveFailed) -> None:

@@ -63,6 +63,10 @@ def free() -> None:
     """Do nothing: no fence, no check, nothing to wait for."""
 
 
+def ignore_slowest(rank: int, seconds: float) -> None:
+    """Do nothing with the slowest rank of a save."""
+
+
 @dataclass(frozen=True)
 class Target:
     """The checkpoint that a save creates."""
@@ -75,6 +79,8 @@ class Target:
     """Raises `LeaseLost` if the folder belongs to another job by now; called right before the commit. Coordinator."""
     check: Callable[[], None] = free
     """Raises if the save cannot succeed; called before planning. Acts on the coordinator only."""
+    note_slowest: Callable[[int, float], None] = ignore_slowest
+    """Called before the commit with the rank that took longest to write its file, and its seconds. Coordinator."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,8 @@ class RankFile:
     """By key, the part of each tensor's digest that comes from this file."""
     nan_in: Sequence[str] = ()
     """Keys of weights in which NaN was seen."""
+    seconds: float = 0.0
+    """Seconds that the rank took to write it, with its digests."""
 
 
 class CommittingWriter(StorageWriter):
@@ -147,6 +155,11 @@ class CommittingWriter(StorageWriter):
         nan_in = sorted({key for file in files for key in file.nan_in})
         target.fence()  # The staging folder may belong to another job by now.
         faults.point("metadata", step=target.step)
+        slowest = max(
+            ((file.seconds, rank) for rank, per_rank in enumerate(results) for file in per_rank), default=None
+        )
+        if slowest is not None:
+            target.note_slowest(slowest[1], slowest[0])
         described = description.metadata(objects)
         target.store.durable.write_file(target.store.stage(target.step) / layout.METADATA, described)
         manifest = Manifest(
@@ -189,12 +202,12 @@ class CommittingWriter(StorageWriter):
         assert content is not None, "AgreedPlanner raised the failure before"
         if content.num_bytes == 0:
             return []
-        plan = content.plan
+        plan, began = content.plan, time.perf_counter()
         record = content.write(target.store.stage(target.step) / plan.file_name)
         digests = _shares(plan.items, content.tensors()) if target.origin.tensor_digests else {}
         prefix = "model." if target.kind is CheckpointKind.FULL else ""
         nan_in = names_with_nan(plan.items, content.tensors(), prefix)
-        return [RankFile(plan.file_name, record, content.objects, digests, nan_in)]
+        return [RankFile(plan.file_name, record, content.objects, digests, nan_in, time.perf_counter() - began)]
 
     def _lineage(self) -> Lineage:
         lineage = self._target.origin.lineage
