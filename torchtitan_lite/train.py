@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+import time
 
 from torchtitan_lite import faults, log
 from torchtitan_lite.config.job_config import JobConfig
@@ -19,6 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     docs/quickstart.md lists the codes.
     """
+    began = time.monotonic()
     rank = launched().rank
     log.setup(rank)
     try:
@@ -31,11 +33,11 @@ def main(arguments: list[str] | None = None) -> int:
     # Imported only now: torch takes seconds to import, and a wrong key or --help must not wait for it.
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    code = record(_run)(config, rank)
+    code = record(_run)(config, rank, began)
     return code if code is not None else 0
 
 
-def _run(config: JobConfig, rank: int) -> int:
+def _run(config: JobConfig, rank: int, began: float) -> int:
     """Run the job on this rank. `record` puts the traceback of an unexpected error into torchrun's report."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -44,7 +46,7 @@ def _run(config: JobConfig, rank: int) -> int:
 
     try:
         with process_group(config.comm, deterministic=config.training.deterministic) as world:
-            code = Trainer(config, world).run()
+            code = Trainer(config, world, began=began).run()
             faults.point("exit")
             return code
     except TorchtitanLiteError as error:

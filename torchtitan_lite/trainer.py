@@ -56,9 +56,12 @@ from torchtitan_lite.parallelisms.plan import build_plan
 
 
 class Trainer:
-    """One start of a run on this rank: from its configuration to its exit code. The constructor is **collective**."""
+    """One start of a run on this rank: from its configuration to its exit code. The constructor is **collective**.
 
-    def __init__(self, config: JobConfig, world: World) -> None:
+    `began` is the reading of `time.monotonic` when this start began; None for now.
+    """
+
+    def __init__(self, config: JobConfig, world: World, *, began: float | None = None) -> None:
         self.config, self.world = config, world
         self.dump_folder = Path(config.job.dump_folder).absolute()
         seed = config.training.seed if config.training.seed is not None else random.SystemRandom().randrange(2**31)
@@ -97,7 +100,7 @@ class Trainer:
             max_skipped_steps=config.training.max_skipped_steps,
         )
         flops = flops_per_token(self.args, self.num_params, config.training.seq_len)
-        self.metrics = RunMetrics(config, world, flops_per_token=flops)
+        self.metrics = RunMetrics(config, world, flops_per_token=flops, began=began)
         self.forward_backward = build_forward_backward(
             config,
             self.plan,
@@ -111,7 +114,8 @@ class Trainer:
             device=world.device,
         )
         self.checkpointer = self._build_checkpointer()
-        self.samples = SampleTrace(self.dump_folder, rank=world.rank, writes=self._traces_samples())
+        traces = config.training.trace_samples and self.plan.dims.takes_data_first(world.rank)
+        self.samples = SampleTrace(self.dump_folder, rank=world.rank, writes=traces and not self._only_loads)
         # Each rank has its own dropout. Seeded before the load, which restores the generators of the run.
         torch.manual_seed(self.seed + world.rank)
 
@@ -139,7 +143,10 @@ class Trainer:
                 logger.info("Training completed: %s", ended.summary(self.config.training.steps))
                 self.metrics.on_event("finished", ended.step)
                 return 0
-            if self.checkpointer.load():
+            self.metrics.begin(str(self.plan.dims))
+            with self.metrics.part("loading"):
+                has_loaded = self.checkpointer.load()
+            if has_loaded:
                 self._resume()
             return self._left() or (self._finish() if self._has_no_step_left() else self._train())
 
@@ -194,12 +201,14 @@ class Trainer:
                     logger.info("Epoch %d of the data begins in step %d", self.loader.progress.epoch, state.step)
                 if state.step % config.training.gc_freq == 0:
                     gc.collect(1)
-                self._train_step(batch)
+                with self.metrics.goodput.step(state.step):
+                    self._train_step(batch)
                 profiler.step()
                 self._note_progress()
                 faults.point("step", step=state.step)
                 is_last = state.step == config.training.steps
-                self.checkpointer.save(state.step, force=is_last, metrics=self.measured)
+                with self.metrics.part("saving"):
+                    self.checkpointer.save(state.step, force=is_last, metrics=self.measured)
                 if left := self._left():
                     return left
                 if state.step == first:
@@ -212,7 +221,8 @@ class Trainer:
     def _finish(self) -> int:
         """Save what a run at its last step still lacks, such as its export, without training. Return the exit code."""
         logger.info("Nothing is left to train after step %d", self.train_state.step)
-        self.checkpointer.finish(self.train_state.step)
+        with self.metrics.part("saving"):
+            self.checkpointer.finish(self.train_state.step)
         return self._completed()
 
     def _completed(self) -> int:
@@ -248,7 +258,8 @@ class Trainer:
         pipeline = self.mesh.get_group("pp") if self.plan.dims.pp > 1 else None
         grad_norm = clip_grad_norm_(self.model_parts, self.config.training.max_norm, pipeline=pipeline)
         self.divergence_check.grad_norm(grad_norm)
-        self.checkpointer.maybe_wait_for_staging()
+        with self.metrics.part("saving"):
+            self.checkpointer.maybe_wait_for_staging()
         for optimizer, scheduler in zip(self.optimizers, self.lr_schedulers, strict=True):
             self.scaler.step(optimizer)
             optimizer.zero_grad()
@@ -258,7 +269,8 @@ class Trainer:
 
     def _log(self, loss: Tensor | None, average: Tensor, grad_norm: Tensor, lr: float) -> None:
         step = self.train_state.step
-        self.metrics.step_done(self.global_batch_size * self.config.training.seq_len / self.world.world_size)
+        tokens = self.global_batch_size * self.config.training.seq_len / self.world.world_size
+        self.metrics.step_done(tokens, average.item())
         if step == 1 or step % self.config.metrics.log_freq == 0:
             global_avg, global_max = average.item(), max_over_ranks(loss, self.world.device).item()
             self.train_state.record_loss(global_avg, global_max)
@@ -273,21 +285,15 @@ class Trainer:
             )
 
     def _next_batch(self) -> Tensor | None:
-        with self.metrics.timer("data"):
+        with self.metrics.waiting_for_data():
             return next(self.loader, None)
 
     def _end_of_data(self) -> int:
         step = self.train_state.step
         logger.info("The data ends after step %d (training.max_epochs)", step)
-        self.checkpointer.save(step, force=True, metrics=self.measured)
+        with self.metrics.part("saving"):
+            self.checkpointer.save(step, force=True, metrics=self.measured)
         return self._completed()
-
-    def _traces_samples(self) -> bool:
-        """Return whether this rank writes its samples: the first one of the ranks that take the same data does."""
-        dims, rank = self.plan.dims, self.world.rank
-        if self._only_loads:
-            return False
-        return self.config.training.trace_samples and rank % dims.tp == 0 and dims.pp_rank(rank) == 0
 
     @property
     def _only_loads(self) -> bool:

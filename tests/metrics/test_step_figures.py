@@ -7,6 +7,7 @@ import torch
 from torchtitan_lite.metrics.goodput import Goodput
 from torchtitan_lite.metrics.memory import build_memory_monitor
 from torchtitan_lite.metrics.report import epoch_tags, peak_flops, step_line, throughput_tags, time_tags
+from torchtitan_lite.metrics.run_clock import RunClock
 from torchtitan_lite.metrics.step_timer import StepTimer
 
 
@@ -92,11 +93,10 @@ def test_the_timer_returns_means_over_steps_and_resets_them() -> None:
 
 
 def test_goodput_is_the_share_of_productive_seconds() -> None:
-    goodput = Goodput(clock_that_shows(100.0, 100.0, 110.0))
-    goodput.add_productive(2.0)
-    goodput.add_productive(2.5)
-    assert goodput.percent() == 0.0
-    assert goodput.percent() == 45.0
+    goodput = Goodput(RunClock(clock_that_shows(100.0, 101.0, 105.5, 110.0, 110.0)))
+    with goodput.clock.part("productive"):
+        pass
+    assert goodput.tags() == {"goodput(%)": 45.0}
 
 
 def test_without_an_accelerator_the_memory_is_that_of_the_process() -> None:

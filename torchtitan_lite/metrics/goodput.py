@@ -1,44 +1,131 @@
-"""The share of a run's time that went into training.
+"""What the time of a run goes into, from its loop and its events to the ledger.
 
-The seconds of training steps, as the caller measures them, are productive; set-up, loading and the time that a save
-blocks are not. With `resume` the totals cover all starts of a run, without the steps after the checkpoint that the
-restart loaded.
+Every rank counts its own time; only one that writes has a ledger, and with it the earlier starts. Without it the totals
+of a run are those of its checkpoints, which leave out what was lost.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lite.log import logger
+from torchtitan_lite.metrics.accounts import PARTS, Accounts, Steps
+from torchtitan_lite.metrics.ledger import Ledger
+from torchtitan_lite.metrics.run_clock import RunClock
 
 
 class Goodput:
-    """Count seconds, from the moment it is made."""
+    """Count the time of this start on `clock`, and with a `ledger` that of the run."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._start = clock()
-        self._productive_seconds = 0.0
+    def __init__(self, clock: RunClock, ledger: Ledger | None = None) -> None:
+        self.clock = clock
+        self.ledger = ledger
+        self._earlier_steps = Steps()
+        self._earlier_seconds, self._earlier_productive_seconds = 0.0, 0.0
+        self._loaded: tuple[str, float] = ("", 0.0)
+        self._save_began: dict[int, float] = {}
+        self._end: tuple[str, dict[str, Any]] = ("failed", {})
 
-    def add_productive(self, seconds: float) -> None:
-        """Add `seconds` that went into training steps."""
-        self._productive_seconds += seconds
+    def begin(self, **about: Any) -> None:
+        """Begin this start in the ledger, with `about`."""
+        if self.ledger is not None:
+            self.ledger.begin(**about)
+            for start in self.ledger.before.starts:
+                self._earlier_steps = self._earlier_steps.and_also(*start.steps)
 
     def resume(self, run_seconds: float, productive_seconds: float) -> None:
-        """Add the totals of the earlier starts of this run."""
-        self._start -= run_seconds
-        self._productive_seconds += productive_seconds
+        """Add the totals that the loaded checkpoint has of the run up to its step."""
+        self._earlier_seconds, self._earlier_productive_seconds = run_seconds, productive_seconds
+
+    def restart(self, step: int) -> dict[str, float]:
+        """Return what it cost that the last start ended, if this one resumes from `step`; {} for a first start."""
+        if self.ledger is None or not self.ledger.before.starts:
+            return {}
+        down = max(0.0, self.ledger.began - self.ledger.before.starts[-1].last_beat)
+        redone = max(0, self.ledger.before.starts[-1].last_step - step)
+        logger.info("%d steps of the last start are trained again; it ended %.1f s before this one", redone, down)
+        return {"down_seconds": down, "redone_steps": redone}
+
+    def start_loop(self, step: int, checkpoints: Path) -> None:
+        """Note that training begins after `step`. `checkpoints` is the run's own folder of checkpoints."""
+        self.clock.enter("other")
+        if self.ledger is not None:
+            path, seconds = self._loaded
+            source = "checkpoint" if step else "seed" if Path(path).parent == checkpoints else "initial"
+            self.ledger.loaded(step, source if path else "fresh", seconds)
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Count the block, the training of `step`: as redone if an earlier start trained it."""
+        with self.clock.step("redone" if step in self._earlier_steps else "productive"):
+            yield
+        if self.ledger is not None:
+            self.ledger.step_done(step)
+
+    def on_event(self, event: str, step: int, figures: dict[str, Any]) -> None:
+        """Note what an event says about saves, about the load, and about how the start ends."""
+        if event == "loaded":
+            self._loaded = figures["path"], figures["seconds"]
+        elif event == "save_started":
+            self._save_began[step] = self.clock.elapsed
+        elif event == "committed" and self.ledger is not None:
+            self.ledger.saved(
+                step,
+                is_full=figures["kind"] == "full",
+                began=self._save_began.pop(step, self.clock.elapsed),
+                blocked=figures["stall_seconds"],
+                seconds=figures["seconds"],
+                bytes=figures["bytes"],
+                **{name: figures[name] for name in ("slowest_rank", "slowest_seconds") if name in figures},
+            )
+        elif event in ("finished", "preempted"):
+            self.clock.leave()
+            self._end = event, {"signal": figures["signal"]} if "signal" in figures else {}
+
+    def end(self, *, failed: bool) -> None:
+        """Write the last line of the ledger, and log where the time of the run went."""
+        if self.ledger is not None:
+            why, figures = ("failed", {}) if failed else self._end
+            self.ledger.end(why, **figures)
+            logger.info("%s", summary(self.ledger.accounts()))
 
     @property
     def run_seconds(self) -> float:
-        """Seconds of the run so far, over all of its starts."""
-        return self._clock() - self._start
+        """Seconds of the run so far: of this start, and of earlier ones up to the step that was loaded."""
+        return self._earlier_seconds + self.clock.elapsed
 
     @property
     def productive_seconds(self) -> float:
-        """The seconds of it that went into training steps."""
-        return self._productive_seconds
+        """The seconds of it that went into training."""
+        seconds = self.clock.seconds()
+        return self._earlier_productive_seconds + seconds.get("productive", 0.0) + seconds.get("redone", 0.0)
 
-    def percent(self) -> float:
-        """Return productive seconds in percent of all seconds; 0 while no time has passed."""
-        elapsed = self.run_seconds
-        return min(100.0, 100.0 * self._productive_seconds / elapsed) if elapsed > 0 else 0.0
+    def tags(self) -> dict[str, float]:
+        """Return the share of productive time in percent; with a ledger also the other figures, by TensorBoard tag."""
+        if self.ledger is None:
+            total = self.run_seconds
+            return {"goodput(%)": 100 * self.productive_seconds / total if total > 0 else 0.0}
+        accounts = self.ledger.accounts()
+        steps, seconds = self.ledger.at_risk()
+        return {
+            "goodput(%)": 100 * accounts.goodput,
+            **{f"goodput/{part}(s)": value for part, value in accounts.seconds.items()},
+            "goodput/redone_steps": accounts.redone_steps,
+            "goodput/starts": len(accounts.starts),
+            "checkpoint/at_risk(s)": seconds,
+            "checkpoint/at_risk_steps": steps,
+        }
+
+
+def summary(accounts: Accounts) -> str:
+    """Return one line about where the time went: the parts of at least a tenth of a percent, the largest first."""
+    seconds = accounts.seconds
+    total = sum(seconds.values())
+    shares = [(100 * seconds[part] / total if total > 0 else 0.0, part.replace("_", " ")) for part in PARTS]
+    parts = ", ".join(f"{part} {share:.1f} %" for share, part in sorted(shares, reverse=True) if share >= 0.1)
+    num = len(accounts.starts)
+    starts = "1 start" if num == 1 else f"{num} starts ({accounts.unclean_ends} ended uncleanly)"
+    return f"Time of the run: {total:.1f} s in {starts}: {parts}; {accounts.redone_steps} steps trained again"

@@ -35,7 +35,8 @@ class Ledger:
         self._lines = JsonLines(dump_folder / LEDGER_FILE)
         self._latest = _LatestBeat(dump_folder / LATEST_BEAT_FILE)
         # Times of this start are its beginning plus what a monotonic clock counts: setting the clock changes no sum.
-        self._began = wall_clock() - clock.elapsed
+        self.began = wall_clock() - clock.elapsed
+        """Unix seconds."""
         self._lock = threading.Lock()
         self.id = uuid.uuid4().hex[:8]
         """The name of this start."""
@@ -56,7 +57,7 @@ class Ledger:
                 self._step = self._durable_step = last.durable_step
                 if not last.end and (latest := self._latest.read()):
                     self._lines.append(latest)
-            self._lines.append({"record": "start", "time": self._began, "start": self.id} | about)
+            self._lines.append({"record": "start", "time": self.began, "start": self.id} | about)
 
     def beat(self) -> None:
         """Write that the start lives."""
@@ -94,8 +95,8 @@ class Ledger:
         seconds = self._clock.seconds()
         now = Start(
             self.id,
-            began=self._began,
-            last_beat=self._began + sum(seconds.values()),
+            began=self.began,
+            last_beat=self.began + sum(seconds.values()),
             seconds=seconds,
             loaded_step=self._loaded_step,
             last_step=self._step,
@@ -120,7 +121,7 @@ class Ledger:
 
     def _record(self, kind: str, step: int, figures: Mapping[str, Any]) -> dict[str, Any]:
         elapsed = sum(figures["seconds"].values()) if isinstance(figures.get("seconds"), dict) else self._clock.elapsed
-        return {"record": kind, "time": self._began + elapsed, "start": self.id, "step": step} | dict(figures)
+        return {"record": kind, "time": self.began + elapsed, "start": self.id, "step": step} | dict(figures)
 
 
 class _LatestBeat:

@@ -1,4 +1,4 @@
-"""How the earlier starts of a run ended, counted from events.jsonl.
+"""How the earlier starts of a run ended, counted from events.jsonl: for runs that have no ledger yet.
 
 A start that finished or left for a signal says so in its events; one that was killed, or ended with an error, does
 not. Such a start counts once a later start loads a checkpoint: a start that died before its first checkpoint leaves no

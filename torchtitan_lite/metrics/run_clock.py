@@ -83,5 +83,6 @@ class RunClock:
 
     def _move(self, seconds: float, to: str) -> None:
         with self._lock:
+            seconds = min(seconds, self._seconds["compiling"])
             self._seconds["compiling"] -= seconds
             self._seconds[to] += seconds

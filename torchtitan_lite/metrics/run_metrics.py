@@ -2,29 +2,37 @@
 
 The loop times its parts and passes its figures at logged steps. The manager's events are written to events.jsonl at
 once, and their figures go into the next logged step. The figures of a logged step cover the steps since the last logged
-one.
+one. `goodput` counts where the time goes, and keeps the ledger.
 """
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
+import torchtitan_lite
 from torchtitan_lite.checkpoint.schedule.failures import Past
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.log import logger
 from torchtitan_lite.metrics.goodput import Goodput
+from torchtitan_lite.metrics.heartbeat import Heartbeat
+from torchtitan_lite.metrics.ledger import Ledger
 from torchtitan_lite.metrics.logger import EventLog, MetricsLogger
 from torchtitan_lite.metrics.memory import build_memory_monitor
 from torchtitan_lite.metrics.past_starts import past_starts
 from torchtitan_lite.metrics.progress_bar import build_progress_bar
 from torchtitan_lite.metrics.report import epoch_tags, peak_flops, step_line, throughput_tags, time_tags
+from torchtitan_lite.metrics.run_clock import RunClock
 from torchtitan_lite.metrics.step_timer import StepTimer
 
 EVENTS_FILE = "events.jsonl"
@@ -32,9 +40,12 @@ IMAGE_READY = "image_ready"
 
 
 class RunMetrics:
-    """Figures of this rank. Rank 0 writes them, unless the run only loads. A context manager."""
+    """Figures of this rank. Rank 0 writes them, unless the run only loads. A context manager.
 
-    def __init__(self, config: JobConfig, world: World, *, flops_per_token: float) -> None:
+    `began` is the reading of `time.monotonic` when this start began; None for now.
+    """
+
+    def __init__(self, config: JobConfig, world: World, *, flops_per_token: float, began: float | None = None) -> None:
         dump_folder = self._dump_folder = Path(config.job.dump_folder).absolute()
         self.timer = StepTimer()
         """Timer of the parts of a step: data, forward, backward, optimizer."""
@@ -45,41 +56,76 @@ class RunMetrics:
         self._events = EventLog(dump_folder / EVENTS_FILE if world.rank == 0 and writes else None)
         self._memory = build_memory_monitor(world.device)
         self._bar = build_progress_bar(config, world.rank)
-        self.goodput = Goodput()
-        """Totals of the run's time."""
+        clock = RunClock(began=began)
+        self._ledger = Ledger(dump_folder, clock) if world.rank == 0 and writes else None
+        self.goodput = Goodput(clock, self._ledger)
+        """Where the time goes."""
+        self._heartbeat: Heartbeat | None = None
+        self._checkpoints = dump_folder / config.checkpoint.folder
+        self._world_size = world.world_size
         self._lock = threading.Lock()
         self._event_tags: dict[str, float] = {}
         self._has_image = False
-        self._tokens, self._steps = 0.0, 0
+        self._tokens, self._steps, self._losses = 0.0, 0, 0.0
         self._since = time.perf_counter()
+
+    def begin(self, topology: str) -> None:
+        """Begin this start in the ledger, and the heartbeat. Call it once the checkpoint folder is this job's."""
+        self.goodput.begin(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            world_size=self._world_size,
+            topology=topology,
+            version=torchtitan_lite.__version__,
+        )
+        if self._ledger is not None:
+            self._heartbeat = Heartbeat(self._ledger.beat)
+            self._heartbeat.start()
 
     def start(self, loaded_step: int) -> None:
         """Drop the history on file after `loaded_step`. Call it directly before the loop."""
         self._files.start(loaded_step)
         self._bar.start(loaded_step)
+        self.goodput.start_loop(loaded_step, self._checkpoints)
         self._since = time.perf_counter()
+
+    def part(self, name: str) -> AbstractContextManager[None]:
+        """Count the time of the block for the part `name` of the ledger."""
+        return self.goodput.clock.part(name)
+
+    @contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Time the block as the data part of a step."""
+        with self.timer("data"), self.part("waiting_for_data"):
+            yield
 
     def on_event(self, event: str, step: int, /, **figures: Any) -> None:
         """Write `event` to events.jsonl and keep its figures for the next logged step. **Any thread**.
 
         Of images in memory, which may come with every step, only the first one of a start is written.
         """
+        if event == "resumed":
+            figures = self.goodput.restart(step)
         if event != IMAGE_READY or not self._has_image:
             self._events(event, step, **figures)
         self._has_image |= event == IMAGE_READY
+        self.goodput.on_event(event, step, figures)
         with self._lock:
             self._event_tags |= checkpoint_tags(event, figures)
         self._bar.on_event(event, step)
 
     def past(self) -> Past:
-        """Return the hours and the unclean ends of earlier starts, as far as events.jsonl shows them."""
-        return past_starts(self._dump_folder / EVENTS_FILE)
+        """Return the hours and the unclean ends of earlier starts, from the ledger or, without one, events.jsonl."""
+        if self._ledger is None or not self._ledger.before.starts:
+            return past_starts(self._dump_folder / EVENTS_FILE)
+        return Past(self._ledger.before.hours, self._ledger.accounts().unclean_ends)
 
-    def step_done(self, num_tokens: float) -> None:
+    def step_done(self, num_tokens: float, global_avg_loss: float) -> None:
         """Count one more step, of `num_tokens` on this rank."""
         self._tokens += num_tokens
         self._steps += 1
         self._bar.step_done()
+        self._losses += global_avg_loss
 
     def log(
         self,
@@ -95,7 +141,6 @@ class RunMetrics:
         """Log the line of `step` and write its figures to the files. `progress` is the epoch and the part of it."""
         seconds = time.perf_counter() - self._since
         parts = self.timer.pop()
-        self.goodput.add_productive(sum(parts.values()) * self._steps)
         speed = throughput_tags(self._tokens / seconds, self._flops_per_token, self._peak)
         memory = self._memory.tags()
         with self._lock:
@@ -103,10 +148,11 @@ class RunMetrics:
         tags = {
             "loss_metrics/global_avg_loss": global_avg_loss,
             "loss_metrics/global_max_loss": global_max_loss,
+            "loss_metrics/running_avg_loss": self._losses / max(1, self._steps),
             "grad_norm": grad_norm,
             "lr": lr,
             "n_tokens_seen": n_tokens_seen,
-            "goodput(%)": self.goodput.percent(),
+            **self.goodput.tags(),
             **epoch_tags(*progress),
         }
         self._bar.logged(global_avg_loss, speed["throughput(tps)"])
@@ -124,12 +170,19 @@ class RunMetrics:
                 fraction=progress[1],
             )
         )
-        self._tokens, self._steps = 0.0, 0
+        self._tokens, self._steps, self._losses = 0.0, 0, 0.0
         self._since = time.perf_counter()
 
-    def close(self) -> None:
-        """Close all files, and remove the progress bar. Idempotent."""
+    def close(self, *, failed: bool = False) -> None:
+        """Remove the progress bar, end the ledger and close all files. Idempotent.
+
+        `failed` says that an error ends the run.
+        """
         self._bar.close()
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+            self._heartbeat = None
+            self.goodput.end(failed=failed)
         self._files.close()
         self._events.close()
 
@@ -139,7 +192,7 @@ class RunMetrics:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(failed=error is not None)
 
 
 def checkpoint_tags(event: str, figures: dict[str, Any]) -> dict[str, float]:

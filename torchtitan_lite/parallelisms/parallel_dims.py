@@ -42,6 +42,10 @@ class ParallelDims:
         """Return which of the `dp_degree` shares of the data `rank` takes."""
         return rank // self.tp % self.dp_degree
 
+    def takes_data_first(self, rank: int) -> bool:
+        """Return whether `rank` is the first one of the ranks that take the same data."""
+        return rank % self.tp == 0 and self.pp_rank(rank) == 0
+
     def pp_rank(self, rank: int) -> int:
         """Return the pipeline rank of `rank`."""
         return rank // (self.tp * self.dp_degree)
