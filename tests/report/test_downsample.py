@@ -7,7 +7,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_lite.report.downsample import buckets, quantile
+from torchtitan_lite.report.downsample import buckets, quantile, usual_range
 from torchtitan_lite.report.scales import exact_scale, nice_scale, seconds_text, short_step
 
 VALUES = st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(math.nan)), min_size=1, max_size=80)
@@ -59,3 +59,12 @@ def test_durations_have_the_units_of_a_person() -> None:
 def test_a_quantile_skips_what_is_not_finite() -> None:
     assert quantile([3.0, math.nan, 1.0, 2.0], 0.5) == 2.0
     assert math.isnan(quantile([], 0.5))
+
+
+def test_a_lone_spike_does_not_flatten_the_curve_and_a_steep_beginning_is_drawn_in_full() -> None:
+    steep = [11.0, 9.5, 8.4, 7.6, 7.0, 6.5, 6.1, 5.8, 5.6, 5.5, *[5.4] * 40]
+    assert usual_range(buckets(range(50), steep, 100)) == (5.4, 11.0)
+    spiked = [*steep[:30], 500.0, *steep[30:]]
+    low, high = usual_range(buckets(range(51), spiked, 100))
+    assert low == 5.4
+    assert 8.4 < high < 11

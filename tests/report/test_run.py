@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.cli.folders import half_written
-from tests.report.histories import BEGUN, CONFIG, killed_and_resumed, metric, saved, write_lines
+from tests.report.histories import BEGUN, CONFIG, copy_of, killed_and_resumed, metric, saved, write_lines
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.report.changes import differences, flat, shown
 from torchtitan_lite.report.curves import spans_of, stalls_by_line, time_ceiling
@@ -225,3 +226,30 @@ def test_a_run_is_read_from_its_configuration_alone(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     run = read_run(str(tmp_path))
     assert (run.status, run.last_step, run.total_steps) == ("unknown", 0, 60)
+
+
+def test_what_changed_is_known_without_any_checkpoint(folder: Path, tmp_path: Path) -> None:
+    run = copy_of(folder, tmp_path / "run")
+    shutil.rmtree(run / "checkpoint")
+    lines = [(0, 8e-4, 10), (98, 8e-4, 15), (199, 4e-4, 15)]  # Each a moment before the first event of its start.
+    write_lines(
+        run / "configs.jsonl",
+        (
+            {"time": BEGUN + moment, "config": CONFIG | {"optimizer": {"lr": lr}, "checkpoint": {"interval": interval}}}
+            for moment, lr, interval in lines
+        ),
+    )
+    (run / "config.json").unlink()
+    changes = read_run(str(run)).changes
+    assert [[change.key for change in changes[number]] for number in (2, 3)] == [["checkpoint.interval"], ["optimizer.lr"]]
+
+
+def test_the_trainer_keeps_each_configuration_that_differs_from_the_last(tmp_path: Path) -> None:
+    from torchtitan_lite.config.manager import parse_config
+    from torchtitan_lite.metrics.announcement import write_config
+
+    for lr in ("1e-3", "1e-3", "2e-3", "1e-3"):
+        write_config(tmp_path, parse_config([f"--optimizer.lr={lr}"]))
+    lines = [json.loads(line) for line in (tmp_path / "configs.jsonl").read_text().splitlines()]
+    assert [line["config"]["optimizer"]["lr"] for line in lines] == [1e-3, 2e-3, 1e-3]
+    assert lines[-1]["config"] == json.loads((tmp_path / "config.json").read_text())

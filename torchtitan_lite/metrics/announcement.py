@@ -1,19 +1,25 @@
-"""What a run reports about itself at its start: log lines about the job, and config.json.
+"""What a run reports about itself at its start: log lines about the job, config.json, and configs.jsonl.
 
-No later start reads them. If config.json cannot be written, that is one warning and the run continues.
+No later start trains by them. If a file cannot be written, that is one warning and the run continues.
 """
 
 from __future__ import annotations
 
+import json
+import time
 from pathlib import Path
+from typing import Any
 
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.config.manager import config_json
 from torchtitan_lite.disk import durable
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.log import logger
+from torchtitan_lite.metrics.json_lines import JsonLines, whole_lines
 
 CONFIG_FILE = "config.json"
+CONFIGS_FILE = "configs.jsonl"
+"""The configuration of each start that had another one than the start before; checkpoints get purged, these lines stay."""
 
 
 def announce(config: JobConfig, world: World, *, topology: str, num_params: int, seed: int, only_loads: bool) -> None:
@@ -45,3 +51,16 @@ def write_config(dump_folder: Path, config: JobConfig) -> None:
         durable.write_atomically(dump_folder / CONFIG_FILE, config_json(config).encode())
     except OSError as error:
         logger.warning("Could not write %s: %s. Training continues", dump_folder / CONFIG_FILE, error)
+    _keep(dump_folder / CONFIGS_FILE, json.loads(config_json(config)))
+
+
+def _keep(path: Path, config: dict[str, Any]) -> None:
+    """Append `config` to the configurations in `path`, unless it is the last one there."""
+    try:
+        known = whole_lines(path.read_bytes())
+    except OSError:
+        known = []
+    if not known or known[-1][1].get("config") != config:
+        lines = JsonLines(path)
+        lines.append({"time": time.time(), "config": config})
+        lines.close()

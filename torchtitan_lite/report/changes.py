@@ -1,7 +1,7 @@
 """What the configuration was, and what changed between two starts of a run. Pure.
 
-The configuration of the last start is in config.json; that of an earlier one is in the manifests of the checkpoints
-that it saved, as long as one of them is there. Nothing of the environment is in either; what a key itself may hold, a
+The configuration of the last start is in config.json, and configs.jsonl has a line for each start that had another one
+than the start before. A run that is older than that file has those in the manifests of the checkpoints that are there. Nothing of the environment is in either; what a key itself may hold, a
 password in a URL for one, is not shown.
 """
 
@@ -15,6 +15,7 @@ from typing import Any
 
 from torchtitan_lite.checkpoint.examining.inventory import Entry
 from torchtitan_lite.config.drift import Rule, rule_of
+from torchtitan_lite.report.lines import number
 from torchtitan_lite.report.starts import Start
 
 HIDDEN = "(hidden)"
@@ -66,13 +67,24 @@ def without_secrets(text: str) -> str:
     return _SECRET_IN_QUERY.sub(rf"\1{HIDDEN}", _LOGIN_IN_URL.sub(f"{HIDDEN}@", text))
 
 
-def configs_of(starts: Sequence[Start], entries: Iterable[Entry], last: Config) -> dict[int, Config]:
-    """Return the configuration of each start that is known, by its number; `last` is that of the last one."""
+def configs_of(
+    starts: Sequence[Start], entries: Iterable[Entry], lines: Iterable[Mapping[str, Any]], last: Config
+) -> dict[int, Config]:
+    """Return the configuration of each start that is known, by its number.
+
+    `lines` are those of configs.jsonl, in their order; `last` is the configuration of the last start.
+    """
     found: dict[int, Config] = {}
     for entry in sorted(entries, key=lambda entry: entry.created_at):
         begun = [start for start in starts if start.began <= entry.created_at]
         if begun and entry.config:
             found[begun[-1].number] = flat(entry.config)
+    written = [(number(line.get("time")), flat(line.get("config"))) for line in lines]
+    for start in starts:
+        # A start writes its line before the first sign of the next one, and a start without a line has the last one's.
+        until = [config for time, config in written if time <= start.last_sign and config]
+        if until:
+            found[start.number] = until[-1]
     if starts and last:
         found[starts[-1].number] = last
     return found

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from torchtitan_lite.report import svg
-from torchtitan_lite.report.downsample import Bucket, buckets, quantile
+from torchtitan_lite.report.downsample import Bucket, buckets, quantile, usual_range
 from torchtitan_lite.report.run import Run
 from torchtitan_lite.report.scales import Scale, exact_scale, nice_scale, number_text, seconds_text
 from torchtitan_lite.report.svg import Figure
@@ -35,17 +35,20 @@ def loss_figure(runs: Sequence[Run]) -> Figure | None:
     if not any(curves):
         return None
     x = step_scale(runs)
-    levels = [level for points in curves for point in points for level in (point.low, point.high)]
-    y = nice_scale(min(levels), max(levels))
+    ranges = [usual_range(points) for points in curves if points]
+    y = nice_scale(min(low for low, _ in ranges), max(high for _, high in ranges))
     paths, marks, resumes = [], [], [_resumes(run, x) for run in runs]
     for index, (run, points) in enumerate(zip(runs, curves, strict=True)):
         paths += [*_band(points, x, y, f"run{index}"), _line(points, x, y, f"run{index}")]
+        marks += [_cut(x.at(each.middle), f"{_steps(each)}: {_values(each)}") for each in points if each.high > y.high]
         marks += [*svg.badges(LOSS_HEIGHT, resumes[index], f"run{index}"), *_not_finite(run, x)]
     parts = [*svg.frame(LOSS_HEIGHT, x, y), svg.curve(LOSS_HEIGHT, *paths), *marks]
     parts += svg.hits(LOSS_HEIGHT, _loss_columns(runs, x))
     legend = [(f"line run{index}", run.name) for index, run in enumerate(runs)] if len(runs) > 1 else []
     if any(run.logged for run, points in zip(runs, curves, strict=True) if len(run.logged) > len(points)):
         legend.append(("band run0", "lowest to highest"))
+    if any(point.high > y.high for points in curves for point in points):
+        legend.append(("cut", "higher than the drawing"))
     if any(resumes):
         legend.append(("mark", "resumed here; the number is that of the start"))
     svg_text = svg.drawing(LOSS_HEIGHT, "Loss by step", parts)
@@ -63,6 +66,11 @@ def _band(points: Sequence[Bucket], x: Scale, y: Scale, kind: str) -> Iterator[s
 def _line(points: Sequence[Bucket], x: Scale, y: Scale, kind: str) -> str:
     path = svg.line_path(_place(point.middle, point.mean, x, y, LOSS_HEIGHT) for point in points)
     return svg.element("path", d=path, class_=f"line {kind}")
+
+
+def _cut(share: float, label: str) -> str:
+    """Return the mark of a value that is higher than the drawing."""
+    return svg.at(share, 2, svg.element("path", svg.title(label), d="M-5 7L0 -1L5 7Z"), class_="cut")
 
 
 def _place(step: float, level: float, x: Scale, y: Scale, height: int) -> tuple[float, float]:
@@ -202,11 +210,7 @@ def step_time_figure(run: Run, x: Scale, ceiling: float) -> Figure | None:
     for span in stalled:
         top, bottom = y.at(span.seconds), y.at(span.seconds - span.stall_seconds)
         parts.append(_rect(span, x, TIME_HEIGHT * (1 - top), TIME_HEIGHT * (top - bottom), "stall"))
-    for span in spans:
-        if span.seconds > y.high:
-            parts.append(
-                svg.at(x.at((span.first + span.last) / 2), 2, svg.element("path", d="M-5 7L0 -1L5 7Z"), class_="cut")
-            )
+    parts += [_cut(x.at((span.first + span.last) / 2), _label(span)) for span in spans if span.seconds > y.high]
     parts += svg.hits(TIME_HEIGHT, ((x.at(span.first), x.at(span.last), _label(span)) for span in spans))
     legend = [("line run0", "one step, seconds"), ("stall", "of it blocked by a save")]
     if any(span.seconds > y.high for span in spans):

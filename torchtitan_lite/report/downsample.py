@@ -51,6 +51,25 @@ def buckets(xs: Sequence[float], ys: Sequence[float], limit: int) -> list[Bucket
     return [*found, Bucket(first, last, low, high, total / count, count)] if count else found
 
 
+def usual_range(points: Sequence[Bucket]) -> tuple[float, float]:
+    """Return the range of the values without lone spikes: a value counts as high as two of its four neighbours reach.
+
+    If spikes do not double it, it is the range of all values.
+    """
+    lows, highs = _medians([point.low for point in points]), _medians([point.high for point in points])
+    low, high = min(lows), max(highs)
+    lowest, highest = min(point.low for point in points), max(point.high for point in points)
+    margin = high - low
+    return (lowest if low - lowest <= margin else low - margin / 8), (
+        highest if highest - high <= margin else high + margin / 8
+    )
+
+
+def _medians(values: Sequence[float]) -> list[float]:
+    windows = (values[max(0, index - 2) : index + 3] for index in range(len(values)))
+    return [sorted(window)[len(window) // 2] for window in windows]
+
+
 def quantile(values: Sequence[float], share: float) -> float:
     """Return the value below which `share` of the finite `values` are; NaN if there is none."""
     ordered = sorted(value for value in values if math.isfinite(value))

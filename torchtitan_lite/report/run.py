@@ -15,7 +15,7 @@ from torchtitan_lite.disk.plain_file import read_plain
 from torchtitan_lite.errors import CheckpointUnsafe, ConfigError
 from torchtitan_lite.metrics.accounts import read_accounts
 from torchtitan_lite.report.changes import Change, changes_by_start, configs_of, flat
-from torchtitan_lite.report.lines import Logged, number, read_events, read_logged
+from torchtitan_lite.report.lines import Logged, number, read_events, read_logged, read_records
 from torchtitan_lite.report.saves import Fate, Save, saves_of
 from torchtitan_lite.report.shards import ShardMap, read_shards
 from torchtitan_lite.report.starts import CUT, FAILED, FINISHED, PREEMPTED, UNKNOWN, Start, starts_of
@@ -23,7 +23,7 @@ from torchtitan_lite.report.time_parts import TimeParts, steps_per_line, time_pa
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.holder import Holder
 
-METRICS, EVENTS, CONFIG = "metrics.jsonl", "events.jsonl", "config.json"
+METRICS, EVENTS, CONFIG, CONFIGS = "metrics.jsonl", "events.jsonl", "config.json", "configs.jsonl"
 RUNNING = "running"
 _LOCK_BYTES = 1 << 16
 _SILENT_SECONDS = 120.0
@@ -97,7 +97,7 @@ def read_run(spelling: str, *, now: float | None = None) -> Run:
     ledger = read_accounts(folder)
     starts = starts_of(events, ledger, logged.steps[-1] if len(logged) else 0)
     saves = saves_of(starts, entries, ledger.saves)
-    known = configs_of(starts, entries, config)
+    known = configs_of(starts, entries, read_records(folder / CONFIGS), config)
     return Run(
         folder=folder,
         name=folder.absolute().name,
