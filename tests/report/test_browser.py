@@ -39,7 +39,8 @@ for (const frame of document.querySelectorAll('iframe')) frame.addEventListener(
     return box.width > 0 && (box.left < 0 || box.right > width + 0.5);
   });
   const ticks = [...page.querySelectorAll('svg.fluid')].flatMap(svg => {
-    const boxes = [...svg.querySelectorAll('text.tick')].map(each => each.getBoundingClientRect()).filter(box => box.width);
+    const found = [...svg.querySelectorAll('text.tick')].map(each => each.getBoundingClientRect());
+    const boxes = found.filter(box => box.width);
     return boxes.filter((box, index) => boxes.some((other, at) => at > index && box.left < other.right - 1 &&
       other.left < box.right - 1 && box.top < other.bottom - 3 && other.top < box.bottom - 3));
   });

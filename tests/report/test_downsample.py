@@ -39,8 +39,9 @@ def test_few_points_stay_as_they_are() -> None:
 @given(low=st.floats(-1e6, 1e6), size=st.floats(0, 1e6))
 def test_an_axis_holds_its_values_between_round_ticks(low: float, size: float) -> None:
     scale = nice_scale(low, low + size)
-    assert scale.low <= low + 1e-6 * max(1, abs(low))
-    assert scale.high >= low + size - 1e-6 * max(1, abs(low + size))
+    rounding = 1e-6 * max(1, abs(low), size)
+    assert scale.low <= low + rounding
+    assert scale.high >= low + size - rounding
     assert 2 <= len(scale.ticks) <= 9
     assert len({scale.text(tick) for tick in scale.ticks}) == len(scale.ticks)
 

@@ -241,7 +241,8 @@ def test_what_changed_is_known_without_any_checkpoint(folder: Path, tmp_path: Pa
     )
     (run / "config.json").unlink()
     changes = read_run(str(run)).changes
-    assert [[change.key for change in changes[number]] for number in (2, 3)] == [["checkpoint.interval"], ["optimizer.lr"]]
+    assert [change.key for change in changes[2]] == ["checkpoint.interval"]
+    assert [change.key for change in changes[3]] == ["optimizer.lr"]
 
 
 def test_the_trainer_keeps_each_configuration_that_differs_from_the_last(tmp_path: Path) -> None:

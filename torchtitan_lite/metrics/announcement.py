@@ -19,7 +19,7 @@ from torchtitan_lite.metrics.json_lines import JsonLines, whole_lines
 
 CONFIG_FILE = "config.json"
 CONFIGS_FILE = "configs.jsonl"
-"""The configuration of each start that had another one than the start before; checkpoints get purged, these lines stay."""
+"""The configuration of each start that had another one than the start before it. Checkpoints are purged, this stays."""
 
 
 def announce(config: JobConfig, world: World, *, topology: str, num_params: int, seed: int, only_loads: bool) -> None:

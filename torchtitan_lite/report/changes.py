@@ -1,8 +1,8 @@
 """What the configuration was, and what changed between two starts of a run. Pure.
 
 The configuration of the last start is in config.json, and configs.jsonl has a line for each start that had another one
-than the start before. A run that is older than that file has those in the manifests of the checkpoints that are there. Nothing of the environment is in either; what a key itself may hold, a
-password in a URL for one, is not shown.
+than the start before. A run that is older than that file has those in the manifests of the checkpoints that are there.
+Nothing of the environment is in any of them; what a key itself may hold, a password in a URL for one, is not shown.
 """
 
 from __future__ import annotations

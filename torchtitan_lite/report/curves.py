@@ -37,11 +37,12 @@ def loss_figure(runs: Sequence[Run]) -> Figure | None:
     x = step_scale(runs)
     ranges = [usual_range(points) for points in curves if points]
     y = nice_scale(min(low for low, _ in ranges), max(high for _, high in ranges))
-    paths, marks, resumes = [], [], [_resumes(run, x) for run in runs]
+    resumes = [mark for index, run in enumerate(runs) for mark in _resumes(run, x, f"run{index}")]
+    paths, marks = [], [*svg.badges(LOSS_HEIGHT, resumes)]
     for index, (run, points) in enumerate(zip(runs, curves, strict=True)):
         paths += [*_band(points, x, y, f"run{index}"), _line(points, x, y, f"run{index}")]
         marks += [_cut(x.at(each.middle), f"{_steps(each)}: {_values(each)}") for each in points if each.high > y.high]
-        marks += [*svg.badges(LOSS_HEIGHT, resumes[index], f"run{index}"), *_not_finite(run, x)]
+        marks += _not_finite(run, x)
     parts = [*svg.frame(LOSS_HEIGHT, x, y), svg.curve(LOSS_HEIGHT, *paths), *marks]
     parts += svg.hits(LOSS_HEIGHT, _loss_columns(runs, x))
     legend = [(f"line run{index}", run.name) for index, run in enumerate(runs)] if len(runs) > 1 else []
@@ -49,10 +50,10 @@ def loss_figure(runs: Sequence[Run]) -> Figure | None:
         legend.append(("band run0", "lowest to highest"))
     if any(point.high > y.high for points in curves for point in points):
         legend.append(("cut", "higher than the drawing"))
-    if any(resumes):
+    if resumes:
         legend.append(("mark", "resumed here; the number is that of the start"))
     svg_text = svg.drawing(LOSS_HEIGHT, "Loss by step", parts)
-    rows = max((1 + max(svg.badge_rows(found)) for found in resumes if found), default=0)
+    rows = 1 + max(svg.badge_rows(resumes), default=-1)
     return Figure(svg_text, LOSS_HEIGHT, tuple(legend), _note_of_lost(runs), top=8 + 21 * rows)
 
 
@@ -77,12 +78,17 @@ def _place(step: float, level: float, x: Scale, y: Scale, height: int) -> tuple[
     return svg.CURVE_WIDTH * x.at(step), height * (1 - y.at(level))
 
 
-def _resumes(run: Run, x: Scale) -> list[tuple[float, str, str]]:
+def _resumes(run: Run, x: Scale, kind: str) -> list[svg.Mark]:
     resumed = [start for start in run.starts if start.is_resumed and x.low <= start.loaded_step <= x.high]
-    words = len(resumed) <= MAX_BADGES
+    every = math.ceil(len(resumed) / MAX_BADGES) or 1
     return [
-        (x.at(start.loaded_step), str(start.number), f"Start {start.number} resumed from step {start.loaded_step:,}")
-        for start in (resumed if words else resumed[:: len(resumed) // MAX_BADGES + 1])
+        svg.Mark(
+            x.at(start.loaded_step),
+            str(start.number),
+            f"Start {start.number} resumed from step {start.loaded_step:,}",
+            kind,
+        )
+        for start in resumed[::every]
     ]
 
 
@@ -201,18 +207,18 @@ def step_time_figure(run: Run, x: Scale, ceiling: float) -> Figure | None:
         for step in (float(span.first), float(span.last))
     ]
     ground = [(corners[0][0], float(TIME_HEIGHT)), (corners[-1][0], float(TIME_HEIGHT))]
-    area = svg.element("path", d=svg.area_path(corners, ground), class_="ground run0")
+    area = svg.element("path", d=svg.area_path(corners, ground), class_="ground")
     parts = [*svg.frame(TIME_HEIGHT, x, y)]
     if 3 * len(stalled) <= len(spans):
         parts += [_rect(span, x, 0, TIME_HEIGHT, "stall-band") for span in stalled]
-    line = svg.element("path", d=svg.line_path(corners), class_="line thin run0")
+    line = svg.element("path", d=svg.line_path(corners), class_="line thin")
     parts += [svg.curve(TIME_HEIGHT, area, line)]
     for span in stalled:
         top, bottom = y.at(span.seconds), y.at(span.seconds - span.stall_seconds)
         parts.append(_rect(span, x, TIME_HEIGHT * (1 - top), TIME_HEIGHT * (top - bottom), "stall"))
     parts += [_cut(x.at((span.first + span.last) / 2), _label(span)) for span in spans if span.seconds > y.high]
     parts += svg.hits(TIME_HEIGHT, ((x.at(span.first), x.at(span.last), _label(span)) for span in spans))
-    legend = [("line run0", "one step, seconds"), ("stall", "of it blocked by a save")]
+    legend = [("line", "one step, seconds"), ("stall", "of it blocked by a save")]
     if any(span.seconds > y.high for span in spans):
         legend.append(("cut", "longer than the drawing is high"))
     note = (

@@ -95,7 +95,9 @@ def timeline_figure(run: Run, x: Scale) -> Figure | None:
     note = ""
     if len(run.starts) > len(starts):
         note = f"The last {MAX_LANES} of {len(run.starts):,} starts."
-    return Figure(svg.drawing(height, "Checkpoints by start and step", drawn), height, note=note)
+    has_again = any("again" in part for part in drawn)
+    legend = (("again", "steps that an earlier start had trained already"),) if has_again else ()
+    return Figure(svg.drawing(height, "Checkpoints by start and step", drawn), height, legend, note)
 
 
 def _lane(start: Start, x: Scale, y: float, height: int, reached: int, *, is_running: bool) -> Iterator[str]:

@@ -142,7 +142,9 @@ def _tiles(run: Run) -> list[dict[str, Any]]:
     if math.isfinite(speed := number(logged.last.get(TOKENS_PER_SECOND))):
         tiles.append(_tile("Tokens a second", number_text(speed), speed, "each rank"))
     if committed:
-        blocked = sum(save.stall_seconds or 0.0 for save in committed)
+        # The ledger's is also that of saves that failed or were cut, and of waiting for the last one at the end.
+        measured = run.parts.seconds.get("saving") if run.parts.has_ledger else None
+        blocked = measured or sum(save.stall_seconds or 0.0 for save in committed)
         tiles.append(_tile("Blocked by saves", seconds_text(blocked), blocked, f"in {len(committed):,} saves"))
     if starts:
         ended = sum(start.end in ("killed", "failed") for start in starts)

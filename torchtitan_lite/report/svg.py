@@ -106,21 +106,34 @@ def frame(height: int, x: Scale, y: Scale | None, *, x_label: str = "step") -> I
     yield text(x_label, x=-8, y=height + 18, class_="tick", text_anchor="end")
 
 
-def badges(height: int, marks: Sequence[tuple[float, str, str]], kind: str = "") -> Iterator[str]:
-    """Yield a dashed line with a badge above it for each mark: its share of the width, its word, its title."""
-    for (share, word, label), row in zip(sorted(marks), badge_rows(marks), strict=True):
-        level = -14 - 21 * row
-        yield element("line", x1=percent(share), x2=percent(share), y1=level + 9, y2=height, class_=f"mark {kind}")
-        badge = element("circle", r=9, class_=f"badge {kind}") + text(word, y=4, class_="badge", text_anchor="middle")
-        yield at(share, level, element("g", title(label), badge))
+@dataclass(frozen=True, order=True)
+class Mark:
+    """A place on the axis of steps that has a badge above the drawing."""
+
+    share: float
+    """Of the width."""
+    word: str
+    label: str
+    kind: str = ""
 
 
-def badge_rows(marks: Sequence[tuple[float, str, str]]) -> list[int]:
+def badges(height: int, marks: Sequence[Mark]) -> Iterator[str]:
+    """Yield a dashed line with a badge above it for each mark."""
+    for mark, row in zip(sorted(marks), badge_rows(marks), strict=True):
+        level, place = -14 - 21 * row, percent(mark.share)
+        yield element("line", x1=place, x2=place, y1=level + 9, y2=height, class_=f"mark {mark.kind}")
+        badge = element("circle", r=9, class_=f"badge {mark.kind}") + text(
+            mark.word, y=4, class_="badge", text_anchor="middle"
+        )
+        yield at(mark.share, level, element("g", title(mark.label), badge))
+
+
+def badge_rows(marks: Sequence[Mark]) -> list[int]:
     """Return the row of each badge, in the order of their places: the lowest one in which it covers no other."""
     ends, rows = [-1.0] * BADGE_ROWS, []
-    for share, _, _ in sorted(marks):
-        row = next((index for index, end in enumerate(ends) if share - end >= _BADGE_SHARE), 0)
-        ends[row] = share
+    for mark in sorted(marks):
+        row = next((index for index, end in enumerate(ends) if mark.share - end >= _BADGE_SHARE), 0)
+        ends[row] = mark.share
         rows.append(row)
     return rows
 
