@@ -38,6 +38,14 @@ class Terminal:
                 self._received += part
         return screen_of(self.received)
 
+    def shown_at_end(self) -> list[str]:
+        """Close the program's end here, and return the lines on the screen when every program has closed its own."""
+        self.stream.close()
+        with suppress(OSError):  # The last one has.
+            while part := os.read(self._person, 65536):
+                self._received += part
+        return screen_of(self.received)
+
     def hang_up(self) -> None:
         """Close the person's end."""
         os.close(self._person)
