@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,3 +119,24 @@ def test_json_has_what_the_list_shows(keeper: Keeper, root: Path, said: Said) ->
     keeper.leave()
     assert json.loads(said("memory", root, "--end", "--json")[1])["ended"]
     assert json.loads(said("memory", root, "--json")[1])["keeper"] is None
+
+
+def test_a_keeper_of_another_folder_for_sockets_is_found_too(
+    keeper: Keeper, root: Path, said: Said, monkeypatch: pytest.MonkeyPatch, base: Path
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(base))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    other = Keeper(root, 600.0)
+    other.start()
+    keeper.end()
+    assert said("memory", root)[1].startswith(f"{root}: 0 images, 0 B, kept by process ")
+    assert said("memory", root, "--end")[0] == 0
+    assert other.describe() is None
+
+
+def test_a_keeper_that_cannot_be_used_is_one_sentence(memory_tier: Path, root: Path, said: Said) -> None:
+    (memory_tier / "torchtitan_lite").symlink_to(root)
+    code, out, err = said("memory", root)
+    assert (code, out) == (1, "")
+    assert err.startswith("error: what is kept in memory is not known: ")
+    assert err.endswith("is a symbolic link: expected a folder; remove it\n")

@@ -53,7 +53,7 @@ def test_workers_that_torchrun_starts_again_find_the_images_of_those_before(trai
         torchrun(trainer, act, "--max-restarts=1"), stdout=-1, stderr=-1, text=True, timeout=DEADLINE_SECONDS
     )
     assert done.returncode == 0, done.stderr
-    # Each of the two ranks of the second attempt has both. One may be told to end before it has kept its own.
+    # Each of the two ranks of the second attempt has both. One of them may have been ended before it kept its own.
     lines = [line for line in done.stdout.splitlines() if line.startswith("held")]
     assert lines
     assert {*lines} <= {"held 0 False True", "held 1 False True"}

@@ -16,6 +16,7 @@ from torchtitan_lite.errors import (
     ConfigError,
     FolderInUse,
     FormatTooNew,
+    KeeperUnavailable,
     LeaseLost,
 )
 
@@ -70,6 +71,8 @@ def _text_of(error: BaseException) -> str:
             )
         case FolderInUse():
             return f"{error.folder} is in use by {error.holder}: end that job, or wait for it"
+        case KeeperUnavailable():
+            return f"what is kept in memory is not known: {error.reason}"
         case LeaseLost():
             return f"{error.folder} was taken over by {error.holder} meanwhile, so nothing more was changed"
         case OSError() if error.strerror is not None and error.filename is not None:

@@ -28,6 +28,8 @@ from torchtitan_lite.keeper.client import Described, Held, Keeper
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+_OF_LOGIND = Path("/run/user")
+"""Where XDG_RUNTIME_DIR of each user is, by default."""
 _BLOCK_BYTES = 512
 """The unit of st_blocks."""
 
@@ -48,7 +50,7 @@ class Memory:
 
     def run(self, screen: Screen) -> ExitCode:
         root = _root(self.folder)
-        keeper = Keeper(root, 0.0, runtime=runtime_folder())
+        keeper = _keeper_of(root)
         found = _Found.of(root, keeper, time.time())
         if self.end and found.keeper is not None:
             if living := keeper.end():
@@ -160,6 +162,12 @@ class _Found:
             return "", "", size(image.memory_bytes), "", image.finding
         rank = f"{card.rank} of {card.world_size}"
         return str(card.step), rank, size(image.num_bytes), age(self.now - card.created_at), card.lineage.run_id
+
+
+def _keeper_of(root: Path) -> Keeper:
+    """Return the keeper of `root` that runs: this shell may have another folder for sockets than the job."""
+    keepers = [Keeper(root, 0.0, runtime=each) for each in (runtime_folder(), _OF_LOGIND / str(os.geteuid()), None)]
+    return next((keeper for keeper in keepers if keeper.describe() is not None), keepers[0])
 
 
 def _root(spelling: str) -> Path:
