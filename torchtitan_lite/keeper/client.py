@@ -27,8 +27,8 @@ from torchtitan_lite.keeper.starting import START_SECONDS, refuse_system, spawn
 
 LOOK_SECONDS = 1.0
 """How long all answers to one question may take together."""
-FREE_SECONDS = 60.0
-"""How long a keeper may take to free memory, which is some seconds for 100 GB."""
+FREE_SECONDS = 120.0
+"""How long a keeper may take to free memory, which is 0.2 s for each GB."""
 
 
 @dataclass(frozen=True)
