@@ -123,7 +123,8 @@ def test_a_silent_keeper_costs_a_second(
     with messages.new_socket() as listener:
         listener.bind(str(path))
         listener.listen(1)
-        for act in (asking.held, asking.start, lambda: asking.join("first"), asking.leave):
+        acts = (asking.held, asking.start, lambda: asking.join("first"), asking.leave, asking.finish, asking.end)
+        for act in (*acts, lambda: asking.keep("a", image), lambda: asking.drop(["a"]), lambda: asking.describe()):
             with pytest.raises(KeeperUnavailable, match="not answer in time"):
                 act()
 

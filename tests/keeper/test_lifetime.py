@@ -9,12 +9,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.keeper.children import Child
 from tests.keepers import has_ended, keepers_in
 from torchtitan_lite.errors import KeeperUnavailable
+from torchtitan_lite.keeper import process
 from torchtitan_lite.keeper.client import Keeper
 from torchtitan_lite.keeper.place import socket_path
 
@@ -224,6 +226,46 @@ def test_a_killed_keeper_is_unavailable_and_another_one_takes_its_place(keeper: 
     assert pid_of(keeper) != pid
     keeper.join("first")
     keeper.keep("a", image)
+
+
+def test_a_stopped_keeper_is_unavailable_and_goes_on_later(
+    keeper: Keeper, image: Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper.join("first")
+    pid = pid_of(keeper)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr("torchtitan_lite.keeper.client.LOOK_SECONDS", 0.05)
+            for act in (keeper.held, keeper.finish, lambda: keeper.keep("a", image)):
+                with pytest.raises(KeeperUnavailable, match="not answer in time"):
+                    act()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    keeper.keep("b", image)
+    (found,) = keeper.held()
+    assert found.name == "b"
+    found.close()
+
+
+def test_without_watches_it_looks_at_its_socket_now_and_then(
+    runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper, path = Keeper(tmp_path, 600.0, runtime=runtime), socket_path(tmp_path, runtime)
+    path.parent.mkdir(mode=0o700)
+    # As on a system whose users have taken all watches.
+    monkeypatch.setattr(process, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("ctypes.CDLL", lambda *_, **__: SimpleNamespace(inotify_init1=lambda _: -1))
+    if (child := os.fork()) == 0:
+        try:
+            process.main(str(path), 600.0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    keeper.join("first")
+    pid = pid_of(keeper)
+    path.unlink()
+    assert has_ended(pid)
 
 
 def test_processes_that_start_it_at_once_get_one_keeper(runtime: Path, tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ class Keeper:
         with self._as_unavailable():
             if not messages.is_name(name) or not all(map(messages.is_shared_memory, fds)):
                 raise KeeperUnavailable(f"{name!r:.80} is no name, or its descriptors are none of a file in memory")
-            self._ask({"what": "keep", "name": name, "start": self._start_id}, fds, seconds=FREE_SECONDS)
+            self._ask({"what": "keep", "name": name, "start": self._start_id}, fds, may_free=True)
 
     def drop(self, names: Sequence[str]) -> None:
         """Let the keeper close what it holds under `names`; return when it has. Unknown names are no error.
@@ -124,7 +124,7 @@ class Keeper:
         with self._as_unavailable(), suppress(NoKeeper, HungUp):
             for first in range(0, len(names), messages.MAX_ENTRIES):
                 some = list(names[first : first + messages.MAX_ENTRIES])
-                self._ask({"what": "drop", "names": some}, seconds=FREE_SECONDS)
+                self._ask({"what": "drop", "names": some}, may_free=True)
 
     def held(self, start_id: str | None = None) -> list[Held]:
         """Return what the keeper holds, with new descriptors; nothing if there is no keeper.
@@ -184,7 +184,7 @@ class Keeper:
         `KeeperUnavailable`.
         """
         with self._as_unavailable(), suppress(NoKeeper, HungUp):
-            _, fds = self._ask({"what": "finish", "start": self._start_id}, seconds=FREE_SECONDS, wants_fds=True)
+            _, fds = self._ask({"what": "finish", "start": self._start_id}, may_free=True, wants_fds=True)
             _wait_for_end(fds)
 
     def describe(self) -> Described | None:
@@ -199,7 +199,7 @@ class Keeper:
         Raises `KeeperUnavailable`.
         """
         with self._as_unavailable(), suppress(NoKeeper, HungUp):
-            answer, fds = self._ask({"what": "end"}, seconds=FREE_SECONDS, wants_fds=True)
+            answer, fds = self._ask({"what": "end"}, wants_fds=True)
             if not fds:
                 return _described(answer).living
             _wait_for_end(fds)
@@ -232,10 +232,12 @@ class Keeper:
         request: Mapping[str, Any],
         fds: Sequence[int] = (),
         *,
-        seconds: float | None = None,
+        may_free: bool = False,
         wants_fds: bool = False,
     ) -> tuple[dict[str, Any], list[int]]:
-        with connected(self._path(), LOOK_SECONDS if seconds is None else seconds) as ask:
+        if may_free:
+            self._ask({"what": "hello"})  # One that is stopped would cost FREE_SECONDS.
+        with connected(self._path(), FREE_SECONDS if may_free else LOOK_SECONDS) as ask:
             return ask(request, fds, wants_fds=wants_fds)
 
     @contextmanager
