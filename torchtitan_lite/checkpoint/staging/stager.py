@@ -104,13 +104,19 @@ class Stager:
         With one arena no code may still need the previous image. With more, waits up to `seconds` for one, then raises
         TimeoutError. The caller calls `pool.release` with the slot when it needs the copy no longer.
         """
-        self._finish_preparation()
+        self.finish_preparation()
         slot = self.pool.take(step, seconds)
         try:
             return self._stage(image, slot)
         except BaseException:
             self.pool.release(slot)
             raise
+
+    def finish_preparation(self) -> None:
+        """Wait until the arenas of `prepare` are made."""
+        if self._preparation is not None:
+            wait_for([self._preparation])  # Its error is ignored: the save makes the arena again and raises it.
+            self._preparation = None
 
     def adopt(self, descriptors: Sequence[tuple[int, int]]) -> list[StagingArena]:
         """Return the arenas in `descriptors` (memory, mark), which they own; `pool.adopt` puts them to use."""
@@ -122,7 +128,7 @@ class Stager:
 
     def close(self) -> None:
         """Free the arenas that no keeper holds; the next `take` makes a new one. Idempotent."""
-        self._finish_preparation()
+        self.finish_preparation()
         for slot in self.pool.slots:
             if slot.arena is not None:
                 slot.arena.close()
@@ -176,11 +182,6 @@ class Stager:
         arena = StagingArena(-(-(num_bytes + _GRAIN_BYTES) // _GRAIN_BYTES) * _GRAIN_BYTES, pin=self._pin, mark=mark)
         arena.touch()
         slot.arena = arena
-
-    def _finish_preparation(self) -> None:
-        if self._preparation is not None:
-            wait_for([self._preparation])  # Its error is ignored: the save makes the arena again and raises it.
-            self._preparation = None
 
 
 def _has_room(slot: Slot, num_bytes: int) -> bool:
