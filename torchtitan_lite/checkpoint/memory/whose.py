@@ -1,0 +1,123 @@
+"""Whether an image belongs to the run that a start resumes.
+
+Paths and inodes come back, jobs lose their folder to others, and people roll back and delete steps. So an image says
+what its start knew of the folder, and counts only where the folder still agrees with it. Pure functions of values; the
+caller has made sure that no process writes into the image any more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchtitan_lite.checkpoint.memory.card import Card, Commit
+
+
+@dataclass(frozen=True)
+class Image:
+    """What matters of the card of one rank's image."""
+
+    rank: int
+    world_size: int
+    step: int
+    start: str
+    folder_id: str
+    run_id: str
+    branch_point: int | None
+    newest: Commit | None
+    topology: str = ""
+
+    @classmethod
+    def of_card(cls, card: Card) -> Image:
+        """Return what matters of `card`."""
+        return cls(
+            rank=card.rank,
+            world_size=card.world_size,
+            step=card.step,
+            start=card.start,
+            folder_id=card.folder_id,
+            run_id=card.lineage.run_id,
+            branch_point=card.lineage.branch_point,
+            newest=card.newest,
+            topology=card.topology,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """The checkpoint on disk that a load would take."""
+
+    step: int
+    run_id: str
+    begins_branch: bool = False
+    """Whether the load would begin a branch there, because the user named the step."""
+    counts_again: bool = False
+    """Whether the run would count its steps from the start again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnDisk:
+    """What the folder of checkpoints and the configuration say, and what a load would take from disk."""
+
+    folder_id: str
+    """Empty if the folder has none."""
+    newest: Commit | None = None
+    """The full checkpoint with the highest step."""
+    newest_start: str = ""
+    """The start that committed it; empty if it is unknown."""
+    abandoned: frozenset[int] = frozenset()
+    """The steps that a commit in the folder abandons."""
+    wanted: int = -1
+    """The step that the user named; -1 for the latest."""
+    is_exact: bool = False
+    """Whether that very step is wanted, whatever came after it."""
+    new_branch: bool = False
+    chosen: Chosen | None = None
+    """None if a load would find nothing of this run on disk."""
+
+
+def why_not(image: Image, disk: OnDisk) -> str:
+    """Return why `image` does not count, as the end of a sentence about it; the empty string if it counts.
+
+    An image of the very step that is chosen on disk counts only if its contents are the same, too: the caller compares.
+    """
+    return _why_stale(image, disk) or _why_not_chosen(image, disk)
+
+
+def _why_stale(image: Image, disk: OnDisk) -> str:
+    known, newest = image.newest, disk.newest
+    if newest is None:
+        if known is not None:
+            return f"it was made beside a step {known.step}, which is gone"
+        if not disk.folder_id or image.folder_id != disk.folder_id:
+            return "it is of another folder with this name"
+        return ""
+    if known == newest or (newest.step == image.step and disk.newest_start == image.start):
+        return ""
+    if disk.newest_start == image.start and _is_after(newest, known, disk):
+        return ""
+    made = "before there was one" if known is None else f"beside another step {known.step}"
+    return f"the latest step on disk, {newest.step}, is of another start, and it was made {made}"
+
+
+def _is_after(newest: Commit, known: Commit | None, disk: OnDisk) -> bool:
+    """Return whether `newest` may have been committed by a start that knew `known`: after it, or on a branch."""
+    return known is None or newest.step > known.step or known.step in disk.abandoned
+
+
+def _why_not_chosen(image: Image, disk: OnDisk) -> str:
+    chosen = disk.chosen
+    if disk.is_exact and (chosen is None or image.step != chosen.step):
+        return f"step {disk.wanted} is wanted"
+    if chosen is None:
+        return "" if image.branch_point is None else f"it is of a branch from step {image.branch_point}"
+    if image.step < chosen.step:
+        return f"step {chosen.step} is on disk"
+    if image.step == chosen.step:
+        return ""
+    if disk.new_branch and disk.wanted != -1:
+        return "a new branch is wanted"
+    if chosen.counts_again:
+        return "the run counts its steps from the start again"
+    if chosen.begins_branch:
+        return "" if image.branch_point == disk.wanted else f"it is of no branch from step {disk.wanted}"
+    return "" if image.run_id == chosen.run_id else f"it is of run {image.run_id}, and run {chosen.run_id} is resumed"

@@ -1,0 +1,121 @@
+"""The choice between the images in memory and what is on disk. Coordinator only.
+
+A pure rule (memory/whose.py) decides for each image; here are the facts that it needs, and what a load then takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from torchtitan_lite.checkpoint.memory.assembled import same_contents
+from torchtitan_lite.checkpoint.memory.card import Commit
+from torchtitan_lite.checkpoint.memory.whose import Chosen, OnDisk, why_not
+from torchtitan_lite.checkpoint.resume.held_images import Complete, HeldImages
+from torchtitan_lite.checkpoint.resume.load_source import InMemory, LoadSource, with_exclusions
+from torchtitan_lite.config.job_config import Checkpoint
+from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.log import logger
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.manifest import CheckpointKind, Manifest, last_digest
+from torchtitan_lite.store.manifest_fields import START
+from torchtitan_lite.store.store import CheckpointStore
+
+
+def prefer_memory(
+    images: HeldImages,
+    store: CheckpointStore,
+    chosen: LoadSource | None,
+    wanted: int,
+    config: Checkpoint,
+    *,
+    is_exact: bool,
+) -> LoadSource | None:
+    """Return the source in memory that goes before `chosen`, which is what the disk has; else `chosen`."""
+    if config.load_only or not images.complete:
+        return chosen
+    disk = _facts(store, chosen, wanted, config, is_exact=is_exact)
+    for each in images.complete:
+        if each.key in images.left_out:
+            continue
+        reason = why_not(each.image, disk) or _difference(each, chosen)
+        if not reason:
+            return _source(each, store, chosen, config)
+        logger.info("The image of step %d in memory is not used: %s", each.key.step, reason)
+    return chosen
+
+
+def latest_commit(store: CheckpointStore) -> tuple[Commit | None, str]:
+    """Return the full checkpoint of `store` with the highest step and the start that made it; None without one."""
+    full = [info for info in store.committed() if info.kind is CheckpointKind.FULL]
+    if not full:
+        return None, ""
+    path = full[-1].path / layout.MANIFEST
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        digest = last_digest(fd)
+    finally:
+        os.close(fd)
+    manifest = Manifest.of_folder(full[-1].path)
+    start = manifest.extra.get(START, "") if manifest is not None else ""
+    return Commit(full[-1].step, digest), start
+
+
+def _facts(
+    store: CheckpointStore, chosen: LoadSource | None, wanted: int, config: Checkpoint, *, is_exact: bool
+) -> OnDisk:
+    newest, start = latest_commit(store)
+    of_run = chosen is not None and not chosen.initial
+    return OnDisk(
+        folder_id=store.folder_id(make=False),
+        newest=newest,
+        newest_start=start,
+        abandoned=frozenset(step for info in store.intact() for step, _ in info.lineage.abandons),
+        wanted=wanted,
+        is_exact=is_exact,
+        new_branch=config.new_branch,
+        chosen=Chosen(
+            step=chosen.step,
+            run_id=chosen.lineage.run_id,
+            begins_branch=chosen.is_explicit,
+            counts_again=chosen.lineage.counts_again,
+        )
+        if chosen is not None and of_run
+        else None,
+    )
+
+
+def _difference(each: Complete, chosen: LoadSource | None) -> str:
+    """Return why images of the step that is `chosen` on disk are no copy of it; empty for those of other steps."""
+    if chosen is None or chosen.initial or chosen.step != each.key.step:
+        return ""
+    try:
+        on_disk = Manifest.of_folder(chosen.path)
+        if on_disk is not None and same_contents(on_disk, each.manifest):
+            return ""
+    except (CheckpointError, OSError):
+        pass
+    return "that step on disk has other contents"
+
+
+def _source(each: Complete, store: CheckpointStore, chosen: LoadSource | None, config: Checkpoint) -> LoadSource:
+    manifest, key = each.manifest, each.key
+    has_other = chosen is not None and not chosen.model_only and not chosen.initial
+    memory = InMemory(manifest.to_json(), key.step, key.start, each.is_spread, is_last_resort=not has_other)
+    if chosen is not None and not chosen.initial and chosen.step == key.step:
+        return dataclasses.replace(chosen, memory=memory)
+    # The run goes on as the one that made the image; its newest ancestor on disk is what the disk's choice loads.
+    parent = None if chosen is None else chosen.lineage.parent_step
+    return with_exclusions(
+        LoadSource(
+            store.root / layout.step_dir(key.step),
+            key.step,
+            model_only=False,
+            lineage=dataclasses.replace(manifest.lineage, parent_step=parent, abandons=()),
+            nbytes=manifest.nbytes,
+            topology=manifest.extra["topology"],
+            config=manifest.extra["config"],
+            memory=memory,
+        ),
+        config,
+    )

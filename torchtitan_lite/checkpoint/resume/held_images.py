@@ -1,0 +1,229 @@
+"""The images that the keepers of all hosts hold when a load begins, and the one that it takes, if any.
+
+Every rank looks at its own host, once a load, and the ranks exchange what they found. The coordinator decides, as it
+does among the steps on disk: the highest step that is complete over all hosts and belongs to the run, memory before
+disk at the same step. What is no image of ours, or damaged, is ignored with one line.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torchtitan_lite.checkpoint.memory.assembled import assembled
+from torchtitan_lite.checkpoint.memory.card import Card
+from torchtitan_lite.checkpoint.memory.files import FilesInMemory
+from torchtitan_lite.checkpoint.memory.mark import Marked, UnusableMark, read_mark
+from torchtitan_lite.checkpoint.memory.whose import Image
+from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.errors import KeeperUnavailable
+from torchtitan_lite.keeper.client import Held, Keeper
+from torchtitan_lite.log import logger
+from torchtitan_lite.store.manifest import Manifest
+
+END_SECONDS = 10.0
+"""How long the processes of the start before may take to end: a launcher kills them before it starts others."""
+
+
+class Key(NamedTuple):
+    """The images of one step of one start, of all ranks."""
+
+    step: int
+    start: str
+
+
+class Look(NamedTuple):
+    """What one rank found."""
+
+    host: tuple[str, ...]
+    """The names of all that its keeper holds: the same on the ranks of one host, and on no other."""
+    images: Sequence[Image]
+
+
+@dataclass(frozen=True)
+class _Local:
+    held: Held
+    image: Image
+    card: Card
+
+
+@dataclass(frozen=True)
+class Complete:
+    """Images of all ranks: the coordinator's view."""
+
+    key: Key
+    image: Image
+    """Rank 0's."""
+    manifest: Manifest
+    is_spread: bool
+    """Whether each rank has only the images of its own host."""
+
+
+@dataclass
+class HeldImages:
+    """The images in `keeper` that a start with the id `start` may load; `keeper` is None if the tier is off."""
+
+    keeper: Keeper | None
+    start: str
+    peers: Peers
+    end_seconds: float = END_SECONDS
+    complete: list[Complete] = field(default_factory=list, init=False)
+    """By descending step; coordinator only."""
+    left_out: set[Key] = field(default_factory=set, init=False)
+    """Those that proved damaged; the same on every rank."""
+    _held: list[Held] = field(default_factory=list, init=False)
+    _local: dict[tuple[Key, int], _Local] = field(default_factory=dict, init=False)
+    _looks: Sequence[Look] = field(default=(), init=False)
+
+    def look(self, *, topology: str) -> None:
+        """Find the images on all hosts that fit together, for a run of `topology`. **Collective**."""
+        if self.keeper is None:
+            return
+        self._list(self.keeper)
+        host = tuple(sorted(each.name for each in self._held))
+        self._looks = self.peers.gather(Look(host, [each.image for each in self._local.values()]))
+        visible = [{(Key(i.step, i.start), i.rank): i for i in look.images} for look in self._looks]
+        whole: list[tuple[Key, Image, bool]] = []
+        for key in sorted({key for images in visible for key, _ in images}, reverse=True):
+            image = next((images[key, 0] for images in visible if (key, 0) in images), None)
+            if image is None or not self._is_complete(key, image, visible):
+                continue
+            is_spread = not all((key, rank) in images for images in visible for rank in range(image.world_size))
+            if is_spread and not self._fits(key, image, visible, topology):
+                continue
+            whole.append((key, image, is_spread))
+        cards = self._cards_for_coordinator(whole, visible)
+        if self.peers.is_coordinator:
+            self.complete = [each for each in (self._put_together(*found, cards) for found in whole) if each]
+
+    def files(self, key: Key, manifest: Manifest, *, is_spread: bool) -> FilesInMemory:
+        """Return the files of `manifest`, which the coordinator put together for the images `key`. Any rank."""
+        images = {
+            local.card.file: local.held.arena_fd
+            for (of, _), local in self._local.items()
+            if of == key and local.card.file in manifest.files
+        }
+        own = self._local.get((key, self.peers.rank))
+        return FilesInMemory(manifest, images, (own.card.file if own else "") if is_spread else None)
+
+    def shared_out(self, loaded: Key | None) -> tuple[list[tuple[int, int]], list[str]]:
+        """Return the descriptors that this rank is to own, those of the images `loaded` first, and all their names.
+
+        Each arena of a host goes to one of its ranks: to that which wrote it, if there is one, so that none is lost and
+        none is shared. Any rank, after a load; the caller owns the descriptors, and drops the names at the keeper.
+        """
+        on_host = [rank for rank, look in enumerate(self._looks) if look.host and look.host == self._own_host]
+        owner_of = {local.held.name: (local.image.rank, key) for (key, _), local in self._local.items()}
+        own: list[Held] = []
+        for number, held in enumerate(sorted(self._held, key=lambda each: each.name)):
+            writer, _ = owner_of.get(held.name, (None, None))
+            if (writer if writer in on_host else on_host[number % len(on_host)]) == self.peers.rank:
+                own.append(held)
+            else:
+                held.close()
+        self._held, self._local = [], {}
+        own.sort(key=lambda held: owner_of.get(held.name, (0, None))[1] != loaded)
+        return [(held.arena_fd, held.mark_fd) for held in own], [held.name for held in own]
+
+    def close(self) -> None:
+        """Close what was not shared out. Idempotent."""
+        for held in self._held:
+            held.close()
+        self._held, self._local = [], {}
+
+    @property
+    def _own_host(self) -> tuple[str, ...]:
+        return self._looks[self.peers.rank].host if self._looks else ()
+
+    def _list(self, keeper: Keeper) -> None:
+        try:
+            held = keeper.held(self.start)
+            is_mapped = any(each.is_mapped for each in held)
+            if is_mapped and not keeper.wait_until_unmapped(self.end_seconds, self.start):
+                for each in held:
+                    each.close()
+                logger.warning(
+                    "Images in memory are not used: a process of another start of this job has not ended in %g s",
+                    self.end_seconds,
+                )
+                return
+        except KeeperUnavailable as error:
+            logger.warning("%s. Loading from disk", error)
+            return
+        self._held = held
+        for each in held:
+            if (local := _read(each)) is not None:
+                self._local[Key(local.image.step, local.image.start), local.image.rank] = local
+
+    def _is_complete(self, key: Key, image: Image, visible: Sequence[dict[tuple[Key, int], Image]]) -> bool:
+        return all(any((key, rank) in images for images in visible) for rank in range(image.world_size))
+
+    def _fits(self, key: Key, image: Image, visible: Sequence[dict[tuple[Key, int], Image]], topology: str) -> bool:
+        """Return whether each rank has its own image on its host, as images on several hosts need it."""
+        if (
+            image.world_size == self.peers.world_size
+            and image.topology == topology
+            and all((key, rank) in images for rank, images in enumerate(visible))
+        ):
+            return True
+        if self.peers.is_coordinator:
+            logger.warning(
+                "The images of step %d are on several hosts and of another topology (%s), or ranks are on other hosts "
+                "now: they are not used",
+                key.step,
+                image.topology,
+            )
+        return False
+
+    def _cards_for_coordinator(
+        self,
+        whole: Sequence[tuple[Key, Image, bool]],
+        visible: Sequence[dict[tuple[Key, int], Image]],
+    ) -> dict[tuple[Key, int], bytes]:
+        """Return the cards that the coordinator lacks, from the first rank that has them. **Collective**."""
+        wanted = [
+            (key, rank) for key, image, _ in whole for rank in range(image.world_size) if (key, rank) not in visible[0]
+        ]
+        if not wanted:
+            return {}
+        first = {each: next(rank for rank, images in enumerate(visible) if each in images) for each in wanted}
+        mine = {each: self._local[each].card.to_bytes() for each in wanted if first[each] == self.peers.rank}
+        return {each: card for sent in self.peers.gather(mine) for each, card in sent.items()}
+
+    def _put_together(
+        self, key: Key, image: Image, is_spread: bool, cards: dict[tuple[Key, int], bytes]
+    ) -> Complete | None:
+        try:
+            manifest = assembled(
+                [
+                    self._local[key, rank].card if (key, rank) in self._local else Card.parse(cards[key, rank])
+                    for rank in range(image.world_size)
+                ]
+            )
+        except Exception as error:  # A card may hold anything: whatever is wrong with it, the next source is tried.
+            logger.warning("The images of step %d are ignored: %s", key.step, error)
+            return None
+        return Complete(key, image, manifest, is_spread)
+
+
+def _read(held: Held) -> _Local | None:
+    """Return the image under `held`; None, with a line if it is not empty, if there is none that can be used."""
+    try:
+        marked = read_mark(held.mark_fd)
+        if marked is None:
+            return None
+        card = Card.parse(marked.card)
+        _check(card, marked, os.fstat(held.arena_fd).st_size)
+    except (UnusableMark, ValueError, RecursionError, OSError) as error:
+        logger.warning("The image %s in memory is ignored: %s", held.name, error)
+        return None
+    return _Local(held, Image.of_card(card), card)
+
+
+def _check(card: Card, marked: Marked, arena_bytes: int) -> None:
+    if card.step != marked.step:
+        raise ValueError(f"its mark is of step {marked.step}, its card of step {card.step}")
+    if not card.record.size <= marked.num_bytes <= arena_bytes:
+        raise ValueError(f"it has {arena_bytes} bytes, its mark says {marked.num_bytes}, its card {card.record.size}")
