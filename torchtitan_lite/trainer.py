@@ -100,7 +100,7 @@ class Trainer:
             max_skipped_steps=config.training.max_skipped_steps,
         )
         flops = flops_per_token(self.args, self.num_params, config.training.seq_len)
-        self.metrics = RunMetrics(config, world, flops_per_token=flops, began=began)
+        self.metrics = self.peers.together(lambda: RunMetrics(config, world, flops_per_token=flops, began=began))
         self.forward_backward = build_forward_backward(
             config,
             self.plan,

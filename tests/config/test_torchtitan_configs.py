@@ -47,7 +47,7 @@ def test_keys_of_unsupported_features_are_accepted_with_one_line_while_off(caplo
     caplog.set_level(logging.INFO, logger="torchtitan_lite")
     parse_config(["--job.config_file", FEBRUARY_2026, *SUPPORTED])
     (record,) = caplog.records
-    for key in ("metrics.enable_wandb", "quantize.linear.float8.filter_fqns", "validation.steps", "compile.components"):
+    for key in ("quantize.linear.float8.filter_fqns", "validation.steps", "compile.components"):
         assert key in record.getMessage()
 
 
@@ -57,7 +57,6 @@ def test_keys_of_unsupported_features_are_accepted_with_one_line_while_off(caplo
         ("--float8.enable_float8_linear", "float8"),
         ("--model.converters float8", "float8"),
         ("--model.norm_type layernorm", "RMSNorm"),
-        ("--metrics.enable_wandb", "Weights & Biases"),
         ("--validation.enable", "validation"),
         ("--memory_estimation.enabled", "memory estimation"),
         ("--optimizer.early_step_in_backward true", "inside backward"),
@@ -74,17 +73,17 @@ def test_an_unsupported_feature_is_an_error_when_turned_on(words, feature):
 
 
 def test_the_command_line_may_turn_off_an_unsupported_feature_that_the_toml_turns_on(tmp_path):
-    (tmp_path / "wandb.toml").write_text("[metrics]\nenable_wandb = true\n")
-    argv = ["--job.config_file", str(tmp_path / "wandb.toml")]
-    with pytest.raises(ConfigError, match=r"wandb\.toml: metrics\.enable_wandb = true"):
+    (tmp_path / "ft.toml").write_text("[fault_tolerance]\nenable = true\n")
+    argv = ["--job.config_file", str(tmp_path / "ft.toml")]
+    with pytest.raises(ConfigError, match=r"ft\.toml: fault_tolerance\.enable = true"):
         parse_config(argv)
-    assert parse_config([*argv, "--metrics.no_enable_wandb"]).metrics.log_freq == 10
+    assert parse_config([*argv, "--fault_tolerance.no_enable"]).metrics.log_freq == 10
 
 
 def test_a_value_of_the_wrong_kind_is_refused_for_an_unsupported_feature_too(tmp_path):
-    (tmp_path / "wandb.toml").write_text('[metrics]\nenable_wandb = "false"\n')
+    (tmp_path / "ft.toml").write_text('[fault_tolerance]\nenable = "false"\n')
     with pytest.raises(ConfigError, match="expected true or false, found the string 'false'"):
-        parse_config(["--job.config_file", str(tmp_path / "wandb.toml")])
+        parse_config(["--job.config_file", str(tmp_path / "ft.toml")])
 
 
 @pytest.mark.parametrize(

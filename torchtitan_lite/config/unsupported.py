@@ -131,7 +131,6 @@ _FEATURES: Mapping[str, Mapping[str, object]] = {
         "activation_checkpoint.determinism_check": "default",
         "activation_checkpoint.debug": False,
     },
-    "Weights & Biases": {"metrics.enable_wandb": False},
     "coloured output": _options("metrics", "enable_color_printing disable_color_printing"),
     "a choice of whether checkpoints restore the logs": {"metrics.disable_logging_from_checkpoint": False},
     "a choice of communication mode and traces": {

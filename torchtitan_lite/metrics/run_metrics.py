@@ -31,9 +31,11 @@ from torchtitan_lite.metrics.logger import EventLog, MetricsLogger
 from torchtitan_lite.metrics.memory import build_memory_monitor
 from torchtitan_lite.metrics.past_starts import past_starts
 from torchtitan_lite.metrics.progress_bar import build_progress_bar
+from torchtitan_lite.metrics.prometheus import PrometheusFile
 from torchtitan_lite.metrics.report import epoch_tags, peak_flops, step_line, throughput_tags, time_tags
 from torchtitan_lite.metrics.run_clock import RunClock
 from torchtitan_lite.metrics.step_timer import StepTimer
+from torchtitan_lite.metrics.wandb_run import WandbRun, import_wandb
 
 EVENTS_FILE = "events.jsonl"
 IMAGE_READY = "image_ready"
@@ -42,7 +44,8 @@ IMAGE_READY = "image_ready"
 class RunMetrics:
     """Figures of this rank. Rank 0 writes them, unless the run only loads. A context manager.
 
-    `began` is the reading of `time.monotonic` when this start began; None for now.
+    `began` is the reading of `time.monotonic` when this start began; None for now. Raises ExtraMissing if the config
+    wants wandb, on rank 0.
     """
 
     def __init__(self, config: JobConfig, world: World, *, flops_per_token: float, began: float | None = None) -> None:
@@ -61,6 +64,10 @@ class RunMetrics:
         self.goodput = Goodput(clock, self._ledger)
         """Where the time goes."""
         self._heartbeat: Heartbeat | None = None
+        self._prometheus = _build_prometheus(config) if self._ledger is not None else None
+        self._wandb_module = import_wandb() if config.metrics.enable_wandb and self._ledger is not None else None
+        self._wandb: WandbRun | None = None
+        self._config = config
         self._checkpoints = dump_folder / config.checkpoint.folder
         self._world_size = world.world_size
         self._lock = threading.Lock()
@@ -79,8 +86,11 @@ class RunMetrics:
             version=torchtitan_lite.__version__,
         )
         if self._ledger is not None:
-            self._heartbeat = Heartbeat(self._ledger.beat)
+            self._heartbeat = Heartbeat(self._beat)
             self._heartbeat.start()
+            if self._wandb_module is not None:
+                first = (*(start.id for start in self._ledger.before.starts), self._ledger.id)[0]
+                self._wandb = WandbRun(self._wandb_module, self._dump_folder, first, self._config.to_dict())
 
     def start(self, loaded_step: int) -> None:
         """Drop the history on file after `loaded_step`. Call it directly before the loop."""
@@ -156,7 +166,12 @@ class RunMetrics:
             **epoch_tags(*progress),
         }
         self._bar.logged(global_avg_loss, speed["throughput(tps)"])
-        self._files.log(step, tags | speed | time_tags(seconds / max(1, self._steps), parts) | memory | event_tags)
+        tags |= speed | time_tags(seconds / max(1, self._steps), parts) | memory | event_tags
+        self._files.log(step, tags)
+        if self._prometheus is not None:
+            self._prometheus.logged = tags
+        if self._wandb is not None:
+            self._wandb.log(step, tags)
         logger.info(
             step_line(
                 step,
@@ -183,8 +198,20 @@ class RunMetrics:
             self._heartbeat.close()
             self._heartbeat = None
             self.goodput.end(failed=failed)
+            self._write_prometheus(is_up=False)
+        if self._wandb is not None:
+            self._wandb.close(failed=failed)
         self._files.close()
         self._events.close()
+
+    def _beat(self) -> None:
+        assert self._ledger is not None, "only a rank with a ledger has a heartbeat"
+        self._ledger.beat()
+        self._write_prometheus(is_up=True)
+
+    def _write_prometheus(self, *, is_up: bool) -> None:
+        if self._prometheus is not None and self._ledger is not None:
+            self._prometheus.write(self._ledger.accounts(), self._ledger.at_risk(), is_up=is_up)
 
     def __enter__(self) -> RunMetrics:
         return self
@@ -193,6 +220,14 @@ class RunMetrics:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close(failed=error is not None)
+
+
+def _build_prometheus(config: JobConfig) -> PrometheusFile | None:
+    """Return the file for Prometheus, if `config` wants one. Its label is the run's folder."""
+    if not config.metrics.prometheus_file:
+        return None
+    dump_folder = Path(config.job.dump_folder).absolute()
+    return PrometheusFile(dump_folder / config.metrics.prometheus_file, str(dump_folder))
 
 
 def checkpoint_tags(event: str, figures: dict[str, Any]) -> dict[str, float]:
