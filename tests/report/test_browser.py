@@ -10,27 +10,30 @@ import html
 import json
 import re
 import shutil
+import struct
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.cli.command import command
 from tests.report.histories import CONFIG, copy_of, killed_and_resumed
 from torchtitan_lite.report.page import render
+from torchtitan_lite.report.picture import BROWSERS
 from torchtitan_lite.report.run import read_run
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = next(filter(None, map(shutil.which, BROWSERS)), None)
 pytestmark = [
-    pytest.mark.slow,  # Three starts of a browser: about 6 s.
+    pytest.mark.slow,  # Seven starts of a browser: about 10 s.
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; on Debian: apt-get install chromium"),
 ]
 WIDTHS = (1280, 400)
 MEASURE = """
 <script>
 const results = [];
-let waiting = document.querySelectorAll('iframe').length;
-for (const frame of document.querySelectorAll('iframe')) frame.addEventListener('load', () => {
+addEventListener('load', () => {
+ for (const frame of document.querySelectorAll('iframe')) {
   const page = frame.contentDocument, width = page.documentElement.clientWidth;
   const seen = [...page.querySelectorAll('svg text, h1, h2, .tiles dd, .status, figcaption span')]
     .filter(each => !each.closest('.wide') && getComputedStyle(each).display !== 'none');
@@ -51,7 +54,8 @@ for (const frame of document.querySelectorAll('iframe')) frame.addEventListener(
     values: Object.fromEntries([...page.querySelectorAll('.tiles data')].map(each => [each.className, each.value])),
     bytes: [...page.querySelectorAll('.saves data.bytes')].map(each => each.value),
   });
-  if (!--waiting) document.getElementById('results').textContent = JSON.stringify(results);
+ }
+ document.getElementById('results').textContent = JSON.stringify(results);
 });
 </script>
 """
@@ -72,7 +76,7 @@ def browse(path: Path, *options: str) -> tuple[str, str]:
                 "--enable-logging=stderr",
                 "--v=0",
             ),
-            *(f"--user-data-dir={profile}", "--virtual-time-budget=2000", *options, "--dump-dom", path.as_uri()),
+            *(f"--user-data-dir={profile}", *options, "--dump-dom", path.as_uri()),
         ],
         capture_output=True,
         text=True,
@@ -138,3 +142,12 @@ def test_a_dark_screen_has_a_dark_page(folder: Path, tmp_path: Path) -> None:
     assert {result["colour"] for result in light} == {"rgb(246, 247, 248)"}
     assert {result["colour"] for result in dark} == {"rgb(14, 17, 20)"}
     assert light[0]["values"] == dark[0]["values"]
+
+
+def test_pictures_show_the_whole_page_in_both_schemes(folder: Path, tmp_path: Path) -> None:
+    ended = command("report", folder, "--out", tmp_path / "r.html", "--png", "--json")
+    assert ended.json["pictures"] == [str(tmp_path / f"r.{scheme}.png") for scheme in ("light", "dark")]
+    for path in map(Path, ended.json["pictures"]):
+        head = path.read_bytes()[:24]
+        width, height = struct.unpack(">II", head[16:24])
+        assert head.startswith(b"\x89PNG") and width == 1280 and 1800 < height < 4000

@@ -181,3 +181,12 @@ def test_a_million_steps_are_a_small_page_that_still_shows_the_spike(tmp_path: P
     assert len(page.encode()) < 3_000_000
     assert "2.0000 to 99.0000" in page or "to 99.0000" in page
     Checked(page)
+
+
+def test_pictures_without_a_browser_are_refused_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    ended = command("report", tmp_path, "--out", tmp_path / "r.html", "--png")
+    assert ended.code == 2
+    assert ended.err.startswith("error: --png needs a browser") and ended.err.count("\n") == 1

@@ -14,6 +14,7 @@ from torchtitan_lite.cli.words import count, size
 from torchtitan_lite.disk import durable
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.report.page import render
+from torchtitan_lite.report.picture import find_browser, pictures
 from torchtitan_lite.report.run import read_run
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ class Report:
     """The dump folder of a second run."""
     out: Annotated[str, tyro.conf.arg(metavar="FILE.html")] = "report.html"
     """The file to write; a page that is there is replaced."""
+    png: bool = False
+    """Also write FILE.light.png and FILE.dark.png, with chromium."""
     json: bool = False
     """Print JSON."""
 
@@ -43,13 +46,20 @@ class Report:
             raise ConfigError(f"--out {self.out}: expected a name that ends in .html")
         if not out.absolute().parent.is_dir():
             raise ConfigError(f"--out {self.out}: there is no folder {out.parent}")
+        browser = find_browser() if self.png else ""
         runs = [read_run(folder) for folder in (self.run_folder, self.other) if folder]
-        page = render(runs).encode()
+        text = render(runs)
+        page = text.encode()
         durable.write_atomically(out, page)
+        written = [out]
+        for scheme, picture in pictures(text, browser).items() if browser else ():
+            written.append(out.with_suffix(f".{scheme}.png"))
+            durable.write_atomically(written[-1], picture)
         num_steps = sum(len(run.logged) for run in runs)
         document = {
             "out": str(out),
             "bytes": len(page),
+            "pictures": [str(path) for path in written[1:]],
             "runs": [
                 {"folder": str(run.folder), "status": run.status, "last_step": run.last_step, "starts": len(run.starts)}
                 for run in runs
@@ -59,7 +69,8 @@ class Report:
         def shown() -> RenderableType:
             from rich.text import Text
 
-            return Text(f"{out}: {size(len(page))}, {count(num_steps, 'logged step')}")
+            lines = [f"{out}: {size(len(page))}, {count(num_steps, 'logged step')}", *map(str, written[1:])]
+            return Text("\n".join(lines))
 
         screen.show(document, shown)
         return ExitCode.FINE
