@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
@@ -10,13 +11,15 @@ from pathlib import Path
 import pytest
 
 from tests.cli.folders import half_written
-from tests.report.histories import BEGUN, CONFIG, copy_of, killed_and_resumed, metric, saved, write_lines
+from tests.report.histories import BEGUN, CONFIG, copy_of, killed_and_resumed, loaded, metric, saved, write_lines
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.report.changes import differences, flat, shown
 from torchtitan_lite.report.curves import spans_of, stalls_by_line, time_ceiling
+from torchtitan_lite.report.page import render
 from torchtitan_lite.report.run import read_run
 from torchtitan_lite.report.shards import shard_map
 from torchtitan_lite.report.time_parts import steps_per_line
+from torchtitan_lite.store.holder import Holder
 
 
 @pytest.fixture(scope="module")
@@ -254,3 +257,35 @@ def test_the_trainer_keeps_each_configuration_that_differs_from_the_last(tmp_pat
     lines = [json.loads(line) for line in (tmp_path / "configs.jsonl").read_text().splitlines()]
     assert [line["config"]["optimizer"]["lr"] for line in lines] == [1e-3, 2e-3, 1e-3]
     assert lines[-1]["config"] == json.loads((tmp_path / "config.json").read_text())
+
+
+def test_a_run_whose_job_holds_the_folder_is_running_and_else_it_was_killed(folder: Path, tmp_path: Path) -> None:
+    run = copy_of(folder, tmp_path / "run")
+    lines = [line for line in (run / "events.jsonl").read_text().splitlines() if "finished" not in line]
+    (run / "events.jsonl").write_text("\n".join(lines) + "\n")
+    lock, holder = run / "checkpoint" / "writer.lock", Holder.this_process("ab12", BEGUN)
+    assert read_run(str(run)).status == "unknown"
+    lock.write_bytes(holder.to_bytes(1, BEGUN + 210))
+    assert read_run(str(run), now=BEGUN + 220).status == "running"
+    gone = dataclasses.replace(holder, pid=2**30)
+    lock.write_bytes(gone.to_bytes(1, BEGUN + 210))
+    assert read_run(str(run), now=BEGUN + 220).status == "killed"
+    of_another_machine = dataclasses.replace(holder, space="elsewhere")
+    lock.write_bytes(of_another_machine.to_bytes(1, BEGUN + 210))
+    assert read_run(str(run), now=BEGUN + 220).status == "running"
+    assert read_run(str(run), now=BEGUN + 900).status == "killed"
+
+
+def test_thousands_of_starts_and_saves_are_a_small_page(tmp_path: Path) -> None:
+    events = []
+    for start in range(300):
+        at, begin = BEGUN + 1000 * start, 100 * start
+        events += loaded(begin, at) if start else []
+        for step in range(begin + 5, begin + 101, 5):
+            events += saved(step, at + 5 * (step - begin))
+            events.append({"event": "purged", "step": step, "time": at + 5 * (step - begin) + 100, "bytes": 1})
+    write_lines(tmp_path / "events.jsonl", sorted(events, key=lambda event: event["time"]))
+    write_lines(tmp_path / "metrics.jsonl", (metric(step) for step in range(10, 30_001, 10)))
+    page = render([read_run(str(tmp_path))])
+    assert len(page) < 1_500_000
+    assert 'class="purged" value="6000"' in page

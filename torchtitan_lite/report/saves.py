@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,7 +75,7 @@ class Save:
 def saves_of(starts: Sequence[Start], entries: Sequence[Entry], ledger: Sequence[Mapping[str, Any]] = ()) -> list[Save]:
     """Return the saves of all `starts` in their order, then the `entries` in the folder that none of them made."""
     saves = [save for start in starts for save in _of_start(start, is_last=start is starts[-1])]
-    removed = _removals(starts)
+    removed, times = _removals(starts), _times(saves)
     found, unknown = _matched(saves, entries)
     slowest = {(record.get("step"), round(number(record.get("seconds")), 6)): _slowest(record) for record in ledger}
     result = []
@@ -84,7 +85,7 @@ def saves_of(starts: Sequence[Start], entries: Sequence[Entry], ledger: Sequence
             entry = found[index]
             changes = {"fate": _FATE_OF_STATE.get(entry.state, save.fate), "note": entry.finding}
         elif save.fate is Fate.GONE:
-            changes = {"fate": _removal(save, saves[index + 1 :], removed)}
+            changes = {"fate": _removal(save, times[save.step], removed)}
         changes["slowest"] = slowest.get((save.step, round(save.seconds or 0.0, 6)), "")
         result.append(dataclasses.replace(save, **changes))
     return [*result, *(_of_entry(entry) for entry in unknown)]
@@ -144,9 +145,17 @@ def _removals(starts: Sequence[Start]) -> dict[int, list[tuple[float, Fate]]]:
     return removed
 
 
-def _removal(save: Save, later: Sequence[Save], removed: Mapping[int, Sequence[tuple[float, Fate]]]) -> Fate:
-    """Return what removed `save` before the next save of its step."""
-    until = min((other.time for other in later if other.step == save.step), default=float("inf"))
+def _times(saves: Sequence[Save]) -> dict[int, list[float]]:
+    """Return the times of the saves of each step."""
+    times: dict[int, list[float]] = {}
+    for save in saves:
+        times.setdefault(save.step, []).append(save.time)
+    return times
+
+
+def _removal(save: Save, times: Sequence[float], removed: Mapping[int, Sequence[tuple[float, Fate]]]) -> Fate:
+    """Return what removed `save` before the next save of its step, of those at `times`."""
+    until = min((time for time in times if time > save.time), default=math.inf)
     fates = [fate for time, fate in removed.get(save.step, ()) if save.time <= time <= until]
     return fates[-1] if fates else Fate.GONE
 
