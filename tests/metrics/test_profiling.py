@@ -88,6 +88,9 @@ def test_a_memory_snapshot_without_cuda_is_a_warning(tmp_path: Path, log: pytest
     run_steps(tmp_path, Profiling(enable_memory_snapshot=True, profile_freq=1), 2)
     assert files_in(tmp_path) == []
     assert "enable_memory_snapshot has no effect: there is no CUDA device" in log.text
+    log.clear()
+    run_steps(tmp_path, Profiling(enable_memory_snapshot=True, profile_freq=1), 2, rank=1)
+    assert not log.text, "each fact is logged once, by rank 0"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

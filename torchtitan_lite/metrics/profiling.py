@@ -97,7 +97,8 @@ class Profiler:
 
     def _start_memory_history(self) -> None:
         if not torch.cuda.is_available():
-            logger.warning("profiling.enable_memory_snapshot has no effect: there is no CUDA device")
+            if self._rank == 0:
+                logger.warning("profiling.enable_memory_snapshot has no effect: there is no CUDA device")
             return
         torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS)
         self._records_memory = True

@@ -2,8 +2,8 @@
 
 Rank 0 draws it, while stderr is a terminal and the job is in its foreground; in a pipe or a file stderr is as without
 it. Log lines appear above it, whole and unchanged. It needs no thread: the loop draws it after a step, at most every
-`INTERVAL_SECONDS`, and checkpoint events do. The cursor waits at the start of the line and is never hidden, so that a
-job that is killed leaves a terminal as it was, and what others print there (C++, another rank) replaces the line.
+`INTERVAL_SECONDS`, and checkpoint events do. The cursor waits at the start of the line and is never hidden: a job that
+is killed leaves the terminal as it was, and what others print there (C++, another rank) begins at the first column.
 """
 
 from __future__ import annotations
