@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from torchtitan_lite.errors import KeeperUnavailable
-from torchtitan_lite.keeper import messages
+from torchtitan_lite.keeper import messages, place
 from torchtitan_lite.keeper.client import Keeper
 from torchtitan_lite.keeper.place import socket_path
 
@@ -282,3 +282,27 @@ def test_without_memfd_or_pidfd_one_line_says_so(
     with pytest.raises(KeeperUnavailable, match=r"this system has no descriptors of processes \(pidfd_open\)"):
         asking.start()
     assert not list(runtime.iterdir())
+
+
+def test_hosts_that_share_a_folder_have_sockets_of_their_own(
+    asking: Keeper, path: Path, runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "boot_id").write_bytes(b"another")
+    monkeypatch.setattr(place, "_BOOT_ID", tmp_path / "boot_id")
+    assert socket_path(tmp_path, runtime) != path
+    monkeypatch.setattr(place, "_BOOT_ID", tmp_path / "missing")
+    assert socket_path(tmp_path, runtime) != path
+
+
+def test_a_folder_that_is_a_loop_of_links_has_no_keeper(runtime: Path, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    assert Keeper(tmp_path / "loop", 600.0, runtime=runtime).held() == []
+
+
+def test_without_such_sockets_there_is_no_keeper_to_look_at(asking: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> socket.socket:
+        raise OSError(93, "Protocol not supported")
+
+    monkeypatch.setattr(messages, "new_socket", refused)
+    assert asking.held() == []
+    asking.finish()

@@ -64,6 +64,8 @@ def connected(path: Path, seconds: float) -> Iterator[Ask]:
 
     Raises `NoKeeper`, `KeeperUnavailable` if another user answers, TimeoutError, and OSError.
     """
+    if not os.path.lexists(path):
+        raise NoKeeper  # Also on a system without such sockets.
     with messages.new_socket() as connection:
         deadline = time.monotonic() + seconds
         _connect(connection, path, deadline)

@@ -17,6 +17,7 @@ import xxhash
 from torchtitan_lite.errors import KeeperUnavailable
 
 _NAME = "torchtitan_lite"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _ADDRESS_BYTES = 107
 """What fits into sun_path, without the zero at its end."""
 
@@ -25,9 +26,9 @@ def socket_path(folder: Path, runtime: Path | None) -> Path:
     """Return the path of the socket of the keeper of `folder`. Raises `KeeperUnavailable`, and OSError.
 
     It is in `runtime`, the user's folder for such files, if that is one and short enough, else in the system's folder
-    for temporary files.
+    for temporary files. That may be on a disk that hosts share, so each start of each host has names of its own.
     """
-    name = xxhash.xxh3_128_hexdigest(os.fsencode(folder.resolve()))
+    name = xxhash.xxh3_128_hexdigest(os.fsencode(os.path.realpath(folder)) + b"\0" + _host())
     temporary = Path(tempfile.gettempdir()).absolute() / f"{_NAME}-{os.geteuid()}"
     candidates = [temporary / name]
     if runtime is not None and runtime.is_absolute() and _is_own(runtime):
@@ -62,6 +63,14 @@ def refuse_shared(folder: Path) -> None:
     if found.st_mode & 0o077:
         mode = stat.S_IMODE(found.st_mode)
         raise KeeperUnavailable(f"other users can use {folder} (mode {mode:o}): expected 700; remove it")
+
+
+def _host() -> bytes:
+    """Return what this start of this host has to itself."""
+    try:
+        return _BOOT_ID.read_bytes()
+    except OSError:
+        return os.fsencode(os.uname().nodename)
 
 
 def _is_own(folder: Path) -> bool:
