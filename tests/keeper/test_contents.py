@@ -113,9 +113,10 @@ class Keeping(RuleBasedStateMachine):
         assert ("living" in self.ask("end")) == bool(self.living)
         self.is_finished |= not self.living
 
-    @rule(start=STARTS)
+    @rule(start=st.sampled_from(["", "s", "t"]))
     def listing(self, start: str) -> None:
         listed = self.ask("list", start=start)
+        self.unused_since = self.now if start else self.unused_since
         others = {*self.living.values()} - {start}
         assert listed == {"names": list(listed["names"]), "is_mapped": bool(others)}
         assert sorted(listed["names"]) == sorted(self.images)

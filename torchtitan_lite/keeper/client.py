@@ -129,8 +129,8 @@ class Keeper:
     def held(self, start_id: str | None = None) -> list[Held]:
         """Return what the keeper holds, with new descriptors; nothing if there is no keeper.
 
-        `start_id` is that of the caller, by default the one of `join`. Takes at most a second. Raises
-        `KeeperUnavailable`.
+        `start_id` is that of the caller, by default the one of `join`; a start that looks has the full time to live to
+        load and join. Takes at most a second. Raises `KeeperUnavailable`.
         """
         found: list[Held] = []
         try:

@@ -90,8 +90,7 @@ class Contents:
             case "hello":
                 return self._hello(request)
             case "list":
-                is_mapped = self._other_than(_text(request, "start")) is not None
-                return Answer({"names": list(self._held), "is_mapped": is_mapped})
+                return self._list(_text(request, "start"))
             case "take":
                 entry = self._held.get(_text(request, "name"))
                 return Answer({}, entry.fds) if entry else Answer({"error": "there is no such name"})
@@ -113,6 +112,11 @@ class Contents:
         if request.get("renew") is True:
             self._unused_since = self._clock()
         return Answer(self._described())
+
+    def _list(self, start: str) -> Answer:
+        if start:  # A start that looks comes back: it needs the images until it has loaded and joins.
+            self._unused_since = self._clock()
+        return Answer({"names": list(self._held), "is_mapped": self._other_than(start) is not None})
 
     def _described(self) -> dict[str, Any]:
         return {
