@@ -1,0 +1,134 @@
+"""Measure what images in memory every step (checkpoint.memory_interval = 1) add to a step, beside a plain copy.
+
+    python scripts/bench_images.py
+    python scripts/bench_images.py --params 0.8 168 --steps 15 --json images.json
+
+One process trains a model of `--params` million parameters with AdamW (12 bytes of state for each). Blocks of steps
+with images and without take turns, because absolute figures drift. A step is timed from the end of the last one to the
+end of the call of `save`; the digests run beside the next step and count with it. `memcpy` is what two threads need to
+copy as many bytes into memory that has been touched. The target: an image adds at most 1.3 x memcpy + 10 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import mmap
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.disk.in_threads import in_threads
+
+WIDTH = 1024
+BLOCKS = 3
+TARGET_RATIO, TARGET_SECONDS = 1.3, 0.010
+
+
+def main() -> int:
+    """Run the command; return 1 if a target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--params", type=float, nargs="+", default=[0.8, 168.0], help="million parameters")
+    parser.add_argument("--steps", type=int, default=12, help="steps of each block")
+    parser.add_argument("--json", help="file to write")
+    args = parser.parse_args()
+    found = [_measure(round(params * 1e6), args.steps) for params in args.params]
+    for each in found:
+        print(
+            f"{each['params'] / 1e6:.1f} M parameters, {each['bytes'] / 1e6:.0f} MB: a step takes "
+            f"{1e3 * each['plain_seconds']:.1f} ms, with an image {1e3 * each['image_seconds']:.1f} ms: "
+            f"{1e3 * each['added_seconds']:.1f} ms more; memcpy {1e3 * each['memcpy_seconds']:.1f} ms; "
+            f"{each['images']} images in {each['steps']} steps; target {1e3 * each['target_seconds']:.1f} ms"
+        )
+    if args.json:
+        Path(args.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return int(any(each["added_seconds"] > each["target_seconds"] for each in found))
+
+
+def _measure(params: int, steps: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        # The sockets of keepers of real runs stay out of this.
+        os.environ["XDG_RUNTIME_DIR"] = folder
+        return _measured_in(folder, params, steps)
+
+
+def _measured_in(folder: str, params: int, steps: int) -> dict[str, Any]:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(max(1, params // WIDTH**2))))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    ready: list[int] = []
+
+    def on_event(event: str, step: int, /, **figures: Any) -> None:
+        if event == "image_ready":
+            ready.append(step)
+
+    plain: list[float] = []
+    images: list[float] = []
+    keys = {"interval_type": "none", "async_mode": "async_with_pinned_mem", "memory_interval": 1}
+    with CheckpointManager.for_loop(
+        model=model, optimizer=optimizer, folder=Path(folder) / "checkpoint", on_event=on_event, **keys
+    ) as manager:
+        manager.load()
+        step = 0
+        for number in range(2 * BLOCKS + 1):
+            for _ in range(steps):
+                step += 1
+                began = time.perf_counter()
+                _train(model, optimizer)
+                if number % 2 == 1 or number == 0:
+                    manager.save(step)
+                times = images if number % 2 == 1 else plain
+                if number > 0:
+                    times.append(time.perf_counter() - began)
+        num_bytes = sum(3 * p.numel() * p.element_size() for p in model.parameters())
+        memcpy = _memcpy_seconds(num_bytes)
+    added = statistics.median(images) - statistics.median(plain)
+    return {
+        "params": params,
+        "bytes": num_bytes,
+        "plain_seconds": statistics.median(plain),
+        "image_seconds": statistics.median(images),
+        "added_seconds": added,
+        "memcpy_seconds": memcpy,
+        "target_seconds": TARGET_RATIO * memcpy + TARGET_SECONDS,
+        "images": len(ready),
+        "steps": (BLOCKS + 1) * steps,
+    }
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    loss = model(torch.randn(32, WIDTH)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _memcpy_seconds(num_bytes: int) -> float:
+    """Return the least of three times that two threads need for a copy of `num_bytes`."""
+    memories = [mmap.mmap(-1, num_bytes) for _ in range(2)]
+    source, target = (ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in memories)
+    for address in (source, target):
+        ctypes.memset(address, 1, num_bytes)
+    piece = 16 << 20
+
+    def copy(at: int) -> None:
+        ctypes.memmove(target + at, source + at, min(piece, num_bytes - at))
+
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        in_threads(range(0, num_bytes, piece), 2, lambda: copy)
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
