@@ -95,10 +95,10 @@ def test_an_image_has_the_bytes_of_the_file_of_a_save(tmp_path: Path, memory_tie
     card = held(run.root, memory_tier)[4]
     assert card.record == FileRecord.of((saved.path / card.file).read_bytes())
     step(run)
-    newest = held(run.root, memory_tier)[5].newest
-    assert newest is not None
-    assert newest.step == 4
-    assert f'"digest": "{newest.digest}"'.encode() in (saved.path / "manifest.json").read_bytes()[-64:]
+    known = held(run.root, memory_tier)[5].newest
+    assert known is not None
+    assert known.step == 4
+    assert f'"digest": "{known.digest}"'.encode() in (saved.path / "manifest.json").read_bytes()[-64:]
 
 
 def test_without_an_interval_the_copy_of_a_save_is_the_image_until_the_next_copy(
@@ -233,9 +233,9 @@ def test_after_a_kill_the_keeper_has_the_images_that_were_ready(tmp_path: Path, 
     log.touch()
     process = run_code(script, log, dict(os.environ), tmp_path)
     assert process.wait(60) == -signal.SIGKILL, log.read_text()
-    newest = 6 if "@step" in fault else 5
+    ready = 6 if "@step" in fault else 5
     found = held(tmp_path / "run" / "checkpoint", memory_tier)
-    assert max(found) == newest
+    assert max(found) == ready
     assert len(found) >= 2, "while one is made, another stays"
 
 

@@ -74,7 +74,7 @@ ACTIONS = st.one_of(
 def test_once_a_step_was_complete_on_all_ranks_one_always_is(
     num_slots: int, actions: list[tuple[str, int, bool]]
 ) -> None:
-    ranks, newest = Ranks(2, num_slots), NO_STEP
+    ranks, latest = Ranks(2, num_slots), NO_STEP
     for step, (action, rank, flag) in enumerate(actions):
         held = [set(map(id, _read(pool))) for pool in ranks.pools]
         if action == "stage":
@@ -85,8 +85,8 @@ def test_once_a_step_was_complete_on_all_ranks_one_always_is(
             ranks.digest(rank, fails=flag)
         else:
             ranks.end_write(rank)
-        assert newest == NO_STEP or max(ranks.steps_of_all(), default=NO_STEP) >= newest
-        newest = max(pool.complete for pool in ranks.pools)
+        assert latest == NO_STEP or max(ranks.steps_of_all(), default=NO_STEP) >= latest
+        latest = max(pool.complete for pool in ranks.pools)
 
 
 def _read(pool: Pool) -> list[Slot]:

@@ -148,7 +148,7 @@ class Images:
                 )
 
     def report(self) -> tuple[int, ...]:
-        """Return what this rank tells the others with its plan, as numbers of which the maximum counts."""
+        """Return what this rank reports to the others with its plan, as numbers of which the maximum counts."""
         if not self._interval:
             return ()
         is_off = self._num_failed >= MAX_FAILED or self.tier.is_off

@@ -92,7 +92,7 @@ class Pool:
             self.slots += [Slot() for _ in range(num_slots - len(self.slots))]
 
     def report(self) -> tuple[int, ...]:
-        """Return what this rank tells the others, as numbers of which the highest over all ranks counts.
+        """Return what this rank reports to the others, as numbers of which the highest over all ranks counts.
 
         Nothing with one arena. Else whether there may be none to spare, and of each of the last steps whether its image
         is not complete here.
