@@ -279,8 +279,8 @@ def test_a_load_reports_its_checkpoint_bytes_and_seconds(start_run: StartRun) ->
     path = str(run.root / "step-1")
     reported = [(name, step, figures) for name, step, figures in again.events.recorded if name.startswith("load")]
     assert reported == [
-        ("load_started", 1, {"path": path}),
-        ("loaded", 1, {"path": path, "seconds": 2.5, "bytes": nbytes}),
+        ("load_started", 1, {"path": path, "origin": "disk"}),
+        ("loaded", 1, {"path": path, "seconds": 2.5, "bytes": nbytes, "origin": "disk"}),
     ]
 
 

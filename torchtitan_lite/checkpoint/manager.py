@@ -112,7 +112,7 @@ class CheckpointManager:
         self._housekeeping, self._in_flight, self._saves, self._departure = housekeeping, in_flight, saves, departure
         self._first_save = FirstSave(self._store, config, peers)
         self._initial_import = InitialImport(self._store, config, import_weights, peers, clock, on_event)
-        self._load = RunLoad(run, self._store, job_config, topology, peers, clock, on_event)
+        self._load = RunLoad(run, self._store, job_config, topology, peers, clock, on_event, memory.tier)
         auto = build_auto_interval(config, in_flight, peers, clock, past or Past)
         self._step_saves = StepSaves(policy, config, saves, in_flight, watch, departure, consensus, auto, peers, clock)
         self._last_save = build_last_save(job_config, run, hugging_face, folders, peers, clock, on_event)
@@ -172,7 +172,7 @@ class CheckpointManager:
         if source is not None:
             self._continue_from(source)
         self._first_save.allow()
-        self._memory.begin_keeping()
+        self._memory.take_over(self._load.take_over(source))
         self.preempted_by = self._departure.untrained(self.loaded_step or 0)
         return source is not None
 
@@ -256,10 +256,9 @@ class CheckpointManager:
             self._last_save.write(ended.step)
 
     def finish(self, step: int) -> None:
-        """Make the exports that a run loaded at `step`, its last one, has not made yet. Durable on return.
-
-        Raises `SaveFailed` if a second try fails too.
-        """
+        """Save and export what a run loaded at `step`, its last one, has not yet. Durable; raises `SaveFailed`."""
+        self._saves.catch_up(step)
+        self._memory.finish()
         export, last_save = self._folders.exports, self._last_save
         if (export is None and last_save is None) or self._config.load_only or not self._opened():
             return
@@ -342,8 +341,8 @@ class CheckpointManager:
         return ended.also_in(self._last_save.root), not self._last_save.made(ended.last)
 
     def _continue_from(self, source: LoadSource) -> None:
-        self._saves.continue_from(source.lineage)
+        self._saves.continue_from(source.lineage, None if source.memory is None else source.step)
         self._in_flight.forget_lineage()
         self.loaded_step = source.continues_at
-        if not source.initial and not source.has_nan:
+        if not source.initial and not source.has_nan and source.memory is None:
             self._housekeeping.note_good(source.step)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torchtitan_lite.checkpoint.memory.card import Commit
 from torchtitan_lite.checkpoint.memory.mark import Mark
@@ -19,6 +19,15 @@ from torchtitan_lite.keeper.client import Keeper
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointInfo, last_digest
+
+
+class TakenOver(NamedTuple):
+    """What one rank takes over from the start before. The descriptors are its own."""
+
+    arenas: Sequence[tuple[int, int]]
+    """Memory and mark of each; those of the image that was loaded first."""
+    names: Sequence[str]
+    """Under which the keeper holds them."""
 
 
 class Kept(Protocol):
@@ -86,6 +95,11 @@ class Tier:
                 arena.is_kept = self._try(lambda: self.keeper.keep(name, fds))
                 self._names[id(arena)] = name
             return arena.is_kept
+
+    def drop_names(self, names: Sequence[str]) -> None:
+        """Have the keeper let go of what it holds under `names`, of a start before this one. Any thread."""
+        if names:
+            self._try(lambda: self.keeper.drop(names))
 
     def give_up(self, arena: Kept) -> None:
         """Have the keeper let go of `arena`, whose image is of no use any more. Any thread."""

@@ -6,10 +6,10 @@ A pure rule (memory/whose.py) decides for each image; here are the facts that it
 from __future__ import annotations
 
 import dataclasses
-import os
 
 from torchtitan_lite.checkpoint.memory.assembled import same_contents
 from torchtitan_lite.checkpoint.memory.card import Commit
+from torchtitan_lite.checkpoint.memory.tier import commit_of
 from torchtitan_lite.checkpoint.memory.whose import Chosen, OnDisk, why_not
 from torchtitan_lite.checkpoint.resume.held_images import Complete, HeldImages
 from torchtitan_lite.checkpoint.resume.load_source import InMemory, LoadSource, with_exclusions
@@ -17,7 +17,7 @@ from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.manifest import CheckpointKind, Manifest, last_digest
+from torchtitan_lite.store.manifest import CheckpointKind, Manifest
 from torchtitan_lite.store.manifest_fields import START
 from torchtitan_lite.store.store import CheckpointStore
 
@@ -45,26 +45,19 @@ def prefer_memory(
     return chosen
 
 
-def latest_commit(store: CheckpointStore) -> tuple[Commit | None, str]:
+def _latest_commit(store: CheckpointStore) -> tuple[Commit | None, str]:
     """Return the full checkpoint of `store` with the highest step and the start that made it; None without one."""
     full = [info for info in store.committed() if info.kind is CheckpointKind.FULL]
     if not full:
         return None, ""
-    path = full[-1].path / layout.MANIFEST
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        digest = last_digest(fd)
-    finally:
-        os.close(fd)
     manifest = Manifest.of_folder(full[-1].path)
-    start = manifest.extra.get(START, "") if manifest is not None else ""
-    return Commit(full[-1].step, digest), start
+    return commit_of(full[-1]), manifest.extra.get(START, "") if manifest is not None else ""
 
 
 def _facts(
     store: CheckpointStore, chosen: LoadSource | None, wanted: int, config: Checkpoint, *, is_exact: bool
 ) -> OnDisk:
-    newest, start = latest_commit(store)
+    newest, start = _latest_commit(store)
     of_run = chosen is not None and not chosen.initial
     return OnDisk(
         folder_id=store.folder_id(make=False),

@@ -63,7 +63,7 @@ class Complete:
 
 @dataclass
 class HeldImages:
-    """The images in `keeper` that a start with the id `start` may load; `keeper` is None if the tier is off."""
+    """The images in `keeper` that a start with the id `start` may load; `keeper` is None if this rank cannot."""
 
     keeper: Keeper | None
     start: str
@@ -79,9 +79,8 @@ class HeldImages:
 
     def look(self, *, topology: str) -> None:
         """Find the images on all hosts that fit together, for a run of `topology`. **Collective**."""
-        if self.keeper is None:
-            return
-        self._list(self.keeper)
+        if self.keeper is not None:
+            self._list(self.keeper)
         host = tuple(sorted(each.name for each in self._held))
         self._looks = self.peers.gather(Look(host, [each.image for each in self._local.values()]))
         visible = [{(Key(i.step, i.start), i.rank): i for i in look.images} for look in self._looks]
@@ -132,6 +131,11 @@ class HeldImages:
         for held in self._held:
             held.close()
         self._held, self._local = [], {}
+
+    @property
+    def are_any(self) -> bool:
+        """Return whether a keeper of any host holds something; the same on every rank."""
+        return any(look.host for look in self._looks)
 
     @property
     def _own_host(self) -> tuple[str, ...]:

@@ -32,10 +32,26 @@ _TRAIN_STATE = "train_state"
 
 
 @dataclass(frozen=True)
+class InMemory:
+    """The images that a load reads: the same value on every rank, each of which has descriptors of its own."""
+
+    manifest: bytes
+    """As the coordinator put it together."""
+    step: int
+    start: str
+    """The id of the start that made them."""
+    is_spread: bool = False
+    """Whether each rank has only the images of its own host."""
+    is_last_resort: bool = False
+    """Whether the disk has no full checkpoint of the run: then all of it is verified before anything is loaded."""
+
+
+@dataclass(frozen=True)
 class LoadSource:
     """A checkpoint to load."""
 
     path: Path
+    """Its folder; where it would be, if it is only in memory."""
     step: int
     """The step that the run resumes from; 0 if it starts from scratch with these weights."""
     model_only: bool
@@ -59,6 +75,9 @@ class LoadSource:
 
     found_at: int | None = None
     """The step at which it was saved, if the new run does not resume from there; else None."""
+
+    memory: InMemory | None = None
+    """The images to read in place of the folder; None to read the folder."""
 
     @property
     def saved_at(self) -> int:
@@ -91,7 +110,7 @@ def choose_source(
     holds only weights.
     """
     source = _chosen(store, step, config, skipped, is_exact)
-    return None if source is None else _with_exclusions(source, config)
+    return None if source is None else with_exclusions(source, config)
 
 
 def latest_step(store: CheckpointStore, config: Checkpoint) -> int:
@@ -105,7 +124,7 @@ def of_the_run(store: CheckpointStore, config: Checkpoint) -> list[CheckpointInf
     if config.load_step != -1:
         committed = [info for info in committed if is_branch_of(info, config.load_step, config)]
     full = [info for info in committed if info.kind is CheckpointKind.FULL]
-    if full and _with_exclusions(_committed(full[-1]), config).lineage.counts_again:
+    if full and with_exclusions(_committed(full[-1]), config).lineage.counts_again:
         return []
     return committed
 
@@ -135,7 +154,7 @@ def _chosen(
     return _initial(config) if config.initial_load_path and not config.initial_load_in_hf else None
 
 
-def _with_exclusions(source: LoadSource, config: Checkpoint) -> LoadSource:
+def with_exclusions(source: LoadSource, config: Checkpoint) -> LoadSource:
     """Return `source` without the states that `config` excludes. Without the step counter, the run counts from the
     start again, on a branch.
 

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 from torchtitan_lite.checkpoint.format.key_report import KeyReport
+from torchtitan_lite.checkpoint.reading.files import Files
+from torchtitan_lite.checkpoint.reading.folder import Verify
 from torchtitan_lite.checkpoint.reading.load_rules import LoadRules, build_load_rules, unmatched_globs
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.reading.torchtitan_states import as_ours, why_it_begins_fresh
@@ -62,7 +64,10 @@ def _chosen(store: CheckpointStore, config: Checkpoint) -> LoadSource | None:
 
 
 class Restore:
-    """Loads `source` into a run's objects, in the order that the module describes. Every method is **collective**."""
+    """Loads `source` into a run's objects, in the order that the module describes. Every method is **collective**.
+
+    Its bytes come from `files` if they are given, else from its folder.
+    """
 
     def __init__(
         self,
@@ -74,6 +79,7 @@ class Restore:
         optimizer: OptimizerWrapper,
         small_states: Mapping[str, Stateful],
         topology: str,
+        files: Files | None = None,
     ) -> None:
         excluded = source.excluded
         everything = not source.model_only
@@ -90,9 +96,10 @@ class Restore:
         self._restores_rng = everything and RNG not in excluded
         # The initial weights of a new run may have any precision: an export has another one than training.
         self._cast = source.initial
-        self._stored = StoredCheckpoint(
-            source.path, peers, build_load_rules(config.checkpoint), verify=config.checkpoint.verify_on_load
-        )
+        # Nothing but the digests of an image shows that it is whole.
+        verify: Verify = "full" if source.memory is not None else config.checkpoint.verify_on_load
+        rules = build_load_rules(config.checkpoint)
+        self._stored = StoredCheckpoint(source.path, peers, rules, verify=verify, files=files)
 
     def _read_owners(self) -> None:
         self._model_state = self._model.state_dict()

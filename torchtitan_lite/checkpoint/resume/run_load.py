@@ -9,15 +9,23 @@ import gc
 from collections.abc import Callable
 
 from torchtitan_lite import faults
+from torchtitan_lite.checkpoint.memory.files import FilesInMemory
+from torchtitan_lite.checkpoint.memory.tier import TakenOver, Tier
+from torchtitan_lite.checkpoint.reading.files import Files
 from torchtitan_lite.checkpoint.resume.fallback import Candidates
-from torchtitan_lite.checkpoint.resume.load_source import LoadSource
+from torchtitan_lite.checkpoint.resume.held_images import HeldImages, Key
+from torchtitan_lite.checkpoint.resume.load_source import InMemory, LoadSource
 from torchtitan_lite.checkpoint.resume.restore import Restore
 from torchtitan_lite.checkpoint.resume.resume_report import ResumeReport
 from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.config.job_config import JobConfig
+from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.errors import CheckpointDamaged
 from torchtitan_lite.log import logger
+from torchtitan_lite.store import layout
 from torchtitan_lite.store.housekeeping import OnEvent
+from torchtitan_lite.store.manifest import Manifest
 from torchtitan_lite.store.store import CheckpointStore
 
 
@@ -33,6 +41,7 @@ class RunLoad:
         peers: Peers,
         clock: Callable[[], float],
         on_event: OnEvent,
+        tier: Tier | None = None,
     ) -> None:
         self._run = run
         self._store = store
@@ -41,6 +50,8 @@ class RunLoad:
         self._topology = topology
         self._clock = clock
         self._on_event = on_event
+        self._tier = tier
+        self._images: HeldImages | None = None
 
     def load(self, step: int) -> LoadSource | None:
         """Load `step` itself, or for -1 what the config says; return what was loaded, None for a fresh start.
@@ -49,11 +60,28 @@ class RunLoad:
         refuses, on every rank.
         """
         wanted = step if step != -1 else self._config.checkpoint.load_step
-        source = self._candidates(wanted, is_exact=step != -1).take(lambda source: self._load(wanted, source))
+        if self._tier is not None:
+            keeper = None if self._tier.is_off else self._tier.keeper
+            self._images = HeldImages(keeper, self._tier.start, self._peers)
+            self._images.look(topology=self._topology)
+        candidates = self._candidates(wanted, is_exact=step != -1)
+        candidates.images = self._images
+        source = candidates.take(lambda source: self._load(wanted, source))
         if source is None:
             self._report_unmanaged(wanted)
             logger.info("No checkpoint in %s: a fresh start", self._store.root)
         return source
+
+    def take_over(self, source: LoadSource | None) -> TakenOver | None:
+        """Return what this rank takes over from the start before, after `load` returned `source`; None for nothing.
+
+        The caller owns the descriptors. The same on every rank whether it is None.
+        """
+        images, self._images = self._images, None
+        if images is None or not images.are_any:
+            return None
+        memory = source.memory if source is not None else None
+        return TakenOver(*images.shared_out(None if memory is None else Key(memory.step, memory.start)))
 
     def report(self) -> ResumeReport | None:
         """Return what `load` would do and what it would refuse; None for a fresh start. Changes nothing."""
@@ -68,15 +96,35 @@ class RunLoad:
         self._report_choice(wanted, source)
         began = self._clock()
         logger.info("Loading the checkpoint at step %d.", source.saved_at)
-        self._on_event("load_started", source.step, path=str(source.path))
+        origin = "disk" if source.memory is None else "memory"
+        self._on_event("load_started", source.step, path=str(source.path), origin=origin)
         faults.set_step(source.step)
         faults.point("load")
         gc.collect()
-        self._restore(source).run()
+        if source.memory is None:
+            self._restore(source).run()
+        else:
+            self._load_images(source, source.memory)
         gc.collect()
         seconds = self._clock() - began
-        logger.info("Finished loading the checkpoint in %.2f seconds.", seconds)
-        self._on_event("loaded", source.step, path=str(source.path), seconds=seconds, bytes=source.nbytes)
+        addition = "" if source.memory is None else " From memory: the images of the start before"
+        logger.info("Finished loading the checkpoint in %.2f seconds.%s", seconds, addition)
+        figures = {"path": str(source.path), "seconds": seconds, "bytes": source.nbytes, "origin": origin}
+        self._on_event("loaded", source.step, **figures)
+
+    def _load_images(self, source: LoadSource, memory: InMemory) -> None:
+        """Load `source` from the images on this host; they are unmapped on return."""
+        assert self._images is not None
+        images, peers = self._images, self._peers
+        manifest = Manifest.parse(memory.manifest, str(source.path / layout.MANIFEST))
+        files = images.files(Key(memory.step, memory.start), manifest, is_spread=memory.is_spread)
+        try:
+            if memory.is_last_resort:
+                # What a load has changed, nothing on disk could put right.
+                peers.together(lambda: verify_images(source, files, peers.rank, peers.world_size))
+            self._restore(source, files).run()
+        finally:
+            files.close()
 
     def _report_choice(self, wanted: int, source: LoadSource) -> None:
         self._report_unmanaged(wanted)
@@ -91,7 +139,7 @@ class RunLoad:
         for path in self._store.unmanaged() if self._peers.is_coordinator and wanted == -1 else []:
             logger.warning("%s has no manifest and is skipped. To load it, name its step or path", path)
 
-    def _restore(self, source: LoadSource) -> Restore:
+    def _restore(self, source: LoadSource, files: Files | None = None) -> Restore:
         return Restore(
             source,
             self._config,
@@ -100,4 +148,14 @@ class RunLoad:
             optimizer=self._run.optimizer,
             small_states=self._run.small,
             topology=self._topology,
+            files=files,
         )
+
+
+def verify_images(source: LoadSource, files: FilesInMemory, number: int, count: int) -> None:
+    """Verify every byte of this rank's share of `files`. Raise `CheckpointDamaged`."""
+    try:
+        files.verify(number, count)
+    except DamagedRange as error:
+        finding = f"bytes {error.begin} to {error.end} of {error.path.name}: {error.finding}"
+        raise CheckpointDamaged(str(source.path), finding) from None

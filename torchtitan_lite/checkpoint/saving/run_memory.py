@@ -6,10 +6,12 @@ A run without the tier has none of it: no keeper, no marks, no id in its folder.
 from __future__ import annotations
 
 import dataclasses
+import os
 import uuid
 from collections.abc import Callable
 
-from torchtitan_lite.checkpoint.memory.tier import Tier, build_tier
+from torchtitan_lite.checkpoint.memory.card import Commit
+from torchtitan_lite.checkpoint.memory.tier import TakenOver, Tier, build_tier, commit_of
 from torchtitan_lite.checkpoint.saving.images import Images
 from torchtitan_lite.checkpoint.saving.save_plan import PlanCache
 from torchtitan_lite.checkpoint.saving.writer import Origin
@@ -21,6 +23,7 @@ from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.distributed.environment import memory_is_off, runtime_folder
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.housekeeping import OnEvent
+from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.store import CheckpointStore
 
 
@@ -52,6 +55,30 @@ class RunMemory:
         """Start the keeper in the background, after a load. Idempotent, any rank."""
         if self.tier is not None and self.images is not None:
             self.tier.begin_keeping(self.images.helpers)
+
+    def take_over(self, taken: TakenOver | None) -> None:
+        """Begin to keep images, after a load, in the memory that the start before left. **Collective**.
+
+        No image that may be needed is dropped before the keeper holds it under a name of this start.
+        """
+        if self.tier is None:
+            return
+        if self._peers.is_coordinator:
+            self.tier.note_newest(self._newest())
+        self.begin_keeping()
+        if taken is None:
+            return
+        if self.images is not None:
+            self.images.adopt(taken.arenas)
+        else:
+            for fd in [fd for pair in taken.arenas for fd in pair]:
+                os.close(fd)
+        self._peers.gather(None)  # All ranks have adopted theirs.
+        self.tier.drop_names(taken.names)
+
+    def _newest(self) -> Commit | None:
+        newest = next((info for info in reversed(self._store.committed()) if info.kind is CheckpointKind.FULL), None)
+        return None if newest is None else commit_of(newest)
 
     def wait_for_staging(self) -> None:
         """Wait until the state may change, as far as images go. Any rank."""

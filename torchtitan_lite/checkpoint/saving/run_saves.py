@@ -66,9 +66,12 @@ class RunSaves:
         self.last = Tick(0, clock())
         """When the last save began, or was skipped."""
 
-    def continue_from(self, lineage: Lineage) -> None:
-        """Record `lineage` in what is saved from now on: a checkpoint of it was loaded. Any rank."""
-        self.origin = dataclasses.replace(self.origin, lineage=lineage)
+    def continue_from(self, lineage: Lineage, from_memory: int | None = None) -> None:
+        """Record `lineage` in what is saved from now on: a checkpoint of it was loaded. Any rank.
+
+        `from_memory` is the step of the image that was loaded, None if it was on disk.
+        """
+        self.origin = dataclasses.replace(self.origin, lineage=lineage, resumed_from_memory=from_memory)
 
     def note_metrics(self, metrics: Metrics) -> None:
         """Record `metrics` in what is saved from now on: the loop measured them at this step. Any rank."""
@@ -99,6 +102,13 @@ class RunSaves:
             self.full(step)
         if config.model_weights_only or exports is not None:
             self.export(step)
+
+    def catch_up(self, step: int) -> None:
+        """Save `step` as the last one if it was loaded from memory and is not on disk. Durable; raises as `full`."""
+        if self.origin.resumed_from_memory != step:
+            return
+        if not self._peers.on_coordinator(lambda: self._is_saved_in_full(step)):
+            self.last_of_all(step)
 
     def export(self, step: int) -> None:
         """Save only the weights, durable on return. Raises as `full` does."""

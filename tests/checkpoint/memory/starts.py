@@ -1,0 +1,125 @@
+"""Starts of a small job in processes of their own, which end by SIGKILL: what is left is the disk and the keeper."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.forked import Forked
+from torchtitan_lite.checkpoint import CheckpointManager
+
+WAIT_SECONDS = 60.0
+"""The longest wait for an image, which takes milliseconds on an idle machine."""
+KILLED = -signal.SIGKILL
+
+
+def run(
+    folder: Path, until: int, *, kills: bool = True, env: Mapping[str, str] | None = None, **checkpoint: Any
+) -> Start:
+    """Train up to step `until` in another process, which then kills itself, or closes; return what it did."""
+    record = folder.parent / f"{folder.name}-{len([*folder.parent.iterdir()])}.jsonl"
+    process = Forked(_train, str(folder), until, kills, {**os.environ, **(env or {})}, checkpoint, str(record))
+    code = process.wait(2 * WAIT_SECONDS)
+    lines = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+    record.unlink(missing_ok=True)
+    return Start(code, lines)
+
+
+class Start:
+    """What one start did."""
+
+    def __init__(self, code: int, lines: list[dict[str, Any]]) -> None:
+        self.code = code
+        self.lines = lines
+
+    @property
+    def loaded(self) -> tuple[int, str] | None:
+        """The step that it loaded, and from where; None for a fresh start."""
+        found = [line for line in self.lines if line["event"] == "loaded"]
+        return (found[-1]["step"], found[-1]["origin"]) if found else None
+
+    @property
+    def ready(self) -> int:
+        """The last step that became an image."""
+        return max(line["step"] for line in self.lines if line["event"] == "image_ready")
+
+    @property
+    def weights(self) -> dict[int, str]:
+        """The first weight after each step that it trained, exactly."""
+        return {line["step"]: line["weight"] for line in self.lines if line["event"] == "trained"}
+
+    @property
+    def error(self) -> str:
+        return next((line["text"] for line in self.lines if line["event"] == "error"), "")
+
+    @property
+    def log(self) -> str:
+        return "\n".join(line["text"] for line in self.lines if line["event"] == "log")
+
+
+def _train(folder: str, until: int, kills: bool, env: dict[str, str], checkpoint: dict[str, Any], record: str) -> None:
+    import logging
+
+    os.environ.clear()
+    os.environ.update(env)
+    fd = os.open(record, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    done = threading.Condition()
+    settled: set[int] = set()
+
+    def write(event: str, step: int = -1, /, **figures: Any) -> None:
+        figures = {name: value for name, value in figures.items() if isinstance(value, str | int | float)}
+        os.write(fd, (json.dumps({"event": event, "step": step, **figures}) + "\n").encode())
+        if event == "image_ready":
+            note(step)
+
+    def note(step: int) -> None:
+        with done:
+            settled.add(step)
+            done.notify_all()
+
+    class Lines(logging.Handler):
+        def emit(self, entry: logging.LogRecord) -> None:
+            write("log", text=entry.getMessage())
+            if "gets no image" in entry.getMessage():
+                note(int(entry.args[0]))  # type: ignore[index, arg-type]  # its first argument is the step
+
+    logging.getLogger("torchtitan_lite").addHandler(Lines())
+    logging.getLogger("torchtitan_lite").setLevel(logging.DEBUG)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    settings = {"interval": 1000, "async_mode": "async", "memory_interval": 1, **checkpoint}
+    try:
+        manager = CheckpointManager.for_loop(
+            model=model, optimizer=optimizer, folder=folder, on_event=write, **settings
+        )
+        with manager:
+            manager.load()
+            for step in range((manager.loaded_step or 0) + 1, until + 1):
+                batch = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+                model(batch).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                write("trained", step, weight=model[0].weight[0, 0].item().hex())
+                stager = manager._memory.images.stager if manager._memory.images is not None else None
+                if settings["memory_interval"] and stager is not None and step > 1:
+                    stager.finish_preparation()
+                manager.save(step)
+                if settings["memory_interval"] and stager is not None and step > 1:
+                    with done:
+                        assert done.wait_for(lambda step=step: step in settled, WAIT_SECONDS), f"no image of {step}"
+                if step % settings["interval"] == 0:
+                    manager.wait()
+            if kills:
+                os.kill(os.getpid(), signal.SIGKILL)
+    except Exception as error:
+        write("error", text=f"{type(error).__name__}: {error}")
+        raise
