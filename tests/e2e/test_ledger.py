@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import Job, read_lines, start
+from tests.e2e.jobs import Job, read_lines, send, start
 from torchtitan_lite.metrics.accounts import LEDGER_FILE, read_accounts
 
 STEPS = 24
@@ -55,3 +56,16 @@ def _created(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     age = float(Path("/proc/uptime").read_text().split()[0]) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return time.time() - age
+
+
+@pytest.mark.slow  # A job.
+def test_a_run_that_leaves_for_a_signal_is_preempted_and_leaving(tmp_path: Path) -> None:
+    with start(tmp_path / "run", "--training.steps=2000", "--checkpoint.interval=1000") as job:
+        job.wait_until(lambda job: 3 in job.losses())
+        send(job.processes[0].pid, signal.SIGTERM)
+        assert job.wait() == [128 + signal.SIGTERM], job.log
+    accounts = read_accounts(tmp_path / "run")
+    (found,) = accounts.starts
+    assert (found.end, found.is_clean, found.durable_step) == ("preempted", True, found.last_step)
+    assert accounts.seconds["leaving"] > 0 == accounts.seconds["down"]
+    assert read_lines(tmp_path / "run" / LEDGER_FILE)[-1]["signal"] == signal.SIGTERM

@@ -1,0 +1,185 @@
+"""Measure what the ledger adds to a step of the debug run: `python scripts/bench_ledger.py --docs docs/goodput.md`.
+
+One process trains, and each step has the ledger or has not, by a coin with a fixed seed: so both kinds meet the same
+weather. Logged steps are compared with logged ones. Beside that difference, which has the noise of the machine, stands
+the cost of the calls themselves: each is repeated, and the costs of a step are added up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from torchtitan_lite import log
+from torchtitan_lite.config.manager import parse_config
+from torchtitan_lite.distributed.process_group import process_group
+from torchtitan_lite.metrics.heartbeat import BEAT_SECONDS
+from torchtitan_lite.trainer import Trainer
+
+BEGIN, END = "<!-- overhead: written by scripts/bench_ledger.py -->\n", "<!-- end of overhead -->\n"
+SKIPPED_STEPS = 5
+ROUNDS = 2000
+
+
+@dataclass
+class Coin:
+    """Whether the step under way has the ledger, and the seconds of each step, by (has the ledger, is logged)."""
+
+    log_freq: int
+    seed: int
+    is_on: bool = True
+    step: int = 0
+    began: float = 0.0
+    seconds: dict[tuple[bool, bool], list[float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+
+    def toss(self) -> None:
+        """End a step and begin the next one."""
+        now = time.perf_counter()
+        if self.step > SKIPPED_STEPS:
+            self.seconds.setdefault((self.is_on, self.step % self.log_freq == 0), []).append(now - self.began)
+        self.step += 1
+        self.is_on = self._random.random() < 0.5
+        self.began = time.perf_counter()
+
+
+def measure(arguments: list[str], seed: int) -> tuple[Coin, dict[str, float]]:
+    """Train, and return the seconds of the steps, and the cost in seconds of each call."""
+    config = parse_config(arguments)
+    with process_group(config.comm) as world:
+        trainer: Any = Trainer(config, world)
+        coin = Coin(config.metrics.log_freq, seed)
+        _install(trainer, coin)
+        costs: dict[str, float] = {}
+        end = trainer._completed
+
+        def completed() -> int:
+            coin.is_on = True
+            trainer.metrics._heartbeat.close()  # It would beat beside the calls that are timed.
+            costs.update(_costs(trainer))
+            return end()
+
+        trainer._completed = completed
+        trainer.run()
+    return coin, costs
+
+
+def _install(trainer: Any, coin: Coin) -> None:
+    """Take the ledger out of the steps that the coin says."""
+    metrics: Any = trainer.metrics
+    goodput: Any = metrics.goodput
+    part, step, tags, beat = metrics.part, goodput.step, goodput.tags, metrics._beat
+    metrics.part = lambda name: part(name) if coin.is_on else _nothing()
+    goodput.step = lambda number: step(number) if coin.is_on else _nothing()
+    goodput.tags = lambda: tags() if coin.is_on else {"goodput(%)": 0.0}
+    metrics._beat = lambda: beat() if coin.is_on else None
+    next_batch = trainer._next_batch
+
+    def tossed() -> Any:
+        coin.toss()
+        return next_batch()
+
+    trainer._next_batch = tossed
+
+
+def _nothing() -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def _costs(trainer: Any) -> dict[str, float]:
+    metrics: Any = trainer.metrics
+    step = trainer.train_state.step
+
+    def one_step() -> None:
+        for name in ("waiting_for_data", "saving", "saving"):
+            with metrics.part(name):
+                pass
+        with metrics.goodput.step(step):
+            pass
+
+    return {
+        "step": _seconds_of(one_step, ROUNDS),
+        "logged": _seconds_of(lambda: metrics._files.log(step, metrics.goodput.tags()), ROUNDS // 4),
+        "beat": _seconds_of(metrics._beat, ROUNDS // 10),
+    }
+
+
+def _seconds_of(call: Callable[[], Any], rounds: int) -> float:
+    began = time.perf_counter()
+    for _ in range(rounds):
+        call()
+    return (time.perf_counter() - began) / rounds
+
+
+def difference(coin: Coin) -> tuple[float, float, float]:
+    """Return how much longer a step is with the ledger, in percent, and the interval that holds it with 95 %."""
+    drawn = random.Random(coin.seed)
+    found = sorted(_longer(coin, lambda values: drawn.choices(values, k=len(values))) for _ in range(1000))
+    return _longer(coin, lambda values: values), found[25], found[974]
+
+
+def _longer(coin: Coin, sample: Callable[[list[float]], list[float]]) -> float:
+    total = {True: 0.0, False: 0.0}
+    for (is_on, is_logged), values in coin.seconds.items():
+        weight = 1 / coin.log_freq if is_logged else 1 - 1 / coin.log_freq
+        total[is_on] += weight * statistics.median(sample(values))
+    return 100 * (total[True] / total[False] - 1)
+
+
+def report(coin: Coin, costs: dict[str, float], batch: str) -> str:
+    """Return the paragraph for the docs."""
+    plain = statistics.median(coin.seconds[True, False])
+    share = costs["step"] + costs["logged"] / coin.log_freq + costs["beat"] * plain / BEAT_SECONDS
+    longer, low, high = difference(coin)
+    num_steps = sum(map(len, coin.seconds.values()))
+    return (
+        f"In the debug run ({batch}, one process, torch {torch.__version__.partition('+')[0]} on {platform.machine()}) "
+        f"a step takes {1000 * plain:.0f} ms.\n"
+        f"The ledger's calls take {1e6 * costs['step']:.0f} µs of it, {1e6 * costs['logged']:.0f} µs more in a logged "
+        f"step with all its new tags, and {1e6 * costs['beat']:.0f} µs for a beat with the file for Prometheus: "
+        f"together {100 * share / plain:.3f} % of a step.\n"
+        f"With and without the ledger in turn, over {num_steps} steps, a step differs by {longer:+.2f} % "
+        f"(95 %: {low:+.2f} % to {high:+.2f} %), the machine's noise included.\n"
+        f"From `python scripts/bench_ledger.py --docs docs/goodput.md`.\n"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--batch-size", type=int, default=8, help="sequences of 256 tokens; 8 is the debug run's")
+    parser.add_argument("--docs", type=Path, help="page to write the result into")
+    options = parser.parse_args()
+    log.setup()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = ["--job.config_file=llama_debug.toml", f"--job.dump_folder={folder}/run"]
+        arguments += [f"--training.steps={options.steps}", f"--training.batch_size={options.batch_size}"]
+        arguments += ["--checkpoint.interval_type=none", "--metrics.prometheus_file=run.prom"]
+        coin, costs = measure(arguments, seed=0)
+    text = report(coin, costs, f"{options.batch_size} sequences of 256 tokens")
+    print(text)
+    if options.docs:
+        page = options.docs.read_text(encoding="utf-8")
+        before, _, rest = page.partition(BEGIN)
+        _, _, after = rest.partition(END)
+        options.docs.write_text(before + BEGIN + text + END + after, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
