@@ -165,6 +165,22 @@ def test_at_risk_is_what_was_trained_since_the_step_that_is_durable(tmp_path: Pa
     assert read_accounts(tmp_path).starts[0].durable_step == 41
 
 
+def test_a_start_from_memory_does_not_make_its_step_durable(tmp_path: Path) -> None:
+    time = Time()
+    first = TrainedStart(tmp_path, time)
+    first.load(0)
+    first.train(1)
+    first.save(1)
+    first.train(2)
+    at_risk = first.ledger.at_risk()[1]
+    second = TrainedStart(tmp_path, time)
+    second.ledger.loaded(2, "memory", 0.5)
+    assert second.ledger.at_risk() == (1, pytest.approx(at_risk))
+    second.train(3)
+    assert read_accounts(tmp_path).starts[1].durable_step == 1
+    assert read_accounts(tmp_path).redone_steps == 0
+
+
 def test_torn_and_unknown_lines_are_skipped(tmp_path: Path) -> None:
     time = Time()
     start = TrainedStart(tmp_path, time)

@@ -40,7 +40,7 @@ class Start:
     loaded_step: int | None = None
     """The step before the first one that it trained; None if it did not come so far."""
     loaded_from: str = ""
-    """checkpoint, seed, initial or fresh."""
+    """checkpoint, memory, seed, initial or fresh."""
     last_step: int = 0
     """The last step that it trained."""
     durable_step: int = 0

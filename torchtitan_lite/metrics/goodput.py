@@ -6,7 +6,7 @@ of a run are those of its checkpoints, which leave out what was lost.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ class Goodput:
         self.ledger = ledger
         self._earlier_steps = Steps()
         self._earlier_seconds, self._earlier_productive_seconds = 0.0, 0.0
-        self._loaded: tuple[str, float] = ("", 0.0)
+        self._loaded: Mapping[str, Any] = {}
         self._save_began: dict[int, float] = {}
         self._end: tuple[str, dict[str, Any]] = ("failed", {})
 
@@ -53,9 +53,7 @@ class Goodput:
         """Note that training begins after `step`. `checkpoints` is the run's own folder of checkpoints."""
         self.clock.enter("other")
         if self.ledger is not None:
-            path, seconds = self._loaded
-            source = "checkpoint" if step else "seed" if Path(path).parent == checkpoints else "initial"
-            self.ledger.loaded(step, source if path else "fresh", seconds)
+            self.ledger.loaded(step, _source(step, self._loaded, checkpoints), self._loaded.get("seconds", 0.0))
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -68,7 +66,7 @@ class Goodput:
     def on_event(self, event: str, step: int, figures: dict[str, Any]) -> None:
         """Note what an event says about saves, about the load, and about how the start ends."""
         if event == "loaded":
-            self._loaded = figures["path"], figures["seconds"]
+            self._loaded = figures
         elif event == "save_started":
             self._save_began[step] = self.clock.elapsed
         elif event == "committed" and self.ledger is not None:
@@ -118,6 +116,15 @@ class Goodput:
             "checkpoint/at_risk(s)": seconds,
             "checkpoint/at_risk_steps": steps,
         }
+
+
+def _source(step: int, loaded: Mapping[str, Any], checkpoints: Path) -> str:
+    """Return what was loaded; `loaded` has the figures of the event, none for a fresh start."""
+    if not loaded:
+        return "fresh"
+    if loaded.get("origin") == "memory":
+        return "memory"
+    return "checkpoint" if step else "seed" if Path(loaded["path"]).parent == checkpoints else "initial"
 
 
 def summary(accounts: Accounts) -> str:

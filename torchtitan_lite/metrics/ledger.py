@@ -65,10 +65,16 @@ class Ledger:
             self._append("beat", self._step, self._figures())
 
     def loaded(self, step: int, source: str, seconds: float) -> None:
-        """Note that training begins after `step`, with the state from `source`."""
+        """Note that training begins after `step`, with the state from `source`.
+
+        What is loaded from memory is not durable: the last start's durable step still counts.
+        """
         with self._lock:
             self._loaded_step = self._step = self._durable_step = step
             self._durable_at = self._clock.elapsed
+            if source == "memory" and self.before.starts:
+                self._durable_step = self.before.starts[-1].durable_step
+                self._durable_at -= self.before.starts[-1].at_risk_seconds
             self._append("loaded", step, {"from": source, "seconds": seconds})
 
     def step_done(self, step: int) -> None:
