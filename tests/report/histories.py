@@ -45,6 +45,7 @@ def saved(step: int, at: float, *, nbytes: int = 10_000_000, seconds: float = 0.
         {
             **{"event": "committed", "step": step, "time": at + seconds, "kind": "full"},
             **{"bytes": nbytes, "seconds": seconds, "stall_seconds": stall},
+            **{"slowest_rank": 1, "slowest_seconds": seconds / 2},
         },
     ]
 

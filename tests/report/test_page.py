@@ -70,6 +70,7 @@ def test_the_numbers_are_those_of_the_files_in_full(folder: Path, page: str) -> 
     assert values["seconds"] == [event["seconds"] for event in events]
     assert values["blocked"] == [event["stall_seconds"] for event in events]
     assert values["starts"] == [3]
+    assert page.count("slowest: rank 1, 0.100 s") == 5, "of a save of 0.2 s"
     assert values["blocked-by-saves"] == pytest.approx([sum(event["stall_seconds"] for event in events)])
     assert (values["kept"], values["purged"], values["quarantined"]) == ([5], [1], [1])
 

@@ -96,7 +96,7 @@ def read_run(spelling: str, *, now: float | None = None) -> Run:
         )
     ledger = read_accounts(folder)
     starts = starts_of(events, ledger, logged.steps[-1] if len(logged) else 0)
-    saves = saves_of(starts, entries, ledger.saves)
+    saves = saves_of(starts, entries)
     known = configs_of(starts, entries, read_records(folder / CONFIGS), config)
     return Run(
         folder=folder,

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_lite.checkpoint.examining.inventory import Entry, State
-from torchtitan_lite.report.lines import number
 from torchtitan_lite.report.starts import Start
 
 
@@ -64,7 +63,7 @@ class Save:
     stall_seconds: float | None = None
     """That it blocked training."""
     slowest: str = ""
-    """The slowest rank, if the ledger names it."""
+    """The slowest rank, if the event names it."""
     note: str = ""
 
     @property
@@ -77,7 +76,6 @@ def saves_of(starts: Sequence[Start], entries: Sequence[Entry], ledger: Sequence
     saves = [save for start in starts for save in _of_start(start, is_last=start is starts[-1])]
     removed, times = _removals(starts), _times(saves)
     found, unknown = _matched(saves, entries)
-    slowest = {(record.get("step"), round(number(record.get("seconds")), 6)): _slowest(record) for record in ledger}
     result = []
     for index, save in enumerate(saves):
         changes: dict[str, Any] = {}
@@ -86,7 +84,6 @@ def saves_of(starts: Sequence[Start], entries: Sequence[Entry], ledger: Sequence
             changes = {"fate": _FATE_OF_STATE.get(entry.state, save.fate), "note": entry.finding}
         elif save.fate is Fate.GONE:
             changes = {"fate": _removal(save, times[save.step], removed)}
-        changes["slowest"] = slowest.get((save.step, round(save.seconds or 0.0, 6)), "")
         result.append(dataclasses.replace(save, **changes))
     return [*result, *(_of_entry(entry) for entry in unknown)]
 
@@ -112,6 +109,7 @@ def _of_start(start: Start, *, is_last: bool) -> list[Save]:
                 event.get("bytes"),
                 event.get("seconds"),
                 event.get("stall_seconds"),
+                _slowest(event),
             )
     return list(saves.values())
 
