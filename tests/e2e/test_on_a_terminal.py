@@ -28,5 +28,5 @@ def test_a_job_on_a_terminal_shows_its_progress_and_leaves_the_log_lines_alone(t
     log_line = re.compile(r"\[titan\] \d{4}-\d\d-\d\d \d\d:\d\d:\d\d - (?:INFO|WARNING) - \S")
     assert not [line for line in shown if not log_line.match(line)]
     messages = [line.partition(" - INFO - ")[2] for line in shown]
-    assert messages[-1] == "Training completed"
+    assert "Training completed" in messages
     assert [message[:8] for message in messages if message.startswith("step:")] == [f"step:  {n}" for n in (1, 2, 3, 4)]
