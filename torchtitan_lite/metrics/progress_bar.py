@@ -30,8 +30,9 @@ INTERVAL_SECONDS = 0.5
 """Between two drawings after a step: drawing takes about 0.2 ms, so this is 0.04 % of the time."""
 MIN_BAR_COLUMNS = 8
 MAX_BAR_COLUMNS = 60
-SAVED = {"save_started": "saving {}", "committed": "saved {}", "resumed": "saved {}", "save_failed": "{} failed"}
-"""What the line says of the checkpoint of a step after the event."""
+SAVED = {"save_started": "saving {}", "committed": "saved {}", "resumed": "loaded {}", "save_failed": "{} failed"}
+"""What the line says of a step after the event. What a start has loaded need not be on its own disk: an image in memory
+or another run's checkpoint is not."""
 _ERASE = "\r\x1b[K"
 
 
