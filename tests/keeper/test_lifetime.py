@@ -88,6 +88,7 @@ def test_it_has_nothing_of_the_process_that_started_it(runtime: Path, tmp_path: 
     assert (len(pipes), len({*pipes})) == (2, 1), "both ends of one pipe of its own"
     assert not sockets & {*targets}
     assert (process / "cwd").readlink() == Path("/")
+    assert (process / "comm").read_text() == "titan-keeper\n"
     assert os.getsid(int(process.name)) != os.getsid(0)
     keeper.finish()
 

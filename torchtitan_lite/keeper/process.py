@@ -26,6 +26,9 @@ from torchtitan_lite.keeper import messages
 from torchtitan_lite.keeper.contents import Answer, Contents
 
 _IGNORED = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+NAME = "titan-keeper"
+"""In top and ps. `pkill python`, which cleans up after a job that hangs, does not mean the keeper."""
+_OWN_NAME = Path("/proc/self/comm")
 _MAX_DESCRIPTORS = 4096
 _MAX_CONNECTIONS = 256
 _LOOK_SECONDS = 30.0
@@ -53,6 +56,8 @@ def main(path: str, ttl_seconds: float) -> None:
     for stream in (0, 1, 2):
         os.dup2(null, stream)
     os.close(null)
+    with suppress(OSError):
+        _OWN_NAME.write_text(NAME)
     listener.listen(socket.SOMAXCONN)  # Others see this process at the other end, not its parent.
     with suppress(OSError, ValueError):
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
