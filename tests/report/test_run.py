@@ -13,6 +13,7 @@ import pytest
 from tests.cli.folders import half_written
 from tests.report.histories import BEGUN, CONFIG, copy_of, killed_and_resumed, loaded, metric, saved, write_lines
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.metrics.accounts import read_accounts
 from torchtitan_lite.report.changes import differences, flat, shown
 from torchtitan_lite.report.curves import spans_of, stalls_by_line, time_ceiling
 from torchtitan_lite.report.page import render
@@ -74,7 +75,16 @@ def test_starts_of_a_ledger_count_those_that_left_no_event(tmp_path: Path) -> No
     ]
     assert run.parts.seconds == {"productive": 17, "redone": 7, "starting": 2, "down": 4}
     assert run.parts.has_ledger and run.parts.total == 30
+    assert run.parts.goodput == read_accounts(tmp_path).goodput == 17 / 30
     assert [save.start for save in run.saves] == [2]
+
+
+def test_a_load_from_memory_is_named(tmp_path: Path) -> None:
+    events = saved(10, BEGUN) + [event | {"origin": "memory"} for event in loaded(13, BEGUN + 50)]
+    write_lines(tmp_path / "events.jsonl", events)
+    run = read_run(str(tmp_path))
+    assert [(start.loaded_step, start.is_from_memory) for start in run.starts] == [(0, False), (13, True)]
+    assert "from memory" in render([run])
 
 
 def test_each_checkpoint_is_kept_purged_or_set_aside(folder: Path) -> None:

@@ -39,6 +39,8 @@ class Start:
     """finished, preempted or failed; killed if another start followed without a word; unknown of the last start."""
     signal: int | None = None
     load_seconds: float | None = None
+    is_from_memory: bool = False
+    """Whether it loaded what the start before had left in memory."""
     topology: str = ""
     events: tuple[Event, ...] = field(default=(), repr=False)
 
@@ -101,6 +103,7 @@ def _start(
         end=end,
         signal=ends[-1].get("signal") if ends else None,
         load_seconds=loads[-1].get("seconds") if loads else None,
+        is_from_memory=bool(loads) and loads[-1].get("origin") == "memory",
         topology=str(counted.about.get("topology", "")) if counted is not None else "",
         events=tuple(events),
     )
