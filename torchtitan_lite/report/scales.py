@@ -22,7 +22,7 @@ class Scale:
         return min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
 
     def text(self, tick: float) -> str:
-        """Return `tick` with as many digits as tell it from the others."""
+        """Return `tick` with as many digits as it needs to differ from the others."""
         gap = self.ticks[1] - self.ticks[0] if len(self.ticks) > 1 else abs(tick) or 1.0
         digits = max(0, -math.floor(math.log10(gap) + 1e-9))
         # A gap of 0.25 needs one digit more than 0.2.
