@@ -46,7 +46,7 @@ def step(run: SmallRun, *, last: bool = False) -> None:
     """Take a step, and wait for its image."""
     run.step(last=last)
     images_of(run).stager.finish_preparation()
-    images_of(run).close()
+    assert images_of(run).wait(60)
 
 
 def start(folder: Path, steps: int, **options: Any) -> SmallRun:
@@ -121,7 +121,7 @@ def test_the_copy_of_a_failed_save_is_an_image(tmp_path: Path, memory_tier: Path
     faults.install("EIO@fsync:times=always", rank=0)
     step(run)
     assert run.manager.wait() == -1
-    images_of(run).close()
+    assert images_of(run).wait(60)
     assert run.events.steps("save_failed") == [2]
     assert set(held(run.root, memory_tier)) == {2}
 
@@ -267,3 +267,19 @@ def test_a_mark_that_was_never_set_is_no_image() -> None:
     mark = Mark()
     assert read_mark(mark.fd) is None
     mark.close()
+
+
+def test_a_save_whose_copy_failed_does_not_free_an_arena_that_is_being_digested(
+    tmp_path: Path, memory_tier: Path
+) -> None:
+    run = start(tmp_path, 3, interval=2)
+    run.manager.wait()
+    faults.install("EIO@stage:times=always", rank=0)
+    step(run)
+    assert run.manager.wait() == 2
+    pool = images_of(run).stager.pool
+    assert [slot.num_readers for slot in pool.slots] == [0, 0, 0]
+    held_slot = pool.take(99)
+    step(run)
+    assert held_slot.num_readers == 1
+    pool.release(held_slot)

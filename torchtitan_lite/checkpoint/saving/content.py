@@ -83,8 +83,9 @@ class Copies:
 
     def release(self) -> None:
         """Note that no write needs the last copy any more. Any thread."""
-        if self._slot is not None:
-            self.stager.pool.release(self._slot)
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            self.stager.pool.release(slot)
 
     def _also_kept(self, content: RankContent, image: Image) -> RankContent:
         """Return `content`, whose copy also becomes an image: digested beside the write, or by it."""

@@ -65,7 +65,7 @@ class Image:
 class Images:
     """The images of this rank in the arenas of `stager`. Every `interval` steps one is made only for memory; 0: never.
 
-    `process` digests them; without one, this process does, in a thread.
+    `process` digests them; without one, this process does, in a thread. `owns_process`: no saver starts or closes it.
     """
 
     def __init__(
@@ -81,9 +81,11 @@ class Images:
         *,
         interval: int,
         timeout_seconds: float,
+        owns_process: bool = False,
     ) -> None:
         self.tier, self.stager, self.process = tier, stager, process
         self.timeout_seconds = timeout_seconds
+        self._owns_process = owns_process
         self._plans, self._watch, self._peers = plans, watch, peers
         self._clock, self._on_event, self._interval = clock, on_event, interval
         self._background = Background("images")
@@ -132,6 +134,10 @@ class Images:
         """Find out for how many arenas of `num_bytes` there is memory, -1 for not known. **Collective**."""
         if not self._interval:
             return
+        try:
+            self._start_process()
+        except Exception as error:
+            self._note_failed(0, error)  # The first image tries again.
         have = sum(slot.arena.num_bytes for slot in self.stager.pool.slots if slot.arena is not None)
         found = self._peers.gather((host_id(), num_bytes, have, free_bytes()))
         number = num_arenas(found)
@@ -172,8 +178,7 @@ class Images:
         failure: Exception | None = None
         try:
             faults.point("image", step=step)
-            if self.process is not None:
-                self.process.start()  # Again, if it died.
+            self._start_process()  # Again, if it died.
             state = make_state()
         except Exception as error:
             failure = error
@@ -243,10 +248,16 @@ class Images:
             self._note_failed(image.step, error)
             return False
 
+    def wait(self, seconds: float) -> bool:
+        """Wait up to `seconds` until no copy is being digested; return whether that is so. Any thread."""
+        return self._background.wait(seconds)
+
     def close(self) -> None:
         """Wait for the digest under way, and stop. Idempotent."""
         if not self._background.close(CLOSE_SECONDS):
             logger.warning("An image is still being digested after %.0f s; closing without it", CLOSE_SECONDS)
+        if self._owns_process and self.process is not None:
+            self.process.close()
 
     def forget_keeper(self) -> None:
         """Note that the keeper holds nothing any more, so that `close` of the stager frees the memory."""
@@ -258,6 +269,10 @@ class Images:
         """Return the pids of the processes that map the arenas, too."""
         self._joined = self.process.pid if self.process is not None else None
         return [] if self._joined is None else [self._joined]
+
+    def _start_process(self) -> None:
+        if self.process is not None:
+            self.process.start()
 
     def _digest(self, image: Image) -> None:
         staged = image.staged

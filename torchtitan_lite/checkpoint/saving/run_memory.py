@@ -141,5 +141,6 @@ def build_run_memory(
         on_event,
         interval=config.memory_interval,
         timeout_seconds=config.timeout_seconds,
+        owns_process=config.async_mode == "async",
     )
     return RunMemory(tier, images, store, peers)

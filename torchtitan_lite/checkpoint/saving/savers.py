@@ -209,7 +209,7 @@ class ThreadSaver(StateSaver):
         images: Images | None = None,
     ) -> None:
         stager = stager or (build_stager() if images is None else images.stager)
-        super().__init__(peers, plans, Copies(stager, write, watch, images), None if images is None else images.process)
+        super().__init__(peers, plans, Copies(stager, write, watch, images))
 
 
 class ProcessSaver(StateSaver):
