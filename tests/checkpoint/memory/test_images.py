@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import signal
 from collections.abc import Iterator
@@ -11,21 +10,17 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoint.memory.image_runs import RUNS, held, images_of, start, step
 from tests.checkpoint.small_run import SmallRun
 from tests.forked import run_code
 from tests.keepers import has_ended, keepers_in
 from torchtitan_lite import faults
-from torchtitan_lite.checkpoint.memory.card import Card
 from torchtitan_lite.checkpoint.memory.mark import Mark, read_mark
-from torchtitan_lite.checkpoint.saving.images import Images
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.disk.writer_line import digested
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.keeper.client import Keeper
 from torchtitan_lite.store.store import CheckpointStore
-
-RUNS: list[SmallRun] = []
 
 
 @pytest.fixture(autouse=True)
@@ -34,45 +29,6 @@ def _no_faults_and_no_run_left() -> Iterator[None]:
     faults.install("", rank=0)
     while RUNS:
         RUNS.pop().manager.close()
-
-
-def images_of(run: SmallRun) -> Images:
-    images = run.manager._memory.images
-    assert images is not None
-    return images
-
-
-def step(run: SmallRun, *, last: bool = False) -> None:
-    """Take a step, and wait for its image."""
-    run.step(last=last)
-    images_of(run).stager.finish_preparation()
-    assert images_of(run).wait(60)
-
-
-def start(folder: Path, steps: int, **options: Any) -> SmallRun:
-    """Return a run that has taken `steps`."""
-    run = SmallRun(folder, **{"async_mode": "async", "interval": 100, "memory_interval": 1} | options)
-    RUNS.append(run)
-    run.manager.load()
-    for _ in range(steps):
-        step(run)
-    return run
-
-
-def held(run_root: Path, runtime: Path) -> dict[int, Card]:
-    """Return the cards of the valid images at the keeper by step, after comparing each with its bytes."""
-    found = {}
-    for each in Keeper(run_root, 600.0, runtime=runtime).held():
-        marked = read_mark(each.mark_fd)
-        if marked is not None:
-            card = Card.parse(marked.card)
-            size = os.fstat(each.arena_fd).st_size
-            with mmap.mmap(each.arena_fd, size) as memory, memoryview(memory)[: marked.num_bytes] as view:
-                assert card.record == digested(view)
-            assert card.step == marked.step
-            found[marked.step] = card
-        each.close()
-    return found
 
 
 def test_every_step_leaves_an_image_and_the_last_two_or_three_are_held(tmp_path: Path, memory_tier: Path) -> None:
@@ -211,7 +167,7 @@ def test_an_interval_that_cannot_be_kept_is_refused_by_both_keys(options: dict[s
 KILLED = """
 import os, signal
 from pathlib import Path
-from tests.checkpoint.memory.test_images import start, step
+from tests.checkpoint.memory.image_runs import start, step
 from torchtitan_lite import faults
 
 run = start(Path("run"), 4)

@@ -1,0 +1,62 @@
+"""Small runs that make images, and what the keeper then holds of them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+from tests.checkpoint.small_run import SmallRun
+from torchtitan_lite.checkpoint.memory.card import Card
+from torchtitan_lite.checkpoint.memory.mark import read_mark
+from torchtitan_lite.checkpoint.saving.images import Images
+from torchtitan_lite.disk.writer_line import digested
+from torchtitan_lite.keeper.client import Keeper
+
+RUNS: list[SmallRun] = []
+"""The runs that were started, for the test to close."""
+
+
+def images_of(run: SmallRun) -> Images:
+    images = run.manager._memory.images
+    assert images is not None
+    return images
+
+
+def step(run: SmallRun, *, last: bool = False) -> None:
+    """Take a step, and wait for its image."""
+    run.step(last=last)
+    images_of(run).stager.finish_preparation()
+    assert images_of(run).wait(60)
+
+
+def start(folder: Path, steps: int, **options: Any) -> SmallRun:
+    """Return a run that has taken `steps`."""
+    run = SmallRun(folder, **{"async_mode": "async", "interval": 100, "memory_interval": 1} | options)
+    RUNS.append(run)
+    run.manager.load()
+    for _ in range(steps):
+        step(run)
+    return run
+
+
+def held(run_root: Path, runtime: Path) -> dict[int, Card]:
+    """Return the cards of rank 0's valid images at the keeper by step, after comparing each with its bytes."""
+    return {step: card for (rank, step), card in held_by_rank(run_root, runtime).items() if rank == 0}
+
+
+def held_by_rank(run_root: Path, runtime: Path) -> dict[tuple[int, int], Card]:
+    """Return the cards of all valid images at the keeper by rank and step."""
+    found = {}
+    for each in Keeper(run_root, 600.0, runtime=runtime).held():
+        marked = read_mark(each.mark_fd)
+        if marked is not None:
+            card = Card.parse(marked.card)
+            size = os.fstat(each.arena_fd).st_size
+            with mmap.mmap(each.arena_fd, size) as memory, memoryview(memory)[: marked.num_bytes] as view:
+                assert card.record == digested(view)
+            assert card.step == marked.step
+            found[card.rank, marked.step] = card
+        each.close()
+    return found

@@ -1,0 +1,58 @@
+"""Images of two ranks: both take the same decisions, and one that fails on one rank counts on neither."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.checkpoint.memory.image_runs import RUNS, held_by_rank, images_of, start, step
+from tests.checkpoint.tiny_run import same_everywhere
+from tests.ranks import on_two_ranks
+from torchtitan_lite import faults
+
+
+@contextmanager
+def tier_on(folder: Path) -> Iterator[Path]:
+    """Turn the tier on in this rank, with a short path for sockets that both ranks share."""
+    before = {name: os.environ.get(name, "") for name in ("TORCHTITAN_LITE_MEMORY", "XDG_RUNTIME_DIR")}
+    runtime = Path("/tmp") / f"ttl-{folder.parent.name[-3:]}-{os.getppid()}"
+    runtime.mkdir(mode=0o700, exist_ok=True)
+    os.environ.update({"TORCHTITAN_LITE_MEMORY": "on", "XDG_RUNTIME_DIR": str(runtime)})
+    try:
+        yield runtime
+    finally:
+        os.environ.update(before)
+        while RUNS:
+            RUNS.pop().manager.close()
+
+
+@on_two_ranks
+def test_both_ranks_have_the_images_of_the_same_steps_of_one_run(rank: int, tmp_path: Path) -> None:
+    with tier_on(tmp_path) as runtime:
+        run = start(tmp_path, 5, interval=4)
+        run.manager.wait()
+        assert images_of(run).wait(60)
+        assert same_everywhere(run.events.steps("image_ready"))
+        assert same_everywhere(sorted(held_by_rank(run.root, runtime)))
+        cards = held_by_rank(run.root, runtime)
+        assert {(card_rank, at) for card_rank, at in cards} == {(r, at) for r in (0, 1) for at in (3, 4, 5)}
+        assert len({(card.lineage.run_id, card.start, card.folder_id) for card in cards.values()}) == 1
+        assert cards[0, 5].tensors is not None and cards[1, 5].tensors is None
+        step(run, last=True)
+
+
+@on_two_ranks
+def test_an_image_that_one_rank_cannot_make_leaves_the_one_before_to_both(rank: int, tmp_path: Path) -> None:
+    with tier_on(tmp_path) as runtime:
+        run = start(tmp_path, 3)
+        faults.install("EIO@mark:rank=1,times=2", rank=rank)
+        for _ in range(3):
+            step(run)
+            assert same_everywhere(0)
+            steps = [{at for of, at in held_by_rank(run.root, runtime) if of == each} for each in (0, 1)]
+            assert max(steps[0] & steps[1]) == (3 if run.train_state.step < 6 else 6)
+            assert same_everywhere(0)
+        faults.install("", rank=rank)
+        step(run, last=True)
