@@ -41,17 +41,24 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=12, help="steps of each block")
     parser.add_argument("--json", help="file to write")
     args = parser.parse_args()
-    found = [_measure(round(params * 1e6), args.steps) for params in args.params]
-    for each in found:
-        print(
-            f"{each['params'] / 1e6:.1f} M parameters, {each['bytes'] / 1e6:.0f} MB: a step takes "
-            f"{1e3 * each['plain_seconds']:.1f} ms, with an image {1e3 * each['image_seconds']:.1f} ms: "
-            f"{1e3 * each['added_seconds']:.1f} ms more; memcpy {1e3 * each['memcpy_seconds']:.1f} ms; "
-            f"{each['images']} images in {each['steps']} steps; target {1e3 * each['target_seconds']:.1f} ms"
-        )
+    found = []
+    for params in args.params:
+        each = _measure(round(params * 1e6), args.steps)
+        found.append(each)
+        print(_line(each), flush=True)
     if args.json:
         Path(args.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return int(any(each["added_seconds"] > each["target_seconds"] for each in found))
+
+
+def _line(each: dict[str, Any]) -> str:
+    of = {name: f"{1e3 * value:.1f} ms" for name, value in each.items() if name.endswith("_seconds")}
+    return (
+        f"{each['params'] / 1e6:.1f} M parameters, {each['bytes'] / 1e6:.0f} MB: a step takes {of['plain_seconds']}, "
+        f"with an image {of['image_seconds']}: {of['added_seconds']} more, of which save blocks "
+        f"{of['blocked_seconds']}; memcpy {of['memcpy_seconds']}, target {of['target_seconds']}; "
+        f"{each['images']} images in {each['steps']} steps"
+    )
 
 
 def _measure(params: int, steps: int) -> dict[str, Any]:
@@ -72,7 +79,16 @@ def _measured_in(folder: str, params: int, steps: int) -> dict[str, Any]:
 
     plain: list[float] = []
     images: list[float] = []
-    keys = {"interval_type": "none", "async_mode": "async_with_pinned_mem", "memory_interval": 1}
+    blocked: list[float] = []
+    memcpy: list[float] = []
+    num_bytes = sum(3 * p.numel() * p.element_size() for p in model.parameters())
+    copy = _Copy(num_bytes)
+    keys = {
+        "preemption_signals": (),
+        "interval_type": "none",
+        "async_mode": "async_with_pinned_mem",
+        "memory_interval": 1,
+    }
     with CheckpointManager.for_loop(
         model=model, optimizer=optimizer, folder=Path(folder) / "checkpoint", on_event=on_event, **keys
     ) as manager:
@@ -83,13 +99,15 @@ def _measured_in(folder: str, params: int, steps: int) -> dict[str, Any]:
                 step += 1
                 began = time.perf_counter()
                 _train(model, optimizer)
+                trained = time.perf_counter()
                 if number % 2 == 1 or number == 0:
                     manager.save(step)
-                times = images if number % 2 == 1 else plain
+                ended = time.perf_counter()
                 if number > 0:
-                    times.append(time.perf_counter() - began)
-        num_bytes = sum(3 * p.numel() * p.element_size() for p in model.parameters())
-        memcpy = _memcpy_seconds(num_bytes)
+                    (images if number % 2 == 1 else plain).append(ended - began)
+                if number % 2 == 1:
+                    blocked.append(ended - trained)
+            memcpy.append(copy.seconds())
     added = statistics.median(images) - statistics.median(plain)
     return {
         "params": params,
@@ -97,8 +115,9 @@ def _measured_in(folder: str, params: int, steps: int) -> dict[str, Any]:
         "plain_seconds": statistics.median(plain),
         "image_seconds": statistics.median(images),
         "added_seconds": added,
-        "memcpy_seconds": memcpy,
-        "target_seconds": TARGET_RATIO * memcpy + TARGET_SECONDS,
+        "blocked_seconds": statistics.median(blocked),
+        "memcpy_seconds": statistics.median(memcpy),
+        "target_seconds": TARGET_RATIO * statistics.median(memcpy) + TARGET_SECONDS,
         "images": len(ready),
         "steps": (BLOCKS + 1) * steps,
     }
@@ -111,23 +130,30 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def _memcpy_seconds(num_bytes: int) -> float:
-    """Return the least of three times that two threads need for a copy of `num_bytes`."""
-    memories = [mmap.mmap(-1, num_bytes) for _ in range(2)]
-    source, target = (ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in memories)
-    for address in (source, target):
-        ctypes.memset(address, 1, num_bytes)
-    piece = 16 << 20
+class _Copy:
+    """A copy of `num_bytes` by two threads between memories that have been touched."""
 
-    def copy(at: int) -> None:
-        ctypes.memmove(target + at, source + at, min(piece, num_bytes - at))
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self._memories = [mmap.mmap(-1, num_bytes) for _ in range(2)]
+        self._addresses = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in self._memories]
+        for address in self._addresses:
+            ctypes.memset(address, 1, num_bytes)
 
-    times = []
-    for _ in range(3):
-        began = time.perf_counter()
-        in_threads(range(0, num_bytes, piece), 2, lambda: copy)
-        times.append(time.perf_counter() - began)
-    return min(times)
+    def seconds(self) -> float:
+        """Return the median of three times."""
+        source, target = self._addresses
+        piece = 16 << 20
+
+        def copy(at: int) -> None:
+            ctypes.memmove(target + at, source + at, min(piece, self._num_bytes - at))
+
+        times = []
+        for _ in range(3):
+            began = time.perf_counter()
+            in_threads(range(0, self._num_bytes, piece), 2, lambda: copy)
+            times.append(time.perf_counter() - began)
+        return statistics.median(times)
 
 
 if __name__ == "__main__":
