@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,28 @@ KILLED = -signal.SIGKILL
 
 
 def run(
-    folder: Path, until: int, *, kills: bool = True, env: Mapping[str, str] | None = None, **checkpoint: Any
+    folder: Path, until: int, *, kills: bool = True, ranks: int = 1, hosts: Sequence[str] = (), **checkpoint: Any
 ) -> Start:
-    """Train up to step `until` in another process, which then kills itself, or closes; return what it did."""
-    record = folder.parent / f"{folder.name}-{len([*folder.parent.iterdir()])}.jsonl"
-    process = Forked(_train, str(folder), until, kills, {**os.environ, **(env or {})}, checkpoint, str(record))
-    code = process.wait(2 * WAIT_SECONDS)
+    """Train up to step `until` in other processes, which then kill themselves, or close; return what rank 0 did.
+
+    `hosts` are folders for the sockets of keepers, one for each rank: ranks with different ones see different memory.
+    """
+    number = len([*folder.parent.iterdir()])
+    record, store = (folder.parent / f"{folder.name}-{number}.{end}" for end in ("jsonl", "store"))
+    processes = []
+    for rank in range(ranks):
+        env = dict(os.environ)
+        if hosts:
+            Path(hosts[rank]).mkdir(exist_ok=True)
+            env["XDG_RUNTIME_DIR"] = hosts[rank]
+        own = record if rank == 0 else record.with_suffix(f".{rank}")
+        world = (rank, ranks, str(store))
+        processes.append(Forked(_train, str(folder), until, kills, env, checkpoint, str(own), world))
+    codes = [process.wait(2 * WAIT_SECONDS) for process in processes]
     lines = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
-    record.unlink(missing_ok=True)
-    return Start(code, lines)
+    for path in folder.parent.glob(f"{record.stem}.*"):
+        path.unlink()
+    return Start(codes[0], lines)
 
 
 class Start:
@@ -57,6 +70,11 @@ class Start:
         return {line["step"]: line["weight"] for line in self.lines if line["event"] == "trained"}
 
     @property
+    def loaded_weight(self) -> str:
+        """The first weight after the load, exactly."""
+        return next(line["weight"] for line in self.lines if line["event"] == "begun")
+
+    @property
     def error(self) -> str:
         return next((line["text"] for line in self.lines if line["event"] == "error"), "")
 
@@ -65,8 +83,19 @@ class Start:
         return "\n".join(line["text"] for line in self.lines if line["event"] == "log")
 
 
-def _train(folder: str, until: int, kills: bool, env: dict[str, str], checkpoint: dict[str, Any], record: str) -> None:
+def _train(
+    folder: str,
+    until: int,
+    kills: bool,
+    env: dict[str, str],
+    checkpoint: dict[str, Any],
+    record: str,
+    world: tuple[int, int, str],
+) -> None:
     import logging
+
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
 
     os.environ.clear()
     os.environ.update(env)
@@ -95,29 +124,42 @@ def _train(folder: str, until: int, kills: bool, env: dict[str, str], checkpoint
     logging.getLogger("torchtitan_lite").setLevel(logging.DEBUG)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    rank, world_size, store = world
+    if world_size > 1:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+        fully_shard(model)
+
+    def weight() -> str:
+        whole = model[0].weight.full_tensor() if world_size > 1 else model[0].weight
+        return float(whole[0, 0].detach()).hex()
+
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     settings = {"interval": 1000, "async_mode": "async", "memory_interval": 1, **checkpoint}
+    load, finishes = settings.pop("load", -1), settings.pop("finishes", False)
     try:
         manager = CheckpointManager.for_loop(
             model=model, optimizer=optimizer, folder=folder, on_event=write, **settings
         )
         with manager:
-            manager.load()
+            manager.load(load)
+            write("begun", manager.loaded_step or 0, weight=weight())
             for step in range((manager.loaded_step or 0) + 1, until + 1):
                 batch = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
                 model(batch).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                write("trained", step, weight=model[0].weight[0, 0].item().hex())
+                write("trained", step, weight=weight())
                 stager = manager._memory.images.stager if manager._memory.images is not None else None
                 if settings["memory_interval"] and stager is not None and step > 1:
                     stager.finish_preparation()
-                manager.save(step)
-                if settings["memory_interval"] and stager is not None and step > 1:
+                manager.save(step, force=finishes and step == until)
+                if settings["memory_interval"] and stager is not None and step > 1 and not (finishes and step == until):
                     with done:
                         assert done.wait_for(lambda step=step: step in settled, WAIT_SECONDS), f"no image of {step}"
                 if step % settings["interval"] == 0:
                     manager.wait()
+            if world_size > 1:
+                dist.barrier()
             if kills:
                 os.kill(os.getpid(), signal.SIGKILL)
     except Exception as error:

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoint.memory.starts import KILLED, run
+from tests.keepers import keepers_in
+from torchtitan_lite.checkpoint.memory.mark import read_mark
+from torchtitan_lite.distributed.environment import runtime_folder
+from torchtitan_lite.keeper.client import Keeper
 
 pytestmark = pytest.mark.usefixtures("memory_tier")
+SLOW = pytest.mark.slow(reason="each starts two to four processes, one after another")
 
 
-@pytest.fixture
-def straight(tmp_path: Path) -> dict[int, str]:
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     """The weights of a run that nothing interrupts."""
-    return run(tmp_path / "straight", 12, memory_ttl_seconds=0.0, memory_interval=0, kills=False).weights
+    folder = tmp_path_factory.mktemp("straight") / "run"
+    return run(folder, 12, memory_ttl_seconds=0.0, memory_interval=0, kills=False).weights
 
 
 def test_a_run_killed_three_times_before_a_save_goes_on_where_it_was(tmp_path: Path, straight: dict[int, str]) -> None:
@@ -33,3 +41,145 @@ def test_a_run_killed_three_times_before_a_save_goes_on_where_it_was(tmp_path: P
     extra = json.loads((folder / "step-9" / "manifest.json").read_bytes())["extra"]
     assert extra["resumed_from_memory"] == second.ready
     assert run(folder, 12).loaded == (fourth.ready, "memory")
+
+
+@SLOW
+def test_a_run_that_rolled_back_goes_on_on_its_branch_and_only_there(tmp_path: Path, straight: dict[int, str]) -> None:
+    folder = tmp_path / "run"
+    first = run(folder, 6, interval=2)
+    assert first.loaded is None
+    branch = run(folder, 5, load_step=2)
+    assert branch.loaded == (2, "disk")
+    again = run(folder, 6, load_step=2)
+    assert again.loaded == (branch.ready, "memory")
+    other = run(folder, again.ready, load_step=4)  # An uncommitted branch from another step does not count.
+    assert other.loaded == (4, "disk")
+    assert "no branch from step 4" in other.log
+    assert branch.weights | again.weights | other.weights == {n: w for n, w in straight.items() if 3 <= n <= 6}
+
+
+@SLOW
+def test_an_uncommitted_branch_does_not_win_over_the_run_that_it_left(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(folder, 4, interval=2)
+    branch = run(folder, 7, load_step=2)
+    assert branch.loaded is not None
+    assert branch.loaded[0] == 2
+    back = run(folder, 5)
+    assert back.loaded == (4, "disk")
+    assert "run " in back.log
+    assert "is resumed" in back.log
+
+
+@SLOW
+def test_images_of_a_job_that_lost_the_folder_to_another_one_do_not_count(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(folder, 5, interval=2)
+    run(folder, 6, interval=6, memory_ttl_seconds=0.0, memory_interval=0, load_step=4)  # Like a job on another host.
+    later = run(folder, 7)
+    assert later.loaded == (6, "disk")
+
+
+@SLOW
+def test_a_folder_that_was_deleted_and_made_again_gets_no_image_of_the_old_one(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(folder, 4, interval=2)
+    shutil.rmtree(folder)
+    again = run(folder, 2)
+    assert again.loaded is None
+    assert "which is gone" in again.log
+    shutil.rmtree(folder)
+    last = run(folder, 2)
+    assert last.loaded is None
+    assert "another folder" in last.log
+
+
+@SLOW
+def test_a_run_that_has_finished_leaves_nothing_in_memory(tmp_path: Path, memory_tier: Path) -> None:
+    folder = tmp_path / "run"
+    run(folder, 4, interval=2)
+    assert run(folder, 6, kills=False, finishes=True).loaded == (4, "memory")
+    assert keepers_in(memory_tier) == []
+    assert run(folder, 8).loaded == (6, "disk")
+
+
+@SLOW
+def test_load_only_reads_the_disk_and_leaves_the_images_to_the_run(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    first = run(folder, 5, interval=2)
+    assert run(folder, 0, load_only=True, kills=False).loaded == (4, "disk")
+    assert run(folder, 6).loaded == (first.ready, "memory")
+
+
+@SLOW
+def test_a_named_step_is_loaded_from_memory_only_where_it_is_what_the_disk_has(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(folder, 6, interval=4)
+    assert run(folder, 4, load=4).loaded == (4, "memory")  # A copy of what was saved, byte by byte.
+    run(folder, 8, interval=4)
+    assert run(folder, 4, load=4).loaded == (4, "disk")  # Its image has been overwritten.
+
+
+def test_a_damaged_image_gives_way_to_the_other_one_and_then_to_the_disk(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    first = run(folder, 6, interval=4)
+    damage(folder, steps=[first.ready])
+    second = run(folder, 6)
+    assert second.loaded == (first.ready - 1, "memory")
+    assert f"The image of step {first.ready} in memory is not loaded" in second.log
+    damage(folder, steps=[5, 6])
+    assert run(folder, 4).loaded == (4, "memory")
+    damage(folder, steps=[4])
+    assert run(folder, 4).loaded == (4, "disk")
+
+
+@SLOW
+def test_where_nothing_is_on_disk_a_damaged_image_changes_nothing(tmp_path: Path, straight: dict[int, str]) -> None:
+    folder = tmp_path / "run"
+    run(folder, 3)
+    damage(folder, steps=[1, 2, 3])
+    again = run(folder, 2)
+    assert again.loaded is None
+    assert again.weights == {n: w for n, w in straight.items() if n <= 2}
+
+
+def damage(folder: Path, steps: list[int]) -> None:
+    """Change a byte of a tensor in each image of `steps`."""
+    changed = 0
+    for held in Keeper(folder, 60.0, runtime=runtime_folder()).held():
+        marked = read_mark(held.mark_fd)
+        if marked is not None and marked.step in steps:
+            (byte,) = os.pread(held.arena_fd, 1, marked.num_bytes // 2)
+            os.pwrite(held.arena_fd, bytes([byte ^ 1]), marked.num_bytes // 2)
+            changed += 1
+        held.close()
+    assert changed
+
+
+@SLOW
+def test_another_number_of_ranks_loads_all_images_of_one_host(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    two = run(folder, 4, ranks=2, interval=2)
+    one = run(folder, 7)
+    assert (one.loaded, one.error) == ((4, "memory"), "")
+    assert one.loaded_weight == two.weights[4]
+    again = run(folder, one.ready, ranks=2)
+    assert again.loaded == (one.ready, "memory")
+    assert again.loaded_weight == one.weights[one.ready]
+    assert two.code == again.code == KILLED
+
+
+@SLOW
+def test_ranks_on_several_hosts_load_their_own_images_and_lost_hosts_mean_the_disk(
+    tmp_path: Path, memory_tier: Path
+) -> None:
+    folder = tmp_path / "run"
+    hosts = [str(memory_tier / "a"), str(memory_tier / "b")]
+    first = run(folder, 5, ranks=2, hosts=hosts, interval=4)
+    same = run(folder, 6, ranks=2, hosts=hosts)
+    assert same.error == ""
+    assert same.loaded in [(first.ready, "memory"), (4, "disk")]
+    lost = run(folder, 5, ranks=2, hosts=[hosts[0], str(memory_tier / "c")])
+    assert lost.loaded == (4, "disk")
+    swapped = run(folder, 5, ranks=2, hosts=hosts[::-1])
+    assert swapped.loaded == (4, "disk")

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torchtitan_lite.checkpoint.memory.assembled import assembled
 from torchtitan_lite.checkpoint.memory.card import Card
 from torchtitan_lite.checkpoint.memory.files import FilesInMemory
-from torchtitan_lite.checkpoint.memory.mark import Marked, UnusableMark, read_mark
+from torchtitan_lite.checkpoint.memory.mark import Mark, Marked, UnusableMark, read_mark
 from torchtitan_lite.checkpoint.memory.whose import Image
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import KeeperUnavailable
@@ -111,19 +111,22 @@ class HeldImages:
         """Return the descriptors that this rank is to own, those of the images `loaded` first, and all their names.
 
         Each arena of a host goes to one of its ranks: to that which wrote it, if there is one, so that none is lost and
-        none is shared. Any rank, after a load; the caller owns the descriptors, and drops the names at the keeper.
+        none is shared. Images that the run does not come from are no images any more. Any rank, after a load; the
+        caller owns the descriptors, and drops the names at the keeper.
         """
         on_host = [rank for rank, look in enumerate(self._looks) if look.host and look.host == self._own_host]
-        owner_of = {local.held.name: (local.image.rank, key) for (key, _), local in self._local.items()}
+        local = {each.held.name: (key, each) for (key, _), each in self._local.items()}
         own: list[Held] = []
         for number, held in enumerate(sorted(self._held, key=lambda each: each.name)):
-            writer, _ = owner_of.get(held.name, (None, None))
-            if (writer if writer in on_host else on_host[number % len(on_host)]) == self.peers.rank:
-                own.append(held)
-            else:
+            key, found = local.get(held.name, (None, None))
+            writer = -1 if found is None else found.image.rank
+            if (writer if writer in on_host else on_host[number % len(on_host)]) != self.peers.rank:
                 held.close()
-        self._held, self._local = [], {}
-        own.sort(key=lambda held: owner_of.get(held.name, (0, None))[1] != loaded)
+                continue
+            own.append(held)
+            if not self._stays(key, loaded):
+                _clear(held)
+        own.sort(key=lambda held: local.get(held.name, (None, None))[0] != loaded)
         return [(held.arena_fd, held.mark_fd) for held in own], [held.name for held in own]
 
     def close(self) -> None:
@@ -140,6 +143,12 @@ class HeldImages:
     @property
     def _own_host(self) -> tuple[str, ...]:
         return self._looks[self.peers.rank].host if self._looks else ()
+
+    def _stays(self, key: Key | None, loaded: Key | None) -> bool:
+        """Return whether the images `key` are those that were `loaded`, or earlier ones of the same start."""
+        if key is None or loaded is None or key in self.left_out:
+            return False
+        return key.start == loaded.start and key.step <= loaded.step
 
     def _list(self, keeper: Keeper) -> None:
         try:
@@ -224,6 +233,16 @@ def _read(held: Held) -> _Local | None:
         logger.warning("The image %s in memory is ignored: %s", held.name, error)
         return None
     return _Local(held, Image.of_card(card), card)
+
+
+def _clear(held: Held) -> None:
+    """Make the image under `held`, if there is one, invalid."""
+    try:
+        mark = Mark(os.dup(held.mark_fd))
+    except (OSError, ValueError):
+        return  # It is too small for a mark.
+    mark.clear()
+    mark.close()
 
 
 def _check(card: Card, marked: Marked, arena_bytes: int) -> None:
