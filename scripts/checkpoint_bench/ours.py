@@ -14,6 +14,7 @@ import torch
 from checkpoint_bench.contenders import Pending
 from checkpoint_bench.states import BenchState, llama_args
 from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.checkpoint.reading.files import Files
 from torchtitan_lite.checkpoint.reading.folder import Verify
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, Saver, State, build_saver
@@ -35,9 +36,9 @@ MODES: dict[str, AsyncMode] = {"thread": "async", "process": "async_with_pinned_
 
 
 @no_collection()
-def load(target: BenchState, folder: Path, peers: Peers, verify: Verify) -> None:
+def load(target: BenchState, folder: Path, peers: Peers, verify: Verify, files: Files | None = None) -> None:
     """Load as a resume does: check that everything fits, then read every state. **Collective**."""
-    stored = StoredCheckpoint(folder, peers, verify=verify)
+    stored = StoredCheckpoint(folder, peers, verify=verify, files=files)
     slots = _slots(target)
     stored.check(target.model, slots, ["train_state"])
     stored.verify_rest()
