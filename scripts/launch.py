@@ -10,6 +10,7 @@ import os
 import sys
 from pathlib import Path
 
+from torchtitan_lite.collection import no_collection
 from torchtitan_lite.config.manager import parse_config_or_exit
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
@@ -19,7 +20,8 @@ SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 def main(arguments: list[str]) -> None:
     """Run torchrun, in this process, with the `arguments` of train.py."""
     parse_config_or_exit(arguments)
-    from torch.distributed import run
+    with no_collection():  # Which takes a fifth of the time of the import.
+        from torch.distributed import run
 
     run.main([*_launch_options(run.get_args_parser().format_help()), str(TRAIN), *arguments])
 
