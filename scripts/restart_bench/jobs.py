@@ -1,0 +1,228 @@
+"""One job of two ranks: started as a user starts it, killed, and started again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+HOOKS = Path(__file__).parent / "hooks"
+RANKS = 2
+STEPS = 100_000
+DEADLINE_SECONDS = 300.0
+PARTS = {
+    "start": "process",
+    "imports": "imported",
+    "rendezvous": "met",
+    "build": "built",
+    "load": "loaded",
+    "step": "trained",
+}
+"""Each part of a start, and the moment that ends it."""
+
+CONTENDERS = ("ours, disk", "ours, memory", "dcp", "torchtitan")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The sizes of a Llama, and of a rank's batch."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    hidden_dim: int
+    batch_size: int
+    seq_len: int
+    vocab_size: int = 258
+
+    def config_json(self) -> dict[str, Any]:
+        """Return the content of config.json, as transformers has it."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "hidden_size": self.dim,
+            "intermediate_size": self.hidden_dim,
+            "num_hidden_layers": self.n_layers,
+            "num_attention_heads": self.n_heads,
+            "num_key_value_heads": self.n_kv_heads,
+            "vocab_size": self.vocab_size,
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": False,
+        }
+
+    def sizes(self) -> str:
+        """Return the arguments of ModelArgs, as JSON."""
+        given = dataclasses.asdict(self)
+        return json.dumps({name: value for name, value in given.items() if name not in ("batch_size", "seq_len")})
+
+
+@dataclass(frozen=True)
+class Times:
+    """The parts of the time to the first trained step, in seconds, and the steps that were lost."""
+
+    parts: dict[str, float]
+    lost_steps: int = 0
+
+
+class KilledJob:
+    """The job of `contender` in `folder`. A context manager that ends it."""
+
+    def __init__(self, folder: Path, contender: str, model: Model, interval: int) -> None:
+        self._folder, self._contender, self._model, self._interval = folder, contender, model, interval
+        self._times = folder / "times.jsonl"
+        # In a folder of its own: the dump folder gets a config.json, too.
+        self._model_file = folder / "model" / "config.json"
+        self._launcher: subprocess.Popen[bytes] | None = None
+        # An address of a socket is short.
+        self._runtime = Path(tempfile.mkdtemp(prefix="ttl-"))
+
+    def __enter__(self) -> KilledJob:
+        self._folder.mkdir()
+        model = json.dumps(self._model.config_json())
+        self._model_file.parent.mkdir()
+        self._model_file.write_text(model, encoding="utf-8")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+        shutil.rmtree(self._runtime, ignore_errors=True)  # A keeper ends when its socket is removed.
+
+    def start_fresh(self) -> Times:
+        """Start the job. Return the parts of the time to its first step."""
+        began = self._launch(max_restarts=0)
+        self._wait(lambda: self._last("trained") > 0)
+        return self._parts(began)
+
+    def killed(self, kind: str) -> Times:
+        """Start the job, kill it as `kind` says after the next checkpoint but one, and let it start again."""
+        relaunches = kind == "torchrun" or kind.endswith("relaunch")
+        self._launch(max_restarts=0 if relaunches else 1)
+        kill_after = 2 * self._interval + self._interval * 5 // 8
+        self._wait(lambda: self._last("trained") >= kill_after)
+        pids = {line["rank"]: line["pid"] for line in self._lines()}
+        began = time.clock_gettime(time.CLOCK_BOOTTIME)
+        if kind == "torchrun":
+            assert self._launcher is not None
+            self._launcher.kill()
+        for rank in range(RANKS - 1, -1, -1):
+            if rank == RANKS - 1 or kind not in ("rank", "rank, relaunch"):
+                os.kill(pids[rank], signal.SIGKILL)
+        if relaunches:
+            assert self._launcher is not None
+            self._launcher.wait(DEADLINE_SECONDS)
+            self._launch(max_restarts=0)
+        trained = max(line["step"] for line in self._lines() if line["what"] == "trained" and line["at"] <= began)
+        self._wait(lambda: any(self._is_new(line, began, "trained") for line in self._lines()))
+        resumed = min(line["step"] for line in self._lines() if self._is_new(line, began, "trained")) - 1
+        return Times(self._parts(began).parts, trained - resumed)
+
+    def _parts(self, began: float) -> Times:
+        """Return the parts of the start of rank 0 after `began`."""
+        at = began
+        parts = {}
+        pid = next(line["pid"] for line in self._lines() if self._is_new(line, began, "process"))
+        lines = [line for line in self._lines() if line["pid"] == pid]
+        for part, moment in PARTS.items():
+            reached = next(line["at"] for line in lines if line["what"] == moment)
+            parts[part] = reached - at
+            at = reached
+        return Times(parts)
+
+    def _is_new(self, line: dict[str, Any], began: float, what: str) -> bool:
+        """Return whether `line` is about `what` of a start of rank 0 after `began`. Processes start in ticks."""
+        if line["rank"] != 0 or line["what"] != what:
+            return False
+        processes = {other["pid"]: other["at"] for other in self._lines() if other["what"] == "process"}
+        return bool(processes[line["pid"]] > began - 0.02)
+
+    def _last(self, what: str) -> int:
+        return max((line["step"] for line in self._lines() if line["what"] == what and line["rank"] == 0), default=0)
+
+    def _lines(self) -> list[dict[str, Any]]:
+        text = self._times.read_text(encoding="utf-8") if self._times.exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    def _launch(self, max_restarts: int) -> float:
+        environment = os.environ | {
+            "PYTHON": sys.executable,
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(HOOKS), os.environ.get("PYTHONPATH", "")])),
+            "NGPU": str(RANKS),
+            "MAX_RESTARTS": str(max_restarts),
+            "OMP_NUM_THREADS": "1",
+            "BENCH_RESTART_TIMES": str(self._times),
+            "XDG_RUNTIME_DIR": str(self._runtime),
+        }
+        began = time.clock_gettime(time.CLOCK_BOOTTIME)
+        with (self._folder / "output.log").open("ab") as output:
+            self._launcher = subprocess.Popen(
+                self._command(max_restarts), env=environment, cwd=self._folder, stdout=output, stderr=output
+            )
+        return began
+
+    def _command(self, max_restarts: int) -> list[str]:
+        model = self._model
+        if self._contender == "dcp":
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
+            torchrun += [f"--nproc-per-node={RANKS}", f"--max-restarts={max_restarts}"]
+            numbers = (self._interval, STEPS, model.batch_size, model.seq_len)
+            script = [str(Path(__file__).with_name("plain_dcp.py")), model.sizes(), str(self._folder / "checkpoint")]
+            return [*torchrun, *script, *map(str, numbers)]
+        return [
+            str(ROOT / "run_train.sh"),
+            f"--model.config_path={self._model_file}",
+            f"--job.dump_folder={self._folder}",
+            f"--training.steps={STEPS}",
+            f"--training.batch_size={model.batch_size}",
+            f"--training.seq_len={model.seq_len}",
+            "--metrics.no_enable_tensorboard",
+            f"--checkpoint.interval={self._interval}",
+            "--checkpoint.keep_latest_k=2",
+            *self._own_keys(),
+        ]
+
+    def _own_keys(self) -> list[str]:
+        if self._contender == "fresh":
+            return ["--checkpoint.no_enable_checkpoint"]
+        if self._contender == "ours, memory":
+            return ["--checkpoint.async_mode=async_with_pinned_mem", "--checkpoint.memory_interval=1"]
+        return []
+
+    def _end(self) -> None:
+        if self._launcher is None:
+            return
+        self._launcher.kill()
+        self._launcher.wait(DEADLINE_SECONDS)
+        for pid in {line["pid"] for line in self._lines()}:
+            if _runs(pid, self._times):
+                os.kill(pid, signal.SIGKILL)
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not condition():
+            if time.monotonic() > deadline or (self._launcher is not None and self._launcher.poll() is not None):
+                output = (self._folder / "output.log").read_text(encoding="utf-8", errors="replace")
+                raise RuntimeError(f"the job has ended, or hangs:\n{output[-4000:]}")
+            time.sleep(0.005)
+
+
+def _runs(pid: int, times: Path) -> bool:
+    """Return whether `pid` still is a rank of the job that writes `times`."""
+    try:
+        return str(times).encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
