@@ -85,7 +85,8 @@ def test_the_past_is_read_from_the_ledger_and_without_one_from_the_events(tmp_pa
     accounts = read_accounts(tmp_path)
     assert (accounts.redone_steps, accounts.unclean_ends) == (2, 1)
     assert [start.end for start in accounts.starts] == ["", "finished"]
-    resumed = json.loads((tmp_path / "events.jsonl").read_text().splitlines()[2])
+    resumed, finished = (json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()[2:])
+    assert (finished["redone_steps"], finished["starts"], 0 < finished["goodput"] < 1) == (2, 2, True)
     assert (resumed["redone_steps"], resumed["down_seconds"] >= 0) == (2, True)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.log import logger
-from torchtitan_lite.metrics.accounts import PARTS, Accounts, Steps
+from torchtitan_lite.metrics.accounts import CLEAN_ENDS, PARTS, Accounts, Steps
 from torchtitan_lite.metrics.ledger import Ledger
 from torchtitan_lite.metrics.run_clock import RunClock
 
@@ -49,6 +49,18 @@ class Goodput:
         logger.info("%d steps of the last start are trained again; it ended %.1f s before this one", redone, down)
         return {"down_seconds": down, "redone_steps": redone}
 
+    def totals(self) -> dict[str, Any]:
+        """Return the figures of the run for the event of its end; {} without a ledger."""
+        if self.ledger is None:
+            return {}
+        accounts = self.ledger.accounts()
+        return {
+            "goodput": accounts.goodput,
+            "time_seconds": {part: seconds for part, seconds in accounts.seconds.items() if seconds},
+            "redone_steps": accounts.redone_steps,
+            "starts": len(accounts.starts),
+        }
+
     def start_loop(self, step: int, checkpoints: Path) -> None:
         """Note that training begins after `step`. `checkpoints` is the run's own folder of checkpoints."""
         self.clock.enter("other")
@@ -79,7 +91,7 @@ class Goodput:
                 bytes=figures["bytes"],
                 **{name: figures[name] for name in ("slowest_rank", "slowest_seconds") if name in figures},
             )
-        elif event in ("finished", "preempted"):
+        elif event in CLEAN_ENDS:
             self.clock.leave()
             self._end = event, {"signal": figures["signal"]} if "signal" in figures else {}
 

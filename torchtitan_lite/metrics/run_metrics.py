@@ -24,6 +24,7 @@ from torchtitan_lite.checkpoint.schedule.failures import Past
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.log import logger
+from torchtitan_lite.metrics.accounts import CLEAN_ENDS
 from torchtitan_lite.metrics.goodput import Goodput
 from torchtitan_lite.metrics.heartbeat import Heartbeat
 from torchtitan_lite.metrics.ledger import Ledger
@@ -116,6 +117,8 @@ class RunMetrics:
         """
         if event == "resumed":
             figures = self.goodput.restart(step)
+        elif event in CLEAN_ENDS:
+            figures |= self.goodput.totals()
         if event != IMAGE_READY or not self._has_image:
             self._events(event, step, **figures)
         self._has_image |= event == IMAGE_READY
