@@ -1,8 +1,10 @@
 """Measure what the ledger adds to a step of the debug run: `python scripts/bench_ledger.py --docs docs/goodput.md`.
 
-One process trains, and each step has the ledger or has not, by a coin with a fixed seed: so both kinds meet the same
-weather. Logged steps are compared with logged ones. Beside that difference, which has the noise of the machine, stands
-the cost of the calls themselves: each is repeated, and the costs of a step are added up.
+One process trains, and each step has the ledger or has not, by a coin with a fixed seed, so both kinds meet the same
+weather; logged steps are compared with logged ones. The steps are short, because what the ledger does in one does not
+depend on its length; the difference is then set against a step of the debug run. All is measured in the process's own
+CPU time, in one thread, so that other processes of the machine add little noise. Beside the difference stands the cost
+of the calls by themselves, repeated and added up.
 """
 
 from __future__ import annotations
@@ -51,12 +53,12 @@ class Coin:
 
     def toss(self) -> None:
         """End a step and begin the next one."""
-        now = time.perf_counter()
+        now = time.process_time()
         if self.step > SKIPPED_STEPS:
             self.seconds.setdefault((self.is_on, self.step % self.log_freq == 0), []).append(now - self.began)
         self.step += 1
         self.is_on = self._random.random() < 0.5
-        self.began = time.perf_counter()
+        self.began = time.process_time()
 
 
 def measure(arguments: list[str], seed: int) -> tuple[Coin, dict[str, float]]:
@@ -121,14 +123,14 @@ def _costs(trainer: Any) -> dict[str, float]:
 
 
 def _seconds_of(call: Callable[[], Any], rounds: int) -> float:
-    began = time.perf_counter()
+    began = time.process_time()
     for _ in range(rounds):
         call()
-    return (time.perf_counter() - began) / rounds
+    return (time.process_time() - began) / rounds
 
 
 def difference(coin: Coin) -> tuple[float, float, float]:
-    """Return how much longer a step is with the ledger, in percent, and the interval that holds it with 95 %."""
+    """Return how many seconds longer a step is with the ledger, and the interval that holds it with 95 %."""
     drawn = random.Random(coin.seed)
     found = sorted(_longer(coin, lambda values: drawn.choices(values, k=len(values))) for _ in range(1000))
     return _longer(coin, lambda values: values), found[25], found[974]
@@ -139,40 +141,45 @@ def _longer(coin: Coin, sample: Callable[[list[float]], list[float]]) -> float:
     for (is_on, is_logged), values in coin.seconds.items():
         weight = 1 / coin.log_freq if is_logged else 1 - 1 / coin.log_freq
         total[is_on] += weight * statistics.median(sample(values))
-    return 100 * (total[True] / total[False] - 1)
+    return total[True] - total[False]
 
 
-def report(coin: Coin, costs: dict[str, float], batch: str) -> str:
+def report(coin: Coin, costs: dict[str, float], step_seconds: float) -> str:
     """Return the paragraph for the docs."""
-    plain = statistics.median(coin.seconds[True, False])
-    share = costs["step"] + costs["logged"] / coin.log_freq + costs["beat"] * plain / BEAT_SECONDS
+    calls = costs["step"] + costs["logged"] / coin.log_freq + costs["beat"] * step_seconds / BEAT_SECONDS
     longer, low, high = difference(coin)
+    of_step = [100 * seconds / step_seconds for seconds in (calls, longer, low, high)]
     num_steps = sum(map(len, coin.seconds.values()))
     return (
-        f"In the debug run ({batch}, one process, torch {torch.__version__.partition('+')[0]} on {platform.machine()}) "
-        f"a step takes {1000 * plain:.0f} ms.\n"
-        f"The ledger's calls take {1e6 * costs['step']:.0f} µs of it, {1e6 * costs['logged']:.0f} µs more in a logged "
-        f"step with all its new tags, and {1e6 * costs['beat']:.0f} µs for a beat with the file for Prometheus: "
-        f"together {100 * share / plain:.3f} % of a step.\n"
-        f"With and without the ledger in turn, over {num_steps} steps, a step differs by {longer:+.2f} % "
-        f"(95 %: {low:+.2f} % to {high:+.2f} %), the machine's noise included.\n"
+        f"A step of the debug run takes {1000 * step_seconds:.0f} ms of CPU time (8 sequences of 256 tokens, one "
+        f"process and thread, torch {torch.__version__.partition('+')[0]}, {platform.machine()}).\n"
+        f"The ledger's calls take {1e6 * costs['step']:.0f} µs in each step, {1e6 * costs['logged']:.0f} µs in a "
+        f"logged one, of ten, to write its tags, and {1e6 * costs['beat']:.0f} µs for a beat with the file for "
+        f"Prometheus: together {of_step[0]:.3f} % of a step.\n"
+        f"Over {num_steps} short steps, with and without the ledger in turn, a step with it takes {1e6 * longer:+.0f} "
+        f"µs longer (95 %: {1e6 * low:+.0f} to {1e6 * high:+.0f} µs), which is {of_step[1]:+.3f} % of a step of the "
+        f"debug run (95 %: {of_step[2]:+.3f} % to {of_step[3]:+.3f} %).\n"
+        f"CPU time leaves out waits for a disk: the ledger writes into the page cache and syncs nothing.\n"
         f"From `python scripts/bench_ledger.py --docs docs/goodput.md`.\n"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--batch-size", type=int, default=8, help="sequences of 256 tokens; 8 is the debug run's")
+    parser.add_argument("--steps", type=int, default=3000, help="short steps")
+    parser.add_argument("--debug-steps", type=int, default=40, help="steps of the debug run")
     parser.add_argument("--docs", type=Path, help="page to write the result into")
     options = parser.parse_args()
     log.setup()
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = ["--job.config_file=llama_debug.toml", f"--job.dump_folder={folder}/run"]
-        arguments += [f"--training.steps={options.steps}", f"--training.batch_size={options.batch_size}"]
-        arguments += ["--checkpoint.interval_type=none", "--metrics.prometheus_file=run.prom"]
-        coin, costs = measure(arguments, seed=0)
-    text = report(coin, costs, f"{options.batch_size} sequences of 256 tokens")
+        shared = ["--job.config_file=llama_debug.toml", "--checkpoint.interval_type=none"]
+        shared += ["--metrics.prometheus_file=run.prom"]
+        debug = [*shared, f"--job.dump_folder={folder}/debug", f"--training.steps={options.debug_steps}"]
+        whole, _ = measure(debug, seed=0)
+        short = [*shared, f"--job.dump_folder={folder}/short", f"--training.steps={options.steps}"]
+        coin, costs = measure([*short, "--training.batch_size=1", "--training.seq_len=32"], seed=0)
+    text = report(coin, costs, statistics.median(whole.seconds[False, False]))
     print(text)
     if options.docs:
         page = options.docs.read_text(encoding="utf-8")
