@@ -15,7 +15,7 @@ from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest, Table
 
 FIRST = dataclasses.replace(CARD, rank=0, file="__0_0.distcp", objects=Table({"train_state.n": {"value": 1}}))
-SECOND = dataclasses.replace(CARD, tensors=None, structure=None, newest=None)
+SECOND = dataclasses.replace(CARD, tensors=None, structure=None, latest=None)
 
 
 def second(**changes: Any) -> Card:

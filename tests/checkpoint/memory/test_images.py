@@ -37,7 +37,7 @@ def test_every_step_leaves_an_image_and_the_last_two_or_three_are_held(tmp_path:
     cards = held(run.root, memory_tier)
     assert set(cards) == {4, 5, 6}
     card = cards[6]
-    assert (card.rank, card.world_size, card.start != "", card.newest) == (0, 1, True, None)
+    assert (card.rank, card.world_size, card.start != "", card.latest) == (0, 1, True, None)
     assert card.folder_id == CheckpointStore(run.root).folder_id(make=False)
     assert card.tensors is not None and "model.first.weight" in card.tensors
     run.manager.close()
@@ -51,7 +51,7 @@ def test_an_image_has_the_bytes_of_the_file_of_a_save(tmp_path: Path, memory_tie
     card = held(run.root, memory_tier)[4]
     assert card.record == FileRecord.of((saved.path / card.file).read_bytes())
     step(run)
-    known = held(run.root, memory_tier)[5].newest
+    known = held(run.root, memory_tier)[5].latest
     assert known is not None
     assert known.step == 4
     assert f'"digest": "{known.digest}"'.encode() in (saved.path / "manifest.json").read_bytes()[-64:]

@@ -19,7 +19,7 @@ CARD = Card(
     start="a1",
     folder_id="f1",
     lineage=Lineage("r1", parent_step=5),
-    newest=Commit(5, "0" * 32),
+    latest=Commit(5, "0" * 32),
     created_at=1.5,
     topology="2 ranks",
     versions={"torch": "2.13"},
@@ -42,8 +42,8 @@ def test_a_card_is_read_as_it_was_written() -> None:
 
 
 def test_a_card_of_another_rank_than_the_coordinator_has_no_tables() -> None:
-    found = Card.parse(dataclasses.replace(CARD, tensors=None, structure=None, newest=None).to_bytes())
-    assert (found.tensors, found.structure, found.newest) == (None, None, None)
+    found = Card.parse(dataclasses.replace(CARD, tensors=None, structure=None, latest=None).to_bytes())
+    assert (found.tensors, found.structure, found.latest) == (None, None, None)
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,8 @@ class Card:
     folder_id: str
     """The id of the folder of checkpoints."""
     lineage: Lineage
-    newest: Commit | None
-    """The newest full checkpoint in the folder when the image was staged, as far as that start knew; None for none."""
+    latest: Commit | None
+    """The latest full checkpoint in the folder when the image was staged, as far as that start knew; None for none."""
     created_at: float
     """Unix seconds."""
     topology: str
@@ -66,7 +66,7 @@ class Card:
             "start": self.start,
             "folder_id": self.folder_id,
             "lineage": self.lineage.to_json(),
-            "newest": None if self.newest is None else {"step": self.newest.step, "digest": self.newest.digest},
+            "latest": None if self.latest is None else {"step": self.latest.step, "digest": self.latest.digest},
             "created_at": float(self.created_at),
             "topology": self.topology,
             "versions": dict(self.versions),
@@ -92,7 +92,7 @@ class Card:
         if len(blocks) != DIGEST_BYTES * num_blocks(size):
             raise ValueError(f"expected the digests of {num_blocks(size)} blocks, found {len(blocks)} bytes")
         name = value_of(document, "file", str)
-        newest = document.get("newest")
+        latest = document.get("latest")
         rank, world_size = number(document, "rank", 0), number(document, "world_size", 1)
         if rank >= world_size:
             raise ValueError(f"rank {rank} of {world_size}")
@@ -104,7 +104,7 @@ class Card:
             start=_id(document, "start"),
             folder_id=_id(document, "folder_id"),
             lineage=Lineage.from_json(value_of(document, "lineage", dict)),
-            newest=None if newest is None else _commit(table({"newest": newest})["newest"]),
+            latest=None if latest is None else _commit(table({"latest": latest})["latest"]),
             created_at=value_of(document, "created_at", float),
             topology=value_of(document, "topology", str),
             versions={each: value_of(versions, each, str) for each in versions},

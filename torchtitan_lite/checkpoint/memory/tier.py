@@ -47,7 +47,7 @@ class Tier:
         """The id of this start of the job; the same on all ranks. Empty before `begin`."""
         self.folder_id = ""
         """The id of the folder of checkpoints."""
-        self.newest: Commit | None = None
+        self.latest: Commit | None = None
         """The latest full checkpoint in the folder, as far as this rank knows: the coordinator does."""
         self.is_off = False
         """Whether this process keeps no images any more."""
@@ -61,15 +61,15 @@ class Tier:
         """Note what all ranks agreed on. Call it once, before a load."""
         self.start, self.folder_id = start, folder_id
 
-    def note_newest(self, commit: Commit | None) -> None:
+    def note_latest(self, commit: Commit | None) -> None:
         """Note the latest full checkpoint of the folder, after a load."""
-        self.newest = commit
+        self.latest = commit
 
     def note_committed(self, info: CheckpointInfo) -> None:
         """Note that this run committed the full checkpoint `info`. Coordinator, any thread."""
         commit = commit_of(info)
         if commit is not None:
-            self.newest = commit
+            self.latest = commit
 
     def begin_keeping(self, also: Callable[[], list[int]]) -> None:
         """Start the keeper and join it, in a thread; `also` returns the pids of this process's helpers. Idempotent."""

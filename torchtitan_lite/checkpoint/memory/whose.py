@@ -23,7 +23,7 @@ class Image:
     folder_id: str
     run_id: str
     branch_point: int | None
-    newest: Commit | None
+    latest: Commit | None
     topology: str = ""
 
     @classmethod
@@ -37,7 +37,7 @@ class Image:
             folder_id=card.folder_id,
             run_id=card.lineage.run_id,
             branch_point=card.lineage.branch_point,
-            newest=card.newest,
+            latest=card.latest,
             topology=card.topology,
         )
 
@@ -60,9 +60,9 @@ class OnDisk:
 
     folder_id: str
     """Empty if the folder has none."""
-    newest: Commit | None = None
+    latest: Commit | None = None
     """The full checkpoint with the highest step."""
-    newest_start: str = ""
+    latest_start: str = ""
     """The start that committed it; empty if it is unknown."""
     abandoned: frozenset[int] = frozenset()
     """The steps that a commit in the folder abandons."""
@@ -84,24 +84,24 @@ def why_not(image: Image, disk: OnDisk) -> str:
 
 
 def _why_stale(image: Image, disk: OnDisk) -> str:
-    known, newest = image.newest, disk.newest
-    if newest is None:
+    known, latest = image.latest, disk.latest
+    if latest is None:
         if known is not None:
             return f"it was made beside a step {known.step}, which is gone"
         if not disk.folder_id or image.folder_id != disk.folder_id:
             return "it is of another folder with this name"
         return ""
-    if known == newest or (newest.step == image.step and disk.newest_start == image.start):
+    if known == latest or (latest.step == image.step and disk.latest_start == image.start):
         return ""
-    if disk.newest_start == image.start and _is_after(newest, known, disk):
+    if disk.latest_start == image.start and _is_after(latest, known, disk):
         return ""
     made = "before there was one" if known is None else f"beside another step {known.step}"
-    return f"the latest step on disk, {newest.step}, is of another start, and it was made {made}"
+    return f"the latest step on disk, {latest.step}, is of another start, and it was made {made}"
 
 
-def _is_after(newest: Commit, known: Commit | None, disk: OnDisk) -> bool:
-    """Return whether `newest` may have been committed by a start that knew `known`: after it, or on a branch."""
-    return known is None or newest.step > known.step or known.step in disk.abandoned
+def _is_after(latest: Commit, known: Commit | None, disk: OnDisk) -> bool:
+    """Return whether `latest` may have been committed by a start that knew `known`: after it, or on a branch."""
+    return known is None or latest.step > known.step or known.step in disk.abandoned
 
 
 def _why_not_chosen(image: Image, disk: OnDisk) -> str:

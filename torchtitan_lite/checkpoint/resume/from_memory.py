@@ -57,12 +57,12 @@ def _latest_commit(store: CheckpointStore) -> tuple[Commit | None, str]:
 def _facts(
     store: CheckpointStore, chosen: LoadSource | None, wanted: int, config: Checkpoint, *, is_exact: bool
 ) -> OnDisk:
-    newest, start = _latest_commit(store)
+    latest, start = _latest_commit(store)
     of_run = chosen is not None and not chosen.initial
     return OnDisk(
         folder_id=store.folder_id(make=False),
-        newest=newest,
-        newest_start=start,
+        latest=latest,
+        latest_start=start,
         abandoned=frozenset(step for info in store.intact() for step, _ in info.lineage.abandons),
         wanted=wanted,
         is_exact=is_exact,
@@ -97,7 +97,7 @@ def _source(each: Complete, store: CheckpointStore, chosen: LoadSource | None, c
     memory = InMemory(manifest.to_json(), key.step, key.start, each.is_spread, is_last_resort=not has_other)
     if chosen is not None and not chosen.initial and chosen.step == key.step:
         return dataclasses.replace(chosen, memory=memory)
-    # The run goes on as the one that made the image; its newest ancestor on disk is what the disk's choice loads.
+    # The run goes on as the one that made the image; its latest ancestor on disk is what the disk's choice loads.
     parent = None if chosen is None else chosen.lineage.parent_step
     return with_exclusions(
         LoadSource(

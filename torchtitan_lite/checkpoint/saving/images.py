@@ -312,7 +312,7 @@ class Images:
             start=self.tier.start,
             folder_id=self.tier.folder_id,
             lineage=origin.lineage,
-            newest=self.tier.newest,
+            latest=self.tier.latest,
             created_at=image.created_at,
             topology=origin.topology,
             versions=versions(),

@@ -64,7 +64,7 @@ class RunMemory:
         if self.tier is None:
             return
         if self._peers.is_coordinator:
-            self.tier.note_newest(self._newest())
+            self.tier.note_latest(self._latest())
         self.begin_keeping()
         if taken is None:
             return
@@ -76,9 +76,9 @@ class RunMemory:
         self._peers.gather(None)  # All ranks have adopted theirs.
         self.tier.drop_names(taken.names)
 
-    def _newest(self) -> Commit | None:
-        newest = next((info for info in reversed(self._store.committed()) if info.kind is CheckpointKind.FULL), None)
-        return None if newest is None else commit_of(newest)
+    def _latest(self) -> Commit | None:
+        latest = next((info for info in reversed(self._store.committed()) if info.kind is CheckpointKind.FULL), None)
+        return None if latest is None else commit_of(latest)
 
     def wait_for_staging(self) -> None:
         """Wait until the state may change, as far as images go. Any rank."""
