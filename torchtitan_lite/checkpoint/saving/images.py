@@ -281,8 +281,6 @@ class Images:
             if self.process is None:
                 return self.digest_here(image)
             record = self.process.digest(staged.arena, staged.num_bytes, image.step)
-            if self.process.pid != self._joined:
-                self.tier.join_again(self.helpers())
         except Exception as error:
             self._note_failed(image.step, error)
         else:
@@ -294,6 +292,8 @@ class Images:
         if not self.tier.keep(arena):
             return False
         assert arena.mark is not None, "the keeper holds it"
+        if self.process is not None and self.process.pid != self._joined:
+            self.tier.join_again(self.helpers())  # Not before: the keeper may not have started by then.
         arena.mark.set(image.step, image.staged.num_bytes, self._card(image, record).to_bytes())
         self.stager.pool.validate(image.staged.slot, image.step)
         with self._lock:
