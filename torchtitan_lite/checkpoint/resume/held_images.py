@@ -151,22 +151,24 @@ class HeldImages:
         return key.start == loaded.start and key.step <= loaded.step
 
     def _list(self, keeper: Keeper) -> None:
+        """List what `keeper` holds, unless a process of another start may still write into it."""
+        held: list[Held] = []
         try:
             held = keeper.held(self.start)
             is_mapped = any(each.is_mapped for each in held)
-            if is_mapped and not keeper.wait_until_unmapped(self.end_seconds, self.start):
-                for each in held:
-                    each.close()
+            if not is_mapped or keeper.wait_until_unmapped(self.end_seconds, self.start):
+                self._held = held
+            else:
                 logger.warning(
                     "Images in memory are not used: a process of another start of this job has not ended in %g s",
                     self.end_seconds,
                 )
-                return
         except KeeperUnavailable as error:
             logger.warning("%s. Loading from disk", error)
-            return
-        self._held = held
-        for each in held:
+        if not self._held:
+            for each in held:
+                each.close()
+        for each in self._held:
             if (local := _read(each)) is not None:
                 self._local[Key(local.image.step, local.image.start), local.image.rank] = local
 
