@@ -29,6 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from tests.checkpoint.small_run import Run, job_config
 from tests.e2e.jobs import children, command_line, read_lines, send
 from tests.forked import Forked
+from tests.keepers import keepers_in
 from torchtitan_lite import log
 from torchtitan_lite.config.job_config import Comm
 from torchtitan_lite.distributed.consensus import Peers
@@ -54,10 +55,21 @@ class Order:
     folder: Path
     keys: dict[str, Any] = field(default_factory=dict)
     steps: int = STEPS
+    width: int = 1024
+    """Of the model: it has 1024 parameters for each."""
+    memory_group: Path | None = None
+    """The control group of cgroup v1's memory controller in which all processes of the job run."""
+    runtime: Path | None = None
+    """The folder of the keeper's socket, if the job has a memory tier."""
 
     def record(self, rank: int) -> Path:
         """Return the file in which `rank` records its actions."""
         return self.folder / f"rank{rank}.jsonl"
+
+    @property
+    def request(self) -> Path:
+        """The file whose existence makes rank 1 raise, once."""
+        return self.folder / "raise"
 
     @property
     def log(self) -> Path:
@@ -102,7 +114,7 @@ class KilledJob:
 
     def wait_for_training(self, after: int) -> int:
         """Return once start number `after` + 1 has trained a step on every rank; return the step that it resumed."""
-        self._wait(lambda: all(_trains(self.starts(rank), after) for rank in range(RANKS)))
+        self.wait_until(lambda: all(_trains(self.starts(rank), after) for rank in range(RANKS)))
         return next(line["step"] for line in list(self.starts(0).values())[after] if is_(line, "resumed"))
 
     def pids(self) -> list[int]:
@@ -112,7 +124,7 @@ class KilledJob:
     def wait_a_moment(self) -> None:
         """Wait for a random number of steps and a random part of one: the ranks train, stage, digest and save."""
         step = self._trained() + self._random.randint(0, MOST_STEPS)
-        self._wait(lambda: self._trained() >= step or not all(map(_is_running, self.pids())))
+        self.wait_until(lambda: self._trained() >= step or not all(map(_is_running, self.pids())))
         # Waits for nothing: the moment of a kill is what the test draws.
         time.sleep(self._random.uniform(0.0, LONGEST_SECONDS))
 
@@ -133,6 +145,19 @@ class KilledJob:
         self.wait_a_moment()
         self.kill_ranks()
 
+    def kill_keeper(self) -> None:
+        """Kill the keeper, and later all ranks."""
+        assert self.order.runtime is not None
+        keepers = keepers_in(self.order.runtime)
+        assert len(keepers) == 1, f"expected one keeper, found {len(keepers)}:\n{self.tail()}"
+        send(keepers[0], signal.SIGKILL)
+        self.wait_a_moment()
+        self.kill_ranks()
+
+    def kill_raising(self) -> None:
+        """Make rank 1 raise; the agent ends the other one and starts both again."""
+        self.order.request.touch()
+
     def kill_torchrun(self) -> None:
         """Kill the agent, then the ranks, and launch another agent."""
         self.end()
@@ -146,7 +171,16 @@ class KilledJob:
         for pid in ranks:
             send(pid, signal.SIGKILL)
         self._agent.wait(DEADLINE_SECONDS)
-        self._wait(lambda: not any(_is_running(pid) for pid in ranks), is_running=False)
+        self.wait_until(lambda: not any(_is_running(pid) for pid in ranks), is_running=False)
+
+    def wait_until(self, condition: Callable[[], bool], *, is_running: bool = True) -> None:
+        """Return as soon as `condition` holds. Fail if the job ends before, or at a deadline."""
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not condition():
+            assert time.monotonic() < deadline, f"nothing happened for {DEADLINE_SECONDS:.0f} s:\n{self.tail()}"
+            ended = is_running and self._agent is not None and self._agent.poll() is not None
+            assert not ended or condition(), f"the job ended:\n{self.tail()}"
+            time.sleep(0.002)
 
     def tail(self) -> str:
         """Return the end of the output, for the message of a failed test."""
@@ -156,14 +190,6 @@ class KilledJob:
         """Return the step that the current start has trained on every rank."""
         of_ranks = [list(self.starts(rank).values())[-1] for rank in range(RANKS)]
         return min(max((line["step"] for line in lines if is_(line, "trained")), default=0) for lines in of_ranks)
-
-    def _wait(self, condition: Callable[[], bool], *, is_running: bool = True) -> None:
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while not condition():
-            assert time.monotonic() < deadline, f"nothing happened for {DEADLINE_SECONDS:.0f} s:\n{self.tail()}"
-            ended = is_running and self._agent is not None and self._agent.poll() is not None
-            assert not ended or condition(), f"the job ended:\n{self.tail()}"
-            time.sleep(0.002)
 
 
 @contextmanager
@@ -205,7 +231,7 @@ class ImagesRun(Run):
 
     def __init__(self, order: Order, on_event: Callable[..., None], rank: int) -> None:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(512, 1024), nn.Dropout(0.1), nn.Tanh(), nn.Linear(1024, 512))
+        model = nn.Sequential(nn.Linear(512, order.width), nn.Dropout(0.1), nn.Tanh(), nn.Linear(order.width, 512))
         fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
         keys = {"interval": DISK_INTERVAL, "keep_latest_k": 2, "timeout_seconds": 60, **order.keys}
         keys["preemption_signals"] = ("SIGTERM",)
@@ -231,6 +257,12 @@ class ImagesRun(Run):
 def _agent(order: Order, number: int) -> None:
     """Run an elastic agent, as torchrun does, until the ranks have ended or failed too often."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    if order.memory_group is not None:
+        (order.memory_group / "cgroup.procs").write_text(str(os.getpid()))
+    if order.runtime is not None:
+        os.environ.pop("TORCHTITAN_LITE_MEMORY", None)
+        os.environ["XDG_RUNTIME_DIR"] = str(order.runtime)
 
     output = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
@@ -285,6 +317,9 @@ def _train(order: Order, rank: int, write: Callable[..., None]) -> None:
         run.manager.load()
         write("resumed", state.step)
         while state.step < order.steps:
+            if rank == 1 and order.request.exists():
+                order.request.unlink()
+                raise RuntimeError("the test wanted an error here")
             loss = run.train()
             write("trained", state.step, loss=loss)
             run.manager.save(state.step, force=state.step == order.steps)
