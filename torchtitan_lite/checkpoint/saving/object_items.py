@@ -32,6 +32,10 @@ _MAX_RATIO = DESCRIPTION_RATIO
 next to so little data a load would refuse the manifest as too large."""
 
 
+_CONSTANT = {bool, int, float, str, type(None)}
+"""Types whose values, alone or in a tuple such as betas, are told apart by `repr`."""
+
+
 @dataclass(frozen=True)
 class _Encoded:
     item: bytes
@@ -64,7 +68,7 @@ class ObjectItems:
         return b"".join(items), placed
 
     def _encoded(self, key: str, value: Any) -> _Encoded:
-        if type(value) not in (bool, int, float, str, type(None)):
+        if type(value) not in _CONSTANT and not (type(value) is tuple and {*map(type, value)} <= _CONSTANT):
             return self._encode(key, value)
         known = (type(value), repr(value))
         if known not in self._known:
