@@ -33,7 +33,7 @@ next to so little data a load would refuse the manifest as too large."""
 
 
 _CONSTANT = {bool, int, float, str, type(None)}
-"""Types whose values, alone or in a tuple such as betas, are told apart by `repr`."""
+"""Types whose values, alone or in a tuple such as betas, have a `repr` of their own each."""
 
 
 @dataclass(frozen=True)
