@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,7 @@ def tier_on(folder: Path) -> Iterator[Path]:
         os.environ.update(before)
         while RUNS:
             RUNS.pop().manager.close()
+        shutil.rmtree(runtime, ignore_errors=True)  # A keeper that a failed test left ends without its socket.
 
 
 @on_two_ranks
