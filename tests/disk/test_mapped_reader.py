@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.disk.test_piece_table import Room, dense
 from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
 from torchtitan_lite.disk.mapped_reader import MappedReader
+from torchtitan_lite.disk.piece_table import PieceTable
 from torchtitan_lite.disk.read_requests import Piece
 
 FILE = Path("/a/folder/__0_0.distcp")
@@ -95,3 +97,21 @@ def test_an_empty_file_has_nothing_to_read() -> None:
     fd = os.memfd_create("empty")
     MappedReader({FILE.name: fd}).read(FILE, FileRecord.of(b""), [])
     os.close(fd)
+
+
+def test_parts_of_a_file_on_another_host_are_read_from_what_was_borrowed(data: bytes) -> None:
+    reader = MappedReader({})
+    reader.borrowed = {FILE.name: {100: data[100:200], 300: data[300:340]}}
+    into, small = bytearray(30), bytearray(8)
+    table = PieceTable()
+    table.add([332], [ctypes.addressof(ctypes.c_char.from_buffer(small))], 8)
+    reader.read(FILE, FileRecord.of(data), [Piece(150, memoryview(into)), Piece(9000, memoryview(b""))], table)
+    assert (bytes(into), bytes(small)) == (data[150:180], data[332:340])
+
+
+@pytest.mark.parametrize(("at", "count"), [(50, 10), (95, 10), (195, 10), (250, 1), (335, 10), (900, 1)])
+def test_what_was_not_borrowed_is_on_another_host(data: bytes, at: int, count: int) -> None:
+    reader = MappedReader({})
+    reader.borrowed = {FILE.name: {100: data[100:200], 300: data[300:340]}}
+    with pytest.raises(DamagedRange, match="another host"):
+        reader.read(FILE, FileRecord.of(data), [Piece(at, memoryview(bytearray(count)))])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -24,6 +25,7 @@ THREADS = 2
 """Two cores copy as fast as the memory does; one takes 1.7 times as long."""
 _PORTION_BYTES = 256 << 10
 """Bytes copied and hashed at a time: source and destination fit together into a core's cache."""
+ELSEWHERE = "it is in the memory of another host"
 _LARGE_COPY = 32 << 10
 """Bytes from which a copy releases the GIL."""
 
@@ -31,12 +33,14 @@ _LARGE_COPY = 32 << 10
 class MappedReader:
     """Reads the files of `images`: the descriptor of each by its name. They stay the caller's; `close` unmaps them.
 
-    No process may cut a file while it is read: that would end this one with SIGBUS.
+    No process may cut a file while it is read: that would end this one with SIGBUS. Of the other files there may be
+    parts in `borrowed`: by file, the first byte of each part and its bytes, which whoever sent them has checked.
     """
 
     def __init__(self, images: Mapping[str, int], threads: int = THREADS) -> None:
         self._images = dict(images)
         self._threads = threads
+        self.borrowed: Mapping[str, Mapping[int, bytes]] = {}
         self._mapped: dict[str, _Mapping] = {}
 
     def read(
@@ -46,6 +50,9 @@ class MappedReader:
 
         They are checked if `record` has digests. Raises `DamagedRange` if they are wrong or missing.
         """
+        if path.name not in self._images and path.name in self.borrowed:
+            _fill_from(self.borrowed[path.name], path, pieces, table)
+            return
         mapping = self._mapping(path, record)
         size = mapping.size if record is None else record.size
         blocks = record.blocks if record is not None else b""
@@ -64,13 +71,32 @@ class MappedReader:
     def _mapping(self, path: Path, record: FileRecord | None) -> _Mapping:
         name, expected = path.name, record.size if record is not None else 0
         if name not in self._images:
-            raise DamagedRange(path, 0, expected, "it is in the memory of another host")
+            raise DamagedRange(path, 0, expected, ELSEWHERE)
         if name not in self._mapped:
             size = os.fstat(self._images[name]).st_size
             if size < expected:
                 raise DamagedRange(path, size, expected, f"its memory has {size} bytes")
             self._mapped[name] = _Mapping(self._images[name], size)
         return self._mapped[name]
+
+
+def _fill_from(parts: Mapping[int, bytes], path: Path, pieces: Sequence[Piece], table: PieceTable | None) -> None:
+    """Fill `pieces`, and those of `table`, from `parts` of the file. Raises `DamagedRange` for what is in none."""
+    begins = sorted(parts)
+
+    def bytes_at(at: int, count: int) -> bytes:
+        begin = begins[max(0, bisect_right(begins, at) - 1)] if begins else at
+        part = parts.get(begin, b"")
+        if not begin <= at or at + count > begin + len(part):
+            raise DamagedRange(path, at, at + count, ELSEWHERE)
+        return part[at - begin : at - begin + count]
+
+    for at, into in pieces:
+        if len(into):
+            into[:] = bytes_at(at, len(into))
+    if table is not None:
+        for at, address, count in zip(table.begins, table.addresses, table.counts, strict=True):
+            _small_copy(address, bytes_at(at, count), count)
 
 
 class _Mapping:

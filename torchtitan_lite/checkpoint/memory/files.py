@@ -1,7 +1,8 @@
 """The files of a checkpoint that lie in memory: each is the image of one rank.
 
-There is no manifest in memory: a start puts it together from the cards. A rank may lack the images of other hosts: to
-read one of them is damage of this source, so that the load goes on with another one.
+There is no manifest in memory: a start puts it together from the cards. A rank may lack the images of other hosts. What
+all ranks have alike is small, or is in every image: ranks lend each other these parts of their own files. To read
+anything else of another host is damage of this source, so that the load goes on with another one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from torchtitan_lite.disk.digest import num_blocks
 from torchtitan_lite.disk.mapped_reader import MappedReader
+from torchtitan_lite.disk.read_requests import Piece
 from torchtitan_lite.store.manifest import Manifest
 
 
@@ -56,6 +58,22 @@ class FilesInMemory:
         for name in self.share(sorted(self._manifest.files), number, count):
             record = self._manifest.files[name]
             self._reader.verify(Path(name), record, range(num_blocks(record.size)))
+
+    def lend(self, ranges: Mapping[str, Sequence[tuple[int, int]]]) -> dict[str, dict[int, bytes]]:
+        """Return, by file and first byte, the bytes of `ranges` (begin, count) in this rank's own file, verified.
+
+        Raises as `MappedReader.read`.
+        """
+        if self._own is None or self._own not in ranges:
+            return {}
+        parts = {begin: bytearray(count) for begin, count in ranges[self._own]}
+        pieces = [Piece(begin, memoryview(part)) for begin, part in parts.items()]
+        self._reader.read(Path(self._own), self._manifest.files[self._own], pieces)
+        return {self._own: {begin: bytes(part) for begin, part in parts.items()}}
+
+    def borrow(self, lent: Iterable[Mapping[str, Mapping[int, bytes]]]) -> None:
+        """Use what the ranks lend each other for the files that are not on this host."""
+        self._reader.borrowed = {name: parts for of_rank in lent for name, parts in of_rank.items()}
 
     def close(self) -> None:
         """Unmap everything. Idempotent."""

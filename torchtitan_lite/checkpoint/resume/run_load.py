@@ -9,19 +9,17 @@ import gc
 from collections.abc import Callable
 
 from torchtitan_lite import faults
-from torchtitan_lite.checkpoint.memory.files import FilesInMemory
 from torchtitan_lite.checkpoint.memory.tier import TakenOver, Tier
 from torchtitan_lite.checkpoint.reading.files import Files
 from torchtitan_lite.checkpoint.resume.fallback import Candidates
 from torchtitan_lite.checkpoint.resume.held_images import HeldImages, Key
+from torchtitan_lite.checkpoint.resume.image_bytes import lent_parts, verify_images
 from torchtitan_lite.checkpoint.resume.load_source import InMemory, LoadSource
 from torchtitan_lite.checkpoint.resume.restore import Restore
 from torchtitan_lite.checkpoint.resume.resume_report import ResumeReport
 from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.config.job_config import JobConfig
-from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.distributed.consensus import Peers
-from torchtitan_lite.errors import CheckpointDamaged
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.housekeeping import OnEvent
@@ -119,6 +117,8 @@ class RunLoad:
         manifest = Manifest.parse(memory.manifest, str(source.path / layout.MANIFEST))
         files = images.files(Key(memory.step, memory.start), manifest, is_spread=memory.is_spread)
         try:
+            if memory.is_spread:
+                files.borrow(peers.gather_made(lambda: lent_parts(source, files)))
             if memory.is_last_resort:
                 # What a load has changed, nothing on disk could put right.
                 peers.together(lambda: verify_images(source, files, peers.rank, peers.world_size))
@@ -150,12 +150,3 @@ class RunLoad:
             topology=self._topology,
             files=files,
         )
-
-
-def verify_images(source: LoadSource, files: FilesInMemory, number: int, count: int) -> None:
-    """Verify every byte of this rank's share of `files`. Raise `CheckpointDamaged`."""
-    try:
-        files.verify(number, count)
-    except DamagedRange as error:
-        finding = f"bytes {error.begin} to {error.end} of {error.path.name}: {error.finding}"
-        raise CheckpointDamaged(str(source.path), finding) from None
