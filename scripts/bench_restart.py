@@ -88,7 +88,7 @@ def _add(samples: Samples, kill: str, name: str, number: int, times: Times) -> N
 
 
 def _table(samples: Samples) -> str:
-    rows = [f"{'seconds, medians':<25}{'total':>7}" + "".join(f"{part[:7]:>8}" for part in PARTS) + f"{'lost':>6}"]
+    rows = [f"{'seconds, medians':<19}{'total':>7}" + "".join(f"{part[:7]:>8}" for part in PARTS) + f"{'lost':>6}"]
     for kill in dict.fromkeys(sample.workload for sample in samples.all):
         rows += ["-" * 80, KILLS.get(kill, "not killed, no checkpoints")]
         for name in dict.fromkeys(sample.contender for sample in samples.all if sample.workload == kill):
@@ -97,7 +97,7 @@ def _table(samples: Samples) -> str:
                 for figure in ("total_seconds", *(f"{part}_seconds" for part in PARTS), "lost_steps")
             ]
             rows.append(
-                f"  {name:<23}{figures[0]:>7.2f}"
+                f"  {name:<17}{figures[0]:>7.2f}"
                 + "".join(f"{figure:>8.2f}" for figure in figures[1:-1])
                 + f"{figures[-1]:>6.0f}"
             )
