@@ -1,4 +1,4 @@
-"""Addresses of object stores are refused in the configuration; a run would write into a folder of that name."""
+"""Folders in the configuration: an address of an object store is none, and a run overwrites no file of its model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan_lite.config.job_config import Checkpoint, Job
+from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig, Model
 from torchtitan_lite.config.manager import parse_config
 from torchtitan_lite.errors import ConfigError
 
@@ -42,3 +42,14 @@ def test_an_address_that_went_through_a_path_is_refused_too() -> None:
 @pytest.mark.parametrize("folder", ["outputs", "/data/run", "a:b/c", "../x", "C:/x", "./s3:/x"])
 def test_other_names_are_folders(folder: str) -> None:
     assert Job(dump_folder=folder).dump_folder == folder
+
+
+@pytest.mark.parametrize("name", ["outputs", "./outputs/", "outputs/config.json"])
+def test_the_file_of_the_model_may_not_be_where_the_run_writes_its_own_configuration(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"model.config_path: .* is where the run writes its own config.json"):
+        JobConfig(job=Job(dump_folder="outputs"), model=Model(config_path=name))
+
+
+@pytest.mark.parametrize("name", ["outputs/llama", "outputs/llama/config.json", "other/config.json", "config.json"])
+def test_elsewhere_it_may_be(name: str) -> None:
+    assert JobConfig(job=Job(dump_folder="outputs"), model=Model(config_path=name)).model.config_path == name

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.config.field_types import check_sections
@@ -59,6 +60,8 @@ __all__ = [
     "WhenBusy",
 ]
 
+CONFIG_FILE = "config.json"
+"""The resolved configuration, in job.dump_folder."""
 EXCLUDABLE_STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state", "rng")
 
 
@@ -84,6 +87,12 @@ class JobConfig:
             raise ConfigError(
                 f"comm.simulated_ranks: {self.comm.simulated_ranks} ranks can be simulated only by a dry run, which "
                 "trains nothing. Add --checkpoint.dry_run, or leave it out."
+            )
+        own = Path(self.job.dump_folder).absolute()
+        if self.model.config_path and Path(self.model.config_path).absolute() in (own, own / CONFIG_FILE):
+            raise ConfigError(
+                f"model.config_path: {self.model.config_path!r} is where the run writes its own {CONFIG_FILE}, in "
+                "job.dump_folder. Move the model's file into another folder."
             )
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
