@@ -20,6 +20,7 @@ from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, BlockDigest, 
 from torchtitan_lite.disk.in_threads import in_threads
 from torchtitan_lite.disk.piece_table import PieceTable
 from torchtitan_lite.disk.read_requests import Piece, Segment, by_block, in_order, segments
+from torchtitan_lite.disk.request_memory import advise
 
 THREADS = 2
 """Two cores copy as fast as the memory does; one takes 1.7 times as long."""
@@ -106,7 +107,7 @@ class _Mapping:
         self.size = size
         # The pages are shared with the one who wrote them: no code here writes to this memory.
         mapped = mmap.mmap(fd, size) if size else mmap.mmap(-1, 1)
-        mapped.madvise(mmap.MADV_DONTFORK)
+        advise(mapped, size)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
         self.view = memoryview(mapped).toreadonly()
 

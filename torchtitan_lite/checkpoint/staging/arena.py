@@ -18,6 +18,7 @@ import torch
 
 from torchtitan_lite.checkpoint.memory.mark import Mark
 from torchtitan_lite.disk.forks import forget_in_children
+from torchtitan_lite.disk.request_memory import advise
 from torchtitan_lite.log import logger
 
 _PIECE_BYTES = 16 << 20
@@ -38,8 +39,7 @@ class StagingArena:
         self._pid = os.getpid()
         self.fd = _anonymous_file(num_bytes) if fd is None else fd
         self.memory = mmap.mmap(self.fd, max(num_bytes, 1))
-        if hasattr(mmap, "MADV_DONTFORK"):
-            self.memory.madvise(mmap.MADV_DONTFORK)
+        advise(self.memory, num_bytes)
         self.address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
         self._pinned = pin and num_bytes > 0 and _pin(self.address, num_bytes)
         forget_in_children(self.forget)
