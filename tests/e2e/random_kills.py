@@ -7,6 +7,7 @@ records are complete up to the moment of a kill.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -292,6 +293,7 @@ def _agent(order: Order, number: int) -> None:
 def _rank(order: Order, number: int) -> None:
     """Run one rank of one start, from its fork to its exit."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    gc.freeze()  # As train.py does: a collection would copy every page of the server that this process shares.
     torch.set_num_threads(1)
     log.setup(0)
     rank, start = int(os.environ["RANK"]), f"{number}.{os.environ['TORCHELASTIC_RESTART_COUNT']}"

@@ -40,7 +40,8 @@ def test_a_job_without_checkpoints_succeeds_on_a_disk_that_is_read_only_from_the
         assert job.wait() == [0], job.log
     assert "step:  4  loss: " in job.log and "Training completed" in job.log
     warnings = [line for line in job.log.splitlines() if "WARNING" in line and str(disk) in line]
-    assert len(warnings) == 5, "config.json, metrics, TensorBoard, events and samples: one each\n" + job.log
+    files = "config.json, configs.jsonl, ledger.jsonl, metrics, TensorBoard, events and samples"
+    assert len(warnings) == 7, f"{files}: one each\n{job.log}"
 
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(disk: Path, tmp_path: Path) -> None:
