@@ -28,6 +28,7 @@ from checkpoint_bench import ours, states
 from checkpoint_bench.states import BenchState
 
 from torchtitan_lite.checkpoint.memory.files import FilesInMemory
+from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.disk.in_threads import in_threads
 from torchtitan_lite.disk.mapped_reader import THREADS
 from torchtitan_lite.distributed.consensus import Peers
@@ -105,11 +106,11 @@ def in_memory(folder: Path) -> FilesInMemory:
     records = {name: record for name, record in manifest.files.items() if name != layout.METADATA}
     images = {}
     for name, record in records.items():
-        images[name] = os.memfd_create(name)
+        arena = StagingArena(record.size, pin=False)
+        images[name] = os.dup(arena.fd)
         with (folder / name).open("rb") as file:
-            while os.sendfile(images[name], file.fileno(), None, 1 << 30):
-                pass
-        assert os.fstat(images[name]).st_size == record.size
+            assert file.readinto(arena.memory) == record.size
+        arena.forget()
     return FilesInMemory(dataclasses.replace(manifest, files=records), images)
 
 
