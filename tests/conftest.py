@@ -1,6 +1,7 @@
 """Settings for all tests: hypothesis has no deadlines, variables of a launcher are removed, no keeper is started."""
 
 import os
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -41,6 +42,13 @@ def _kind(item: pytest.Item) -> int:
     if item.path.parent.name in ("e2e", "resharding") or item.get_closest_marker("slow"):
         return 0
     return 1 if {"two_ranks", "four_ranks"} & set(getattr(item, "fixturenames", ())) else 2
+
+
+@pytest.fixture(autouse=True)
+def transformers_logs_errors_only() -> None:
+    """Undo what a test before this one did to the log of transformers: its handler has that test's stderr, closed."""
+    if "transformers" in sys.modules:
+        sys.modules["transformers"].logging.set_verbosity_error()
 
 
 @pytest.fixture
