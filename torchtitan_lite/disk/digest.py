@@ -54,9 +54,10 @@ class FileRecord:
     """The digests of its blocks, concatenated; empty if it has none."""
 
     @classmethod
-    def of(cls, data: bytes) -> FileRecord:
-        """Return the record of a file with the contents `data`."""
-        return cls(len(data), digest_blocks(data))
+    def of(cls, data: ReadableBuffer) -> FileRecord:
+        """Return the record of a file with the contents `data`. Releases the GIL block by block."""
+        with memoryview(data) as view:
+            return cls(view.nbytes, digest_blocks(view))
 
     @property
     def digest(self) -> str:

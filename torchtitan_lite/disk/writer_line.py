@@ -23,7 +23,7 @@ from typing import Protocol
 
 from torchtitan_lite import faults
 from torchtitan_lite.disk.block_writer import InPlace, write_blocks
-from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord, block_digest
+from torchtitan_lite.disk.digest import FileRecord
 
 POLL_SECONDS = 0.5
 """Between two checks whether the process is stopped. Its end is seen at once, by the closed socket."""
@@ -161,13 +161,7 @@ def _answer(request: Write | Digest, memory: mmap.mmap) -> FileRecord | Exceptio
 def _digested(memory: mmap.mmap, request: Digest) -> FileRecord:
     faults.point("digest", step=request.step)
     with memoryview(memory)[: request.num_bytes] as view:
-        return digested(view)
-
-
-def digested(view: memoryview) -> FileRecord:
-    """Return the record of a file whose contents are `view`. Releases the GIL block by block."""
-    blocks = (block_digest(view[at : at + BLOCK_BYTES]) for at in range(0, len(view), BLOCK_BYTES))
-    return FileRecord(len(view), b"".join(blocks))
+        return FileRecord.of(view)
 
 
 def _map(fd: int, num_bytes: int) -> mmap.mmap:

@@ -11,7 +11,7 @@ from tests.checkpoint.small_run import SmallRun
 from torchtitan_lite.checkpoint.memory.card import Card
 from torchtitan_lite.checkpoint.memory.mark import read_mark
 from torchtitan_lite.checkpoint.saving.images import Images
-from torchtitan_lite.disk.writer_line import digested
+from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.keeper.client import Keeper
 
 RUNS: list[SmallRun] = []
@@ -55,7 +55,7 @@ def held_by_rank(run_root: Path, runtime: Path) -> dict[tuple[int, int], Card]:
             card = Card.parse(marked.card)
             size = os.fstat(each.arena_fd).st_size
             with mmap.mmap(each.arena_fd, size) as memory, memoryview(memory)[: marked.num_bytes] as view:
-                assert card.record == digested(view)
+                assert card.record == FileRecord.of(view)
             assert card.step == marked.step
             found[card.rank, marked.step] = card
         each.close()

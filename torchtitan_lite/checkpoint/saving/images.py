@@ -32,7 +32,6 @@ from torchtitan_lite.checkpoint.staging.watch import StagingWatch
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.disk.background import Background
 from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.disk.writer_line import digested
 from torchtitan_lite.disk.writer_process import WriterProcess
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.log import logger, readable_bytes
@@ -238,7 +237,7 @@ class Images:
     def digest_here(self, image: Image) -> None:
         """Digest and mark `image` in this thread and process: its disk write failed. Raises nothing."""
         with memoryview(image.staged.arena.memory)[: image.staged.num_bytes] as view:
-            self.mark(image, digested(view))
+            self.mark(image, FileRecord.of(view))
 
     def mark(self, image: Image, record: FileRecord) -> bool:
         """Make `image` valid if the keeper holds it; `record` are its digests. Any thread; raises nothing."""
