@@ -29,10 +29,10 @@ class Heartbeat:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread. Idempotent."""
+        """End the thread; one that hangs in the disk is not waited for longer than a beat. Idempotent."""
         self._stop.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(self._seconds)
             self._thread = None
 
     def _run(self) -> None:

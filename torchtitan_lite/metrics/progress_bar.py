@@ -221,7 +221,7 @@ def is_in_foreground(terminal: int) -> bool:
     """Return False if the shell has this job in the background of the terminal, where a bar would disturb its user."""
     try:
         return os.tcgetpgrp(terminal) == os.getpgrp()
-    except OSError:  # Not this session's terminal: torchrun starts each worker in a session of its own.
+    except OSError:  # The terminal is another process group's: torchrun starts each worker apart from it.
         return _launcher_is_in_foreground()
 
 
