@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -54,3 +57,22 @@ def test_a_process_is_mapped_by_another_start_until_it_has_left(keeper: Keeper, 
     assert not keeper.wait_until_unmapped(0.0, "second")
     keeper.leave()
     assert keeper.wait_until_unmapped(0.0, "second")
+
+
+def test_no_one_waits_for_the_end_of_its_own_process(keeper: Keeper, runtime: Path) -> None:
+    keeper.join("first")
+    again = Keeper(keeper.folder, 600.0, runtime=runtime)  # Of another manager, as in a notebook.
+    with ended_after(20.0):
+        assert not again.wait_until_unmapped(3600.0, "second")
+
+
+@contextmanager
+def ended_after(seconds: float) -> Iterator[None]:
+    """Fail if the block waits for so long."""
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it waits"))
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)

@@ -153,7 +153,8 @@ class Keeper:
     def wait_until_unmapped(self, seconds: float, start_id: str | None = None) -> bool:
         """Wait until every process that joined under another start has ended; return whether that is so in `seconds`.
 
-        Raises `KeeperUnavailable`.
+        False at once if this very process is one of them, as where a manager was not closed. Raises
+        `KeeperUnavailable`.
         """
         deadline = time.monotonic() + seconds
         with self._as_unavailable(), suppress(NoKeeper, HungUp):
@@ -163,7 +164,7 @@ class Keeper:
                     return True
                 try:
                     left = deadline - time.monotonic()
-                    if left <= 0 or not _has_ended(fds[0], left):
+                    if left <= 0 or messages.pid_of(fds[0]) == os.getpid() or not _has_ended(fds[0], left):
                         return False
                 finally:
                     messages.close_all(fds)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtitan_lite.keeper import messages
@@ -124,7 +122,7 @@ class Contents:
             "ttl_seconds": self._ttl_seconds,
             "seconds_left": self.seconds_left(),
             "num_held": len(self._held),
-            "living": sorted({_pid_of(member.pidfd) for member in self._members.values()})[:_MAX_PIDS],
+            "living": sorted({messages.pid_of(member.pidfd) for member in self._members.values()})[:_MAX_PIDS],
         }
 
     def _join(self, request: dict[str, Any], fds: list[int]) -> Answer:
@@ -179,13 +177,6 @@ class Contents:
         """End after the answer, which has the pidfd of this process: once it has ended, the memory is free."""
         self._is_finished = True
         return Answer({}, (os.pidfd_open(os.getpid()),))
-
-
-def _pid_of(pidfd: int) -> int:
-    """Return the process id here; 0 for a process in a PID namespace that this one cannot see."""
-    with suppress(OSError, ValueError, StopIteration), Path(f"/proc/self/fdinfo/{pidfd}").open() as lines:
-        return max(0, int(next(line for line in lines if line.startswith("Pid:")).split()[1]))
-    return 0
 
 
 def _text(request: dict[str, Any], name: str) -> str:

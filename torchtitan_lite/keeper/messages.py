@@ -13,6 +13,7 @@ import socket
 import stat
 import struct
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,13 @@ def is_process(fd: int) -> bool:
     except OSError:
         return False
     return target.name.startswith(("anon_inode:[pidfd]", "pidfd:"))
+
+
+def pid_of(pidfd: int) -> int:
+    """Return the process id here; 0 for a process in a PID namespace that this one cannot see, or that has ended."""
+    with suppress(OSError, ValueError, StopIteration), Path(f"/proc/self/fdinfo/{pidfd}").open() as lines:
+        return max(0, int(next(line for line in lines if line.startswith("Pid:")).split()[1]))
+    return 0
 
 
 def close_all(fds: Sequence[int]) -> None:

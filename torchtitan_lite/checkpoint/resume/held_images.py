@@ -160,8 +160,8 @@ class HeldImages:
                 self._held = held
             else:
                 logger.warning(
-                    "Images in memory are not used: a process of another start of this job has not ended in %g s",
-                    self.end_seconds,
+                    "Images in memory are not used: a process of another start, or a manager of this one that was not "
+                    "closed, can still write into them. End it first"
                 )
         except KeeperUnavailable as error:
             logger.warning("%s. Loading from disk", error)
