@@ -107,6 +107,7 @@ def in_memory(folder: Path) -> FilesInMemory:
     images = {}
     for name, record in records.items():
         arena = StagingArena(record.size, pin=False)
+        arena.allocate()
         images[name] = os.dup(arena.fd)
         with (folder / name).open("rb") as file:
             assert file.readinto(arena.memory) == record.size

@@ -46,7 +46,7 @@ def in_place(data: bytes) -> InPlace:
     memory = mmap.mmap(-1, aligned(len(data)) + ALIGNMENT)
     memory[:] = b"\xee" * len(memory)
     memory[: len(data)] = data
-    return InPlace(memory, len(data))
+    return InPlace(memoryview(memory), len(data))
 
 
 def bounced(data: bytes) -> Bounced:

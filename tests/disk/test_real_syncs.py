@@ -158,7 +158,7 @@ def source(kind: str, data: bytes) -> InPlace | Bounced:
     if kind == "in place":
         memory = mmap.mmap(-1, -(-len(data) // ALIGNMENT) * ALIGNMENT)
         memory[: len(data)] = data
-        return InPlace(memory, len(data))
+        return InPlace(memoryview(memory), len(data))
 
     def fill(buffer: memoryview, begin: int, end: int) -> None:
         buffer[: end - begin] = data[begin:end]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import threading
 from collections.abc import Callable
@@ -46,7 +45,7 @@ class Source(Protocol):
 
 
 class InPlace:
-    """Contents that lie in `memory`, a mapping that ends at a page boundary.
+    """Contents that lie in `memory`, which begins and ends at a page boundary.
 
     Few large requests: nothing is copied before a request, and each one takes time from training beside it.
     """
@@ -54,9 +53,9 @@ class InPlace:
     request_bytes = 4 * BLOCK_BYTES
     threads = 3
 
-    def __init__(self, memory: mmap.mmap, num_bytes: int) -> None:
+    def __init__(self, memory: memoryview, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self._view = memoryview(memory)
+        self._view = memory
 
     def reader(self) -> Callable[[int, int], memoryview]:
         return lambda begin, end: self._view[begin : aligned(end)]

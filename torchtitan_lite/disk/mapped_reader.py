@@ -9,7 +9,6 @@ pieces. A block with a wrong digest is damage at once: memory gives the same byt
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, BlockDigest, 
 from torchtitan_lite.disk.in_threads import in_threads
 from torchtitan_lite.disk.piece_table import PieceTable
 from torchtitan_lite.disk.read_requests import Piece, Segment, by_block, in_order, segments
-from torchtitan_lite.disk.request_memory import advise
+from torchtitan_lite.disk.shared_memory import address_of, map_shared
 
 THREADS = 2
 """Two cores copy as fast as the memory does; one takes 1.7 times as long."""
@@ -106,10 +105,9 @@ class _Mapping:
     def __init__(self, fd: int, size: int) -> None:
         self.size = size
         # The pages are shared with the one who wrote them: no code here writes to this memory.
-        mapped = mmap.mmap(fd, size) if size else mmap.mmap(-1, 1)
-        advise(mapped, size)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-        self.view = memoryview(mapped).toreadonly()
+        mapped = map_shared(fd, size)
+        self.address = address_of(mapped)
+        self.view = mapped.toreadonly()
 
 
 class _Copy:

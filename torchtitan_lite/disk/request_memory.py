@@ -1,4 +1,4 @@
-"""Memory for disk requests and for copies.
+"""Private memory for disk requests.
 
 Requests have private pages, huge ones where the system has them: the disk's driver splits a direct request over a
 thousand scattered small pages into many. Private memory and direct I/O need care where a process forks meanwhile
@@ -16,17 +16,6 @@ HUGE_PAGE_BYTES = 2 << 20
 """On x86-64, and on arm64 with pages of 4 KiB; elsewhere only the alignment of the memory."""
 
 
-def advise(mapping: mmap.mmap, num_bytes: int) -> None:
-    """Keep `mapping` out of forked children, and give `num_bytes` of it huge pages where the system has them.
-
-    Shared memory has them only where /sys/kernel/mm/transparent_hugepage/shmem_enabled is "advise", or more.
-    """
-    with contextlib.suppress(AttributeError, OSError):  # Not Linux, or a kernel without huge pages.
-        mapping.madvise(mmap.MADV_DONTFORK)
-        if num_bytes >= HUGE_PAGE_BYTES:  # Smaller memory would be rounded up to a huge page.
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-
-
 def request_memory(num_bytes: int) -> memoryview:
     """Return `num_bytes` zero bytes, aligned to a huge page. A forked child must not touch them.
 
@@ -34,6 +23,9 @@ def request_memory(num_bytes: int) -> memoryview:
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     mapping = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=flags)
-    advise(mapping, num_bytes)
+    with contextlib.suppress(AttributeError, OSError):  # Not Linux, or a kernel without huge pages.
+        mapping.madvise(mmap.MADV_DONTFORK)
+        if num_bytes >= HUGE_PAGE_BYTES:  # Smaller memory would be rounded up to a huge page.
+            mapping.madvise(mmap.MADV_HUGEPAGE)
     begin = -ctypes.addressof(ctypes.c_char.from_buffer(mapping)) % HUGE_PAGE_BYTES
     return memoryview(mapping)[begin : begin + num_bytes]

@@ -7,7 +7,6 @@ the trainer's arenas; a line sends the descriptor of an arena with the first req
 from __future__ import annotations
 
 import math
-import mmap
 import os
 import socket
 import struct
@@ -24,6 +23,7 @@ from typing import Protocol
 from torchtitan_lite import faults
 from torchtitan_lite.disk.block_writer import InPlace, write_blocks
 from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.disk.shared_memory import map_shared
 
 POLL_SECONDS = 0.5
 """Between two checks whether the process is stopped. Its end is seen at once, by the closed socket."""
@@ -133,7 +133,7 @@ class Line:
 
 def answer_all(socket_fd: int) -> None:
     """Answer the requests that come over a socket, in the process, until the trainer closes it or dies."""
-    arenas: dict[int, mmap.mmap] = {}
+    arenas: dict[int, memoryview] = {}
     with Connection(socket_fd) as connection:
         while True:
             try:
@@ -148,7 +148,7 @@ def answer_all(socket_fd: int) -> None:
                 return
 
 
-def _answer(request: Write | Digest, memory: mmap.mmap) -> FileRecord | Exception:
+def _answer(request: Write | Digest, memory: memoryview) -> FileRecord | Exception:
     try:
         if isinstance(request, Digest):
             return _digested(memory, request)
@@ -158,14 +158,13 @@ def _answer(request: Write | Digest, memory: mmap.mmap) -> FileRecord | Exceptio
         return error
 
 
-def _digested(memory: mmap.mmap, request: Digest) -> FileRecord:
+def _digested(memory: memoryview, request: Digest) -> FileRecord:
     faults.point("digest", step=request.step)
-    with memoryview(memory)[: request.num_bytes] as view:
-        return FileRecord.of(view)
+    return FileRecord.of(memory[: request.num_bytes])
 
 
-def _map(fd: int, num_bytes: int) -> mmap.mmap:
+def _map(fd: int, num_bytes: int) -> memoryview:
     try:
-        return mmap.mmap(fd, max(num_bytes, 1))
+        return map_shared(fd, num_bytes)
     finally:
         os.close(fd)

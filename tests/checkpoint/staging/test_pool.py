@@ -144,7 +144,7 @@ def test_an_image_is_invalid_before_the_first_byte_of_the_next_one() -> None:
 
 def test_an_arena_that_a_keeper_holds_is_never_truncated() -> None:
     arena = StagingArena(1 << 20, pin=False, mark=Mark())
-    arena.touch()
+    arena.allocate()
     arena.is_kept = True
     assert arena.mark is not None
     elsewhere, mark = os.dup(arena.fd), os.dup(arena.mark.fd)
@@ -167,7 +167,7 @@ def test_an_arena_that_is_too_small_is_given_up_before_a_larger_one_is_made() ->
 
 def test_a_forked_child_has_no_mapping_of_an_arena_and_leaves_it_alone() -> None:
     arena = StagingArena(1 << 20, pin=False, mark=Mark())
-    arena.touch()
+    arena.allocate()
     child = os.fork()
     if child == 0:
         is_mapped = f"{arena.address:x}-" in Path("/proc/self/maps").read_text()

@@ -133,7 +133,7 @@ def test_another_mapping_of_the_arena_sees_the_file(stager: Stager) -> None:
 def test_the_memory_of_a_closed_arena_is_freed_even_if_another_process_has_it_open() -> None:
     """A writer process has it open, and so does a worker that was forked while it existed."""
     arena = StagingArena(1 << 20, pin=False)
-    arena.touch()
+    arena.allocate()
     elsewhere = os.dup(arena.fd)
     arena.close()
     assert os.fstat(elsewhere).st_blocks == 0

@@ -7,8 +7,6 @@ image in it is valid; whoever changes a byte of the arena clears the mark first.
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 import tempfile
 from collections.abc import Sequence
@@ -18,14 +16,12 @@ import torch
 
 from torchtitan_lite.checkpoint.memory.mark import Mark
 from torchtitan_lite.disk.forks import forget_in_children
-from torchtitan_lite.disk.request_memory import advise
+from torchtitan_lite.disk.shared_memory import address_of, allocate, map_shared
 from torchtitan_lite.log import logger
-
-_PIECE_BYTES = 16 << 20
 
 
 class StagingArena:
-    """Page-aligned memory of `num_bytes`. Another process can map it through `fd`.
+    """Memory of `num_bytes`, aligned to a huge page. Another process can map it through `fd`.
 
     `fd`, which the arena then owns, is the memory of an arena of another process, all of it. `mark` is that of its
     image; without one it holds no image for later starts.
@@ -38,9 +34,8 @@ class StagingArena:
         """Whether a keeper holds it."""
         self._pid = os.getpid()
         self.fd = _anonymous_file(num_bytes) if fd is None else fd
-        self.memory = mmap.mmap(self.fd, max(num_bytes, 1))
-        advise(self.memory, num_bytes)
-        self.address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
+        self.memory = map_shared(self.fd, num_bytes)
+        self.address = address_of(self.memory)
         self._pinned = pin and num_bytes > 0 and _pin(self.address, num_bytes)
         forget_in_children(self.forget)
 
@@ -49,10 +44,9 @@ class StagingArena:
         """Return the arena in `fd`, whose image has its mark in `mark_fd`; it owns both. Its pages are allocated."""
         return cls(os.fstat(fd).st_size, pin=pin, fd=fd, mark=Mark(mark_fd))
 
-    def touch(self) -> None:
-        """Write to every page, so that the kernel allocates it. Any thread; releases the GIL."""
-        for at in range(0, self.num_bytes, _PIECE_BYTES):
-            ctypes.memset(self.address + at, 0, min(_PIECE_BYTES, self.num_bytes - at))
+    def allocate(self) -> None:
+        """Have the kernel give all pages now, huge ones if it can. Any thread; releases the GIL."""
+        allocate(self.memory)
 
     def tensor(self, at: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """Return the tensor at byte `at`, which shares the arena's memory."""

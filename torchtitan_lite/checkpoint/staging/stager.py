@@ -180,7 +180,7 @@ class Stager:
         slot.arena = slot.framed = None
         mark = Mark() if self._marks else None
         arena = StagingArena(-(-(num_bytes + _GRAIN_BYTES) // _GRAIN_BYTES) * _GRAIN_BYTES, pin=self._pin, mark=mark)
-        arena.touch()
+        arena.allocate()
         slot.arena = arena
 
 
