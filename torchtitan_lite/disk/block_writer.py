@@ -1,6 +1,7 @@
 """Write the file of one rank: in large requests, past the page cache, with digests computed on the way.
 
-The digest is computed from the memory that goes to the kernel, so it records what was meant, whatever the disk does.
+The digest is computed from the memory that goes to the kernel, or is known from when that was filled. So it records
+what was meant, whatever memory and disk do.
 Requests come from aligned memory: in place where the whole file is in memory already, else through bounce buffers.
 Where direct I/O is refused, when opening or at the first write, the same bytes go through the page cache to the same
 offsets. When `write_blocks` returns, the contents are durable; the name is durable once the folder is synced.
@@ -36,6 +37,8 @@ class Source(Protocol):
     """Bytes of one write; a multiple of BLOCK_BYTES."""
     threads: int
     """Requests under way at a time."""
+    record: FileRecord | None
+    """The record of the file, if it is known; None if the writer is to take the digests."""
 
     def reader(self) -> Callable[[int, int], memoryview]:
         """Return a function, for one thread, that returns bytes [begin, end) in aligned memory.
@@ -53,8 +56,9 @@ class InPlace:
     request_bytes = 4 * BLOCK_BYTES
     threads = 3
 
-    def __init__(self, memory: memoryview, num_bytes: int) -> None:
+    def __init__(self, memory: memoryview, num_bytes: int, record: FileRecord | None = None) -> None:
         self.num_bytes = num_bytes
+        self.record = record
         self._view = memory
 
     def reader(self) -> Callable[[int, int], memoryview]:
@@ -70,6 +74,7 @@ class Bounced:
 
     request_bytes = 2 * BLOCK_BYTES
     threads = 6
+    record: FileRecord | None = None
 
     def __init__(self, num_bytes: int, fill: Callable[[memoryview, int, int], None]) -> None:
         self.num_bytes = num_bytes
@@ -110,11 +115,11 @@ def write_blocks(
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         file.close()
-    return FileRecord(source.num_bytes, b"".join(digests))
+    return source.record or FileRecord(source.num_bytes, b"".join(digests))
 
 
 def _write_all(file: _File, source: Source, threads: int) -> list[bytes]:
-    """Write every request, `threads` at a time; return the block digests of each."""
+    """Write every request, `threads` at a time; return the block digests of each, nothing if they are known."""
     begins = range(0, source.num_bytes, source.request_bytes)
     digests = [b""] * len(begins)
 
@@ -125,7 +130,8 @@ def _write_all(file: _File, source: Source, threads: int) -> list[bytes]:
             number, begin = numbered
             end = min(begin + source.request_bytes, source.num_bytes)
             data = read(begin, end)
-            digests[number] = digest_blocks(data[: end - begin])
+            if source.record is None:
+                digests[number] = digest_blocks(data[: end - begin])
             file.write(data, begin, end - begin)
 
         return write

@@ -53,6 +53,8 @@ class Write:
     path: Path
     num_bytes: int
     step: int
+    record: FileRecord | None
+    """What the answer is, if it is known; else the process takes the digests."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ def _answer(request: Write | Digest, memory: memoryview) -> FileRecord | Excepti
         if isinstance(request, Digest):
             return _digested(memory, request)
         faults.set_step(request.step)
-        return write_blocks(request.path, InPlace(memory, request.num_bytes))
+        return write_blocks(request.path, InPlace(memory, request.num_bytes, request.record))
     except Exception as error:
         return error
 

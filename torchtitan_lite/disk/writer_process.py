@@ -76,13 +76,16 @@ class WriterProcess:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._lines, self._is_reported = lines, False
 
-    def write(self, path: Path, arena: Arena, num_bytes: int, step: int) -> FileRecord:
+    def write(
+        self, path: Path, arena: Arena, num_bytes: int, step: int, record: FileRecord | None = None
+    ) -> FileRecord:
         """Write the first `num_bytes` of `arena` to `path`, durably; return the record of the file.
 
+        `record` is that record if it is known; else the process takes the digests.
         Raises the error of the write, or `WriterProcessDied`: at once if the process ended, within a second if it was
         stopped.
         """
-        return self._ask(0, lambda number: Write(number, path, num_bytes, step), arena, f"writing {path}")
+        return self._ask(0, lambda number: Write(number, path, num_bytes, step, record), arena, f"writing {path}")
 
     def digest(self, arena: Arena, num_bytes: int, step: int) -> FileRecord:
         """Return the record of a file that is the first `num_bytes` of `arena`. Raises `WriterProcessDied`."""

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.memory.image_runs import RUNS, held, images_of, start, step
+from tests.checkpoint.memory.image_runs import RUNS, CopiesOnly, held, images_of, start, step
 from tests.checkpoint.small_run import SmallRun
 from tests.forked import run_code
 from tests.keepers import has_ended, keepers_in
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.memory.mark import Mark, read_mark
+from torchtitan_lite.checkpoint.saving import run_memory
+from torchtitan_lite.checkpoint.staging.stager import Stager
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import ConfigError
@@ -31,6 +33,20 @@ def _no_faults_and_no_run_left() -> Iterator[None]:
         RUNS.pop().manager.close()
 
 
+@pytest.fixture
+def digests_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have copies made without digests, as those of an accelerator's memory are."""
+    monkeypatch.setattr(run_memory, "build_stager", lambda **options: Stager(CopiesOnly(), pin=False, **options))
+
+
+@pytest.fixture(params=["with the copy", "later"])
+def digests(request: pytest.FixtureRequest) -> None:
+    """Have the digests taken with the copy, or later."""
+    if request.param == "later":
+        request.getfixturevalue("digests_later")
+
+
+@pytest.mark.usefixtures("digests")
 def test_every_step_leaves_an_image_and_the_last_two_or_three_are_held(tmp_path: Path, memory_tier: Path) -> None:
     run = start(tmp_path, 6)
     assert run.events.steps("image_ready") == [2, 3, 4, 5, 6], "in step 1 the memory is made"
@@ -44,6 +60,7 @@ def test_every_step_leaves_an_image_and_the_last_two_or_three_are_held(tmp_path:
     assert set(held(run.root, memory_tier)) == {4, 5, 6}, "they outlive the manager"
 
 
+@pytest.mark.usefixtures("digests")
 def test_an_image_has_the_bytes_of_the_file_of_a_save(tmp_path: Path, memory_tier: Path) -> None:
     run = start(tmp_path, 4, interval=4)
     run.manager.wait()
@@ -57,6 +74,7 @@ def test_an_image_has_the_bytes_of_the_file_of_a_save(tmp_path: Path, memory_tie
     assert f'"digest": "{known.digest}"'.encode() in (saved.path / "manifest.json").read_bytes()[-64:]
 
 
+@pytest.mark.usefixtures("digests")
 def test_without_an_interval_the_copy_of_a_save_is_the_image_until_the_next_copy(
     tmp_path: Path, memory_tier: Path
 ) -> None:
@@ -71,6 +89,7 @@ def test_without_an_interval_the_copy_of_a_save_is_the_image_until_the_next_copy
     assert run.events.steps("image_ready") == [2, 4]
 
 
+@pytest.mark.usefixtures("digests")
 @pytest.mark.parametrize("interval", [0, 1])
 def test_the_copy_of_a_failed_save_is_an_image(tmp_path: Path, memory_tier: Path, interval: int) -> None:
     run = start(tmp_path, 1, memory_interval=interval, interval=2)
@@ -82,6 +101,7 @@ def test_the_copy_of_a_failed_save_is_an_image(tmp_path: Path, memory_tier: Path
     assert set(held(run.root, memory_tier)) == {2}
 
 
+@pytest.mark.usefixtures("digests_later")
 def test_a_digest_that_fails_is_a_warning_and_three_in_a_row_end_the_images(
     tmp_path: Path, memory_tier: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -93,6 +113,7 @@ def test_a_digest_that_fails_is_a_warning_and_three_in_a_row_end_the_images(
     assert caplog.text.count("No more images in memory in this start") == 1
 
 
+@pytest.mark.usefixtures("digests_later")
 def test_images_go_on_after_the_writer_process_was_killed(tmp_path: Path, memory_tier: Path) -> None:
     run = start(tmp_path, 3)
     process = images_of(run).process
@@ -239,3 +260,20 @@ def test_a_save_whose_copy_failed_does_not_free_an_arena_that_is_being_digested(
     step(run)
     assert held_slot.num_readers == 1
     pool.release(held_slot)
+
+
+def test_a_copy_that_comes_with_digests_needs_no_process_beside_it(tmp_path: Path, memory_tier: Path) -> None:
+    run = start(tmp_path, 2)
+    assert images_of(run).process is None
+    assert set(held(run.root, memory_tier)) == {2}
+
+
+def test_the_copy_of_a_save_is_an_image_while_its_file_is_still_written(tmp_path: Path, memory_tier: Path) -> None:
+    run = start(tmp_path, 1, memory_interval=0, interval=2)
+    faults.install("slow@fsync:seconds=2", rank=0)
+    step(run)
+    run.manager.maybe_wait_for_staging()
+    assert images_of(run).wait(60)
+    assert set(held(run.root, memory_tier)) == {2}
+    assert run.committed() == []
+    assert run.manager.wait() == 2

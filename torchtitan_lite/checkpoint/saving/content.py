@@ -88,19 +88,19 @@ class Copies:
             self.stager.pool.release(slot)
 
     def _also_kept(self, content: RankContent, image: Image) -> RankContent:
-        """Return `content`, whose copy also becomes an image: digested beside the write, or by it."""
+        """Return `content`, whose copy also becomes an image: before its write, or by it."""
         images = self.images
         assert images is not None
 
         def wait() -> None:
             content.wait()
             images.note_staged(image)
-            if images.digests_at_once:
+            if images.are_made_at_once:
                 self.stager.pool.add_reader(image.staged.slot)
-                images.digest_later(image)
+                images.mark_later(image)
 
         def write(path: Path) -> FileRecord:
-            if images.digests_at_once:
+            if images.are_made_at_once:
                 return content.write(path)
             try:
                 record = content.write(path)
@@ -115,4 +115,6 @@ class Copies:
 
 def write_in_place(path: Path, staged: Staged, target: Target) -> FileRecord:
     """Write the staged image to `path` in this process, durably."""
-    return write_blocks(path, InPlace(staged.arena.memory, staged.num_bytes), durable=target.store.durable)
+    return write_blocks(
+        path, InPlace(staged.arena.memory, staged.num_bytes, staged.record), durable=target.store.durable
+    )

@@ -2,8 +2,9 @@
 
 Every copy that an asynchronous save makes becomes one, and with `memory_interval` also copies that no disk write
 follows. An image is valid on this rank once all of it is copied and digested, its arena is at the keeper and its mark
-is set; nothing of that is done in the thread that trains, except for the copy. An image that fails is a warning, never
-a failed save. After `MAX_FAILED` in a row on a rank all ranks stop to stage images: they find out in the same exchange.
+is set; nothing of that is done in the thread that trains, except for the copy, which comes with its digests where
+processors copy. An image that fails is a warning, never a failed save. After `MAX_FAILED` in a row on a rank all ranks
+stop to stage images: they find out in the same exchange.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class Image:
 class Images:
     """The images of this rank in the arenas of `stager`. Every `interval` steps one is made only for memory; 0: never.
 
-    `process` digests them; without one, this process does, in a thread. `owns_process`: no saver starts or closes it.
+    Copies that come without digests get them from `process`; without one, from this process, in a thread.
+    `owns_process`: no saver starts or closes it.
     """
 
     def __init__(
@@ -95,9 +97,9 @@ class Images:
         self._joined: int | None = None
 
     @property
-    def digests_at_once(self) -> bool:
-        """Return whether the copy of a save is digested beside its disk write; else the write's digests serve."""
-        return self._interval > 0
+    def are_made_at_once(self) -> bool:
+        """Return whether the copy of a save becomes an image before its disk write is done; else by its digests."""
+        return self._interval > 0 or self.stager.digests
 
     def now(self) -> float:
         """Return the seconds of the run's clock."""
@@ -196,7 +198,7 @@ class Images:
                 return
         self._last = Image(step, origin, image.plan, image.objects, staged, began, check)
         self._last.stall_seconds = self._clock() - began
-        self.digest_later(self._last)
+        self.mark_later(self._last)
 
     def note_save(self, step: int, agreed: Sequence[int]) -> None:
         """Note that a save of `step` is about to stage it. Main thread, all ranks."""
@@ -220,15 +222,15 @@ class Images:
             image.staged.wait()
             image.stall_seconds += self._clock() - began
 
-    def digest_later(self, image: Image) -> None:
-        """Digest and mark `image` in a thread, which releases its arena then."""
+    def mark_later(self, image: Image) -> None:
+        """Digest and mark `image`, once it is copied, in a thread, which releases its arena then."""
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
         def work() -> None:
             if device is not None:
                 torch.cuda.set_device(device)  # A new thread begins with device 0.
             try:
-                self._digest(image)
+                self._finish(image)
             finally:
                 self.stager.pool.release(image.staged.slot)
 
@@ -236,8 +238,7 @@ class Images:
 
     def digest_here(self, image: Image) -> None:
         """Digest and mark `image` in this thread and process: its disk write failed. Raises nothing."""
-        with memoryview(image.staged.arena.memory)[: image.staged.num_bytes] as view:
-            self.mark(image, FileRecord.of(view))
+        self.mark(image, _record_of(image.staged))
 
     def mark(self, image: Image, record: FileRecord) -> bool:
         """Make `image` valid if the keeper holds it; `record` are its digests. Any thread; raises nothing."""
@@ -273,17 +274,19 @@ class Images:
         if self.process is not None:
             self.process.start()
 
-    def _digest(self, image: Image) -> None:
-        staged = image.staged
+    def _finish(self, image: Image) -> None:
         try:
-            image.check(staged)
-            if self.process is None:
-                return self.digest_here(image)
-            record = self.process.digest(staged.arena, staged.num_bytes, image.step)
+            image.check(image.staged)
+            record = image.staged.record or self._digested(image)
         except Exception as error:
             self._note_failed(image.step, error)
         else:
             self.mark(image, record)
+
+    def _digested(self, image: Image) -> FileRecord:
+        if self.process is None:
+            return _record_of(image.staged)
+        return self.process.digest(image.staged.arena, image.staged.num_bytes, image.step)
 
     def _mark(self, image: Image, record: FileRecord) -> bool:
         faults.point("mark", step=image.step)
@@ -329,6 +332,11 @@ class Images:
             number = self._num_failed
         if number <= MAX_FAILED:
             logger.warning("Step %d has no image in memory of rank %d: %s", step, self._peers.rank, error)
+
+
+def _record_of(staged: Staged) -> FileRecord:
+    """Return the digests of what is in the arena, taken in this thread."""
+    return FileRecord.of(staged.arena.memory[: staged.num_bytes])
 
 
 def _step_in(mark_fd: int) -> int:

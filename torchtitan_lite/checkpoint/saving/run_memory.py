@@ -125,11 +125,12 @@ def build_run_memory(
     tier = build_tier(store.root, config.memory_ttl_seconds, runtime_folder(), peers.rank)
     if config.async_mode == "disabled":
         return RunMemory(tier, None, store, peers)
-    needs_process = config.memory_interval > 0 or config.async_mode == "async_with_pinned_mem"
+    stager = build_stager(marks=True, give_up=tier.give_up)
+    digests_elsewhere = config.memory_interval > 0 and not stager.digests
+    needs_process = digests_elsewhere or config.async_mode == "async_with_pinned_mem"
     process = (
         WriterProcess(config.timeout_seconds, config.preemption_signals, rank=peers.rank) if needs_process else None
     )
-    stager = build_stager(marks=True, give_up=tier.give_up)
     images = Images(
         tier,
         stager,

@@ -231,7 +231,7 @@ class ProcessSaver(StateSaver):
         super().__init__(peers, plans, Copies(stager, self._write_in_process, watch, images), self.process)
 
     def _write_in_process(self, path: Path, staged: Staged, target: Target) -> FileRecord:
-        return self.process.write(path, staged.arena, staged.num_bytes, target.step)
+        return self.process.write(path, staged.arena, staged.num_bytes, target.step, staged.record)
 
 
 def build_saver(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from torchtitan_lite.checkpoint.format.file_image import FileLayout
 from torchtitan_lite.checkpoint.memory.mark import Mark
 from torchtitan_lite.disk.forks import forget_in_children
 from torchtitan_lite.disk.shared_memory import address_of, allocate, map_shared
@@ -32,6 +33,8 @@ class StagingArena:
         self.mark = mark
         self.is_kept = False
         """Whether a keeper holds it."""
+        self.framed: FileLayout | None = None
+        """The layout of which it has the bytes around the tensors, for whoever copies only these."""
         self._pid = os.getpid()
         self.fd = _anonymous_file(num_bytes) if fd is None else fd
         self.memory = map_shared(self.fd, num_bytes)

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from torchtitan_lite.checkpoint.format.file_image import FileLayout
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 
 NO_STEP = -1
@@ -64,8 +63,6 @@ class Slot:
     """An arena of the pool, once it is made."""
 
     arena: StagingArena | None = None
-    framed: FileLayout | None = None
-    """The layout whose frames are in it."""
     step: int = NO_STEP
     is_valid: bool = False
     num_readers: int = 0

@@ -1,9 +1,10 @@
 """Copy the state into memory that training does not change.
 
-The copy is the image of this rank's file, so a writer can give the memory to the disk as it is, without
-gathering. The arenas that hold images are kept from save to save, and are made and touched before the
-first one: page faults of untouched memory cost far more than the copy. They are pinned if there is an
-accelerator. One image is staged at a time; pool.py says into which arena.
+The copy is the image of this rank's file, so a writer can give the memory to the disk as it is, without gathering.
+Where processors copy they also digest, portion by portion while it is in the cache of a core: that adds no time to the
+copy, and neither a disk write nor an image in memory has to read it again. The arenas that hold images are kept from
+save to save, and are made and allocated before the first one: page faults cost far more than the copy. They are pinned
+if there is an accelerator. One image is staged at a time; pool.py says into which arena.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torchtitan_lite.checkpoint.format.file_image import FileImage, FileLayout, 
 from torchtitan_lite.checkpoint.memory.mark import Mark
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.pool import Pool, Slot
+from torchtitan_lite.disk.digest import BLOCK_BYTES, BlockDigest, FileRecord
 from torchtitan_lite.disk.in_threads import in_threads
 
 T = TypeVar("T")
@@ -29,7 +31,9 @@ T = TypeVar("T")
 THREADS = 2
 """Two, because one core copies at about half the speed of the memory."""
 _PIECE_BYTES = 16 << 20
-"""The size of one copy by one thread."""
+"""What one thread copies at a time."""
+_PORTION_BYTES = 512 << 10
+"""Bytes copied and then digested: 256 KiB to 512 KiB stay in the cache of a core (1 MiB takes 1.1 times as long)."""
 _GRAIN_BYTES = 2 << 20
 """The size of an arena is a multiple of it: the size of a huge page, and room for objects that grow."""
 
@@ -45,6 +49,8 @@ class Staged:
     """Blocks until the whole image is in the arena. Any thread."""
     slot: Slot
     """The arena's place in the pool; its reader is who took the image."""
+    record: FileRecord | None = None
+    """The digests of the image; None if whoever reads it is to take them."""
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the staged tensors, in the order of the file; they share the arena's memory."""
@@ -52,11 +58,24 @@ class Staged:
         return [self.arena.tensor(place.data_at, dtype, shape) for place, (dtype, shape) in places]
 
 
-class Copier(Protocol):
-    """Copies tensors into an arena."""
+@dataclass(frozen=True)
+class Copied:
+    """An image that is being copied, or has been."""
 
-    def copy(self, image: FileImage, arena: StagingArena) -> Callable[[], None]:
-        """Begin to copy, and return a function that blocks until the state may change."""
+    wait: Callable[[], None]
+    """Blocks until the whole image is in the arena, and the state may change."""
+    record: FileRecord | None = None
+    """The digests of the image, if they were taken with the copy."""
+
+
+class Copier(Protocol):
+    """Copies images into arenas."""
+
+    digests: bool
+    """Whether `copy` takes the digests."""
+
+    def copy(self, image: FileImage, arena: StagingArena) -> Copied:
+        """Begin to copy."""
 
 
 def _nothing(arena: StagingArena) -> None:
@@ -86,6 +105,11 @@ class Stager:
         self.pool = Pool()
         self.arena: StagingArena | None = None
         """The arena with the last image; None before the first one and after `close`."""
+
+    @property
+    def digests(self) -> bool:
+        """Return whether copies come with their digests."""
+        return self._copier.digests
 
     @property
     def is_preparing(self) -> bool:
@@ -132,7 +156,7 @@ class Stager:
         for slot in self.pool.slots:
             if slot.arena is not None:
                 slot.arena.close()
-            slot.arena = slot.framed = None
+            slot.arena = None
         self.arena = None
 
     def _stage(self, image: FileImage, slot: Slot) -> Staged:
@@ -142,13 +166,9 @@ class Stager:
             self._in_a_thread(lambda: self._make(slot, image.num_bytes)).result()
         arena = slot.arena
         assert arena is not None
-        if image.layout is not slot.framed:
-            _frame(image.layout, arena)
-            slot.framed = image.layout
-        ctypes.memmove(arena.address + image.layout.end, image.objects, len(image.objects))
         self.arena = arena
-        wait = self._copier.copy(image, arena)
-        return Staged(arena, image.layout, image.num_bytes, wait, slot)
+        copied = self._copier.copy(image, arena)
+        return Staged(arena, image.layout, image.num_bytes, copied.wait, slot, copied.record)
 
     def _in_a_thread(self, work: Callable[[], T]) -> Future[T]:
         """Begin `work`, which makes arenas, in a thread, because CUDA stores its last error per thread.
@@ -177,7 +197,7 @@ class Stager:
         if slot.arena is not None:
             self._give_up(slot.arena)
             slot.arena.close()  # Before the new one is made: there may be no memory for two.
-        slot.arena = slot.framed = None
+        slot.arena = None
         mark = Mark() if self._marks else None
         arena = StagingArena(-(-(num_bytes + _GRAIN_BYTES) // _GRAIN_BYTES) * _GRAIN_BYTES, pin=self._pin, mark=mark)
         arena.allocate()
@@ -197,24 +217,41 @@ def _frame(layout: FileLayout, arena: StagingArena) -> None:
 
 
 class HostCopier:
-    """Copies with two threads while the caller waits."""
+    """Copies and digests with two threads while the caller waits."""
 
-    def copy(self, image: FileImage, arena: StagingArena) -> Callable[[], None]:
-        _copy_now(image, arena, range(len(image.tensors)))
-        return _nothing_to_wait_for
+    digests = True
+
+    def copy(self, image: FileImage, arena: StagingArena) -> Copied:
+        begins = range(0, image.num_bytes, _PIECE_BYTES)
+        digests = [b""] * len(begins)
+
+        def copy(numbered: tuple[int, int]) -> None:
+            number, begin = numbered
+            digests[number] = _copied_and_digested(image, arena, begin, min(begin + _PIECE_BYTES, image.num_bytes))
+
+        in_threads(enumerate(begins), THREADS, lambda: copy)
+        return Copied(_nothing_to_wait_for, FileRecord(image.num_bytes, b"".join(digests)))
 
 
 class CudaCopier:
     """Copies on its own streams, one for each device, while forward and backward run, which needs pinned memory.
 
+    The bytes around the tensors, which no device has, are written once for each layout.
+
     Tensors that forward may change (buffers) are copied first, and the training stream waits for these copies. Only an
     optimizer changes the others, and the guard makes it wait. The host waits only for copies of tensors in its memory.
     """
 
+    digests = False
+
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def copy(self, image: FileImage, arena: StagingArena) -> Callable[[], None]:
+    def copy(self, image: FileImage, arena: StagingArena) -> Copied:
+        if image.layout is not arena.framed:
+            _frame(image.layout, arena)
+            arena.framed = image.layout
+        ctypes.memmove(arena.address + image.layout.end, image.objects, len(image.objects))
         on_devices: dict[torch.device, list[int]] = {}
         elsewhere: list[int] = []
         for number, tensor in enumerate(image.tensors):
@@ -228,7 +265,7 @@ class CudaCopier:
                 event.synchronize()
             held.clear()
 
-        return wait
+        return Copied(wait)
 
     def _enqueue_on(
         self, device: torch.device, numbers: Sequence[int], image: FileImage, arena: StagingArena
@@ -253,6 +290,20 @@ def build_stager(*, marks: bool = False, give_up: Callable[[StagingArena], None]
     """Return the stager for this machine: pinned memory and CUDA streams if there is CUDA."""
     on_cuda = torch.cuda.is_available()
     return Stager(CudaCopier() if on_cuda else HostCopier(), pin=on_cuda, marks=marks, give_up=give_up)
+
+
+def _copied_and_digested(image: FileImage, arena: StagingArena, begin: int, end: int) -> bytes:
+    """Copy bytes [begin, end) of `image` to `arena`, and return the digests of their blocks. Any thread."""
+    blocks = []
+    for block in range(begin, end, BLOCK_BYTES):
+        digest = BlockDigest()
+        for at in range(block, min(block + BLOCK_BYTES, end), _PORTION_BYTES):
+            last = min(at + _PORTION_BYTES, end)
+            portion = arena.memory[at:last]
+            image.fill(portion, at, last)
+            digest.update(portion)
+        blocks.append(digest.digest())
+    return b"".join(blocks)
 
 
 def _copy_now(image: FileImage, arena: StagingArena, numbers: Sequence[int]) -> None:
