@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ HOOKS = Path(__file__).parent / "hooks"
 RANKS = 2
 STEPS = 100_000
 DEADLINE_SECONDS = 300.0
+POLL_SECONDS = 0.02
+"""The moments come from the ranks; this only says when to go on."""
 PARTS = {
     "start": "process",
     "imports": "imported",
@@ -85,6 +88,8 @@ class KilledJob:
     def __init__(self, folder: Path, contender: str, model: Model, interval: int) -> None:
         self._folder, self._contender, self._model, self._interval = folder, contender, model, interval
         self._times = folder / "times.jsonl"
+        self._read: list[dict[str, Any]] = []
+        self._num_read_bytes = 0
         # In a folder of its own: the dump folder gets a config.json, too.
         self._model_file = folder / "model" / "config.json"
         self._launcher: subprocess.Popen[bytes] | None = None
@@ -147,15 +152,20 @@ class KilledJob:
         """Return whether `line` is about `what` of a start of rank 0 after `began`. Processes start in ticks."""
         if line["rank"] != 0 or line["what"] != what:
             return False
-        processes = {other["pid"]: other["at"] for other in self._lines() if other["what"] == "process"}
+        processes = {other["pid"]: other["at"] for other in self._read if other["what"] == "process"}
         return bool(processes[line["pid"]] > began - 0.02)
 
     def _last(self, what: str) -> int:
         return max((line["step"] for line in self._lines() if line["what"] == what and line["rank"] == 0), default=0)
 
     def _lines(self) -> list[dict[str, Any]]:
-        text = self._times.read_text(encoding="utf-8") if self._times.exists() else ""
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        """Return all lines so far. Reads only new ones: the job needs the cores, and this is called all the time."""
+        with suppress(FileNotFoundError), self._times.open("rb") as file:
+            file.seek(self._num_read_bytes)
+            whole, _, _ = file.read().rpartition(b"\n")
+            self._read += [json.loads(line) for line in whole.splitlines()]
+            self._num_read_bytes += len(whole) + 1 if whole else 0
+        return self._read
 
     def _launch(self, max_restarts: int) -> float:
         environment = os.environ | {
@@ -217,7 +227,7 @@ class KilledJob:
             if time.monotonic() > deadline or (self._launcher is not None and self._launcher.poll() is not None):
                 output = (self._folder / "output.log").read_text(encoding="utf-8", errors="replace")
                 raise RuntimeError(f"the job has ended, or hangs:\n{output[-4000:]}")
-            time.sleep(0.005)
+            time.sleep(POLL_SECONDS)
 
 
 def _runs(pid: int, times: Path) -> bool:
