@@ -127,7 +127,7 @@ class Peers:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """Return the gloo group of saves and loads, created on the first access; None without a process group."""
+        """Return the gloo group of saves, created on the first access; None without a process group."""
         if self._save_group is None and dist.is_available() and dist.is_initialized():
             self._save_group = _gloo_group(self._timeout)
         return self._save_group

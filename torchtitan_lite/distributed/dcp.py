@@ -6,6 +6,7 @@ DCP raises `CheckpointException`, which is a `BaseException`. Only this module t
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
+from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import CheckpointError, CheckpointUnreadable, LeaseLost, SaveFailed
 
 
@@ -32,28 +34,42 @@ def save(
         for cause, _ in error.failures.values():
             if isinstance(cause, LeaseLost):
                 raise cause from error
-        raise SaveFailed(step, _summary(error)) from error
+        raise SaveFailed(step, _summary({rank: cause for rank, (cause, _) in error.failures.items()})) from error
     except Exception as error:
         raise SaveFailed(step, f"{type(error).__name__}: {error}") from error
 
 
-def load(
-    state: dict[str, Any], reader: StorageReader, planner: LoadPlanner, group: dist.ProcessGroup | None, path: str
-) -> None:
-    """Read into the tensors of `state`. **Collective**.
+def load(state: dict[str, Any], reader: StorageReader, planner: LoadPlanner, peers: Peers, path: str) -> None:
+    """Read into the tensors of `state`. **Collective**, by one number if all goes well.
 
-    Raises the worst error of any rank, on every rank: `CheckpointUnreadable` for an I/O error, because nothing else is
-    proven then; else the error of the lowest rank.
+    Each rank reads by a plan of its own: in DCP's exchange of plans, keys and outcomes nothing would travel, and it
+    takes longer than the read of a small state. Raises as `raise_worst`.
     """
+    failure: Exception | None = None
     _do_not_warn_of_one_process()
     try:
-        dcp_load(state, storage_reader=reader, planner=planner, process_group=group)
+        dcp_load(state, storage_reader=reader, planner=planner, no_dist=True)
     except CheckpointException as error:
-        raise _worst(error, path) from error
-    except CheckpointError:
-        raise
+        [(cause, _)] = error.failures.values()
+        failure = cause if isinstance(cause, Exception) else RuntimeError(f"{type(cause).__name__}: {cause}")
     except Exception as error:
-        raise CheckpointUnreadable(path, f"{type(error).__name__}: {error}") from error
+        failure = error
+    raise_worst(failure, peers, path)
+
+
+def raise_worst(failure: Exception | None, peers: Peers, path: str) -> None:
+    """Raise the worst failure of any rank, on every rank; return if there is none. **Collective**.
+
+    That is `CheckpointUnreadable` for an I/O error, because nothing else is proven then; else the error of the lowest
+    rank. Any error that is not of this package counts as an I/O error.
+    """
+    if not peers.max_over_ranks(failure is not None)[0]:
+        return
+    failures = {rank: found for rank, found in enumerate(peers.gather_errors(failure)) if found is not None}
+    if failure is not None:
+        failures[peers.rank] = failure  # With its traceback.
+    worst = _worst(failures, path)
+    raise worst from (None if worst is failure else failure)
 
 
 def is_group_whole(error: CheckpointError) -> bool:
@@ -64,12 +80,11 @@ def is_group_whole(error: CheckpointError) -> bool:
     return isinstance(error.__cause__, CheckpointException)
 
 
-def _worst(error: CheckpointException, path: str) -> CheckpointError:
+def _worst(failures: Mapping[int, BaseException], path: str) -> CheckpointError:
     """Return the one of the ranks' errors to raise on all of them."""
-    failures = [cause for _, (cause, _) in sorted(error.failures.items())]
-    found = [cause for cause in failures if isinstance(cause, CheckpointError)]
+    found = [cause for cause in failures.values() if isinstance(cause, CheckpointError)]
     if len(found) < len(failures):
-        return CheckpointUnreadable(path, _summary(error))
+        return CheckpointUnreadable(path, _summary(failures))
     # Damage on one rank and an I/O error on another may be symptoms of the same failure.
     return next((cause for cause in found if isinstance(cause, CheckpointUnreadable)), found[0])
 
@@ -81,6 +96,6 @@ def _do_not_warn_of_one_process() -> None:
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
-def _summary(error: CheckpointException) -> str:
-    causes = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in sorted(error.failures.items())]
+def _summary(failures: Mapping[int, BaseException]) -> str:
+    causes = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in sorted(failures.items())]
     return "; ".join(causes[:3]) + (f"; and {len(causes) - 3} more ranks" if len(causes) > 3 else "")

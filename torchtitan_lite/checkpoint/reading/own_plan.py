@@ -1,6 +1,6 @@
 """This rank's reads, planned by itself.
 
-Reading goes through `dcp.load`, but ranks exchange no plans: each rank knows what it needs.
+Reading goes through `dcp.load`, on each rank by itself: each rank knows what it needs.
 """
 
 from __future__ import annotations
@@ -36,34 +36,29 @@ class OwnReader(CheckpointReader):
 
 
 class OwnPlanner(LoadPlanner):
-    """Plans the reads of this rank into a flat state, without sending a plan to the coordinator.
+    """Plans the reads of this rank into a flat state.
 
-    It sends DCP an empty plan, and puts its own reads into that plan when it comes back. Its own reads are planned
-    before it sends: a mismatch on one rank ends the load before any rank reads data.
+    It plans before DCP calls it, so that a mismatch on one rank can end the load before any rank reads data. It gives
+    DCP an empty plan, and puts its own reads into it when it comes back.
     """
 
-    def __init__(self, folder: CheckpointFolder, failure: Exception | None) -> None:
+    def __init__(self, folder: CheckpointFolder) -> None:
         self._folder = folder
-        self._failure = failure
-        self._state: dict[str, Any] = {}
         self._wanted = Wanted()
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        self._state = state_dict[ALL]
+        self.state: dict[str, Any] = {}
+        """The flat state that is read into."""
 
     @no_collection()
-    def create_local_plan(self) -> LoadPlan:
-        if self._failure is not None:
-            raise self._failure
+    def plan(self, state: dict[str, Any]) -> None:
+        """Plan the reads into `state`. Any rank. Raises `CheckpointMismatch` for a tensor of another shape."""
+        self.state = state
         contents = self._folder.contents
-        small, others = small_tensors(self._state, contents.table)
+        small, others = small_tensors(state, contents.table)
         self._wanted = Wanted(small=small)
         regions = self._wanted.regions
         for key, target in others.items():
             if key in contents.objects:
-                self._wanted.objects.append((key, partial(self._state.__setitem__, key)))
+                self._wanted.objects.append((key, partial(state.__setitem__, key)))
                 continue
             stored = contents.tensors[key]
             if tuple(target.shape) != stored.shape:
@@ -73,6 +68,13 @@ class OwnPlanner(LoadPlanner):
                 regions.append(Region(key, stored.chunks[0], stored.chunks[0].offsets, target.detach()))
             else:
                 regions += self._regions_of(key, stored, target)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Do nothing: `plan` has the state."""
+
+    def create_local_plan(self) -> LoadPlan:
         return LoadPlan([])
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:

@@ -197,18 +197,17 @@ class StoredCheckpoint:
     def _read(self, make: Callable[[], State]) -> State:
         """Read into the flat state that `make` returns, and return it. **Collective**.
 
-        If `make` fails on one rank, for lack of memory for example, every rank raises its error.
+        If `make` fails on one rank, for lack of memory for example, every rank raises its error, and none reads.
         """
-        flat: State = {}
-        failure: Exception | None = None
+        planner, failure = OwnPlanner(self._folder), None
         try:
-            flat = make()
+            planner.plan(make())
         except Exception as error:
             failure = error
+        dcp.raise_worst(failure, self._peers, str(self.path))
         # All of it is one entry of the state dict, because DCP takes long for each entry.
-        planner = OwnPlanner(self._folder, failure)
-        dcp.load({ALL: flat}, self._reader, planner, self._peers.group, str(self.path))
-        return flat
+        dcp.load({ALL: planner.state}, self._reader, planner, self._peers, str(self.path))
+        return planner.state
 
     @cached_property
     def _model(self) -> StoredModel:
