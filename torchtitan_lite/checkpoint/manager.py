@@ -117,7 +117,7 @@ class CheckpointManager:
         self._step_saves = StepSaves(policy, config, saves, in_flight, watch, departure, consensus, auto, peers, clock)
         self._last_save = build_last_save(job_config, run, hugging_face, folders, peers, clock, on_event)
         self._guard = StagingGuard(run.optimizers, self.maybe_wait_for_staging)
-        self._is_open = False
+        self._is_open = self._has_started_saver = False
         self.loaded_step: int | None = None
         """The step that `load` resumed from; None for a fresh start."""
         self.preempted_by = 0
@@ -201,6 +201,9 @@ class CheckpointManager:
         self._saves.note_metrics(metrics or {})
         self._first_save.check()
         self._memory.begin_keeping()
+        if not (self._has_started_saver or self._config.load_only):  # Not beside a load: a start takes a core.
+            self._has_started_saver = True
+            self._peers.together(self._saver.start)
         saved, self.preempted_by = self._step_saves.end_of_step(curr_step, last=force, now=now)
         if force and saved and self._last_save is not None:
             self._last_save.write(curr_step)
@@ -228,7 +231,8 @@ class CheckpointManager:
         """Start the clock of intervals in seconds: call right before the loop."""
         if self._opened():
             self._first_save.check()
-            self._saves.prepare(self.loaded_step or 0, now=False)
+            if self._saves.origin.resumed_from_memory is None:  # Else the arenas are there: the plan can wait a step.
+                self._saves.prepare(self.loaded_step or 0, now=False)
         self._saves.leave_out(self.loaded_step or 0)
 
     def latest_step(self) -> int:
@@ -264,9 +268,8 @@ class CheckpointManager:
             return
         self._first_save.check()
         self._in_flight.settle()
-        run_id = self._saves.origin.lineage.run_id
         if export is not None and self._peers.on_coordinator(
-            lambda: export_of(step, run_id, export, self._job_config) is None
+            lambda: export_of(step, self._saves.origin.lineage.run_id, export, self._job_config) is None
         ):
             self._saves.export(step)
         if last_save is not None and not self._peers.on_coordinator(lambda: last_save.made(self._store.get(step))):
@@ -276,7 +279,7 @@ class CheckpointManager:
         """Wait for the save in flight, report how it ended, and end threads and processes. Idempotent."""
         if not self._is_open:
             return
-        self._is_open = False
+        self._is_open = self._has_started_saver = False
         with ExitStack() as in_reverse:
             in_reverse.callback(self._folders.release)
             in_reverse.callback(self._preemption.close)
@@ -324,7 +327,6 @@ class CheckpointManager:
             self._peers.on_coordinator(self._folders.take)
             if self._last_save is not None:
                 self._peers.on_coordinator(self._last_save.refuse_foreign_folder)
-            self._peers.together(self._saver.start)
             self._saves.origin = self._memory.begin(self._saves.origin)
 
     def _forget(self) -> None:

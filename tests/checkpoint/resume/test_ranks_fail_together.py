@@ -124,5 +124,7 @@ class Unstartable(SyncSaver):
 @on_two_ranks
 def test_a_saver_that_cannot_be_started(rank: int, tmp_path: Path) -> None:
     run = TinyRun(tmp_path, inner_saver=Unstartable(Peers(timedelta(seconds=PEERS_SECONDS))))
-    with pytest.raises(OSError, match="rank 1 cannot start a process"), run.manager:
+    with run.manager:
         run.manager.load()
+        with pytest.raises(OSError, match="rank 1 cannot start a process"):
+            run.steps(1)
