@@ -8,6 +8,7 @@ import select
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,22 @@ def keepers_in(folder: Path) -> list[int]:
     return [
         int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal() and wanted in _command(entry)
     ]
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Return the pids of all processes that were started with `folder` for the sockets of keepers, and still live.
+
+    This one and its children are left out: a server that forks lives on.
+    """
+    variable = b"XDG_RUNTIME_DIR=" + os.fsencode(folder)
+    found = set(keepers_in(folder))
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):  # It has ended, or is another user's.
+            if entry.name.isdecimal() and variable in (entry / "environ").read_bytes().split(b"\0"):
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                if os.getpid() not in (int(entry.name), parent):
+                    found.add(int(entry.name))
+    return sorted(found)
 
 
 def has_ended(pid: int, seconds: float = END_SECONDS) -> bool:

@@ -27,6 +27,7 @@ def run(
     """Train up to step `until` in other processes, which then kill themselves, or close; return what rank 0 did.
 
     `hosts` are folders for the sockets of keepers, one for each rank: ranks with different ones see different memory.
+    `kill_after` is the moment of the kill, in seconds after the load; then no step waits for its image.
     """
     number = len([*folder.parent.iterdir()])
     record, store = (folder.parent / f"{folder.name}-{number}.{end}" for end in ("jsonl", "store"))
@@ -61,8 +62,8 @@ class Start:
 
     @property
     def ready(self) -> int:
-        """The last step that became an image."""
-        return max(line["step"] for line in self.lines if line["event"] == "image_ready")
+        """The last step that became an image, 0 for none."""
+        return max((line["step"] for line in self.lines if line["event"] == "image_ready"), default=0)
 
     @property
     def weights(self) -> dict[int, str]:
@@ -136,6 +137,8 @@ def _train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     settings = {"interval": 1000, "async_mode": "async", "memory_interval": 1, **checkpoint}
     load, finishes = settings.pop("load", -1), settings.pop("finishes", False)
+    kill_after = settings.pop("kill_after", None)
+    waits = bool(settings["memory_interval"]) and kill_after is None
     try:
         manager = CheckpointManager.for_loop(
             model=model, optimizer=optimizer, folder=folder, on_event=write, **settings
@@ -143,6 +146,8 @@ def _train(
         with manager:
             manager.load(load)
             write("begun", manager.loaded_step or 0, weight=weight())
+            if kill_after is not None:
+                threading.Timer(kill_after, os.kill, (os.getpid(), signal.SIGKILL)).start()
             for step in range((manager.loaded_step or 0) + 1, until + 1):
                 batch = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
                 model(batch).square().mean().backward()
@@ -150,10 +155,10 @@ def _train(
                 optimizer.zero_grad()
                 write("trained", step, weight=weight())
                 stager = manager._memory.images.stager if manager._memory.images is not None else None
-                if settings["memory_interval"] and stager is not None and step > 1:
+                if waits and stager is not None and step > 1:
                     stager.finish_preparation()
                 manager.save(step, force=finishes and step == until)
-                if settings["memory_interval"] and stager is not None and step > 1 and not (finishes and step == until):
+                if waits and stager is not None and step > 1 and not (finishes and step == until):
                     with done:
                         assert done.wait_for(lambda step=step: step in settled, WAIT_SECONDS), f"no image of {step}"
                 if step % settings["interval"] == 0:

@@ -74,6 +74,9 @@ class HeldImages:
     left_out: set[Key] = field(default_factory=set, init=False)
     """Those that proved damaged; the same on every rank."""
     _held: list[Held] = field(default_factory=list, init=False)
+    """Each memory once."""
+    _more_names: dict[str, list[str]] = field(default_factory=dict, init=False)
+    """The other names of the same memory, by the name of the one in `_held`."""
     _local: dict[tuple[Key, int], _Local] = field(default_factory=dict, init=False)
     _looks: Sequence[Look] = field(default=(), init=False)
 
@@ -127,7 +130,8 @@ class HeldImages:
             if not self._stays(key, loaded):
                 _clear(held)
         own.sort(key=lambda held: local.get(held.name, (None, None))[0] != loaded)
-        return [(held.arena_fd, held.mark_fd) for held in own], [held.name for held in own]
+        names = [name for held in own for name in (held.name, *self._more_names.get(held.name, ()))]
+        return [(held.arena_fd, held.mark_fd) for held in own], names
 
     def close(self) -> None:
         """Close what was not shared out. Idempotent."""
@@ -157,7 +161,7 @@ class HeldImages:
             held = keeper.held(self.start)
             is_mapped = any(each.is_mapped for each in held)
             if not is_mapped or keeper.wait_until_unmapped(self.end_seconds, self.start):
-                self._held = held
+                self._held = self._each_once(held)
             else:
                 logger.warning(
                     "Images in memory are not used: a process of another start, or a manager of this one that was not "
@@ -171,6 +175,21 @@ class HeldImages:
         for each in self._held:
             if (local := _read(each)) is not None:
                 self._local[Key(local.image.step, local.image.start), local.image.rank] = local
+
+    def _each_once(self, held: Sequence[Held]) -> list[Held]:
+        """Return one of each memory, and close the others.
+
+        A start that was killed between keeping an arena and dropping its older name leaves both. Two arenas of one
+        memory would overwrite each other.
+        """
+        first: dict[tuple[int, int], Held] = {}
+        for each in sorted(held, key=lambda each: each.name):
+            found = os.fstat(each.arena_fd)
+            before = first.setdefault((found.st_dev, found.st_ino), each)
+            if before is not each:
+                self._more_names.setdefault(before.name, []).append(each.name)
+                each.close()
+        return list(first.values())
 
     def _is_complete(self, key: Key, image: Image, visible: Sequence[dict[tuple[Key, int], Image]]) -> bool:
         return all(any((key, rank) in images for images in visible) for rank in range(image.world_size))
