@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.memory.spoiled import other_bytes, spoil
 from tests.checkpoint.memory.starts import KILLED, run
 from tests.keepers import keepers_in
-from torchtitan_lite.checkpoint.memory.mark import read_mark
-from torchtitan_lite.distributed.environment import runtime_folder
-from torchtitan_lite.keeper.client import Keeper
 
 pytestmark = pytest.mark.usefixtures("memory_tier")
 SLOW = pytest.mark.slow(reason="each starts two to four processes, one after another")
@@ -124,13 +121,13 @@ def test_a_named_step_is_loaded_from_memory_only_where_it_is_what_the_disk_has(t
 def test_a_damaged_image_gives_way_to_the_other_one_and_then_to_the_disk(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     first = run(folder, 6, interval=4)
-    damage(folder, steps=[first.ready])
+    spoil(folder, [first.ready], other_bytes)
     second = run(folder, 6)
     assert second.loaded == (first.ready - 1, "memory")
     assert f"The image of step {first.ready} in memory is not loaded" in second.log
-    damage(folder, steps=[5, 6])
+    spoil(folder, [5, 6], other_bytes)
     assert run(folder, 4).loaded == (4, "memory")
-    damage(folder, steps=[4])
+    spoil(folder, [4], other_bytes)
     assert run(folder, 4).loaded == (4, "disk")
 
 
@@ -138,23 +135,10 @@ def test_a_damaged_image_gives_way_to_the_other_one_and_then_to_the_disk(tmp_pat
 def test_where_nothing_is_on_disk_a_damaged_image_changes_nothing(tmp_path: Path, straight: dict[int, str]) -> None:
     folder = tmp_path / "run"
     run(folder, 3)
-    damage(folder, steps=[1, 2, 3])
+    spoil(folder, [1, 2, 3], other_bytes)
     again = run(folder, 2)
     assert again.loaded is None
     assert again.weights == {n: w for n, w in straight.items() if n <= 2}
-
-
-def damage(folder: Path, steps: list[int]) -> None:
-    """Change a byte of a tensor in each image of `steps`."""
-    changed = 0
-    for held in Keeper(folder, 60.0, runtime=runtime_folder()).held():
-        marked = read_mark(held.mark_fd)
-        if marked is not None and marked.step in steps:
-            (byte,) = os.pread(held.arena_fd, 1, marked.num_bytes // 2)
-            os.pwrite(held.arena_fd, bytes([byte ^ 1]), marked.num_bytes // 2)
-            changed += 1
-        held.close()
-    assert changed
 
 
 @SLOW

@@ -7,15 +7,17 @@ disk at the same step. What is no image of ours, or damaged, is ignored with one
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torchtitan_lite.checkpoint.memory.assembled import assembled
 from torchtitan_lite.checkpoint.memory.card import Card
 from torchtitan_lite.checkpoint.memory.files import FilesInMemory
-from torchtitan_lite.checkpoint.memory.mark import Mark, Marked, UnusableMark, read_mark
+from torchtitan_lite.checkpoint.memory.mark import PAGE_BYTES, Mark, Marked, UnusableMark, read_mark
 from torchtitan_lite.checkpoint.memory.whose import Image
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import KeeperUnavailable
@@ -25,6 +27,12 @@ from torchtitan_lite.store.manifest import Manifest
 
 END_SECONDS = 10.0
 """How long the processes of the start before may take to end: a launcher kills them before it starts others."""
+
+MOST_SPARE = 3
+"""Arenas without a useful image that a rank takes over: it has no more itself."""
+_GET_SEALS = 1034
+_BAD_SEALS = 0x2 | 0x4 | 0x8 | 0x10
+"""F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_WRITE and F_SEAL_FUTURE_WRITE."""
 
 
 class Key(NamedTuple):
@@ -119,17 +127,22 @@ class HeldImages:
         """
         on_host = [rank for rank, look in enumerate(self._looks) if look.host and look.host == self._own_host]
         local = {each.held.name: (key, each) for (key, _), each in self._local.items()}
-        own: list[Held] = []
+        useful: list[tuple[bool, Held]] = []
+        spare: list[Held] = []
         for number, held in enumerate(sorted(self._held, key=lambda each: each.name)):
             key, found = local.get(held.name, (None, None))
             writer = -1 if found is None else found.image.rank
             if (writer if writer in on_host else on_host[number % len(on_host)]) != self.peers.rank:
                 held.close()
-                continue
-            own.append(held)
-            if not self._stays(key, loaded):
+            elif self._stays(key, loaded) and _is_usable(held):
+                useful.append((key != loaded, held))
+            else:
                 _clear(held)
-        own.sort(key=lambda held: local.get(held.name, (None, None))[0] != loaded)
+                spare.append(held)
+        useful.sort(key=lambda each: each[0])
+        usable = [held for held in spare if _is_usable(held)][:MOST_SPARE]
+        self._drop([held for held in spare if held not in usable])
+        own = [held for _, held in useful] + usable
         names = [name for held in own for name in (held.name, *self._more_names.get(held.name, ()))]
         return [(held.arena_fd, held.mark_fd) for held in own], names
 
@@ -172,9 +185,26 @@ class HeldImages:
         if not self._held:
             for each in held:
                 each.close()
+        ignored: list[str] = []
         for each in self._held:
-            if (local := _read(each)) is not None:
-                self._local[Key(local.image.step, local.image.start), local.image.rank] = local
+            try:
+                local = _read(each)
+            except (UnusableMark, ValueError, RecursionError, OSError) as error:
+                ignored.append(f"{each.name}: {error}")
+            else:
+                if local is not None:
+                    self._local[Key(local.image.step, local.image.start), local.image.rank] = local
+        if ignored:
+            logger.warning("Ignored in memory, as no image that can be used: %d, such as %s", len(ignored), ignored[0])
+
+    def _drop(self, unused: Sequence[Held]) -> None:
+        """Close what is of no use, and have the keeper let go of it: it may leave no room for new images."""
+        names = [name for held in unused for name in (held.name, *self._more_names.get(held.name, ()))]
+        for held in unused:
+            held.close()
+        if names and self.keeper is not None:
+            with suppress(KeeperUnavailable):  # Whoever keeps an image next says so.
+                self.keeper.drop(names)
 
     def _each_once(self, held: Sequence[Held]) -> list[Held]:
         """Return one of each memory, and close the others.
@@ -243,17 +273,23 @@ class HeldImages:
 
 
 def _read(held: Held) -> _Local | None:
-    """Return the image under `held`; None, with a line if it is not empty, if there is none that can be used."""
-    try:
-        marked = read_mark(held.mark_fd)
-        if marked is None:
-            return None
-        card = Card.parse(marked.card)
-        _check(card, marked, os.fstat(held.arena_fd).st_size)
-    except (UnusableMark, ValueError, RecursionError, OSError) as error:
-        logger.warning("The image %s in memory is ignored: %s", held.name, error)
+    """Return the image under `held`; None if it is empty. Raise ValueError, `RecursionError` or OSError if unusable."""
+    marked = read_mark(held.mark_fd)
+    if marked is None:
         return None
+    card = Card.parse(marked.card)
+    _check(card, marked, os.fstat(held.arena_fd).st_size)
     return _Local(held, Image.of_card(card), card)
+
+
+def _is_usable(held: Held) -> bool:
+    """Return whether an arena and its mark can be mapped and written."""
+    try:
+        sizes = [os.fstat(fd).st_size for fd in (held.arena_fd, held.mark_fd)]
+        seals = [fcntl.fcntl(fd, _GET_SEALS) & _BAD_SEALS for fd in (held.arena_fd, held.mark_fd)]
+    except OSError:
+        return False
+    return sizes[0] > 0 and sizes[1] >= PAGE_BYTES and not any(seals)
 
 
 def _clear(held: Held) -> None:
