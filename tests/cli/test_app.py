@@ -118,3 +118,11 @@ def test_listings_import_neither_torch_nor_numpy(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert json.loads(done.stderr) == [[0] * len(calls), []]
+
+
+@pytest.mark.parametrize("columns", [80, 40])
+def test_help_of_a_verb_fits_the_terminal(columns: int) -> None:
+    code, screen = on_a_terminal("report", "--help", columns=columns)
+    assert code == 0
+    assert max(map(len, plain(screen).splitlines())) <= columns
+    assert "nothing of it is changed" in " ".join(plain(screen).split())

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
+from tests.cli.command import on_a_terminal, plain
+from tests.cli.folders import add_step
 from torchtitan_lite.cli import screen as module
 from torchtitan_lite.cli.bars import bar
 from torchtitan_lite.cli.key_cell import folded
@@ -107,3 +110,13 @@ def test_progress_counts_the_bytes_of_all_threads(capsys: Capture, monkeypatch: 
             pool.submit(lambda: [advance(1) for _ in range(2000)])
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 8000 and lines[-1].startswith("Verifying: 7.8 KiB of 7.8 KiB, ")
+
+
+def test_a_narrow_terminal_gets_whole_lines_and_folds_them_itself(tmp_path: Path) -> None:
+    add_step(tmp_path, 30)
+    for verb, row in (("ls", "  30  full  "), ("inspect", "model      "), ("verify", "  step-30   whole   ")):
+        code, screen = on_a_terminal(verb, tmp_path, columns=40)
+        lines = plain(screen).splitlines()
+        assert code == 0
+        assert any(line.startswith(row) for line in lines)
+        assert "…" not in screen and not any(line.endswith(" ") for line in lines)

@@ -11,6 +11,7 @@ import difflib
 import importlib
 import io
 import re
+import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -45,6 +46,7 @@ VERBS = {
     "memory": "torchtitan_lite.cli.memory:Memory",
 }
 """Each verb's module and class: a frozen dataclass of its arguments, as `Verb` has it."""
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Verb(Protocol):
@@ -85,18 +87,10 @@ def parse(argv: Sequence[str]) -> Verb:
     if not name.startswith("-"):
         raise ConfigError(_unknown(name))
     verbs: Any = Union[tuple(_with_first_sentence(each) for each in VERBS)]  # noqa: UP007  # made from a list
-    help_text = _LikeStdout()
-    try:
-        with contextlib.redirect_stdout(help_text):
-            return _quietly(
-                "",
-                lambda: cast(
-                    Verb, tyro.cli(verbs, prog=PROGRAM, description=_DESCRIPTION, args=list(argv), config=config)
-                ),
-            )
-    finally:
-        # All verbs in one line are wider than a terminal.
-        sys.stdout.write(re.sub(r"\A(.*usage:[^\n{]*)\{[^}\n]*\}", r"\1VERB ...", help_text.getvalue()))
+    return _quietly(
+        "",
+        lambda: cast(Verb, tyro.cli(verbs, prog=PROGRAM, description=_DESCRIPTION, args=list(argv), config=config)),
+    )
 
 
 class _LikeStdout(io.StringIO):
@@ -132,14 +126,40 @@ def _unknown(name: str) -> str:
 
 def _quietly(name: str, parse: Callable[[], Verb]) -> Verb:
     """Return what `parse` does; in place of tyro's boxed report and exit, raise ConfigError with one sentence."""
-    report = io.StringIO()
+    report, help_text = io.StringIO(), _LikeStdout()
     try:
-        with contextlib.redirect_stderr(report):
+        with contextlib.redirect_stderr(report), contextlib.redirect_stdout(help_text):
             return parse()
     except SystemExit as ending:
         if not ending.code:
+            sys.stdout.write(_fitted(help_text.getvalue(), shutil.get_terminal_size().columns))
             raise
         raise ConfigError(_sentence(name, report.getvalue())) from None
+
+
+def _fitted(help_text: str, columns: int) -> str:
+    """Return a help of tyro, which folds the text in its boxes only, with the usage and the description folded too."""
+    # Completion scripts are no help; all verbs in one line are wider than a terminal.
+    if "usage:" not in help_text:
+        return help_text
+    short = re.sub(r"\A(.*usage:[^\n{]*)\{[^}\n]*\}", r"\1VERB ...", help_text)
+    return "".join(_folded(line, columns) for line in short.splitlines(keepends=True))
+
+
+def _folded(line: str, columns: int) -> str:
+    """Return `line` with line feeds in place of spaces, so that what is shown of it fits; a box stays as it is."""
+    shown = _COLOURS.sub("", line.rstrip())
+    if len(shown) <= columns or shown[0] in "╭│╰+|":
+        return line
+    lines, length = [""], 0
+    for word in line.split(" "):
+        width = len(_COLOURS.sub("", word.rstrip()))
+        if length and length + width > columns:
+            lines.append("")
+            length = 0
+        lines[-1] += f"{word} "
+        length += width + 1
+    return "\n".join(each.rstrip(" ") for each in lines)
 
 
 def _sentence(name: str, report: str) -> str:

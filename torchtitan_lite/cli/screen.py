@@ -1,7 +1,8 @@
 """What a verb prints: its result on stdout, notes and progress on stderr.
 
 With `as_json` the result is JSON and stderr has errors only. In a pipe nothing is coloured, folded or cut: a line is as
-long as its content. No meaning is in a colour alone.
+long as its content. On a terminal a line has as many columns as that, but never fewer than 80: a narrower terminal
+folds such lines itself, and cuts nothing. No meaning is in a colour alone.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ SILENT_SECONDS = 1.0
 """Work that takes less shows no progress."""
 LINE_SECONDS = 10.0
 """Between two lines of progress in a pipe."""
+LEAST_COLUMNS = 80
+"""Columns for which every table has room."""
 _UNLIMITED = 10_000
 """Columns of a pipe."""
 
@@ -73,12 +76,12 @@ class Screen:
 
         console = Console(file=sys.stdout, width=self._width, highlight=False)
         if console.is_terminal:
+            console.width = max(console.width, LEAST_COLUMNS)
+        else:
+            console = Console(file=io.StringIO(), width=self._width or _UNLIMITED, highlight=False, color_system=None)
+        with console.capture() as printed:
             console.print(renderable)
-            return
-        text = io.StringIO()
-        width = self._width or _UNLIMITED
-        Console(file=text, width=width, highlight=False, color_system=None).print(renderable)
-        sys.stdout.writelines(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
+        sys.stdout.writelines(f"{line.rstrip()}\n" for line in printed.get().splitlines())
 
 
 class _Counted:
