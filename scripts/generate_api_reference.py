@@ -88,6 +88,7 @@ def _signature(value: Any) -> str:
 def _short(text: str) -> str:
     """Return a signature without the names of modules and quotes around annotations."""
     text = re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Z])", "", text).replace("<built-in function monotonic>", "time.monotonic")
+    text = re.sub(r"ForwardRef\('([^']*)'\)", r"\1", text)
     return re.sub(r"(: |-> )'([^']*)'", r"\1\2", text)
 
 

@@ -128,7 +128,7 @@ class HuggingFaceStreamAdapter:
         return self._is_iterating or self._position is not None
 
     def position(self) -> dict[str, Any]:
-        """Return this rank's position in the data, before it is packed."""
+        """Return this rank's position in the data, as plain values: the epoch, and the place in it."""
         return {"epoch": self._epoch, "place": self._current_position()}
 
     def seek(self, position: dict[str, Any]) -> None:

@@ -15,8 +15,9 @@ class Place(NamedTuple):
     """One tensor in Hugging Face's files."""
 
     name: str
-    """Theirs."""
+    """Its name in their files."""
     shape: tuple[int, ...]
+    """Its shape there, which is that of the whole tensor in the model, too."""
     rotary_head_dim: int | None = None
     """Rows of one head, if the rows of each head are in another order there: `rotary_rows` has the two orders."""
 

@@ -23,20 +23,26 @@ _MIN_LENGTH = 1024
 
 @dataclass
 class TrainState:
-    """The progress of a run as a `Stateful`. `n_tokens_seen` counts the tokens of all ranks."""
+    """The progress of a run as a `Stateful`, the same on every rank but for its clocks."""
 
     may_differ_between_ranks: ClassVar[tuple[str, ...]] = ("run_seconds", "productive_seconds")
     """Each rank reads its own clock."""
     step: int = 0
+    """Optimizer steps done; the loop counts them."""
     n_tokens_seen: int = 0
+    """Tokens that all ranks together have trained on."""
     skipped_steps: int = 0
+    """Steps that the gradient scaler skipped."""
     run_seconds: float = 0.0
     """Wall-clock time of the run up to this step, summed over its starts."""
     productive_seconds: float = 0.0
     """The part of `run_seconds` spent in training steps."""
     log_steps: list[int] = field(default_factory=list)
+    """The logged steps, ascending; the two lists of losses have one entry for each."""
     global_avg_losses: list[float] = field(default_factory=list)
+    """Mean loss over all ranks at each logged step."""
     global_max_losses: list[float] = field(default_factory=list)
+    """Highest loss of any rank at each logged step."""
     model: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the model, which its weights need not show: numbers by name."""
     records_model: bool = False
@@ -65,6 +71,7 @@ class TrainState:
             )
 
     def state_dict(self) -> dict[str, Any]:
+        """Return all fields as new tensors on the CPU, and `model` if it is recorded."""
         model = {"model": dict(self.model)} if self.records_model else {}
         return model | {
             "step": torch.tensor(self.step, dtype=torch.int64, device="cpu"),
