@@ -28,6 +28,13 @@ USAGE = 2
         (("ls",), "missing from torchtitan-lite ls: FOLDER; see torchtitan-lite ls --help"),
         (("ls", "a", "b"), "unrecognized options: b; see torchtitan-lite ls --help"),
         (("inspect", "a", "--rank"), "unrecognized options: --rank; see torchtitan-lite inspect --help"),
+        (
+            ("export", "a", "b", "--dtype", "int8"),
+            "--dtype: expected one of float32, float16, bfloat16, found 'int8'; see",
+        ),
+        (("prune", "a", "--keep-latest", "x"), "--keep-latest: expected a whole number, found 'x'; see"),
+        (("prune", "a", "--ttl-hours", "x"), "--ttl-hours: expected a number, found 'x'; see"),
+        (("prune", "a", "--keep-latest"), "--keep-latest: expected a value, found none; see"),
         (("ls", "s3://bucket/run"), "s3://bucket/run is a URL, and only folders of this machine can be read"),
         (("inspect", "gs://bucket/run:7"), "gs://bucket/run:7 is a URL"),
     ],

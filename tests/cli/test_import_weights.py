@@ -203,7 +203,7 @@ def test_one_sentence_and_an_exit_code_for_every_refusal(tmp_path: Path) -> None
         (2, (source, out, "--files", "100000"), "the tensors are too small for 100000 files: ask for at most"),
         (2, (source, out, "--names", "same", "--name-map", "a.json"), "--names same and --name-map: expected one"),
         (2, (source, out, "--files", "-1"), "--files -1: expected at least 1"),
-        (2, (source, out, "--dtype", "int8"), "invalid choice"),
+        (2, (source, out, "--dtype", "int8"), "--dtype: expected one of float32, "),
     ):
         ended = command("import-weights", *arguments)
         assert (ended.code, ended.out) == (code, ""), arguments

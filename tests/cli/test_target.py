@@ -79,6 +79,7 @@ def test_what_is_no_whole_checkpoint_is_one_sentence(verb: str, root: Path) -> N
     cases = {
         f"{root}/nothing": (1, "holds no checkpoint: there is no such folder"),
         f"{root}/nothing:7": (1, "holds no checkpoint: there is no such folder"),
+        f"{root}:seven": (1, "holds no checkpoint: there is no such folder, and 'seven' is no step: expected a number"),
         f"{root}/file": (1, "holds no checkpoint: it is not a folder"),
         f"{root}/empty": (1, "holds no checkpoint: there is no complete checkpoint in it"),
         f"{root}/empty:7": (1, "step 7 is not in"),
@@ -101,3 +102,10 @@ def test_urls_are_refused() -> None:
         resolve("s3://b/c")
     with pytest.raises(CheckpointNotFound):
         resolve("")
+
+
+def test_a_step_that_is_not_there_is_reported_under_the_folder_as_it_was_spelled(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(root.parent)
+    assert command("inspect", f"{root.name}:8").err == f"error: step 8 is not in {root.name} (it has 7, 9, 12)\n"

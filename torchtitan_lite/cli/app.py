@@ -47,6 +47,16 @@ VERBS = {
 }
 """Each verb's module and class: a frozen dataclass of its arguments, as `Verb` has it."""
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_REWORDED = (
+    (r"Missing value for argument '([\w-]+)'.*", r"\1: expected a value, found none"),
+    (r"Error parsing ([\w-]+): invalid literal for int\(\).*: (.*)", r"\1: expected a whole number, found \2"),
+    (r"Error parsing ([\w-]+): could not convert string to float: (.*)", r"\1: expected a number, found \2"),
+    (
+        r"[Ii]nvalid choice (.*) for argument '([\w-]+)'\. Expected one of \((?:'', )?(.*)\)\.",
+        lambda found: f"{found[2]}: expected one of {found[3].replace(chr(39), '')}, found {found[1]}",
+    ),
+)
+"""Findings of tyro, and how this package says them: the option, what was expected, what was found."""
 
 
 class Verb(Protocol):
@@ -171,4 +181,6 @@ def _sentence(name: str, report: str) -> str:
     # What is indented further is the help text of an argument.
     indented = textwrap.dedent("\n".join(finding)).splitlines()
     text = " ".join(" ".join(line for line in indented if not line.startswith(" " * 8)).split())
+    for pattern, reworded in _REWORDED:
+        text = re.sub(rf"\A{pattern}\Z", reworded, text)
     return f"{text[:1].lower()}{text[1:]}; see {f'{PROGRAM} {name}'.strip()} --help"

@@ -45,7 +45,10 @@ def resolve(spelling: str) -> Target:
         return _latest(root) if number == LATEST else _of_step(root, int(number))
     if os.path.lexists(path):
         raise CheckpointNotFound(str(path), None, finding="it is not a folder")
-    raise CheckpointNotFound(str(path), None, finding="there is no such folder")
+    finding = "there is no such folder"
+    if colon and Path(folder).is_dir():
+        finding += f", and {number!r} is no step: expected a number, or {LATEST!r}"
+    raise CheckpointNotFound(str(path), None, finding=finding)
 
 
 def folder_of_checkpoints(spelling: str) -> Path:
@@ -88,7 +91,10 @@ def _of_step(root: Path, step: int) -> Target:
     folder = root / layout.step_dir(step)
     if folder.is_dir():
         return Target(folder, root, step)
-    return _of_info(CheckpointStore(root).get(step), root)
+    try:
+        return _of_info(CheckpointStore(root).get(step), root)
+    except CheckpointNotFound as error:
+        raise CheckpointNotFound(str(root), step, error.available) from None  # The store knows the absolute path only.
 
 
 def _latest(root: Path) -> Target:
