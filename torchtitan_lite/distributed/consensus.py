@@ -147,22 +147,14 @@ class Peers:
 
     def on_coordinator(self, choose: Callable[[], T]) -> T:
         """Call `choose` on the coordinator; return its result on every rank, or raise its error on every rank."""
-        outcome: list[tuple[T | None, Exception | None]] = [(None, None)]
-        own: Exception | None = None
         if self.world_size > 1:
             # Create the group first: a rank that waits for its creation does not notice the end of a peer.
             _ = self._control_group
-        if self.is_coordinator:
-            try:
-                outcome = [(choose(), None)]
-            except Exception as error:
-                own, outcome = error, [(None, _picklable(error))]
+        chosen, own = _attempted(choose) if self.is_coordinator else (None, None)
+        outcome = [(chosen, _picklable(own))]
         if self.world_size > 1:
             dist.broadcast_object_list(outcome, src=0, group=self._control_group)
-        value, failure = outcome[0]
-        if failure is not None:
-            raise own if own is not None else _mark_reported(failure)
-        return cast(T, value)
+        return _result(*outcome[0], own)
 
     def gather(self, mine: T) -> list[T]:
         """Return each rank's `mine`, by rank, on every rank."""
@@ -174,27 +166,17 @@ class Peers:
 
     def together(self, make: Callable[[], T]) -> T:
         """Return the result of `make` on this rank. If it raised on any rank, raise as `raise_together`."""
-        made: T | None = None
-        error: Exception | None = None
-        try:
-            made = make()
-        except Exception as raised:
-            error = raised
+        made, error = _attempted(make)
         self.raise_together(error)
         return cast(T, made)
 
     def gather_made(self, make: Callable[[], T]) -> list[T]:
         """Return the result of `make` of each rank, by rank, or raise as `together`; one exchange for both."""
-        made: T | None = None
-        error: Exception | None = None
-        try:
-            made = make()
-        except Exception as raised:
-            error = raised
+        made, error = _attempted(make)
         if self.world_size == 1:
             self._raise_first([error], error)
             return [cast(T, made)]
-        outcomes = self.gather((made, error and _picklable(error)))
+        outcomes = self.gather((made, _picklable(error)))
         self._raise_first([found for _, found in outcomes], error)
         return [cast(T, value) for value, _ in outcomes]
 
@@ -217,19 +199,15 @@ class Peers:
             mine = cast(T, _picklable(mine))
         gathered: list[T | None] | None = [None] * self.world_size if self.is_coordinator else None
         dist.gather_object(mine, gathered, dst=0, group=self._control_group)
-        answers: list[tuple[U | None, Exception | None]] | None = None
+        outcomes: list[tuple[U | None, Exception | None]] | None = None
         own: Exception | None = None
         if self.is_coordinator:
-            try:
-                answers = [(given, None) for given in answer(cast(list[T], gathered))]
-            except Exception as error:
-                own, answers = error, [(None, _picklable(error))] * self.world_size
+            answers, own = _attempted(lambda: answer(cast(list[T], gathered)))
+            by_rank: Sequence[U | None] = answers if answers is not None else [None] * self.world_size
+            outcomes = [(given, _picklable(own)) for given in by_rank]
         received: list[tuple[U | None, Exception | None]] = [(None, None)]
-        dist.scatter_object_list(received, answers, src=0, group=self._control_group)
-        value, failure = received[0]
-        if failure is not None:
-            raise own if own is not None else _mark_reported(failure)
-        return cast(U, value)
+        dist.scatter_object_list(received, outcomes, src=0, group=self._control_group)
+        return _result(*received[0], own)
 
     def raise_together(self, error: Exception | None) -> None:
         """Return if no rank has an error; else raise the error of the lowest such rank on every rank.
@@ -259,7 +237,22 @@ def _gloo_group(timeout: timedelta) -> dist.ProcessGroup:
     return group
 
 
-def _picklable(error: Exception) -> Exception:
+def _attempted(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Return what `make` returns and no error, or nothing and what it raises."""
+    try:
+        return make(), None
+    except Exception as error:
+        return None, error
+
+
+def _result(value: T | None, failure: Exception | None, own: Exception | None) -> T:
+    """Return `value`, which the coordinator sent, or raise `failure`: as `own`, with its traceback, where it arose."""
+    if failure is not None:
+        raise own if own is not None else _mark_reported(failure)
+    return cast(T, value)
+
+
+def _picklable(error: Exception | None) -> Exception | None:
     # An error that cannot be pickled would leave the other ranks waiting; one that cannot be unpickled would be lost.
     try:
         pickle.loads(pickle.dumps(error))
