@@ -9,7 +9,6 @@ the file that is there; if there is none, it keeps the tokens in an unnamed temp
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import socket
@@ -25,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_lite.data.documents import Fingerprint, fingerprint_of, names_in_corpus
+from torchtitan_lite.data.making_lock import making_lock
 from torchtitan_lite.data.texts import Piece, Texts, content_digest
 from torchtitan_lite.data.token_file import TokenFile, TokensDamaged, write_tokens
 from torchtitan_lite.data.tokenizer import Tokenizer
@@ -35,7 +35,6 @@ from torchtitan_lite.log import logger, readable_bytes
 TOKENS_FILE, LOCK_FILE = "tokens", "lock"
 _BATCH_CHARACTERS = 1 << 20
 _LOG_SECONDS = 30.0
-_POLL_SECONDS = 0.2
 
 
 class TokenCorpus:
@@ -139,7 +138,7 @@ class TokenCorpus:
                 return TokenFile(file)
         with self._naming_the_key():
             durable.make_dir(self._folder)
-            with _locked(self._folder / LOCK_FILE, self._sleep) as (note, is_alone):
+            with making_lock(self._folder / LOCK_FILE, self._sleep) as (note, is_alone):
                 with suppress(TokensDamaged):
                     found = self._open()
                     if found is not None:
@@ -254,47 +253,3 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
             batch, characters = [], 0
     if batch:
         yield batch
-
-
-@contextmanager
-def _locked(path: Path, sleep: Callable[[float], None]) -> Iterator[tuple[Callable[[str], None], bool]]:
-    """Hold the lock of the file `path` in the block, however long that takes.
-
-    Yield a function that notes in the file how far the work is, and whether no other process is in the block. A file,
-    not its folder: NFS has such locks on files. Where there is none, every process gets it: each then writes a file of
-    its own, and the last one stays.
-    """
-    with path.open("a+b", buffering=0) as file:
-        waited = 0.0
-        while (is_locked := _lock(file)) is False:
-            if waited == 0 or waited % _LOG_SECONDS < _POLL_SECONDS:
-                logger.info("Waiting for %s, which tokenises the corpus", _note_in(file) or "another process")
-            sleep(_POLL_SECONDS)
-            waited += _POLL_SECONDS
-
-        def note(progress: str) -> None:
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}{progress and f': {progress}'}".encode())
-
-        try:
-            note("")
-            yield note, bool(is_locked)
-        finally:
-            with suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_UN)  # A process that was forked meanwhile has the descriptor, too.
-
-
-def _lock(file: BinaryIO) -> bool | None:
-    """Return whether this process has the lock; None where the file system has no locks."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
-
-
-def _note_in(file: BinaryIO) -> str:
-    file.seek(0)
-    return file.read(256).decode(errors="replace")

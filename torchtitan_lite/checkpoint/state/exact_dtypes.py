@@ -1,0 +1,68 @@
+"""Keep the dtypes of an optimizer's state while the optimizer loads it.
+
+`torch.optim.Optimizer` casts state to its parameter's dtype, which loses bits of moments in a higher precision, and
+turns integers into floating-point numbers. Hooks around its `load_state_dict` put the given dtypes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+
+@contextmanager
+def exact_dtypes(optimizer: Any) -> Iterator[None]:
+    """Within this context, have `optimizer.load_state_dict` keep the dtypes of the state that it loads.
+
+    An optimizer with its own `load_state_dict` is left alone, but not the optimizers that it wraps.
+    """
+    held = [each for each in (optimizer, *vars(optimizer).values()) if isinstance(each, Optimizer)]
+    with ExitStack() as stack:
+        for each in held:
+            if type(each).load_state_dict is Optimizer.load_state_dict:
+                stack.enter_context(_exact_dtypes(each))
+        yield
+
+
+@contextmanager
+def _exact_dtypes(optimizer: Optimizer) -> Iterator[None]:
+    given: dict[str, Any] = {}
+
+    def note(_: Optimizer, state_dict: dict[str, Any]) -> None:
+        given.update(state_dict)
+
+    def restore(loaded: Optimizer) -> None:
+        numbers = chain.from_iterable(group["params"] for group in given["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in loaded.param_groups)
+        for number, parameter in zip(numbers, parameters, strict=True):
+            own = loaded.state.get(parameter, {})
+            for key, value in given["state"].get(number, {}).items():
+                if key in own and key != "step":
+                    own[key] = _with_dtypes_of(value, own[key])
+
+    # The first after the user's own pre-hooks, the second before the user's own post-hooks.
+    handles = (
+        optimizer.register_load_state_dict_pre_hook(note),
+        optimizer.register_load_state_dict_post_hook(restore, prepend=True),
+    )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _with_dtypes_of(given: Any, loaded: Any) -> Any:
+    """Return `loaded`, with the tensors of `given` in place of those that have another dtype there."""
+    if isinstance(given, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        return loaded if loaded.dtype == given.dtype else given.to(loaded.device)
+    if isinstance(given, dict) and isinstance(loaded, dict):
+        return {key: _with_dtypes_of(given.get(key), value) for key, value in loaded.items()}
+    if isinstance(given, list) and isinstance(loaded, list) and len(given) == len(loaded):
+        return [_with_dtypes_of(*pair) for pair in zip(given, loaded, strict=True)]
+    return loaded
