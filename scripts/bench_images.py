@@ -5,8 +5,8 @@
 
 One process trains a model of `--params` million parameters with AdamW (12 bytes of state for each). Blocks of steps
 with images and without take turns, because absolute figures drift. A step is timed from the end of the last one to the
-end of the call of `save`; the digests run beside the next step and count with it. `memcpy` is what two threads need to
-copy as many bytes into memory that has been touched. The target: an image adds at most 1.3 x memcpy + 10 ms.
+end of the call of `save`; what runs beside the next step counts with it. `memcpy` is what two threads need to copy the
+same tensors into memory that has been touched. The target: an image adds at most 1.3 x memcpy + 10 ms.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import mmap
 import os
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +81,10 @@ def _measured_in(folder: str, params: int, steps: int) -> dict[str, Any]:
     images: list[float] = []
     blocked: list[float] = []
     memcpy: list[float] = []
-    num_bytes = sum(3 * p.numel() * p.element_size() for p in model.parameters())
-    copy = _Copy(num_bytes)
+    _train(model, optimizer)  # The moments are there after a step.
+    tensors = [each for p in model.parameters() for each in (p, *optimizer.state[p].values()) if each.dim()]
+    num_bytes = sum(each.nbytes for each in tensors)
+    copy = _Copy(tensors)
     keys = {
         "preemption_signals": (),
         "interval_type": "none",
@@ -131,27 +133,20 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 class _Copy:
-    """A copy of `num_bytes` by two threads between memories that have been touched."""
+    """A copy of `tensors` by two threads into memory that has been touched."""
 
-    def __init__(self, num_bytes: int) -> None:
-        self._num_bytes = num_bytes
-        self._memories = [mmap.mmap(-1, num_bytes) for _ in range(2)]
-        self._addresses = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in self._memories]
-        for address in self._addresses:
-            ctypes.memset(address, 1, num_bytes)
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._targets = [torch.ones_like(tensor) for tensor in tensors]
 
     def seconds(self) -> float:
         """Return the median of three times."""
-        source, target = self._addresses
-        piece = 16 << 20
-
-        def copy(at: int) -> None:
-            ctypes.memmove(target + at, source + at, min(piece, self._num_bytes - at))
-
+        pairs = zip(self._targets, self._tensors, strict=True)
+        parts = [(target.data_ptr(), source.data_ptr(), source.nbytes) for target, source in pairs]
         times = []
         for _ in range(3):
             began = time.perf_counter()
-            in_threads(range(0, self._num_bytes, piece), 2, lambda: copy)
+            in_threads(parts, 2, lambda: lambda part: ctypes.memmove(*part))
             times.append(time.perf_counter() - began)
         return statistics.median(times)
 
