@@ -61,6 +61,8 @@ class StoredCheckpoint:
         self._folder = CheckpointFolder(path, verify, files=files)
         self._reader = OwnReader(self._folder)
         self._optimizer: StoredOptimizer | None = None
+        self._fitting: tuple[Mapping[str, Any], Mapping[str, Slot], bool] | None = None
+        """The model, slots and `cast` of a report without a difference: nothing needs to be compared again."""
 
     @property
     def contents(self) -> Contents:
@@ -111,7 +113,9 @@ class StoredCheckpoint:
             ]
             return merged(*reports, *([optimizer.report(slots)] if slots else []))
 
-        return self._joint_report(own)
+        report = self._joint_report(own)
+        self._fitting = None if report else (model, slots, cast)
+        return report
 
     def check(
         self, model: Mapping[str, Any], slots: Mapping[str, Slot], states: Sequence[str] = (), *, cast: bool = False
@@ -136,7 +140,8 @@ class StoredCheckpoint:
         the rules choose, with the model's shapes and, unless `cast`, its dtypes; otherwise this raises
         `CheckpointMismatch` on every rank before it reads any data. **Collective**.
         """
-        self._apply_strictness(self._joint_report(lambda: self._model.report(model, cast=cast)))
+        if self._fitting is None or self._fitting[0] is not model or self._fitting[2] != cast:
+            self._apply_strictness(self._joint_report(lambda: self._model.report(model, cast=cast)))
         read = self._read(lambda: self._model.targets(model, cast=cast))
         return self._peers.together(lambda: self._model.assembled(model, read))
 
@@ -147,7 +152,8 @@ class StoredCheckpoint:
         Live tensors are read in place. Settings (`param_groups.*`) that only this version of torch has are not in it.
         """
         optimizer = self._optimizer_for(slots)
-        self._apply_strictness(self._joint_report(lambda: optimizer.report(slots)))
+        if self._fitting is None or self._fitting[1] is not slots:
+            self._apply_strictness(self._joint_report(lambda: optimizer.report(slots)))
         read = self._read(lambda: optimizer.targets(slots))
         flat = self._peers.together(lambda: optimizer.assembled(slots, read))
         name = f"optimizer.{OF_OPTIMIZERS}"

@@ -243,7 +243,7 @@ class Restore:
         rng, rank = RngState(), self._peers.rank
         key = f"{RNG}.rank{rank}"
         has_own = bool(self._stored.keys(f"{key}.")) and self._source.topology == self._topology
-        if all(self._peers.gather(has_own)):
+        if not self._peers.max_over_ranks(not has_own)[0]:
             self._load_together(rng, self._stored.read_state(key, {}))
             return
         rng.derive(torch.initial_seed(), self._source.step, rank)
