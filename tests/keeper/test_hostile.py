@@ -186,7 +186,7 @@ def test_descriptors_beside_a_bad_answer_are_closed(asking: Keeper, path: Path, 
     before = open_fds()
     for data in (b"no message", message(error="no"), message(names=[])):
         with answering(path, lambda _, data=data: (data, image)):
-            for act in (asking.held, asking.leave, lambda: asking.join("first"), lambda: asking.keep("a", image)):
+            for act in (asking.held, lambda: asking.join("first"), asking.leave, lambda: asking.keep("a", image)):
                 with suppress(KeeperUnavailable):
                     act()
         path.unlink()

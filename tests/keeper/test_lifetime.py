@@ -218,10 +218,13 @@ def test_a_finished_run_leaves_alone_what_another_start_uses(keeper: Keeper, run
 
 
 def test_a_killed_keeper_is_unavailable_and_another_one_takes_its_place(keeper: Keeper, image: Image) -> None:
+    assert not keeper.has_ended(), "it has joined none"
     keeper.join("first")
+    assert not keeper.has_ended()
     pid = pid_of(keeper)
     os.kill(pid, signal.SIGKILL)
     assert has_ended(pid)
+    assert keeper.has_ended()
     with pytest.raises(KeeperUnavailable, match="no keeper runs"):
         keeper.keep("a", image)
     assert keeper.held() == []
@@ -230,6 +233,7 @@ def test_a_killed_keeper_is_unavailable_and_another_one_takes_its_place(keeper: 
     assert pid_of(keeper) != pid
     keeper.join("first")
     keeper.keep("a", image)
+    assert not keeper.has_ended()
 
 
 def test_a_stopped_keeper_is_unavailable_and_goes_on_later(

@@ -57,6 +57,22 @@ class Ask:
             raise KeeperUnavailable(f"it refuses: {' '.join(str(answer['error'])[:200].split())}")
         return answer, received
 
+    def open_peer(self) -> int:
+        """Return a pidfd of the keeper, which the caller owns; -1 if it is in a PID namespace that is not seen here.
+
+        Raises as a call does, and OSError.
+        """
+        pid = messages.pid_of_peer(self._connection)
+        if not pid:
+            return -1
+        pidfd = os.pidfd_open(pid)
+        try:
+            self({"what": "hello"})  # It lives, so no other process has its pid yet.
+        except BaseException:
+            os.close(pidfd)
+            raise
+        return pidfd
+
 
 @contextmanager
 def connected(path: Path, seconds: float) -> Iterator[Ask]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import select
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -69,6 +70,8 @@ class Keeper:
         self._start_id = ""
         self._member = secrets.token_hex(8)
         self._is_forked = False
+        self._pidfd = -1
+        self._watching = threading.Lock()
         forget_in_children(self.forget)
 
     def start(self) -> None:
@@ -105,6 +108,13 @@ class Keeper:
             for pid in also:
                 with suppress(ProcessLookupError):
                     self._join(f"{self._member}+{pid}", pid)
+            with connected(self._path(), LOOK_SECONDS) as ask:
+                self._watch(ask.open_peer())
+
+    def has_ended(self) -> bool:
+        """Return whether the keeper that this process joined has ended; False if that cannot be known. Any thread."""
+        with self._watching:
+            return self._pidfd >= 0 and not self._is_forked and _has_ended(self._pidfd, 0.0)
 
     def keep(self, name: str, fds: tuple[int, int]) -> None:
         """Let the keeper hold duplicates of the arena's and the mark's descriptor, in place of what had that name.
@@ -176,6 +186,7 @@ class Keeper:
         No keeper is no error. Raises `KeeperUnavailable`.
         """
         with self._as_unavailable(), suppress(NoKeeper, HungUp):
+            self._watch(-1)
             self._ask({"what": "leave", "member": self._member})
 
     def finish(self) -> None:
@@ -185,6 +196,7 @@ class Keeper:
         `KeeperUnavailable`.
         """
         with self._as_unavailable(), suppress(NoKeeper, HungUp):
+            self._watch(-1)
             _, fds = self._ask({"what": "finish", "start": self._start_id}, may_free=True, wants_fds=True)
             _wait_for_end(fds)
 
@@ -216,6 +228,13 @@ class Keeper:
             request = {"what": "join", "member": member, "start": self._start_id, "ttl_seconds": self._ttl_seconds}
             self._ask(request, [pidfd])
         finally:
+            os.close(pidfd)
+
+    def _watch(self, pidfd: int) -> None:
+        """Watch the process of `pidfd`, which this owns, in place of the one before; -1 for none."""
+        with self._watching:
+            pidfd, self._pidfd = self._pidfd, pidfd
+        if pidfd >= 0:
             os.close(pidfd)
 
     def _start_of(self, start_id: str | None) -> str:

@@ -42,9 +42,12 @@ def new_socket() -> socket.socket:
 
 def user_of_peer(connection: socket.socket) -> int:
     """Return the user id of the process at the other end, as it was when it connected or listened."""
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(found)
-    return int(user)
+    return _credentials(connection)[1]
+
+
+def pid_of_peer(connection: socket.socket) -> int:
+    """Return the process id here of the other end, likewise; 0 if it is in a PID namespace that this one cannot see."""
+    return _credentials(connection)[0]
 
 
 def send(connection: socket.socket, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
@@ -75,6 +78,12 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     except BaseException:
         close_all(fds)
         raise
+
+
+def _credentials(connection: socket.socket) -> tuple[int, int, int]:
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, user, group = _CREDENTIALS.unpack(found)
+    return pid, user, group
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[int], int]:

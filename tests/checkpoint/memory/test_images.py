@@ -277,3 +277,41 @@ def test_the_copy_of_a_save_is_an_image_while_its_file_is_still_written(tmp_path
     assert set(held(run.root, memory_tier)) == {2}
     assert run.committed() == []
     assert run.manager.wait() == 2
+
+
+def kill_keeper(runtime: Path) -> int:
+    """Kill the keeper; return its pid."""
+    (pid,) = keepers_in(runtime)
+    os.kill(pid, signal.SIGKILL)
+    assert has_ended(pid)
+    return pid
+
+
+def test_another_keeper_takes_the_place_of_a_killed_one_with_all_images(
+    tmp_path: Path, memory_tier: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = start(tmp_path, 4)
+    before = kill_keeper(memory_tier)
+    step(run)
+    assert keepers_in(memory_tier) != [before]
+    assert set(held(run.root, memory_tier)) == {3, 4, 5}
+    assert "A restart loads from disk" not in caplog.text
+    run.manager.close()
+    assert set(held(run.root, memory_tier)) == {3, 4, 5}
+
+
+def test_a_keeper_that_is_killed_again_and_again_is_given_up_with_one_warning(
+    tmp_path: Path, memory_tier: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = start(tmp_path, 3)
+    killed = 0
+    while keepers_in(memory_tier):
+        kill_keeper(memory_tier)
+        killed += 1
+        step(run)
+    assert killed == 4
+    step(run)
+    step(run, last=True)
+    assert run.committed() == [9]
+    assert caplog.text.count("A restart loads from disk") == 1
+    assert caplog.text.count("WARNING") == 2, "the other one is that no more images are made"

@@ -1,7 +1,8 @@
 """What the trainer of one rank holds of the memory tier: its keeper, the ids that cards carry, the latest commit.
 
 It decides nothing about steps. Trouble with the keeper is one warning and the end of the tier in this process: training
-and saves go on. The keeper starts in a thread, because no step needs to wait for it; the first image does.
+and saves go on. The keeper starts in a thread, because no step needs to wait for it; the first image does. If it was
+killed, the next image starts another one, a few times.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 from torchtitan_lite.checkpoint.memory.card import Commit
 from torchtitan_lite.checkpoint.memory.mark import Mark
@@ -19,6 +21,9 @@ from torchtitan_lite.keeper.client import Keeper
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointInfo, last_digest
+
+MOST_KEEPERS = 4
+"""Of one start of a job. More would hardly live longer than these did."""
 
 
 class TakenOver(NamedTuple):
@@ -52,8 +57,10 @@ class Tier:
         self.is_off = False
         """Whether this process keeps no images any more."""
         self._rank = rank
-        self._names: dict[int, str] = {}
+        self._names: WeakKeyDictionary[Kept, str] = WeakKeyDictionary()
         self._num_named = 0
+        self._num_keepers = 1
+        self._also: Callable[[], list[int]] = list
         self._lock = threading.Lock()
         self._starting: threading.Thread | None = None
 
@@ -74,7 +81,8 @@ class Tier:
     def begin_keeping(self, also: Callable[[], list[int]]) -> None:
         """Start the keeper and join it, in a thread; `also` returns the pids of this process's helpers. Idempotent."""
         if self._starting is None and not self.is_off:
-            self._starting = threading.Thread(target=self._join, args=(also,), name="keeper", daemon=True)
+            self._also = also
+            self._starting = threading.Thread(target=self._join, name="keeper", daemon=True)
             self._starting.start()
 
     def join_again(self, also: list[int]) -> None:
@@ -88,12 +96,12 @@ class Tier:
         if self._starting is None or self.is_off or arena.mark is None:
             return False
         with self._lock:
+            if self.keeper.has_ended():
+                self._start_again()
             if not arena.is_kept:
-                name = f"{self.start}.{self._rank}.{self._num_named}"
+                self._names[arena] = f"{self.start}.{self._rank}.{self._num_named}"
                 self._num_named += 1
-                fds = arena.fd, arena.mark.fd
-                arena.is_kept = self._try(lambda: self.keeper.keep(name, fds))
-                self._names[id(arena)] = name
+                self._hold(arena)
             return arena.is_kept
 
     def drop_names(self, names: Sequence[str]) -> None:
@@ -108,7 +116,7 @@ class Tier:
         with self._lock:
             if arena.is_kept:
                 arena.is_kept = False
-                name = self._names.pop(id(arena))
+                name = self._names.pop(arena)
                 self._try(lambda: self.keeper.drop([name]))
 
     def leave(self) -> None:
@@ -125,23 +133,49 @@ class Tier:
         self._try(self.keeper.finish)
         self.is_off = True
 
-    def _join(self, also: Callable[[], list[int]]) -> None:
+    def _join(self) -> bool:
         def start() -> None:
             self.keeper.start()
-            self.keeper.join(self.start, also())
+            self.keeper.join(self.start, self._also())
 
-        self._try(start)
+        return self._try(start)
+
+    def _start_again(self) -> None:
+        """Start a keeper in place of the one that has ended, and have it hold all arenas of this process."""
+        arenas = [arena for arena in self._names if arena.is_kept]
+        for arena in arenas:
+            arena.is_kept = False
+        if self._num_keepers == MOST_KEEPERS:
+            self.is_off = True
+            logger.warning(
+                "Rank %d: the process that holds images in memory was killed %d times. A restart loads from disk",
+                self._rank,
+                self._num_keepers,
+            )
+            return
+        self._num_keepers += 1
+        logger.info("Rank %d: the process that holds images in memory was killed; starting another one", self._rank)
+        if self._join():
+            for arena in arenas:
+                self._hold(arena)
+
+    def _hold(self, arena: Kept) -> None:
+        mark = arena.mark
+        if mark is not None and arena.fd >= 0:
+            arena.is_kept = self._try(lambda: self.keeper.keep(self._names[arena], (arena.fd, mark.fd)))
 
     def _try(self, act: Callable[[], None]) -> bool:
-        """Return whether `act` succeeded; turn the tier off if it did not."""
+        """Return whether `act` succeeded; turn the tier off if it did not, unless the keeper was killed meanwhile."""
         if self.is_off:
             return False
         try:
             act()
         except KeeperUnavailable as error:
-            self.is_off = True
-            logger.warning("Rank %d: %s. A restart loads from disk", self._rank, error)
-        return not self.is_off
+            if not self.keeper.has_ended():  # Else the next image starts another one.
+                self.is_off = True
+                logger.warning("Rank %d: %s. A restart loads from disk", self._rank, error)
+            return False
+        return True
 
 
 def commit_of(info: CheckpointInfo) -> Commit | None:
