@@ -178,21 +178,32 @@ def _other_tokenizer(opened: OpenedCheckpoint, tokenizer: Tokenizer) -> str:
 def _names(keys: list[ModelKey], names: NameMap) -> tuple[dict[str, str], list[str]]:
     """Return the new name of each of `keys` that is written, and the others. Raise ConfigError for holes in the map."""
     own = [each.name for each in keys]
+    renamed: dict[str, Any]
     if callable(names):
-        renamed: dict[str, Any] = {name: names(name) for name in own}
+        renamed = {name: names(name) for name in own}
         left_out = [name for name, new in renamed.items() if new is None]
     elif names:
-        left_out = names.get("", [])
-        given = {name: new for name, new in names.items() if name}
-        if not isinstance(left_out, list):
-            raise ConfigError('the name map: expected a list of names under ""')
-        if unknown := [str(name) for name in (*given, *left_out) if name not in own]:
-            raise ConfigError(f"the name map names {listed(unknown)}, and the model has {listed(own)}")
-        if unnamed := [name for name in own if name not in given and name not in left_out]:
-            raise ConfigError(f'the name map has nothing for {listed(unnamed)}; list what to leave out under ""')
-        renamed = given
+        renamed, left_out = _by_table(own, names)
     else:
         renamed, left_out = {name: name for name in own}, []
+    return _checked(renamed, left_out), left_out
+
+
+def _by_table(own: list[str], names: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return what the table `names` has for the names in `own`, and what it leaves out, under ""."""
+    left_out = names.get("", [])
+    given = {name: new for name, new in names.items() if name}
+    if not isinstance(left_out, list):
+        raise ConfigError('the name map: expected a list of names under ""')
+    if unknown := [str(name) for name in (*given, *left_out) if name not in own]:
+        raise ConfigError(f"the name map names {listed(unknown)}, and the model has {listed(own)}")
+    if unnamed := [name for name in own if name not in given and name not in left_out]:
+        raise ConfigError(f'the name map has nothing for {listed(unnamed)}; list what to leave out under ""')
+    return given, left_out
+
+
+def _checked(renamed: Mapping[str, Any], left_out: list[str]) -> dict[str, str]:
+    """Return `renamed` without `left_out`. Raise ConfigError for what is no name, or the name of two tensors."""
     taken: dict[str, str] = {}
     for name, new in renamed.items():
         if name in left_out:
@@ -204,7 +215,7 @@ def _names(keys: list[ModelKey], names: NameMap) -> tuple[dict[str, str], list[s
         taken[new] = name
     if not taken:
         raise ConfigError("the name map leaves out every tensor")
-    return {name: new for new, name in taken.items()}, left_out
+    return {name: new for new, name in taken.items()}
 
 
 def _refuse_other_llama(opened: OpenedCheckpoint, config: Mapping[str, Any], places: Mapping[str, Place]) -> None:

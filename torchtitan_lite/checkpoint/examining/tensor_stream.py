@@ -131,38 +131,29 @@ class TensorStream:
         if len(self._scratch) < len(into):
             self._scratch = _memory(len(into))
         whole = np.frombuffer(into, f"V{itemsize}").reshape(cut.sizes)
-        end, scratch = cut.begin + cut.numel, self._scratch
+        wanted = list(self._wanted(cut))
         pieces: dict[str, list[Piece]] = {}
         copies: list[tuple[_Elements, memoryview]] = []
-        count = 0
-        for part in self._parts:
-            if part.end <= cut.begin or end <= part.begin:
-                continue
-            found = overlap(cut, part.chunk.offsets, part.chunk.sizes)
-            if found is None:
-                continue
-            count += 1
-            first, sizes = _minus(found[0], cut.offsets), found[1]
-            inside = _minus(found[0], part.chunk.offsets)
+        scratch = self._scratch
+        for part, first, inside, sizes in wanted:
             target = whole[_box(first, sizes)]
             if part.held is not None:
                 target[...] = part.held[_box(inside, sizes)]
-                continue
-            if part.strides is not None:
+            elif part.strides is not None:
                 at = part.at + sum(map(int.__mul__, inside, part.strides)) * itemsize
                 self._read_spans(part.file, at, part.strides, target)
-                continue
-            num_bytes = math.prod(sizes) * itemsize
-            if is_range(sizes, cut.sizes):
-                begin = number_of(first, cut.sizes) * itemsize
-                place = into[begin : begin + num_bytes]
             else:
-                place, scratch = scratch[:num_bytes], scratch[num_bytes:]
-                copies.append((target, place))
-            at = part.at + number_of(inside, part.chunk.sizes) * itemsize
-            pieces.setdefault(part.file, []).append(Piece(at, place))
+                num_bytes = math.prod(sizes) * itemsize
+                if is_range(sizes, cut.sizes):
+                    begin = number_of(first, cut.sizes) * itemsize
+                    place = into[begin : begin + num_bytes]
+                else:  # Its rows are apart in `into`: read them together, and copy each to its place.
+                    place, scratch = scratch[:num_bytes], scratch[num_bytes:]
+                    copies.append((target, place))
+                at = part.at + number_of(inside, part.chunk.sizes) * itemsize
+                pieces.setdefault(part.file, []).append(Piece(at, place))
         for file, of_file in pieces.items():
-            self._fill(file, of_file, chunks=count, again=count > KEPT_BLOCKS)
+            self._fill(file, of_file, chunks=len(wanted), again=len(wanted) > KEPT_BLOCKS)
         for target, place in copies:
             target[...] = np.frombuffer(place, target.dtype).reshape(target.shape)
 
@@ -171,6 +162,15 @@ class TensorStream:
         data = bytearray(item.length)
         self._fill(item.file, [Piece(item.offset, memoryview(data))])
         return bytes(data)
+
+    def _wanted(self, cut: Cut) -> Iterator[tuple[_Part, Shape, Shape, Shape]]:
+        """Yield each part with elements of `cut`: where they begin in the cut and in the chunk, and their sizes."""
+        for part in self._parts:
+            if cut.begin < part.end and part.begin < cut.begin + cut.numel:
+                found = overlap(cut, part.chunk.offsets, part.chunk.sizes)
+                if found is not None:
+                    offsets, sizes = found
+                    yield part, _minus(offsets, cut.offsets), _minus(offsets, part.chunk.offsets), sizes
 
     def _read_spans(self, file: str, at: int, strides: Shape, target: _Elements) -> None:
         """Fill `target` with elements of `file` that are `strides` elements apart, the first at byte `at`."""
