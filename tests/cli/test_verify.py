@@ -223,7 +223,7 @@ def test_a_newer_format_is_one_sentence_and_no_damage(root: Path, call: Call) ->
         (lambda base: None, "gone", 1, "gone holds no checkpoint: there is no such folder"),
         (lambda base: (base / "gone").touch(), "gone", 1, "gone holds no checkpoint: it is not a folder"),
         (lambda base: (base / "a").mkdir(), "a", 1, "a holds no checkpoint: there is no complete checkpoint in it"),
-        (lambda base: None, "checkpoint:8", 1, "step 8 is not in {root} (it has 7)"),
+        (lambda base: None, "checkpoint:8", 1, "step 8 is not in checkpoint (it has 7)"),
         (lambda base: None, "s3://bucket/step-7", 2, "s3://bucket/step-7 is a URL"),
     ],
 )
