@@ -172,7 +172,8 @@ def test_a_step_that_is_removed_meanwhile_is_one_sentence(
 ) -> None:
     def purge_and_read(looked: Any, on_bytes: Any) -> Any:
         if looked.path.name == "step-7":
-            CheckpointStore(root).delete(CheckpointStore(root).get(7))
+            store = CheckpointStore(root)
+            store.empty(store.discard(store.get(7)))
         return read(looked, on_bytes)
 
     read = verification.read_through

@@ -107,8 +107,8 @@ SAVES = {
     "commit over what is not ours": Scenario(one_in_the_way, 3, saving(3)),
 }
 SCENARIOS = SAVES | {
-    "delete": Scenario(two_checkpoints, 1, lambda store: store.delete(store.get(1))),
-    "delete after a crash": Scenario(all_leftovers, 1, lambda store: store.delete(store.get(1))),
+    "delete": Scenario(two_checkpoints, 1, lambda store: store.empty(store.discard(store.get(1)))),
+    "delete after a crash": Scenario(all_leftovers, 1, lambda store: store.empty(store.discard(store.get(1)))),
     "recover": Scenario(all_leftovers, 1, lambda store: store.recover()),
 }
 NO_EXCHANGE = [("replace", False), ("replace after an attempt", False)]

@@ -186,7 +186,7 @@ def branching(step: int) -> Act:
 
 
 def deleting(step: int) -> Act:
-    return lambda store, _: store.delete(store.get(step))
+    return lambda store, _: store.empty(store.discard(store.get(step)))
 
 
 def quarantining(step: int) -> Act:

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.store.purges import to_purge
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
-from torchtitan_lite.store.retention import KeepAll, KeepLatest, Ruling, build_retention, to_purge
+from torchtitan_lite.store.retention import KeepAll, KeepLatest, Ruling, build_retention
 from torchtitan_lite.store.store import CheckpointStore
 
 
@@ -273,7 +274,7 @@ def purge(store: CheckpointStore, row: Row) -> None:
         return not store.check_sizes(found)
 
     for found in to_purge(KeepLatest(row.k), store.committed(), known_good=row.good, is_sound=is_sound):
-        store.delete(found)
+        store.empty(store.discard(found))
 
 
 def sound(store: CheckpointStore) -> list[int]:

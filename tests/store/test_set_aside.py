@@ -183,7 +183,7 @@ def test_and_the_way_back_is_the_same(tmp_path: Path) -> None:
 
 def test_one_that_nothing_abandons_any_more_just_comes_back(tmp_path: Path) -> None:
     store = rolled_back(tmp_path)
-    store.delete(store.get(8))
+    store.empty(store.discard(store.get(8)))
     assert back(store, "step-16.abandoned-a1") == []
     assert visible(tmp_path) == {4: "a1", 12: "b2", 16: "a1"}
 

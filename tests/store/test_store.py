@@ -381,18 +381,18 @@ def test_a_failing_delete_raises_and_the_next_one_works(root: Path) -> None:
 
     store = CheckpointStore(root)
     first, second = save(store, 1), save(store, 2)
+    on_busy_disk = CheckpointStore(root, durable=NothingIsRemoved())
     with pytest.raises(PermissionError, match="busy"):
-        CheckpointStore(root, durable=NothingIsRemoved()).delete(first)
+        on_busy_disk.empty(on_busy_disk.discard(first))
     assert store.committed() == [second]
-    store.delete(second)
+    store.empty(store.discard(second))
     assert names(root) == [".trash-step-1-1"]
 
 
-def test_deleting_a_removed_checkpoint_raises(store: CheckpointStore) -> None:
+def test_nothing_is_left_of_a_removed_checkpoint_to_discard(store: CheckpointStore) -> None:
     info = save(store, 1)
-    store.delete(info)
-    with pytest.raises(FileNotFoundError):
-        store.delete(info)
+    store.empty(store.discard(info))
+    assert store.discard(info) == []
 
 
 DATA = "__0_0.distcp"
@@ -454,7 +454,7 @@ def test_a_quarantined_checkpoint_is_whole_has_its_findings_and_is_never_read_ag
     assert store.latest() == old
     assert (store.committed(), store.unmanaged(), store.damaged(), store.recover()) == ([old], [], {}, [])
     new = save(store, 5)
-    store.delete(new)
+    store.empty(store.discard(new))
     assert names(root) == ["step-4", "step-5.corrupt", "step-5.corrupt-2"]
 
 
@@ -548,7 +548,7 @@ def test_unknown_names_are_never_chosen_and_never_touched(store: CheckpointStore
     info = save(store, 5)
     assert (store.committed(), store.latest(), store.unmanaged()) == ([info], info, [])
     assert store.recover() == []
-    store.delete(info)
+    store.empty(store.discard(info))
     assert names(root) == foreign
     assert (root / "foo" / ".metadata").read_bytes() == b"theirs"
 
@@ -659,7 +659,7 @@ def test_deleting_does_not_bring_back_an_older_checkpoint(store: CheckpointStore
     save(store, 5, b"old").path.rename(root / "kept")
     new = save(store, 5, b"new")
     (root / "kept").rename(root / ".replaced-step-5-1")
-    store.delete(new)
+    store.empty(store.discard(new))
     assert store.committed() == []
     assert store.recover() == []
     assert names(root) == []

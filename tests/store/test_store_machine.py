@@ -33,6 +33,7 @@ from hypothesis.stateful import (
 )
 
 from tests.store.crashing import Crash
+from tests.store.purges import to_purge
 from tests.store.recording import DROPPED, Disk, Lost, Recorder, lay_out
 from torchtitan_lite.disk.block_writer import Bounced, write_blocks
 from torchtitan_lite.disk.digest import FileRecord
@@ -40,7 +41,7 @@ from torchtitan_lite.errors import LeaseLost
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage, abandoned_by
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
-from torchtitan_lite.store.retention import KeepLatest, to_purge
+from torchtitan_lite.store.retention import KeepLatest
 from torchtitan_lite.store.store import CheckpointStore
 
 UNSUPPORTED = ("notes", "step-2.bak", "step-007", "step-3.corrupted")
@@ -327,7 +328,7 @@ class Life(RuleBasedStateMachine):
     def _purge(self, count: int) -> None:
         committed = self.store.committed()
         for info in to_purge(KeepLatest(count), committed, known_good=self.known_good, is_sound=self._has_its_sizes):
-            self.store.delete(info)
+            self.store.empty(self.store.discard(info))
 
     def _has_its_sizes(self, info: CheckpointInfo) -> bool:
         return not self.store.check_sizes(info)

@@ -78,7 +78,8 @@ def test_records_of_other_steps_stay_and_those_of_removed_ones_go(tmp_path: Path
     for folder in folders:
         record(folder, entry_of(folder))
     assert verified_in(tmp_path).keys() == {"step-1", "step-2"}
-    CheckpointStore(tmp_path).delete(CheckpointStore(tmp_path).get(1))
+    store = CheckpointStore(tmp_path)
+    store.empty(store.discard(store.get(1)))
     record(folders[1], entry_of(folders[1], 1))
     assert verified_in(tmp_path) == {"step-2": entry_of(folders[1], 1)}
 
@@ -186,7 +187,7 @@ def test_the_store_neither_counts_nor_removes_the_record(tmp_path: Path) -> None
         record(folder, entry_of(folder))
     store = CheckpointStore(tmp_path)
     assert [info.step for info in store.committed()] == [1, 2, 3]
-    store.delete(store.get(1))
+    store.empty(store.discard(store.get(1)))
     store.recover()
     store.clear_staging(4)
     save(tmp_path, 4)

@@ -193,19 +193,6 @@ def judge(
     return sorted([*judged, *others], key=lambda verdict: verdict.info.step)
 
 
-def to_purge(
-    policy: RetentionPolicy,
-    committed: Sequence[CheckpointInfo],
-    protected: AbstractSet[int] = frozenset(),
-    *,
-    known_good: AbstractSet[int] = frozenset(),
-    is_sound: Callable[[CheckpointInfo], bool] = presumed_sound,
-) -> list[CheckpointInfo]:
-    """Return the checkpoints that go by `judge`, lowest step first."""
-    judged = judge(policy, committed, protected, known_good=known_good, is_sound=is_sound)
-    return [verdict.info for verdict in judged if verdict.goes]
-
-
 def _judge(
     policy: RetentionPolicy,
     full: Sequence[CheckpointInfo],

@@ -30,8 +30,8 @@ class RetiredCheckpoints:
         self._manifests = manifests
 
     def discard(self, info: CheckpointInfo) -> list[Path]:
-        # The rename that makes it superfluous may not be durable yet.
         """Move the checkpoint of `info` to the trash, durably; return what is in the trash, for `remove`."""
+        # The rename that makes it superfluous may not be durable yet.
         self._durable.fsync_dir(self.root)
         # The list of what it abandons goes with it, and what it replaced may be on that list.
         self.rename_abandoned()

@@ -217,12 +217,6 @@ class CheckpointStore:
             self._retired.after_commit(step, sealed.lineage.abandons)
         return describe(self._final(step), sealed)
 
-    def delete(self, info: CheckpointInfo) -> None:
-        """Make the checkpoint of `info` absent for every reader, durably, then remove it. **Coordinator only**."""
-        with self.exclusive:
-            trash = self._retired.discard(info)
-        self.empty(trash)
-
     def discard(self, info: CheckpointInfo) -> list[Path]:
         """Make the checkpoint of `info` absent for every reader, durably. **Coordinator only**.
 

@@ -23,6 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.data.numbered import Numbered, loader
 from tests.examples import examples
 from tests.store.crashing import NEVER, Contents, Crash, Cut, contents, steps_of
+from tests.store.purges import to_purge
 from torchtitan_lite.checkpoint.resume.load_source import LoadSource, choose_source, new_run
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.data.loader import TokenLoader
@@ -31,7 +32,7 @@ from torchtitan_lite.errors import CheckpointNotFound
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage, abandoned_by
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest
-from torchtitan_lite.store.retention import KeepLatest, to_purge
+from torchtitan_lite.store.retention import KeepLatest
 from torchtitan_lite.store.store import CheckpointStore
 
 CORPUS = Numbered(24)
@@ -268,7 +269,7 @@ class OneFolder(RuleBasedStateMachine):
 
 def purge_all_but(count: int, store: CheckpointStore) -> None:
     for info in to_purge(KeepLatest(count), store.committed()):
-        store.delete(info)
+        store.empty(store.discard(info))
 
 
 TestOneFolder = OneFolder.TestCase

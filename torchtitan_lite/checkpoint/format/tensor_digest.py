@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -73,13 +72,6 @@ class Digest:
     def zero(cls) -> Digest:
         """Return the digest of no bytes: the start of a sum."""
         return cls(0, 0)
-
-    @classmethod
-    def from_hex(cls, text: str) -> Digest:
-        """Return the digest that `to_hex` wrote as `text`. Raises ValueError for any other text."""
-        if not re.fullmatch("[0-9a-f]{32}", text):
-            raise ValueError(f"{text!r} is not a tensor digest: expected 32 lower-case hexadecimal digits")
-        return cls(int(text[:16], 16), int(text[16:], 16))
 
     def to_hex(self) -> str:
         """Return 32 lower-case hexadecimal digits, lane 0 first."""

@@ -1,0 +1,22 @@
+"""Which checkpoints a policy lets go, by the same decision as a run's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+
+from torchtitan_lite.store.manifest import CheckpointInfo
+from torchtitan_lite.store.retention import RetentionPolicy, judge, presumed_sound
+
+
+def to_purge(
+    policy: RetentionPolicy,
+    committed: Sequence[CheckpointInfo],
+    protected: AbstractSet[int] = frozenset(),
+    *,
+    known_good: AbstractSet[int] = frozenset(),
+    is_sound: Callable[[CheckpointInfo], bool] = presumed_sound,
+) -> list[CheckpointInfo]:
+    """Return the checkpoints that go by `judge`, lowest step first."""
+    judged = judge(policy, committed, protected, known_good=known_good, is_sound=is_sound)
+    return [verdict.info for verdict in judged if verdict.goes]
