@@ -251,7 +251,7 @@ def test_a_config_file_that_is_not_text_is_refused(tmp_path):
 
 def test_an_export_dtype_without_a_weights_only_checkpoint_is_a_warning(caplog):
     parse_config(["--checkpoint.export_dtype=bfloat16"])
-    assert "checkpoint.export_dtype has no effect" in caplog.text
+    assert "checkpoint.export_dtype has no effect without checkpoint.model_weights_only, export_folder" in caplog.text
     caplog.clear()
     parse_config(["--checkpoint.export_dtype=bfloat16", "--checkpoint.model_weights_only"])
     parse_config(["--checkpoint.export_dtype=bfloat16", "--checkpoint.last_save_in_hf"])

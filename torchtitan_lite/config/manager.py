@@ -43,7 +43,10 @@ def parse_config(argv: Sequence[str]) -> JobConfig:
     section = config.checkpoint
     exports = section.model_weights_only or section.export_folder or section.last_save_in_hf
     if section.export_dtype != "float32" and not exports:
-        logger.warning("checkpoint.export_dtype has no effect without checkpoint.model_weights_only")
+        logger.warning(
+            "checkpoint.export_dtype has no effect without checkpoint.model_weights_only, export_folder or "
+            "last_save_in_hf"
+        )
     return config
 
 
