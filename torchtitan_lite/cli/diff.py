@@ -82,9 +82,9 @@ class _Result:
 
     @property
     def is_different(self) -> bool:
-        found = self.difference
-        parts = (found.only_in_a, found.only_in_b, found.tensors, found.containers, found.objects, self.far)
-        return any(map(bool, parts)) or (self.values is None and bool(found.known_different))
+        if self.values is None:
+            return self.difference.has_any
+        return self.difference.is_beyond_values or bool(self.far)
 
     def to_json(self) -> dict[str, Any]:
         found = self.difference

@@ -102,6 +102,52 @@ class _View:
             shown += ["", Text(title, style="bold"), block] if title else [block]
         return Group(*shown)
 
+    def to_json(self) -> dict[str, Any]:
+        opened, manifest = self.opened, self.opened.manifest
+        held = bytes_by_file(opened.contents)
+        return {
+            "folder": str(opened.folder),
+            "origin": opened.origin.value,
+            "kind": opened.kind.value,
+            "step": opened.step,
+            "bytes": opened.nbytes,
+            "created_at": opened.created_at,
+            "world_size": opened.world_size,
+            "topology": opened.topology,
+            "format_version": manifest.format_version if manifest is not None else None,
+            "versions": manifest.versions if manifest is not None else {},
+            "lineage": manifest.lineage.to_json() if manifest is not None else None,
+            "metrics": manifest.extra.get("metrics", {}) if manifest is not None else {},
+            "nan_in": manifest.extra.get("nan_in", []) if manifest is not None else [],
+            "config": opened.config,
+            "parts": [
+                {
+                    "name": part.name,
+                    "tensors": part.num_tensors,
+                    "elements": part.num_elements,
+                    "bytes": part.nbytes,
+                    "objects": part.num_objects,
+                    "dtypes": dict(part.dtypes),
+                }
+                for part in parts_of(opened.contents)
+            ],
+            "files": [
+                {"name": name, "rank": layout.rank_of(name), "bytes": nbytes, "tensor_bytes": dict(held.get(name, {}))}
+                for name, nbytes in opened.sizes.items()
+            ],
+            "tensors": [
+                {
+                    "key": key,
+                    "part": part_name(key),
+                    "dtype": str(tensor.dtype),
+                    "shape": list(tensor.shape),
+                    "bytes": tensor.nbytes,
+                    "chunks": len(tensor.chunks),
+                }
+                for key, tensor in self.chosen.items()
+            ],
+        }
+
     def _facts(self) -> dict[str, str]:
         opened, manifest = self.opened, self.opened.manifest
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(opened.created_at))
@@ -168,52 +214,6 @@ class _View:
         """Return the parts with tensors, the largest first."""
         parts = sorted(parts_of(self.opened.contents), key=lambda part: -part.nbytes)
         return [part.name for part in parts if part.nbytes]
-
-    def to_json(self) -> dict[str, Any]:
-        opened, manifest = self.opened, self.opened.manifest
-        held = bytes_by_file(opened.contents)
-        return {
-            "folder": str(opened.folder),
-            "origin": opened.origin.value,
-            "kind": opened.kind.value,
-            "step": opened.step,
-            "bytes": opened.nbytes,
-            "created_at": opened.created_at,
-            "world_size": opened.world_size,
-            "topology": opened.topology,
-            "format_version": manifest.format_version if manifest is not None else None,
-            "versions": manifest.versions if manifest is not None else {},
-            "lineage": manifest.lineage.to_json() if manifest is not None else None,
-            "metrics": manifest.extra.get("metrics", {}) if manifest is not None else {},
-            "nan_in": manifest.extra.get("nan_in", []) if manifest is not None else [],
-            "config": opened.config,
-            "parts": [
-                {
-                    "name": part.name,
-                    "tensors": part.num_tensors,
-                    "elements": part.num_elements,
-                    "bytes": part.nbytes,
-                    "objects": part.num_objects,
-                    "dtypes": dict(part.dtypes),
-                }
-                for part in parts_of(opened.contents)
-            ],
-            "files": [
-                {"name": name, "rank": layout.rank_of(name), "bytes": nbytes, "tensor_bytes": dict(held.get(name, {}))}
-                for name, nbytes in opened.sizes.items()
-            ],
-            "tensors": [
-                {
-                    "key": key,
-                    "part": part_name(key),
-                    "dtype": str(tensor.dtype),
-                    "shape": list(tensor.shape),
-                    "bytes": tensor.nbytes,
-                    "chunks": len(tensor.chunks),
-                }
-                for key, tensor in self.chosen.items()
-            ],
-        }
 
 
 def changed_settings(config: Mapping[str, Any]) -> dict[str, str]:

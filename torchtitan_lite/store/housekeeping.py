@@ -149,6 +149,13 @@ class Housekeeping:
                     logger.info("Deleted step %d", info.step)
                     self._on_event("purged", info.step, bytes=info.nbytes)
 
+    def abandon(self, step: int, store: CheckpointStore) -> None:
+        """Remove what a failed save left; log a warning if that fails."""
+        try:
+            store.abandon(step)
+        except OSError as error:
+            logger.warning("Could not remove what the failed save of step %d left: %s", step, error)
+
     def _discard(self, info: CheckpointInfo, store: CheckpointStore, fence: Callable[[], None]) -> list[Path]:
         with store.exclusive:
             fence()
@@ -159,13 +166,6 @@ class Housekeeping:
         if self._warned_of != str(error):
             self._warned_of = str(error)
             logger.warning("%s", error)
-
-    def abandon(self, step: int, store: CheckpointStore) -> None:
-        """Remove what a failed save left; log a warning if that fails."""
-        try:
-            store.abandon(step)
-        except OSError as error:
-            logger.warning("Could not remove what the failed save of step %d left: %s", step, error)
 
 
 def _is_sound(info: CheckpointInfo, store: CheckpointStore) -> bool:

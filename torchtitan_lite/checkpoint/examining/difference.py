@@ -54,8 +54,12 @@ class Difference:
     @property
     def has_any(self) -> bool:
         """Return whether the states differ, as far as this was compared."""
-        parts = (self.only_in_a, self.only_in_b, self.tensors, self.containers, self.objects, self.known_different)
-        return any(map(bool, parts))
+        return self.is_beyond_values or bool(self.known_different)
+
+    @property
+    def is_beyond_values(self) -> bool:
+        """Return whether more differs than the values of tensors."""
+        return any(map(bool, (self.only_in_a, self.only_in_b, self.tensors, self.containers, self.objects)))
 
 
 def compare(a: OpenedCheckpoint, b: OpenedCheckpoint) -> Difference:

@@ -57,10 +57,6 @@ class Contents:
         """Return the container of the nested state with this flat name; None if there is none or `structure` is."""
         return None if self._containers is None else self._containers.find(name)
 
-    @cached_property
-    def _containers(self) -> Containers | None:
-        return None if self.structure is None else Containers(self.structure)
-
     @classmethod
     def of_manifest(cls, manifest: Manifest, path: str, dtypes: Mapping[str, Any] = DTYPES) -> Contents:
         """Return the contents that the tables in `manifest` describe, with the values of `dtypes`.
@@ -168,6 +164,10 @@ class Contents:
         for key, stored in self.objects.items():
             if stored.item is not None:
                 yield *stored.item, key
+
+    @cached_property
+    def _containers(self) -> Containers | None:
+        return None if self.structure is None else Containers(self.structure)
 
 
 def _object(entry: Mapping[str, Any]) -> StoredObject:

@@ -79,11 +79,6 @@ class PreemptionWatch:
             self._deadline = time.monotonic() + self._grace_seconds
             self._note(number)
 
-    def _note(self, number: int) -> None:
-        self._received = number
-        again = "; press Ctrl-C again to end at once" if number == signal.SIGINT else ""
-        logger.info("Received %s: all ranks save and leave after this step%s", signal.Signals(number).name, again)
-
     def time_is_up(self) -> None:
         """End the process, with exit code 1."""
         logger.error(
@@ -93,6 +88,11 @@ class PreemptionWatch:
             self._grace_seconds,
         )
         os._exit(1)
+
+    def _note(self, number: int) -> None:
+        self._received = number
+        again = "; press Ctrl-C again to end at once" if number == signal.SIGINT else ""
+        logger.info("Received %s: all ranks save and leave after this step%s", signal.Signals(number).name, again)
 
 
 def _number(name: str) -> int:

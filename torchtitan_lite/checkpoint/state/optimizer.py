@@ -104,16 +104,6 @@ class OptimizerWrapper:
             rest = state_dict.get(OF_OPTIMIZERS, {}).get(str(number), {})
             owner.take(states, settings, {**own.rest, **rest})
 
-    def _refresh_names(self) -> None:
-        """Read the names of the present parameters: a model may change after the manager was made."""
-        self._names.clear()
-        self._names.update(named_parameters(self._parts))
-        for state, module in self._modules.items():
-            raw = dict(module.named_parameters())
-            for name, parameter in zip(clean_names(module, raw).values(), raw.values(), strict=True):
-                self._names.setdefault(parameter, (f"{state}.{name}",))
-        _refuse_unknown_parameters(self._optimizers, self._names)
-
     def refuse_where_parts_differ(self, peers: Peers) -> None:
         """Raise ConfigError on every rank if an optimizer's state dict is saved whole and ranks have different models.
 
@@ -134,6 +124,16 @@ class OptimizerWrapper:
             for parameter in parameters_of(owner.optimizer)
             if parameter.requires_grad
         )
+
+    def _refresh_names(self) -> None:
+        """Read the names of the present parameters: a model may change after the manager was made."""
+        self._names.clear()
+        self._names.update(named_parameters(self._parts))
+        for state, module in self._modules.items():
+            raw = dict(module.named_parameters())
+            for name, parameter in zip(clean_names(module, raw).values(), raw.values(), strict=True):
+                self._names.setdefault(parameter, (f"{state}.{name}",))
+        _refuse_unknown_parameters(self._optimizers, self._names)
 
 
 def _owner(
