@@ -194,6 +194,26 @@ def test_torn_and_unknown_lines_are_skipped(tmp_path: Path) -> None:
     assert read_accounts(tmp_path) == before
 
 
+@pytest.mark.parametrize("value", ["null", '"1"', "[]", "1" + 400 * "0", "NaN", "true", 9999 * "["])
+@pytest.mark.parametrize("field", ["time", "part", "durable_step", "at_risk_seconds"])
+def test_a_beat_with_a_value_that_is_none_does_not_end_the_next_start(tmp_path: Path, field: str, value: str) -> None:
+    time = Time()
+    first = TrainedStart(tmp_path, time)
+    first.load(0)
+    first.train(1)
+    fields = {"time": "2000", "step": "1", "part": "2", "durable_step": "1", "at_risk_seconds": "3"} | {field: value}
+    numbers = ", ".join(f'"{name}": {text}' for name, text in fields.items() if name != "part")
+    with (tmp_path / LEDGER_FILE).open("a") as ledger:
+        beat = f'{{"record": "beat", "start": "{first.ledger.id}", "seconds": {{"productive": {fields["part"]}}}'
+        ledger.write(f"{beat}, {numbers}}}\n")
+    time.now = 3000
+    second = TrainedStart(tmp_path, time)
+    second.load(1)
+    second.ledger.end("finished")
+    assert [start.end for start in read_accounts(tmp_path).starts] == ["", "finished"]
+    assert second.ledger.accounts().goodput >= 0
+
+
 def test_a_folder_without_a_ledger_has_empty_accounts(tmp_path: Path) -> None:
     accounts = read_accounts(tmp_path)
     assert accounts.starts == () and set(accounts.seconds) == set(PARTS)

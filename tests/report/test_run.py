@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -299,3 +300,38 @@ def test_thousands_of_starts_and_saves_are_a_small_page(tmp_path: Path) -> None:
     page = render([read_run(str(tmp_path))])
     assert len(page) < 1_500_000
     assert 'class="purged" value="6000"' in page
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("events.jsonl", '{"event": "committed", "step": 10, "time": 1e300, "bytes": 5}'),
+        ("events.jsonl", '{"event": "committed", "step": 10, "time": 1e17, "bytes": "5", "seconds": [1]}'),
+        ("events.jsonl", '{"event": "committed", "step": 10, "time": 5, "bytes": 5, "seconds": NaN}'),
+        ("events.jsonl", '{"event": "loaded", "step": 10, "time": 5, "seconds": "short"}'),
+        ("events.jsonl", '{"event": "loaded", "step": 1' + 400 * "0" + ', "time": 5}'),
+        ("metrics.jsonl", '{"step": 1' + 400 * "0" + "}"),
+        ("metrics.jsonl", '{"step": 70, "loss_metrics/global_avg_loss": 1' + 400 * "0" + "}"),
+        (
+            "metrics.jsonl",
+            '{"step": 70, "loss_metrics/global_avg_loss": 1e308}\n{"step": 71, "loss_metrics/global_avg_loss": -1e308}',
+        ),
+        ("ledger.jsonl", '{"record": "start", "start": "a", "time": 1' + 400 * "0" + "}"),
+        ("ledger.jsonl", 9999 * "["),
+        ("config.json", '{"job": {"description": "\\ud800"}}'),
+    ],
+)
+def test_a_line_that_no_run_writes_does_not_keep_the_page_from_being_written(
+    folder: Path, tmp_path: Path, name: str, line: str
+) -> None:
+    copy = copy_of(folder, tmp_path / "copy")
+    written = copy / name
+    written.write_text(
+        f"{line}\n" if name == "config.json" else f"{written.read_text() if written.exists() else ''}{line}\n"
+    )
+    assert render([read_run(str(copy))]).encode()
+
+
+def test_a_run_in_a_folder_whose_name_is_not_utf_8_has_a_page(folder: Path, tmp_path: Path) -> None:
+    copy = copy_of(folder, Path(os.fsdecode(os.fsencode(tmp_path) + b"/run\xff")))
+    assert b"run?" in render([read_run(str(copy))]).encode()

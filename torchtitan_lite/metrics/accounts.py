@@ -24,6 +24,8 @@ PARTS = (
 """Every part: those of a start, and `down` and `idle` between two starts."""
 PARTS_OF_A_START = PARTS[:-2]
 CLEAN_ENDS = ("finished", "preempted")
+_LARGEST = 1e100
+"""A larger number is none: sums must be finite."""
 
 
 @dataclass(frozen=True)
@@ -186,10 +188,12 @@ def _add(found: dict[str, Any], record: Mapping[str, Any]) -> None:
         return
     if not isinstance(record.get("seconds"), dict):
         return
-    seconds = {part: float(value) for part, value in record["seconds"].items() if part in PARTS_OF_A_START}
+    values = record["seconds"].items()
+    seconds = {part: float(value) for part, value in values if part in PARTS_OF_A_START and _is_number(value)}
     found |= {"last_beat": record["time"], "seconds": seconds, "last_step": record["step"]}
-    found["durable_step"] = record.get("durable_step", found.get("durable_step", 0))
-    found["at_risk_seconds"] = record.get("at_risk_seconds", 0.0)
+    durable_step, at_risk_seconds = record.get("durable_step"), record.get("at_risk_seconds")
+    found["durable_step"] = durable_step if isinstance(durable_step, int) else found.get("durable_step", 0)
+    found["at_risk_seconds"] = at_risk_seconds if _is_number(at_risk_seconds) else 0.0
     if record["record"] == "end":
         found["end"] = str(record.get("why", "failed"))
 
@@ -198,7 +202,7 @@ def _records(lines: Iterable[bytes]) -> Iterable[dict[str, Any]]:
     for line in lines:
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(record, dict) and _is_whole(record):
             yield record
@@ -207,4 +211,8 @@ def _records(lines: Iterable[bytes]) -> Iterable[dict[str, Any]]:
 def _is_whole(record: Mapping[str, Any]) -> bool:
     if not isinstance(record.get("record"), str) or not isinstance(record.get("start"), str):
         return False
-    return isinstance(record.get("time"), int | float) and isinstance(record.get("step", 0), int)
+    return _is_number(record.get("time")) and isinstance(record.get("step", 0), int)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST

@@ -19,6 +19,10 @@ STEP_SECONDS = "time_metrics/end_to_end(s)"
 PARTS = tuple(f"time_metrics/{part}(s)" for part in ("data_loading", "forward", "backward", "optimizer"))
 TOKENS_PER_SECOND = "throughput(tps)"
 GOODPUT = "goodput(%)"
+LARGEST = 1e100
+"""A larger number is none: differences and ratios of two must be finite, and so must a time."""
+_LARGEST_STEP = 1 << 62
+_FIGURES = ("bytes", "seconds", "stall_seconds", "slowest_seconds")
 
 
 @dataclass
@@ -40,7 +44,7 @@ class Logged:
     def add(self, record: dict[str, Any]) -> None:
         """Add the line `record`. A step that comes again replaces itself and what followed it."""
         step = record.get("step")
-        if not isinstance(step, int) or isinstance(step, bool):
+        if not isinstance(step, int) or isinstance(step, bool) or abs(step) > _LARGEST_STEP:
             return
         while self.steps and self.steps[-1] >= step:
             for column in (self.steps, self.loss, self.seconds, self.training_seconds):
@@ -81,16 +85,21 @@ def objects_in(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return the events in the file at `path`: objects with a name, a step and a time; none without a file."""
+    """Return the events in the file at `path`: objects with a name, a step and a time; none without a file.
+
+    Figures that are no numbers are left out.
+    """
     return [
-        record
+        {key: value for key, value in record.items() if key not in _FIGURES or math.isfinite(number(value))}
         for record in read_records(path)
         if isinstance(record.get("event"), str)
         and isinstance(record.get("step"), int)
+        and abs(record["step"]) <= _LARGEST_STEP
         and math.isfinite(number(record.get("time")))
     ]
 
 
 def number(value: Any) -> float:
-    """Return `value` as a number; NaN for anything that is not one."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    """Return `value` as a number; NaN for anything that is not one, or larger than `LARGEST`."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
+    return float(value) if is_number else math.nan

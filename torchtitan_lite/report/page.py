@@ -51,7 +51,8 @@ def render(runs: Sequence[Run]) -> str:
         "share": share_text,
         "shown": shown,
     }
-    return environment.get_template("page.html").render(page(runs))
+    text = environment.get_template("page.html").render(page(runs))
+    return text.encode(errors="replace").decode()  # The name of a folder need not be UTF-8.
 
 
 def page(runs: Sequence[Run]) -> dict[str, Any]:

@@ -100,7 +100,10 @@ def number_text(value: float) -> str:
 
 def moment_text(unix: float) -> str:
     """Return a time in UTC: "2026-11-22 20:37"."""
-    return time.strftime("%Y-%m-%d %H:%M", time.gmtime(unix))
+    try:
+        return time.strftime("%Y-%m-%d %H:%M", time.gmtime(unix))
+    except (ValueError, OverflowError, OSError):  # The clock of a host may have said anything.
+        return "unknown"
 
 
 def share_text(share: float) -> str:
