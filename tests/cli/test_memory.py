@@ -12,28 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.memory.cards import CARD
 from tests.cli.conftest import Said
-from torchtitan_lite.checkpoint.memory.card import Card
 from torchtitan_lite.checkpoint.memory.mark import Mark
-from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.keeper.client import Keeper
 from torchtitan_lite.store.lineage import Lineage
-from torchtitan_lite.store.manifest import Table
 
-CARD = Card(
-    rank=0,
-    world_size=2,
-    step=40,
-    start="s1",
-    folder_id="f1",
-    lineage=Lineage("602ceef5"),
-    latest=None,
-    created_at=0.0,
-    topology="dp_shard 2",
-    file="__0_0.distcp",
-    record=FileRecord.of(b"abc"),
-    objects=Table(),
-)
+SHOWN = dataclasses.replace(CARD, step=40, lineage=Lineage("602ceef5"), topology="dp_shard 2")
 
 
 @pytest.fixture
@@ -53,7 +38,7 @@ def keeper(memory_tier: Path, root: Path) -> Iterator[Keeper]:
         arena, mark = os.memfd_create("arena"), Mark()
         os.write(arena, b"abc")
         if number < 2:
-            card = dataclasses.replace(CARD, rank=1 - number, created_at=time.time() - 7200)
+            card = dataclasses.replace(SHOWN, rank=1 - number, created_at=time.time() - 7200)
             mark.set(40, 3, card.to_bytes())
         elif number == 2:
             mark.set(40, 3, b"no card")

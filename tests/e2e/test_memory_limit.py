@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.cgroups import memory_group as memory_group
 from tests.e2e.random_kills import KilledJob, Order, killed_job
 
 pytestmark = pytest.mark.slow
 
-MEMORY = Path("/sys/fs/cgroup/memory")
 STATE_BYTES = 12 * 1024 * 8192
 MARGIN = 1.2
-
-
-@pytest.fixture
-def memory_group() -> Iterator[Path]:
-    """A control group of its own, in cgroup v1's memory controller."""
-    group = MEMORY / f"torchtitan-lite-{os.getpid()}"
-    try:
-        group.mkdir()
-    except OSError as error:
-        pytest.skip(f"needs a memory controller (cgroup v1) in which this user can make a group: {error}")
-    try:
-        yield group
-    finally:
-        deadline = time.monotonic() + 30
-        while (group / "cgroup.procs").read_text().strip() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        (group / "memory.force_empty").write_text("0")
-        group.rmdir()
 
 
 def test_a_restart_inside_a_fifth_more_memory_than_the_peak_before_it_lives(

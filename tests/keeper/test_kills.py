@@ -6,18 +6,17 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.cgroups import V2, cgroup
+from tests.cgroups import memory_group as memory_group
 from tests.keepers import has_ended, keepers_in
 
 pytestmark = pytest.mark.slow  # torchrun loads torch, and each case starts several interpreters.
 
 TRAINER = Path(__file__).with_name("trainer.py")
-V1, V2 = Path("/sys/fs/cgroup/memory"), (Path("/sys/fs/cgroup/unified"), Path("/sys/fs/cgroup"))
 LIMIT_BYTES = 256 << 20
 DEADLINE_SECONDS = 120.0
 
@@ -68,46 +67,24 @@ def test_images_outlive_torchrun_killed_with_all_workers(trainer: list[str], mem
     assert looked(trainer) == ["held 0 False True", "held 1 False True"]
 
 
-@contextmanager
-def cgroup(parent: Path, **settings: int) -> Iterator[Path]:
-    """A cgroup with `settings`; skip the test where this user may not make one."""
-    folder = parent / f"ttl-test-{os.getpid()}"
-    try:
-        folder.mkdir()
-    except OSError as error:
-        pytest.skip(f"no cgroup can be made: {error}")
-    try:
-        for name, value in settings.items():
-            (folder / name.replace("__", ".")).write_text(str(value))
-        yield folder
-    finally:
-        for _ in range(1000):
-            try:
-                folder.rmdir()
-            except OSError:  # A process in it is still ending.
-                has_ended(os.getpid(), 0.02)
-            else:
-                break
-
-
 def start_in(folder: Path, trainer: list[str], act: str) -> subprocess.Popen[bytes]:
     script = f'echo $$ > "{folder}/cgroup.procs" && exec "$@"'
     return subprocess.Popen(["sh", "-c", script, "sh", sys.executable, *trainer, act], stdout=-3)
 
 
-def test_images_outlive_a_trainer_that_the_limit_of_its_cgroup_kills(trainer: list[str], memory_tier: Path) -> None:
-    if not (V1 / "memory.limit_in_bytes").exists():
-        pytest.skip("no cgroup v1 with a limit of memory")
-    with cgroup(V1, memory__limit_in_bytes=LIMIT_BYTES) as limited:
-        with start_in(limited, trainer, "grow") as process:
-            assert process.wait(DEADLINE_SECONDS) == -signal.SIGKILL
-        used = int((limited / "memory.usage_in_bytes").read_text())
-        assert used >= 64 << 20, "the image is in the account of the cgroup in which it was made"
-        assert looked(trainer) == ["held 0 False True"]
-        (pid,) = keepers_in(memory_tier)
-        next((memory_tier / "torchtitan_lite").iterdir()).unlink()
-        assert has_ended(pid)
-        assert int((limited / "memory.usage_in_bytes").read_text()) < 16 << 20, "its memory is free"
+def test_images_outlive_a_trainer_that_the_limit_of_its_cgroup_kills(
+    trainer: list[str], memory_tier: Path, memory_group: Path
+) -> None:
+    (memory_group / "memory.limit_in_bytes").write_text(str(LIMIT_BYTES))
+    with start_in(memory_group, trainer, "grow") as process:
+        assert process.wait(DEADLINE_SECONDS) == -signal.SIGKILL
+    used = int((memory_group / "memory.usage_in_bytes").read_text())
+    assert used >= 64 << 20, "the image is in the account of the cgroup in which it was made"
+    assert looked(trainer) == ["held 0 False True"]
+    (pid,) = keepers_in(memory_tier)
+    next((memory_tier / "torchtitan_lite").iterdir()).unlink()
+    assert has_ended(pid)
+    assert int((memory_group / "memory.usage_in_bytes").read_text()) < 16 << 20, "its memory is free"
 
 
 def test_nothing_outlives_a_kill_of_the_whole_cgroup(trainer: list[str], memory_tier: Path) -> None:

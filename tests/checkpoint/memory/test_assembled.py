@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.memory.test_mark import CARD
+from tests.checkpoint.memory.cards import CARD
 from torchtitan_lite.checkpoint.memory.assembled import assembled, same_contents
 from torchtitan_lite.checkpoint.memory.card import Card
 from torchtitan_lite.disk.digest import FileRecord
