@@ -25,6 +25,13 @@ def rolled_back(root: Path) -> CheckpointStore:
     return store
 
 
+def gone_past(root: Path) -> CheckpointStore:
+    """Return the same folder, whose branch has gone on to 16 too, as it does with the same interval."""
+    store = rolled_back(root)
+    save(store, 16, run_id="b2")
+    return store
+
+
 def quarantined(root: Path) -> CheckpointStore:
     """Return a folder whose step 8 was set aside as damaged."""
     store = fill(root, 4, 8)
@@ -168,6 +175,24 @@ def test_its_branch_comes_back_when_the_other_one_is_left(tmp_path: Path) -> Non
     assert CheckpointStore(tmp_path).recover() == []
 
 
+@pytest.mark.parametrize(
+    ("name", "moved", "then"),
+    [
+        ("step-16.abandoned-a1", ["step-12.abandoned-b2", "step-16.abandoned-b2", "step-8.abandoned-b2"], {16: "a1"}),
+        ("step-8.abandoned-a1", ["step-12.abandoned-b2", "step-16.abandoned-b2", "step-8.abandoned-b2"], {8: "a1"}),
+    ],
+)
+def test_the_branch_also_leaves_the_name_of_the_step_that_comes_back(
+    tmp_path: Path, name: str, moved: list[str], then: dict[int, str]
+) -> None:
+    store = gone_past(tmp_path)
+    with pytest.raises(CheckpointError, match=r"With --leave-branch it comes back, and step-8, step-12, step-16 are"):
+        back(store, name)
+    assert back(store, name, leave_branch=True) == moved
+    assert visible(tmp_path) == {4: "a1"} | then
+    assert CheckpointStore(tmp_path).recover() == []
+
+
 def test_and_the_way_back_is_the_same(tmp_path: Path) -> None:
     store = rolled_back(tmp_path)
     before = contents(tmp_path)
@@ -210,8 +235,14 @@ def everything(root: Path) -> dict[tuple[str, ...], Contents]:
 @pytest.mark.parametrize("power", [False, True])
 @pytest.mark.parametrize(
     ("make", "name", "latest"),
-    [(quarantined, "step-8.corrupt", {4, 8}), (rolled_back, "step-16.abandoned-a1", {8, 12, 16})],
-    ids=["damaged", "abandoned"],
+    [
+        (quarantined, "step-8.corrupt", {4, 8}),
+        (rolled_back, "step-16.abandoned-a1", {8, 12, 16}),
+        (gone_past, "step-16.abandoned-a1", {8, 12, 16}),
+        # The very step that abandons it has its name: between the two renames neither is there.
+        (gone_past, "step-8.abandoned-a1", {4, 8, 12, 16}),
+    ],
+    ids=["damaged", "abandoned", "abandoned, and its step saved again", "abandoned by the same step"],
 )
 def test_cut_anywhere_every_checkpoint_is_whole_and_the_same_call_finishes(
     tmp_path: Path, make: Callable[[Path], CheckpointStore], name: str, latest: set[int], power: bool

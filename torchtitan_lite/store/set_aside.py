@@ -121,15 +121,15 @@ def refuse_harm(store: CheckpointStore, aside: SetAside, *, leave_branch: bool) 
     `leave_branch`: whether the branch that abandons it is set aside in its place.
     """
     name, final = aside.folder.name, store.root / layout.step_dir(aside.step)
-    if os.path.lexists(final):
+    branch = branch_in_the_way(store, aside)
+    given_up = {info.path for info in branch}
+    if os.path.lexists(final) and final not in given_up:
         raise CheckpointError(f"{name} stays as it is: {final} is there already. Rename or remove that one first.")
     if (abandoners := _abandoners(store, aside)) and not leave_branch:
-        branch = branch_in_the_way(store, aside)
         raise CheckpointError(
             f"{name} stays as it is: {_listed(abandoners)} of run {abandoners[0].run_id} abandons it, and no run would "
             f"see it. With --leave-branch it comes back, and {_listed(branch)} are set aside in its place."
         )
-    given_up = {info.path for info in branch_in_the_way(store, aside)}
     hidden = [
         info
         for info in store.committed()
@@ -148,18 +148,28 @@ def bring_back(store: CheckpointStore, aside: SetAside, fence: Callable[[], obje
 
     After `check` and `refuse_harm`. `fence` raises if the folder belongs to another job by now.
     """
-    disk, root = store.durable, store.root
+    final = store.root / layout.step_dir(aside.step)
     with store.exclusive:
         abandoners, branch = _abandoners(store, aside), branch_in_the_way(store, aside)
-        fence()
-        if os.path.lexists(aside.folder / layout.FINDINGS):
-            disk.remove_file(aside.folder / layout.FINDINGS)  # It is whole: these findings are no longer true.
-        disk.rename(aside.folder, root / layout.step_dir(aside.step))
-        disk.fsync_dir(root)
-        # Until the last of these has lost its name the step is still abandoned, and a start after a crash renames it
-        # again. So those that abandon it go last, and the others before them, or a crash would leave two branches.
         rest = [info for info in reversed(branch) if info not in abandoners]
-        return sorted([*_leave(store, rest, fence), *_leave(store, abandoners, fence)])
+        # Until the last of the abandoners has lost its name the step is still abandoned, and a start after a crash
+        # renames it again. So they go last, and the others before them, or a crash would leave two branches.
+        if any(info.path == final for info in abandoners):
+            moved = [*_leave(store, rest, fence), *_leave(store, abandoners, fence)]
+            _take_name(store, aside, final, fence)
+            return sorted(moved)
+        moved = _leave(store, [info for info in rest if info.path == final], fence)
+        _take_name(store, aside, final, fence)
+        moved += _leave(store, [info for info in rest if info.path != final], fence)
+        return sorted([*moved, *_leave(store, abandoners, fence)])
+
+
+def _take_name(store: CheckpointStore, aside: SetAside, final: Path, fence: Callable[[], object]) -> None:
+    fence()
+    if os.path.lexists(aside.folder / layout.FINDINGS):
+        store.durable.remove_file(aside.folder / layout.FINDINGS)  # It is whole: these findings are no longer true.
+    store.durable.rename(aside.folder, final)
+    store.durable.fsync_dir(store.root)
 
 
 def _leave(store: CheckpointStore, infos: Iterable[CheckpointInfo], fence: Callable[[], object]) -> list[Path]:
