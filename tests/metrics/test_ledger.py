@@ -270,3 +270,10 @@ def test_whatever_happens_parts_sum_to_the_time_and_redone_steps_are_counted(
     assert sum(accounts.seconds.values()) == pytest.approx(accounts.wall_seconds, abs=0.01)
     if starts[-1][2] != "killed":
         assert accounts.wall_seconds == pytest.approx(last - 1000, abs=0.01)
+
+
+def test_a_seed_checkpoint_which_begins_no_start_writes_no_ledger(tmp_path: Path) -> None:
+    time = Time()
+    ledger = Ledger(tmp_path, RunClock(time), wall_clock=time)
+    ledger.saved(0, is_full=True, began=0.0)
+    assert not (tmp_path / LEDGER_FILE).exists()

@@ -42,6 +42,7 @@ class Ledger:
         """The name of this start."""
         self.before = Accounts()
         """The accounts of the earlier starts, from `begin` on."""
+        self._has_begun = False
         self._loaded_step: int | None = None
         self._step, self._durable_step, self._durable_at = 0, 0, 0.0
 
@@ -58,6 +59,7 @@ class Ledger:
                 if not last.end and (latest := self._latest.read()):
                     self._lines.append(latest)
             self._lines.append({"record": "start", "time": self.began, "start": self.id} | about)
+            self._has_begun = True
 
     def beat(self) -> None:
         """Write that the start lives."""
@@ -123,7 +125,8 @@ class Ledger:
         return {"seconds": seconds, "durable_step": self._durable_step, "at_risk_seconds": round(self.at_risk()[1], 3)}
 
     def _append(self, kind: str, step: int, figures: Mapping[str, Any]) -> None:
-        self._lines.append(self._record(kind, step, figures))
+        if self._has_begun:  # A seed checkpoint is saved by no start.
+            self._lines.append(self._record(kind, step, figures))
 
     def _record(self, kind: str, step: int, figures: Mapping[str, Any]) -> dict[str, Any]:
         elapsed = sum(figures["seconds"].values()) if isinstance(figures.get("seconds"), dict) else self._clock.elapsed
