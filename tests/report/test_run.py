@@ -22,6 +22,7 @@ from torchtitan_lite.report.run import read_run
 from torchtitan_lite.report.shards import shard_map
 from torchtitan_lite.report.time_parts import steps_per_line
 from torchtitan_lite.store.holder import Holder
+from torchtitan_lite.store.manifest import CheckpointKind
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +109,23 @@ def test_a_step_saved_on_two_branches_has_a_fate_of_each(tmp_path: Path) -> None
     saves = read_run(str(tmp_path)).saves
     assert [(save.step, save.start, save.fate.value) for save in saves] == [
         *[(10, 1, "kept"), (20, 1, "abandoned"), (20, 2, "kept")],
+    ]
+
+
+def test_the_export_of_the_last_step_is_a_save_beside_the_full_one(tmp_path: Path) -> None:
+    from tests.cli.folders import add_step
+
+    export = [event | {"kind": "weights_only"} for event in saved(20, BEGUN + 6, nbytes=2_000_000)]
+    write_lines(tmp_path / "events.jsonl", [*saved(10, BEGUN), *saved(20, BEGUN + 5), *export])
+    config = CONFIG | {"checkpoint": {"folder": "checkpoint", "export_folder": "export"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for step, moment in ((10, 0), (20, 5)):
+        add_step(tmp_path / "checkpoint", step, created_at=BEGUN + moment)
+    add_step(tmp_path / "export", 20, kind=CheckpointKind.WEIGHTS_ONLY, created_at=BEGUN + 6)
+    assert [(save.step, save.kind, save.nbytes, save.fate.value) for save in read_run(str(tmp_path)).saves] == [
+        (10, "full", 10_000_000, "kept"),
+        (20, "full", 10_000_000, "kept"),
+        (20, "weights_only", 2_000_000, "kept"),
     ]
 
 

@@ -96,7 +96,7 @@ def read_run(spelling: str, *, now: float | None = None) -> Run:
         )
     ledger = read_accounts(folder)
     starts = starts_of(events, ledger, logged.steps[-1] if len(logged) else 0)
-    saves = saves_of(starts, entries)
+    saves = saves_of(starts, [*entries, *_exports(folder, config)])
     known = configs_of(starts, entries, read_records(folder / CONFIGS), config)
     return Run(
         folder=folder,
@@ -118,6 +118,13 @@ def _config(path: Path) -> dict[str, Any]:
         return flat(json.loads(path.read_bytes()))
     except (FileNotFoundError, ValueError, RecursionError):
         return {}
+
+
+def _exports(folder: Path, config: Mapping[str, Any]) -> list[Entry]:
+    """Return the weights that the run exported into a folder of their own."""
+    export_folder = config.get("checkpoint.export_folder")
+    root = folder / str(export_folder)
+    return inventory(root) if export_folder and root.is_dir() else []
 
 
 def _shards(root: Path, entries: list[Entry]) -> ShardMap | None:

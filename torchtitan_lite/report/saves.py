@@ -1,7 +1,7 @@
 """The checkpoints of a run: what each save cost, and what became of it. Pure.
 
-Events say what was saved and purged, the folder of checkpoints says what is there now. A checkpoint in the folder
-belongs to the save of its step whose commit is nearest to the time in its manifest.
+Events say what was saved and purged, the folders of checkpoints and exports say what is there now. A checkpoint in them
+belongs to the save of its step, and if possible of its kind, whose commit is nearest to the time in its manifest.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Save:
         return self.nbytes / self.seconds if self.nbytes and self.seconds else None
 
 
-def saves_of(starts: Sequence[Start], entries: Sequence[Entry], ledger: Sequence[Mapping[str, Any]] = ()) -> list[Save]:
-    """Return the saves of all `starts` in their order, then the `entries` in the folder that none of them made."""
+def saves_of(starts: Sequence[Start], entries: Sequence[Entry]) -> list[Save]:
+    """Return the saves of all `starts` in their order, then the `entries` in the folders that none of them made."""
     saves = [save for start in starts for save in _of_start(start, is_last=start is starts[-1])]
     removed, times = _removals(starts), _times(saves)
     found, unknown = _matched(saves, entries)
@@ -90,22 +90,25 @@ def saves_of(starts: Sequence[Start], entries: Sequence[Entry], ledger: Sequence
 
 def _of_start(start: Start, *, is_last: bool) -> list[Save]:
     """Return the saves that `start` began; Fate.GONE stands for committed, until the folder was looked at."""
-    saves: dict[int, Save] = {}
+    saves: dict[tuple[int, str], Save] = {}  # The last step may be saved in full and exported.
+    begun: dict[int, str] = {}
     may_go_on = is_last and start.end == "unknown"
     for event in start.events:
-        step, time = event["step"], event["time"]
+        step, time, kind = event["step"], event["time"], str(event.get("kind", "full"))
         if event["event"] == "save_started":
             fate = Fate.UNDER_WAY if may_go_on else Fate.CUT
-            saves[step] = Save(step, time, start.number, fate, str(event.get("kind", "full")))
-        elif event["event"] == "save_failed" and step in saves:
-            saves[step] = dataclasses.replace(saves[step], fate=Fate.FAILED, note=str(event.get("reason", "")))
+            begun[step] = kind
+            saves[step, kind] = Save(step, time, start.number, fate, kind)
+        elif event["event"] == "save_failed" and step in begun:
+            failed = saves[step, begun[step]]
+            saves[step, begun[step]] = dataclasses.replace(failed, fate=Fate.FAILED, note=str(event.get("reason", "")))
         elif event["event"] == "committed":
-            saves[step] = Save(
+            saves[step, kind] = Save(
                 step,
                 time,
                 start.number,
                 Fate.GONE,
-                str(event.get("kind", "full")),
+                kind,
                 event.get("bytes"),
                 event.get("seconds"),
                 event.get("stall_seconds"),
@@ -127,10 +130,15 @@ def _matched(saves: Sequence[Save], entries: Sequence[Entry]) -> tuple[dict[int,
         free = [index for index in by_step.get(entry.step or 0, []) if index not in found]
         free = [index for index in free if saves[index].fate is not Fate.FAILED]
         if free:
-            found[min(free, key=lambda index: abs(saves[index].time - entry.created_at))] = entry
+            found[min(free, key=lambda index: _distance(saves[index], entry))] = entry
         else:
             unknown.append(entry)
     return found, unknown
+
+
+def _distance(save: Save, entry: Entry) -> tuple[bool, float]:
+    """Return how far `entry` is from what `save` wrote: first whether it is of another kind, then in seconds."""
+    return entry.kind is not None and entry.kind.value != save.kind, abs(save.time - entry.created_at)
 
 
 def _removals(starts: Sequence[Start]) -> dict[int, list[tuple[float, Fate]]]:
