@@ -123,12 +123,14 @@ def test_whatever_comes_first_takes_the_folders_and_closing_frees_them(
     assert not any(lock.exists() for lock in locks)
     open_it(run)
     assert all(lock.exists() for lock in locks)
-    assert (watch.noted[:1], saver.noted) == (["start"], ["start"])
+    assert watch.noted[:1] == ["start"]
+    started = ["start"] if open_it is opened_by_save else []
+    assert saver.noted == started, "the saver starts with the first step, not beside a load"
     run.manager.close()
     assert not any(lock.exists() for lock in locks)
-    assert (watch.noted[-1], saver.noted) == ("close", ["start", "close within 33 s"])
+    assert (watch.noted[-1], saver.noted) == ("close", [*started, "close within 33 s"])
     run.manager.close()
-    assert saver.noted == ["start", "close within 33 s"]
+    assert saver.noted == [*started, "close within 33 s"]
 
 
 def test_where_one_folder_is_another_jobs_nothing_stays_open(

@@ -157,10 +157,9 @@ class CheckpointManager:
     def load(self, step: int = -1) -> bool:
         """Load `step`, by default what the config says: `load_step`, the latest, or `initial_load_path`.
 
-        Skip a damaged checkpoint for the next older one. Return False for a fresh start: there was none, and nothing
-        was changed. Raises `CheckpointNotFound`, `CheckpointMismatch` and what a state refuses with, on every rank,
-        before the model is touched, and `AllCheckpointsDamaged`. Sets `preempted_by` if a rank received a signal
-        meanwhile: nothing is trained yet, so there is nothing to save.
+        Skip a damaged checkpoint for the next older one. Return False for a fresh start, which changes nothing. Raises
+        `CheckpointNotFound`, `CheckpointMismatch` and what a state refuses with, on every rank, before the model is
+        touched, and `AllCheckpointsDamaged`. Sets `preempted_by` if a rank received a signal.
         """
         if not self._opened():
             return False
@@ -169,9 +168,9 @@ class CheckpointManager:
         if step == -1:
             self._initial_import.run()
         source = self._load.load(step)
+        self._first_save.allow()
         if source is not None:
             self._continue_from(source)
-        self._first_save.allow()
         self._memory.take_over(self._load.take_over(source))
         self.preempted_by = self._departure.untrained(self.loaded_step or 0)
         return source is not None
@@ -219,8 +218,7 @@ class CheckpointManager:
         if not self._opened():
             return -1
         self._in_flight.settle()
-        durable = self._peers.on_coordinator(lambda: self._in_flight.last_durable)
-        return -1 if durable is None else durable
+        return self._peers.on_coordinator(lambda: -1 if (last := self._in_flight.last_durable) is None else last)
 
     def maybe_wait_for_staging(self) -> None:
         """Wait until the state may change: call right before the optimizer's step. Not collective."""
@@ -348,3 +346,5 @@ class CheckpointManager:
         self.loaded_step = source.continues_at
         if not source.initial and not source.has_nan and source.memory is None:
             self._housekeeping.note_good(source.step)
+        if self._memory.images is None:
+            self._saves.secure(source.step)  # Before it goes: this start keeps nothing in memory.

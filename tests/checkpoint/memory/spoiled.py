@@ -83,8 +83,11 @@ def other_commit(held: Held, marked: Marked) -> None:
 
 def other_version(held: Held, marked: Marked) -> None:
     """Give the mark another format version, with the right digest."""
-    fields = mark._FIELDS.pack(mark._MAGIC, 2, 0, marked.step, marked.num_bytes, len(marked.card), bytes(16))
-    os.pwrite(held.mark_fd, fields + xxhash.xxh3_64_digest(fields), 0)
+    fields = mark._FIELDS.pack(
+        mark._MAGIC, 9, 0, marked.step, marked.num_bytes, PAGE_BYTES, len(marked.card), bytes(16)
+    )
+    for record in (1, 2):
+        os.pwrite(held.mark_fd, fields + xxhash.xxh3_64_digest(fields), mark._record_at(record))
 
 
 def shorter(held: Held, marked: Marked) -> None:

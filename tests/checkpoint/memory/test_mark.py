@@ -59,6 +59,26 @@ def test_a_mark_says_nothing_until_it_is_set_and_after_it_is_cleared() -> None:
     mark.close()
 
 
+@pytest.mark.parametrize("sizes", [(4, 4, 4, 4), (100, 3, 99, 5000), (1, 9000, 2, 9000), (0, 0, 7, 0)])
+def test_a_card_takes_the_place_of_another_one_and_the_one_before_stays_as_it_was(sizes: tuple[int, ...]) -> None:
+    mark = Mark()
+    cards = [bytes([number]) * size for number, size in enumerate(sizes)]
+    for number, card in enumerate(cards):
+        before = os.pread(mark.fd, 1 << 20, 0)
+        mark.set(7, 100, card)
+        found = read_mark(mark.fd)
+        assert found is not None
+        assert found.card == card
+        if number:
+            # A process that was killed before the last store: the word is the one before.
+            os.pwrite(mark.fd, before[PAGE_BYTES - 8 : PAGE_BYTES], PAGE_BYTES - 8)
+            killed = read_mark(mark.fd)
+            assert killed is not None
+            assert killed.card == cards[number - 1]
+            mark.set(7, 100, card)
+    mark.close()
+
+
 def test_a_mark_that_a_killed_process_set_is_read() -> None:
     mark = Mark()
     child = os.fork()

@@ -1,8 +1,9 @@
 """The mark of an image: whether the arena beside it holds one, which, and the card that describes it.
 
 The mark lies in a memfd of its own, so that it outlives the process that wrote it, as the arena does. Its first page
-says whether the image is valid, and the card follows. `clear` is one store into shared memory, which a killed process
-has made or not made; `set` writes the card first and the word that makes it valid last.
+has two records and a word that says which of them is valid, if one is; the cards follow. `clear` is one store into
+shared memory, which a killed process has made or not made. `set` writes a card and a record beside those that are valid
+and the word last, so a card is replaced by another one in one store, too.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ MAX_CARD_BYTES = 4 << 30
 """A longer card is no card: a reader allocates that much."""
 
 _MAGIC = b"TTLIMAGE"
-_VERSION = 1
-_FIELDS = struct.Struct("<8sIIQQQ16s")
-"""Magic, version, (unused), step, bytes of the image, bytes of the card, digest of the card."""
+_VERSION = 2
+_FIELDS = struct.Struct("<8sIIQQQQ16s")
+"""Magic, version, (unused), step, bytes of the image, place and bytes of the card, digest of the card."""
 _SEAL_BYTES = 8
+_RECORD_BYTES = 256
+"""From the first record of the page to the second one."""
 _VALID = struct.Struct("<Q")
 _VALID_AT = PAGE_BYTES - _VALID.size
-"""The place of the word that is 1 while the image is valid. Aligned, so that the store cannot be cut."""
+"""The place of the word: 0, or the number of the valid record, 1 or 2. Aligned, so that the store cannot be cut."""
 
 
 class UnusableMark(ValueError):
@@ -56,16 +59,23 @@ class Mark:
         _VALID.pack_into(self._page, _VALID_AT, 0)
 
     def set(self, step: int, num_bytes: int, card: bytes) -> None:
-        """Make the image valid: the first `num_bytes` of the arena are that of `step`, described by `card`."""
-        self.clear()
-        needed = PAGE_BYTES + len(card)
-        if os.fstat(self.fd).st_size < needed:
-            os.ftruncate(self.fd, needed)
-        _write_at(self.fd, PAGE_BYTES, card)
-        fields = _FIELDS.pack(_MAGIC, _VERSION, 0, step, num_bytes, len(card), xxhash.xxh3_128_digest(card))
+        """Make the image valid: the first `num_bytes` of the arena are that of `step`, described by `card`.
+
+        If it is valid already it stays so: whenever this process is killed, it has the card before or this one.
+        """
+        (valid,) = _VALID.unpack_from(self._page, _VALID_AT)
+        number = 2 if valid == 1 else 1
+        at = PAGE_BYTES
+        if valid in (1, 2):
+            *_, begin, count, _ = _FIELDS.unpack_from(self._page, _record_at(valid))
+            at = PAGE_BYTES if PAGE_BYTES + len(card) <= begin else begin + count
+        if os.fstat(self.fd).st_size < at + len(card):
+            os.ftruncate(self.fd, at + len(card))
+        _write_at(self.fd, at, card)
+        fields = _FIELDS.pack(_MAGIC, _VERSION, 0, step, num_bytes, at, len(card), xxhash.xxh3_128_digest(card))
         sealed = fields + xxhash.xxh3_64_digest(fields)
-        self._page[: len(sealed)] = sealed
-        _VALID.pack_into(self._page, _VALID_AT, 1)
+        self._page[_record_at(number) : _record_at(number) + len(sealed)] = sealed
+        _VALID.pack_into(self._page, _VALID_AT, number)
 
     def close(self) -> None:
         """Unmap the page and close the descriptor; the mark stays as long as another process holds it. Idempotent."""
@@ -83,20 +93,26 @@ def read_mark(fd: int) -> Marked | None:
     (valid,) = _VALID.unpack_from(page, _VALID_AT)
     if not valid:
         return None
-    fields, found = page[: _FIELDS.size], page[_FIELDS.size : _FIELDS.size + _SEAL_BYTES]
-    magic, version, _, step, num_bytes, card_bytes, card_digest = _FIELDS.unpack(fields)
-    if magic != _MAGIC:
+    record = page[_record_at(valid if valid == 2 else 1) :]
+    fields, found = record[: _FIELDS.size], record[_FIELDS.size : _FIELDS.size + _SEAL_BYTES]
+    magic, version, _, step, num_bytes, card_at, card_bytes, card_digest = _FIELDS.unpack(fields)
+    if magic != _MAGIC or valid > 2:
         raise UnusableMark("it is no mark of an image")
     if version != _VERSION:
         raise UnusableMark(f"it has format version {version}, this version reads {_VERSION}")
     if found != xxhash.xxh3_64_digest(fields):
         raise UnusableMark("its digest is wrong")
-    if card_bytes > min(MAX_CARD_BYTES, max(0, os.fstat(fd).st_size - PAGE_BYTES)):
+    if card_at < PAGE_BYTES or card_bytes > min(MAX_CARD_BYTES, max(0, os.fstat(fd).st_size - card_at)):
         raise UnusableMark(f"its card of {card_bytes} bytes is not in it")
-    card = _read_at(fd, PAGE_BYTES, card_bytes)
+    card = _read_at(fd, card_at, card_bytes)
     if xxhash.xxh3_128_digest(card) != card_digest:
         raise UnusableMark("the digest of its card is wrong")
     return Marked(step, num_bytes, card)
+
+
+def _record_at(number: int) -> int:
+    """Return the place of record 1 or 2 in the page."""
+    return (number - 1) * _RECORD_BYTES
 
 
 def _write_at(fd: int, at: int, data: bytes) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from torchtitan_lite import faults
-from torchtitan_lite.checkpoint.saving.images import Image, Images
+from torchtitan_lite.checkpoint.saving.image import Image
+from torchtitan_lite.checkpoint.saving.images import Images
 from torchtitan_lite.checkpoint.saving.rank_image import RankImage
 from torchtitan_lite.checkpoint.saving.writer import RankContent, Target
 from torchtitan_lite.checkpoint.staging.pool import Slot

@@ -11,22 +11,19 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from torchtitan_lite import faults
-from torchtitan_lite.checkpoint.format.description import PlacedObject, table_of_objects
-from torchtitan_lite.checkpoint.memory.card import Card
 from torchtitan_lite.checkpoint.memory.mark import UnusableMark, read_mark
 from torchtitan_lite.checkpoint.memory.room import free_bytes, host_id, num_arenas
 from torchtitan_lite.checkpoint.memory.tier import Tier
-from torchtitan_lite.checkpoint.saving.rank_image import RankPlan
+from torchtitan_lite.checkpoint.saving.image import Image, renew_card
 from torchtitan_lite.checkpoint.saving.save_plan import PlanCache
-from torchtitan_lite.checkpoint.saving.writer import Origin, versions
+from torchtitan_lite.checkpoint.saving.writer import Origin
+from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.pool import NO_STEP, NUM_RECENT
 from torchtitan_lite.checkpoint.staging.stager import Staged, Stager
 from torchtitan_lite.checkpoint.staging.watch import StagingWatch
@@ -44,22 +41,6 @@ CLOSE_SECONDS = 30.0
 """How long the digest under way may take when the manager is closed."""
 
 State = dict[str, Any]
-
-
-@dataclass
-class Image:
-    """A copy under way to becoming an image."""
-
-    step: int
-    origin: Origin
-    plan: RankPlan
-    objects: Sequence[PlacedObject]
-    staged: Staged
-    began_seconds: float
-    check: Callable[[Staged], None] = lambda staged: staged.wait()
-    """Waits until the copy is complete; raises if the state changed meanwhile."""
-    created_at: float = field(default_factory=time.time)
-    stall_seconds: float = 0.0
 
 
 class Images:
@@ -117,7 +98,9 @@ class Images:
         On return the keeper holds them under names of this start. **Collective**, before the first save.
         """
         pool = self.stager.pool
-        most = NUM_RECENT if self._interval else 1
+        steps_held = [_step_in(mark_fd) for _, mark_fd in pairs]
+        num_loaded = sum(step == steps_held[0] != NO_STEP for step in steps_held)
+        most = max(NUM_RECENT if self._interval else 1, num_loaded)  # Without one of them the others are of no use.
         for fd in [fd for pair in pairs[most:] for fd in pair]:
             os.close(fd)
         arenas = self.stager.adopt(pairs[:most])
@@ -213,6 +196,7 @@ class Images:
         """Note what a save committed, on the coordinator. Any thread."""
         if info is not None and info.kind is CheckpointKind.FULL:
             self.tier.note_committed(info)
+            self.stager.pool.for_each_valid(self._note_latest)
 
     def wait_for_staging(self) -> None:
         """Wait until the state may change. Main thread."""
@@ -296,35 +280,24 @@ class Images:
         assert arena.mark is not None, "the keeper holds it"
         if self.process is not None and self.process.pid != self._joined:
             self.tier.join_again(self.helpers())  # Not before: the keeper may not have started by then.
-        arena.mark.set(image.step, image.staged.num_bytes, self._card(image, record).to_bytes())
+        card = image.card(record, self.tier, self._peers)
+        arena.mark.set(image.step, image.staged.num_bytes, card.to_bytes())
         self.stager.pool.validate(image.staged.slot, image.step)
+        if card.latest != self.tier.latest:  # A save was committed meanwhile.
+            self.stager.pool.for_each_valid(self._note_latest)
         with self._lock:
             self._num_failed = 0
         seconds = self._clock() - image.began_seconds
         self._on_event("image_ready", image.step, seconds=seconds, stall_seconds=image.stall_seconds)
         return True
 
-    def _card(self, image: Image, record: FileRecord) -> Card:
-        plan, origin = image.plan, image.origin
-        described = plan.description
-        return Card(
-            rank=self._peers.rank,
-            world_size=self._peers.world_size,
-            step=image.step,
-            start=self.tier.start,
-            folder_id=self.tier.folder_id,
-            lineage=origin.lineage,
-            latest=self.tier.latest,
-            created_at=image.created_at,
-            topology=origin.topology,
-            versions=versions(),
-            config=origin.config,
-            file=plan.file_name if record.size else "",
-            record=record,
-            objects=table_of_objects(image.objects),
-            tensors=None if described is None else described.tensors,
-            structure=None if described is None else described.structure,
-        )
+    def _note_latest(self, arena: StagingArena) -> None:
+        assert arena.mark is not None, "a valid image has one"
+        try:
+            renew_card(arena.mark, self.tier.latest)
+        except (ValueError, OSError) as error:
+            logger.warning("An image in memory of rank %d is given up: %s", self._peers.rank, error)
+            arena.mark.clear()
 
     def _note_failed(self, step: int, error: Exception) -> None:
         with self._lock:

@@ -105,10 +105,18 @@ class RunSaves:
 
     def catch_up(self, step: int) -> None:
         """Save `step` as the last one if it was loaded from memory and is not on disk. Durable; raises as `full`."""
-        if self.origin.resumed_from_memory != step:
-            return
-        if not self._peers.on_coordinator(lambda: self._is_saved_in_full(step)):
+        if self._is_only_in_memory(step):
             self.last_of_all(step)
+
+    def secure(self, step: int) -> None:
+        """Save `step` in full if it was loaded from memory and is not on disk. Durable; raises as `full`."""
+        if self._is_only_in_memory(step):
+            self.full(step)
+
+    def _is_only_in_memory(self, step: int) -> bool:
+        if self.origin.resumed_from_memory != step:
+            return False
+        return not self._peers.on_coordinator(lambda: self._is_saved_in_full(step))
 
     def export(self, step: int) -> None:
         """Save only the weights, durable on return. Raises as `full` does."""

@@ -81,9 +81,9 @@ class StagingArena:
 
 
 def _anonymous_file(num_bytes: int) -> int:
-    if hasattr(os, "memfd_create"):
+    try:
         fd = os.memfd_create("torchtitan_lite-staging")
-    else:
+    except (AttributeError, OSError):  # Not Linux, or a sandbox refuses it.
         with tempfile.TemporaryFile() as file:
             fd = os.dup(file.fileno())
     os.ftruncate(fd, max(num_bytes, 1))

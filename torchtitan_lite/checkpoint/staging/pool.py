@@ -10,7 +10,7 @@ comes out. The rule itself is in pure functions.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -145,6 +145,13 @@ class Pool:
         with self._changed:
             slot.is_valid = slot.step == step
             self._changed.notify_all()
+
+    def for_each_valid(self, act: Callable[[StagingArena], None]) -> None:
+        """Call `act` with each arena whose image is complete here; none is overwritten meanwhile. Any thread."""
+        with self._changed:
+            for slot in self.slots:
+                if slot.is_valid and slot.arena is not None:
+                    act(slot.arena)
 
     def adopt(self, arenas: Sequence[tuple[StagingArena, int]], steps: Sequence[int]) -> None:
         """Use `arenas`, each with the step of its valid image or `NO_STEP`. `steps`: of all ranks, all of them.

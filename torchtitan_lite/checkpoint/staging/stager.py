@@ -198,10 +198,18 @@ class Stager:
             self._give_up(slot.arena)
             slot.arena.close()  # Before the new one is made: there may be no memory for two.
         slot.arena = None
-        mark = Mark() if self._marks else None
+        mark = _new_mark() if self._marks else None
         arena = StagingArena(-(-(num_bytes + _GRAIN_BYTES) // _GRAIN_BYTES) * _GRAIN_BYTES, pin=self._pin, mark=mark)
         arena.allocate()
         slot.arena = arena
+
+
+def _new_mark() -> Mark | None:
+    """Return a mark; None where the system has no memfds: then the arena is a temporary file, and no image."""
+    try:
+        return Mark()
+    except (AttributeError, OSError):
+        return None
 
 
 def _has_room(slot: Slot, num_bytes: int) -> bool:

@@ -1,0 +1,68 @@
+"""One copy of the state on its way to being an image, and the card that describes it to later starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torchtitan_lite.checkpoint.format.description import PlacedObject, table_of_objects
+from torchtitan_lite.checkpoint.memory.card import Card, Commit
+from torchtitan_lite.checkpoint.memory.mark import Mark, read_mark
+from torchtitan_lite.checkpoint.memory.tier import Tier
+from torchtitan_lite.checkpoint.saving.rank_image import RankPlan
+from torchtitan_lite.checkpoint.saving.writer import Origin, versions
+from torchtitan_lite.checkpoint.staging.stager import Staged
+from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.distributed.consensus import Peers
+
+
+@dataclass
+class Image:
+    """A copy under way to becoming an image."""
+
+    step: int
+    origin: Origin
+    plan: RankPlan
+    objects: Sequence[PlacedObject]
+    staged: Staged
+    began_seconds: float
+    check: Callable[[Staged], None] = lambda staged: staged.wait()
+    """Waits until the copy is complete; raises if the state changed meanwhile."""
+    created_at: float = field(default_factory=time.time)
+    stall_seconds: float = 0.0
+
+    def card(self, record: FileRecord, tier: Tier, peers: Peers) -> Card:
+        """Return the card of this image, whose digests are `record`, as one of `tier`. Not collective."""
+        described = self.plan.description
+        return Card(
+            rank=peers.rank,
+            world_size=peers.world_size,
+            step=self.step,
+            start=tier.start,
+            folder_id=tier.folder_id,
+            lineage=self.origin.lineage,
+            latest=tier.latest,
+            created_at=self.created_at,
+            topology=self.origin.topology,
+            versions=versions(),
+            config=self.origin.config,
+            file=self.plan.file_name if record.size else "",
+            record=record,
+            objects=table_of_objects(self.objects),
+            tensors=None if described is None else described.tensors,
+            structure=None if described is None else described.structure,
+        )
+
+
+def renew_card(mark: Mark, latest: Commit | None) -> None:
+    """Write into the card of a valid image that `latest` is the latest checkpoint on disk now.
+
+    Else the image would count again where its owner deletes that checkpoint, to go back to the one before. Raises
+    ValueError for a card that is none, and OSError.
+    """
+    marked = read_mark(mark.fd)
+    if marked is not None:
+        card = dataclasses.replace(Card.parse(marked.card), latest=latest)
+        mark.set(marked.step, marked.num_bytes, card.to_bytes())
