@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -65,3 +66,8 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path: Path) -> None:
 def test_a_name_that_the_collector_does_not_read_is_refused() -> None:
     with pytest.raises(ConfigError, match=r'expected a name that ends with "\.prom"'):
         Metrics(prometheus_file="run.txt")
+
+
+def test_a_run_in_a_folder_whose_name_is_not_utf_8_has_a_file(tmp_path: Path) -> None:
+    PrometheusFile(tmp_path / "run.prom", os.fsdecode(b"/runs/\xff")).write(ACCOUNTS, (0, 0.0), is_up=True)
+    assert 'run="/runs/?"' in (tmp_path / "run.prom").read_text(encoding="utf-8")

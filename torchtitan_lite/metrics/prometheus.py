@@ -35,7 +35,7 @@ class PrometheusFile:
         temporary = self._path.with_name(durable.temporary_name(self._path.name))
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(text, encoding="utf-8")
+            temporary.write_text(text, encoding="utf-8", errors="replace")  # A folder's name need not be UTF-8.
             durable.replace(temporary, self._path)
         except OSError as error:
             if not self._has_failed:
