@@ -16,7 +16,6 @@ import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cached_property
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -24,19 +23,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.checkpoint.small_run import Run, job_config
+from tests.e2e.jobs import read_lines
+from tests.e2e.sharded_run import RANKS, ShardedRun
 from tests.forked import server
 from tests.ranks import join_group
 from torchtitan_lite import faults, log
-from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.distributed.environment import fault_spec
 
-RANKS = 2
 STEPS = 12
 INTERVAL = 3
 KEPT = 2
@@ -44,7 +39,7 @@ DEADLINE_SECONDS = 90.0
 """For one start, which takes one or two seconds."""
 GRACE_SECONDS = 5.0
 """Time for the other ranks, which may wait for one that failed, to end by themselves."""
-TIMEOUT = timedelta(seconds=30)
+TIMEOUT_SECONDS = 30
 
 
 @dataclass(frozen=True)
@@ -79,7 +74,7 @@ class Started:
 
     @cached_property
     def records(self) -> list[list[dict[str, Any]]]:
-        return [_whole_lines(self.order.record(rank)) for rank in range(RANKS)]
+        return [read_lines(self.order.record(rank)) for rank in range(RANKS)]
 
     @property
     def killed(self) -> set[int]:
@@ -133,31 +128,13 @@ def start(order: Order) -> Started:
     return Started(order, codes)
 
 
-class KilledRun(Run):
-    """The run of one rank. Its losses depend on its whole state and on the generators."""
-
-    def __init__(self, order: Order, record: _Record) -> None:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(512, 1024), nn.Dropout(0.1), nn.Tanh(), nn.Linear(1024, 512))
-        fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
-        super().__init__(
-            model,
-            job_config(order.folder, interval=INTERVAL, keep_latest_k=KEPT, async_mode=order.mode, timeout_seconds=30),
-            lr=0.01,
-            seams={"peers": Peers(TIMEOUT), "on_event": record.on_event},
-        )
-        self.state = self.train_state
-        torch.manual_seed(dist.get_rank())
+class KilledRun(ShardedRun):
+    """The run of one rank, which changes its parameters between two saves where the order says so."""
 
     def train(self) -> str:
         """Train one step. Return its exact loss."""
-        loss = self.take_step(self._loss)
-        self.state.record_loss(loss, loss)
-        return loss.hex()
-
-    def _loss(self) -> torch.Tensor:
-        batch = torch.randn(8, 512, generator=torch.Generator().manual_seed(self.state.step)).chunk(RANKS)
-        loss: torch.Tensor = (self.model(batch[dist.get_rank()]) - 1).square().mean()
+        loss = super().train()
+        self.train_state.record_loss(float.fromhex(loss), float.fromhex(loss))
         return loss
 
     def change(self) -> None:
@@ -173,7 +150,7 @@ class KilledRun(Run):
         for tensor in self._tensors():
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             digest.update(local.detach().contiguous().view(torch.uint8).numpy().tobytes())
-        digest.update(f"{self.state.step} {self.scheduler.state_dict()['last_epoch']}".encode())
+        digest.update(f"{self.train_state.step} {self.scheduler.state_dict()['last_epoch']}".encode())
         return digest.hexdigest()
 
     def _tensors(self) -> Iterator[torch.Tensor]:
@@ -223,23 +200,19 @@ def _serve(order: Order, rank: int) -> None:
 
 
 def _train(order: Order, rank: int, record: _Record) -> None:
-    run = KilledRun(order, record)
+    keys = {"interval": INTERVAL, "keep_latest_k": KEPT, "async_mode": order.mode, "timeout_seconds": TIMEOUT_SECONDS}
+    run = KilledRun(order.folder, rank, record.on_event, lr=0.01, **keys)
     with run.manager:
         if run.manager.load():
-            record.write("resumed", run.state.step)
-        while run.state.step < STEPS:
+            record.write("resumed", run.train_state.step)
+        while run.train_state.step < STEPS:
             loss = run.train()
-            record.write("trained", run.state.step, loss=loss)
-            faults.point("step", step=run.state.step)
-            run.manager.save(run.state.step, force=run.state.step == STEPS)
-            if run.state.step == order.saves_again:
+            record.write("trained", run.train_state.step, loss=loss)
+            faults.point("step", step=run.train_state.step)
+            run.manager.save(run.train_state.step, force=run.train_state.step == STEPS)
+            if run.train_state.step == order.saves_again:
                 run.manager.latest_step()  # Returns after the first save has ended: the faults are for the second.
                 run.change()
                 faults.install(fault_spec(), rank=rank)
-                run.manager.save(run.state.step)
-    record.write("end", run.state.step, digest=run.digest())
-
-
-def _whole_lines(path: Path) -> list[dict[str, Any]]:
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+                run.manager.save(run.train_state.step)
+    record.write("end", run.train_state.step, digest=run.digest())

@@ -18,25 +18,19 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
-from tests.checkpoint.small_run import Run, job_config
 from tests.e2e.jobs import children, command_line, read_lines, send
+from tests.e2e.sharded_run import RANKS, ShardedRun
 from tests.forked import Forked
 from tests.keepers import keepers_in
 from torchtitan_lite import log
 from torchtitan_lite.config.job_config import Comm
-from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.distributed.process_group import process_group
 
-RANKS = 2
 STEPS = 400
 """More than a job trains between its first start and its last kill."""
 DISK_INTERVAL = 7
@@ -227,34 +221,6 @@ def run_straight(order: Order) -> dict[int, set[str]]:
     return losses(order)
 
 
-class ImagesRun(Run):
-    """The run of one rank. Its losses depend on its whole state and on the generators."""
-
-    def __init__(self, order: Order, on_event: Callable[..., None], rank: int) -> None:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(512, order.width), nn.Dropout(0.1), nn.Tanh(), nn.Linear(order.width, 512))
-        fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
-        keys = {"interval": DISK_INTERVAL, "keep_latest_k": 2, "timeout_seconds": 60, **order.keys}
-        keys["preemption_signals"] = ("SIGTERM",)
-        super().__init__(
-            model,
-            job_config(order.folder, **keys),
-            lr=0.001,
-            seams={"peers": Peers(timedelta(seconds=60)), "on_event": on_event},
-        )
-        self.rank = rank
-        torch.manual_seed(rank)
-
-    def train(self) -> str:
-        """Train one step. Return its exact loss."""
-        return self.take_step(self._loss).hex()
-
-    def _loss(self) -> torch.Tensor:
-        batch = torch.randn(8, 512, generator=torch.Generator().manual_seed(self.train_state.step)).chunk(RANKS)
-        loss: torch.Tensor = (self.model(batch[self.rank]) - 1).square().mean()
-        return loss
-
-
 def _agent(order: Order, number: int) -> None:
     """Run an elastic agent, as torchrun does, until the ranks have ended or failed too often."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -313,7 +279,8 @@ def _rank(order: Order, number: int) -> None:
 
 
 def _train(order: Order, rank: int, write: Callable[..., None]) -> None:
-    run = ImagesRun(order, write, rank)
+    keys = {"interval": DISK_INTERVAL, "keep_latest_k": 2, **order.keys, "preemption_signals": ("SIGTERM",)}
+    run = ShardedRun(order.folder, rank, write, lr=0.001, width=order.width, **keys)
     state = run.train_state
     with run.manager:
         run.manager.load()

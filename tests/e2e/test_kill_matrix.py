@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.kill_ranks import INTERVAL, KEPT, RANKS, STEPS, Order, Started, start
+from tests.e2e.kill_ranks import INTERVAL, KEPT, STEPS, Order, Started, start
+from tests.e2e.sharded_run import RANKS, printed
 from torchtitan_lite.faults import POINTS
 from torchtitan_lite.store import layout
 
@@ -170,11 +171,8 @@ class Straight:
 
 @pytest.fixture(scope="module")
 def tally(request: pytest.FixtureRequest) -> Iterator[Tally]:
-    counts = Tally()
-    yield counts
-    plugins = request.config.pluginmanager
-    with plugins.getplugin("capturemanager").global_and_fixture_disabled():
-        plugins.getplugin("terminalreporter").write_line(f"\n{counts}")
+    with printed(request, Tally()) as counts:
+        yield counts
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.random_kills import KilledJob, Order, killed_job, losses, run_straight
+from tests.e2e.sharded_run import printed
 
 pytestmark = pytest.mark.slow
 
@@ -52,11 +53,8 @@ class Tally:
 
 @pytest.fixture(scope="module")
 def tally(request: pytest.FixtureRequest) -> Iterator[Tally]:
-    counts = Tally()
-    yield counts
-    plugins = request.config.pluginmanager
-    with plugins.getplugin("capturemanager").global_and_fixture_disabled():
-        plugins.getplugin("terminalreporter").write_line(f"\n{counts}")
+    with printed(request, Tally()) as counts:
+        yield counts
 
 
 @pytest.fixture(scope="module")

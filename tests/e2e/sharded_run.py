@@ -1,0 +1,67 @@
+"""A run on two ranks that is killed: a tiny model under FSDP2, a real manager, and the tally of all its cases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.checkpoint.small_run import Run, job_config
+from torchtitan_lite.distributed.consensus import Peers
+
+RANKS = 2
+
+T = TypeVar("T")
+
+
+class ShardedRun(Run):
+    """The run of one rank. Its losses depend on its whole state and on the generators."""
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        on_event: Callable[..., None],
+        *,
+        lr: float,
+        width: int = 1024,
+        timeout_seconds: float = 60,
+        **checkpoint: Any,
+    ) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(512, width), nn.Dropout(0.1), nn.Tanh(), nn.Linear(width, 512))
+        fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
+        super().__init__(
+            model,
+            job_config(folder, timeout_seconds=timeout_seconds, **checkpoint),
+            lr=lr,
+            seams={"peers": Peers(timedelta(seconds=timeout_seconds)), "on_event": on_event},
+        )
+        self.rank = rank
+        torch.manual_seed(rank)
+
+    def train(self) -> str:
+        """Train one step. Return its exact loss."""
+        return self.take_step(self._loss).hex()
+
+    def _loss(self) -> torch.Tensor:
+        batch = torch.randn(8, 512, generator=torch.Generator().manual_seed(self.train_state.step)).chunk(RANKS)
+        loss: torch.Tensor = (self.model(batch[self.rank]) - 1).square().mean()
+        return loss
+
+
+@contextmanager
+def printed(request: pytest.FixtureRequest, counts: T) -> Iterator[T]:
+    """Yield `counts`, and print them once all cases are over."""
+    yield counts
+    plugins = request.config.pluginmanager
+    with plugins.getplugin("capturemanager").global_and_fixture_disabled():
+        plugins.getplugin("terminalreporter").write_line(f"\n{counts}")
