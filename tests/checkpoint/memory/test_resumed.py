@@ -169,3 +169,16 @@ def test_ranks_on_several_hosts_load_their_own_images_and_lost_hosts_mean_the_di
     assert lost.loaded == (4, "disk")
     swapped = run(folder, 5, ranks=2, hosts=hosts[::-1])
     assert swapped.loaded == (4, "disk")
+
+
+@SLOW
+@pytest.mark.parametrize("model_only", [True, False])
+def test_a_run_with_an_initial_path_goes_on_from_its_own_images(tmp_path: Path, model_only: bool) -> None:
+    old, folder = tmp_path / "old", tmp_path / "new"
+    run(old, 4, interval=4, kills=False, memory_ttl_seconds=0.0, memory_interval=0)
+    initial = {"initial_load_path": str(old / "step-4"), "initial_load_model_only": model_only}
+    first = run(folder, 7, **initial)
+    assert first.loaded == (0 if model_only else 4, "disk")
+    second = run(folder, 9, **initial)
+    assert second.loaded == (first.ready, "memory")
+    assert second.loaded_weight == first.weights[first.ready]
