@@ -20,6 +20,14 @@ if [[ ! ${MAX_RESTARTS:-0} =~ ^[0-9]+$ ]]; then
     echo "MAX_RESTARTS: expected a number, found '$MAX_RESTARTS'. Set it to 0 or more." >&2
     exit 2
 fi
+if [[ ! ${LOG_RANK:-0} =~ ^[0-9]+(,\ *[0-9]+)*$ ]]; then
+    echo "LOG_RANK: expected ranks separated by commas, found '$LOG_RANK'. Set it as in 0,1." >&2
+    exit 2
+fi
+if [[ ! ${SHUTDOWN_TIMEOUT:-0} =~ ^[0-9]+$ ]]; then
+    echo "SHUTDOWN_TIMEOUT: expected seconds, found '$SHUTDOWN_TIMEOUT'. Set it to 0 or more." >&2
+    exit 2
+fi
 set_up safetensors # which checkpoint.last_save_in_hf needs
 arguments=(--job.config_file="${CONFIG_FILE:-llama_debug.toml}" "$@")
 

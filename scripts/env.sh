@@ -3,7 +3,8 @@
 #
 # If PYTHON names an interpreter of a virtual or conda environment that has torch, that one is used: its packages
 # stay as they are, above all torch, and only missing ones are installed. Otherwise it is .venv in the repository, made
-# with $PYTHON or python3 in the versions of requirements.txt. If set-up is impossible: one sentence and exit code 3.
+# with $PYTHON or python3 in the versions of requirements.txt. If set-up is impossible, or there is no $PYTHON: one
+# sentence and exit code 3.
 
 set -euo pipefail
 
@@ -18,6 +19,9 @@ NEEDED_BY_DEV="ruff mypy pre-commit"
 
 set_up() {
     local extra="$1" given="${PYTHON:-}"
+    # Before the set-up of another one, which takes minutes.
+    [[ -z $given ]] || command -v "$given" >/dev/null ||
+        give_up "PYTHON: there is no interpreter $given; correct the path, or unset PYTHON to get .venv."
     if [[ -n $given ]] && PYTHON="$(environment_with_torch "$given")"; then
         use_environment "$extra"
     else

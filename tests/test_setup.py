@@ -167,6 +167,15 @@ def test_a_machine_without_a_new_enough_python_is_one_sentence(machine: Machine,
     ]
 
 
+def test_a_python_that_is_not_there_is_one_sentence_and_no_set_up(machine: Machine) -> None:
+    finished = machine.run("run_train.sh", PYTHON="/typing/error/python")
+    assert (finished.returncode, finished.stderr.strip()) == (
+        3,
+        "set-up: PYTHON: there is no interpreter /typing/error/python; correct the path, or unset PYTHON to get .venv.",
+    )
+    assert machine.calls() == []
+
+
 def test_a_failing_pip_ends_with_3_and_the_next_run_tries_again(machine: Machine) -> None:
     finished = machine.run("run_tests.sh", PIP_EXIT="1")
     assert finished.returncode == 3
@@ -231,6 +240,8 @@ def test_training_passes_max_restarts_to_torchrun_if_it_is_set(machine: Machine)
         ([], {"CONFIG_FILE": "nowhere.toml"}, "nowhere.toml"),
         ([], {"NGPU": "two"}, "NGPU: expected a number of processes, found 'two'. Set it to 1 or more."),
         ([], {"MAX_RESTARTS": "-1"}, "MAX_RESTARTS: expected a number, found '-1'. Set it to 0 or more."),
+        ([], {"LOG_RANK": "rank0"}, "LOG_RANK: expected ranks separated by commas, found 'rank0'. Set it as in 0,1."),
+        ([], {"SHUTDOWN_TIMEOUT": "5m"}, "SHUTDOWN_TIMEOUT: expected seconds, found '5m'. Set it to 0 or more."),
     ],
 )
 def test_wrong_usage_of_training_ends_with_2_before_a_process_is_launched(
