@@ -289,7 +289,9 @@ def test_an_own_loop_without_a_config_is_refused_by_name(tmp_path: Path, call: C
         run.train(1)
     code, _, err = call(tmp_path / "run", tmp_path / "out", "--format", "hf")
     assert code == 2
-    assert "has not the weights of the model of the recorded configuration: missing tok_embeddings.weight, " in err
+    assert (
+        "does not have the weights of the model of the recorded configuration: missing tok_embeddings.weight, " in err
+    )
     assert "for a model of your own loop give --config CONFIG_JSON, and --names same or --name-map" in err
 
 

@@ -99,7 +99,11 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) 
         ("config.json", '{"model_type": "qwen3"}', "found 'qwen3', which has norms in its attention"),
         ("params.json", '{"dim": 0}', "dim: expected a whole number from 1 on, found 0"),
         ("params.json", '{"dim": 8, "n_heads": 2, "n_layers": 1000000000000}', "n_layers: expected a whole number"),
-        ("params.json", '{"dim": 8, "n_heads": 3, "n_layers": 1}', "do not divide"),
+        (
+            "params.json",
+            '{"dim": 8, "n_heads": 3, "n_layers": 1}',
+            "expected dim to be a multiple of n_heads, and n_heads of n_kv_heads, found 8, 3 and 3",
+        ),
         ("other.json", '{"model_type": "llama"}', "num_attention_heads: expected a whole number"),
     ],
 )

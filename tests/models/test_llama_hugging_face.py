@@ -52,14 +52,20 @@ def test_files_of_the_tokenizer_are_beside_the_generation_config() -> None:
     [
         ({"model_type": "qwen2"}, "model_type: expected llama, the only family that is read, found 'qwen2'"),
         ({"model_type": None}, "found None"),
-        ({"hidden_act": "gelu"}, "this Llama has no hidden_act 'gelu'"),
-        ({"attention_bias": True}, "this Llama has no attention_bias"),
-        ({"mlp_bias": True}, "this Llama has no mlp_bias"),
-        ({"sliding_window": 4096}, "this Llama has no sliding_window"),
-        ({"head_dim": 128}, "this Llama has no head_dim 128"),
-        ({"num_key_value_heads": 3}, "this Llama has no num_key_value_heads 3 with num_attention_heads 4"),
-        ({"num_attention_heads": 5}, "this Llama has no hidden_size 24 with num_attention_heads 5"),
-        ({"num_attention_heads": 8}, "this Llama has no hidden_size 24 with num_attention_heads 8"),  # of 3 rows
+        ({"hidden_act": "gelu"}, "the Llama of this package has no hidden_act 'gelu'"),
+        ({"attention_bias": True}, "the Llama of this package has no attention_bias"),
+        ({"mlp_bias": True}, "the Llama of this package has no mlp_bias"),
+        ({"sliding_window": 4096}, "the Llama of this package has no sliding_window"),
+        ({"head_dim": 128}, "the Llama of this package has no head_dim 128"),
+        (
+            {"num_key_value_heads": 3},
+            "the Llama of this package has no num_key_value_heads 3 with num_attention_heads 4",
+        ),
+        ({"num_attention_heads": 5}, "the Llama of this package has no hidden_size 24 with num_attention_heads 5"),
+        (
+            {"num_attention_heads": 8},
+            "the Llama of this package has no hidden_size 24 with num_attention_heads 8",
+        ),  # of 3 rows
         ({"hidden_size": None}, "hidden_size: expected a whole number from 1 on, found None"),
         ({"vocab_size": "many"}, "vocab_size: expected a whole number from 1 on, found 'many'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers: expected a whole number from 1 on, found 0"),

@@ -113,7 +113,7 @@ def _llama(opened: OpenedCheckpoint, keys: list[ModelKey], given: Given) -> Desc
         model = describe(args, files, bos, eos)
     if finding := misfit(model, opened.contents, keys):
         how = f": for a model of your own loop {_HOW}" if not given.config else ""
-        raise ConfigError(f"{opened.folder} has not the weights of the model {source}: {finding}{how}")
+        raise ConfigError(f"{opened.folder} does not have the weights of the model {source}: {finding}{how}")
     rows = model.places[_EMBEDDING].shape[0]
     if tokenizer is not None and tokenizer.vocab_size > rows:
         raise ConfigError(

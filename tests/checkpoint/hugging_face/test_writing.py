@@ -120,7 +120,7 @@ def test_a_model_that_does_not_fit_is_refused_by_name(
     places = {name: place for name, place in {**MODEL.places, **change}.items() if place is not None}
     with pytest.raises(ConfigError) as raised:
         write(opened, dataclasses.replace(MODEL, places=places), tmp_path / "out", silent)
-    assert str(raised.value).endswith(f"has not the weights of the model that is described: {finding}")
+    assert str(raised.value).endswith(f"does not have the weights of the model that is described: {finding}")
     assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
 
 

@@ -95,8 +95,8 @@ def test_a_llama_has_the_same_logits(config: dict[str, Any], tmp_path: Path) -> 
             "found 'gpt2', which has learned positions",
         ),
         ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "of type 'linear'"),
-        ("Llama", {"attention_bias": True}, "this Llama has no attention_bias"),
-        ("Llama", {"head_dim": 32}, "this Llama has no head_dim 32"),
+        ("Llama", {"attention_bias": True}, "the Llama of this package has no attention_bias"),
+        ("Llama", {"head_dim": 32}, "the Llama of this package has no head_dim 32"),
     ],
 )
 def test_what_is_not_our_llama_is_refused_by_name(

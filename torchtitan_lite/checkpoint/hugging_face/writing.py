@@ -80,7 +80,7 @@ def plan(
     contents = opened.contents
     keys = [each for each in model_keys(contents, opened.manifest) if each.name not in model.left_out]
     if finding := misfit(model, contents, keys):
-        raise ConfigError(f"{opened.folder} has not the weights of the model that is described: {finding}")
+        raise ConfigError(f"{opened.folder} does not have the weights of the model that is described: {finding}")
     stream = stream_of(opened, model, keys)
     tensors = new_tensors(contents, {each.key: model.places[each.name].name for each in keys}, dtype)
     shards = safetensors_files.sharded(tensors, max_shard_bytes or safetensors_files.SHARD_BYTES)

@@ -46,7 +46,9 @@ def args_in(given: str) -> ModelArgs:
 def args_of_params(params: Mapping[str, Any], vocab_size: int = 0) -> ModelArgs:
     """Return the sizes in Meta's `params`; `vocab_size` counts where they have none. Raise ConfigError."""
     if "moe_args" in params or "vision_chunk_size" in params:
-        raise ConfigError(f"{PARAMS}: this Llama has no mixture of experts and no vision: it cannot be read")
+        raise ConfigError(
+            f"{PARAMS}: the Llama of this package has no mixture of experts and no vision: it cannot be read"
+        )
     dim, heads = _whole(params, "dim"), _whole(params, "n_heads")
     in_params = params.get("vocab_size", -1)
     args = ModelArgs(
@@ -62,7 +64,10 @@ def args_of_params(params: Mapping[str, Any], vocab_size: int = 0) -> ModelArgs:
         rope_scaling=_scaling(params, dim),
     )
     if args.dim % args.n_heads or args.n_heads % args.n_kv_heads:
-        raise ConfigError(f"{PARAMS}: dim {dim}, n_heads {heads} and n_kv_heads {args.n_kv_heads} do not divide")
+        raise ConfigError(
+            f"{PARAMS}: expected dim to be a multiple of n_heads, and n_heads of n_kv_heads, found {dim}, {heads} and "
+            f"{args.n_kv_heads}"
+        )
     return args
 
 

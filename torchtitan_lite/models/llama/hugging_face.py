@@ -150,7 +150,7 @@ def args_of(config: Mapping[str, Any]) -> ModelArgs:
         (heads % kv_heads != 0, f"num_key_value_heads {kv_heads} with num_attention_heads {heads}"),
     ):
         if is_odd:
-            raise ConfigError(f"config.json: this Llama has no {finding}: it cannot be read")
+            raise ConfigError(f"config.json: the Llama of this package has no {finding}: it cannot be read")
     return ModelArgs(
         dim=dim,
         n_layers=_count(config, "num_hidden_layers", most=MOST_LAYERS),
@@ -179,8 +179,8 @@ def _rope_scaling(config: Mapping[str, Any]) -> RopeScaling | None:
         return None
     if kind != _LLAMA3:
         raise ConfigError(
-            f"config.json: this Llama has no rotary embedding of type {kind!r}, only default and {_LLAMA3}: "
-            "it cannot be read"
+            f"config.json: the Llama of this package has no rotary embedding of type {kind!r}, only "
+            f"default and {_LLAMA3}: it cannot be read"
         )
     return RopeScaling(
         factor=_number(parameters, "factor"),
