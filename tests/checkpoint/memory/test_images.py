@@ -79,12 +79,12 @@ def test_without_an_interval_the_copy_of_a_save_is_the_image_until_the_next_copy
     tmp_path: Path, memory_tier: Path
 ) -> None:
     run = start(tmp_path, 2, memory_interval=0, interval=2)
-    run.manager.wait()
+    assert run.manager.wait() > 0 and images_of(run).wait(60)
     assert set(held(run.root, memory_tier)) == {2}
     step(run)
     assert set(held(run.root, memory_tier)) == {2}
     step(run)
-    run.manager.wait()
+    assert run.manager.wait() > 0 and images_of(run).wait(60)
     assert set(held(run.root, memory_tier)) == {4}
     assert run.events.steps("image_ready") == [2, 4]
 
