@@ -59,7 +59,7 @@ class Image:
 def renew_card(mark: Mark, latest: Commit | None) -> None:
     """Write into the card of a valid image that `latest` is the latest checkpoint on disk now.
 
-    Else the image would count again where its owner deletes that checkpoint, to go back to the one before. Raises
+    Else the image would count again where its owner deletes that checkpoint, to roll back to the one before. Raises
     ValueError for a card that is none, and OSError.
     """
     marked = read_mark(mark.fd)
