@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("memory_tier")
 def test_a_step_that_was_deleted_from_the_disk_does_not_come_back_from_memory(tmp_path: Path, interval: int) -> None:
     folder = tmp_path / "run"
     run(folder, 4, interval=2, memory_interval=interval)
-    shutil.rmtree(folder / "step-4")  # Its owner wants to go back to step 2.
+    shutil.rmtree(folder / "step-4")  # Its owner wants to roll back to step 2.
     assert run(folder, 0, interval=2).loaded in [(2, "disk"), (2, "memory")]
 
 
