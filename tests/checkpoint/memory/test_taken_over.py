@@ -63,15 +63,15 @@ def test_many_restarts_lose_no_image_and_leave_no_process_and_no_memory(
     starts: int, tmp_path: Path, memory_tier: Path
 ) -> None:
     folder, moments = tmp_path / "run", random.Random(starts)
-    reported, weights = 0, {}
+    reported, weights, before = 0, {}, ""
     for number in range(starts):
-        start = run(folder, 1_000_000, interval=50, kill_after=moments.uniform(0.0, LONGEST_SECONDS))
+        start = run(folder, 1_000_000, kill_after=moments.uniform(0.0, LONGEST_SECONDS))
         assert (start.code, start.error) == (KILLED, "")
         resumed = start.loaded[0] if start.loaded is not None else 0
-        assert resumed >= reported, f"start {number}: step {reported} was reported\n{start.log}"
+        assert resumed >= reported, f"start {number}: step {reported} was reported\n{before}\n---\n{start.log}"
         assert all(weights.get(step, weight) == weight for step, weight in start.weights.items())
         weights |= start.weights
-        reported = max(reported, start.ready, resumed)
+        reported, before = max(reported, start.ready, resumed), start.log
         assert len({*arenas(folder)}) <= 3
         assert len(keepers_in(memory_tier)) <= 1
     last = max(weights) + 1
