@@ -133,3 +133,11 @@ def test_help_of_a_verb_fits_the_terminal(columns: int) -> None:
     assert code == 0
     assert max(map(len, plain(screen).splitlines())) <= columns
     assert "nothing of it is changed" in " ".join(plain(screen).split())
+
+
+def test_help_names_no_empty_choice_and_no_empty_default() -> None:
+    _, screen = on_a_terminal("export", "--help")
+    text = plain(screen)
+    assert "--dtype {float32,float16,bfloat16} " in text and "{," not in text and "default: ''" not in text
+    assert {len(line) for line in text.splitlines() if line.startswith(("│", "╭", "╰"))} == {80}
+    assert "│" + " " * 78 + "│" not in text

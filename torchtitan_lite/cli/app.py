@@ -47,6 +47,7 @@ VERBS = {
 }
 """Each verb's module and class: a frozen dataclass of its arguments, as `Verb` has it."""
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_EMPTY_DEFAULT = re.compile(r"\(default:((?:\x1b\[[0-9;]*m)*) ''\)")
 _REWORDED = (
     (r"Missing value for argument '([\w-]+)'.*", r"\1: expected a value, found none"),
     (r"Error parsing ([\w-]+): invalid literal for int\(\).*: (.*)", r"\1: expected a whole number, found \2"),
@@ -153,7 +154,13 @@ def _fitted(help_text: str, columns: int) -> str:
     if "usage:" not in help_text:
         return help_text
     short = re.sub(r"\A(.*usage:[^\n{]*)\{[^}\n]*\}", r"\1VERB ...", help_text)
-    return "".join(_folded(line, columns) for line in short.splitlines(keepends=True))
+    return "".join(_folded(line, columns) for line in map(_without_empty_default, short.splitlines(True)) if line)
+
+
+def _without_empty_default(line: str) -> str:
+    """Return `line` of a box without the default of an option that has none; "" if nothing else is in it."""
+    bare = _EMPTY_DEFAULT.sub(rf"{' ' * 9}\1{' ' * 4}", line)  # As wide as before: the box stays in shape.
+    return "" if bare != line and not _COLOURS.sub("", bare).strip(" │|\n") else bare
 
 
 def _folded(line: str, columns: int) -> str:

@@ -44,7 +44,9 @@ class Export:
     format: Literal["safetensors", "torch", "dcp", "hf", "peft"] = "safetensors"
     """safetensors: files with an index. torch: one file for torch.load. dcp: a folder for dcp.load. hf: a folder for
     from_pretrained of transformers. peft: an adapter's folder for PeftModel.from_pretrained."""
-    dtype: Literal["", "float32", "float16", "bfloat16"] = ""
+    dtype: Annotated[
+        Literal["", "float32", "float16", "bfloat16"], tyro.conf.arg(metavar="{float32,float16,bfloat16}")
+    ] = ""
     """Cast floating-point tensors to it; without it, each keeps its own."""
     max_shard_size: str = ""
     """The largest file, as 5GB or 500MiB; of safetensors and hf 5GB by default."""
