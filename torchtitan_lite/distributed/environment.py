@@ -1,6 +1,6 @@
 """Environment variables: those that the launcher sets, and those that libraries read.
 
-The only module that touches them. It does not import torch, so that an entry point knows its rank before anything slow
+The only module that reads them. It does not import torch, so that an entry point knows its rank before anything slow
 is loaded.
 """
 
