@@ -315,3 +315,12 @@ def test_a_keeper_that_is_killed_again_and_again_is_given_up_with_one_warning(
     assert run.committed() == [9]
     assert caplog.text.count("A restart loads from disk") == 1
     assert caplog.text.count("WARNING") == 2, "the other one is that no more images are made"
+
+
+def test_a_state_that_cannot_be_saved_is_not_called_too_large(
+    tmp_path: Path, memory_tier: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = start(tmp_path, 1)
+    images_of(run).make_room(-1)
+    assert "No images in memory every 1 steps: the state cannot be saved. The first save says why" in caplog.text
+    assert "do not fit" not in caplog.text

@@ -93,9 +93,9 @@ class Tier:
         """Have the keeper hold `arena`, unless it does; return whether it does. Any thread; waits for its start."""
         if self._starting is not None:
             self._starting.join()
-        if self._starting is None or self.is_off or arena.mark is None:
-            return False
         with self._lock:
+            if self._starting is None or self.is_off or arena.mark is None:
+                return False
             if self.keeper.has_ended():
                 self._start_again()
             if not arena.is_kept:
@@ -130,8 +130,9 @@ class Tier:
         """Free all images, because the run has finished: no start will need them. Idempotent."""
         if self._starting is not None:
             self._starting.join()
-        self._try(self.keeper.finish)
-        self.is_off = True
+        with self._lock:  # An image that is ready only now must not start another keeper.
+            self._try(self.keeper.finish)
+            self.is_off = True
 
     def _join(self) -> bool:
         def start() -> None:

@@ -126,16 +126,18 @@ class Images:
         found = self._peers.gather((host_id(), num_bytes, have, free_bytes()))
         number = num_arenas(found)
         if number > 1:
-            self.stager.pool.resize(number)
+            return self.stager.pool.resize(number)
+        self._is_off = True
+        if not self._peers.is_coordinator:
+            return
+        if any(each[1] < 0 for each in found):
+            reason = "the state cannot be saved. The first save says why"
         else:
-            self._is_off = True
-            if self._peers.is_coordinator:
-                logger.warning(
-                    "No images in memory every %d steps: two copies of the state (%s on each rank) do not fit into the "
-                    "memory of each host. Unset checkpoint.memory_interval, or give the job more memory",
-                    self._interval,
-                    readable_bytes(max(each[1] for each in found)),
-                )
+            reason = (
+                f"two copies of the state ({readable_bytes(max(each[1] for each in found))} on each rank) do not fit "
+                "into the memory of each host. Unset checkpoint.memory_interval, or give the job more memory"
+            )
+        logger.warning("No images in memory every %d steps: %s", self._interval, reason)
 
     def report(self) -> tuple[int, ...]:
         """Return what this rank reports to the others with its plan, as numbers of which the maximum counts."""
