@@ -36,10 +36,6 @@ KILLS = {
     "in hf": (IN_HF, "hugging_face", None),
 }
 """The arguments, the point of the kill, and the step that the next start loads: None if it has nothing to load."""
-KEPT = pytest.mark.xfail(
-    strict=True, reason="a start that finds the run ended leaves the keeper until its time is over"
-)
-"""For the kills after which nothing is to be loaded."""
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +44,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(tmp_path_factory.mktemp("straight") / "run", *STEPS).dump_folder
 
 
-@pytest.mark.parametrize(
-    "kill", [pytest.param(kill, marks=[KEPT] if loads is None else []) for kill, (_, _, loads) in KILLS.items()]
-)
+@pytest.mark.parametrize("kill", KILLS)
 def test_a_run_killed_around_its_export_goes_on_at_the_right_step_and_exports_once(
     kill: str, straight: Path, tmp_path: Path, memory_tier: Path
 ) -> None:

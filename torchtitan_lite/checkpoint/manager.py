@@ -250,12 +250,12 @@ class CheckpointManager:
         return self._peers.on_coordinator(self._ending)[1]
 
     def finish_ended(self) -> None:
-        """Write what a run that has ended still lacks and what needs no load: its weights in Hugging Face's format."""
-        if self._last_save is None or self._config.load_only or not self._opened():
-            return
-        ended, lacks_last_save = self._peers.on_coordinator(self._ending)
-        if ended is not None and lacks_last_save:
-            self._last_save.write(ended.step)
+        """Write what a run that has ended still lacks and what needs no load, and free what it has in memory."""
+        ended, lacks_last_save = self._peers.on_coordinator(self._ending) if self._opened() else (None, False)
+        if ended is not None:
+            self._memory.finish()
+            if lacks_last_save and self._last_save is not None and not self._config.load_only:
+                self._last_save.write(ended.step)
 
     def finish(self, step: int) -> None:
         """Save and export what a run loaded at `step`, its last one, has not yet. Durable; raises `SaveFailed`."""
