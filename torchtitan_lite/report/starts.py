@@ -17,7 +17,7 @@ from torchtitan_lite.metrics import accounts
 Event = Mapping[str, Any]
 
 FINISHED, PREEMPTED, FAILED, CUT, UNKNOWN = "finished", "preempted", "failed", "killed", "unknown"
-_LOADING = ("load_started", "load_failed", "fallback", "quarantined")
+_LOADING = ("load_started", "load_failed", "image_skipped", "fallback", "quarantined")
 _OF_NO_START = ("purged",)
 """Also written after the end of a start, by what it left in the background."""
 

@@ -152,6 +152,7 @@ class Candidates:
         self.images.left_out.add(Key(memory.step, memory.start))
         finding = getattr(error, "summary", "") or str(error)
         self._warn("The image of step %d in memory is not loaded: %s. Trying what is next", source.step, finding)
+        self.on_event("image_skipped", source.step, finding=finding)
 
     def _refuse_what_may_be_newer(self, source: LoadSource | None) -> None:
         """Raise for an unreadable step after `source`: to resume without it might lose it."""
