@@ -185,3 +185,30 @@ def test_a_run_with_an_initial_path_goes_on_from_its_own_images(tmp_path: Path, 
     second = run(folder, 9, **initial)
     assert second.loaded == (first.ready, "memory")
     assert second.loaded_weight == first.weights[first.ready]
+
+
+@SLOW
+@pytest.mark.parametrize("options", [{}, {"load_step": 4}], ids=["latest", "load_step"])
+def test_a_run_that_counts_again_goes_on_before_its_first_save(tmp_path: Path, options: dict[str, int]) -> None:
+    folder, straight = tmp_path / "run", tmp_path / "straight"
+    run(folder, 6, interval=2)
+    shutil.copytree(folder, straight)
+    again = {"interval": 10, "exclude_from_loading": ("train_state", "lr_scheduler", "dataloader"), **options}
+    expected = run(straight, 11, kills=False, memory_ttl_seconds=0.0, memory_interval=0, **again).weights
+    first = run(folder, 4, **again)
+    assert (first.loaded, min(first.weights)) == ((options.get("load_step", 6), "disk"), 1)
+    second = run(folder, 8, **again)
+    assert (second.loaded, second.error) == ((first.ready, "memory"), "")
+    other = run(folder, 2, **again | {"load_step": 2})  # Another branch than that of the images.
+    assert other.loaded == (2, "disk")
+    run(folder, 4, **again)
+    spoil(folder, [1, 2, 3, 4], other_bytes)
+    damaged = run(folder, 8, **again)
+    assert (damaged.loaded, min(damaged.weights)) == (first.loaded, 1), "nothing of a damaged image stays"
+    last = run(folder, 11, **again)
+    assert last.loaded == (damaged.ready, "memory")
+    for each in (first, second, damaged, last):
+        assert each.weights == {step: expected[step] for step in each.weights}
+    names = sorted(path.name for path in folder.iterdir() if path.name.startswith("step-"))
+    assert [name for name in names if "abandoned" not in name] == ["step-10"]
+    assert len(names) == 4

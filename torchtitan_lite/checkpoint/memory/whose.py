@@ -25,6 +25,8 @@ class Image:
     branch_point: int | None
     latest: Commit | None
     topology: str = ""
+    counts_again: bool = False
+    """Whether its run began without the step counter of what it loaded (`exclude_from_loading`)."""
 
     @classmethod
     def of_card(cls, card: Card) -> Image:
@@ -39,6 +41,7 @@ class Image:
             branch_point=card.lineage.branch_point,
             latest=card.latest,
             topology=card.topology,
+            counts_again=_excludes_step_counter(card),
         )
 
 
@@ -50,6 +53,8 @@ class Chosen:
     run_id: str
     begins_branch: bool = False
     """Whether the load would begin a branch there, because the user named the step."""
+    branch_point: int | None = None
+    """That of the run that the load would begin or continue."""
     counts_again: bool = False
     """Whether the run would count its steps from the start again."""
 
@@ -110,14 +115,29 @@ def _why_not_chosen(image: Image, disk: OnDisk) -> str:
         return f"step {disk.wanted} is wanted"
     if chosen is None:
         return "" if image.branch_point is None else f"it is of a branch from step {image.branch_point}"
+    if chosen.counts_again:  # The steps of such a run do not compare with those on disk.
+        return _why_not_again(image, chosen, disk)
     if image.step < chosen.step:
         return f"step {chosen.step} is on disk"
     if image.step == chosen.step:
         return ""
     if disk.new_branch and disk.wanted != -1:
         return "a new branch is wanted"
-    if chosen.counts_again:
-        return "the run counts its steps from the start again"
     if chosen.begins_branch:
         return "" if image.branch_point == disk.wanted else f"it is of no branch from step {disk.wanted}"
     return "" if image.run_id == chosen.run_id else f"it is of run {image.run_id}, and run {chosen.run_id} is resumed"
+
+
+def _why_not_again(image: Image, chosen: Chosen, disk: OnDisk) -> str:
+    """Return why `image` is not of the run that counts its steps again and has saved nothing yet."""
+    if disk.new_branch:
+        return "a new branch is wanted"
+    if not image.counts_again:
+        return "the run counts its steps from the start again"
+    return "" if image.branch_point == chosen.branch_point else "it is of another branch that counts its steps again"
+
+
+def _excludes_step_counter(card: Card) -> bool:
+    section = card.config.get("checkpoint")
+    excluded = section.get("exclude_from_loading") if isinstance(section, dict) else None
+    return isinstance(excluded, list) and "train_state" in excluded

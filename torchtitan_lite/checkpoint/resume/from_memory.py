@@ -71,6 +71,7 @@ def _facts(
             step=chosen.step,
             run_id=chosen.lineage.run_id,
             begins_branch=chosen.is_explicit,
+            branch_point=chosen.lineage.branch_point,
             counts_again=chosen.lineage.counts_again,
         )
         if chosen is not None and of_run
@@ -80,7 +81,7 @@ def _facts(
 
 def _difference(each: Complete, chosen: LoadSource | None) -> str:
     """Return why images of the step that is `chosen` on disk are no copy of it; empty for those of other steps."""
-    if chosen is None or chosen.initial or chosen.step != each.key.step:
+    if chosen is None or not _is_copy(each, chosen):
         return ""
     try:
         on_disk = Manifest.of_folder(chosen.path)
@@ -91,20 +92,29 @@ def _difference(each: Complete, chosen: LoadSource | None) -> str:
     return "that step on disk has other contents"
 
 
+def _is_copy(each: Complete, chosen: LoadSource) -> bool:
+    """Return whether the images should be a copy of `chosen`: of the same step, unless the run counts again."""
+    return not chosen.initial and not chosen.lineage.counts_again and chosen.step == each.key.step
+
+
 def _source(each: Complete, store: CheckpointStore, chosen: LoadSource | None, config: Checkpoint) -> LoadSource:
     manifest, key = each.manifest, each.key
     has_other = chosen is not None and not chosen.model_only and not chosen.initial
-    memory = InMemory(manifest.to_json(), key.step, key.start, each.is_spread, is_last_resort=not has_other)
-    if chosen is not None and not chosen.initial and chosen.step == key.step:
+    # Beside a run that counts again the disk would not restore all that a load changes.
+    counts_again = chosen is not None and not chosen.initial and chosen.lineage.counts_again
+    is_last_resort = not has_other or counts_again
+    memory = InMemory(manifest.to_json(), key.step, key.start, each.is_spread, is_last_resort=is_last_resort)
+    if chosen is not None and _is_copy(each, chosen):
         return dataclasses.replace(chosen, memory=memory)
     # The run goes on as the one that made the image; its latest ancestor on disk is what the disk's choice loads.
     parent = None if chosen is None else chosen.lineage.parent_step
+    lineage = dataclasses.replace(manifest.lineage, parent_step=parent, abandons=(), counts_again=counts_again)
     return with_exclusions(
         LoadSource(
             store.root / layout.step_dir(key.step),
             key.step,
             model_only=False,
-            lineage=dataclasses.replace(manifest.lineage, parent_step=parent, abandons=()),
+            lineage=lineage,
             nbytes=manifest.nbytes,
             topology=manifest.extra["topology"],
             config=manifest.extra["config"],

@@ -87,7 +87,8 @@ class LoadSource:
     @property
     def continues_at(self) -> int | None:
         """The step that the run resumes from; None if it counts from the start."""
-        return None if self.lineage.counts_again or (self.initial and self.model_only) else self.step
+        begins_to_count = self.lineage.counts_again and self.memory is None  # An image is of the new count.
+        return None if begins_to_count or (self.initial and self.model_only) else self.step
 
 
 def new_run() -> Lineage:
