@@ -65,7 +65,7 @@ def test_many_restarts_lose_no_image_and_leave_no_process_and_no_memory(
     folder, moments = tmp_path / "run", random.Random(starts)
     reported, weights, before = 0, {}, ""
     for number in range(starts):
-        start = run(folder, 1_000_000, kill_after=moments.uniform(0.0, LONGEST_SECONDS))
+        start = run(folder, 1_000_000, interval=50, kill_after=moments.uniform(0.0, LONGEST_SECONDS))
         assert (start.code, start.error) == (KILLED, "")
         resumed = start.loaded[0] if start.loaded is not None else 0
         assert resumed >= reported, f"start {number}: step {reported} was reported\n{before}\n---\n{start.log}"

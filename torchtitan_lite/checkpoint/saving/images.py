@@ -186,7 +186,14 @@ class Images:
         self.mark_later(self._last)
 
     def note_save(self, step: int, agreed: Sequence[int]) -> None:
-        """Note that a save of `step` is about to stage it. Main thread, all ranks."""
+        """Note that a save of `step` is about to stage it. **Collective**, main thread.
+
+        If a rank has no arena to spare, waits until the images under way are complete, and finds out again which one
+        all ranks have: what is then free may be the only image that is complete.
+        """
+        if len(agreed) > 1 and agreed[1]:
+            self.stager.pool.wait_until_unread(self.timeout_seconds)
+            agreed = self._peers.max_over_ranks(*self.report())
         self.agree(agreed)
         self.stager.pool.note_staged(step)
 

@@ -129,6 +129,11 @@ class Pool:
             slot.step, slot.is_valid, slot.num_readers = step, False, 1
             return slot
 
+    def wait_until_unread(self, seconds: float) -> None:
+        """Wait up to `seconds` until no disk write and no digest reads an arena. Main thread."""
+        with self._changed:
+            self._changed.wait_for(lambda: not any(slot.is_read for slot in self.slots), seconds)
+
     def add_reader(self, slot: Slot) -> None:
         """Note that one more reader needs what is in `slot`."""
         with self._changed:
