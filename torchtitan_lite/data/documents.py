@@ -63,7 +63,10 @@ def build_documents(config: Training) -> Documents:
 def stdlib_sources(folder: Path | None = None) -> list[Path]:
     """Return the .py files of the running Python's standard library, sorted, without tests and generated files."""
     folder = folder or Path(sysconfig.get_path("stdlib"))
-    paths = (path for path in folder.rglob("*.py") if not NOT_STDLIB.intersection(path.relative_to(folder).parts))
+    paths: list[Path] = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = {*folders} - NOT_STDLIB  # Not entered: they may be large.
+        paths += [Path(parent, name) for name in names if name.endswith(".py")]
     sources = sorted(path for path in paths if not path.name.startswith("_sysconfigdata") and path.is_file())
     if not sources:
         raise ConfigError(
