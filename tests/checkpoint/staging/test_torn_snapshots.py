@@ -16,7 +16,7 @@ from torchtitan_lite.checkpoint.format.file_image import FileImage
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, State, ThreadSaver
 from torchtitan_lite.checkpoint.saving.writer import Target
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
-from torchtitan_lite.checkpoint.staging.stager import HostCopier, Stager
+from torchtitan_lite.checkpoint.staging.stager import Copied, HostCopier, Stager
 from torchtitan_lite.checkpoint.staging.watch import watch
 from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.errors import SaveFailed
@@ -76,9 +76,9 @@ class Disturbed(HostCopier):
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
 
-    def copy(self, image: FileImage, arena: StagingArena) -> Callable[[], None]:
+    def copy(self, image: FileImage, arena: StagingArena, *, digests: bool) -> Copied:
         self._tensor.add_(1)
-        return super().copy(image, arena)
+        return super().copy(image, arena, digests=digests)
 
 
 def test_a_tensor_that_changed_while_it_was_staged_is_named_and_not_committed(tmp_path: Path) -> None:

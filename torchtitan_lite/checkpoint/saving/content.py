@@ -67,7 +67,8 @@ class Copies:
         began = self.images.now() if self.images is not None else 0.0
         compare = self._watch(image.file, [item.index.fqn for item in image.plan.items])
         seconds = self.images.timeout_seconds if self.images is not None else 0.0
-        staged = self.stager.take(image.file, target.step, seconds)
+        at_once = self.images is not None and self.images.are_made_at_once
+        staged = self.stager.take(image.file, target.step, seconds, digests=at_once)
         self._slot = staged.slot
         # Without the image, so that tensors which are copies of the state's own can go as soon as they are staged.
         content = RankContent(

@@ -126,7 +126,7 @@ def build_run_memory(
     if config.async_mode == "disabled":
         return RunMemory(tier, None, store, peers)
     stager = build_stager(marks=True, give_up=tier.give_up)
-    digests_elsewhere = config.memory_interval > 0 and not stager.digests
+    digests_elsewhere = config.memory_interval > 0 and not stager.can_digest
     needs_process = digests_elsewhere or config.async_mode == "async_with_pinned_mem"
     process = (
         WriterProcess(config.timeout_seconds, config.preemption_signals, rank=peers.rank) if needs_process else None

@@ -1,10 +1,10 @@
 """Copy the state into memory that training does not change.
 
 The copy is the image of this rank's file, so a writer can give the memory to the disk as it is, without gathering.
-Where processors copy they also digest, portion by portion while it is in the cache of a core: that adds no time to the
-copy, and neither a disk write nor an image in memory has to read it again. The arenas that hold images are kept from
-save to save, and are made and allocated before the first one: page faults cost far more than the copy. They are pinned
-if there is an accelerator. One image is staged at a time; pool.py says into which arena.
+Where processors copy they can also digest, portion by portion while it is in the cache of a core: that adds little to
+the copy, and neither a disk write nor an image in memory has to read it again. The arenas that hold images are kept
+from save to save, and are made and allocated before the first one: page faults cost far more than the copy. They are
+pinned if there is an accelerator. One image is staged at a time; pool.py says into which arena.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ class Copied:
 class Copier(Protocol):
     """Copies images into arenas."""
 
-    digests: bool
-    """Whether `copy` takes the digests."""
+    can_digest: bool
+    """Whether `copy` can take the digests."""
 
-    def copy(self, image: FileImage, arena: StagingArena) -> Copied:
-        """Begin to copy."""
+    def copy(self, image: FileImage, arena: StagingArena, *, digests: bool) -> Copied:
+        """Begin to copy, and take the digests if they are wanted and it can."""
 
 
 def _nothing(arena: StagingArena) -> None:
@@ -107,9 +107,9 @@ class Stager:
         """The arena with the last image; None before the first one and after `close`."""
 
     @property
-    def digests(self) -> bool:
-        """Return whether copies come with their digests."""
-        return self._copier.digests
+    def can_digest(self) -> bool:
+        """Return whether copies can come with their digests."""
+        return self._copier.can_digest
 
     @property
     def is_preparing(self) -> bool:
@@ -122,16 +122,17 @@ class Stager:
         if self._preparation is None and slots:
             self._preparation = self._in_a_thread(lambda: self._make_all(slots, num_bytes))
 
-    def take(self, image: FileImage, step: int = 0, seconds: float = 0.0) -> Staged:
+    def take(self, image: FileImage, step: int = 0, seconds: float = 0.0, *, digests: bool = False) -> Staged:
         """Begin to copy `image`, that of `step`, into an arena that may be overwritten. Main thread.
 
         With one arena no code may still need the previous image. With more, waits up to `seconds` for one, then raises
-        TimeoutError. The caller calls `pool.release` with the slot when it needs the copy no longer.
+        TimeoutError. With `digests` they are taken with the copy, if that is possible. The caller calls `pool.release`
+        with the slot when it needs the copy no longer.
         """
         self.finish_preparation()
         slot = self.pool.take(step, seconds)
         try:
-            return self._stage(image, slot)
+            return self._stage(image, slot, digests)
         except BaseException:
             self.pool.release(slot)
             raise
@@ -159,7 +160,7 @@ class Stager:
             slot.arena = None
         self.arena = None
 
-    def _stage(self, image: FileImage, slot: Slot) -> Staged:
+    def _stage(self, image: FileImage, slot: Slot, digests: bool) -> Staged:
         if slot.arena is not None and slot.arena.mark is not None:
             slot.arena.mark.clear()  # Before the first byte changes.
         if not _has_room(slot, image.num_bytes):
@@ -167,7 +168,7 @@ class Stager:
         arena = slot.arena
         assert arena is not None
         self.arena = arena
-        copied = self._copier.copy(image, arena)
+        copied = self._copier.copy(image, arena, digests=digests)
         return Staged(arena, image.layout, image.num_bytes, copied.wait, slot, copied.record)
 
     def _in_a_thread(self, work: Callable[[], T]) -> Future[T]:
@@ -225,20 +226,25 @@ def _frame(layout: FileLayout, arena: StagingArena) -> None:
 
 
 class HostCopier:
-    """Copies and digests with two threads while the caller waits."""
+    """Copies with two threads while the caller waits."""
 
-    digests = True
+    can_digest = True
 
-    def copy(self, image: FileImage, arena: StagingArena) -> Copied:
+    def copy(self, image: FileImage, arena: StagingArena, *, digests: bool) -> Copied:
         begins = range(0, image.num_bytes, _PIECE_BYTES)
-        digests = [b""] * len(begins)
+        blocks = [b""] * len(begins)
 
         def copy(numbered: tuple[int, int]) -> None:
             number, begin = numbered
-            digests[number] = _copied_and_digested(image, arena, begin, min(begin + _PIECE_BYTES, image.num_bytes))
+            end = min(begin + _PIECE_BYTES, image.num_bytes)
+            if digests:
+                blocks[number] = _copied_and_digested(image, arena, begin, end)
+            else:
+                image.fill(arena.memory[begin:end], begin, end)
 
         in_threads(enumerate(begins), THREADS, lambda: copy)
-        return Copied(_nothing_to_wait_for, FileRecord(image.num_bytes, b"".join(digests)))
+        record = FileRecord(image.num_bytes, b"".join(blocks)) if digests else None
+        return Copied(_nothing_to_wait_for, record)
 
 
 class CudaCopier:
@@ -250,12 +256,12 @@ class CudaCopier:
     optimizer changes the others, and the guard makes it wait. The host waits only for copies of tensors in its memory.
     """
 
-    digests = False
+    can_digest = False
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def copy(self, image: FileImage, arena: StagingArena) -> Copied:
+    def copy(self, image: FileImage, arena: StagingArena, *, digests: bool) -> Copied:
         if image.layout is not arena.framed:
             _frame(image.layout, arena)
             arena.framed = image.layout
