@@ -98,7 +98,7 @@ def test_the_copy_of_a_failed_save_is_an_image(tmp_path: Path, memory_tier: Path
     assert run.manager.wait() == -1
     assert images_of(run).wait(60)
     assert run.events.steps("save_failed") == [2]
-    assert set(held(run.root, memory_tier)) == {2}
+    assert max(held(run.root, memory_tier)) == 2
 
 
 @pytest.mark.usefixtures("digests_later")
