@@ -64,13 +64,12 @@ def _exit_code(pid: int) -> int:
         has_ended = bool(poll.poll(1000 * START_SECONDS))
         if not has_ended:
             os.kill(pid, signal.SIGKILL)
+            poll.poll(1000 * START_SECONDS)  # It may hang in the system: then it is left behind.
+        exit_code = 0
         with suppress(ChildProcessError):
-            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) if has_ended else _too_long(pid)
-        return 0
+            exit_code = os.waitstatus_to_exitcode(os.waitpid(pid, os.WNOHANG)[1])
     finally:
         os.close(pidfd)
-
-
-def _too_long(pid: int) -> int:
-    os.waitpid(pid, 0)
-    raise TimeoutError
+    if not has_ended:
+        raise TimeoutError
+    return exit_code

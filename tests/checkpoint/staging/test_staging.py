@@ -14,6 +14,7 @@ from torchtitan_lite.checkpoint.format.file_image import FileImage, FileLayout
 from torchtitan_lite.checkpoint.format.torch_item import object_item
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.stager import HostCopier, Staged, Stager
+from torchtitan_lite.disk.digest import FileRecord
 
 
 @pytest.fixture
@@ -145,3 +146,13 @@ def test_closing_twice_is_closing_once() -> None:
     arena.close()
     arena.close()
     assert arena.fd == -1
+
+
+@pytest.mark.parametrize("sizes", [(), (1,), (70_000, 3), (262_144, 5, 1), (5_000_000,), (1_000_001, 2, 9_000_003)])
+def test_digests_taken_with_the_copy_are_those_of_the_file(stager: Stager, sizes: tuple[int, ...]) -> None:
+    odd = [torch.rand(700, 1100).T, torch.rand(3, 300_000)[:, 1::2], *views()] if sizes else []
+    image = image_of([*(torch.rand(size) for size in sizes), *odd], object_item("text"))
+    staged = stager.take(image, digests=True)
+    assert data_of(staged) == whole(image)
+    assert staged.record == FileRecord.of(whole(image))
+    assert stager.take(image).record is None, "none were wanted"

@@ -31,7 +31,7 @@ T = TypeVar("T")
 THREADS = 2
 """Two, because one core copies at about half the speed of the memory."""
 _PIECE_BYTES = 16 << 20
-"""What one thread copies at a time."""
+"""The most that one thread copies at a time."""
 _PORTION_BYTES = 512 << 10
 """Bytes copied and then digested: 256 KiB to 512 KiB stay in the cache of a core (1 MiB takes 1.1 times as long)."""
 _GRAIN_BYTES = 2 << 20
@@ -231,12 +231,14 @@ class HostCopier:
     can_digest = True
 
     def copy(self, image: FileImage, arena: StagingArena, *, digests: bool) -> Copied:
-        begins = range(0, image.num_bytes, _PIECE_BYTES)
+        share = -(-image.num_bytes // (4 * THREADS * BLOCK_BYTES)) * BLOCK_BYTES  # Whole blocks, some for each thread.
+        piece = max(BLOCK_BYTES, min(_PIECE_BYTES, share))
+        begins = range(0, image.num_bytes, piece)
         blocks = [b""] * len(begins)
 
         def copy(numbered: tuple[int, int]) -> None:
             number, begin = numbered
-            end = min(begin + _PIECE_BYTES, image.num_bytes)
+            end = min(begin + piece, image.num_bytes)
             if digests:
                 blocks[number] = _copied_and_digested(image, arena, begin, end)
             else:
