@@ -34,7 +34,7 @@ from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoin
 from torchtitan_lite.checkpoint.state.train_state import TrainState  # noqa: E402  # as above
 from torchtitan_lite.disk.block_reader import BlockReader  # noqa: E402  # as above
 from torchtitan_lite.disk.digest import DIGEST_BYTES  # noqa: E402  # as above
-from torchtitan_lite.distributed.consensus import Peers  # noqa: E402  # as above
+from torchtitan_lite.distributed.peers import Peers  # noqa: E402  # as above
 from torchtitan_lite.errors import TorchtitanLiteError  # noqa: E402  # as above
 from torchtitan_lite.store import layout  # noqa: E402  # as above
 

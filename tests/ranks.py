@@ -215,7 +215,7 @@ def _drop_groups() -> None:
     """Destroy the groups that managers created in a case: each has threads that wake up a hundred times a second."""
     import torch.distributed as dist
 
-    from torchtitan_lite.distributed.consensus import GROUP_DESC
+    from torchtitan_lite.distributed.groups import GROUP_DESC
 
     dist.barrier()  # No rank is in a collective of these groups any more.
     for peers in LASTING:

@@ -37,7 +37,8 @@ from torchtitan_lite.metrics.announcement import announce, write_config
 from torchtitan_lite.metrics.profiling import Profiler
 from torchtitan_lite.metrics.run_metrics import RunMetrics
 from torchtitan_lite.metrics.sample_trace import SampleTrace
-from torchtitan_lite.models.llama.args import build_model_args, settings_of
+from torchtitan_lite.models.llama.args import settings_of
+from torchtitan_lite.models.llama.chosen import build_model_args
 from torchtitan_lite.models.llama.hugging_face import describe
 from torchtitan_lite.models.llama.imported import importer, open_expected
 from torchtitan_lite.models.llama.model import Transformer, flops_per_token, num_params

@@ -23,7 +23,7 @@ from torchtitan_lite.checkpoint.state.optimizer_state import Slot, by_name
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.config.job_config import AsyncMode, Checkpoint, Job, JobConfig
 from torchtitan_lite.disk import block_writer
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.models.llama.model import Transformer
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage

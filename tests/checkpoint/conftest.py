@@ -13,7 +13,7 @@ import pytest
 from tests.checkpoint.small_run import Lent, SmallRun
 from torchtitan_lite.checkpoint.saving.savers import ProcessSaver
 from torchtitan_lite.disk import at_exit
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 
 MODES = ("disabled", "async", "async_with_pinned_mem")
 StartRun = Callable[..., SmallRun]

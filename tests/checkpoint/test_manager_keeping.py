@@ -17,7 +17,7 @@ from tests.checkpoint.small_run import Clock, SmallRun
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, State, SyncSaver
 from torchtitan_lite.checkpoint.saving.writer import Target
 from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import FolderInUse
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lease import Lease

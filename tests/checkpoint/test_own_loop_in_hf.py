@@ -21,7 +21,7 @@ from torchtitan_lite import faults
 from torchtitan_lite.checkpoint import CheckpointManager, HuggingFaceModel, Place
 from torchtitan_lite.checkpoint.hugging_face.last_save import LastSave, share_of
 from torchtitan_lite.config.own_loop import loop_config
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import ConfigError, SaveFailed
 from torchtitan_lite.store.run_folders import RunFolders
 

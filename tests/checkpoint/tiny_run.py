@@ -29,7 +29,7 @@ from torchtitan_lite.checkpoint.saving.writer import Target
 from torchtitan_lite.checkpoint.schedule.interval import AnyOf, AtStep, SavePolicy
 from torchtitan_lite.checkpoint.state.stateful import ModelWrapper, OptimizerWrapper, Stateful
 from torchtitan_lite.config.job_config import Checkpoint
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.store import CheckpointStore
 

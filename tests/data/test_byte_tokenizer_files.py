@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from torchtitan_lite.data.byte_marks import BOS, EOS
 from torchtitan_lite.data.byte_tokenizer_files import byte_tokenizer_files
-from torchtitan_lite.data.dataset import BOS, EOS, VOCAB_SIZE
+from torchtitan_lite.data.dataset import VOCAB_SIZE
 
 FILES = byte_tokenizer_files()
 TOKENIZER = Tokenizer.from_str(FILES["tokenizer.json"].decode())

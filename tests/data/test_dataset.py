@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_lite.data.dataset import BOS, EOS, VOCAB_SIZE, ByteCorpus, WindowDataset
+from torchtitan_lite.data.byte_marks import BOS, EOS
+from torchtitan_lite.data.dataset import VOCAB_SIZE, ByteCorpus, WindowDataset
 from torchtitan_lite.data.documents import Fingerprint, TextFiles
 from torchtitan_lite.errors import ConfigError
 

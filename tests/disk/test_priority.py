@@ -21,7 +21,7 @@ from torchtitan_lite.checkpoint.saving.writer import Target
 from torchtitan_lite.checkpoint.staging.stager import Staged
 from torchtitan_lite.disk.background import NICE, give_way
 from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.store.store import CheckpointStore
 
 IOPRIO_GET = {"x86_64": 252, "aarch64": 31}

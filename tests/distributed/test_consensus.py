@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import on_two_ranks
-from torchtitan_lite.distributed.consensus import Peers, StepConsensus, StepFlags
+from torchtitan_lite.distributed.peers import Peers
+from torchtitan_lite.distributed.step_consensus import StepConsensus, StepFlags
 from torchtitan_lite.errors import CheckpointNotFound, CorpusChanged
 
 TIMEOUT = timedelta(seconds=30)

@@ -9,7 +9,7 @@ import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtitan_lite.distributed import dcp
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, LeaseLost, SaveFailed
 
 DAMAGED = CheckpointDamaged("step-4", "a byte is wrong")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.distributed.environment import memory_is_off, runtime_folder
+from torchtitan_lite.distributed.environment import logged_environment, memory_is_off, runtime_folder
 from torchtitan_lite.errors import ConfigError
 
 
@@ -29,3 +29,15 @@ def test_the_folder_for_sockets_is_unknown_if_the_variable_is_empty(monkeypatch:
     assert runtime_folder() == Path("/run/user/1")
     monkeypatch.setenv("XDG_RUNTIME_DIR", "")
     assert runtime_folder() is None
+
+
+def test_the_logged_environment_has_neither_secrets_nor_what_only_torchrun_reads() -> None:
+    helpful = {"RANK": "0", "NCCL_DEBUG": "WARN", "TORCHELASTIC_RESTART_COUNT": "1", "SLURM_JOB_ID": "7"}
+    torchruns = {
+        "TORCHELASTIC_ERROR_FILE": "/tmp/torchelastic_x/error.json",
+        "TORCHELASTIC_RUN_ID": "2e8275e8",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    secrets = {"CUDA_API_TOKEN": "x", "SLURM_KEY": "x"}
+    assert logged_environment({**helpful, **torchruns, **secrets, "HOME": "/root"}) == helpful

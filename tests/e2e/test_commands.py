@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from tests.e2e.jobs import run, start
 from torchtitan_lite.config.job_config import Model
 from torchtitan_lite.data.dataset import VOCAB_SIZE
-from torchtitan_lite.models.llama.args import build_model_args
+from torchtitan_lite.models.llama.chosen import build_model_args
 from torchtitan_lite.models.llama.model import Transformer
 
 

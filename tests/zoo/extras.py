@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from torchtitan_lite.checkpoint.state.stateful import PerRank, Stateful
+from torchtitan_lite.checkpoint.state.per_rank import PerRank
+from torchtitan_lite.checkpoint.state.stateful import Stateful
 
 if TYPE_CHECKING:
     from tests.zoo.run import Run

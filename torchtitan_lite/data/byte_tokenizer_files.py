@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from torchtitan_lite.data.dataset import BOS, EOS
+from torchtitan_lite.data.byte_marks import BOS, EOS
 
 _BOS_TEXT, _EOS_TEXT = "<|begin_of_text|>", "<|end_of_text|>"
 _MARK = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from torchtitan_lite.config.job_config import JobConfig
-from torchtitan_lite.distributed.consensus import GROUP_DESC, Peers
+from torchtitan_lite.distributed.groups import GROUP_DESC
+from torchtitan_lite.distributed.peers import Peers
 
 
 def init_simulated_ranks(num_ranks: int) -> None:

@@ -19,7 +19,7 @@ from torchtitan_lite.checkpoint.reading.reader import CheckpointReader, Region, 
 from torchtitan_lite.checkpoint.reading.regions import Source
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.state.train_state import TrainState
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointMismatch
 
 

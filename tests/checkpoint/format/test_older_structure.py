@@ -21,7 +21,7 @@ from tests.checkpoint.small_run import target
 from torchtitan_lite.checkpoint.format.older_structure import Untyped, retyped
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.saving.savers import SyncSaver
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch
 from torchtitan_lite.store.manifest import seal
 from torchtitan_lite.store.store import CheckpointStore

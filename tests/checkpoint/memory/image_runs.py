@@ -13,7 +13,7 @@ from torchtitan_lite.checkpoint.memory.card import Card
 from torchtitan_lite.checkpoint.memory.mark import read_mark
 from torchtitan_lite.checkpoint.saving.images import Images
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
-from torchtitan_lite.checkpoint.staging.stager import Copied, HostCopier
+from torchtitan_lite.checkpoint.staging.copiers import Copied, HostCopier
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.keeper.client import Keeper
 

@@ -19,7 +19,7 @@ from tests.ranks import Ranks
 from torchtitan_lite.checkpoint.format.file_image import FileImage, FileLayout
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.saving.savers import ProcessSaver, Saver, SyncSaver, ThreadSaver
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.store.store import CheckpointStore
 
 STATE_BYTES = 1000 * MIB

@@ -21,7 +21,7 @@ from torchtitan_lite.checkpoint.reading.reader import CheckpointReader
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.state.optimizer_state import Slot
 from torchtitan_lite.checkpoint.state.stateful import OptimizerWrapper
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable, CheckpointUnsafe
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -35,7 +35,7 @@ from torchtitan_lite.checkpoint.reading import reader, regions
 from torchtitan_lite.checkpoint.reading.reader import CheckpointReader
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.disk.block_reader import BlockReader
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointDamaged
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -15,7 +15,7 @@ from tests.checkpoint.with_manifest import add_manifest, flip
 from tests.ranks import Ranks
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

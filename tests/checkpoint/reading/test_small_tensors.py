@@ -16,7 +16,7 @@ from torchtitan_lite.checkpoint.reading import small_tensors as module
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.checkpoint.reading.small_tensors import small_tensors
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -13,7 +13,7 @@ from torchtitan_lite.checkpoint.saving.savers import PendingSave, State, ThreadS
 from torchtitan_lite.checkpoint.saving.writer import Target
 from torchtitan_lite.checkpoint.staging.stager import Staged, build_stager
 from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 
 
 class SlowDisk:

@@ -15,7 +15,7 @@ from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.small_run import job_config
 from tests.disks import fill, make_read_only, small_disk
 from torchtitan_lite.checkpoint.resume.restore import refuse_early
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import FolderUnusable
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.holder import Holder

@@ -19,7 +19,7 @@ from torchtitan_lite.checkpoint.saving.in_flight import InFlight
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, State, SyncSaver
 from torchtitan_lite.checkpoint.saving.writer import Target
 from torchtitan_lite.disk.durable import DISK, Durable
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import LeaseLost, SaveFailed
 from torchtitan_lite.store.housekeeping import Housekeeping
 from torchtitan_lite.store.manifest import CheckpointKind

@@ -20,7 +20,8 @@ from tests.logged import logged_warnings
 from tests.ranks import Ranks, on_two_ranks
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.saving.replicas import _digest
-from torchtitan_lite.checkpoint.state.stateful import ModelWrapper, PerRank, Stateful
+from torchtitan_lite.checkpoint.state.per_rank import PerRank
+from torchtitan_lite.checkpoint.state.stateful import ModelWrapper, Stateful
 from torchtitan_lite.checkpoint.state.train_state import TrainState
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError
 

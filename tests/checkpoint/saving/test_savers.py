@@ -29,10 +29,11 @@ from torchtitan_lite.checkpoint.saving.savers import (
     ThreadSaver,
     build_saver,
 )
-from torchtitan_lite.checkpoint.staging.stager import HostCopier, Stager
+from torchtitan_lite.checkpoint.staging.copiers import HostCopier
+from torchtitan_lite.checkpoint.staging.stager import Stager
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.durable import Durable
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import SaveFailed
 from torchtitan_lite.store.store import CheckpointStore
 
@@ -226,8 +227,9 @@ import torch
 from tests.checkpoint.small_run import target
 from torchtitan_lite.checkpoint.format.file_image import FileImage, FileLayout
 from torchtitan_lite.checkpoint.saving.savers import ThreadSaver
-from torchtitan_lite.checkpoint.staging.stager import HostCopier, Stager
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.checkpoint.staging.copiers import HostCopier
+from torchtitan_lite.checkpoint.staging.stager import Stager
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.store.store import CheckpointStore
 

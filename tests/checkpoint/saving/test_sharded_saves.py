@@ -12,7 +12,7 @@ from tests.checkpoint.tiny_run import TIMEOUT_SECONDS, TinyRun, at_steps, differ
 from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint.saving.savers import ProcessSaver
 from torchtitan_lite.disk.durable import Durable
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.store.store import CheckpointStore
 
 

@@ -29,7 +29,7 @@ from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.saving.savers import ProcessSaver, Saver, SyncSaver, ThreadSaver
 from torchtitan_lite.checkpoint.state.stateful import ModelWrapper
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointError, CheckpointMismatch, SaveFailed
 from torchtitan_lite.store.store import CheckpointStore
 

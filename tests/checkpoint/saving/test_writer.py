@@ -17,7 +17,7 @@ from tests.checkpoint.small_run import same, target
 from tests.disks import FailingDisk
 from torchtitan_lite.checkpoint.saving.savers import SyncSaver
 from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import SaveFailed
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest
 from torchtitan_lite.store.store import CheckpointStore

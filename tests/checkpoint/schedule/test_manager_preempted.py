@@ -15,7 +15,7 @@ from tests.checkpoint.schedule.signalled import FakePreemption
 from tests.checkpoint.small_run import Clock, SmallRun
 from tests.disks import FailingDisk
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, ThreadSaver
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.store.store import CheckpointStore
 
 

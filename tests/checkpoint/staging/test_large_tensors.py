@@ -24,7 +24,7 @@ from torchtitan_lite.checkpoint.format.torch_item import tensor_frame
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.saving.savers import SyncSaver
 from torchtitan_lite.checkpoint.untrusted.stock_item import locate
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.store.store import CheckpointStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torchtitan_lite.checkpoint.format.file_image import FileImage, FileLayout
 from torchtitan_lite.checkpoint.memory.mark import Mark, read_mark
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
+from torchtitan_lite.checkpoint.staging.copiers import HostCopier
 from torchtitan_lite.checkpoint.staging.pool import NO_STEP, Pool, Slot
-from torchtitan_lite.checkpoint.staging.stager import HostCopier, Stager
+from torchtitan_lite.checkpoint.staging.stager import Stager
 
 
 class Ranks:

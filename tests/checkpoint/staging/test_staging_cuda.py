@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from torchtitan_lite.checkpoint.format.file_image import FileImage, FileLayout
-from torchtitan_lite.checkpoint.staging.stager import CudaCopier, Staged, Stager
+from torchtitan_lite.checkpoint.staging.copiers import CudaCopier
+from torchtitan_lite.checkpoint.staging.stager import Staged, Stager
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

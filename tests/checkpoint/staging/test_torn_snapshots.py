@@ -16,9 +16,10 @@ from torchtitan_lite.checkpoint.format.file_image import FileImage
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, State, ThreadSaver
 from torchtitan_lite.checkpoint.saving.writer import Target
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
-from torchtitan_lite.checkpoint.staging.stager import Copied, HostCopier, Stager
+from torchtitan_lite.checkpoint.staging.copiers import Copied, HostCopier
+from torchtitan_lite.checkpoint.staging.stager import Stager
 from torchtitan_lite.checkpoint.staging.watch import watch
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import SaveFailed
 from torchtitan_lite.store.store import CheckpointStore
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from tests.checkpoint.with_manifest import add_manifest, write_manifest
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointError, CheckpointUnsafe
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -22,7 +22,7 @@ from torchtitan_lite.checkpoint.hugging_face.writing import Planned, listed, pla
 from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.config.job_config import JobConfig, Training
 from torchtitan_lite.disk.durable import DISK
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import ConfigError, SaveFailed, TorchtitanLiteError
 from torchtitan_lite.log import logger, readable_bytes
 from torchtitan_lite.store import layout

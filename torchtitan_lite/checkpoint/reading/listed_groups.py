@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.reading.entries import Leaf
 from torchtitan_lite.checkpoint.state.optimizer_state import SETTINGS, STATE, Slot
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointMismatch
 
 ReadObjects = Callable[[Sequence[str]], Mapping[str, Any]]

@@ -32,7 +32,7 @@ from torchtitan_lite.checkpoint.reading.stored_optimizer import StoredOptimizer
 from torchtitan_lite.checkpoint.state.optimizer_state import OF_OPTIMIZERS, Slot, tensors_in
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.distributed import dcp
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch
 from torchtitan_lite.log import logger
 

@@ -9,7 +9,7 @@ whatever it loaded: the loop has made its choice.
 from __future__ import annotations
 
 from torchtitan_lite.config.job_config import Checkpoint
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import RunNotLoaded
 from torchtitan_lite.store.store import CheckpointStore
 

@@ -32,7 +32,7 @@ from torchtitan_lite.checkpoint.state.stateful import ModelWrapper, OptimizerWra
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.config.drift import Rule, compare
 from torchtitan_lite.config.job_config import Checkpoint, JobConfig
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable, CheckpointUnsafe
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.run_folders import usable

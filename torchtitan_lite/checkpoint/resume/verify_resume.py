@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format.shards import Shape, parts_of
 from torchtitan_lite.checkpoint.format.tensor_digest import Digest, digest_chunk, finish
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointMismatch
 from torchtitan_lite.log import logger
 

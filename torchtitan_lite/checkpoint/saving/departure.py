@@ -11,7 +11,7 @@ from torchtitan_lite.checkpoint.saving.in_flight import InFlight
 from torchtitan_lite.checkpoint.saving.run_saves import RunSaves
 from torchtitan_lite.checkpoint.schedule.leaving import Leaving, how_to_leave
 from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.housekeeping import OnEvent
 

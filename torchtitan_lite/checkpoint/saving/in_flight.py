@@ -20,7 +20,7 @@ from torchtitan_lite.checkpoint.saving.writer import Origin, Target, free
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.at_exit import end_at_exit, is_finished
 from torchtitan_lite.disk.forks import forget_in_children
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import LeaseLost, SaveFailed
 from torchtitan_lite.log import logger, readable_bytes
 from torchtitan_lite.store.housekeeping import Housekeeping, OnEvent

@@ -20,7 +20,7 @@ from torchtitan_lite.checkpoint.saving.writer import Origin, Target
 from torchtitan_lite.checkpoint.schedule.interval import Tick
 from torchtitan_lite.checkpoint.state.run_state import RunState, State
 from torchtitan_lite.config.job_config import Checkpoint
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import ConfigError, SaveFailed
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.housekeeping import OnEvent

@@ -31,7 +31,7 @@ from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.background import give_way
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.writer_process import WriterProcess
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointError, LeaseLost, SaveFailed
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.manifest import CheckpointInfo

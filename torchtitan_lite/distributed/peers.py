@@ -1,20 +1,14 @@
-"""Agreement between the ranks.
+"""All ranks of the job, where one decides for all, or where the error of one must be raised on all.
 
-`StepConsensus` carries the flags of each rank to all ranks once a step, and no rank waits for another: what is sent at
-the end of step k is received at the end of step k+1, the same on every rank, so a decision that follows from it is the
-same everywhere. `Peers` is for the rare cases where one rank decides for all (which checkpoint to load), or where the
-error of one rank must be raised on every rank.
-
-Each has gloo groups of its own: two threads on one group corrupt it, and checkpoint traffic runs in a thread beside
-training. Without a process group both work for the only process. All methods are **collective** unless they say
-otherwise.
+These are the rare exchanges: which checkpoint to load, whether the plan of a save holds. They have gloo groups of their
+own, which are created when they are first needed and have threads and sockets until `close`. Without a process group
+everything works for the only process. All methods are **collective** unless they say otherwise.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from typing import TypeVar, cast
@@ -22,79 +16,11 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from torchtitan_lite.distributed.groups import destroy, gloo_group, world_size
 from torchtitan_lite.errors import TorchtitanLiteError
-
-GROUP_DESC = "checkpoint"
-"""Name of the groups of this module in torch's diagnostics, such as the flight recorder."""
 
 T = TypeVar("T")
 U = TypeVar("U")
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-@dataclass(frozen=True)
-class StepFlags:
-    """The flags of one rank at the end of a step. Agreed flags are the OR, of numbers the maximum."""
-
-    save_due: bool = False
-    save_failed: bool = False
-    step_in_flight: int = -1
-    """The step whose save is in flight; -1 for none."""
-    signal: int = 0
-
-    def to_tensor(self) -> torch.Tensor:
-        flags = [self.save_due, self.save_failed, self.step_in_flight, self.signal]
-        return torch.tensor(flags, dtype=torch.int64, device="cpu")
-
-    @staticmethod
-    def from_tensor(values: torch.Tensor) -> StepFlags:
-        save_due, save_failed, step_in_flight, signal = values.tolist()
-        return StepFlags(
-            save_due=bool(save_due),
-            save_failed=bool(save_failed),
-            step_in_flight=step_in_flight,
-            signal=signal,
-        )
-
-
-class StepConsensus:
-    """Exchanges `StepFlags` once a step, and receives them one step later. `timeout` bounds each wait."""
-
-    def __init__(self, timeout: timedelta) -> None:
-        self._timeout = timeout
-        self._in_flight: tuple[dist.Work | None, torch.Tensor] | None = None
-
-    def receive(self) -> StepFlags:
-        """Return the agreed flags of the last `send`; no flags before the first one."""
-        if self._in_flight is None:
-            return StepFlags()
-        work, values = self._in_flight
-        self._in_flight = None
-        if work is not None:
-            work.wait(self._timeout)
-        return StepFlags.from_tensor(values)
-
-    def send(self, mine: StepFlags) -> None:
-        """Start the exchange of this rank's flags; do not wait for the other ranks."""
-        assert self._in_flight is None, "call receive() before the next send()"
-        values = mine.to_tensor()
-        work = (
-            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-            if _world_size() > 1
-            else None
-        )
-        self._in_flight = (work, values)
-
-    def drain(self) -> None:
-        """Wait for an exchange in flight. Call it before any rank destroys the group."""
-        self.receive()
-
-    @cached_property
-    def _group(self) -> dist.ProcessGroup | None:
-        return _gloo_group(self._timeout)
 
 
 class Peers:
@@ -113,12 +39,12 @@ class Peers:
     @property
     def rank(self) -> int:
         """Return this rank; 0 without a process group. Not collective."""
-        return dist.get_rank() if _world_size() > 1 else 0
+        return dist.get_rank() if world_size() > 1 else 0
 
     @property
     def world_size(self) -> int:
         """Return the number of ranks. Not collective."""
-        return _world_size()
+        return world_size()
 
     @property
     def is_coordinator(self) -> bool:
@@ -129,7 +55,7 @@ class Peers:
     def group(self) -> dist.ProcessGroup | None:
         """Return the gloo group of saves, created on the first access; None without a process group."""
         if self._save_group is None and dist.is_available() and dist.is_initialized():
-            self._save_group = _gloo_group(self._timeout)
+            self._save_group = gloo_group(self._timeout)
         return self._save_group
 
     def renew_group(self) -> None:
@@ -141,9 +67,19 @@ class Peers:
         self._save_group = None
         _ = self.group
 
+    def close(self) -> None:
+        """Destroy the groups; the next exchange creates others. Idempotent; waits for no rank.
+
+        This rank may be in no exchange. A group in doubt stays: a thread may still hang in it.
+        """
+        destroy(self.__dict__.pop("_control_group", None))
+        if not self.is_group_in_doubt:
+            destroy(self._save_group)
+        self._save_group, self.is_group_in_doubt = None, False
+
     @cached_property
     def _control_group(self) -> dist.ProcessGroup:
-        return _gloo_group(self._timeout)
+        return gloo_group(self._timeout)
 
     def on_coordinator(self, choose: Callable[[], T]) -> T:
         """Call `choose` on the coordinator; return its result on every rank, or raise its error on every rank."""
@@ -230,11 +166,6 @@ class Peers:
                 if isinstance(own, TorchtitanLiteError):
                     own.origin_rank, own.reported_elsewhere = rank, not self.is_coordinator
                 raise own
-
-
-def _gloo_group(timeout: timedelta) -> dist.ProcessGroup:
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout, group_desc=GROUP_DESC)
-    return group
 
 
 def _attempted(make: Callable[[], T]) -> tuple[T | None, Exception | None]:

@@ -1,0 +1,84 @@
+"""The flags of all ranks, exchanged once a step without waiting.
+
+What is sent at the end of step k is received at the end of step k+1, the same on every rank, so a decision that follows
+from it is the same everywhere. The exchange has a gloo group of its own, which is created when it is first needed and
+has threads and sockets until `close`. Without a process group it works for the only process. All methods are
+**collective** unless they say otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_lite.distributed.groups import destroy, gloo_group, world_size
+
+
+@dataclass(frozen=True)
+class StepFlags:
+    """The flags of one rank at the end of a step. Agreed flags are the OR, of numbers the maximum."""
+
+    save_due: bool = False
+    save_failed: bool = False
+    step_in_flight: int = -1
+    """The step whose save is in flight; -1 for none."""
+    signal: int = 0
+
+    def to_tensor(self) -> torch.Tensor:
+        flags = [self.save_due, self.save_failed, self.step_in_flight, self.signal]
+        return torch.tensor(flags, dtype=torch.int64, device="cpu")
+
+    @staticmethod
+    def from_tensor(values: torch.Tensor) -> StepFlags:
+        save_due, save_failed, step_in_flight, signal = values.tolist()
+        return StepFlags(
+            save_due=bool(save_due),
+            save_failed=bool(save_failed),
+            step_in_flight=step_in_flight,
+            signal=signal,
+        )
+
+
+class StepConsensus:
+    """Exchanges `StepFlags` once a step, and receives them one step later. `timeout` bounds each wait."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        self._in_flight: tuple[dist.Work | None, torch.Tensor] | None = None
+
+    def receive(self) -> StepFlags:
+        """Return the agreed flags of the last `send`; no flags before the first one."""
+        if self._in_flight is None:
+            return StepFlags()
+        work, values = self._in_flight
+        self._in_flight = None
+        if work is not None:
+            work.wait(self._timeout)
+        return StepFlags.from_tensor(values)
+
+    def send(self, mine: StepFlags) -> None:
+        """Start the exchange of this rank's flags; do not wait for the other ranks."""
+        assert self._in_flight is None, "call receive() before the next send()"
+        values = mine.to_tensor()
+        work = (
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+            if world_size() > 1
+            else None
+        )
+        self._in_flight = (work, values)
+
+    def drain(self) -> None:
+        """Wait for an exchange in flight. Call it before any rank destroys the group."""
+        self.receive()
+
+    def close(self) -> None:
+        """Destroy the group, after `drain`; the next `send` creates another one. Idempotent; waits for no rank."""
+        destroy(self.__dict__.pop("_group", None))
+
+    @cached_property
+    def _group(self) -> dist.ProcessGroup | None:
+        return gloo_group(self._timeout)
