@@ -20,7 +20,8 @@ from torch import distributed, multiprocessing
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # tests/ is not installed with the package.
 
-from tests.checkpoint import golden_run  # noqa: E402  # after the line above
+from tests.checkpoint.format import golden_run  # noqa: E402  # after the line above
+from torchtitan_lite.store import layout  # noqa: E402  # of this clone
 from torchtitan_lite.store.manifest import FORMAT_VERSION  # noqa: E402  # of this clone
 
 
@@ -31,12 +32,16 @@ def main() -> None:
     target = golden_run.GOLDEN / f"format-{FORMAT_VERSION}"
     shutil.rmtree(target, ignore_errors=True)
     for name, world_size in golden_run.WRITERS.items():
+        if golden_run.WRITTEN[name] != FORMAT_VERSION:
+            continue
         if world_size == 1:
             golden_run.save(target / name)
         else:
             with tempfile.TemporaryDirectory() as rendezvous:
                 arguments = (world_size, target / name, Path(rendezvous, "file"))
                 multiprocessing.spawn(_save_as_rank, arguments, nprocs=world_size)
+        for identity in (target / name).glob(f"*/{layout.FOLDER_ID}"):
+            identity.unlink()  # Random, and no part of a checkpoint.
         for folder in sorted((target / name).glob("*/step-*")):
             golden_run.fix(folder)
             sizes = sum(path.stat().st_size for path in folder.iterdir())

@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scale_simulation.costs import Figures, num_bytes, our_repeated_seconds, ours, stock
+from scale_simulation.costs import Figures, num_bytes, our_load, our_repeated_seconds, ours, stock
 from scale_simulation.plans import Mesh, Planned, mesh_of, state_of
+from scale_simulation.tables import is_known
 
 from torchtitan_lite.checkpoint.format.torch_item import tensor_frame
 
@@ -69,27 +70,31 @@ def main() -> int:
     own: dict[str, dict[int, Figures]] = {"dcp": {}, "ours": {}}
     for model, layout, ranks in points:
         print(f"  {model} {layout} {ranks}", file=sys.stderr, flush=True)
-        lines += measure(model, layout, ranks, budget, own)
+        lines += measure(model, layout, ranks, budget, own, args.only)
     print(table(lines))
     if args.json:
         Path(args.json).write_text(json.dumps(_document(lines, budget), indent=1) + "\n", encoding="utf-8")
     return 0
 
 
-def measure(model: str, layout: str, ranks: int, budget: int, own: dict[str, dict[int, Figures]]) -> list[Line]:
-    """Return the lines of one state, with at most about `budget` items for each kind of tensor."""
+def measure(
+    model: str, layout: str, ranks: int, budget: int, own: dict[str, dict[int, Figures]], only: Sequence[str]
+) -> list[Line]:
+    """Return the lines of one state for the planners `only`, with at most about `budget` items a kind of tensor."""
     state, mesh = state_of(model), mesh_of(layout, ranks)
     all_bytes = num_bytes(state)
     planners: dict[str, Cost] = {"dcp": stock, "ours": lambda tensors, mesh: ours(tensors, mesh, all_bytes)}
     for tensor in state[:16]:
         tensor_frame(torch.float32, tensor.shape)
     lines = []
-    for name, cost in planners.items():
+    for name in only:
+        cost = planners[name]
         is_extrapolated = len(state) * ranks > budget
         figures = _extrapolated(state, mesh, cost, budget, own[name]) if is_extrapolated else cost(state, mesh)
         if name == "ours":
-            sizes = (figures["table_bytes"], figures["metadata_bytes"])
-            figures["cached_coordinator_seconds"] = our_repeated_seconds(mesh, all_bytes, *sizes)
+            if is_extrapolated and is_known(mesh):
+                figures |= our_load(state, mesh, all_bytes)
+            figures["cached_coordinator_seconds"] = our_repeated_seconds(mesh, all_bytes, figures["table_bytes"])
         lines.append(Line(model, layout, ranks, name, len(state), len(state) * ranks, is_extrapolated, figures))
     return lines
 
@@ -198,6 +203,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few small points, to test that it runs")
     parser.add_argument("--items", type=int, default=24_000, help="chunks to plan for a point; 24000")
+    parser.add_argument("--only", nargs="+", choices=("dcp", "ours"), default=["dcp", "ours"], help="default: both")
     parser.add_argument("--json", help="file for all figures")
     return parser
 

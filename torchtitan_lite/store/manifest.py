@@ -33,8 +33,11 @@ from torchtitan_lite.store.manifest_fields import (
     value_of,
 )
 
-FORMAT_VERSION = 3
-"""1 had no digests and no table of tensors; up to 2, each table entry had its path without the types of the keys."""
+FORMAT_VERSION = 4
+"""1 had no digests and no table of tensors; up to 2, each table entry had its path without the types of the keys; up to
+3, no entry had `runs`."""
+FORMAT_WITHOUT_RUNS = 3
+"""Of a manifest without runs, which releases that know no runs read too."""
 
 _TABLES = ("tensors", "objects", "structure")
 _LAST_LINE = re.compile(rb',\n"digest": "([0-9a-f]{32})"\n}\n')
@@ -152,14 +155,16 @@ class Manifest:
     """Its run and branch."""
     tensors: Table = field(default_factory=Table)
     """Key to {"dtype", "shape", "chunks": [[file, at, offsets, sizes], ...]}; `at` is the byte in the file where the
-    elements of the chunk start. The store does not look into it."""
+    elements of the chunk start. In place of the chunks there may be "runs", [[count, [rank, step], at, dim, offsets,
+    sizes], ...]. The store does not look into it."""
     objects: Table = field(default_factory=Table)
     """Key to {"value"} or {"item": [file, offset, length]}. The store does not look into it."""
     structure: Table = field(default_factory=Table)
     """"root" to the tree of containers of the keys of both tables. The store does not look into it."""
     extra: dict[str, Any] = field(default_factory=dict)
     """JSON values; the store looks only at `nan_in` and `metrics`."""
-    format_version: int = FORMAT_VERSION
+    format_version: int = FORMAT_WITHOUT_RUNS
+    """`FORMAT_VERSION` if `tensors` has runs."""
 
     @property
     def nbytes(self) -> int:

@@ -29,11 +29,17 @@ from torchtitan_lite.store.manifest import FORMAT_VERSION, Manifest
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 STEP = 7
-WRITERS = {"one-process": 1, "two-ranks": 2}
+WRITERS = {"one-process": 1, "two-ranks": 2, "four-ranks": 4}
 """Name of a folder to the number of processes that wrote its checkpoints."""
+WRITTEN = {"one-process": 3, "two-ranks": 3, "four-ranks": 4}
+"""The version of the format in which these processes write today: of fewer than four ranks, a manifest has no runs."""
 
 PARAMETERS: dict[str, tuple[torch.dtype, tuple[int, ...], Placement]] = {
-    "weight": (torch.float32, (5, 3), Shard(0)),  # On two ranks, one has three rows and the other two.
+    "weight": (
+        torch.float32,
+        (5, 3),
+        Shard(0),
+    ),  # Of two ranks one has three rows, the other two; of four one has none.
     "brief": (torch.bfloat16, (4, 2), Shard(1)),
 }
 BUFFERS: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
@@ -94,7 +100,7 @@ class Plain:
 
 
 class GoldenRun:
-    """The run at step 7 if `filled`, else before it loads that step. With a mesh it is one of two ranks."""
+    """The run at step 7 if `filled`, else before it loads that step. With a mesh it is one of several ranks."""
 
     def __init__(
         self, folder: Path, version: int, *, filled: bool, mesh: DeviceMesh | None = None, **checkpoint: Any

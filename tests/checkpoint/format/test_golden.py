@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.checkpoint.format import golden_run
-from tests.checkpoint.format.golden_run import BUFFERS, GOLDEN, PARAMETERS, STEP, WRITERS, GoldenRun, expected
+from tests.checkpoint.format.golden_run import BUFFERS, GOLDEN, PARAMETERS, STEP, WRITERS, WRITTEN, GoldenRun, expected
 from tests.checkpoint.small_run import same
 from tests.ranks import Ranks
 from torchtitan_lite.disk.block_writer import Bounced, write_blocks
@@ -29,7 +29,7 @@ from torchtitan_lite.store.manifest import FORMAT_VERSION, Manifest
 from torchtitan_lite.store.store import CheckpointStore
 
 FOLDERS = sorted((path for path in GOLDEN.glob("format-*/*")), key=lambda path: (len(path.parts[-2]), path.parts[-2:]))
-CURRENT = GOLDEN / f"format-{FORMAT_VERSION}"
+CURRENT = {writer: GOLDEN / f"format-{version}" / writer for writer, version in WRITTEN.items()}
 WITH_DIGESTS = [folder for folder in FOLDERS if folder.parent.name != "format-1"]
 
 MIB = 1 << 20
@@ -48,9 +48,9 @@ def minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def torch_of(version: Path) -> str:
-    """Return the minor version of torch that wrote the folder of a format version."""
-    manifest = json.loads((version / "one-process" / "checkpoint" / f"step-{STEP}" / "manifest.json").read_bytes())
+def torch_of(golden: Path) -> str:
+    """Return the minor version of torch that wrote a folder."""
+    manifest = json.loads((golden / "checkpoint" / f"step-{STEP}" / "manifest.json").read_bytes())
     return minor(manifest["versions"]["torch"])
 
 
@@ -59,7 +59,7 @@ def named(folder: Path) -> str:
 
 
 writes_as_the_golden_ones = pytest.mark.skipif(
-    torch_of(CURRENT) != minor(torch.__version__) or torch.cuda.is_available(),
+    {*map(torch_of, CURRENT.values())} != {minor(torch.__version__)} or torch.cuda.is_available(),
     reason="another torch has other optimizer settings and pickles, and with a GPU its generator is saved too",
 )
 each_folder = pytest.mark.parametrize("golden", FOLDERS, ids=named)
@@ -70,10 +70,11 @@ def copied(golden: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(golden, tmp_path / "run"))
 
 
-def test_every_version_of_the_format_has_a_folder_by_one_process_and_by_two_ranks() -> None:
+def test_every_version_of_the_format_has_a_folder_by_each_number_of_ranks_that_wrote_it() -> None:
     """scripts/make_golden_checkpoints.py writes those of a new version."""
-    wanted = {f"format-{version}/{writer}" for version in range(1, FORMAT_VERSION + 1) for writer in WRITERS}
-    assert {named(folder) for folder in FOLDERS} == wanted
+    before_runs = {f"format-{version}/{writer}" for version in (1, 2, 3) for writer in ("one-process", "two-ranks")}
+    assert {named(folder) for folder in FOLDERS} == before_runs | {named(folder) for folder in CURRENT.values()}
+    assert max(WRITTEN.values()) == FORMAT_VERSION
 
 
 @each_folder
@@ -191,18 +192,34 @@ def test_what_one_process_writes_is_the_golden_checkpoint_byte_for_byte(tmp_path
 
 @writes_as_the_golden_ones
 def test_what_two_ranks_write_is_the_golden_checkpoint_byte_for_byte(two_ranks: Ranks, tmp_path: Path) -> None:
-    two_ranks.run(save_as_one_of_two_ranks, folder=tmp_path)
+    two_ranks.run(save_as_one_of_several_ranks, folder=tmp_path)
     assert_as_golden(tmp_path, "two-ranks")
 
 
-@pytest.mark.slow  # two ranks load six checkpoints
+@writes_as_the_golden_ones
+@pytest.mark.slow  # four ranks
+def test_what_four_ranks_write_is_the_golden_checkpoint_byte_for_byte(four_ranks: Ranks, tmp_path: Path) -> None:
+    four_ranks.run(save_as_one_of_several_ranks, folder=tmp_path)
+    assert_as_golden(tmp_path, "four-ranks")
+
+
+def test_tensors_cut_into_four_chunks_or_more_are_stored_in_runs() -> None:
+    manifest = Manifest.of_folder(CURRENT["four-ranks"] / "checkpoint" / f"step-{STEP}")
+    assert manifest is not None
+    entries = {key: entry for key, entry in manifest.tensors.items() if key.startswith("model.")}
+    assert {key for key, entry in entries.items() if "runs" in entry} == {"model.weight"}
+    first = entries["model.weight"]["runs"][0]
+    assert (first[:2], first[3:]) == ([2, [0, 1]], [0, [0, 0], [2, 3]]), "ranks 0 and 1 have two rows each"
+
+
+@pytest.mark.slow  # two ranks load seven checkpoints
 def test_two_ranks_read_every_golden_checkpoint(two_ranks: Ranks, tmp_path: Path) -> None:
     folders = [Path(shutil.copytree(golden, tmp_path / named(golden))) for golden in FOLDERS]
     found = two_ranks.run(load_as_one_of_two_ranks, folders=folders)
     assert found == [[STEP] * len(folders)] * 2
 
 
-def save_as_one_of_two_ranks(rank: int, folder: Path) -> None:
+def save_as_one_of_several_ranks(rank: int, folder: Path) -> None:
     golden_run.save(folder, mesh())
 
 
@@ -225,7 +242,7 @@ def mesh() -> DeviceMesh:
 
 def assert_as_golden(folder: Path, writer: str) -> None:
     for name in ("checkpoint", "export"):
-        written, golden = (path / name / f"step-{STEP}" for path in (folder, CURRENT / writer))
+        written, golden = (path / name / f"step-{STEP}" for path in (folder, CURRENT[writer]))
         golden_run.fix(written)
         assert sorted(path.name for path in written.iterdir()) == sorted(path.name for path in golden.iterdir())
         for path in written.glob("*.distcp"):

@@ -22,11 +22,14 @@ PLACES = st.integers(0, 500)
 
 @st.composite
 def entries(draw: st.DrawFn) -> dict[str, Any]:
-    """Return the entry of a tensor: of one whole chunk, mostly, as in a manifest; else of two, or of a wrong one."""
+    """Return the entry of a tensor: of one whole chunk, mostly, as in a manifest, in runs or of two; or a wrong one."""
     shape = draw(SHAPES)
     file, at = draw(st.sampled_from(FILES)), draw(PLACES)
     chunks = [[file, at, [0] * len(shape), shape]]
-    kind = draw(st.sampled_from(["whole"] * 6 + ["halves", "moved", "negative", "none"]))
+    kind = draw(st.sampled_from(["whole"] * 6 + ["runs", "runs", "halves", "moved", "negative", "none"]))
+    if kind == "runs":
+        run = [shape[0] if shape and shape[0] else 1, [0, 1], at, 0, [0] * len(shape), [1, *shape[1:]] if shape else []]
+        return {"dtype": "float32", "shape": shape, "runs": [run] * (run[0] == 1 or bool(shape))}
     if kind == "halves" and shape and shape[0] > 1:
         first, rest = [1, *shape[1:]], [shape[0] - 1, *shape[1:]]
         zeros = [0] * (len(shape) - 1)
@@ -96,6 +99,8 @@ def test_a_changed_text_means_what_it_means_to_the_parser_of_json(
 WIDE_ONE = "\uff11"
 WHOLE = '{"dtype":"float32","shape":[2],"chunks":[["f",8,[0],[2]]]}'
 
+RUNS = '{"dtype":"float32","shape":[4],"runs":[[4,[0,1],8,0,[0],[1]]]}'
+
 
 @pytest.mark.parametrize(
     "text",
@@ -129,6 +134,17 @@ WHOLE = '{"dtype":"float32","shape":[2],"chunks":[["f",8,[0],[2]]]}'
         f'{{"a":{WHOLE.replace("[0]", "[1]")}}}',
         f'{{"a":{WHOLE.replace("]]]", "]],[]]")}}}',
         f'{{"a":{WHOLE[:-1]},"x":1}}}}',
+        f'{{"a":{RUNS}}}',
+        f'{{"a":{WHOLE},"b":{RUNS},"c":{WHOLE}}}',
+        f'{{"a":{RUNS},"a":{WHOLE}}}',
+        f'{{"a":{RUNS},"b":{RUNS}}}}}',
+        f'{{"a":{RUNS},"b":{RUNS.replace("4", "04")}}}',
+        f'{{"a":{RUNS.replace("4", "9" * 5000)}}}',
+        f'{{"a":{RUNS.replace("[4", "[" * 5000 + "4")}}}',
+        f'{{"a":{RUNS.replace("]]]", "]]")}}}',
+        f'{{"a":{RUNS.replace("float32", "float33")}}}',
+        f'{{"a":{RUNS[:-1]},"x":1}}}}',
+        f'{{"a":{RUNS[:-1]},"chunks":[]}}}}',
     ],
 )
 def test_texts_at_the_edge_of_what_is_read_in_columns_mean_what_they_mean_to_the_parser_of_json(text: str) -> None:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -27,7 +28,7 @@ from torchtitan_lite.checkpoint.saving.replicas import Replicas
 from torchtitan_lite.checkpoint.saving.save_plan import PlanCache, balanced
 from torchtitan_lite.checkpoint.saving.savers import SyncSaver
 from torchtitan_lite.checkpoint.state.stateful import ModelWrapper, OptimizerWrapper
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.store.store import CheckpointStore
 
 PEERS = Peers(timedelta(seconds=60))
@@ -130,6 +131,28 @@ def test_each_item_is_written_once_and_no_rank_has_much_more_than_its_share(
         for plan, numbers in zip(plans, kept, strict=True)
     ]
     assert max(loads) - min(loads) <= max(sizes), "the last item went to the rank with the fewest bytes"
+
+
+def chunk_of(fqn: str, size: int, begin: int, whole: int) -> WriteItem:
+    data = TensorWriteData(
+        ChunkStorageMetadata(torch.Size([begin]), torch.Size([size])), TensorProperties(), torch.Size([whole])
+    )
+    return WriteItem(MetadataIndex(fqn, torch.Size([begin])), WriteItemType.SHARD, tensor_data=data)
+
+
+@pytest.mark.parametrize(("num_ranks", "places"), [(3, {0, 4}), (4, {0})])
+def test_equal_chunks_begin_at_the_same_byte_of_each_file_from_four_ranks_on(num_ranks: int, places: set[int]) -> None:
+    """Only rank 0 writes the number, which lies before them in the state."""
+    plans = [
+        SavePlan([chunk_of("step", 1, 0, 1), chunk_of("a", 8, 8 * rank, 8 * num_ranks), chunk_of("b", 0, 0, 0)])
+        for rank in range(num_ranks)
+    ]
+    found = set()
+    for plan, numbers in zip(plans, balanced(plans), strict=True):
+        sizes = [(plan.items[n].index.fqn, plan.items[n].tensor_data) for n in numbers]
+        before = [data.chunk.sizes.numel() * 4 for _, data in sizes[: [fqn for fqn, _ in sizes].index("a")] if data]
+        found.add(sum(before))
+    assert found == places
 
 
 def test_one_byte_goes_to_the_holder_with_least_and_zero_bytes_to_the_first_holder() -> None:

@@ -129,6 +129,17 @@ WRONG: dict[str, tuple[tuple[str, ...], Sequence[Any]]] = {
             *([[DATA, 0, offsets, [8, 4]]] for offsets in ([0], [-1, 0], [1 << 70, 0], "00", [[0], 0])),
         ],
     ),
+    "runs": (
+        ("tensors", KEY, "runs"),
+        [
+            *(None, 5, "x", [], [5], [[]], [[1, [0, 1], 0, 0, [0, 0]]], {"a": 1}),
+            *([[1, [0, 1], at, 0, [0, 0], [8, 4]]] for at in (-5, 1 << 62, "0", 1.5, None)),
+            *([[1, ranks, 0, 0, [0, 0], [8, 4]]] for ranks in ([7, 1], [-1, 1], [0, 0], [1 << 70, 1], 0, ["0", 1])),
+            *([[count, [0, 1], 0, 0, [0, 0], [8, 4]]] for count in (0, -1, 2, 1 << 70, "1", True)),
+            *([[1, [0, 1], 0, 0, offsets, [8, 4]]] for offsets in ([0], [-1, 0], [1 << 70, 0], "00", [[0], 0])),
+            *([[1, [0, 1], 0, 0, [0, 0], sizes]] for sizes in ([8], [8, 5], [-8, -4], [1 << 70, 1], [0, 4])),
+        ],
+    ),
     "object": (
         ("objects", OBJECT),
         [
@@ -217,6 +228,7 @@ def many(field: str, item: str, count: int = MANY, opening: str = "[", closing: 
 _ABANDONS = {"opening": '{"run_id":"a","abandons":[', "closing": "]}"}
 _CHUNK = f'["{DATA}",%,[0],[1]]'
 _TENSOR = {"opening": '{"w":{"dtype":"uint8","shape":[1000000],"chunks":[', "closing": "]}}"}
+_RUNS = {"opening": '{"w":{"dtype":"uint8","shape":[1000000],"runs":[', "closing": "]}}"}
 _OBJECT = {"opening": "{", "closing": "}"}
 COUNTS: dict[str, Make] = {
     "abandons": many("lineage", '[%,"aa"]', **_ABANDONS),
@@ -225,6 +237,10 @@ COUNTS: dict[str, Make] = {
     "chunks": many("tensors", _CHUNK, **_TENSOR),
     "as many chunks as fit": many("tensors", _CHUNK, 14_000, **_TENSOR),
     "chunks that overlap": many("tensors", f'["{DATA}",0,[0],[1000000]]', 10_000, **_TENSOR),
+    "runs": many("tensors", "[1,[0,1],0,0,[%],[1]]", **_RUNS),
+    "as many runs as fit": many("tensors", "[1,[0,1],0,0,[%],[1]]", 20_000, **_RUNS),
+    "runs that overlap": many("tensors", "[1,[0,1],0,0,[0],[1000000]]", 10_000, **_RUNS),
+    "a run of all ranks there are": many("tensors", f"[{10**18},[0,1],0,0,[0],[1]]", 1, **_RUNS),
     "tensors": many("tensors", f'"w%":{{"dtype":"uint8","shape":[1],"chunks":[["{DATA}",0,[0],[1]]]}}', **_OBJECT),
     "objects": many("objects", '"o%":{"value":{}}', **_OBJECT),
     "as many objects as fit": many("objects", '"o%":{"value":{}}', 18_000, **_OBJECT),

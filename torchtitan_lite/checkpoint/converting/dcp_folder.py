@@ -28,6 +28,7 @@ from torchtitan_lite.checkpoint.converting.new_file import Advance, Elements, Pa
 from torchtitan_lite.checkpoint.converting.new_state import NewObject, NewState, NewTensor
 from torchtitan_lite.checkpoint.examining.cut import Cut, number_of
 from torchtitan_lite.checkpoint.examining.tensor_stream import Stream
+from torchtitan_lite.checkpoint.format.chunk_runs import with_runs
 from torchtitan_lite.checkpoint.format.description import DCP_VERSION
 from torchtitan_lite.checkpoint.format.file_image import FileLayout
 from torchtitan_lite.checkpoint.format.torch_item import OBJECT_GRAIN
@@ -75,7 +76,7 @@ def write_checkpoint(folder: Path, state: NewState, num_files: int, stream: Stre
         read_back(folder / name, record, stream.reader, advance)
     written.files[layout.METADATA] = FileRecord.of(metadata)
     _check(folder, state)
-    return written
+    return written._replace(tensors=with_runs(written.tensors))
 
 
 def cut_into_files(tensors: Mapping[str, NewTensor], num_files: int) -> list[list[Piece]]:

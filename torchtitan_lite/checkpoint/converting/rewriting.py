@@ -22,6 +22,7 @@ from torchtitan_lite.checkpoint.converting.layouts import Reader, Relaid, as_our
 from torchtitan_lite.checkpoint.converting.new_state import NewState
 from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, Origin, open_checkpoint
 from torchtitan_lite.checkpoint.examining.tensor_stream import TensorStream
+from torchtitan_lite.checkpoint.format.chunk_runs import format_version
 from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.errors import ConfigError, TorchtitanLiteError
 from torchtitan_lite.store import layout
@@ -107,7 +108,7 @@ def _of_files(manifest: Manifest, written: Written, state: NewState) -> Manifest
         files=written.files,
         tensors=Table(written.tensors),
         objects=Table(written.objects),
-        format_version=Manifest.format_version,
+        format_version=format_version(written.tensors),
     )
 
 

@@ -13,7 +13,7 @@ import enum
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manif
 from torchtitan_lite.store.verified import Verified, verified, verified_in
 
 _FINDINGS_BYTES = 1 << 20
+_ROLLED_BACK = "its run rolled back"
 # A string in a pickle: the operation and the length, then the text.
 _TEXT = rb"(?:\x8c.|X.{4})"
 _OPTIMIZER = re.compile(_TEXT + rb"optim[a-z_]*\.", re.DOTALL)
@@ -152,7 +153,7 @@ def _of_step(folder: Path, step: int) -> Entry:
 def _of_aside(folder: Path, step: int, why: str) -> Entry:
     """Return the entry of a renamed checkpoint, with what its manifest says if that can be read."""
     state = {"corrupt": State.QUARANTINED, "abandoned": State.ABANDONED}.get(why, State.SET_ASIDE)
-    finding = {"abandoned": "its branch was left by a roll back", "weights": "a full checkpoint took its name"}.get(why)
+    finding = {"abandoned": _ROLLED_BACK, "weights": "a full checkpoint took its name"}.get(why)
     finding = finding or (_findings(folder) if why == "corrupt" else "it was in the way of a checkpoint")
     try:
         manifest = Manifest.of_folder(folder) if is_folder(folder) else None
@@ -231,13 +232,26 @@ def _missing(folder: Path, manifest: Manifest) -> str:
 
 
 def _with_abandoned(entries: Iterable[Entry]) -> list[Entry]:
-    """Return `entries`; those that a committed one abandons, and that could not be renamed yet, have that state."""
+    """Return `entries`; those that a committed one abandons have that state, renamed or not, and the reason."""
     entries = list(entries)
     infos = [entry.info for entry in entries if entry.info is not None]
     kept = {info.path.name for info in without_abandoned(infos)}
+    reasons = {pair: _reason(each.lineage) for each in entries if each.lineage for pair in each.lineage.abandons}
     return [
-        entry
-        if entry.info is None or entry.name in kept
-        else dataclasses.replace(entry, state=State.ABANDONED, info=None, finding="its branch was left by a roll back")
+        _abandoned(entry, reasons)
+        if entry.state is State.ABANDONED or (entry.info is not None and entry.name not in kept)
+        else entry
         for entry in entries
     ]
+
+
+def _abandoned(entry: Entry, reasons: Mapping[tuple[int, str], str]) -> Entry:
+    pair = (entry.step or 0, entry.lineage.run_id if entry.lineage else "")
+    # What abandoned it may be gone by now.
+    return dataclasses.replace(entry, state=State.ABANDONED, info=None, finding=reasons.get(pair, _ROLLED_BACK))
+
+
+def _reason(abandoner: Lineage) -> str:
+    """Return why a checkpoint with this lineage abandons others."""
+    begun = abandoner.branch_point
+    return "its run counts from step 1 again" if begun is None else f"rolled back to step {begun}"

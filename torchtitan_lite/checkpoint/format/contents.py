@@ -9,18 +9,19 @@ no larger than these files.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from torchtitan_lite.checkpoint.format import plain_value
+from torchtitan_lite.checkpoint.format.chunk import Chunk as Chunk
+from torchtitan_lite.checkpoint.format.chunk import Item as Item
+from torchtitan_lite.checkpoint.format.chunk import Shape as Shape
+from torchtitan_lite.checkpoint.format.chunk_runs import FileSizes, check_rows, files_of
 from torchtitan_lite.checkpoint.format.containers import Containers
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES
 from torchtitan_lite.checkpoint.format.key_paths import KeyPaths, key_paths
-from torchtitan_lite.checkpoint.format.stored_tensor import Chunk as Chunk
-from torchtitan_lite.checkpoint.format.stored_tensor import Item as Item
-from torchtitan_lite.checkpoint.format.stored_tensor import Shape as Shape
 from torchtitan_lite.checkpoint.format.stored_tensor import StoredTensor as StoredTensor
 from torchtitan_lite.checkpoint.format.stored_tensor import misfit
 from torchtitan_lite.checkpoint.format.structure import Branch, Path, decode
@@ -68,6 +69,7 @@ class Contents:
         key = ""
         try:
             tensors = TensorTable.parse(manifest.tensors, dtypes)
+            check_rows(tensors.rows, len(manifest.files))
             for key, entry in manifest.objects.items():
                 objects[key] = _object(entry)
             if "root" in manifest.structure:
@@ -101,10 +103,11 @@ class Contents:
     @cached_property
     def files(self) -> frozenset[str]:
         """The names of all files that hold a tensor or an object."""
-        chunks = (chunk for tensor in self.table.others.values() for chunk in tensor.chunks)
-        in_tensors = {chunk.file if chunk.item is None else chunk.item.file for chunk in chunks}
+        listed = (tensor.chunks for tensor in self.table.others.values() if tensor.runs is None)
+        in_tensors = {chunk.file if chunk.item is None else chunk.item.file for chunks in listed for chunk in chunks}
         in_tensors |= {kind.file for kind in self.table.places_by_kind}
-        return frozenset(in_tensors | {stored.item.file for stored in self.objects.values() if stored.item is not None})
+        in_objects = {stored.item.file for stored in self.objects.values() if stored.item is not None}
+        return files_of(self.table.rows) | in_tensors | in_objects
 
     def check_names(self) -> None:
         """Raise `CheckpointUnsafe` for a file name that could lead out of the folder."""
@@ -119,11 +122,16 @@ class Contents:
         """
         # What is wrong is found in columns, and named by a look at each tensor.
         tensors = self.table.others if self._whole_ones_are_in(files) else self.tensors
+        by_rank = FileSizes(files)
         for key, tensor in tensors.items():
             finding = misfit(tensor)
             if finding:
                 raise CheckpointDamaged(self.path, f"{self.described_in}: {bare(key)}: {finding}")
-        for file, begin, num_bytes, key in self._ranges(tensors):
+
+        def to_check(tensor: StoredTensor) -> Iterable[Chunk]:
+            return tensor.chunks if tensor.runs is None else by_rank.outside(tensor.runs, tensor.dtype.itemsize)
+
+        for file, begin, num_bytes, key in self._ranges(tensors, to_check):
             if file not in files:
                 finding = f"{bare(file)} is missing; {bare(key)} is in it, says {self.described_in}"
                 raise CheckpointDamaged(self.path, finding)
@@ -139,7 +147,7 @@ class Contents:
 
     def keys_in(self, file: str, begin: float, end: float) -> list[str]:
         """Return the keys with bytes in [begin, end) of `file`, in the order of the contents."""
-        ranges = self._ranges(self.tensors)
+        ranges = self._ranges(self.tensors, lambda tensor: tensor.chunks_in(file))
         return list(dict.fromkeys(key for name, at, n, key in ranges if name == file and at < end and begin < at + n))
 
     def _whole_ones_are_in(self, files: Mapping[str, int]) -> bool:
@@ -152,11 +160,13 @@ class Contents:
             for kind, places in self.table.places_by_kind.items()
         )
 
-    def _ranges(self, tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, int, int, str]]:
-        """Yield (file, first byte, number of bytes, key) of `tensors` and of all objects that lie in a file."""
+    def _ranges(
+        self, tensors: Mapping[str, StoredTensor], chunks_of: Callable[[StoredTensor], Iterable[Chunk]]
+    ) -> Iterator[tuple[str, int, int, str]]:
+        """Yield (file, first byte, number of bytes, key) of these chunks, and of all objects that lie in a file."""
         for key, tensor in tensors.items():
             itemsize = tensor.dtype.itemsize
-            for chunk in tensor.chunks:
+            for chunk in chunks_of(tensor):
                 if chunk.item is not None:
                     yield *chunk.item, key
                 elif chunk.at is not None:

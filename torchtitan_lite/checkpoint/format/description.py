@@ -12,14 +12,16 @@ import dataclasses
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
+from torchtitan_lite.checkpoint.format.chunk_runs import format_version, with_runs
 from torchtitan_lite.checkpoint.format.file_image import FileLayout
 from torchtitan_lite.checkpoint.format.structure import Branch, encode
+from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.store.manifest import Table
 
 DCP_VERSION = "1.0.0"
@@ -49,6 +51,13 @@ class PlannedFile:
     layout: FileLayout
 
 
+class PickledMetadata(NamedTuple):
+    """DCP's metadata as its file holds it."""
+
+    data: bytes
+    record: FileRecord
+
+
 class Description:
     """The description of a plan, made from DCP's `metadata`, the ranks' `files` and the `structure` of the state."""
 
@@ -60,24 +69,27 @@ class Description:
             for item, place in zip(file.items, file.layout.places, strict=True):
                 self.of_dcp.storage_data[item.index] = _StorageInfo(file.name, place.item_at, place.item_bytes)
                 self._add_chunk(tensors, item, [file.name, place.data_at])
-        self.tensors = Table(tensors)
+        self.tensors = Table(with_runs(tensors))
         self.structure = Table({"root": encode(structure)})
         """The manifest's tables."""
+        self.format_version = format_version(self.tensors)
+        """The version of the format that they need."""
         self._objects: tuple[tuple[str, str, int, int], ...] | None = None
-        self._pickled = b""
+        self._metadata = PickledMetadata(b"", FileRecord.of(b""))
 
     def objects(self, placed: Sequence[PlacedObject]) -> Table:
         """Return the manifest's table of the objects of a save."""
         return table_of_objects(placed)
 
-    def metadata(self, placed: Sequence[PlacedObject]) -> bytes:
-        """Return DCP's pickled metadata of a save whose objects are `placed`."""
+    def metadata(self, placed: Sequence[PlacedObject]) -> PickledMetadata:
+        """Return DCP's metadata of a save whose objects are `placed`: what it was, if these are where they were."""
         where = tuple((each.key, each.file, each.at, each.num_bytes) for each in placed)
         if where != self._objects:
             places = {MetadataIndex(key): _StorageInfo(file, at, size) for key, file, at, size in where}
             whole = dataclasses.replace(self.of_dcp, storage_data=self.of_dcp.storage_data | places)
-            self._objects, self._pickled = where, pickle.dumps(whole)
-        return self._pickled
+            pickled = pickle.dumps(whole)
+            self._objects, self._metadata = where, PickledMetadata(pickled, FileRecord.of(pickled))
+        return self._metadata
 
     def _add_chunk(self, tensors: dict[str, dict[str, Any]], item: WriteItem, where: list[Any]) -> None:
         assert item.tensor_data is not None

@@ -67,6 +67,11 @@ class _Walk:
                 f"{_expression([*self._path, key])} and another entry of the state are both called {name!r} in a "
                 "checkpoint, and one of them would be lost. Give them keys that differ when joined by dots"
             )
+        if type(value) is DTensor and any(placement.is_partial() for placement in value.placements):
+            raise TypeError(
+                f"{_expression([*self._path, key])} is a DTensor of partial sums: no rank has its values. "
+                "Redistribute it first"
+            )
         self.flat[name] = value
         return None
 

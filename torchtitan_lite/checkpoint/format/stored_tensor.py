@@ -7,41 +7,17 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-Shape = tuple[int, ...]
+from torchtitan_lite.checkpoint.format.chunk import Chunk, Shape
+from torchtitan_lite.checkpoint.format.chunk_runs import ChunkRuns
 
 _INT64 = 1 << 63
 _MOST_CORNERS = 1 << 24
 """Of the chunks of one tensor that are not cut as a grid. Those of 1,000 ranks over 5 dimensions have 32,000."""
-
-
-class Item(NamedTuple):
-    """The bytes of one `torch.save` within a file."""
-
-    file: str
-    offset: int
-    length: int
-
-
-class Chunk(NamedTuple):
-    """A stored piece of a tensor: the box of `sizes` at `offsets`."""
-
-    file: str
-    at: int | None
-    """The byte in `file` where its elements start, row-major; None if only parsing `item` finds it."""
-    offsets: Shape
-    sizes: Shape
-    item: Item | None = None
-    """The `torch.save` item that holds it, if a reader must parse that to find the elements."""
-
-    @property
-    def numel(self) -> int:
-        """The number of its elements."""
-        return math.prod(self.sizes)
 
 
 class StoredTensor(NamedTuple):
@@ -51,6 +27,18 @@ class StoredTensor(NamedTuple):
     """A value of the table that the contents were made with: a `Dtype`, or torch's where tensors are loaded."""
     shape: Shape
     chunks: Sequence[Chunk]
+    runs: ChunkRuns | None = None
+    """The same as `chunks`, where these are stored as runs: questions about all of them need not make each."""
+
+    def near(self, offsets: Shape, sizes: Shape) -> Iterable[Chunk]:
+        """Return all chunks with an element in the box of `sizes` at `offsets`, and perhaps others."""
+        return self.chunks if self.runs is None else self.runs.overlapping(offsets, sizes)
+
+    def chunks_in(self, file: str) -> Iterable[Chunk]:
+        """Return the chunks in `file`."""
+        if self.runs is not None:
+            return self.runs.in_file(file)
+        return (chunk for chunk in self.chunks if chunk.file == file)
 
     @property
     def nbytes(self) -> int:
@@ -61,7 +49,8 @@ class StoredTensor(NamedTuple):
 
 def misfit(tensor: StoredTensor) -> str:
     """Return why the chunks of `tensor` do not make up the tensor; the empty string if they do."""
-    shape, chunks = tensor.shape, tensor.chunks
+    shape = tensor.shape
+    chunks = tensor.chunks if tensor.runs is None else tensor.runs.boxes()
     # torch computes the strides of an empty tensor from its other sizes, so these must not overflow either.
     if not _is_possible(shape, tensor.dtype.itemsize):
         return "its shape is not possible for a tensor"

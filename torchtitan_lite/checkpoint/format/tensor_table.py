@@ -15,20 +15,27 @@ from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from typing import Any
 
-from torchtitan_lite.checkpoint.format.stored_tensor import Chunk, Shape, StoredTensor
+from torchtitan_lite.checkpoint.format import chunk_runs
+from torchtitan_lite.checkpoint.format.chunk import Chunk, Shape
+from torchtitan_lite.checkpoint.format.stored_tensor import StoredTensor
 from torchtitan_lite.store.manifest import Table
 from torchtitan_lite.store.manifest_fields import bare
 
 _ROW = re.compile(
     r'"([^"\\\x00-\x1f]*)":\{"dtype":"'
-    r'(\w+","shape":\[[\d,]*\],"chunks":\[\["[^"\\\x00-\x1f]*"),'
+    r'(?:(\w+","shape":\[[\d,]*\],"chunks":\[\["[^"\\\x00-\x1f]*"),'
     r"(0|[1-9]\d{0,17}),"
-    r'(\[[\d,]*\],\[[\d,]*\])\]\]\}(?:,(?=")|\}\Z)',
+    r"(\[[\d,]*\],\[[\d,]*\])\]\]"
+    r'|(\w+","shape":\[[\d,]*\],"runs":[\d,\[\]]*))'
+    r'\}(?:,(?=")|\}\Z)',
     re.ASCII,
 )
-"""The entry of a tensor of one chunk as we write it: its key, what is before the chunk's place, that, and the rest."""
-_BETWEEN = len('"":{"dtype":",,]]},')
-"""Characters of an entry that are in none of these four."""
+"""An entry as we write it. Of a tensor of one chunk: its key, what is before the chunk's place, that, and the rest. Of
+one in runs: its key, three empty texts, and what follows the key."""
+_BETWEEN = len('"":{"dtype":"},')
+"""Characters of an entry that are in none of these."""
+_BETWEEN_WHOLE = len(",,]]")
+"""Those of the entry of a tensor of one chunk that are not counted there."""
 
 
 class BadEntry(ValueError):
@@ -132,6 +139,12 @@ class TensorTable(Mapping[str, StoredTensor]):
             found[kind].append(at)
         return found
 
+    @cached_property
+    def rows(self) -> frozenset[chunk_runs.Row]:
+        """The files of all runs."""
+        tensors = self.others.values()
+        return frozenset(run.row for tensor in tensors if tensor.runs is not None for run in tensor.runs.runs)
+
     @property
     def nbytes(self) -> int:
         """The size of all tensors in bytes."""
@@ -140,7 +153,7 @@ class TensorTable(Mapping[str, StoredTensor]):
 
     @classmethod
     def _of_text(cls, text: bytes | None, dtypes: Mapping[str, Any]) -> TensorTable | None:
-        """Return the table in the JSON `text`; None unless every entry is, as we write it, of one whole chunk.
+        """Return the table in the JSON `text`; None unless every entry is, as we write it, of a whole chunk or of runs.
 
         JSON's parser would make a dozen objects for each entry. A text in which such entries follow one another
         without a gap, and with different keys, means to JSON's parser what it means here.
@@ -150,20 +163,25 @@ class TensorTable(Mapping[str, StoredTensor]):
         rows = _ROW.findall(text[1:].decode("ascii"))
         if not rows:
             return None
-        keys, heads, places, tails = zip(*rows, strict=True)
-        if (
-            sum(sum(map(len, column)) for column in (keys, heads, places, tails)) + _BETWEEN * len(rows)
-            != len(text) - 1
-        ):
+        columns = keys, _, _, _, of_runs = [*zip(*rows, strict=True)]
+        num_runs = len(rows) - of_runs.count("")
+        between = _BETWEEN * len(rows) + _BETWEEN_WHOLE * (len(rows) - num_runs)
+        if sum(sum(map(len, column)) for column in columns) + between != len(text) - 1:
             return None
+        others = _in_runs(rows, dtypes) if num_runs else {}
+        if others is None or len(order := dict.fromkeys(keys)) < len(rows):
+            return None
+        if num_runs:
+            rows = [row for row in rows if not row[4]]
+        if not rows:
+            return cls(order, {}, {}, others)
+        keys, heads, places, tails, _ = zip(*rows, strict=True)
         likes = list(zip(heads, tails, strict=True))
         known = {like: _kind(*like, dtypes) for like in dict.fromkeys(likes)}
         if None in known.values():
             return None
         kinds: dict[str, Any] = dict(zip(keys, map(known.__getitem__, likes), strict=True))
-        if len(kinds) < len(rows):
-            return None
-        return cls(kinds, kinds, dict(zip(keys, map(int, places), strict=True)), {})
+        return cls(order if others else kinds, kinds, dict(zip(keys, map(int, places), strict=True)), others)
 
 
 def as_list(value: Any) -> list[Any]:
@@ -183,9 +201,17 @@ def _kind(head: str, tail: str, dtypes: Mapping[str, Any]) -> Kind | None:
     return None if chunk is None else Kind(tensor.dtype, tensor.shape, chunk.file)
 
 
+def _in_runs(rows: Sequence[Sequence[str]], dtypes: Mapping[str, Any]) -> dict[str, StoredTensor] | None:
+    """Return the tensors in runs of `rows` by key; None if one of them is malformed."""
+    try:
+        return {key: _tensor(json.loads(f'{{"dtype":"{text}}}'), dtypes) for key, _, _, _, text in rows if text}
+    except (ValueError, RecursionError):
+        return None
+
+
 def _whole_chunk(tensor: StoredTensor) -> Chunk | None:
     """Return the chunk of a tensor that is one whole chunk, in the form of a `Kind`."""
-    if len(tensor.chunks) != 1:
+    if len(tensor.chunks) != 1 or tensor.runs is not None:
         return None
     chunk = tensor.chunks[0]
     is_whole = chunk.item is None and chunk.sizes == tensor.shape and chunk.offsets == _zeros(len(tensor.shape))
@@ -203,7 +229,11 @@ def _tensors(entries: Table, dtypes: Mapping[str, Any]) -> dict[str, StoredTenso
 
 
 def _tensor(entry: Mapping[str, Any], dtypes: Mapping[str, Any]) -> StoredTensor:
-    dtype, shape, chunks = _dtype(entry["dtype"], dtypes), _ints(entry["shape"]), as_list(entry["chunks"])
+    dtype, shape = _dtype(entry["dtype"], dtypes), _ints(entry["shape"])
+    if "runs" in entry:
+        runs = chunk_runs.decode(entry["runs"], len(shape))
+        return StoredTensor(dtype, shape, runs, runs)
+    chunks = as_list(entry["chunks"])
     return StoredTensor(dtype, shape, [_chunk(shape, entry["shape"], *chunk) for chunk in chunks])
 
 

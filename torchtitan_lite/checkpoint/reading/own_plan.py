@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.checkpoint.format.contents import Chunk, Shape, StoredTensor
+from torchtitan_lite.checkpoint.format.contents import Shape, StoredTensor
 from torchtitan_lite.checkpoint.format.shards import parts_of
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.checkpoint.reading.reader import CheckpointReader, Region, Wanted
@@ -90,7 +90,7 @@ class OwnPlanner(LoadPlanner):
         except ValueError as error:
             raise CheckpointMismatch(str(self._folder.path), f"  {error}") from None
         for offsets, memory in parts:
-            yield from overlaps(key, stored.chunks, offsets, memory)
+            yield from overlaps(key, stored, offsets, memory)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise AssertionError("there are no items in our own plan")
@@ -102,10 +102,10 @@ class OwnPlanner(LoadPlanner):
         raise AssertionError("there are no items in our own plan")
 
 
-def overlaps(key: str, chunks: Sequence[Chunk], offsets: Shape, local: torch.Tensor) -> Iterator[Region]:
-    """Yield the overlap of each of `chunks` with `local`, which is at `offsets` in the whole tensor."""
+def overlaps(key: str, stored: StoredTensor, offsets: Shape, local: torch.Tensor) -> Iterator[Region]:
+    """Yield the overlap of each chunk of `stored` with `local`, which is at `offsets` in the whole tensor."""
     sizes = tuple(local.shape)
-    for chunk in chunks:
+    for chunk in stored.near(offsets, sizes):
         if chunk.offsets == offsets and chunk.sizes == sizes:
             yield Region(key, chunk, (0,) * len(sizes), local)
             continue

@@ -274,9 +274,9 @@ class CheckpointReader(StorageReader):
             for at in places
         }
         for tensor in table.others.values():
-            for chunk in tensor.chunks:
+            for chunk in tensor.chunks_in(file):
                 begin, num_bytes = _extent(chunk, tensor.dtype)
-                if chunk.file == file and num_bytes:
+                if num_bytes:
                     extents.add((begin // BLOCK_BYTES, -(-(begin + num_bytes) // BLOCK_BYTES)))
         free = bytearray(b"\1") * num_blocks
         for first, end in extents:

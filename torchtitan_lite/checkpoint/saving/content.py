@@ -81,7 +81,8 @@ class Copies:
         )
         if self.images is None:
             return content
-        return self._also_kept(content, Image(target.step, target.origin, image.plan, image.objects, staged, began))
+        kept = Image(target.step, target.origin, image.plan, image.objects, staged, began, copy=self.images.num_staged)
+        return self._also_kept(content, kept)
 
     def release(self) -> None:
         """Note that no write needs the last copy any more. Any thread."""

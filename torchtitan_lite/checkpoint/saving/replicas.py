@@ -3,8 +3,8 @@
 Training keeps parameters and the state of their optimizers equal on all ranks that hold them, so any of
 these ranks may write them, and the bytes are spread evenly. Nothing guarantees that for the rest
 (buffers, the caller's states, settings): the lowest rank that has a value writes it, so that a load
-gets what one rank had and never a mixture. At the first save of a run the ranks compare these values,
-and one warning names those that differ. A value that is meant to differ needs another name on each
+gets what one rank had and never a mixture. At the first save or image of a start the ranks compare these
+values, and one warning names those that differ. A value that is meant to differ needs another name on each
 rank, as `PerRank` and the random generators give it.
 """
 
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from torchtitan_lite.checkpoint.format.shards import Part, parts_of
 from torchtitan_lite.disk.digest import text_digest
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.log import logger
 
 SHOWN = 4

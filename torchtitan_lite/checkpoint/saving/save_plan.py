@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import faults
+from torchtitan_lite.checkpoint.format.chunk_runs import LEAST_CHUNKS
 from torchtitan_lite.checkpoint.format.description import Description, PlannedFile
 from torchtitan_lite.checkpoint.format.file_image import FileLayout, Spec
 from torchtitan_lite.checkpoint.format.flattening import flatten
@@ -35,7 +36,7 @@ from torchtitan_lite.checkpoint.saving.object_items import ObjectItems
 from torchtitan_lite.checkpoint.saving.rank_image import Planned, RankPlan
 from torchtitan_lite.checkpoint.saving.replicas import Replicas
 from torchtitan_lite.collection import no_collection
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.store import layout
 
 State = dict[str, Any]
@@ -82,8 +83,8 @@ class PlanCache:
         """Return the plan for `state`, whose `image` is this rank's file. **Collective**.
 
         What fails on one rank, `check` included, is raised on every rank, as is a `failure` that it has already. The
-        first call with a `check`, which is the first save of a run, also compares the values that must be the same on
-        all ranks, and warns where they differ. The maximum of `numbers` over all ranks comes back with the plan.
+        first call with a `check`, of the first save or image of a start, also compares the values that must be the same
+        on all ranks, and warns where they differ. The maximum of `numbers` over all ranks comes back with the plan.
         """
         flat: State = {}
         examined: _Examined | None = None
@@ -181,6 +182,7 @@ def balanced(plans: Sequence[SavePlan]) -> list[list[int]]:
         for number, item in enumerate(plan.items):
             holders.setdefault(item.index, []).append((rank, number))
     load = [0] * len(plans)
+    alone: list[list[int]] = [[] for _ in plans]
     kept: list[list[int]] = [[] for _ in plans]
     shared: list[tuple[int, list[tuple[int, int]]]] = []
     for held in holders.values():
@@ -189,14 +191,32 @@ def balanced(plans: Sequence[SavePlan]) -> list[list[int]]:
         is_the_lowest_ranks = any(number in (plans[rank].storage_data or ()) for rank, number in held)
         if len(held) == 1 or num_bytes == 0 or is_the_lowest_ranks:
             load[rank] += num_bytes
-            kept[rank].append(number)
+            (alone if len(held) == 1 else kept)[rank].append(number)
         else:
             shared.append((num_bytes, held))
     for num_bytes, held in sorted(shared, key=lambda pair: -pair[0]):
         rank, number = min(held, key=lambda place: load[place[0]])
         load[rank] += num_bytes
         kept[rank].append(number)
-    return [sorted(numbers) for numbers in kept]
+    if len(plans) < LEAST_CHUNKS:
+        return [sorted(alone[rank] + kept[rank]) for rank in range(len(plans))]
+    return [_in_file_order(plan.items, alone[rank], kept[rank]) for rank, plan in enumerate(plans)]
+
+
+def _in_file_order(items: Sequence[WriteItem], alone: list[int], shared: list[int]) -> list[int]:
+    """Return the numbers of the `items` that only this rank has and of others that it writes, as they lie in its file.
+
+    Chunks of cut tensors come first, and of these the ones that no other rank has: so equal chunks begin at the same
+    byte of every rank's file, and the manifest needs one run for all of them (chunk_runs.py).
+    """
+    of_cut = [[number for number in sorted(numbers) if _is_cut(items[number])] for numbers in (alone, shared)]
+    cut = [*of_cut[0], *of_cut[1]]
+    return [*cut, *sorted({*alone, *shared} - {*cut})]
+
+
+def _is_cut(item: WriteItem) -> bool:
+    """Return whether `item` is a chunk with elements, but not with all those of its tensor."""
+    return item.tensor_data is not None and 0 < item.tensor_data.chunk.sizes.numel() < item.tensor_data.size.numel()
 
 
 def _flattened(state: State, check: Callable[[], None] | None) -> tuple[State, Branch]:

@@ -1,0 +1,265 @@
+"""The chunks of a tensor as runs: what is regular about them, in place of each of them. Without torch.
+
+Sharding cuts a tensor into chunks of one size, one after another along a dimension, one in the file of each rank and
+mostly at the same byte of it. Such a row of chunks is a `Run`. A table of runs grows with the tensors; one of chunks
+grows with tensors x ranks. The chunks of a run adjoin each other, so together they cover one box, and which of them
+overlap with a part of the tensor follows by arithmetic: both take the same time for a run of any length.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple, overload
+
+from torchtitan_lite.checkpoint.format.chunk import Chunk, Shape
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.manifest import FORMAT_VERSION, FORMAT_WITHOUT_RUNS
+
+LEAST_CHUNKS = 4
+"""A tensor of fewer chunks is stored as a list of them, which earlier versions can read."""
+_MOST_FILES = 1 << 23
+"""Files that the different rows of runs in one checkpoint may name together: looking each up takes a second or two."""
+
+Row = tuple[int, int, int]
+"""Number of chunks, first rank, and step of the rank: the files of a run."""
+
+
+class Run(NamedTuple):
+    """`num_chunks` chunks of `sizes`, one after another along `dim`, from `offsets` on."""
+
+    num_chunks: int
+    rank: int
+    """Rank whose file holds the first one."""
+    rank_step: int
+    """From the rank of one chunk to that of the next one."""
+    at: int
+    """The byte where each of them begins, in the file of its rank."""
+    dim: int
+    offsets: Shape
+    sizes: Shape
+
+    @property
+    def row(self) -> Row:
+        """Return what names the files of the run."""
+        return self.num_chunks, self.rank, self.rank_step
+
+    def chunk(self, number: int) -> Chunk:
+        """Return chunk `number`."""
+        offsets = self.offsets
+        if number:
+            along = offsets[self.dim] + number * self.sizes[self.dim]
+            offsets = (*offsets[: self.dim], along, *offsets[self.dim + 1 :])
+        return Chunk(layout.data_file(self.rank + number * self.rank_step, 0), self.at, offsets, self.sizes)
+
+    def box(self) -> Chunk:
+        """Return all of them as one chunk; its place means nothing."""
+        if self.num_chunks == 1:
+            return Chunk("", self.at, self.offsets, self.sizes)
+        sizes = self.sizes
+        along = self.num_chunks * sizes[self.dim]
+        return Chunk("", self.at, self.offsets, (*sizes[: self.dim], along, *sizes[self.dim + 1 :]))
+
+    def overlapping(self, offsets: Shape, sizes: Shape) -> range:
+        """Return the numbers of the chunks that have an element in the box of `sizes` at `offsets`."""
+        box = self.box()
+        for begin, size, own, length in zip(offsets, sizes, box.offsets, box.sizes, strict=True):
+            if min(begin + size, own + length) <= max(begin, own):
+                return range(0)
+        if self.num_chunks == 1:
+            return range(1)
+        length = self.sizes[self.dim]
+        first = offsets[self.dim] - self.offsets[self.dim]
+        end = first + sizes[self.dim]
+        return range(max(0, first // length), min(self.num_chunks, -(-end // length)))
+
+
+@dataclass(frozen=True)
+class ChunkRuns(Sequence[Chunk]):
+    """The chunks of `runs`, one run after another. Each chunk is made on access."""
+
+    runs: tuple[Run, ...]
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return (run.chunk(number) for run in self.runs for number in range(run.num_chunks))
+
+    @overload
+    def __getitem__(self, number: int) -> Chunk: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[Chunk]: ...
+    def __getitem__(self, number: int | slice) -> Chunk | list[Chunk]:
+        if isinstance(number, slice):
+            return [self[each] for each in range(*number.indices(len(self)))]
+        place = range(len(self))[number]
+        of_run = bisect_right(self._ends, place)
+        return self.runs[of_run].chunk(place - (self._ends[of_run - 1] if of_run else 0))
+
+    @cached_property
+    def _ends(self) -> tuple[int, ...]:
+        return tuple(accumulate(run.num_chunks for run in self.runs))
+
+    def overlapping(self, offsets: Shape, sizes: Shape) -> Iterator[Chunk]:
+        """Yield the chunks that have an element in the box of `sizes` at `offsets`."""
+        return (run.chunk(number) for run in self.runs for number in run.overlapping(offsets, sizes))
+
+    def in_file(self, file: str) -> Iterator[Chunk]:
+        """Yield the chunks in `file`."""
+        rank = layout.rank_of(file)
+        if rank is None or file != layout.data_file(rank, 0):
+            return
+        for run in self.runs:
+            number, rest = divmod(rank - run.rank, run.rank_step)
+            if not rest and 0 <= number < run.num_chunks:
+                yield run.chunk(number)
+
+    def boxes(self) -> list[Chunk]:
+        """Return the runs as one chunk each, which cover the same elements as often."""
+        return [run.box() for run in self.runs]
+
+
+class FileSizes:
+    """The `sizes` of files by name, for questions about those of whole rows of ranks."""
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self._by_rank = {
+            rank: size
+            for name, size in sizes.items()
+            if (rank := layout.rank_of(name)) is not None and name == layout.data_file(rank, 0)
+        }
+        self._least: dict[Row, int] = {}
+
+    def outside(self, chunks: ChunkRuns, itemsize: int) -> Iterator[Chunk]:
+        """Yield those of `chunks`, whose elements have `itemsize` bytes, that are in a missing or too short file."""
+        for run in chunks.runs:
+            num_bytes = math.prod(run.sizes) * itemsize
+            end = run.at + num_bytes if num_bytes else 0
+            if self._least_of(run.row) < end:
+                ranks = (run.rank + number * run.rank_step for number in range(run.num_chunks))
+                yield from (run.chunk(n) for n, rank in enumerate(ranks) if self._by_rank.get(rank, -1) < end)
+
+    def _least_of(self, row: Row) -> int:
+        """Return the smallest size of the files of `row`; -1 if one is missing."""
+        least = self._least.get(row)
+        if least is None:
+            count, rank, step = row
+            own = self._by_rank
+            self._least[row] = least = min(own.get(each, -1) for each in range(rank, rank + count * step, step))
+        return least
+
+
+def files_of(rows: Collection[Row]) -> frozenset[str]:
+    """Return the names of the files of all `rows`."""
+    ranks: set[int] = set()
+    for count, rank, step in rows:
+        ranks.update(range(rank, rank + count * step, step))
+    return frozenset(layout.data_file(rank, 0) for rank in ranks)
+
+
+def check_rows(rows: Collection[Row], num_files: int) -> None:
+    """Raise ValueError if runs with these rows cannot be those of a checkpoint of `num_files` files."""
+    longest = max((count for count, _, _ in rows), default=0)
+    if longest > num_files:
+        raise ValueError(f"a run of {longest} chunks, each in another file, beside {num_files} files")
+    if (total := sum(count for count, _, _ in rows)) > _MOST_FILES:
+        raise ValueError(f"runs over {total} files in all; expected at most {_MOST_FILES}")
+
+
+def with_runs(entries: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return `entries` of the table of tensors, with runs in place of lists of chunks where that is shorter."""
+    return {key: _with_runs(entry) for key, entry in entries.items()}
+
+
+def format_version(entries: Mapping[str, Mapping[str, Any]]) -> int:
+    """Return the lowest version of the format that has such `entries` of the table of tensors."""
+    return FORMAT_VERSION if any("runs" in entry for entry in entries.values()) else FORMAT_WITHOUT_RUNS
+
+
+def _with_runs(entry: dict[str, Any]) -> dict[str, Any]:
+    runs = encode(entry["chunks"])
+    return entry if runs is None else {name: of for name, of in entry.items() if name != "chunks"} | {"runs": runs}
+
+
+def encode(chunks: Sequence[Sequence[Any]]) -> list[list[Any]] | None:
+    """Return the runs of `chunks`, which are [file, at, offsets, sizes] each, in the form that JSON holds.
+
+    Return None where a list of the chunks is as short.
+    """
+    if len(chunks) < LEAST_CHUNKS:
+        return None
+    ranked = []
+    for file, at, offsets, sizes in chunks:
+        rank = layout.rank_of(file)
+        if rank is None or file != layout.data_file(rank, 0):
+            return None
+        ranked.append(Run(1, rank, 1, at, 0, tuple(offsets), tuple(sizes)))
+    runs = min((_joined(ranked, dim) for dim in _cut_dims(ranked)), key=len, default=ranked)
+    if len(runs) == len(chunks):
+        return None
+    return [[r.num_chunks, [r.rank, r.rank_step], r.at, r.dim, [*r.offsets], [*r.sizes]] for r in runs]
+
+
+def decode(value: Any, num_dims: int) -> ChunkRuns:
+    """Return the runs that `encode` made, of a tensor of `num_dims` dimensions. Raise ValueError for anything else."""
+    if type(value) is not list:
+        raise ValueError(f"expected a list of runs, found {type(value).__name__}")
+    return ChunkRuns(tuple(_run(each, num_dims) for each in value))
+
+
+def _run(value: Any, num_dims: int) -> Run:
+    expected = "expected a run of [count, [rank, step], at, dim, offsets, sizes]"
+    if type(value) is not list or [*map(type, value)] != [int, list, int, int, list, list]:
+        raise ValueError(expected)
+    count, ranks, at, dim, offsets, sizes = value
+    if not {*map(type, (*ranks, *offsets, *sizes))} <= {int} or len(ranks) != 2:
+        raise ValueError(expected)
+    if not len(offsets) == len(sizes) == num_dims:
+        raise ValueError("a run has another number of dimensions")
+    rank, step = ranks
+    if min(count - 1, rank, step - 1, at, dim, *offsets, *sizes) < 0:
+        raise ValueError("a run has a negative number, no chunk, or all its chunks in one file")
+    if count > 1 and (dim >= num_dims or sizes[dim] == 0):
+        raise ValueError("the chunks of a run do not lie one after another")
+    return Run(count, rank, step, at, dim, tuple(offsets), tuple(sizes))
+
+
+def _cut_dims(ranked: Sequence[Run]) -> list[int]:
+    """Return the dimensions along which the chunks differ in their offsets."""
+    return [dim for dim in range(len(ranked[0].offsets)) if len({run.offsets[dim] for run in ranked}) > 1]
+
+
+def _joined(ranked: Sequence[Run], dim: int) -> list[Run]:
+    """Return `ranked`, runs of one chunk, with those joined that adjoin along `dim`."""
+
+    def place(run: Run) -> tuple[Any, ...]:
+        return run.offsets[:dim], run.offsets[dim + 1 :], run.offsets[dim], run.sizes
+
+    runs: list[Run] = []
+    for each in sorted(ranked, key=place):
+        longer = _longer(runs[-1], each, dim) if runs else None
+        if longer is None:
+            runs.append(each)
+        else:
+            runs[-1] = longer
+    return runs
+
+
+def _longer(run: Run, following: Run, dim: int) -> Run | None:
+    """Return `run` with the chunk `following` at its end; None if it does not belong there."""
+    step = following.rank - run.rank - (run.num_chunks - 1) * run.rank_step
+    fits = (
+        run.at == following.at
+        and run.sizes == following.sizes
+        and run.sizes[dim] > 0
+        and (step == run.rank_step if run.num_chunks > 1 else step > 0)
+        and following.offsets[dim] == run.offsets[dim] + run.num_chunks * run.sizes[dim]
+        and following.offsets[:dim] == run.offsets[:dim]
+        and following.offsets[dim + 1 :] == run.offsets[dim + 1 :]
+    )
+    return run._replace(num_chunks=run.num_chunks + 1, rank_step=step, dim=dim) if fits else None
