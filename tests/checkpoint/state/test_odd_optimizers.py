@@ -14,8 +14,10 @@ from torch.optim import Optimizer
 
 from tests.checkpoint.small_run import Lent, job_config, same
 from tests.checkpoint.state.odd_objects import OwnForm
+from torchtitan_lite.checkpoint.format.kinds import difference
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.saving.savers import ProcessSaver
+from torchtitan_lite.checkpoint.state.optimizer_state import tensors_in
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError, SaveFailed
 
 
@@ -304,3 +306,120 @@ def _copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _copied(inner) for key, inner in value.items()}
     return [_copied(inner) for inner in value] if isinstance(value, list) else value
+
+
+class Remembering(torch.optim.SGD):
+    """SGD that keeps `made()` in the state of each parameter, beside a tensor under a plain name."""
+
+    def __init__(self, params: Any, made: Callable[[], dict[Any, Any]]) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self._made = made
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] |= self._made()
+
+
+KEPT: dict[str, Callable[[], dict[Any, Any]]] = {
+    "a tuple of tensors": lambda: {"pair": (torch.tensor([1 / 3]), torch.tensor([7]))},
+    "tuples within a list": lambda: {"pairs": [(torch.tensor([1 / 3]), 1), {"deep": (torch.tensor([1 / 3]),)}]},
+    "strings": lambda: {"name": "cosine", "nest": {"names": ["a", "b"]}},
+    "mappings of other kinds": lambda: {"seen": defaultdict(list, {"a": [1]}), "order": OrderedDict(z=1, a=2)},
+    "keys that are not strings": lambda: {0: torch.ones(2), (1, 2): 3, None: 1.5, "a.b": torch.ones(1)},
+    "containers under such keys": lambda: {0: {}, 1: [], 2: {"a": {}}, 3: {4: torch.ones(2)}},
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_state_of_any_kind_comes_back_with_its_types(tmp_path: Path, kind: str) -> None:
+    def build(seed: int) -> tuple[nn.Module, Remembering]:
+        torch.manual_seed(seed)
+        # torch casts loaded state to the dtype of its parameter.
+        model = nn.Linear(2, 2, dtype=torch.bfloat16)
+        return model, Remembering(model.parameters(), KEPT[kind])
+
+    model, optimizer = build(0)
+    model(torch.ones(2, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    with CheckpointManager(None, model, optimizer, None, {}, job_config(tmp_path)) as manager:
+        manager.save(1, force=True)
+    again, resumed = build(1)
+    with CheckpointManager(None, again, resumed, None, {}, job_config(tmp_path, load_only=True)) as manager:
+        assert manager.load()
+    for ours, theirs in zip(optimizer.state.values(), resumed.state.values(), strict=True):
+        assert not difference(ours, theirs)
+        assert same(ours, theirs)
+
+
+@pytest.mark.parametrize("value", [float("nan"), (0.9, float("nan")), {}, {"a": {}, "b": [{}]}, []], ids=repr)
+def test_a_setting_that_equals_no_other_or_is_empty_comes_back(tmp_path: Path, value: Any) -> None:
+    def build() -> tuple[nn.Module, Optimizer]:
+        model = nn.Linear(2, 2)
+        return model, torch.optim.SGD([{"params": list(model.parameters()), "extra": value}], lr=0.1)
+
+    model, optimizer = build()
+    with CheckpointManager(None, model, optimizer, None, {}, job_config(tmp_path)) as manager:
+        manager.save(1, force=True)
+    again, resumed = build()
+    resumed.param_groups[0]["extra"] = None
+    with CheckpointManager(None, again, resumed, None, {}, job_config(tmp_path, load_only=True)) as manager:
+        assert manager.load()
+    assert repr(resumed.param_groups[0]["extra"]) == repr(value)
+
+
+@pytest.mark.parametrize("name", ["a.b", 0])
+def test_a_setting_whose_name_a_checkpoint_cannot_hold_is_refused_at_the_save(tmp_path: Path, name: Any) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([{"params": list(model.parameters()), name: 1}], lr=0.1)
+    manager = CheckpointManager(None, model, optimizer, None, {}, job_config(tmp_path, max_failed_saves=1))
+    refused = f"has a setting {name!r}. Expected names that are strings"
+    with manager, pytest.raises((ConfigError, SaveFailed), match=refused):
+        manager.save(1, force=True)
+
+
+class WithOwnLoad(Remembering):
+    """Like optimizers of libraries, it calls torch's own `load_state_dict` in its own."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+
+
+def remembered(folder: Path, kind: type[Remembering], made: dict[str, Any], dtype: torch.dtype) -> list[dict[str, Any]]:
+    """Return the states of a parameter that a run saved, and that another run of `kind` loaded."""
+    states: list[dict[str, Any]] = []
+    for load in (False, True):
+        model = nn.Linear(2, 2, bias=False, dtype=dtype)
+        optimizer = kind(model.parameters(), lambda: made)
+        config = job_config(folder, load_only=load)
+        with CheckpointManager(None, model, optimizer, None, {}, config) as manager:
+            if load:
+                assert manager.load()
+            else:
+                model(torch.ones(2, dtype=dtype)).sum().backward()
+                optimizer.step()
+                manager.save(1, force=True)
+        states.append(optimizer.state[model.weight])
+    return states
+
+
+def test_state_keeps_its_dtypes_in_an_optimizer_that_extends_torchs_load(tmp_path: Path) -> None:
+    made = {"exact": torch.tensor([1 / 3]), "pair": (torch.tensor([7]), torch.tensor([1 / 3]))}
+    ours, theirs = remembered(tmp_path, WithOwnLoad, made, torch.bfloat16)
+    assert not difference(ours, theirs) and same(ours, theirs)
+
+
+def test_matrices_come_back_in_the_order_in_which_they_lie_in_memory(tmp_path: Path) -> None:
+    made = {
+        "columns": torch.rand(3, 4).t(),
+        "as the parameter": torch.rand(2, 2).t(),
+        "sides": [torch.rand(2, 3).t(), torch.rand(3, 3), None, torch.rand(2, 3, 4).permute(2, 0, 1)],
+        "nest": {"a.b": {"c": torch.rand(5, 2, 4).permute(1, 2, 0)}},
+        7: torch.rand(3, 3).t(),
+        "with gaps": torch.rand(4, 4)[:, ::2],
+    }
+    ours, theirs = remembered(tmp_path, Remembering, made, torch.float32)
+    assert same(ours, theirs)
+    for key, value in ours.items():
+        expected = [each.contiguous().stride() if key == "with gaps" else each.stride() for each in tensors_in(value)]
+        assert [each.stride() for each in tensors_in(theirs[key])] == expected, key

@@ -15,6 +15,7 @@ import torch
 
 from torchtitan_lite.checkpoint.format.contents import Contents, StoredTensor
 from torchtitan_lite.checkpoint.format.key_report import KeyReport
+from torchtitan_lite.checkpoint.format.structure import Branch
 from torchtitan_lite.checkpoint.reading.entries import Leaf, assembled, at_path, entries
 from torchtitan_lite.checkpoint.reading.listed_groups import ListedGroups
 from torchtitan_lite.checkpoint.reading.load_rules import LoadRules
@@ -24,7 +25,7 @@ _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_moment
 """Settings that schedulers add to a parameter group."""
 _UNKNOWN = object()
 
-Entries = dict[str, dict[str, list[Leaf]]]
+Entries = dict[str, dict[Any, list[Leaf]]]
 """The checkpoint's name of a parameter, then the key of its state, to the leaves."""
 
 
@@ -66,12 +67,12 @@ class StoredOptimizer:
         for name, _, state, settings, layouts in self._fitting(slots):
             slot = slots[name]
             for key, leaves in state.items():
-                layout = self._layout(layouts.get(key, []))
+                layout = self._layout(layouts.get(str(key), []))
                 for leaf in leaves:
                     tensor = self._contents.tensors.get(leaf.key)
                     live = at_path(slot.state.get(key), leaf.path)
                     targets[leaf.key] = tensor and slot.empty(
-                        key, torch.Size(tensor.shape), self._dtype(slot, leaf.key, tensor), live, layout
+                        key, torch.Size(tensor.shape), self._dtype(slot, leaf.key, tensor), live, layout, leaf.path
                     )
             for key, leaves in settings.items():
                 for leaf in leaves:
@@ -130,7 +131,8 @@ class StoredOptimizer:
             for entry, leaves in self._entries.items():
                 for kind, found in zip((STATE, SETTINGS, LAYOUTS), self._sorted, strict=True):
                     if _is(kind, entry):
-                        _sort_in(found, entry.removeprefix(f"{kind}."), leaves, known)
+                        container = self._contents.container(f"optimizer.{entry}")
+                        _sort_in(found, entry.removeprefix(f"{kind}."), leaves, known, container)
         return self._sorted
 
     _sorted: tuple[Entries, Entries, Entries] | None = None
@@ -170,9 +172,12 @@ class StoredOptimizer:
             return {f"optimizer.{SETTINGS}.{stored}": f"another optimizer's: it has {more} and lacks {fewer}"}
         found = {}
         for key in own.keys() & first_own.keys():
+            if not own[key] or not first_own[key]:
+                continue  # An empty container.
             (leaf, *_), (first_leaf, *_) = own[key], first_own[key]
             value, expected = self._plain(leaf), self._plain(first_leaf)
-            if _UNKNOWN not in (value, expected) and value != expected:
+            # NaN is not equal to itself.
+            if _UNKNOWN not in (value, expected) and value != expected and repr(value) != repr(expected):
                 found[leaf.key] = f"{value} in the checkpoint, beside {expected} of {first}, which is in its group now"
         return found
 
@@ -209,12 +214,16 @@ def _is(kind: str, entry: str) -> bool:
     return entry.startswith(f"{kind}.")
 
 
-def _sort_in(found: Entries, rest: str, leaves: list[Leaf], known: set[str]) -> None:
+def _sort_in(found: Entries, rest: str, leaves: list[Leaf], known: set[str], container: Branch | None) -> None:
     if rest in known:  # Keys that are not plain names are stored one level deeper.
+        keys = {str(key): key for key in container.keys} if container is not None else {}  # Paths have them as text.
+        below = found.setdefault(rest, {})
+        for key in keys.values():
+            below.setdefault(key, [])  # A container may be empty.
         for leaf in leaves:
             if leaf.path:
-                below = found.setdefault(rest, {}).setdefault(leaf.path[0], [])  # type: ignore[arg-type]  # any key
-                below.append(Leaf(leaf.key, leaf.path[1:]))
+                key = keys.get(str(leaf.path[0]), leaf.path[0])
+                below.setdefault(key, []).append(Leaf(leaf.key, leaf.path[1:]))
         return
     name, key = split_key(rest, known)
     head, *inner = key.split(".")

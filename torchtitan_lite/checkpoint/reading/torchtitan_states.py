@@ -34,7 +34,7 @@ def why_it_begins_fresh(name: str, state: Stateful, contents: Contents) -> str:
         return "dataloader: its state is torchtitan's, and not read: the data begin from their start"
     if any(key.startswith(f"{name}.") for key in contents):
         return ""
-    if isinstance(state, torch.amp.GradScaler):
+    if isinstance(state, torch.amp.GradScaler) and state.is_enabled():
         return f"{name}: not in the checkpoint, which was saved without a gradient scaler: a fresh one begins"
     if name == _LOADER and not state.state_dict():
         return "dataloader: it has no state, here and in the checkpoint: the data begin from their start"

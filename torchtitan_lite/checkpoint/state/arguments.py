@@ -7,6 +7,7 @@ again at each restart, and no save says so. Each is one sentence of `ConfigError
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,6 +46,20 @@ def refuse_dry_run(config: Checkpoint) -> None:
         )
 
 
+def checked_step(call: str, given: object, least: int = 0) -> int:
+    """Return the step that `call` was given, as a number; raise ConfigError unless it is a whole one from `least`.
+
+    A folder of another name would be no checkpoint to any later start.
+    """
+    try:
+        step = -2 if isinstance(given, bool) else operator.index(given)  # type: ignore[arg-type]  # it raises
+    except TypeError:
+        step = -2
+    if step < least:
+        raise ConfigError(f"{call}: expected a step, a whole number from {least}, found {given!r:.100}.")
+    return step
+
+
 def model_parts(given: object) -> list[nn.Module]:
     """Return the modules of `model_parts`; raise ConfigError for anything else, and for FSDP1 without a mesh."""
     parts = _listed("model_parts", "a module or a list of modules", given, nn.Module)
@@ -64,6 +79,11 @@ def optimizers(given: object) -> list[Optimizer]:
         is_one = all(hasattr(each, name) for name in ("state_dict", "load_state_dict", "param_groups", "step"))
         if isinstance(each, nn.Module) or not is_one:
             raise _wrong(f"optimizers[{at}]", "an optimizer", each)
+        if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(each).__mro__):
+            raise ConfigError(
+                f"optimizers[{at}]: a ZeroRedundancyOptimizer has the state of each parameter on one rank only, and no "
+                "rank returns its own. Use fully_shard, which shards that state too, or a plain optimizer with DDP."
+            )
     return found
 
 

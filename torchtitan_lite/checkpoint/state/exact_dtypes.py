@@ -1,11 +1,13 @@
 """Keep the dtypes of an optimizer's state while the optimizer loads it.
 
 `torch.optim.Optimizer` casts state to its parameter's dtype, which loses bits of moments in a higher precision, and
-turns integers into floating-point numbers. Hooks around its `load_state_dict` put the given dtypes back.
+turns integers into floating-point numbers and strings into descriptions of generators. Hooks around its
+`load_state_dict` put back what was given.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain
@@ -19,12 +21,13 @@ from torch.optim import Optimizer
 def exact_dtypes(optimizer: Any) -> Iterator[None]:
     """Within this context, have `optimizer.load_state_dict` keep the dtypes of the state that it loads.
 
-    An optimizer with its own `load_state_dict` is left alone, but not the optimizers that it wraps.
+    So do the optimizers that it wraps. The hooks run only within torch's own method: what an optimizer's own
+    `load_state_dict` does after that holds.
     """
     held = [each for each in (optimizer, *vars(optimizer).values()) if isinstance(each, Optimizer)]
     with ExitStack() as stack:
         for each in held:
-            if type(each).load_state_dict is Optimizer.load_state_dict:
+            if hasattr(each, "_optimizer_load_state_dict_pre_hooks"):  # Some wrappers do not call Optimizer.__init__.
                 stack.enter_context(_exact_dtypes(each))
         yield
 
@@ -58,11 +61,17 @@ def _exact_dtypes(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _with_dtypes_of(given: Any, loaded: Any) -> Any:
-    """Return `loaded`, with the tensors of `given` in place of those that have another dtype there."""
+    """Return `loaded`, with the tensors of `given` in place of those that have another dtype there.
+
+    Strings, and the kinds of mappings, are also those of `given`: torch makes other strings, and dicts of all mappings.
+    """
     if isinstance(given, torch.Tensor) and isinstance(loaded, torch.Tensor):
         return loaded if loaded.dtype == given.dtype else given.to(loaded.device)
     if isinstance(given, dict) and isinstance(loaded, dict):
-        return {key: _with_dtypes_of(given.get(key), value) for key, value in loaded.items()}
-    if isinstance(given, list) and isinstance(loaded, list) and len(given) == len(loaded):
-        return [_with_dtypes_of(*pair) for pair in zip(given, loaded, strict=True)]
-    return loaded
+        same = copy.copy(given)
+        same.clear()
+        same.update({key: _with_dtypes_of(given.get(key), value) for key, value in loaded.items()})
+        return same
+    if type(given) in (list, tuple) and type(given) is type(loaded) and len(given) == len(loaded):
+        return type(given)(_with_dtypes_of(*pair) for pair in zip(given, loaded, strict=True))
+    return given if isinstance(given, str) and isinstance(loaded, str) else loaded

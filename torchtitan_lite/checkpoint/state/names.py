@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -45,6 +45,17 @@ def named_parameters(parts: Sequence[nn.Module]) -> dict[torch.Tensor, tuple[str
             names[parameter] = (*names.get(parameter, ()), name)
     merge_disjoint(per_part)
     return names
+
+
+def reshard(parts: Sequence[nn.Module]) -> None:
+    """Have modules of `fully_shard` hold their sharded parameters, which are those of the optimizers, again.
+
+    After a forward pass without a backward pass, as of an evaluation, or after `unshard`, they may hold whole ones.
+    """
+    for part in parts:
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def merge_disjoint(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

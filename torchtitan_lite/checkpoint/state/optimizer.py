@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torchtitan_lite.checkpoint.state.fsdp1 import is_fsdp1
-from torchtitan_lite.checkpoint.state.names import clean_names, named_parameters
+from torchtitan_lite.checkpoint.state.names import clean_names, named_parameters, reshard
 from torchtitan_lite.checkpoint.state.optimizer_owner import (
     Fsdp1Owner,
     Owner,
@@ -32,7 +32,7 @@ from torchtitan_lite.checkpoint.state.optimizer_state import (
     by_name,
     flat,
 )
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import ConfigError
 
 _NOT_OF_ONE_RANK = (
@@ -127,12 +127,21 @@ class OptimizerWrapper:
 
     def _refresh_names(self) -> None:
         """Read the names of the present parameters: a model may change after the manager was made."""
+        reshard(self._parts)
         self._names.clear()
         self._names.update(named_parameters(self._parts))
+        of_model = {name for names in self._names.values() for name in names} if self._modules else set()
+        held = {parameter for each in self._optimizers for parameter in parameters_of(each)}
         for state, module in self._modules.items():
             raw = dict(module.named_parameters())
             for name, parameter in zip(clean_names(module, raw).values(), raw.values(), strict=True):
-                self._names.setdefault(parameter, (f"{state}.{name}",))
+                own = f"{state}.{name}"
+                if own in of_model and parameter not in self._names and parameter in held:
+                    raise ConfigError(
+                        f"states: {state!r} has the parameter {name!r}, and the model has one that is called {own!r}: "
+                        "their optimizer states would have one name in a checkpoint. Give the state another name."
+                    )
+                self._names.setdefault(parameter, (own,))
         _refuse_unknown_parameters(self._optimizers, self._names)
 
 

@@ -77,7 +77,7 @@ class PlainOwner:
         return {self._names[parameter][0]: parameter for parameter in parameters_of(self.optimizer)}
 
     def read(self) -> OptimizerState:
-        own = self.optimizer.state_dict()
+        own = self._state_dict()
         names = self._numbered(own)
         states = {names[number]: state for number, state in own["state"].items() if number in names}
         groups = [
@@ -118,6 +118,18 @@ class PlainOwner:
                 | self._placed(rest.get(OTHER, {}), own)
                 | {"state": new | self._placed(rest.get(GLOBAL, {}), own["state"]), "param_groups": groups}
             )
+
+    def _state_dict(self) -> dict[str, Any]:
+        try:
+            own: dict[str, Any] = self.optimizer.state_dict()
+        except KeyError as error:
+            if {id(key) for key in self.optimizer.state} - {id(each) for each in parameters_of(self.optimizer)}:
+                raise ConfigError(
+                    f"{type(self.optimizer).__name__} has a state for parameters that are in none of its param_groups, "
+                    "so torch cannot make its state_dict. Delete these from optimizer.state with their group."
+                ) from error
+            raise
+        return own
 
     def _numbered(self, own: Mapping[str, Any]) -> dict[Any, str]:
         """Return the name of each parameter by its number in the state dict `own`."""
@@ -266,4 +278,10 @@ def _on_devices_of(value: Any, live: Any, device: torch.device) -> Any:
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    for key in group:
+        if not isinstance(key, str) or "." in key:
+            raise ConfigError(
+                f"an optimizer's parameter group has a setting {key!r}. Expected names that are strings without dots, "
+                "because a checkpoint has settings under them. Give the setting another name."
+            )
     return {key: value for key, value in group.items() if key not in _NOT_SETTINGS}

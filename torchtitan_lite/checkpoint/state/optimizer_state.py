@@ -3,7 +3,8 @@
 Keys are `state.<fqn>.<name>` and `param_groups.<fqn>.<key>`: by FQN and not by index, so that a
 parameter finds its state whatever part, rank or group it belongs to. Names that are not strings, or have
 dots, are in a dict under `state.<fqn>`. What belongs to no parameter is under `optimizers.<number of the
-optimizer>`, and `layouts.<fqn>.<name>` holds how a tensor was sharded if not like its parameter.
+optimizer>`, and `layouts.<fqn>.<name>` holds how a tensor was sharded if not like its parameter, or the order of its
+dimensions in memory if a load would not make the same (memory_order.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from torchtitan_lite.checkpoint.state.memory_order import ORDERS, Path, order_of, orders_in
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError
 
 STATE, SETTINGS, LAYOUTS, OF_OPTIMIZERS = "state", "param_groups", "layouts", "optimizers"
@@ -52,12 +54,20 @@ class Slot:
     state: Mapping[Any, Any]
     """The live state that may be read into; empty if there is none."""
 
-    def empty(self, name: Any, shape: torch.Size, dtype: torch.dtype, live: Any, layout: str = "") -> torch.Tensor:
-        """Return memory for the stored tensor `name` of the state: `live` if shape and dtype fit, else a new tensor."""
+    def empty(
+        self, name: Any, shape: torch.Size, dtype: torch.dtype, live: Any, layout: str = "", path: Path = ()
+    ) -> torch.Tensor:
+        """Return memory for the stored tensor at `path` in `name` of the state, laid out as `layout` says.
+
+        It is `live` if shape and dtype fit, else a new tensor.
+        """
         if isinstance(live, torch.Tensor) and (live.shape, live.dtype) == (shape, dtype) and not live.requires_grad:
             return live
         device = self.like.device
-        if layout and isinstance(self.like, DTensor):
+        if layout.startswith(ORDERS):
+            if order := order_of(layout, path, len(shape)):
+                return torch.empty_permuted(shape, order, dtype=dtype, device=device)
+        elif layout and isinstance(self.like, DTensor):
             return _empty_sharded(shape, dtype, self.like, layout)
         if self.like.shape == shape and name != "step":
             return torch.empty_like(self.like, dtype=dtype, requires_grad=False)
@@ -85,7 +95,7 @@ def flat(state: OptimizerState) -> Iterator[tuple[str, Any]]:
 
 
 def flat_layouts(state: OptimizerState, like: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
-    """Yield how tensors are sharded that are not sharded like their parameter, which `like` has by name.
+    """Yield how tensors are laid out that are neither like their parameter, which `like` has by name, nor row-major.
 
     Raises TypeError for a plain tensor that may differ between ranks, because nothing says where its part belongs, and
     ConfigError for DTensors within lists or dicts, because a load could make only plain tensors of them.
@@ -103,6 +113,8 @@ def flat_layouts(state: OptimizerState, like: Mapping[str, torch.Tensor]) -> Ite
                     )
             if isinstance(value, DTensor) and value.shape != like[name].shape:
                 yield f"{LAYOUTS}.{name}.{key}", ",".join(map(_spelt, value.placements))
+            elif orders := orders_in(value, like[name]):
+                yield f"{LAYOUTS}.{name}.{key}", orders
 
 
 def refuse_unsharded(states: Mapping[str, Mapping[Any, Any]], like: Mapping[str, torch.Tensor]) -> None:
@@ -161,7 +173,10 @@ def _refuse_local(where: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
         return
     if not isinstance(like, DTensor) or tensor.numel() <= 1 or like.device_mesh.size() == 1:
         return
-    if any(p.is_shard() for p in like.placements) and tensor.shape in (like._local_tensor.shape, like.shape):
+    own, whole = like._local_tensor.shape, like.shape
+    cut = {size for size, of_whole in zip(own, whole, strict=True) if size != of_whole}
+    # Any size that only this rank's part has is one that the optimizer took from it, as of statistics of its rows.
+    if any(p.is_shard() for p in like.placements) and (tensor.shape in (own, whole) or cut & {*tensor.shape}):
         raise TypeError(
             f"{where} is a plain tensor of shape {list(tensor.shape)} while its parameter is sharded, so it differs "
             "between ranks and nothing says which part of the whole it is. Make it with torch.zeros_like(parameter)."

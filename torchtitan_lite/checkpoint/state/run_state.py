@@ -58,9 +58,12 @@ class RunState:
 def _small_states(
     dataloader: Stateful | None, lr_schedulers: Sequence[LRScheduler], states: Mapping[str, Stateful]
 ) -> dict[str, Stateful]:
-    reserved = sorted({"model", "optimizer", "lr_scheduler", "dataloader", RNG} & states.keys())
+    own = {"model", "optimizer", "lr_scheduler", "dataloader", RNG}
+    reserved = sorted(name for name in states if name.partition(".")[0] in own)
     if reserved:
-        raise ConfigError(f"states: the name {reserved[0]!r} is the manager's own. Give your state another name.")
+        raise ConfigError(
+            f"states: the name {reserved[0]!r} is the manager's own, or begins with one. Give your state another name."
+        )
     small: dict[str, Stateful] = {}
     if dataloader is not None:
         small["dataloader"] = dataloader

@@ -6,10 +6,9 @@ from typing import Any, Protocol
 
 from torchtitan_lite.checkpoint.state.model import ModelWrapper
 from torchtitan_lite.checkpoint.state.optimizer import OptimizerWrapper
-from torchtitan_lite.checkpoint.state.per_rank import PerRank
 from torchtitan_lite.checkpoint.state.schedulers import LRSchedulerWrapper
 
-__all__ = ["LRSchedulerWrapper", "ModelWrapper", "OptimizerWrapper", "PerRank", "Stateful"]
+__all__ = ["LRSchedulerWrapper", "ModelWrapper", "OptimizerWrapper", "Stateful"]
 
 
 class Stateful(Protocol):

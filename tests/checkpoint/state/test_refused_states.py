@@ -1,0 +1,157 @@
+"""States that would come back as those of another run are refused, by name, before anything is written."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from tests.checkpoint.small_run import job_config, same
+from tests.ranks import on_two_ranks
+from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.errors import ConfigError, SaveFailed
+
+
+class Held:
+    """A state that is one value."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.value = state_dict["value"]
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+def sharded(**options: Any) -> tuple[nn.Module, Optimizer]:
+    """Return layers that two ranks share evenly, and their optimizer."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model, mesh=mesh, **options)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def managed(folder: Path, model: nn.Module, optimizer: Optimizer, **states: Any) -> CheckpointManager:
+    return CheckpointManager(None, model, optimizer, None, states, job_config(folder, max_failed_saves=1))
+
+
+def train(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).square().mean().backward()
+    optimizer.step()
+
+
+@on_two_ranks
+def test_sharded_tensors_in_a_tuple_are_refused(rank: int, tmp_path: Path) -> None:
+    model, optimizer = sharded()
+    average = Held((1, [parameter.detach().clone() for parameter in model.parameters()]))
+    refused = r"average\.value is a tuple with DTensors in it(.|\n)*Return a list or a dict of them"
+    with managed(tmp_path, model, optimizer, average=average) as manager, pytest.raises(SaveFailed, match=refused):
+        manager.save(1, force=True)
+
+
+@on_two_ranks
+def test_partial_sums_are_refused_in_any_state(rank: int, tmp_path: Path) -> None:
+    model, optimizer = sharded()
+    sums = Held(DTensor.from_local(torch.ones(3), init_device_mesh("cpu", (2,)), [Partial()]))
+    with (
+        managed(tmp_path, model, optimizer, sums=sums) as manager,
+        pytest.raises(SaveFailed, match=r"sums\['value'\] is a DTensor of partial sums"),
+    ):
+        manager.save(1, force=True)
+
+
+@on_two_ranks
+def test_statistics_of_the_rows_of_one_rank_are_refused(rank: int, tmp_path: Path) -> None:
+    for shape in ((2,), (3, 2, 4)):
+        model, optimizer = sharded()
+        optimizer.state[next(model.parameters())]["rows"] = torch.full(shape, float(rank))
+        with (
+            managed(tmp_path, model, optimizer) as manager,
+            pytest.raises(SaveFailed, match=r"state\.0\.weight\.rows is a plain tensor of shape"),
+        ):
+            manager.save(1, force=True)
+
+
+@on_two_ranks
+def test_a_model_that_holds_whole_parameters_since_a_forward_pass_is_saved_and_loaded(
+    rank: int, tmp_path: Path
+) -> None:
+    model, optimizer = sharded(reshard_after_forward=False)
+    train(model, optimizer)
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    with managed(tmp_path, model, optimizer) as manager:
+        manager.save(1, force=True)
+    again, other = sharded(reshard_after_forward=False)
+    again.unshard()
+    with managed(tmp_path, again, other) as manager:
+        assert manager.load()
+    pairs = zip(model.parameters(), again.parameters(), strict=True)
+    assert all(same(ours.to_local(), theirs.to_local()) for ours, theirs in pairs)
+    train(again, other)
+
+
+@on_two_ranks
+def test_an_optimizer_whose_ranks_have_other_states_each_is_refused_at_construction(rank: int, tmp_path: Path) -> None:
+    with warnings.catch_warnings():  # torch's own module uses what torch has deprecated.
+        warnings.simplefilter("ignore")
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    with pytest.raises(ConfigError, match=r"optimizers\[0\]: a ZeroRedundancyOptimizer .* Use fully_shard"):
+        managed(tmp_path, model, optimizer)
+
+
+def test_a_parameter_of_a_state_may_not_be_called_as_one_of_the_model(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"linear": nn.Linear(2, 2), "loss": Scaled()})
+    loss = Scaled()
+    optimizer = torch.optim.AdamW([*model.parameters(), *loss.parameters()])
+    refused = "states: 'loss' has the parameter 'scale', and the model has one that is called 'loss.scale'"
+    with pytest.raises(ConfigError, match=refused):
+        managed(tmp_path, model, optimizer, loss=loss)
+
+
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_a_part_of_the_model_or_its_average_may_be_a_state_of_its_name(tmp_path: Path, is_copy: bool) -> None:
+    model = nn.ModuleDict({"linear": nn.Linear(2, 2), "loss": Scaled()})
+    optimizer = torch.optim.AdamW(model.parameters())
+    with managed(tmp_path, model, optimizer, loss=Scaled() if is_copy else model["loss"]) as manager:
+        manager.save(1, force=True)
+
+
+@pytest.mark.parametrize("name", ["optimizer.state", "model.x", "rng.rank0"])
+def test_a_name_that_begins_with_one_of_the_managers_own_is_refused(tmp_path: Path, name: str) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=f"the name '{name}' is the manager's own, or begins with one"):
+        managed(tmp_path, model, torch.optim.AdamW(model.parameters()), **{name: Held(1)})
+
+
+def test_a_scaler_that_is_off_resumes_without_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(2, 2)
+    optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cpu", enabled=False)
+    with managed(tmp_path, model, optimizer, scaler=scaler) as manager:
+        manager.save(1, force=True)
+    caplog.clear()
+    with managed(tmp_path, model, optimizer, scaler=scaler) as manager:
+        assert manager.load()
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
