@@ -13,7 +13,8 @@ import torch
 from torchtitan_lite.checkpoint.format.file_image import FileImage, FileLayout
 from torchtitan_lite.checkpoint.format.torch_item import object_item
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
-from torchtitan_lite.checkpoint.staging.stager import HostCopier, Staged, Stager
+from torchtitan_lite.checkpoint.staging.copiers import HostCopier
+from torchtitan_lite.checkpoint.staging.stager import Staged, Stager
 from torchtitan_lite.disk.digest import FileRecord
 
 

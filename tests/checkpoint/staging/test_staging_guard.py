@@ -47,3 +47,25 @@ def test_a_guard_can_be_started_again() -> None:
         optimizer.step()
         guard.close()
     assert len(calls) == 2
+
+
+class Wrapper:
+    """An optimizer around another one, which it steps without a hook of its own."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.name = "wrapper"
+        self.inner = inner
+
+    def step(self) -> None:
+        self.inner.step()
+
+
+def test_an_optimizer_within_another_one_waits_too() -> None:
+    [inner] = optimizers(1)
+    calls: list[float] = []
+    guard = StagingGuard([Wrapper(inner)], lambda: calls.append(value(inner)))  # type: ignore[list-item]  # as users do
+    guard.start()
+    inner.step()
+    guard.close()
+    inner.step()
+    assert calls == [1.0]

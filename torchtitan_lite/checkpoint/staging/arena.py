@@ -58,15 +58,18 @@ class StagingArena:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=at).view(tuple(shape))
 
-    def close(self) -> None:
-        """Free the memory unless a keeper holds it: no code may use it afterwards. Idempotent."""
+    def close(self, *, is_unused: bool = True) -> None:
+        """Free the memory unless a keeper holds it: no code may use it afterwards. Idempotent.
+
+        With `is_unused` false a thread may still read it, and it is freed with the last mapping.
+        """
         if self._pinned:
             _cudart().cudaHostUnregister(self.address)
             self._pinned = False
         if self.fd >= 0:
             # A writer process or a forked worker may still have it open or mapped: truncating frees the memory anyway.
             # Only the process that made it does so: a forked worker must not truncate the arena of its parent.
-            if os.getpid() == self._pid and not self.is_kept:
+            if is_unused and os.getpid() == self._pid and not self.is_kept:
                 os.ftruncate(self.fd, 0)
             self.forget()
 

@@ -158,10 +158,18 @@ class Pool:
                 if slot.is_valid and slot.arena is not None:
                     act(slot.arena)
 
-    def adopt(self, arenas: Sequence[tuple[StagingArena, int]], steps: Sequence[int]) -> None:
-        """Use `arenas`, each with the step of its valid image or `NO_STEP`. `steps`: of all ranks, all of them.
+    def clear(self) -> list[StagingArena]:
+        """Return all arenas, which the caller closes; the slots stay, without an arena and an image. Main thread."""
+        with self._changed:
+            arenas = [slot.arena for slot in self.slots if slot.arena is not None]
+            for slot in self.slots:
+                slot.arena, slot.step, slot.is_valid = None, NO_STEP, False
+            return arenas
 
-        Main thread; all ranks.
+    def adopt(self, arenas: Sequence[tuple[StagingArena, int]], steps: Sequence[int]) -> None:
+        """Use `arenas`, each with the step of its valid image or `NO_STEP`, after `clear`.
+
+        `steps`: of all ranks, all of them. Main thread; all ranks.
         """
         self.resize(len(arenas))
         with self._changed:

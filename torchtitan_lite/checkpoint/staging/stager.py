@@ -1,39 +1,31 @@
 """Copy the state into memory that training does not change.
 
 The copy is the image of this rank's file, so a writer can give the memory to the disk as it is, without gathering.
-Where processors copy they can also digest, portion by portion while it is in the cache of a core: that adds little to
-the copy, and neither a disk write nor an image in memory has to read it again. The arenas that hold images are kept
-from save to save, and are made and allocated before the first one: page faults cost far more than the copy. They are
-pinned if there is an accelerator. One image is staged at a time; pool.py says into which arena.
+The arenas that hold images are kept from save to save, and are made and allocated before the first one: page faults
+cost far more than the copy. They are pinned if there is an accelerator. One image is staged at a time: pool.py says
+into which arena, and copiers.py how it is copied.
 """
 
 from __future__ import annotations
 
-import ctypes
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
-from torchtitan_lite.checkpoint.format.file_image import FileImage, FileLayout, Place, copy_bytes
+from torchtitan_lite.checkpoint.format.file_image import FileImage, FileLayout
 from torchtitan_lite.checkpoint.memory.mark import Mark
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
+from torchtitan_lite.checkpoint.staging.copiers import Copier, CudaCopier, HostCopier
 from torchtitan_lite.checkpoint.staging.pool import Pool, Slot
-from torchtitan_lite.disk.digest import BLOCK_BYTES, BlockDigest, FileRecord
-from torchtitan_lite.disk.in_threads import in_threads
+from torchtitan_lite.disk.digest import FileRecord
 
 T = TypeVar("T")
 
-THREADS = 2
-"""Two, because one core copies at about half the speed of the memory."""
-_PIECE_BYTES = 16 << 20
-"""The most that one thread copies at a time."""
-_PORTION_BYTES = 512 << 10
-"""Bytes copied and then digested: 256 KiB to 512 KiB stay in the cache of a core (1 MiB takes 1.1 times as long)."""
 _GRAIN_BYTES = 2 << 20
 """The size of an arena is a multiple of it: the size of a huge page, and room for objects that grow."""
 
@@ -56,26 +48,6 @@ class Staged:
         """Return the staged tensors, in the order of the file; they share the arena's memory."""
         places = zip(self.layout.places, self.layout.specs, strict=True)
         return [self.arena.tensor(place.data_at, dtype, shape) for place, (dtype, shape) in places]
-
-
-@dataclass(frozen=True)
-class Copied:
-    """An image that is being copied, or has been."""
-
-    wait: Callable[[], None]
-    """Blocks until the whole image is in the arena, and the state may change."""
-    record: FileRecord | None = None
-    """The digests of the image, if they were taken with the copy."""
-
-
-class Copier(Protocol):
-    """Copies images into arenas."""
-
-    can_digest: bool
-    """Whether `copy` can take the digests."""
-
-    def copy(self, image: FileImage, arena: StagingArena, *, digests: bool) -> Copied:
-        """Begin to copy, and take the digests if they are wanted and it can."""
 
 
 def _nothing(arena: StagingArena) -> None:
@@ -144,7 +116,13 @@ class Stager:
             self._preparation = None
 
     def adopt(self, descriptors: Sequence[tuple[int, int]]) -> list[StagingArena]:
-        """Return the arenas in `descriptors` (memory, mark), which they own; `pool.adopt` puts them to use."""
+        """Return the arenas in `descriptors` (memory, mark), which they own; `pool.adopt` puts them to use.
+
+        Closes those of now: the descriptors may be of the same memory, and two arenas of it would overwrite each other.
+        """
+        self.finish_preparation()
+        for arena in self.pool.clear():
+            arena.close(is_unused=False)  # A save that the caller stopped waiting for may still be written from it.
 
         def adopt() -> list[StagingArena]:
             return [StagingArena.adopted(fd, mark_fd, pin=self._pin) for fd, mark_fd in descriptors]
@@ -154,10 +132,8 @@ class Stager:
     def close(self) -> None:
         """Free the arenas that no keeper holds; the next `take` makes a new one. Idempotent."""
         self.finish_preparation()
-        for slot in self.pool.slots:
-            if slot.arena is not None:
-                slot.arena.close()
-            slot.arena = None
+        for arena in self.pool.clear():
+            arena.close()
         self.arena = None
 
     def _stage(self, image: FileImage, slot: Slot, digests: bool) -> Staged:
@@ -217,136 +193,7 @@ def _has_room(slot: Slot, num_bytes: int) -> bool:
     return slot.arena is not None and num_bytes <= slot.arena.num_bytes
 
 
-def _frame(layout: FileLayout, arena: StagingArena) -> None:
-    """Write the bytes around the tensors of `layout` to the arena, where they stay from save to save."""
-    for number, (place, frame) in enumerate(zip(layout.places, layout.frames, strict=True)):
-        tail = frame.tail + bytes(layout.end_of(number) - place.item_at - place.item_bytes)
-        ctypes.memmove(arena.address + place.item_at, frame.head, len(frame.head))
-        ctypes.memmove(arena.address + place.data_end, tail, len(tail))
-
-
-class HostCopier:
-    """Copies with two threads while the caller waits."""
-
-    can_digest = True
-
-    def copy(self, image: FileImage, arena: StagingArena, *, digests: bool) -> Copied:
-        share = -(-image.num_bytes // (4 * THREADS * BLOCK_BYTES)) * BLOCK_BYTES  # Whole blocks, some for each thread.
-        piece = max(BLOCK_BYTES, min(_PIECE_BYTES, share))
-        begins = range(0, image.num_bytes, piece)
-        blocks = [b""] * len(begins)
-
-        def copy(numbered: tuple[int, int]) -> None:
-            number, begin = numbered
-            end = min(begin + piece, image.num_bytes)
-            if digests:
-                blocks[number] = _copied_and_digested(image, arena, begin, end)
-            else:
-                image.fill(arena.memory[begin:end], begin, end)
-
-        in_threads(enumerate(begins), THREADS, lambda: copy)
-        record = FileRecord(image.num_bytes, b"".join(blocks)) if digests else None
-        return Copied(_nothing_to_wait_for, record)
-
-
-class CudaCopier:
-    """Copies on its own streams, one for each device, while forward and backward run, which needs pinned memory.
-
-    The bytes around the tensors, which no device has, are written once for each layout.
-
-    Tensors that forward may change (buffers) are copied first, and the training stream waits for these copies. Only an
-    optimizer changes the others, and the guard makes it wait. The host waits only for copies of tensors in its memory.
-    """
-
-    can_digest = False
-
-    def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-
-    def copy(self, image: FileImage, arena: StagingArena, *, digests: bool) -> Copied:
-        if image.layout is not arena.framed:
-            _frame(image.layout, arena)
-            arena.framed = image.layout
-        ctypes.memmove(arena.address + image.layout.end, image.objects, len(image.objects))
-        on_devices: dict[torch.device, list[int]] = {}
-        elsewhere: list[int] = []
-        for number, tensor in enumerate(image.tensors):
-            (on_devices.setdefault(tensor.device, []) if tensor.is_cuda else elsewhere).append(number)
-        done = [self._enqueue_on(device, numbers, image, arena) for device, numbers in on_devices.items()]
-        _copy_now(image, arena, elsewhere)
-        held = [image]  # Until the copies are done: the allocator must not reuse the memory that they read.
-
-        def wait() -> None:
-            for event in done:
-                event.synchronize()
-            held.clear()
-
-        return Copied(wait)
-
-    def _enqueue_on(
-        self, device: torch.device, numbers: Sequence[int], image: FileImage, arena: StagingArena
-    ) -> torch.cuda.Event:
-        """Enqueue the copies of the tensors on `device`, and return an event behind the last of them."""
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it so
-        stream, training = self._streams[device], torch.cuda.current_stream(device)
-        stream.wait_stream(training)  # The kernels that compute the values come first.
-        # One stream for each device: torch puts a copy on the current stream of the device that it reads.
-        with torch.cuda.stream(stream):
-            _enqueue_copies(image, arena, [number for number in numbers if number in image.volatile])
-            training.wait_stream(stream)
-            _enqueue_copies(image, arena, [number for number in numbers if number not in image.volatile])
-            # With blocking=True a thread that waits sleeps instead of using a core.
-            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            done.record(stream)
-        return done
-
-
 def build_stager(*, marks: bool = False, give_up: Callable[[StagingArena], None] = _nothing) -> Stager:
     """Return the stager for this machine: pinned memory and CUDA streams if there is CUDA."""
     on_cuda = torch.cuda.is_available()
     return Stager(CudaCopier() if on_cuda else HostCopier(), pin=on_cuda, marks=marks, give_up=give_up)
-
-
-def _copied_and_digested(image: FileImage, arena: StagingArena, begin: int, end: int) -> bytes:
-    """Copy bytes [begin, end) of `image` to `arena`, and return the digests of their blocks. Any thread."""
-    blocks = []
-    for block in range(begin, end, BLOCK_BYTES):
-        digest = BlockDigest()
-        for at in range(block, min(block + BLOCK_BYTES, end), _PORTION_BYTES):
-            last = min(at + _PORTION_BYTES, end)
-            portion = arena.memory[at:last]
-            image.fill(portion, at, last)
-            digest.update(portion)
-        blocks.append(digest.digest())
-    return b"".join(blocks)
-
-
-def _copy_now(image: FileImage, arena: StagingArena, numbers: Sequence[int]) -> None:
-    """Copy the tensors with these numbers to `arena`, with `THREADS` threads, and wait."""
-
-    def copy(piece: tuple[torch.Tensor, int, int, Place]) -> None:
-        tensor, begin, end, place = piece
-        copy_bytes(tensor, begin, end, arena.address + place.data_at + begin)
-
-    in_threads(_pieces(image, numbers), THREADS, lambda: copy)
-
-
-def _enqueue_copies(image: FileImage, arena: StagingArena, numbers: Sequence[int]) -> None:
-    """Enqueue copies of the tensors with these numbers, all on one device, on its current stream."""
-    for number in numbers:
-        dtype, shape = image.layout.specs[number]
-        target = arena.tensor(image.layout.places[number].data_at, dtype, shape)
-        # For a lazy conjugate torch would conjugate the target in place, before the copy is complete.
-        target.copy_(image.tensors[number].resolve_conj().resolve_neg(), non_blocking=True)
-
-
-def _nothing_to_wait_for() -> None:
-    """Do nothing: the copies are complete."""
-
-
-def _pieces(image: FileImage, numbers: Sequence[int]) -> Iterator[tuple[torch.Tensor, int, int, Place]]:
-    for number in numbers:
-        tensor, place = image.tensors[number], image.layout.places[number]
-        for begin in range(0, place.data_bytes, _PIECE_BYTES):
-            yield tensor, begin, min(begin + _PIECE_BYTES, place.data_bytes), place
