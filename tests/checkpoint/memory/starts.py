@@ -27,6 +27,8 @@ def run(
     """Train up to step `until` in other processes, which then kill themselves, or close; return what rank 0 did.
 
     `hosts` are folders for the sockets of keepers, one for each rank: ranks with different ones see different memory.
+    With `waits_for_memory` each step waits only until the memory for images is made, not for its image.
+    `width` is that of the model.
     `kill_after` is the moment of the kill, in seconds after the load; then no step waits for its image.
     """
     number = len([*folder.parent.iterdir()])
@@ -124,7 +126,8 @@ def _train(
     logging.getLogger("torchtitan_lite").addHandler(Lines())
     logging.getLogger("torchtitan_lite").setLevel(logging.DEBUG)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    width = checkpoint.pop("width", 7)
+    model = nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 3))
     rank, world_size, store = world
     if world_size > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
@@ -138,7 +141,8 @@ def _train(
     settings = {"interval": 1000, "async_mode": "async", "memory_interval": 1, **checkpoint}
     load, finishes = settings.pop("load", -1), settings.pop("finishes", False)
     kill_after = settings.pop("kill_after", None)
-    waits = bool(settings["memory_interval"]) and kill_after is None
+    waits_for_memory = settings.pop("waits_for_memory", False)
+    waits = bool(settings["memory_interval"]) and kill_after is None and not waits_for_memory
     try:
         manager = CheckpointManager.for_loop(
             model=model, optimizer=optimizer, folder=folder, on_event=write, **settings
@@ -163,6 +167,11 @@ def _train(
                         assert done.wait_for(lambda step=step: step in settled, WAIT_SECONDS), f"no image of {step}"
                 if step % settings["interval"] == 0:
                     manager.wait()
+                if waits_for_memory and stager is not None:
+                    stager.finish_preparation()
+                    for thread in threading.enumerate():
+                        if thread.name in ("checkpoint", "former images"):
+                            thread.join(WAIT_SECONDS)
             if world_size > 1:
                 dist.barrier()
             if kills:

@@ -11,6 +11,7 @@ from tests.checkpoint.memory.cards import CARD
 from torchtitan_lite.checkpoint.memory.assembled import assembled, same_contents
 from torchtitan_lite.checkpoint.memory.card import Card
 from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.errors import CheckpointDamaged
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest, Table
 
@@ -31,6 +32,26 @@ def test_the_cards_of_all_ranks_are_a_manifest_that_is_read_back() -> None:
     assert dict(found.objects) == {"train_state.n": {"value": 1}, "train_state.step": {"value": 7}}
     assert dict(found.tensors) == dict(CARD.tensors or {})
     assert found.extra == {"topology": "2 ranks", "config": {"training": {"steps": 10}}, "start": "a1"}
+
+
+def test_the_objects_of_all_ranks_are_put_together_as_they_were_written() -> None:
+    spaced = second(objects=Table.of_text(b' {"a": {"value": "},{"} , "b": {}} ', "card"))
+    manifest = Manifest.parse(assembled([FIRST, spaced]).to_json())
+    assert dict(manifest.objects) == {"train_state.n": {"value": 1}, "a": {"value": "},{"}, "b": {}}
+    for empty in (Table(), Table.of_text(b" { } ", "card")):
+        assert dict(assembled([FIRST, second(objects=empty)]).objects) == dict(FIRST.objects)
+    only = Table.of_text(FIRST.objects.text, "card")
+    assert assembled([dataclasses.replace(FIRST, objects=only), second(objects=Table())]).objects is only
+    assert only.unparsed is not None, "a million objects of one rank are not parsed to be copied"
+
+
+def test_objects_that_are_no_table_are_refused_here_or_when_they_are_read() -> None:
+    broken = Table.of_text(b'{"a": 1}', "card")
+    with pytest.raises(CheckpointDamaged, match="a: expected dict"):
+        assembled([FIRST, second(objects=broken)])
+    manifest = assembled([dataclasses.replace(FIRST, objects=broken), second(objects=Table())])
+    with pytest.raises(CheckpointDamaged, match="a: expected dict"):
+        dict(Manifest.parse(manifest.to_json()).objects)
 
 
 def test_a_rank_without_tensors_has_no_file() -> None:

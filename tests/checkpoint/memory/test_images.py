@@ -223,7 +223,7 @@ def test_adopted_images_stay_until_a_newer_one_is_complete(tmp_path: Path, memor
     found = sorted(keeper.held(), key=lambda each: -_step(each.mark_fd))
     second = SmallRun(tmp_path, async_mode="async", interval=100, memory_interval=1)
     second.manager.load()
-    images_of(second).adopt([(each.arena_fd, each.mark_fd) for each in found])
+    images_of(second).adopt([(each.arena_fd, each.mark_fd) for each in found], 1)
     keeper.drop([each.name for each in found])
     assert set(held(first.root, memory_tier)) == {3, 4, 5}
     second.train_state.step = 5

@@ -7,9 +7,11 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tests.checkpoint.memory.image_runs import RUNS, held_by_rank, images_of, start, step
 from tests.checkpoint.tiny_run import same_everywhere
+from tests.logged import logged_warnings
 from tests.ranks import on_two_ranks
 from torchtitan_lite import faults
 
@@ -57,4 +59,33 @@ def test_an_image_that_one_rank_cannot_make_leaves_the_one_before_to_both(rank: 
             assert max(steps[0] & steps[1]) == (3 if run.train_state.step < 6 else 6)
             assert same_everywhere(0)
         faults.install("", rank=rank)
+        step(run, last=True)
+
+
+class Own:
+    """A plain state that differs between ranks."""
+
+    def __init__(self, rank: int) -> None:
+        self.values: dict[str, Any] = {"count": 100 + rank, "same": 7}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.values)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.values = dict(state_dict)
+
+
+@on_two_ranks
+def test_values_that_differ_are_named_at_the_first_image_of_a_start_and_only_there(rank: int, tmp_path: Path) -> None:
+    with tier_on(tmp_path), logged_warnings() as warned:
+        run = start(tmp_path, 3, interval=4, states={"counts": Own(rank)})
+        assert run.events.steps("image_ready")[-1] == 3
+        named = [message for message in warned if "Ranks hold different values" in message]
+        assert len(named) == (rank == 0)
+        assert rank or "counts.count (rank 0's is saved)" in named[0]
+        step(run)
+        run.manager.wait()
+        assert same_everywhere(run.committed())
+        assert run.committed() == [4]
+        assert [message for message in warned if "Ranks hold different values" in message] == named
         step(run, last=True)

@@ -5,10 +5,22 @@ import os
 import signal
 
 import pytest
+import xxhash
 
 from tests.checkpoint.memory.cards import CARD
 from torchtitan_lite.checkpoint.memory.card import Card
-from torchtitan_lite.checkpoint.memory.mark import PAGE_BYTES, Mark, UnusableMark, read_mark
+from torchtitan_lite.checkpoint.memory.mark import (
+    _FIELDS,
+    _MAGIC,
+    _VERSION,
+    CARD_BYTES,
+    CARD_RATIO,
+    PAGE_BYTES,
+    Mark,
+    UnusableMark,
+    _record_at,
+    read_mark,
+)
 from torchtitan_lite.store.manifest import Table
 
 
@@ -119,3 +131,36 @@ def test_a_mark_that_was_cut_is_refused() -> None:
     os.ftruncate(mark.fd, 10)
     with pytest.raises(UnusableMark, match="10 bytes"):
         read_mark(mark.fd)
+
+
+def test_a_card_that_was_never_written_is_not_read() -> None:
+    mark = Mark()
+    card = bytes(PAGE_BYTES)
+    mark.set(7, 1 << 30, card * 20_000)
+    os.truncate(mark.fd, PAGE_BYTES + len(card) * 9_999)  # What is cut off here comes back as a hole.
+    os.truncate(mark.fd, PAGE_BYTES + len(card) * 20_000)
+    with pytest.raises(UnusableMark, match="card of 81920000 bytes is not in it"):
+        read_mark(mark.fd)
+    mark.close()
+
+
+def test_a_card_that_is_too_long_beside_its_image_is_refused_by_writer_and_reader() -> None:
+    mark, card = Mark(), bytes(CARD_BYTES + CARD_RATIO)
+    mark.set(7, 1, card)
+    found = read_mark(mark.fd)
+    assert found is not None
+    assert len(found.card) == len(card)
+    with pytest.raises(ValueError, match=f"its card has {len(card)} bytes, {CARD_BYTES} are allowed beside 0 bytes"):
+        mark.set(7, 0, card)
+    mark.clear()
+    mark.set(7, 1, card)
+    _claim_other_size(mark, 0, card)
+    with pytest.raises(UnusableMark, match="are allowed beside 0 bytes"):
+        read_mark(mark.fd)
+    mark.close()
+
+
+def _claim_other_size(mark: Mark, num_bytes: int, card: bytes) -> None:
+    fields = _FIELDS.pack(_MAGIC, _VERSION, 0, 7, num_bytes, PAGE_BYTES, len(card), xxhash.xxh3_128_digest(card))
+    for number in (1, 2):
+        os.pwrite(mark.fd, fields + xxhash.xxh3_64_digest(fields), _record_at(number))

@@ -7,9 +7,9 @@ is refused by name.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torchtitan_lite.checkpoint.memory.card import Card
+from torchtitan_lite.collection import no_collection
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest, Table
 
@@ -30,11 +30,6 @@ def assembled(cards: Sequence[Card]) -> Manifest:
         _check(card, first)
     if first.tensors is None or first.structure is None or not first.structure:
         raise ValueError("the card of rank 0 has no tables of tensors and containers")
-    objects: dict[str, Any] = {}
-    for card in by_rank:
-        if twice := objects.keys() & card.objects.keys():
-            raise ValueError(f"rank {card.rank}: {min(twice)!r:.100} is an object of another rank, too")
-        objects |= card.objects
     return Manifest(
         step=first.step,
         kind=CheckpointKind.FULL,
@@ -44,7 +39,7 @@ def assembled(cards: Sequence[Card]) -> Manifest:
         files={card.file: card.record for card in by_rank if card.file},
         lineage=first.lineage,
         tensors=first.tensors,
-        objects=Table(objects),
+        objects=_objects(by_rank),
         structure=first.structure,
         extra={"topology": first.topology, "config": dict(first.config), "start": first.start},
     )
@@ -58,9 +53,28 @@ def same_contents(on_disk: Manifest, in_memory: Manifest) -> bool:
     )
 
 
+def _objects(by_rank: Sequence[Card]) -> Table:
+    """Return the objects of all cards in one table. Raise ValueError if two ranks have the same one.
+
+    There may be a million. Their text is put together as it is, and parsed only to find those that are there twice.
+    """
+    having = [card for card in by_rank if card.objects]
+    if len(having) < 2:
+        return having[0].objects if having else Table()
+    keys: set[str] = set()
+    for card in having:
+        with no_collection():
+            own = set(card.objects)
+        if not keys.isdisjoint(own):
+            raise ValueError(f"rank {card.rank}: {min(keys & own)!r:.100} is an object of another rank, too")
+        keys |= own
+    inside = (card.objects.text.strip()[1:-1] for card in having)
+    return Table.of_text(b"{" + b",".join(inside) + b"}", "card")
+
+
 def _check(card: Card, first: Card) -> None:
     """Raise ValueError unless `card` is of the same step of the same start as `first`, the card of rank 0."""
-    for name in ("step", "start", "world_size", "folder_id", "topology"):
+    for name in ("step", "copy", "start", "world_size", "folder_id", "topology"):
         if (found := getattr(card, name)) != (expected := getattr(first, name)):
             raise ValueError(f"rank {card.rank}: {name}: expected {expected!r:.80}, found {found!r:.80}")
     if (card.lineage.run_id, card.lineage.branch_point) != (first.lineage.run_id, first.lineage.branch_point):

@@ -40,6 +40,8 @@ class Card:
     folder_id: str
     """The id of the folder of checkpoints."""
     lineage: Lineage
+    copy: int = 0
+    """Which copy of a state this is, among all that the start staged; the same on all of its ranks."""
     latest: Commit | None
     """The latest full checkpoint in the folder when the image was staged, as far as that start knew; None for none."""
     created_at: float
@@ -63,6 +65,7 @@ class Card:
             "rank": self.rank,
             "world_size": self.world_size,
             "step": self.step,
+            "copy": self.copy,
             "start": self.start,
             "folder_id": self.folder_id,
             "lineage": self.lineage.to_json(),
@@ -101,6 +104,7 @@ class Card:
             rank=rank,
             world_size=world_size,
             step=number(document, "step", 0),
+            copy=number(document, "copy", 0) if "copy" in document else 0,  # Of a version that did not count them.
             start=_id(document, "start"),
             folder_id=_id(document, "folder_id"),
             lineage=Lineage.from_json(value_of(document, "lineage", dict)),

@@ -16,8 +16,13 @@ from dataclasses import dataclass
 import xxhash
 
 PAGE_BYTES = 4096
-MAX_CARD_BYTES = 4 << 30
-"""A longer card is no card: a reader allocates that much."""
+CARD_BYTES = 64 << 20
+"""Allowed for a card, however small its image is: the coordinator's describes the tensors of all ranks."""
+CARD_RATIO = 64
+"""Bytes allowed on top for each byte of the image. A chunk takes 60 to 160 bytes of the coordinator's card, and its
+item in one rank's file at least 700: enough for 280 ranks of empty tensors, or 26,000 of 64 KiB in each chunk."""
+CARD_MOST_BYTES = 4 << 30
+"""Allowed at most, however large the image is."""
 
 _MAGIC = b"TTLIMAGE"
 _VERSION = 2
@@ -61,8 +66,11 @@ class Mark:
     def set(self, step: int, num_bytes: int, card: bytes) -> None:
         """Make the image valid: the first `num_bytes` of the arena are that of `step`, described by `card`.
 
-        If it is valid already it stays so: whenever this process is killed, it has the card before or this one.
+        If it is valid already it stays so: whenever this process is killed, it has the card before or this one. Raises
+        ValueError for a card that no reader would read.
         """
+        if finding := _too_long(len(card), num_bytes):
+            raise ValueError(finding)
         (valid,) = _VALID.unpack_from(self._page, _VALID_AT)
         number = 2 if valid == 1 else 1
         at = PAGE_BYTES
@@ -102,7 +110,9 @@ def read_mark(fd: int) -> Marked | None:
         raise UnusableMark(f"it has format version {version}, this version reads {_VERSION}")
     if found != xxhash.xxh3_64_digest(fields):
         raise UnusableMark("its digest is wrong")
-    if card_at < PAGE_BYTES or card_bytes > min(MAX_CARD_BYTES, max(0, os.fstat(fd).st_size - card_at)):
+    if finding := _too_long(card_bytes, num_bytes):
+        raise UnusableMark(finding)
+    if card_at < PAGE_BYTES or not _are_written(fd, card_at, card_bytes):
         raise UnusableMark(f"its card of {card_bytes} bytes is not in it")
     card = _read_at(fd, card_at, card_bytes)
     if xxhash.xxh3_128_digest(card) != card_digest:
@@ -113,6 +123,24 @@ def read_mark(fd: int) -> Marked | None:
 def _record_at(number: int) -> int:
     """Return the place of record 1 or 2 in the page."""
     return (number - 1) * _RECORD_BYTES
+
+
+def _too_long(card_bytes: int, num_bytes: int) -> str:
+    """Return what is wrong if a card of `card_bytes` is too long beside an image of `num_bytes`; empty if it is not."""
+    most = min(CARD_BYTES + CARD_RATIO * num_bytes, CARD_MOST_BYTES)
+    if card_bytes <= most:
+        return ""
+    return f"its card has {card_bytes} bytes, {most} are allowed beside {num_bytes} bytes of an image"
+
+
+def _are_written(fd: int, at: int, num_bytes: int) -> bool:
+    """Return whether the file has these bytes, without holes: a reader then allocates no more than the writer did."""
+    if at + num_bytes > os.fstat(fd).st_size:
+        return False
+    try:
+        return not num_bytes or os.lseek(fd, at, os.SEEK_HOLE) >= at + num_bytes
+    except OSError:
+        return True  # Some sandboxes know no holes.
 
 
 def _write_at(fd: int, at: int, data: bytes) -> None:

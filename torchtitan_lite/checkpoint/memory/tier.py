@@ -33,6 +33,8 @@ class TakenOver(NamedTuple):
     """Memory and mark of each; those of the image that was loaded first."""
     names: Sequence[str]
     """Under which the keeper holds them."""
+    num_loaded: int = 0
+    """How many of the arenas have what was loaded: the parts of several ranks of before."""
 
 
 class Kept(Protocol):

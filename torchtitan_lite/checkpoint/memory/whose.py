@@ -25,6 +25,8 @@ class Image:
     branch_point: int | None
     latest: Commit | None
     topology: str = ""
+    copy: int = 0
+    """Which of the copies that its start made; the step may have several."""
     counts_again: bool = False
     """Whether its run began without the step counter of what it loaded (`exclude_from_loading`)."""
 
@@ -41,6 +43,7 @@ class Image:
             branch_point=card.lineage.branch_point,
             latest=card.latest,
             topology=card.topology,
+            copy=card.copy,
             counts_again=_excludes_step_counter(card),
         )
 

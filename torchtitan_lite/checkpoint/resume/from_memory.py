@@ -103,9 +103,9 @@ def _source(each: Complete, store: CheckpointStore, chosen: LoadSource | None, c
     # Beside a run that counts again the disk would not restore all that a load changes.
     counts_again = chosen is not None and not chosen.initial and chosen.lineage.counts_again
     is_last_resort = not has_other or counts_again
-    memory = InMemory(manifest.to_json(), key.step, key.start, each.is_spread, is_last_resort=is_last_resort)
+    memory = InMemory(manifest.to_json(), *key, each.is_spread, is_last_resort=is_last_resort)
     if chosen is not None and _is_copy(each, chosen):
-        return dataclasses.replace(chosen, memory=memory)
+        return dataclasses.replace(chosen, memory=dataclasses.replace(memory, is_copy=True))
     # The run goes on as the one that made the image; its latest ancestor on disk is what the disk's choice loads.
     parent = None if chosen is None else chosen.lineage.parent_step
     lineage = dataclasses.replace(manifest.lineage, parent_step=parent, abandons=(), counts_again=counts_again)

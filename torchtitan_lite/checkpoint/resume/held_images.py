@@ -12,14 +12,20 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 from torchtitan_lite.checkpoint.memory.assembled import assembled
 from torchtitan_lite.checkpoint.memory.card import Card
 from torchtitan_lite.checkpoint.memory.files import FilesInMemory
 from torchtitan_lite.checkpoint.memory.mark import PAGE_BYTES, Mark, Marked, UnusableMark, read_mark
+from torchtitan_lite.checkpoint.memory.tier import TakenOver
 from torchtitan_lite.checkpoint.memory.whose import Image
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.checkpoint.resume.load_source import InMemory
+from torchtitan_lite.disk.block_reader import DamagedRange
+from torchtitan_lite.disk.digest import num_blocks
+from torchtitan_lite.disk.mapped_reader import MappedReader
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import KeeperUnavailable
 from torchtitan_lite.keeper.client import Held, Keeper
 from torchtitan_lite.log import logger
@@ -36,10 +42,21 @@ _BAD_SEALS = 0x2 | 0x4 | 0x8 | 0x10
 
 
 class Key(NamedTuple):
-    """The images of one step of one start, of all ranks."""
+    """The images of one copy of the state of one start, of all ranks; a start may make several copies of a step."""
 
     step: int
     start: str
+    copy: int = 0
+
+    @classmethod
+    def of(cls, image: Image) -> Key:
+        """Return the key of `image`."""
+        return cls(image.step, image.start, image.copy)
+
+    @classmethod
+    def of_source(cls, memory: InMemory) -> Key:
+        """Return the key of the images in `memory`."""
+        return cls(memory.step, memory.start, memory.copy)
 
 
 class Look(NamedTuple):
@@ -94,7 +111,7 @@ class HeldImages:
             self._list(self.keeper)
         host = tuple(sorted(each.name for each in self._held))
         self._looks = self.peers.gather(Look(host, [each.image for each in self._local.values()]))
-        visible = [{(Key(i.step, i.start), i.rank): i for i in look.images} for look in self._looks]
+        visible = [{(Key.of(i), i.rank): i for i in look.images} for look in self._looks]
         whole: list[tuple[Key, Image, bool]] = []
         for key in sorted({key for images in visible for key, _ in images}, reverse=True):
             image = next((images[key, 0] for images in visible if (key, 0) in images), None)
@@ -118,7 +135,7 @@ class HeldImages:
         own = self._local.get((key, self.peers.rank))
         return FilesInMemory(manifest, images, (own.card.file if own else "") if is_spread else None)
 
-    def shared_out(self, loaded: Key | None) -> tuple[list[tuple[int, int]], list[str]]:
+    def shared_out(self, loaded: Key | None) -> TakenOver:
         """Return the descriptors that this rank is to own, those of the images `loaded` first, and all their names.
 
         Each arena of a host goes to one of its ranks: to that which wrote it, if there is one, so that none is lost and
@@ -127,24 +144,25 @@ class HeldImages:
         """
         on_host = [rank for rank, look in enumerate(self._looks) if look.host and look.host == self._own_host]
         local = {each.held.name: (key, each) for (key, _), each in self._local.items()}
-        useful: list[tuple[bool, Held]] = []
+        useful: list[tuple[bool, Key, Held]] = []
         spare: list[Held] = []
         for number, held in enumerate(sorted(self._held, key=lambda each: each.name)):
             key, found = local.get(held.name, (None, None))
             writer = -1 if found is None else found.image.rank
             if (writer if writer in on_host else on_host[number % len(on_host)]) != self.peers.rank:
                 held.close()
-            elif self._stays(key, loaded) and _is_usable(held):
-                useful.append((key != loaded, held))
+            elif key is not None and self._stays(key, loaded) and _is_usable(held):
+                useful.append((key == loaded, key, held))
             else:
                 _clear(held)
                 spare.append(held)
-        useful.sort(key=lambda each: each[0])
+        useful.sort(key=lambda each: each[:2], reverse=True)
         usable = [held for held in spare if _is_usable(held)][:MOST_SPARE]
         self._drop([held for held in spare if held not in usable])
-        own = [held for _, held in useful] + usable
+        own = [held for *_, held in useful] + usable
         names = [name for held in own for name in (held.name, *self._more_names.get(held.name, ()))]
-        return [(held.arena_fd, held.mark_fd) for held in own], names
+        arenas = [(held.arena_fd, held.mark_fd) for held in own]
+        return TakenOver(arenas, names, sum(is_loaded for is_loaded, *_ in useful))
 
     def close(self) -> None:
         """Close what was not shared out. Idempotent."""
@@ -161,11 +179,11 @@ class HeldImages:
     def _own_host(self) -> tuple[str, ...]:
         return self._looks[self.peers.rank].host if self._looks else ()
 
-    def _stays(self, key: Key | None, loaded: Key | None) -> bool:
+    def _stays(self, key: Key, loaded: Key | None) -> bool:
         """Return whether the images `key` are those that were `loaded`, or earlier ones of the same start."""
-        if key is None or loaded is None or key in self.left_out:
+        if loaded is None or key in self.left_out:
             return False
-        return key.start == loaded.start and key.step <= loaded.step
+        return key.start == loaded.start and (key.step, key.copy) <= (loaded.step, loaded.copy)
 
     def _list(self, keeper: Keeper) -> None:
         """List what `keeper` holds, unless a process of another start may still write into it."""
@@ -173,7 +191,11 @@ class HeldImages:
         try:
             held = keeper.held(self.start)
             is_mapped = any(each.is_mapped for each in held)
-            if not is_mapped or keeper.wait_until_unmapped(self.end_seconds, self.start):
+            if is_mapped and keeper.wait_until_unmapped(self.end_seconds, self.start):
+                while held:  # Until it ended that process may have kept others, and all ranks must find the same.
+                    held.pop().close()
+                held, is_mapped = keeper.held(self.start), False
+            if not is_mapped:
                 self._held = self._each_once(held)
             else:
                 logger.warning(
@@ -193,9 +215,15 @@ class HeldImages:
                 ignored.append(f"{each.name}: {error}")
             else:
                 if local is not None:
-                    self._local[Key(local.image.step, local.image.start), local.image.rank] = local
+                    self._note(local)
         if ignored:
             logger.warning("Ignored in memory, as no image that can be used: %d, such as %s", len(ignored), ignored[0])
+
+    def _note(self, local: _Local) -> None:
+        """Note `local`, unless another memory has the same image and is not damaged."""
+        place = Key.of(local.image), local.image.rank
+        if (other := self._local.get(place)) is None or not _is_whole(other):
+            self._local[place] = local
 
     def _drop(self, unused: Sequence[Held]) -> None:
         """Close what is of no use, and have the keeper let go of it: it may leave no room for new images."""
@@ -280,6 +308,18 @@ def _read(held: Held) -> _Local | None:
     card = Card.parse(marked.card)
     _check(card, marked, os.fstat(held.arena_fd).st_size)
     return _Local(held, Image.of_card(card), card)
+
+
+def _is_whole(local: _Local) -> bool:
+    """Return whether each block of the image has its digest."""
+    record, reader = local.card.record, MappedReader({"image": local.held.arena_fd})
+    try:
+        reader.verify(Path("image"), record, range(num_blocks(record.size)))
+    except DamagedRange:
+        return False
+    finally:
+        reader.close()
+    return True
 
 
 def _is_usable(held: Held) -> bool:

@@ -15,7 +15,8 @@ from torchtitan_lite.checkpoint.saving.rank_image import RankPlan
 from torchtitan_lite.checkpoint.saving.writer import Origin, versions
 from torchtitan_lite.checkpoint.staging.stager import Staged
 from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
+from torchtitan_lite.log import logger
 
 
 @dataclass
@@ -30,6 +31,8 @@ class Image:
     began_seconds: float
     check: Callable[[Staged], None] = lambda staged: staged.wait()
     """Waits until the copy is complete; raises if the state changed meanwhile."""
+    copy: int = 0
+    """Which copy of this start it is."""
     created_at: float = field(default_factory=time.time)
     stall_seconds: float = 0.0
 
@@ -40,6 +43,7 @@ class Image:
             rank=peers.rank,
             world_size=peers.world_size,
             step=self.step,
+            copy=self.copy,
             start=tier.start,
             folder_id=tier.folder_id,
             lineage=self.origin.lineage,
@@ -56,13 +60,22 @@ class Image:
         )
 
 
-def renew_card(mark: Mark, latest: Commit | None) -> None:
-    """Write into the card of a valid image that `latest` is the latest checkpoint on disk now.
+def record_of(staged: Staged) -> FileRecord:
+    """Return the digests of what is in the arena, taken in this thread."""
+    return FileRecord.of(staged.arena.memory[: staged.num_bytes])
 
-    Else the image would count again where its owner deletes that checkpoint, to roll back to the one before. Raises
-    ValueError for a card that is none, and OSError.
+
+def renew_card(mark: Mark, latest: Commit | None, rank: int) -> None:
+    """Write into the card of a valid image of `rank` that `latest` is the latest checkpoint on disk now.
+
+    Else the image would count again where its owner deletes that checkpoint, to roll back to the one before. A card
+    that cannot be renewed is given up.
     """
-    marked = read_mark(mark.fd)
-    if marked is not None:
-        card = dataclasses.replace(Card.parse(marked.card), latest=latest)
-        mark.set(marked.step, marked.num_bytes, card.to_bytes())
+    try:
+        marked = read_mark(mark.fd)
+        if marked is not None:
+            card = dataclasses.replace(Card.parse(marked.card), latest=latest)
+            mark.set(marked.step, marked.num_bytes, card.to_bytes())
+    except (ValueError, OSError) as error:
+        logger.warning("An image in memory of rank %d is given up: %s", rank, error)
+        mark.clear()

@@ -17,21 +17,21 @@ from typing import Any
 import torch
 
 from torchtitan_lite import faults
-from torchtitan_lite.checkpoint.memory.mark import UnusableMark, read_mark
 from torchtitan_lite.checkpoint.memory.room import free_bytes, host_id, num_arenas
 from torchtitan_lite.checkpoint.memory.tier import Tier
-from torchtitan_lite.checkpoint.saving.image import Image, renew_card
+from torchtitan_lite.checkpoint.saving.former_images import FormerImages, step_in
+from torchtitan_lite.checkpoint.saving.image import Image, record_of, renew_card
 from torchtitan_lite.checkpoint.saving.save_plan import PlanCache
 from torchtitan_lite.checkpoint.saving.writer import Origin
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.pool import NO_STEP, NUM_RECENT
-from torchtitan_lite.checkpoint.staging.stager import Staged, Stager
+from torchtitan_lite.checkpoint.staging.stager import Stager
 from torchtitan_lite.checkpoint.staging.watch import StagingWatch
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.disk.background import Background
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.writer_process import WriterProcess
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.log import logger, readable_bytes
 from torchtitan_lite.store.housekeeping import OnEvent
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
@@ -72,8 +72,12 @@ class Images:
         self._clock, self._on_event, self._interval = clock, on_event, interval
         self._background = Background("images")
         self._lock = threading.Lock()
+        self.num_staged = 0
+        """The copies that this start has begun to make: the same number on all ranks."""
         self._num_failed = 0
         self._is_off = False
+        self._former = FormerImages(tier)
+        self._has_adopted = False
         self._last: Image | None = None
         self._joined: int | None = None
 
@@ -95,38 +99,48 @@ class Images:
             self._interval > 0 and step % self._interval == 0 and not self._is_off and len(self.stager.pool.slots) > 1
         )
 
-    def adopt(self, pairs: Sequence[tuple[int, int]]) -> None:
+    def adopt(self, pairs: Sequence[tuple[int, int]], num_loaded: int) -> None:
         """Use the arenas in `pairs` of descriptors (memory, mark), which this owns; the first ones are most useful.
 
-        On return the keeper holds them under names of this start. **Collective**, before the first save.
+        `num_loaded` have what was loaded. On return the keeper holds them under names of this start. **Collective**.
         """
-        pool = self.stager.pool
-        steps_held = [_step_in(mark_fd) for _, mark_fd in pairs]
-        num_loaded = sum(step == steps_held[0] != NO_STEP for step in steps_held)
-        most = max(NUM_RECENT if self._interval else 1, num_loaded)  # Without one of them the others are of no use.
+        self._background.wait(CLOSE_SECONDS)
+        self._former.begin_again(self.stager)
+        steps = [step_in(mark_fd) for _, mark_fd in pairs]
+        parts, self._former.step = self._peers.max_over_ranks(num_loaded, steps[0] if num_loaded else NO_STEP)
+        # Several files in place of one: none of them has the room for what is to be copied now.
+        is_apart = parts > 1
+        most = num_loaded if is_apart else max(NUM_RECENT if self._interval else 1, num_loaded)
         for fd in [fd for pair in pairs[most:] for fd in pair]:
             os.close(fd)
         arenas = self.stager.adopt(pairs[:most])
-        adopted = [(arena, _step_in(arena.mark.fd if arena.mark else -1)) for arena in arenas]
         for arena in arenas:
             self.tier.keep(arena)
-        of_ranks = self._peers.gather([step for _, step in adopted])
-        steps = [step for of_rank in of_ranks for step in of_rank]
+        self._has_adopted = True
+        if is_apart:
+            return self._former.hold(arenas)
+        of_ranks = self._peers.gather(steps[:most])
         if self._interval:
-            # One more if all of them hold parts of the same step: these stay until a newer one is complete.
-            pool.resize(max(len(each) + (len(each) > 1 and len({*each}) == 1) for each in of_ranks))
-        pool.adopt(adopted, steps)
+            self.stager.pool.resize(max(map(len, of_ranks)))
+        adopted = [*zip(arenas, steps, strict=False)]
+        self.stager.pool.adopt(adopted, [step for of_rank in of_ranks for step in of_rank])
 
     def make_room(self, num_bytes: int) -> None:
         """Find out for how many arenas of `num_bytes` there is memory, -1 for not known. **Collective**."""
+        if self._has_adopted:
+            self._former.take_from(self.stager.pool, num_bytes, self._peers)
         if not self._interval:
+            if self._former.are_any and num_arenas(self._found(num_bytes)) < 1:
+                self._former.free()
             return
         try:
             self._start_process()
         except Exception as error:
             self._note_failed(0, error)  # The first image tries again.
-        have = sum(slot.arena.num_bytes for slot in self.stager.pool.slots if slot.arena is not None)
-        found = self._peers.gather((host_id(), num_bytes, have, free_bytes()))
+        found = self._found(num_bytes)
+        if self._former.are_any and num_arenas(found) < 2:
+            self._former.free()
+            found = self._found(num_bytes)
         number = num_arenas(found)
         if number > 1:
             return self.stager.pool.resize(number)
@@ -141,6 +155,11 @@ class Images:
                 "into the memory of each host. Unset checkpoint.memory_interval, or give the job more memory"
             )
         logger.warning("No images in memory every %d steps: %s", self._interval, reason)
+
+    def _found(self, num_bytes: int) -> list[tuple[str, int, int, int]]:
+        """Return what `num_arenas` needs to know of all ranks. **Collective**."""
+        have = sum(slot.arena.num_bytes for slot in self.stager.pool.slots if slot.arena is not None)
+        return self._peers.gather((host_id(), num_bytes, have, free_bytes()))
 
     def report(self) -> tuple[int, ...]:
         """Return what this rank reports to the others with its plan, as numbers of which the maximum counts."""
@@ -158,7 +177,10 @@ class Images:
             self._is_off = True
             if self._peers.is_coordinator:
                 logger.warning("No more images in memory in this start: a rank cannot make or keep them")
-        return self.stager.pool.agree(highest[1:]) and not self._is_off
+        has_spare = self.stager.pool.agree(highest[1:])
+        if self.stager.pool.complete > self._former.step:
+            self._former.free_later()
+        return has_spare and not self._is_off
 
     def stage(self, step: int, make_state: Callable[[], State], origin: Origin) -> None:
         """Copy the state of `step` into memory, unless a rank has no arena to spare. **Collective**, main thread."""
@@ -167,24 +189,24 @@ class Images:
         failure: Exception | None = None
         try:
             faults.point("image", step=step)
-            self._start_process()  # Again, if it died.
             state = make_state()
         except Exception as error:
             failure = error
         with no_collection():
             try:
-                planned = self._plans.plan(state, failure=failure, numbers=self.report())
+                # The process again, if it died. With a check the first plan of a start compares the ranks, too.
+                planned = self._plans.plan(state, self._start_process, failure=failure, numbers=self.report())
                 if not self.agree(planned.agreed):
                     logger.debug("Step %d gets no image: earlier ones are still being read", step)
                     return
-                self.stager.pool.note_staged(step)
+                self._note_staged(step)
                 image = planned.image()
                 check = self._watch(image.file, [item.index.fqn for item in image.plan.items])
                 staged = self.stager.take(image.file, step, digests=True)
             except Exception as error:
                 self._note_failed(step, error)
                 return
-        self._last = Image(step, origin, image.plan, image.objects, staged, began, check)
+        self._last = Image(step, origin, image.plan, image.objects, staged, began, check, self.num_staged)
         self._last.stall_seconds = self._clock() - began
         self.mark_later(self._last)
 
@@ -198,7 +220,7 @@ class Images:
             self.stager.pool.wait_until_unread(self.timeout_seconds)
             agreed = self._peers.max_over_ranks(*self.report())
         self.agree(agreed)
-        self.stager.pool.note_staged(step)
+        self._note_staged(step)
 
     def note_staged(self, image: Image) -> None:
         """Note that the copy of a save is complete. Any thread."""
@@ -209,6 +231,7 @@ class Images:
         if info is not None and info.kind is CheckpointKind.FULL:
             self.tier.note_committed(info)
             self.stager.pool.for_each_valid(self._note_latest)
+        self._former.free()
 
     def wait_for_staging(self) -> None:
         """Wait until the state may change. Main thread."""
@@ -230,11 +253,11 @@ class Images:
             finally:
                 self.stager.pool.release(image.staged.slot)
 
-        self._background.run(image.step, work)
+        self._background.run(image.copy, work)
 
     def digest_here(self, image: Image) -> None:
         """Digest and mark `image` in this thread and process: its disk write failed. Raises nothing."""
-        self.mark(image, _record_of(image.staged))
+        self.mark(image, record_of(image.staged))
 
     def mark(self, image: Image, record: FileRecord) -> bool:
         """Make `image` valid if the keeper holds it; `record` are its digests. Any thread; raises nothing."""
@@ -252,6 +275,7 @@ class Images:
         """Wait for the digest under way, and stop. Idempotent."""
         if not self._background.close(CLOSE_SECONDS):
             logger.warning("An image is still being digested after %.0f s; closing without it", CLOSE_SECONDS)
+        self._former.close()
         if self._owns_process and self.process is not None:
             self.process.close()
 
@@ -260,11 +284,17 @@ class Images:
         for slot in self.stager.pool.slots:
             if slot.arena is not None:
                 slot.arena.is_kept = False
+        self._former.forget_keeper()
 
     def helpers(self) -> list[int]:
         """Return the pids of the processes that map the arenas, too."""
         self._joined = self.process.pid if self.process is not None else None
         return [] if self._joined is None else [self._joined]
+
+    def _note_staged(self, step: int) -> None:
+        """Note that all ranks are about to stage `step`."""
+        self.num_staged += 1
+        self.stager.pool.note_staged(step)
 
     def _start_process(self) -> None:
         if self.process is not None:
@@ -281,7 +311,7 @@ class Images:
 
     def _digested(self, image: Image) -> FileRecord:
         if self.process is None:
-            return _record_of(image.staged)
+            return record_of(image.staged)
         return self.process.digest(image.staged.arena, image.staged.num_bytes, image.step)
 
     def _mark(self, image: Image, record: FileRecord) -> bool:
@@ -305,11 +335,7 @@ class Images:
 
     def _note_latest(self, arena: StagingArena) -> None:
         assert arena.mark is not None, "a valid image has one"
-        try:
-            renew_card(arena.mark, self.tier.latest)
-        except (ValueError, OSError) as error:
-            logger.warning("An image in memory of rank %d is given up: %s", self._peers.rank, error)
-            arena.mark.clear()
+        renew_card(arena.mark, self.tier.latest, self._peers.rank)
 
     def _note_failed(self, step: int, error: Exception) -> None:
         with self._lock:
@@ -317,17 +343,3 @@ class Images:
             number = self._num_failed
         if number <= MAX_FAILED:
             logger.warning("Step %d has no image in memory of rank %d: %s", step, self._peers.rank, error)
-
-
-def _record_of(staged: Staged) -> FileRecord:
-    """Return the digests of what is in the arena, taken in this thread."""
-    return FileRecord.of(staged.arena.memory[: staged.num_bytes])
-
-
-def _step_in(mark_fd: int) -> int:
-    """Return the step of the valid image that the mark describes; `NO_STEP` for none."""
-    try:
-        found = read_mark(mark_fd)
-    except (UnusableMark, OSError):
-        return NO_STEP
-    return NO_STEP if found is None else found.step

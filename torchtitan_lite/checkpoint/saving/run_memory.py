@@ -19,8 +19,8 @@ from torchtitan_lite.checkpoint.staging.stager import build_stager
 from torchtitan_lite.checkpoint.staging.watch import build_staging_watch
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.writer_process import WriterProcess
-from torchtitan_lite.distributed.consensus import Peers
 from torchtitan_lite.distributed.environment import memory_is_off, runtime_folder
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.housekeeping import OnEvent
 from torchtitan_lite.store.manifest import CheckpointKind
@@ -69,7 +69,7 @@ class RunMemory:
         if taken is None:
             return
         if self.images is not None:
-            self.images.adopt(taken.arenas)
+            self.images.adopt(taken.arenas, taken.num_loaded)
         else:
             for fd in [fd for pair in taken.arenas for fd in pair]:
                 os.close(fd)
@@ -84,6 +84,15 @@ class RunMemory:
         """Wait until the state may change, as far as images go. Any rank."""
         if self.images is not None:
             self.images.wait_for_staging()
+
+    def settle(self) -> None:
+        """Wait until no image is being copied or digested: a load changes the state, and may take over its memory.
+
+        Any rank.
+        """
+        if self.images is not None:
+            self.images.wait_for_staging()
+            self.images.wait(self.images.timeout_seconds)
 
     def finish(self) -> None:
         """Free all images: the run has finished. Any rank."""

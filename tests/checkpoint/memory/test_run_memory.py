@@ -1,0 +1,142 @@
+"""Which runs have a memory tier, which make images, and which need a process that digests them."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.memory.cards import CARD
+from tests.checkpoint.memory.image_runs import CopiesOnly
+from torchtitan_lite.checkpoint.memory.card import Commit
+from torchtitan_lite.checkpoint.memory.mark import Mark, read_mark
+from torchtitan_lite.checkpoint.saving import run_memory
+from torchtitan_lite.checkpoint.saving.image import renew_card
+from torchtitan_lite.checkpoint.saving.run_memory import RunMemory, build_run_memory
+from torchtitan_lite.checkpoint.saving.save_plan import PlanCache
+from torchtitan_lite.checkpoint.saving.writer import Origin
+from torchtitan_lite.checkpoint.staging.stager import Stager
+from torchtitan_lite.config.job_config import Checkpoint
+from torchtitan_lite.distributed.peers import Peers
+from torchtitan_lite.keeper.client import Keeper
+from torchtitan_lite.store.housekeeping import ignore_event
+from torchtitan_lite.store.lineage import Lineage
+from torchtitan_lite.store.store import CheckpointStore
+
+PEERS = Peers(timedelta(seconds=60))
+ASYNC = {"enable_checkpoint": True, "async_mode": "async"}
+
+
+def memory_of(folder: Path, **config: Any) -> RunMemory:
+    store = CheckpointStore(folder / "checkpoint")
+    store.root.mkdir(exist_ok=True)
+    options = Checkpoint(**{**ASYNC, **config})
+    return build_run_memory(options, store, PlanCache(PEERS), PEERS, lambda: 0.0, ignore_event)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"enable_checkpoint": False},
+        {"load_only": True},
+        {"create_seed_checkpoint": True},
+        {"dry_run": True},
+        {"memory_ttl_seconds": 0.0},
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("memory_tier")
+def test_what_is_no_run_of_its_own_has_no_tier(tmp_path: Path, config: dict[str, Any]) -> None:
+    found = memory_of(tmp_path, **config)
+    assert (found.tier, found.images) == (None, None)
+    origin = Origin(Lineage("r1"), "", {})
+    assert found.begin(origin) is origin
+    found.take_over(None)
+    for act in (found.begin_keeping, found.wait_for_staging, found.finish, found.close, found.leave):
+        act()
+
+
+def test_a_run_whose_tier_is_off_has_none(tmp_path: Path) -> None:
+    assert memory_of(tmp_path).tier is None
+
+
+@pytest.mark.usefixtures("memory_tier")
+def test_a_run_that_makes_no_copies_looks_for_images_and_makes_none(tmp_path: Path) -> None:
+    found = memory_of(tmp_path, async_mode="disabled")
+    assert found.tier is not None and found.images is None
+    origin = Origin(Lineage("r1"), "", {})
+    assert found.begin(origin) is origin
+    assert found.tier.start and found.tier.folder_id and not found.tier.is_off
+
+
+@pytest.mark.parametrize("digests", [True, False])
+@pytest.mark.parametrize(
+    ("async_mode", "interval", "process"),
+    [("async", 0, False), ("async", 2, None), ("async_with_pinned_mem", 0, True), ("async_with_pinned_mem", 2, True)],
+)
+@pytest.mark.usefixtures("memory_tier")
+def test_a_process_digests_where_copies_cannot_or_where_it_writes_anyway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, async_mode: str, interval: int, process: bool | None, digests: bool
+) -> None:
+    if not digests:
+        monkeypatch.setattr(run_memory, "build_stager", lambda **options: Stager(CopiesOnly(), pin=False, **options))
+    found = memory_of(tmp_path, async_mode=async_mode, memory_interval=interval).images
+    assert found is not None
+    assert (found.process is not None) == (not digests if process is None else process)
+    assert found.are_made_at_once == (interval > 0)
+    assert found._owns_process == (async_mode == "async"), "else the saver does"
+
+
+@pytest.mark.usefixtures("memory_tier")
+def test_the_ids_of_a_start_are_in_its_origin_and_a_folder_without_one_turns_the_tier_off(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = memory_of(tmp_path)
+    origin = found.begin(Origin(Lineage("r1"), "", {}))
+    assert found.tier is not None and origin.start == found.tier.start != ""
+    assert found.tier.folder_id == CheckpointStore(tmp_path / "checkpoint").folder_id(make=False)
+    again = memory_of(tmp_path)
+    assert again.begin(Origin(Lineage("r1"), "", {})).start != origin.start
+    (tmp_path / "other").mkdir()
+    without = memory_of(tmp_path / "other")
+    (tmp_path / "other" / "checkpoint").rmdir()
+    origin = Origin(Lineage("r1"), "", {})
+    assert without.begin(origin) is origin
+    assert without.tier is not None and without.tier.is_off
+    assert "No images in memory: the folder" in caplog.text
+
+
+@pytest.mark.usefixtures("memory_tier")
+def test_the_images_stay_when_the_process_leaves_and_go_when_the_run_finishes(
+    tmp_path: Path, memory_tier: Path
+) -> None:
+    for acts, lives in ((("leave",), True), (("finish",), False)):
+        found = memory_of(tmp_path)
+        found.begin(Origin(Lineage("r1"), "", {}))
+        found.take_over(None)
+        found.close()
+        for act in acts:
+            getattr(found, act)()
+        keeper = Keeper(tmp_path / "checkpoint", 600.0, runtime=memory_tier)
+        described = keeper.describe()
+        assert (described is not None and described.living == ()) == lives
+
+
+def test_a_card_that_is_renewed_knows_another_commit_and_is_as_it_was_otherwise() -> None:
+    mark = Mark()
+    renew_card(mark, Commit(6, "e"), 0)
+    assert read_mark(mark.fd) is None, "no image becomes valid by that"
+    mark.set(7, 3, CARD.to_bytes())
+    before = CARD.to_bytes()
+    for latest, text in ((Commit(6, "e"), b'{"step":6,"digest":"e"}'), (None, b"null")):
+        renew_card(mark, latest, 0)
+        found = read_mark(mark.fd)
+        assert found is not None and (found.step, found.num_bytes) == (7, 3)
+        expected = before.replace(b'{"step":5,"digest":"' + b"0" * 32 + b'"}', text)
+        assert found.card.split(b"\n")[0] == expected.split(b"\n")[0]
+    mark.set(7, 3, b"none")
+    renew_card(mark, None, 0)
+    assert read_mark(mark.fd) is None, "a card that cannot be read is given up"
+    mark.close()
