@@ -1,0 +1,97 @@
+"""A keeper that ends between a request and its answer is none, whatever it said before."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from torchtitan_lite.errors import KeeperUnavailable
+from torchtitan_lite.keeper import messages
+from torchtitan_lite.keeper.client import Keeper
+from torchtitan_lite.keeper.place import socket_path
+
+
+@contextmanager
+def ending_at(path: Path, last: str) -> Iterator[list[str]]:
+    """Answer requests at `path`, and hang up at the first one that asks for `last`; yield the requests."""
+    asked: list[str] = []
+
+    def serve() -> None:
+        while last not in asked:
+            try:
+                connection, _ = listener.accept()
+            except OSError:  # The test has failed.
+                return
+            with connection, suppress(OSError):
+                while request := connection.recv(1 << 17):
+                    asked.append(json.loads(request)["what"])
+                    if asked[-1] == last:
+                        break
+                    messages.send(connection, {})
+
+    with messages.new_socket() as listener:
+        listener.bind(str(path))
+        listener.listen()
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield asked
+        finally:
+            with suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+@pytest.fixture
+def asking(runtime: Path, tmp_path: Path) -> Keeper:
+    """The client of a keeper that a test plays."""
+    socket_path(tmp_path, runtime).parent.mkdir(mode=0o700)
+    return Keeper(tmp_path, 600.0, runtime=runtime)
+
+
+def num_open() -> int:
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # numbers, not paths
+
+
+def test_one_that_ends_before_its_process_is_watched_is_not_joined(asking: Keeper, runtime: Path) -> None:
+    before = num_open()
+    with ending_at(socket_path(asking.folder, runtime), "hello") as asked:
+        with pytest.raises(KeeperUnavailable, match="hung up without an answer"):
+            asking.join("first")
+        assert asked == ["join", "hello"]
+    assert not asking.has_ended(), "its process may be another one by now"
+    assert num_open() == before
+
+
+def test_one_that_ends_while_an_image_is_kept_keeps_none(asking: Keeper, runtime: Path) -> None:
+    fds = (os.memfd_create("arena"), os.memfd_create("mark"))
+    with ending_at(socket_path(asking.folder, runtime), "keep") as asked:
+        with pytest.raises(KeeperUnavailable, match="hung up without an answer"):
+            asking.keep("a", fds)
+        assert asked == ["hello", "keep"], "first whether it answers at all"
+    messages.close_all(fds)
+
+
+def test_nothing_has_to_be_dropped_left_or_finished_at_one_that_ends(asking: Keeper, runtime: Path) -> None:
+    path = socket_path(asking.folder, runtime)
+    acts = {"drop": lambda: asking.drop(["a"]), "leave": asking.leave, "finish": asking.finish}
+    for what, act in acts.items():
+        with ending_at(path, what) as asked:
+            act()
+            assert asked[-1] == what
+        path.unlink()
+    with ending_at(path, "list"):
+        assert asking.held() == []
+    path.unlink()
+    with ending_at(path, "other"):
+        assert asking.wait_until_unmapped(0.0)
+    path.unlink()
+    with ending_at(path, "hello"):
+        assert asking.describe() is None
