@@ -81,3 +81,18 @@ def test_a_start_that_ends_before_its_first_save_has_set_nothing_aside(start_run
     run.step()
     run.manager.close()
     assert run.names() == ["step-2", "step-4", "step-6"]
+
+
+def test_a_run_that_counts_again_can_roll_back_to_the_step_at_which_the_old_run_branched(start_run: StartRun) -> None:
+    old_run(start_run)
+    branch = start_run(seed=1, interval=2, load_step=2)
+    branch.manager.load()
+    branch.train(4, last=False)
+    branch.manager.close()
+    again = start_run(seed=2, interval=2, exclude_from_loading=AGAIN)
+    again.manager.load()
+    again.train(4, last=False)
+    again.manager.close()
+    rolled_back = start_run(seed=3, interval=2, load_step=2)
+    rolled_back.manager.load()
+    assert rolled_back.manager.loaded_step == 2, "it continues no branch: the old one began at another step 2"

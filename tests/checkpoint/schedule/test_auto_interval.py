@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import math
 from collections.abc import Callable
@@ -253,3 +254,20 @@ def test_ranks_with_other_clocks_costs_and_pasts_save_the_steps_of_rank_0(rank: 
     assert same_everywhere(saved)
     assert saved == [7, 18, 29]
     assert run.checkpoints() == sorted(f"step-{step}" for step in saved)
+
+
+def test_each_interval_in_the_log_is_an_event(start_run: StartRun, log: pytest.LogCaptureFixture) -> None:
+    run = Auto(start_run, mtbf_hours=1.0)
+    run.train(90)
+    run.blocked = 8.0
+    run.train(150)
+    events = [(step, figures) for name, step, figures in run.run.events.recorded if name == "interval_chosen"]
+    assert len(events) == len(chosen(log)) == 2
+    assert [step for step, _ in events] == sorted(step for step, _ in events)
+    first, second = (figures for _, figures in events)
+    assert first == {
+        **{"seconds": pytest.approx(118.67, abs=0.01), "reason": "the optimum", "mtbf_hours": 1.0},
+        **{"cost_seconds": 2.0, "stall_seconds": 2.0, "save_seconds": 2.0},
+    }
+    assert second["cost_seconds"] == 8.0 and second["seconds"] > first["seconds"]
+    json.dumps(events)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from torchtitan_lite.checkpoint.state import arguments, fsdp1
 from torchtitan_lite.checkpoint.state.stateful import ModelWrapper, OptimizerWrapper
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.config.own_loop import loop_config
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointNotFound
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.housekeeping import ignore_event
@@ -53,11 +54,12 @@ def load_model(
     candidates = Candidates(
         CheckpointStore(Path(folder)), step, config.checkpoint, peers, ignore_event, is_exact=step != -1, choose=_choose
     )
-    source = candidates.take(
-        lambda source: Restore(
-            source, config, peers, model=wrapper, optimizer=optimizer, small_states={}, topology=""
-        ).run()
-    )
+    with closing(peers):
+        source = candidates.take(
+            lambda source: Restore(
+                source, config, peers, model=wrapper, optimizer=optimizer, small_states={}, topology=""
+            ).run()
+        )
     assert source is not None, "a folder without checkpoints is refused, and so is one in which all are damaged"
     return source.step
 

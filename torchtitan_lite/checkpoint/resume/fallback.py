@@ -19,7 +19,7 @@ from torchtitan_lite.checkpoint.resume.from_memory import prefer_memory
 from torchtitan_lite.checkpoint.resume.held_images import HeldImages, Key
 from torchtitan_lite.checkpoint.resume.load_source import InMemory, LoadSource, choose_source
 from torchtitan_lite.config.job_config import Checkpoint
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import (
     AllCheckpointsDamaged,
     CheckpointDamaged,
@@ -149,8 +149,9 @@ class Candidates:
     def _leave_out(self, source: LoadSource, memory: InMemory, error: CheckpointError) -> None:
         """Take the images of `source` for damaged, on every rank."""
         assert self.images is not None
-        self.images.left_out.add(Key(memory.step, memory.start))
-        finding = getattr(error, "summary", "") or str(error)
+        self.images.left_out.add(Key.of_source(memory))
+        found = (getattr(error, name, "") for name in ("summary", "finding", "cause"))
+        finding = next(filter(None, found), "") or str(error)
         self._warn("The image of step %d in memory is not loaded: %s. Trying what is next", source.step, finding)
         self.on_event("image_skipped", source.step, finding=finding)
 

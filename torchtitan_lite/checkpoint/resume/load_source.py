@@ -40,10 +40,14 @@ class InMemory:
     step: int
     start: str
     """The id of the start that made them."""
+    copy: int
+    """Which of the copies that it made."""
     is_spread: bool = False
     """Whether each rank has only the images of its own host."""
     is_last_resort: bool = False
     """Whether the disk has no full checkpoint of the run: then all of it is verified before anything is loaded."""
+    is_copy: bool = False
+    """Whether the disk has the same checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -168,9 +172,12 @@ def with_exclusions(source: LoadSource, config: Checkpoint) -> LoadSource:
     is_its_own = not source.initial and _TRAIN_STATE in _exclusions_of(source.config)
     if is_its_own and not config.new_branch:
         return source
-    # Keeps the branch point, so that the same `load_step` continues this branch at the next start.
-    run_id, parent = new_run().run_id, source.lineage.parent_step
-    lineage = dataclasses.replace(source.lineage, run_id=run_id, parent_step=parent, counts_again=True)
+    # With the branch point, the same `load_step` continues this branch at the next start; that of an older branch is a
+    # step of the old count.
+    begun = source.lineage.branch_point if source.lineage.branch_point == config.load_step else None
+    lineage = dataclasses.replace(
+        new_run(), parent_step=source.lineage.parent_step, branch_point=begun, counts_again=True
+    )
     return dataclasses.replace(source, excluded=config.exclude_from_loading, lineage=lineage)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from pathlib import Path
 
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.memory.tier import TakenOver, Tier
@@ -19,7 +20,8 @@ from torchtitan_lite.checkpoint.resume.restore import Restore
 from torchtitan_lite.checkpoint.resume.resume_report import ResumeReport
 from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.config.job_config import JobConfig
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
+from torchtitan_lite.errors import CheckpointMismatch
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.housekeeping import OnEvent
@@ -64,7 +66,11 @@ class RunLoad:
             self._images.look(topology=self._topology)
         candidates = self._candidates(wanted, is_exact=step != -1)
         candidates.images = self._images
-        source = candidates.take(lambda source: self._load(wanted, source))
+        try:
+            source = candidates.take(lambda source: self._load(wanted, source))
+        except BaseException:
+            self._forget_images()
+            raise
         if source is None:
             self._report_unmanaged(wanted)
             logger.info("No checkpoint in %s: a fresh start", self._store.root)
@@ -79,7 +85,7 @@ class RunLoad:
         if images is None or not images.are_any:
             return None
         memory = source.memory if source is not None else None
-        return TakenOver(*images.shared_out(None if memory is None else Key(memory.step, memory.start)))
+        return images.shared_out(None if memory is None else Key.of_source(memory))
 
     def report(self) -> ResumeReport | None:
         """Return what `load` would do and what it would refuse; None for a fresh start. Changes nothing."""
@@ -110,12 +116,18 @@ class RunLoad:
         figures = {"path": str(source.path), "seconds": seconds, "bytes": source.nbytes, "origin": origin}
         self._on_event("loaded", source.step, **figures)
 
+    def _forget_images(self) -> None:
+        """Close the images: no load takes them over. The keeper has them for the next start."""
+        if self._images is not None:
+            self._images.close()
+            self._images = None
+
     def _load_images(self, source: LoadSource, memory: InMemory) -> None:
         """Load `source` from the images on this host; they are unmapped on return."""
         assert self._images is not None
         images, peers = self._images, self._peers
         manifest = Manifest.parse(memory.manifest, str(source.path / layout.MANIFEST))
-        files = images.files(Key(memory.step, memory.start), manifest, is_spread=memory.is_spread)
+        files = images.files(Key.of_source(memory), manifest, is_spread=memory.is_spread)
         try:
             if memory.is_spread:
                 files.borrow(peers.gather_made(lambda: lent_parts(source, files)))
@@ -123,6 +135,10 @@ class RunLoad:
                 # What a load has changed, nothing on disk could put right.
                 peers.together(lambda: verify_images(source, files, peers.rank, peers.world_size))
             self._restore(source, files).run()
+        except CheckpointMismatch as error:
+            if memory.is_copy:
+                raise  # The step on disk does not fit either.
+            raise _of_image(error, source, self._store.root) from None
         finally:
             files.close()
 
@@ -150,3 +166,15 @@ class RunLoad:
             topology=self._topology,
             files=files,
         )
+
+
+def _of_image(error: CheckpointMismatch, source: LoadSource, root: Path) -> CheckpointMismatch:
+    """Return `error` about the image `source` of the folder `root`, with the image's name and how to leave it out."""
+    path = f"the image of step {source.step} in memory" if error.path == str(source.path) else error.path
+    way_out = (
+        f"  It was read from memory. To load from disk, or to begin from scratch if nothing is there, free it: "
+        f"torchtitan-lite memory {root} --end"
+    )
+    named = CheckpointMismatch(path, f"{error.report}\n{way_out}")
+    named.origin_rank, named.reported_elsewhere = error.origin_rank, error.reported_elsewhere
+    return named

@@ -14,26 +14,34 @@ from torchtitan_lite.checkpoint.saving.save_costs import SaveCosts
 from torchtitan_lite.checkpoint.schedule.failures import Past, mtbf_hours, prior_hours
 from torchtitan_lite.checkpoint.schedule.optimum import Caps, Choice, Conflict, SaveCost, choose, most_lost_seconds
 from torchtitan_lite.config.job_config import Checkpoint
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.log import logger
+from torchtitan_lite.store.housekeeping import OnEvent
 
 FIRST_SECONDS = 60.0
 """Until the first save, whose cost nothing is known of."""
 NOTICEABLE = 1.25
-"""An interval that is longer or shorter by this factor than the one in the log is logged."""
+"""An interval that is longer or shorter by this factor than the one in the log is logged, and is an event."""
 
 
 class AutoInterval:
     """The interval now, in `seconds`. `mtbf` returns the hours between failures, given those of this start."""
 
     def __init__(
-        self, costs: SaveCosts, caps: Caps, mtbf: Callable[[float], float], peers: Peers, clock: Callable[[], float]
+        self,
+        costs: SaveCosts,
+        caps: Caps,
+        mtbf: Callable[[float], float],
+        peers: Peers,
+        clock: Callable[[], float],
+        on_event: OnEvent,
     ) -> None:
         self._costs = costs
         self._caps = caps
         self._mtbf = mtbf
         self._peers = peers
         self._clock = clock
+        self._on_event = on_event
         self._began = clock()
         self._seconds = min(FIRST_SECONDS, caps.max_lost_seconds / 2)
         self._cost: SaveCost | None = None
@@ -60,6 +68,16 @@ class AutoInterval:
         if self._is_noticeable(choice):
             self._log(choice, self._cost, hours)
             self._logged = choice
+            self._on_event(
+                "interval_chosen",
+                step,
+                seconds=choice.seconds,
+                reason=choice.reason.value,
+                cost_seconds=self._cost.seconds,
+                stall_seconds=self._cost.blocked_seconds,
+                save_seconds=self._cost.save_seconds,
+                mtbf_hours=hours,
+            )
 
     def _is_noticeable(self, choice: Choice) -> bool:
         before = self._logged
@@ -94,14 +112,19 @@ class FixedInterval:
 
 
 def build_auto_interval(
-    config: Checkpoint, in_flight: InFlight, peers: Peers, clock: Callable[[], float], past: Callable[[], Past]
+    config: Checkpoint,
+    in_flight: InFlight,
+    peers: Peers,
+    clock: Callable[[], float],
+    past: Callable[[], Past],
+    on_event: OnEvent,
 ) -> AutoInterval | FixedInterval:
     """Return what chooses the interval of a run with `config`. `past` is called once, on the coordinator."""
     if config.interval_type != "auto":
         return FixedInterval()
     caps = Caps(config.max_lost_seconds or math.inf, config.max_overhead or math.inf)
     costs = SaveCosts(in_flight, clock)
-    return AutoInterval(costs, caps, _build_mtbf(config, peers, past), peers, clock)
+    return AutoInterval(costs, caps, _build_mtbf(config, peers, past), peers, clock, on_event)
 
 
 def _build_mtbf(config: Checkpoint, peers: Peers, past: Callable[[], Past]) -> Callable[[float], float]:

@@ -16,6 +16,10 @@ Metrics = Mapping[str, SupportsFloat]
 
 def check_metrics(metrics: Metrics) -> None:
     """Raise ConfigError unless each metric has a name and is a number or a tensor of one element; reads no tensor."""
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(
+            f"metrics: expected numbers by name, such as {{'loss': 0.5}}, found {type(metrics).__name__}."
+        )
     for name, value in metrics.items():
         if not isinstance(name, str) or not name or not name.isprintable():
             raise ConfigError(f"metrics: expected a name for each metric, found {name!r:.100}.")
@@ -28,5 +32,7 @@ def check_metrics(metrics: Metrics) -> None:
 
 def finite(metrics: Metrics) -> dict[str, float]:
     """Return the metrics as plain numbers, without those that are NaN or infinite: JSON has no such numbers."""
-    numbers = {name: float(value) for name, value in metrics.items()}
+    # Of a tensor with a graph, such as a loss, torch warns against float().
+    plain = {name: each.detach() if isinstance(each, torch.Tensor) else each for name, each in metrics.items()}
+    numbers = {name: float(value) for name, value in plain.items()}
     return {name: number for name, number in numbers.items() if math.isfinite(number)}

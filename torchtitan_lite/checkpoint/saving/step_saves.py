@@ -16,7 +16,9 @@ from torchtitan_lite.checkpoint.saving.run_saves import RunSaves
 from torchtitan_lite.checkpoint.schedule.interval import SavePolicy, Tick, build_skips_when_busy, split
 from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
 from torchtitan_lite.config.job_config import Checkpoint
-from torchtitan_lite.distributed.consensus import Peers, StepConsensus, StepFlags
+from torchtitan_lite.distributed.peers import Peers
+from torchtitan_lite.distributed.step_consensus import StepConsensus, StepFlags
+from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
 
 
@@ -47,17 +49,24 @@ class StepSaves:
         self._auto = auto
         self._peers = peers
         self._clock = clock
+        self._latest: int | None = None
+
+    def continue_from(self, step: int | None) -> None:
+        """Note that the state is now that of `step`; None if the steps count from the start. Any rank."""
+        self._latest = step
 
     def end_of_step(self, step: int, *, last: bool, now: bool) -> tuple[bool, int]:
         """Save `step` if it is due, wanted `now`, the `last` one, or if the ranks leave. **Collective**.
 
         Return whether it was saved or is being saved, and the signal that the ranks leave for (0: none, as at the last
-        step). Raises `SaveFailed` if a save failed that was one too many.
+        step). Raises `SaveFailed` if a save failed that was one too many, and ConfigError for a step before the latest.
         """
+        self._refuse_before_latest(step)
         self._auto.enter()
         agreed = self._receive()
         leaving_for = 0 if last else agreed.signal
         saved = not self._loads_only and self._save(step, last, now, agreed, leaving_for)
+        self._latest = step if saved else self._latest
         self._saves.prepare(step, now=True)  # After the first step there is all that is to be saved.
         if not saved and not last and not leaving_for and not self._loads_only:
             self._saves.keep_in_memory(step)
@@ -68,6 +77,18 @@ class StepSaves:
     def drain(self) -> None:
         """Wait for the exchange under way, if there is one. **Collective**."""
         self._consensus.drain()
+
+    def _refuse_before_latest(self, step: int) -> None:
+        """Raise ConfigError if `step` is before the latest one that was loaded or saved, where the next start begins.
+
+        What the loop trains now would be lost with it.
+        """
+        if self._latest is not None and step < self._latest and not self._loads_only:
+            raise ConfigError(
+                f"save({step}): expected a step from {self._latest} on, which this run has: the next start resumes "
+                f"from step {self._latest}. Count on from manager.loaded_step after a load, and over all epochs; to "
+                "train from an earlier step again, load it first."
+            )
 
     def _receive(self) -> StepFlags:
         """Return the flags that the ranks sent last; settle the save in flight if they say that it ended."""

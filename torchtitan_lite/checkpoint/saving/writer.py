@@ -32,7 +32,7 @@ from torchtitan_lite.checkpoint.saving.nan_check import names_with_nan
 from torchtitan_lite.checkpoint.saving.rank_image import RankPlan
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.distributed import dcp
-from torchtitan_lite.distributed.consensus import Peers
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
@@ -161,14 +161,14 @@ class CommittingWriter(StorageWriter):
         if slowest is not None:
             target.note_slowest(slowest[1], slowest[0])
         described = description.metadata(objects)
-        target.store.durable.write_file(target.store.stage(target.step) / layout.METADATA, described)
+        target.store.durable.write_file(target.store.stage(target.step) / layout.METADATA, described.data)
         manifest = Manifest(
             step=target.step,
             kind=target.kind,
             created_at=time.time(),
             world_size=len(results),
             versions=versions(),
-            files={file.name: file.record for file in files} | {layout.METADATA: FileRecord.of(described)},
+            files={file.name: file.record for file in files} | {layout.METADATA: described.record},
             lineage=self._lineage(),
             tensors=description.tensors,
             objects=description.objects(objects),
@@ -181,6 +181,7 @@ class CommittingWriter(StorageWriter):
                 **({METRICS: dict(target.origin.metrics)} if target.origin.metrics else {}),
                 **_of_start(target.origin),
             },
+            format_version=description.format_version,
         )
         self.committed = target.store.commit(target.step, manifest, target.fence)
         if nan_in:

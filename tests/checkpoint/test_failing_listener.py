@@ -1,0 +1,29 @@
+"""A caller's `on_event` that raises on one rank neither stops that rank nor leaves the others waiting for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from tests.logged import logged_warnings
+from tests.ranks import on_two_ranks
+from torchtitan_lite.checkpoint.manager import CheckpointManager
+
+
+@on_two_ranks
+def test_an_event_that_a_rank_cannot_take_is_a_warning_on_it(rank: int, tmp_path: Path) -> None:
+    def on_event(event: str, step: int, /, **figures: Any) -> None:
+        if rank == 0:
+            raise OSError("no space for events")
+
+    model = nn.Linear(2, 2)
+    options: dict[str, Any] = {"on_event": on_event, "preemption_signals": (), "timeout_seconds": 20}
+    with CheckpointManager.for_loop(model=model, folder=tmp_path, **options) as manager:
+        manager.load()
+        with logged_warnings() as found:
+            assert manager.save(1, force=True)
+            assert manager.latest_step() == 1
+    wanted = "on_event failed for save_started of step 1: OSError: no space for events"
+    assert (wanted in found) == (rank == 0)
