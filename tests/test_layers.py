@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -206,6 +207,23 @@ def test_a_module_imports_only_from_layers_below_and_from_its_own_part() -> None
             if other != part and LAYERS[other] >= LAYERS[part]:
                 findings.append(module.at(node, f"{part} imports {imported}"))
     assert not findings, "\n" + "\n".join(findings)
+
+
+def test_no_modules_import_one_another_in_a_circle() -> None:
+    """Not for types either, nor in functions: whoever reads one of them would have to read all."""
+    names = {module.name for module in MODULES}
+
+    def home(imported: str) -> str:
+        """Return the module that an imported name is, or is in."""
+        while imported and imported not in names:
+            imported = imported.rpartition(".")[0]
+        return imported or "__init__"
+
+    graph = {module.name: {home(imported) for _, imported in imports_of_ours(module)} for module in MODULES}
+    try:
+        TopologicalSorter({name: uses - {name} for name, uses in graph.items()}).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
 
 
 def test_modules_for_a_login_node_import_no_torch() -> None:

@@ -1,8 +1,8 @@
 """The sizes of Llama 3.
 
 A `ModelArgs` determines every parameter's name and shape. `FLAVORS` holds the published sizes and `debugmodel`, which
-two CPU cores can train. Vocabulary and sequence length depend on the data, so `build_model_args` adds them. Input and
-output embeddings are separate parameters in every flavor, also in the 1B, where the published model ties them.
+two CPU cores can train. Vocabulary and sequence length depend on the data, so chosen.py adds them. Input and output
+embeddings are separate parameters in every flavor, also in the 1B, where the published model ties them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan_lite.config.job_config import Model
 from torchtitan_lite.errors import ConfigError
 
 
@@ -108,27 +107,4 @@ def args_of_settings(settings: Mapping[str, Any]) -> ModelArgs:
         **{name: settings[name] for name in _SETTINGS if name != "ffn_dim"},
         hidden_dim=settings["ffn_dim"],
         rope_scaling=None if of_scaling["factor"] is None else RopeScaling(**of_scaling),
-    )
-
-
-def build_model_args(config: Model, *, vocab_size: int, seq_len: int) -> ModelArgs:
-    """Return the sizes that `config` names, for the vocabulary of this tokenizer and this sequence length.
-
-    A config file (`model.config_path`) states its own vocabulary, because the weights that come with it have that one.
-    Raises ConfigError for an unknown flavor, a file that is no Llama, and a vocabulary that is too small.
-    """
-    if config.config_path:
-        from torchtitan_lite.models.llama.config_file import args_in  # Which needs the classes of this module.
-
-        args = args_in(config.config_path)
-        if args.vocab_size < vocab_size:
-            raise ConfigError(
-                f"model.config_path: the model has {args.vocab_size} tokens, and model.tokenizer_path has {vocab_size}."
-                " Set --model.tokenizer_path to the tokenizer of this model."
-            )
-        return dataclasses.replace(args, max_seq_len=seq_len, dropout=config.dropout)
-    if config.flavor not in FLAVORS:
-        raise ConfigError(f"model.flavor: expected one of {', '.join(FLAVORS)}, found {config.flavor!r}.")
-    return dataclasses.replace(
-        FLAVORS[config.flavor], vocab_size=vocab_size, max_seq_len=seq_len, dropout=config.dropout
     )
