@@ -36,6 +36,7 @@ FIXES = {
     errors.FolderInUse: "--job.dump_folder",
     errors.LeaseLost: "--job.dump_folder",
     errors.CorpusChanged: "--checkpoint.exclude_from_loading=dataloader",
+    errors.TokensNotWritten: "--training.tokens_folder",
     errors.TrainingDiverged: "--checkpoint.load_step",
 }
 """The fix in each message, or that there is nothing to do; the other errors get their message where they are raised."""

@@ -43,6 +43,7 @@ PUBLIC = {
         "PinsUnreadable",
         "RunNotLoaded",
         "SaveFailed",
+        "TokensNotWritten",
         "TorchtitanLiteError",
         "TrainingDiverged",
         "WriterProcessDied",

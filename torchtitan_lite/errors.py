@@ -18,6 +18,7 @@
     |  |- FolderInUse (RuntimeError)             another job writes the folder
     |  `- LeaseLost (RuntimeError)               another job has taken the folder over
     |- CorpusChanged (ValueError)                the data at resume is not the data of the run
+    |- TokensNotWritten (RuntimeError)           a disk is full, or fails, while the tokens of a corpus are made
     |- ExtraMissing (ImportError)                an optional dependency is not installed
     |- KeeperUnavailable (RuntimeError)          checkpoints are not kept in memory; training goes on
     `- TrainingDiverged (ArithmeticError)        a loss or gradient norm is not finite
@@ -51,6 +52,7 @@ __all__ = [
     "PinsUnreadable",
     "RunNotLoaded",
     "SaveFailed",
+    "TokensNotWritten",
     "TorchtitanLiteError",
     "TrainingDiverged",
     "WriterProcessDied",
@@ -255,6 +257,17 @@ class CorpusChanged(TorchtitanLiteError, ValueError):
             "--checkpoint.exclude_from_loading=dataloader"
         )
         super().__init__(f"the corpus is not the one that this run was trained on: {'; '.join(self.changes)}. {fix}.")
+
+
+class TokensNotWritten(TorchtitanLiteError, RuntimeError):
+    """The tokens of the corpus could not be written in `folder`: `cause`. No step was trained."""
+
+    def __init__(self, folder: str, cause: str) -> None:
+        self.folder, self.cause = folder, cause
+        super().__init__(
+            f"the tokens of the corpus could not be written in {folder}: {_clause(cause)}. Make room there, or set "
+            "--training.tokens_folder to a folder on another disk."
+        )
 
 
 class ExtraMissing(TorchtitanLiteError, ImportError):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.checkpoint.small_run import same
@@ -245,6 +245,8 @@ def test_an_adapter_without_its_package_is_an_error_that_says_how_to_install_it(
 
 
 @given(JSON)
+@example({"__tuple__": None})
+@example({"a": [{"__pairs__": [], "__tensor__": 1}]})
 def test_unpacking_a_packed_state_gives_it_unchanged(state: object) -> None:
     assert same(unpack(pack(state, rank=1, num_ranks=2), rank=1, num_ranks=2), state)
 
@@ -278,3 +280,20 @@ def test_the_examples_of_the_page_run(example: str, tmp_path: Path, monkeypatch:
         pytest.importorskip("datasets")
     monkeypatch.chdir(tmp_path)
     exec(compile(example, PAGE.name, "exec"), {"__name__": "page"})
+
+
+# After 13 the end of the epoch was seen.
+@pytest.mark.parametrize(("taken", "num_workers"), [(5, 0), (12, 0), (13, 0), (5, 1)])
+def test_a_resumed_torchdata_loader_draws_no_random_numbers_that_an_uninterrupted_one_does_not(
+    taken: int, num_workers: int
+) -> None:
+    first, second = torchdata_loader(num_workers=num_workers), torchdata_loader(num_workers=num_workers)
+    batches = iter(first)
+    for _ in range(taken):
+        next(batches, None)
+    state, generator = first.state_dict(), torch.get_rng_state()
+    expected = [(batch.tolist(), torch.rand(1)) for loader in (batches, first) for batch in loader]
+    second.load_state_dict(state)
+    torch.set_rng_state(generator)  # A load restores the generators after the states.
+    found = [(batch.tolist(), torch.rand(1)) for loader in ((second, second)[: 1 + (taken < 13)]) for batch in loader]
+    assert found == expected

@@ -6,6 +6,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import signal
 import tracemalloc
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.data.bpe import TEXTS, write_tokenizer
+from tests.disks import make_read_only, small_disk
 from tests.forked import Forked
 from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig, Training
 from torchtitan_lite.data.dataset import ByteCorpus
@@ -24,7 +26,7 @@ from torchtitan_lite.data.loader import build_dataloader
 from torchtitan_lite.data.texts import PIECE_BYTES, Lines, ParquetColumns, WholeFiles, build_texts
 from torchtitan_lite.data.token_corpus import TokenCorpus
 from torchtitan_lite.data.tokenizer import ByteTokenizer, FileTokenizer
-from torchtitan_lite.errors import ConfigError, CorpusChanged
+from torchtitan_lite.errors import ConfigError, CorpusChanged, TokensNotWritten
 
 
 class Counting(ByteTokenizer):
@@ -360,3 +362,22 @@ def test_bytes_of_files_of_text_are_read_without_a_file_of_tokens(tmp_path: Path
     assert not (tmp_path / "out").exists()
     as_tokens = TokenCorpus(build_texts(training), ByteTokenizer(), tmp_path / "kept", writes=True)
     assert stream(as_tokens) == stream(ByteCorpus(build_documents(training)))
+
+
+def test_a_full_disk_names_the_folder_and_what_the_tokens_need(tmp_path: Path) -> None:
+    texts = ["a" * 3_000_000, "b" * 3_000_000]
+    with small_disk(tmp_path / "kept"), pytest.raises(TokensNotWritten) as raised:
+        corpus(tmp_path, texts).read(0, 1)
+    assert not isinstance(raised.value, ConfigError), "the exit code is 1"
+    message = (
+        r"the tokens of the corpus could not be written in \S+/kept/[0-9a-f]+: No space left on device: they need "
+    )
+    message += (
+        r"about 11\.4 MiB, 2\.0 MiB are free\. Make room there, or set --training\.tokens_folder to a folder on .*"
+    )
+    assert re.fullmatch(message, str(raised.value))
+    with small_disk(tmp_path / "other"), pytest.raises(ConfigError, match="a folder that this user may write"):
+        make_read_only(tmp_path / "other")
+        TokenCorpus(
+            WholeFiles(write_texts(tmp_path / "texts"), "text"), Counting(), tmp_path / "other", writes=True
+        ).read(0, 1)

@@ -71,6 +71,8 @@ class StatefulDataLoaderAdapter:
                 f"{self._loader.num_workers}. Set num_workers={state['num_workers']}, or {RESTART_DATA}."
             )
         self._loader.load_state_dict(state["loader"])
+        # Begins the iteration now: that draws from torch's generator, which the load of a run restores last.
+        self._loader.state_dict()
 
 
 def _end_workers(iterators: weakref.WeakSet[Any], loader: weakref.ref[Any], pid: int) -> None:

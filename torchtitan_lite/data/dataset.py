@@ -13,12 +13,11 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from torchtitan_lite.data.byte_marks import BOS, EOS
 from torchtitan_lite.data.documents import Documents, Fingerprint
 from torchtitan_lite.data.tokenizer import BYTES, ByteTokenizer
 from torchtitan_lite.errors import ConfigError
 
-BOS = 256
-EOS = 257
 VOCAB_SIZE = ByteTokenizer.vocab_size
 
 Tokens = npt.NDArray[np.int64]

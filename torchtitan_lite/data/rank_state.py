@@ -15,7 +15,8 @@ import torch
 
 from torchtitan_lite.errors import ConfigError
 
-TENSOR, TUPLE = "__tensor__", "__tuple__"
+TENSOR, TUPLE, PAIRS = "__tensor__", "__tuple__", "__pairs__"
+"""Keys of what JSON has no form for; the last one is of a dict that has one of these keys itself."""
 RESTART_DATA = "start the data from the beginning with --checkpoint.exclude_from_loading=dataloader"
 
 
@@ -51,7 +52,8 @@ def _plain(value: object, where: str) -> Any:
     if isinstance(value, torch.Tensor):
         return {TENSOR: value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
+        plain = {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
+        return {PAIRS: [*map(list, plain.items())]} if plain.keys() & {TUPLE, TENSOR, PAIRS} else plain
     raise ConfigError(
         f"dataloader: {where} is a {type(value).__name__}, which a checkpoint cannot hold without pickle. "
         "Let the dataset's state_dict return numbers, strings, lists, dicts with strings as keys, and tensors."
@@ -59,6 +61,8 @@ def _plain(value: object, where: str) -> Any:
 
 
 def _restored(value: dict[str, Any]) -> Any:
+    if PAIRS in value:
+        return dict(value[PAIRS])
     if TUPLE in value:
         return tuple(value[TUPLE])
     if TENSOR in value:

@@ -9,8 +9,10 @@ the file that is there; if there is none, it keeps the tokens in an unnamed temp
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import shutil
 import socket
 import tempfile
 import time
@@ -29,12 +31,17 @@ from torchtitan_lite.data.texts import Piece, Texts, content_digest
 from torchtitan_lite.data.token_file import TokenFile, TokensDamaged, write_tokens
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.disk import durable
-from torchtitan_lite.errors import ConfigError, CorpusChanged
+from torchtitan_lite.errors import ConfigError, CorpusChanged, TokensNotWritten
 from torchtitan_lite.log import logger, readable_bytes
 
 TOKENS_FILE, LOCK_FILE = "tokens", "lock"
 _BATCH_CHARACTERS = 1 << 20
 _LOG_SECONDS = 30.0
+_NOT_OURS = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS),
+    *(errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG),
+)
+"""Errors of a folder that this user may not write, or that is none: another one is to be named."""
 
 
 class TokenCorpus:
@@ -57,6 +64,7 @@ class TokenCorpus:
         self._names = names_in_corpus(texts.paths)
         self._sizes = [path.stat().st_size for path in texts.paths]
         self._folder = folder / self._key()
+        self._bytes_made, self._share_made = 0, 0.0
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
@@ -90,6 +98,10 @@ class TokenCorpus:
         if found is not None:
             return [str(digest) for *_, digest in found.description["files"]]
         return [content_digest(path) for path in self._texts.paths]
+
+    @property
+    def _token_bytes(self) -> int:
+        return 2 if self._tokenizer.vocab_size <= 1 << 16 else 4
 
     @property
     def _path(self) -> Path:
@@ -133,10 +145,10 @@ class TokenCorpus:
         """Return the tokens that another process made meanwhile, if they pass `check`; else make them."""
         if not self._writes:
             logger.info("This run writes nothing into %s: the tokens are for this run only", self._folder.parent)
-            with tempfile.TemporaryFile() as file:
+            with self._naming_the_folder(Path(tempfile.gettempdir())), tempfile.TemporaryFile() as file:
                 self._write(file, lambda progress: None)
                 return TokenFile(file)
-        with self._naming_the_key():
+        with self._naming_the_folder(self._folder):
             durable.make_dir(self._folder)
             with making_lock(self._folder / LOCK_FILE, self._sleep) as (note, is_alone):
                 with suppress(TokensDamaged):
@@ -185,7 +197,7 @@ class TokenCorpus:
         write_tokens(
             file,
             self._arrays(note),
-            token_bytes=2 if self._tokenizer.vocab_size <= 1 << 16 else 4,
+            token_bytes=self._token_bytes,
             description={"kind": self._texts.kind, "tokenizer": self.tokenizer, "files": files},
         )
         after = [(path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
@@ -204,8 +216,12 @@ class TokenCorpus:
     def _arrays(self, note: Callable[[str], None]) -> Iterator[npt.NDArray[np.uint32]]:
         total, logged = max(1, sum(self._sizes)), time.monotonic()
         # Batches span files: the tokenizer uses all cores only for several texts at once.
+        self._bytes_made, token_bytes = 0, self._token_bytes
         for batch in _batches(self._pieces()):
-            yield self._marked(batch)
+            tokens = self._marked(batch)
+            self._bytes_made += token_bytes * len(tokens)
+            self._share_made = batch[-1].progress / total
+            yield tokens
             if time.monotonic() - logged >= _LOG_SECONDS:
                 logged, percent = time.monotonic(), 100 * batch[-1].progress / total
                 logger.info("Tokenised %.0f %% of the corpus", percent)
@@ -229,17 +245,34 @@ class TokenCorpus:
         return np.array(tokens, dtype=np.uint32)
 
     @contextmanager
-    def _naming_the_key(self) -> Iterator[None]:
-        """Raise what the system refuses in the folder as ConfigError: a disk that is full, a folder of another user."""
+    def _naming_the_folder(self, folder: Path) -> Iterator[None]:
+        """Raise what the system refuses in `folder` as ConfigError if it is not ours to write, else TokensNotWritten.
+
+        The first is a folder of another user, the second a disk that is full or fails.
+        """
         try:
             yield
         except OSError as error:
             if error.filename in map(str, self._texts.paths):
                 raise
-            raise ConfigError(
-                f"training.tokens_folder: the tokens could not be written in {self._folder}: {error}. "
-                "Make room there, or set --training.tokens_folder to a folder that this user may write."
-            ) from error
+            if error.errno in _NOT_OURS:
+                raise ConfigError(
+                    f"training.tokens_folder: the tokens could not be written in {folder}: {error}. "
+                    "Set --training.tokens_folder to a folder that this user may write."
+                ) from error
+            raise TokensNotWritten(str(folder), self._cause(error, folder)) from error
+
+    def _cause(self, error: OSError, folder: Path) -> str:
+        """Return what the system said, and for a disk without room what is needed and what there is."""
+        cause = error.strerror or str(error)
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            return cause
+        if self._share_made:
+            needed = self._bytes_made / self._share_made
+            cause += f": they need about {readable_bytes(round(needed))}"
+        with suppress(OSError):
+            cause += f", {readable_bytes(shutil.disk_usage(folder).free)} are free"
+        return cause
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
