@@ -35,6 +35,7 @@ USAGE = 2
         (("prune", "a", "--keep-latest", "x"), "--keep-latest: expected a whole number, found 'x'; see"),
         (("prune", "a", "--ttl-hours", "x"), "--ttl-hours: expected a number, found 'x'; see"),
         (("prune", "a", "--keep-latest"), "--keep-latest: expected a value, found none; see"),
+        (("ls", "--x"), "FOLDER: expected a value, found none; see torchtitan-lite ls --help"),
         (("ls", "s3://bucket/run"), "s3://bucket/run is a URL, and only folders of this machine can be read"),
         (("inspect", "gs://bucket/run:7"), "gs://bucket/run:7 is a URL"),
     ],

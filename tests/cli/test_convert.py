@@ -193,7 +193,7 @@ def test_refusals_are_one_sentence_and_leave_nothing(run: SmallRun, tmp_path: Pa
         ((tmp_path / "plain", out, "--layout", "dcp"), 2, "has this layout already"),
         ((step, out, "--layout", "dcp", "--dp-ranks", 2), 2, "--dp-ranks 2: expected at least 1, with --layout "),
         ((step, out, "--layout", "flax"), 2, "--layout"),
-        ((step, damaged), 2, "damaged exists"),
+        ((step, damaged), 2, "damaged: expected a new folder, found a checkpoint"),
         ((damaged, out), 3, "is damaged: bytes 0 to "),
         ((newer, out), 1, "there are files of tensors in it, but no .metadata"),
         ((tmp_path / "plain", out, "--layout", "torchtitan"), 1, "no optimizer whose state has names of parameters"),

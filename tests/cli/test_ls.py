@@ -76,10 +76,10 @@ def test_what_no_job_loads_is_listed_with_the_reason(root: Path) -> None:
         "step-1": ("committed", ""),
         "step-2": ("damaged", "__0_0.distcp has 85311 bytes, not 85312"),
         "step-3": ("half_written", "there are files of tensors in it, but no .metadata"),
-        "step-4": ("newer_format", "it has format version 4, this version reads up to 3"),
+        "step-4": ("newer_format", "it has format version 99, this version reads up to 4"),
         "step-5.staging": ("half_written", "a save into it is under way or was cut off"),
         "step-6.corrupt": ("quarantined", "bytes 0 to 9"),
-        "step-7.abandoned-abc": ("abandoned", "its branch was left by a roll back"),
+        "step-7.abandoned-abc": ("abandoned", "its run rolled back"),
         "step-8.weights": ("set_aside", "a full checkpoint took its name"),
         ".replaced-step-9-1": (
             "being_replaced",
@@ -195,3 +195,22 @@ def test_the_screen_fits_80_columns_and_means_the_same_without_colours(root: Pat
     words = plain(screen).split()
     piped = command("ls", root.parent).out.split()
     assert [word for word in piped if word not in words and "/" not in word] == [], "a long path is folded"
+
+
+def test_what_was_abandoned_says_to_which_step_its_run_rolled_back(root: Path) -> None:
+    add_step(root, 20, lineage=Lineage("aa"))
+    add_step(root, 40, name="step-40.abandoned-aa", lineage=Lineage("aa", 30))
+    add_step(root, 50, lineage=Lineage("aa", 40))  # Not renamed yet.
+    add_step(root, 60, name="step-60.abandoned-cc", lineage=Lineage("cc", 50))
+    add_step(root, 70, name="step-70.abandoned-dd", lineage=Lineage("dd", 60))
+    add_step(root, 45, lineage=Lineage("bb", 30, 30, ((40, "aa"), (50, "aa"))))
+    add_step(root, 46, lineage=Lineage("ee", None, None, ((60, "cc"),)))
+    found = {name: each["finding"] for name, each in listed(root).items() if each["state"] == "abandoned"}
+    assert found == {
+        "step-40.abandoned-aa": "rolled back to step 30",
+        "step-50": "rolled back to step 30",
+        "step-60.abandoned-cc": "its run counts from step 1 again",
+        "step-70.abandoned-dd": "its run rolled back",
+    }
+    _, screen = on_a_terminal("ls", root)
+    assert "abandoned: rolled back to step 30\n" in plain(screen)

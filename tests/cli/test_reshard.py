@@ -124,7 +124,7 @@ def test_refusals_are_one_sentence_and_leave_nothing(tmp_path: Path, call: Call)
         ((STEP, tmp_path / "out", "--files", 0), 2, "--files 0: expected at least 1"),
         ((STEP, tmp_path / "out", "--files", 100_000), 2, "the tensors are too small for 100000 files: ask for at "),
         ((STEP, tmp_path / "step-8", "--files", 2), 2, "is the name of step 8, and the checkpoint is of step 7"),
-        ((STEP, damaged, "--files", 2), 2, "step-7 exists: remove it, or name another OUT"),
+        ((STEP, damaged, "--files", 2), 2, "expected a new folder, found a checkpoint"),
         ((damaged, tmp_path / "out", "--files", 2), 3, "is damaged: bytes 0 to "),
         (("s3://bucket/step-7", tmp_path / "out", "--files", 2), 2, "is a URL"),
         ((tmp_path / "none", tmp_path / "out", "--files", 2), 1, "there is no such folder"),

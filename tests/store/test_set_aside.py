@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -163,6 +164,9 @@ def test_an_abandoned_one_is_refused_by_the_name_of_what_abandons_it(tmp_path: P
     assert "step-8 of run b2 abandons it, and no run would see it" in str(refusal.value)
     assert "With --leave-branch it comes back, and step-8, step-12 are set aside in its place" in str(refusal.value)
     assert contents(tmp_path) == before
+    shutil.rmtree(tmp_path / "step-12")
+    with pytest.raises(CheckpointError, match="it comes back, and step-8 is set aside in its place"):
+        back(store, "step-16.abandoned-a1")
 
 
 def test_its_branch_comes_back_when_the_other_one_is_left(tmp_path: Path) -> None:

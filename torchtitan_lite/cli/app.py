@@ -13,13 +13,16 @@ import io
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Any, Protocol, Union, cast
 
 import tyro
 
 from torchtitan_lite.cli.exit_codes import INTERRUPTED, ExitCode, code_of, sentence_of
-from torchtitan_lite.cli.parser_texts import LikeStdout, finding_in, fitted
+from torchtitan_lite.cli.parser_texts import LikeStdout, default_in_words, finding_in, fitted
 from torchtitan_lite.cli.screen import Screen
+from torchtitan_lite.cli.spelling import as_spelled
+from torchtitan_lite.config.help_texts import add_help_texts
 from torchtitan_lite.errors import ConfigError, TorchtitanLiteError
 from torchtitan_lite.log import forget_stdout
 
@@ -59,9 +62,13 @@ class Verb(Protocol):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb in `argv`, by default the command line's; return the exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    spelled = partial(as_spelled, arguments=arguments)
     try:
-        verb = parse(sys.argv[1:] if argv is None else argv)
-        return int(verb.run(Screen(as_json=verb.json)))
+        verb = parse(arguments)
+        screen = Screen(as_json=verb.json, spelled=spelled)
+        with screen.noting_warnings():
+            return int(verb.run(screen))
     except BrokenPipeError:
         forget_stdout()
         return ExitCode.FAILED
@@ -69,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write("interrupted\n")
         return INTERRUPTED
     except (TorchtitanLiteError, OSError) as error:
-        sys.stderr.write(f"error: {sentence_of(error)}\n")
+        sys.stderr.write(f"error: {spelled(sentence_of(error))}\n")
         return code_of(error)
 
 
@@ -78,9 +85,13 @@ def parse(argv: Sequence[str]) -> Verb:
     config = (tyro.conf.FlagCreatePairsOff,)
     name = argv[0] if argv else ""
     if name in VERBS:
-        kind, arguments = _load(name), list(argv[1:])
+        kind, arguments, registry = _load(name), list(argv[1:]), tyro.constructors.ConstructorRegistry()
+        if {"-h", "--help"} & {*arguments}:
+            # Reads the sources of the verb.
+            add_help_texts(registry, default_in_words)
+        prog = f"{PROGRAM} {name}"
         return _quietly(
-            name, lambda: cast(Verb, tyro.cli(kind, args=arguments, prog=f"{PROGRAM} {name}", config=config))
+            name, lambda: cast(Verb, tyro.cli(kind, args=arguments, prog=prog, config=config, registry=registry))
         )
     if not name.startswith("-"):
         raise ConfigError(_unknown(name))
@@ -119,6 +130,9 @@ def _quietly(name: str, parse: Callable[[], Verb]) -> Verb:
             return parse()
     except SystemExit as ending:
         if not ending.code:
-            sys.stdout.write(fitted(help_text.getvalue(), shutil.get_terminal_size().columns))
+            columns = shutil.get_terminal_size().columns
+            text = fitted(help_text.getvalue(), columns, with_verbs=not name)
+            # tyro has bullets also where it draws no boxes.
+            sys.stdout.write(text if "─" in text else text.replace("•", "*"))
             raise
         raise ConfigError(f"{finding_in(report.getvalue())}; see {f'{PROGRAM} {name}'.strip()} --help") from None

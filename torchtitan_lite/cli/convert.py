@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import tyro
 
 from torchtitan_lite.cli.exit_codes import ExitCode
+from torchtitan_lite.cli.new_place import refuse_place
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.target import local, resolve
 from torchtitan_lite.errors import ConfigError
@@ -38,6 +39,7 @@ class Convert:
         if self.dp_ranks < 1 or (self.dp_ranks > 1 and self.layout != "torchtitan"):
             raise ConfigError(f"--dp-ranks {self.dp_ranks}: expected at least 1, with --layout torchtitan")
         out = local(self.out)
+        refuse_place(out, is_step=True)
         target = resolve(self.step)
 
         from torchtitan_lite.checkpoint.converting.rewriting import convert

@@ -22,13 +22,24 @@ from torchtitan_lite.config.sections.model import Model
 from torchtitan_lite.data.tokenizer import BYTES, Tokenizer, build_tokenizer
 from torchtitan_lite.disk.plain_file import read_plain
 from torchtitan_lite.errors import CheckpointUnsafe, ConfigError
-from torchtitan_lite.models.llama.args import ModelArgs, args_of_settings, build_model_args
-from torchtitan_lite.models.llama.hugging_face import GENERATION, args_of, describe, generation_config, places_of
+from torchtitan_lite.models.llama.args import ModelArgs, RopeScaling, args_of_settings
+from torchtitan_lite.models.llama.chosen import build_model_args
+from torchtitan_lite.models.llama.hugging_face import (
+    GENERATION,
+    MOST_LAYERS,
+    args_of,
+    describe,
+    generation_config,
+    places_of,
+)
 
 _MOST_BYTES = 1 << 20
 _EMBEDDING = "tok_embeddings.weight"
 _TOKENIZER_OF_DATA = "dataloader.tokenizer"
 _SETTINGS = "train_state.model."
+_MODEL_OF_IMPORT = "model"
+"""In the manifest of a seed that `import-weights` or initial_load_in_hf made."""
+_LARGEST_SIZE = 1 << 40
 _HOW = "give --config CONFIG_JSON, and --names same or --name-map if its names are not those of train.py's model"
 
 
@@ -94,8 +105,9 @@ def read_config(given: str, name: str = "config.json") -> dict[str, Any]:
 def _llama(opened: OpenedCheckpoint, keys: list[ModelKey], given: Given) -> Described:
     """Return the model of `train.py`: of the sizes in a given config.json, else of the recorded ones."""
     notes = []
-    if not (given.config or opened.config):
-        raise ConfigError(f"{opened.folder} does not say which model is in it: {_HOW}")
+    imported = _imported_args(opened)
+    if not (given.config or opened.config or imported):
+        raise ConfigError(f"{opened.folder} does not say which model is in it: {_HOW}{_source_of(opened)}")
     tokenizer = _tokenizer(opened, given)
     if tokenizer is not None and (finding := _other_tokenizer(opened, tokenizer)):
         if not given.tokenizer:
@@ -109,7 +121,7 @@ def _llama(opened: OpenedCheckpoint, keys: list[ModelKey], given: Given) -> Desc
         model = dataclasses.replace(model, config=config)
         source = f"of {given.config}"
     else:
-        args, source = _recorded_args(opened, keys), "of the recorded configuration"
+        args, source = imported or _recorded_args(opened, keys), "of the recorded configuration"
         model = describe(args, files, bos, eos)
     if finding := misfit(model, opened.contents, keys):
         how = f": for a model of your own loop {_HOW}" if not given.config else ""
@@ -121,7 +133,36 @@ def _llama(opened: OpenedCheckpoint, keys: list[ModelKey], given: Given) -> Desc
         )
     if tokenizer is None and not given.no_tokenizer:
         notes.append(_without_tokenizer())
-    return Described(model, not given.config, notes)
+    return Described(model, bool(opened.config) and not given.config, notes)
+
+
+def _imported_args(opened: OpenedCheckpoint) -> ModelArgs | None:
+    """Return the sizes that an import recorded for `train.py`; None if none did, or not as it does."""
+    recorded = opened.manifest.extra.get(_MODEL_OF_IMPORT) if opened.manifest is not None else None
+    if opened.config or not isinstance(recorded, dict):
+        return None
+    try:
+        scaling = recorded["rope_scaling"]
+        args = ModelArgs(**recorded | {"rope_scaling": None if scaling is None else RopeScaling(**scaling)})
+        return args if _is_possible(args) else None
+    except (ConfigError, KeyError, TypeError):
+        return None
+
+
+def _is_possible(args: ModelArgs) -> bool:
+    """Return whether `args`, from a file, have the types and the sizes of a model."""
+    usual = dataclasses.asdict(dataclasses.replace(ModelArgs(), hidden_dim=1)) | {"rope_scaling": args.rope_scaling}
+    found = vars(args) | {"hidden_dim": args.ffn_dim if args.hidden_dim is None else args.hidden_dim}
+    if any(type(found[name]) is not type(value) for name, value in usual.items()):
+        return False
+    sizes = [found[name] for name, value in usual.items() if type(value) is int]
+    return min(sizes) > 0 and max(sizes) < _LARGEST_SIZE and args.n_layers <= MOST_LAYERS
+
+
+def _source_of(opened: OpenedCheckpoint) -> str:
+    """Return where the weights were imported from, which has the files to give; "" if that is not recorded."""
+    source = opened.manifest.extra.get("imported_from") if opened.manifest is not None else None
+    return f" (the weights are those of {source})" if isinstance(source, str) else ""
 
 
 def _recorded_args(opened: OpenedCheckpoint, keys: list[ModelKey]) -> ModelArgs:

@@ -47,7 +47,7 @@ class Diff:
     """Another one."""
     values: bool = False
     """Read the values: largest difference of each tensor."""
-    atol: float = 0.0
+    atol: Annotated[float, tyro.conf.arg(metavar="NUMBER")] = 0.0
     """Largest difference of two values that counts as equal; implies --values."""
     json: bool = False
     """Print JSON."""

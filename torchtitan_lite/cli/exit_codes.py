@@ -5,7 +5,9 @@ A script can rely on the codes; docs/cli.md has the same table.
 
 from __future__ import annotations
 
+import os
 from enum import IntEnum
+from pathlib import Path
 
 from torchtitan_lite.errors import (
     AllCheckpointsDamaged,
@@ -31,6 +33,8 @@ class ExitCode(IntEnum):
     DIFFERENT = 4
 
 
+_UNFINISHED = (".tmp", ".unfinished")
+"""Of hidden names that no person gave: what is written there gets its own name when it is whole."""
 INTERRUPTED = 130
 """128 + SIGINT, as a shell has it."""
 
@@ -46,7 +50,8 @@ def code_of(error: BaseException) -> ExitCode:
 
 def sentence_of(error: BaseException) -> str:
     """Return what a person needs to know of `error`, on one line, without the advice for a training job."""
-    return " ".join(_text_of(error).split()).removesuffix(".")
+    text = " ".join(_text_of(error).split())
+    return text if text.endswith("..") else text.removesuffix(".")
 
 
 def _text_of(error: BaseException) -> str:
@@ -76,5 +81,8 @@ def _text_of(error: BaseException) -> str:
         case LeaseLost():
             return f"{error.folder} was taken over by {error.holder} meanwhile, so nothing more was changed"
         case OSError() if error.strerror is not None and error.filename is not None:
+            path = Path(os.fsdecode(error.filename)) if not isinstance(error.filename, int) else Path()
+            if path.name.startswith(".") and path.suffix in _UNFINISHED:
+                return f"{path.parent} cannot be written: {error.strerror}"
             return f"{error.filename}: {error.strerror}"
     return str(error) or type(error).__name__

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from torchtitan_lite.cli.exit_codes import ExitCode
+from torchtitan_lite.cli.new_place import refuse_place
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.target import local, resolve
 from torchtitan_lite.errors import ConfigError
@@ -48,23 +49,23 @@ class Export:
         Literal["", "float32", "float16", "bfloat16"], tyro.conf.arg(metavar="{float32,float16,bfloat16}")
     ] = ""
     """Cast floating-point tensors to it; without it, each keeps its own."""
-    max_shard_size: str = ""
+    max_shard_size: Annotated[str, tyro.conf.arg(metavar="SIZE")] = ""
     """The largest file, as 5GB or 500MiB; of safetensors and hf 5GB by default."""
-    include: str = ""
+    include: Annotated[str, tyro.conf.arg(metavar="GLOBS")] = ""
     """Globs of the model's names, with commas: only these."""
-    exclude: str = ""
+    exclude: Annotated[str, tyro.conf.arg(metavar="GLOBS")] = ""
     """Globs of the model's names, with commas: not these."""
-    config: str = ""
+    config: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
     """hf: the model's config.json, where the checkpoint does not describe the model. peft: the adapter_config.json."""
     names: Literal["llama", "same"] = "llama"
     """hf: llama, the model of train.py; same, a model that has Hugging Face's names already."""
-    name_map: str = ""
+    name_map: Annotated[str, tyro.conf.arg(metavar="NAMES")] = ""
     """hf: FILE.json with {name in the model: name in the file}, or module:function."""
-    tokenizer: str = ""
+    tokenizer: Annotated[str, tyro.conf.arg(metavar="PATH")] = ""
     """hf: a tokenizer.json or its folder, in place of the recorded one."""
     no_tokenizer: bool = False
     """hf: write no files of a tokenizer."""
-    adapter: str = "default"
+    adapter: Annotated[str, tyro.conf.arg(metavar="NAME")] = "default"
     """peft: the name that the adapter has in the model."""
     json: bool = False
     """Print JSON."""
@@ -72,6 +73,7 @@ class Export:
     def run(self, screen: Screen) -> ExitCode:
         most = num_bytes(self.max_shard_size) if self.max_shard_size else None
         out = local(self.out)
+        refuse_place(out, is_step=self.format == "dcp")
         target = resolve(self.step)
 
         from torchtitan_lite.checkpoint.examining.opened import open_checkpoint

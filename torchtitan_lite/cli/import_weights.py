@@ -12,6 +12,7 @@ import tyro
 
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.name_map import read_name_map
+from torchtitan_lite.cli.new_place import refuse_place
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.target import local
 from torchtitan_lite.errors import ConfigError
@@ -46,7 +47,7 @@ class ImportWeights:
     """Cut the tensors into so many files; without it, into files of up to 5 GB."""
     names: Literal["llama", "same"] = "llama"
     """llama: the model of train.py. same: keep the names, for a training loop of your own."""
-    name_map: str = ""
+    name_map: Annotated[str, tyro.conf.arg(metavar="NAMES")] = ""
     """For your own loop: FILE.json with {name in your model: name in SOURCE}, or module:function."""
     json: bool = False
     """Print JSON."""
@@ -57,6 +58,7 @@ class ImportWeights:
         if self.names == "same" and self.name_map:
             raise ConfigError("--names same and --name-map: expected one of them")
         source, out = local(self.source), local(self.out)
+        refuse_place(out, is_step=True)
         names = read_name_map(self.name_map) if self.name_map else None
 
         from torchtitan_lite.checkpoint.importing.seed import Form, refuse_out

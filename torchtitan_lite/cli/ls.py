@@ -15,7 +15,7 @@ from torchtitan_lite.checkpoint.examining.opened import Origin
 from torchtitan_lite.checkpoint.examining.retention_outlook import keep_keys, outlook
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.target import folder_of_checkpoints, is_checkpoint
+from torchtitan_lite.cli.target import folder_of_checkpoints, is_checkpoint, names_step
 from torchtitan_lite.cli.words import age, count, size
 from torchtitan_lite.disk.plain_file import read_plain
 from torchtitan_lite.errors import CheckpointNotFound, CheckpointUnsafe, ConfigError, PinsUnreadable
@@ -48,6 +48,8 @@ class Ls:
     """Print JSON."""
 
     def run(self, screen: Screen) -> ExitCode:
+        if names_step(self.folder):
+            raise ConfigError(f"{self.folder} is a checkpoint, not a folder of checkpoints: use inspect")
         root = folder_of_checkpoints(self.folder)
         entries = inventory(root)
         if not entries:

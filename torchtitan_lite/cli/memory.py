@@ -19,10 +19,10 @@ from torchtitan_lite.checkpoint.memory.card import Card
 from torchtitan_lite.checkpoint.memory.mark import UnusableMark, read_mark
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.target import folder_of_checkpoints, local
+from torchtitan_lite.cli.target import folder_of_checkpoints, local, names_step
 from torchtitan_lite.cli.words import age, count, size
 from torchtitan_lite.distributed.environment import runtime_folder
-from torchtitan_lite.errors import CheckpointNotFound, FolderInUse
+from torchtitan_lite.errors import CheckpointNotFound, ConfigError, FolderInUse
 from torchtitan_lite.keeper.client import Described, Held, Keeper
 
 if TYPE_CHECKING:
@@ -171,6 +171,10 @@ def _keeper_of(root: Path) -> Keeper:
 
 
 def _root(spelling: str) -> Path:
+    if names_step(spelling):
+        raise ConfigError(
+            f"{spelling} is one checkpoint: name the folder of checkpoints, {spelling.rpartition(':')[0]}"
+        )
     try:
         return folder_of_checkpoints(spelling)
     except CheckpointNotFound:

@@ -8,9 +8,11 @@ import sys
 import textwrap
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_EMPTY_DEFAULT = re.compile(r"\(default:((?:\x1b\[[0-9;]*m)*) ''\)")
 _REWORDED = (
-    (r"Missing value for argument '([\w-]+)'.*", r"\1: expected a value, found none"),
+    (
+        r"Missing value for argument '([\w-]+)'.*",
+        lambda found: f"{found[1] if found[1].startswith('-') else found[1].upper()}: expected a value, found none",
+    ),
     (r"Error parsing ([\w-]+): invalid literal for int\(\).*: (.*)", r"\1: expected a whole number, found \2"),
     (r"Error parsing ([\w-]+): could not convert string to float: (.*)", r"\1: expected a number, found \2"),
     (
@@ -32,22 +34,33 @@ def finding_in(report: str) -> str:
     text = " ".join(" ".join(line for line in indented if not line.startswith(" " * 8)).split())
     for pattern, reworded in _REWORDED:
         text = re.sub(rf"\A{pattern}\Z", reworded, text)
-    return f"{text[:1].lower()}{text[1:]}"
+    return text if text[:2].isupper() else f"{text[:1].lower()}{text[1:]}"  # FOLDER stays as it is.
 
 
-def fitted(help_text: str, columns: int) -> str:
-    """Return a help of tyro, which folds the text in its boxes only, with the usage and the description folded too."""
-    # Completion scripts are no help; all verbs in one line are wider than a terminal.
-    if "usage:" not in help_text:
+def default_in_words(default: object) -> str:
+    """Return what the help of an option says of its default: nothing of one that switches something off."""
+    return f"(default: {default})" if default else ""
+
+
+def fitted(help_text: str, columns: int, *, with_verbs: bool = False) -> str:
+    """Return a help of tyro, which folds the text in its boxes only, with the usage and the description folded too.
+
+    `with_verbs`: it is that of all verbs, and the usage has them in one line.
+    """
+    if "usage:" not in help_text:  # A script that completes verbs.
         return help_text
-    short = re.sub(r"\A(.*usage:[^\n{]*)\{[^}\n]*\}", r"\1VERB ...", help_text)
-    return "".join(_folded(line, columns) for line in map(_without_empty_default, short.splitlines(True)) if line)
+    # A line of a box is empty after a text that fills the one before, if no default follows.
+    lines = [line for line in help_text.splitlines(True) if "│" not in line or _in_box(line)]
+    if with_verbs:
+        # The usage shows that one of them is required.
+        lines = [line for line in lines if _in_box(line) != "(required)"]
+        lines[0] = re.sub(r"\{.*\}", "VERB ...", lines[0])
+    return "".join(_folded(line, columns) for line in lines)
 
 
-def _without_empty_default(line: str) -> str:
-    """Return `line` of a box without the default of an option that has none; "" if nothing else is in it."""
-    bare = _EMPTY_DEFAULT.sub(rf"{' ' * 9}\1{' ' * 4}", line)  # As wide as before: the box stays in shape.
-    return "" if bare != line and not _COLOURS.sub("", bare).strip(" │|\n") else bare
+def _in_box(line: str) -> str:
+    """Return what is shown of `line`, without the sides of a box."""
+    return _COLOURS.sub("", line).strip(" │|\n")
 
 
 def _folded(line: str, columns: int) -> str:

@@ -36,19 +36,19 @@ class Prune:
 
     folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """A folder of checkpoints, or the dump folder of a run."""
-    keep_latest: int = 0
+    keep_latest: Annotated[int, tyro.conf.arg(metavar="K")] = 0
     """Keep the latest K full checkpoints."""
-    keep_every: int = 0
+    keep_every: Annotated[int, tyro.conf.arg(metavar="N")] = 0
     """Keep those whose step is a multiple of N."""
-    keep_best: int = 0
+    keep_best: Annotated[int, tyro.conf.arg(metavar="K")] = 0
     """Keep the K with the best value of --metric."""
-    metric: str = "loss"
+    metric: Annotated[str, tyro.conf.arg(metavar="NAME")] = "loss"
     """The metric for --keep-best, as the run recorded it."""
     mode: Literal["min", "max"] = "min"
     """Whether its lowest or its highest values are the best."""
-    ttl_hours: float = 0.0
+    ttl_hours: Annotated[float, tyro.conf.arg(metavar="HOURS")] = 0.0
     """Keep those that were saved at most this many hours ago."""
-    min_free_disk_gb: float = 0.0
+    min_free_disk_gb: Annotated[float, tyro.conf.arg(metavar="GB")] = 0.0
     """While the disk has less free, in 10^9 bytes, remove the oldest that only --keep-latest, or no rule, keeps."""
     dry_run: bool = False
     """Print what would be removed, and by which rule the others stay; change nothing."""
@@ -106,9 +106,9 @@ class Prune:
         if self.keep_best and not any(self.metric in verdict.info.metrics for verdict in verdicts):
             screen.note(f"note: no checkpoint records the metric {self.metric!r}, so none is the best")
         skipped = {step: error.finding for step, error in store.damaged().items()}
-        skipped |= {step: error.cause for step, error in store.unreadable().items()}
         for step, reason in skipped.items():
             screen.note(f"note: step {step} is neither counted nor removed: {reason}")
+        skipped |= {step: error.cause for step, error in store.unreadable().items()}  # The store warns of these.
         going = [verdict.info for verdict in verdicts if verdict.goes]
         data = {
             "folder": str(store.root),

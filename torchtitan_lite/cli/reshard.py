@@ -8,6 +8,7 @@ from typing import Annotated
 import tyro
 
 from torchtitan_lite.cli.exit_codes import ExitCode
+from torchtitan_lite.cli.new_place import refuse_place
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.target import local, resolve
 from torchtitan_lite.errors import ConfigError
@@ -34,6 +35,7 @@ class Reshard:
         if self.files < 1:
             raise ConfigError(f"--files {self.files}: expected at least 1")
         out = local(self.out)
+        refuse_place(out, is_step=True)
         target = resolve(self.step)
 
         from torchtitan_lite.checkpoint.converting.rewriting import reshard

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import sys
 import threading
 import time
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_lite.log import readable_bytes
+from torchtitan_lite.log import logger, readable_bytes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -35,11 +36,15 @@ Advance = Callable[[int], None]
 
 
 class Screen:
-    """The two streams of a verb. `width` in columns, by default the terminal's."""
+    """The two streams of a verb. `width` in columns, by default the terminal's; `spelled` is what becomes of a note."""
 
-    def __init__(self, *, as_json: bool = False, width: int | None = None) -> None:
+    def __init__(
+        self, *, as_json: bool = False, width: int | None = None, spelled: Callable[[str], str] = lambda text: text
+    ) -> None:
         self.as_json = as_json
         self._width = width
+        self._spelled = spelled
+        self._noted: set[str] = set()
 
     def show(self, data: Any, render: Callable[[], RenderableType]) -> None:
         """Print the result: `data` with --json, else what `render` returns."""
@@ -50,9 +55,21 @@ class Screen:
         sys.stdout.flush()
 
     def note(self, text: str) -> None:
-        """Print `text` as one line on stderr; nothing with --json."""
-        if not self.as_json:
-            sys.stderr.write(f"{text}\n")
+        """Print `text` as one line on stderr, once; nothing with --json."""
+        line = self._spelled(text)
+        if not self.as_json and line not in self._noted:
+            self._noted.add(line)
+            sys.stderr.write(f"{line}\n")
+
+    @contextmanager
+    def noting_warnings(self) -> Iterator[None]:
+        """Print warnings of the package in the block as notes: what it found besides the result."""
+        handler = _Notes(self)
+        logger.addHandler(handler)
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
 
     @contextmanager
     def progress(self, label: str, total_bytes: int) -> Iterator[Advance]:
@@ -82,6 +99,17 @@ class Screen:
         with console.capture() as printed:
             console.print(renderable)
         sys.stdout.writelines(f"{line.rstrip()}\n" for line in printed.get().splitlines())
+
+
+class _Notes(logging.Handler):
+    """Makes each warning a note on `screen`."""
+
+    def __init__(self, screen: Screen) -> None:
+        super().__init__(logging.WARNING)
+        self._screen = screen
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._screen.note(f"note: {record.getMessage()}")
 
 
 class _Counted:

@@ -10,14 +10,14 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_lite.errors import CheckpointNotFound, ConfigError
+from torchtitan_lite.errors import AllCheckpointsDamaged, CheckpointNotFound, ConfigError
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.listing import Listing
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 from torchtitan_lite.store.store import CheckpointStore
 
 LATEST = "latest"
-_IN_DUMP_FOLDER = "checkpoint"
+IN_DUMP_FOLDER = "checkpoint"
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def resolve(spelling: str) -> Target:
     if path.is_dir():
         return _of_folder(path)
     folder, colon, number = spelling.rpartition(":")
-    if colon and folder and ((number.isascii() and number.isdecimal()) or number == LATEST):
+    if names_step(spelling):
         root = folder_of_checkpoints(folder)
         return _latest(root) if number == LATEST else _of_step(root, int(number))
     if os.path.lexists(path):
@@ -49,6 +49,13 @@ def resolve(spelling: str) -> Target:
     if colon and Path(folder).is_dir():
         finding += f", and {number!r} is no step: expected a number, or {LATEST!r}"
     raise CheckpointNotFound(str(path), None, finding=finding)
+
+
+def names_step(spelling: str) -> bool:
+    """Return whether `spelling`, which is no folder, is FOLDER:10 or FOLDER:latest."""
+    folder, _, number = spelling.rpartition(":")
+    is_step = (number.isascii() and number.isdecimal()) or number == LATEST
+    return bool(folder) and is_step and not os.path.lexists(spelling) and "://" not in spelling
 
 
 def folder_of_checkpoints(spelling: str) -> Path:
@@ -60,7 +67,7 @@ def folder_of_checkpoints(spelling: str) -> Path:
     if not path.is_dir():
         finding = "it is not a folder" if os.path.lexists(path) else "there is no such folder"
         raise CheckpointNotFound(str(path), None, finding=finding)
-    below = path / _IN_DUMP_FOLDER
+    below = path / IN_DUMP_FOLDER
     return below if not Listing(path).steps() and below.is_dir() else path
 
 
@@ -98,7 +105,10 @@ def _of_step(root: Path, step: int) -> Target:
 
 
 def _latest(root: Path) -> Target:
-    """Return the latest full checkpoint, else the latest that is not ours, else the latest weights-only one."""
+    """Return the latest full checkpoint, else the latest that is not ours, else the latest weights-only one.
+
+    Where all are damaged, or the latest one that may be whole cannot be read, that is raised.
+    """
     store = CheckpointStore(root)
     committed = store.committed()
     full = [info for info in committed if info.kind is CheckpointKind.FULL]
@@ -108,6 +118,10 @@ def _latest(root: Path) -> Target:
         return Target(unmanaged[-1], root, layout.parse_step(unmanaged[-1].name))
     if committed:
         return _of_info(committed[-1], root)
+    if unreadable := store.unreadable():
+        raise unreadable[max(unreadable)]
+    if damaged := store.damaged():
+        raise AllCheckpointsDamaged(str(root), {step: error.summary for step, error in damaged.items()})
     raise CheckpointNotFound(str(root), None, finding="there is no complete checkpoint in it")
 
 

@@ -126,13 +126,23 @@ def _folders(spelling: str, screen: Screen) -> tuple[list[Path], bool]:
     with contextlib.suppress(FormatTooNew):  # It is reported where that checkpoint is verified.
         abandoned = {info.path for info in store.intact()} - {info.path for info in store.committed()}
     places = [(step, paths[0]) for step, paths in listing.places().items() if paths[0].is_dir()]
-    folders = [place for step, place in places if (store.root / place.name) not in abandoned and is_checkpoint(place)]
+    folders = [place for step, place in places if (store.root / place.name) not in abandoned and _is_one(place)]
     for path in listing.leftovers():
         if layout.parse_staging(path.name) is not None:
             screen.note(f"{path.name}: a save is under way or was cut off, so it is not verified")
     if not folders:
         raise CheckpointNotFound(str(root), None, finding="there is no complete checkpoint in it")
     return folders, False
+
+
+def _is_one(folder: Path) -> bool:
+    """Return whether `folder` has files of a checkpoint; one that cannot be listed is reported where it is read."""
+    try:
+        return is_checkpoint(folder)
+    except FileNotFoundError:
+        return False  # A job has removed it.
+    except OSError:
+        return True
 
 
 def _looked_at(folder: Path, is_one: bool) -> _Result:
@@ -160,7 +170,12 @@ def _read(results: Sequence[_Result], is_one: bool, screen: Screen) -> None:
 class _set_apart(contextlib.AbstractContextManager[None]):
     """Keep an error about one of several checkpoints in its `result`; the error of a single one is raised."""
 
-    _STATUS = ((CheckpointNotFound, GONE), (FormatTooNew, TOO_NEW), (CheckpointUnreadable, UNREADABLE))
+    _STATUS = (
+        (CheckpointNotFound, GONE),
+        (FormatTooNew, TOO_NEW),
+        (CheckpointUnreadable, UNREADABLE),
+        (OSError, UNREADABLE),
+    )
 
     def __init__(self, result: _Result, is_one: bool) -> None:
         self._result, self._is_one = result, is_one

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.target import folder_of_checkpoints, is_checkpoint
+from torchtitan_lite.cli.target import folder_of_checkpoints, is_checkpoint, names_step
 from torchtitan_lite.errors import CheckpointNotFound, ConfigError
 from torchtitan_lite.store.lease import Lease
 from torchtitan_lite.store.store import CheckpointStore
@@ -23,9 +23,10 @@ _LOOKS_OF_A_LIVE_JOB = 4
 
 def folder_to_write(spelling: str) -> Path:
     """Return the folder of checkpoints `spelling`. Raise ConfigError for a single checkpoint."""
-    folder, colon, step = spelling.rpartition(":")
-    if colon and (step.isdecimal() or step == "latest") and "://" not in spelling and not Path(spelling).exists():
-        raise ConfigError(f"{spelling} is one checkpoint: name the folder of checkpoints, {folder}")
+    if names_step(spelling):
+        raise ConfigError(
+            f"{spelling} is one checkpoint: name the folder of checkpoints, {spelling.rpartition(':')[0]}"
+        )
     root = folder_of_checkpoints(spelling)
     if is_checkpoint(root):
         raise ConfigError(f"{spelling} is one checkpoint: name the folder of checkpoints that it is in")

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from torchtitan_lite.config.help_texts import add_help_texts
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.config.keys import KEYS
 from torchtitan_lite.config.kinds import split
@@ -25,7 +26,6 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import forget_stdout, logger
 
 _DESCRIPTION = "Train a Llama. Command line > TOML file (--job.config_file) > default."
-_registry = ConstructorRegistry()
 
 
 def parse_config(argv: Sequence[str]) -> JobConfig:
@@ -34,7 +34,7 @@ def parse_config(argv: Sequence[str]) -> JobConfig:
     `--help` prints every key and exits with 0.
     """
     if "--help" in argv or "-h" in argv:
-        return _parse(["--help"])
+        return _parse(["--help"], with_help_texts=True)
     given = read_command_line(argv)
     file = {setting.key: setting.text for setting in given}.get("job.config_file")
     in_file = read_toml(find_config_file(file)) if file is not None else []
@@ -97,7 +97,7 @@ def _arguments(settings: Iterable[Setting]) -> list[str]:
     return arguments
 
 
-def _parse(arguments: list[str]) -> JobConfig:
+def _parse(arguments: list[str], *, with_help_texts: bool = False) -> JobConfig:
     """Return what tyro parses. Raise the `ConfigError` of our own checks in place of tyro's boxed report and exit."""
     report = io.StringIO()
     try:
@@ -106,7 +106,7 @@ def _parse(arguments: list[str]) -> JobConfig:
                 JobConfig,
                 args=arguments,
                 use_underscores=True,
-                registry=_registry,
+                registry=_registry(with_help_texts=with_help_texts),
                 prog="train.py",
                 description=_DESCRIPTION,
             )
@@ -123,7 +123,25 @@ def _our_error(error: BaseException | None) -> ConfigError | None:
     return error
 
 
-@_registry.primitive_rule
+def _registry(*, with_help_texts: bool) -> ConstructorRegistry:
+    """Return what tyro needs to know of the kinds of values, and for a help of their texts."""
+    registry = ConstructorRegistry()
+    registry.primitive_rule(_names)
+    registry.primitive_rule(_numbers)
+    if with_help_texts:
+        add_help_texts(registry, _default_in_words)
+    return registry
+
+
+def _default_in_words(default: object) -> str:
+    if isinstance(default, bool):
+        return f"({'on' if default else 'off'} by default)"
+    if default is None:
+        return "(unset by default)"
+    text = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+    return f"(default: {text})" if text else "(empty by default)"
+
+
 def _names(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[tuple[str, ...]] | None:
     """Make tyro read a list of names from one argument, separated by commas or spaces."""
     if info.type != tuple[str, ...]:
@@ -137,7 +155,6 @@ def _names(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[tuple[str, ...]]
     )
 
 
-@_registry.primitive_rule
 def _numbers(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[tuple[int, ...]] | None:
     """Make tyro read a list of whole numbers in the same way."""
     if info.type != tuple[int, ...]:

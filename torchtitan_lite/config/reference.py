@@ -6,12 +6,12 @@ the other names from the tables of aliases and of unsupported keys. A test compa
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
 from collections.abc import Iterator
 
 from torchtitan_lite.config.aliases import ALIASES
+from torchtitan_lite.config.help_texts import doc_strings
 from torchtitan_lite.config.keys import KEYS, SECTIONS
 from torchtitan_lite.config.kinds import Kind
 from torchtitan_lite.config.unsupported import UNSUPPORTED, Unsupported
@@ -43,18 +43,6 @@ A key that turns its feature on is an error.
 Keys of `[parallelism]` are also accepted in `[training]` and `[experimental]`.
 """
 _KINDS = {bool: "switch", int: "whole number", float: "number", str: "string", tuple: "list"}
-
-
-def doc_strings(cls: type) -> dict[str, str]:
-    """Return the doc string under each field of a dataclass, on one line; fields without one are left out."""
-    (definition,) = ast.parse(inspect.getsource(cls)).body
-    assert isinstance(definition, ast.ClassDef)
-    docs = {}
-    for statement, following in zip(definition.body, definition.body[1:], strict=False):
-        if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
-            text = ast.literal_eval(following.value)
-            docs[ast.unparse(statement.target)] = " ".join(text.split())
-    return docs
 
 
 def render() -> str:

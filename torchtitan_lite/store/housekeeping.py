@@ -34,6 +34,18 @@ def ignore_event(event: str, step: int, /, **figures: Any) -> None:
     """Do nothing with an event."""
 
 
+def whose_errors_are_logged(on_event: OnEvent) -> OnEvent:
+    """Return `on_event`; what it raises is a warning, because the other ranks would wait for one that leaves."""
+
+    def call(event: str, step: int, /, **figures: Any) -> None:
+        try:
+            on_event(event, step, **figures)
+        except Exception as error:
+            logger.warning("on_event failed for %s of step %d: %s: %s", event, step, type(error).__name__, error)
+
+    return call
+
+
 class Housekeeping:
     """Removes the checkpoints that `retention` does not keep, and leftovers.
 

@@ -128,7 +128,8 @@ def refuse_harm(store: CheckpointStore, aside: SetAside, *, leave_branch: bool) 
     if (abandoners := _abandoners(store, aside)) and not leave_branch:
         raise CheckpointError(
             f"{name} stays as it is: {_listed(abandoners)} of run {abandoners[0].run_id} abandons it, and no run would "
-            f"see it. With --leave-branch it comes back, and {_listed(branch)} are set aside in its place."
+            f"see it. With --leave-branch it comes back, and {_listed(branch)} {'is' if len(branch) == 1 else 'are'} "
+            "set aside in its place."
         )
     hidden = [
         info

@@ -1,0 +1,48 @@
+"""Where a verb may make something new: never in place of checkpoints, nor among their files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torchtitan_lite.cli.target import IN_DUMP_FOLDER, is_checkpoint
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.listing import Listing
+
+
+def refuse_place(out: Path, *, is_step: bool) -> None:
+    """Raise ConfigError if `out` has checkpoints in it, or would be part of one.
+
+    Unless what is made there `is_step`, a checkpoint in our layout or DCP's, it must not have the name of one among
+    others either: a job would take it for a save that was cut off.
+    """
+    for folder in (out, out / IN_DUMP_FOLDER):
+        if steps := _steps_in(folder):
+            raise ConfigError(
+                f"OUT {out}: expected a new folder, found {_listed(steps)}{'' if folder == out else f' in {folder}'}: "
+                "name a folder that does not exist yet"
+            )
+    if out.is_dir() and is_checkpoint(out):
+        raise ConfigError(
+            f"OUT {out}: expected a new folder, found a checkpoint: name a folder that does not exist yet"
+        )
+    parent = out.absolute().parent
+    if parent.is_dir() and is_checkpoint(parent):
+        raise ConfigError(f"OUT {out}: expected a place outside of checkpoints, found the checkpoint {out.parent}")
+    if not is_step and layout.parse_step(out.name) is not None and (steps := _steps_in(parent)):
+        raise ConfigError(
+            f"OUT {out}: {out.parent} has {_listed(steps)}, and a job there would take {out.name} for a checkpoint: "
+            "name OUT in another folder"
+        )
+
+
+def _steps_in(folder: Path) -> list[int]:
+    """Return the steps of the checkpoints in `folder`, whole or not."""
+    if not folder.is_dir():
+        return []
+    places = Listing(folder).places().items()
+    return [step for step, paths in places if paths[0].is_dir() and is_checkpoint(paths[0])]
+
+
+def _listed(steps: list[int]) -> str:
+    return f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} checkpoints, step {steps[0]} to {steps[-1]}"
