@@ -191,3 +191,25 @@ def test_pictures_without_a_browser_are_refused_before_anything_is_read(
     ended = command("report", tmp_path, "--out", tmp_path / "r.html", "--png")
     assert ended.code == 2
     assert ended.err.startswith("error: --png needs a browser") and ended.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("nbytes", "seconds"), [(10**30, 1e-300), (10**30, 0.2), (10_000_000, 0), (-5, 0.2)])
+def test_a_save_with_impossible_figures_is_left_out_by_name(
+    folder: Path, tmp_path: Path, nbytes: int, seconds: float
+) -> None:
+    copy = copy_of(folder, tmp_path / "copy")
+    with (copy / "events.jsonl").open("a") as events:
+        for event in saved(55, BEGUN + 204, nbytes=nbytes, seconds=seconds):
+            events.write(json.dumps(event) + "\n")
+    text = render([read_run(str(copy))])
+    assert "Left out, because no disk has that bandwidth: step 55." in text
+    assert "best: 100 MB/s, step 60" in text
+    Checked(text)
+
+
+def test_a_run_with_impossible_figures_only_has_a_page_that_says_so(tmp_path: Path) -> None:
+    events = [event for step in range(1, 12) for event in saved(step, BEGUN + step, nbytes=10**30, seconds=1e-300)]
+    write_lines(tmp_path / "events.jsonl", events)
+    text = render([read_run(str(tmp_path))])
+    assert "No save is on record." not in text
+    assert "no disk has that bandwidth: steps 1, 2, 3, 4, 5, 6, 7, 8 and 3 more." in text

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -353,3 +354,20 @@ def test_a_line_that_no_run_writes_does_not_keep_the_page_from_being_written(
 def test_a_run_in_a_folder_whose_name_is_not_utf_8_has_a_page(folder: Path, tmp_path: Path) -> None:
     copy = copy_of(folder, Path(os.fsdecode(os.fsencode(tmp_path) + b"/run\xff")))
     assert b"run?" in render([read_run(str(copy))]).encode()
+
+
+def test_a_start_says_what_it_began_from(tmp_path: Path) -> None:
+    lines: list[dict] = []
+    for index, begun in enumerate(("fresh", "seed", "initial", "memory", "")):
+        at = BEGUN + 10 * index
+        lines.append({"record": "start", "start": str(index), "time": at})
+        step = 7 if begun == "memory" else 0
+        if begun:
+            lines.append({"record": "loaded", "start": str(index), "time": at + 1, "step": step, "from": begun})
+    write_lines(tmp_path / "ledger.jsonl", lines)
+    events = [event | {"origin": "memory"} for event in loaded(7, BEGUN + 30.5)]
+    write_lines(tmp_path / "events.jsonl", events)
+    run = read_run(str(tmp_path))
+    assert [start.loaded_from for start in run.starts] == ["fresh", "seed", "initial", "memory", ""]
+    cells = re.findall(r"<td>2027-01-15 .*</td>\s*<td class=.number.>(.*?)</td>", render([run]))
+    assert cells[-5:] == ["fresh", "seed", "initial weights", "7", "none"]

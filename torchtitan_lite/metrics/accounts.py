@@ -67,10 +67,9 @@ class Start:
 
 @dataclass(frozen=True)
 class Accounts:
-    """All starts of a run, in their order, and the `saved` lines, which name the slowest rank of each save."""
+    """All starts of a run, in their order."""
 
     starts: tuple[Start, ...] = ()
-    saves: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -159,18 +158,15 @@ def read_accounts(dump_folder: Path) -> Accounts:
 def accounts(records: Iterable[Mapping[str, Any]]) -> Accounts:
     """Return what `records` say. A beat that is older than the last one of its start changes nothing."""
     starts: dict[str, dict[str, Any]] = {}
-    saves: list[Mapping[str, Any]] = []
     for record in records:
         kind, found = record["record"], starts.get(record["start"])
         if kind == "start":
             starts[record["start"]] = _begun(record)
         elif found is None:
             continue
-        elif kind == "saved":
-            saves.append(record)
-        else:
+        elif kind != "saved":
             _add(found, record)
-    return Accounts(tuple(Start(**found) for found in starts.values()), tuple(saves))
+    return Accounts(tuple(Start(**found) for found in starts.values()))
 
 
 def _begun(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ MAX_MARKS = 240
 MAX_ROWS = 32
 GRID_COLUMNS, MAX_CELLS, CELL_HEIGHT = 32, 2048, 15
 _LABELLED_SHARE = 0.09
+_NAMED_STEPS = 8
 
 _CROSS, _TRIANGLE = "M-5 -5l10 10m0 -10l-10 10", "M0 -7L6.5 5H-6.5Z"
 SHAPES = {
@@ -173,6 +174,16 @@ def rate_figure(run: Run, best: float) -> Figure | None:
     note = f"{name}; a save's bytes by the seconds until it was committed."
     note += f" Each bar is the mean of up to {size} saves." if size > 1 else ""
     return Figure(svg.drawing(RATE_HEIGHT, "Bandwidth of each save", drawn), RATE_HEIGHT, note=note, top=20)
+
+
+def impossible_rates(run: Run) -> str:
+    """Return which saves are not in the drawing of the bandwidth, because their figures are impossible; "" for none."""
+    steps = [f"{save.step:,}" for save in run.saves if save.is_impossible]
+    if not steps:
+        return ""
+    more = f" and {len(steps) - _NAMED_STEPS:,} more" if len(steps) > _NAMED_STEPS else ""
+    named = f"step{'' if len(steps) == 1 else 's'} {', '.join(steps[:_NAMED_STEPS])}{more}"
+    return f"Left out, because no disk has that bandwidth: {named}."
 
 
 def _rate_label(save: Save) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from importlib import resources
 from typing import Any
@@ -69,6 +70,7 @@ def page(runs: Sequence[Run]) -> dict[str, Any]:
         "differences": differences(first.config, second.config) if second is not None else None,
         "fate_sample": marks.fate_sample,
         "labels": LABELS,
+        "begun_from": defaultdict(lambda: "fresh", BEGUN_FROM),
         "version": __version__,
         "read_at": max(run.read_at for run in runs),
     }
@@ -87,6 +89,7 @@ def _run(index: int, run: Run, x: Any, ceiling: float, best: float) -> dict[str,
         "timeline": marks.timeline_figure(run, x),
         "fates": marks.fate_counts(run.saves),
         "rates": marks.rate_figure(run, best),
+        "impossible_rates": marks.impossible_rates(run),
         "shards": marks.shard_figure(run.shards) if run.shards is not None else None,
         "starts": run.starts[-MAX_START_ROWS:],
         "saves": [_save(save) for save in run.saves[-MAX_TABLE_ROWS:]],
@@ -95,6 +98,8 @@ def _run(index: int, run: Run, x: Any, ceiling: float, best: float) -> dict[str,
     }
 
 
+BEGUN_FROM = {"seed": "seed", "initial": "initial weights", "": "none"}
+"""What a start that resumed from no step began from: the last one ended before it knew."""
 STATUS = {
     "finished": "Finished",
     "preempted": "Left after a signal",

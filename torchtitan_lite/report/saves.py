@@ -16,6 +16,9 @@ from typing import Any
 from torchtitan_lite.checkpoint.examining.inventory import Entry, State
 from torchtitan_lite.report.starts import Start
 
+LARGEST_RATE = 1e15
+"""Bytes a second that no storage takes; a line of another program may say anything."""
+
 
 class Fate(enum.Enum):
     """What became of a checkpoint; the value is the word in the page."""
@@ -68,7 +71,16 @@ class Save:
 
     @property
     def bytes_per_second(self) -> float | None:
-        return self.nbytes / self.seconds if self.nbytes and self.seconds else None
+        """Its bandwidth; None if it is not known, or one that no disk has."""
+        if not self.nbytes or not self.seconds:
+            return None
+        rate = self.nbytes / self.seconds
+        return rate if 0 < rate <= LARGEST_RATE else None
+
+    @property
+    def is_impossible(self) -> bool:
+        """Whether its figures are known and cannot be those of a save."""
+        return bool(self.nbytes) and self.seconds is not None and self.bytes_per_second is None
 
 
 def saves_of(starts: Sequence[Start], entries: Sequence[Entry]) -> list[Save]:

@@ -39,10 +39,14 @@ class Start:
     """finished, preempted or failed; killed if another start followed without a word; unknown of the last start."""
     signal: int | None = None
     load_seconds: float | None = None
-    is_from_memory: bool = False
-    """Whether it loaded what the start before had left in memory."""
+    loaded_from: str = "fresh"
+    """checkpoint; memory, what the start before had left there; seed, initial or fresh; empty if it loaded nothing."""
     topology: str = ""
     events: tuple[Event, ...] = field(default=(), repr=False)
+
+    @property
+    def is_from_memory(self) -> bool:
+        return self.loaded_from == "memory"
 
     @property
     def is_resumed(self) -> bool:
@@ -88,7 +92,7 @@ def _start(
 ) -> Start:
     loads = [event for event in events if event["event"] == "loaded"]
     ends = [event for event in events if event["event"] in (FINISHED, PREEMPTED)]
-    loaded_step = loads[-1]["step"] if loads else 0
+    loaded_step = loads[-1]["step"] if loads else (counted.loaded_step or 0) if counted is not None else 0
     steps = [loaded_step, logged_step, *(event["step"] for event in events if event["event"] in _REACHED)]
     end = ends[-1]["event"] if ends else UNKNOWN if is_last else CUT
     if counted is not None:
@@ -103,10 +107,18 @@ def _start(
         end=end,
         signal=ends[-1].get("signal") if ends else None,
         load_seconds=loads[-1].get("seconds") if loads else None,
-        is_from_memory=bool(loads) and loads[-1].get("origin") == "memory",
+        loaded_from=_loaded_from(counted, loads),
         topology=str(counted.about.get("topology", "")) if counted is not None else "",
         events=tuple(events),
     )
+
+
+def _loaded_from(counted: accounts.Start | None, loads: Sequence[Event]) -> str:
+    if counted is not None and counted.loaded_from:
+        return counted.loaded_from
+    if loads and loads[-1]["step"] > 0:
+        return "memory" if loads[-1].get("origin") == "memory" else "checkpoint"
+    return "" if counted is not None and counted.loaded_step is None else "fresh"
 
 
 _REACHED = ("save_started", "committed", FINISHED, "resumed")
