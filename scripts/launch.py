@@ -1,18 +1,23 @@
 """Check the configuration, then become torchrun with train.py: one start of an interpreter in place of three.
 
 run_train.sh runs it and documents the variables. A wrong configuration ends with 2, and --help with 0, before torch is
-imported.
+imported. If the workers fail or a signal ends the job, torchrun's report is shown without its traceback, and the exit
+code is 1.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from pathlib import Path
 
+from torchtitan_lite import faults
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.config.manager import parse_config_or_exit
+from torchtitan_lite.distributed.environment import fault_spec, memory_is_off
+from torchtitan_lite.errors import ConfigError
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
@@ -21,11 +26,35 @@ SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 def main(arguments: list[str]) -> None:
     """Run torchrun, in this process, with the `arguments` of train.py."""
     parse_config_or_exit(arguments)
+    _check_variables()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # No traceback of an import; torchrun sets a handler of its own.
     with no_collection():  # Which takes a fifth of the time of the import.
         from torch.distributed import run
 
         gc.freeze()  # Else the first collection after this block looks at 250,000 objects, for 0.1 s.
-    run.main([*_launch_options(run.get_args_parser().format_help()), str(TRAIN), *arguments])
+    try:
+        run.main([*_launch_options(run.get_args_parser().format_help()), str(TRAIN), *arguments])
+    except _job_ended() as ended:  # An expected end. Its traceback is torchrun's own, and 40 lines at 80 columns.
+        sys.exit(f"{type(ended).__name__}: {ended}")
+
+
+def _check_variables() -> None:
+    """Exit with 2 if a variable that the workers read has a wrong value: torchrun would turn their 2 into 1."""
+    try:
+        faults.parse(fault_spec())
+        memory_is_off()
+    except ConfigError as error:
+        sys.stderr.write(f"ConfigError: {error}\n")
+        raise SystemExit(2) from None
+
+
+def _job_ended() -> tuple[type[BaseException], ...]:
+    """Return what torchrun raises if workers failed, and if it got a signal."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    return ChildFailedError, SignalException
 
 
 def _launch_options(known: str) -> list[str]:

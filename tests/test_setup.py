@@ -7,6 +7,7 @@ packages can be imported. The Python of this test run executes all other calls, 
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -234,6 +235,39 @@ def test_training_passes_max_restarts_to_torchrun_if_it_is_set(machine: Machine)
 
 
 @pytest.mark.parametrize(
+    ("ending", "reason"),
+    [
+        ("errors.ChildFailedError", "\n====\ntrain.py FAILED\nexitcode  : -9"),
+        ("api.SignalException", "Process 3 got signal: 15"),
+    ],
+)
+def test_torchruns_report_of_a_job_that_ended_is_shown_without_a_traceback(
+    machine: Machine, ending: str, reason: str
+) -> None:
+    module, name = ending.split(".")
+    package = machine.fakes / "torch" / "distributed" / "elastic" / "multiprocessing"
+    package.mkdir(parents=True)
+    (package / "errors.py").write_text("class ChildFailedError(Exception): ...")
+    (package / "api.py").write_text("class SignalException(Exception): ...")
+    raising = f"from torch.distributed.elastic.multiprocessing.{module} import {name}\n"
+    raising += f"def main(arguments): raise {name}({reason!r})\n"
+    (machine.fakes / "torch" / "distributed" / "run.py").write_text(f"{TORCHRUN}{raising}")
+    finished = machine.run("run_train.sh", NGPU="1")
+    assert finished.returncode == 1
+    assert finished.stderr.endswith(f"{name}: {reason}\n"), finished.stderr
+    assert "Traceback" not in finished.stderr
+
+
+def test_ctrl_c_before_a_process_is_launched_shows_no_traceback(machine: Machine) -> None:
+    imports = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
+    (machine.fakes / "torch" / "distributed" / "run.py").write_text(f"{imports}{TORCHRUN}")
+    finished = machine.run("run_train.sh", NGPU="1")
+    assert finished.returncode == -signal.SIGINT, "as of any program that Ctrl-C ends"
+    assert "Traceback" not in finished.stderr
+    assert not any("torchrun" in call for call in machine.calls())
+
+
+@pytest.mark.parametrize(
     ("arguments", "variables", "complaint"),
     [
         (["--checkpoint.intervall", "5"], {}, "interval"),
@@ -241,6 +275,8 @@ def test_training_passes_max_restarts_to_torchrun_if_it_is_set(machine: Machine)
         ([], {"NGPU": "two"}, "NGPU: expected a number of processes, found 'two'. Set it to 1 or more."),
         ([], {"MAX_RESTARTS": "-1"}, "MAX_RESTARTS: expected a number, found '-1'. Set it to 0 or more."),
         ([], {"LOG_RANK": "rank0"}, "LOG_RANK: expected ranks separated by commas, found 'rank0'. Set it as in 0,1."),
+        ([], {"TORCHTITAN_LITE_FAULT": "kill@wrote"}, "'kill@wrote': expected a point, found 'wrote'"),
+        ([], {"TORCHTITAN_LITE_MEMORY": "no"}, "TORCHTITAN_LITE_MEMORY is 'no': expected on or off"),
         ([], {"SHUTDOWN_TIMEOUT": "5m"}, "SHUTDOWN_TIMEOUT: expected seconds, found '5m'. Set it to 0 or more."),
     ],
 )

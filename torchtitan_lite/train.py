@@ -6,8 +6,12 @@
 from __future__ import annotations
 
 import gc
+import signal
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from torchtitan_lite import faults, log
 from torchtitan_lite.collection import no_collection
@@ -30,9 +34,17 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         log.logger.error("ConfigError: %s", error)
         return 2
-    config = parse_config_or_exit(sys.argv[1:] if arguments is None else arguments)
+    with _ctrl_c_ends_at_once():
+        config = parse_config_or_exit(sys.argv[1:] if arguments is None else arguments)
+        # Imported only now: torch takes seconds to import, and a wrong key or --help must not wait for it.
+        record = _import()
 
-    # Imported only now: torch takes seconds to import, and a wrong key or --help must not wait for it.
+    code = record(_run)(config, rank, began)
+    return code if code is not None else 0
+
+
+def _import() -> Callable[[Callable[..., int]], Callable[..., int | None]]:
+    """Import what a job needs. Return torchrun's `record`."""
     with no_collection():  # Imports leave almost no garbage, and collections take a fifth of their time.
         import torch._dynamo  # noqa: F401  # Otherwise imported by torch's first optimizer, in the middle of the start.
         from torch.distributed.elastic.multiprocessing.errors import record
@@ -42,9 +54,21 @@ def main(arguments: list[str] | None = None) -> int:
         # The 500,000 objects so far stay: no collection looks at them, which takes 0.2 s. The first one would come as
         # soon as collections are on again.
         gc.freeze()
+    return record
 
-    code = record(_run)(config, rank, began)
-    return code if code is not None else 0
+
+@contextmanager
+def _ctrl_c_ends_at_once() -> Iterator[None]:
+    """Let SIGINT end the process in the block, where nothing has to be closed: Python would show a traceback."""
+    is_main = threading.current_thread() is threading.main_thread()  # Others may not set handlers.
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _run(config: JobConfig, rank: int, began: float) -> int:
