@@ -36,8 +36,9 @@ from mutation.reach import Reach, Test, test_files
 from mutation.tree import LOADED, Run, Tree
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("torchtitan_lite/disk", "torchtitan_lite/store", "torchtitan_lite/checkpoint")
-TESTS = ("tests/disk", "tests/store", "tests/checkpoint", "tests/resharding", "tests/e2e", "tests/test_faults.py")
+FOLDERS = ("torchtitan_lite/disk", "torchtitan_lite/store", "torchtitan_lite/checkpoint", "torchtitan_lite/keeper")
+TESTS = ("tests/disk", "tests/store", "tests/checkpoint", "tests/keeper", "tests/resharding", "tests/e2e")
+TESTS += ("tests/test_faults.py",)
 FIRST_FILES = 3
 """Test files whose quick tests run before all others."""
 GRACE_SECONDS = 5.0
@@ -84,7 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", nargs="*", default=FOLDERS, help="folders to change (disk, store and checkpoint)")
+    parser.add_argument(
+        "folders", nargs="*", default=FOLDERS, help="folders to change (disk, store, checkpoint and keeper)"
+    )
     parser.add_argument("--count", type=int, default=100, help="mutants drawn in each folder (100); 0: all")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draw (0)")
     parser.add_argument(

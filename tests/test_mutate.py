@@ -6,8 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 MODULE = """
@@ -34,11 +37,46 @@ def test_a_mutant_that_a_test_notices_is_killed_and_others_survive(tmp_path: Pat
     assert all("test_what_is_above_ten_is_large" in test for test in killed.values())
 
 
+STARTING = """
+import subprocess, sys
+from pathlib import Path
+
+def spawn():
+    root = str(Path(__file__).parents[2])
+    code = f"import sys; sys.path.append({root!r}); from torchtitan_lite.keeper.process import main; main()"
+    return subprocess.run([sys.executable, "-I", "-S", "-c", code]).returncode
+"""
+PROCESS = """
+def main():
+    raise SystemExit(7)
+"""
+STARTS = """
+from torchtitan_lite.keeper.starting import spawn
+
+def test_the_process_ends_with_its_code():
+    assert spawn() == 7
+"""
+
+
+@pytest.mark.slow  # Like the other one it runs the tool, in about three seconds.
+def test_a_mutant_in_a_process_that_is_not_traced_is_tried_with_the_tests_that_start_it(tmp_path: Path) -> None:
+    files = {"torchtitan_lite/keeper/starting.py": STARTING, "torchtitan_lite/keeper/process.py": PROCESS}
+    mutants = _mutants_of(tmp_path, {**files, "tests/test_starts.py": STARTS})
+
+    in_process = [mutant for mutant in mutants if mutant["file"].endswith("process.py")]
+    assert {(mutant["becomes"], mutant["status"]) for mutant in in_process} == {("pass", "killed"), ("8", "killed")}
+
+
 def _mutants(folder: Path, module: str, test: str) -> list[dict[str, Any]]:
     """Return the tool's outcomes for all mutants of a repository with one module and one file of tests."""
+    return _mutants_of(folder, {"torchtitan_lite/sizes.py": module, "tests/test_sizes.py": test})
+
+
+def _mutants_of(folder: Path, files: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return the tool's outcomes for all mutants of a repository with `files`."""
     repository, outcomes = folder / "repository", folder / "outcomes.json"
-    for name, text in (("torchtitan_lite/sizes.py", module), ("tests/test_sizes.py", test)):
-        (repository / name).parent.mkdir(parents=True)
+    for name, text in files.items():
+        (repository / name).parent.mkdir(parents=True, exist_ok=True)
         (repository / name).write_text(text, encoding="utf-8")
     subprocess.run(["git", "init", "-q", repository], check=True)
     places = ["--repository", repository, "--cache", folder / "reach.json", "--json", outcomes]

@@ -21,6 +21,9 @@ from mutation.tree import Tree
 PACKAGE = "torchtitan_lite"
 LIMIT_SECONDS = 900.0
 """For one traced test; the slowest take minutes."""
+STARTS_UNTRACED = f"{PACKAGE}/keeper/starting.py"
+"""The modules beside it run in an interpreter without site-packages too, which records no lines: a test that executes
+this one counts for all of them."""
 HEAVY_SECONDS = 0.5
 """A test that takes longer, or whose module's fixtures take longer, runs after the others."""
 
@@ -108,7 +111,9 @@ class Reach:
                 mask |= 1 << self._bases[mutant.path] + line
         else:
             for path in (mutant.path, *self._imported_by.get(mutant.path, ())):
-                mask |= ((1 << self._lengths[path]) - 1) << self._bases[path]
+                mask |= self._all_of(path)
+        if STARTS_UNTRACED in self._bases and Path(mutant.path).parent == Path(STARTS_UNTRACED).parent:
+            mask |= self._all_of(STARTS_UNTRACED)
         own = f"test_{Path(mutant.path).stem}.py"
         # None is found if the test sets a trace function of its own, or its process has none.
         found = [test for test in self._tests if test.lines & mask] or [
@@ -119,6 +124,9 @@ class Reach:
             return (test.is_heavy, Path(test.file).name != own, test.file if test.is_heavy else "", test.seconds)
 
         return sorted(found, key=order)
+
+    def _all_of(self, path: str) -> int:
+        return ((1 << self._lengths[path]) - 1) << self._bases[path]
 
     @functools.cached_property
     def _tests(self) -> list[Test]:
