@@ -72,6 +72,20 @@ def test_an_arena_that_no_keeper_holds_yet_does_not_stay_beside_those_that_a_loa
     run.manager.close()
 
 
+def test_a_load_leaves_its_memory_to_a_save_that_no_keeper_holds_and_that_may_still_be_written(
+    tmp_path: Path, memory_tier: Path
+) -> None:
+    run = start(tmp_path, 4)
+    arena = images_of(run).stager.pool.slots[0].arena
+    assert arena is not None
+    images_of(run).tier.give_up(arena)
+    memory = os.dup(arena.fd)
+    run.manager.load()
+    assert os.fstat(memory).st_size == arena.num_bytes, "a save that reads cut memory ends its process (SIGBUS)"
+    os.close(memory)
+    run.manager.close()
+
+
 class LateCopier:
     """Copies when the thread that trains waits for the copy, as an accelerator may; for other threads after a while."""
 

@@ -13,7 +13,6 @@ from torchtitan_lite.checkpoint.memory.mark import UnusableMark, read_mark
 from torchtitan_lite.checkpoint.memory.tier import Tier
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.pool import NO_STEP, Pool
-from torchtitan_lite.checkpoint.staging.stager import Stager
 from torchtitan_lite.distributed.peers import Peers
 
 
@@ -28,14 +27,6 @@ class FormerImages:
         """The step that was loaded from memory; `NO_STEP` for none. The same on all ranks."""
         self.are_any = False
         """Whether a rank has one; the same on all ranks, and true also after they have been freed."""
-
-    def begin_again(self, stager: Stager) -> None:
-        """Leave all arenas of an earlier load to the keeper: a load has descriptors of its own of what it needs."""
-        stager.close()
-        stager.pool.complete = NO_STEP
-        for slot in stager.pool.slots:
-            slot.step, slot.is_valid = NO_STEP, False
-        self.close()
 
     def hold(self, arenas: Sequence[StagingArena]) -> None:
         """Own `arenas`."""

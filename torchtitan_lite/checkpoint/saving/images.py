@@ -105,7 +105,7 @@ class Images:
         `num_loaded` have what was loaded. On return the keeper holds them under names of this start. **Collective**.
         """
         self._background.wait(CLOSE_SECONDS)
-        self._former.begin_again(self.stager)
+        self._former.close()  # A load has descriptors of its own of what it needs.
         steps = [step_in(mark_fd) for _, mark_fd in pairs]
         parts, self._former.step = self._peers.max_over_ranks(num_loaded, steps[0] if num_loaded else NO_STEP)
         # Several files in place of one: none of them has the room for what is to be copied now.

@@ -164,6 +164,7 @@ class Pool:
             arenas = [slot.arena for slot in self.slots if slot.arena is not None]
             for slot in self.slots:
                 slot.arena, slot.step, slot.is_valid = None, NO_STEP, False
+            self.complete = NO_STEP
             return arenas
 
     def adopt(self, arenas: Sequence[tuple[StagingArena, int]], steps: Sequence[int]) -> None:

@@ -123,6 +123,7 @@ class Stager:
         self.finish_preparation()
         for arena in self.pool.clear():
             arena.close(is_unused=False)  # A save that the caller stopped waiting for may still be written from it.
+        self.arena = None
 
         def adopt() -> list[StagingArena]:
             return [StagingArena.adopted(fd, mark_fd, pin=self._pin) for fd, mark_fd in descriptors]
