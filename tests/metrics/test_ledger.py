@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from hypothesis import given
@@ -31,7 +33,10 @@ class Time:
 class TrainedStart:
     """One start of a run in `folder`, without a thread: the test beats."""
 
+    made: ClassVar[list[TrainedStart]] = []
+
     def __init__(self, folder: Path, time: Time) -> None:
+        TrainedStart.made.append(self)
         self.time, self.clock = time, RunClock(time)
         self.ledger = Ledger(folder, self.clock, wall_clock=time)
         time.passes(7)  # imports
@@ -57,6 +62,18 @@ class TrainedStart:
         with self.clock.part("saving"):
             self.time.passes(seconds)
         self.ledger.saved(step, is_full=True, began=began, blocked=seconds)
+
+    def close(self) -> None:
+        """Close its files, as the end of a process does, also of one that was killed."""
+        self.ledger._lines.close()
+        self.ledger._latest.close()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def closed_files() -> Iterator[None]:
+    yield
+    while TrainedStart.made:
+        TrainedStart.made.pop().close()
 
 
 def test_parts_of_a_start_are_disjoint_and_sum_to_its_time(tmp_path: Path) -> None:
