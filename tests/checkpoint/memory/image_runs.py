@@ -40,6 +40,7 @@ def images_of(run: SmallRun) -> Images:
 def step(run: SmallRun, *, last: bool = False) -> None:
     """Take a step, and wait for its image."""
     run.step(last=last)
+    run.manager.maybe_wait_for_staging()  # Then the image of a save has begun, too.
     images_of(run).stager.finish_preparation()
     assert images_of(run).wait(60)
 
