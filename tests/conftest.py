@@ -1,6 +1,7 @@
 """Settings for all tests: hypothesis has no deadlines, variables of a launcher are removed, no keeper is started."""
 
 import os
+import signal
 import sys
 import tempfile
 from collections import Counter
@@ -25,6 +26,9 @@ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
     os.environ.pop(name, None)
 # No job of a test leaves a keeper behind, unless the test is about it: the fixture `memory_tier`.
 keepers.turn_off()
+# A shell that starts the tests in the background has them ignore Ctrl-C, and with them every program that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)
