@@ -1,5 +1,6 @@
 """Settings for all tests: hypothesis has no deadlines, variables of a launcher are removed, no keeper is started."""
 
+import gc
 import os
 import signal
 import sys
@@ -46,6 +47,13 @@ def _kind(item: pytest.Item) -> int:
     if item.path.parent.name in ("e2e", "resharding") or item.get_closest_marker("slow"):
         return 0
     return 1 if {"two_ranks", "four_ranks"} & set(getattr(item, "fixturenames", ())) else 2
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_objects_to_collect() -> None:
+    """Exclude what was imported so far from collections: a load collects twice, which took most of a small test."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
