@@ -282,6 +282,26 @@ def test_the_examples_of_the_page_run(example: str, tmp_path: Path, monkeypatch:
     exec(compile(example, PAGE.name, "exec"), {"__name__": "page"})
 
 
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])  # Each start takes a while.
+@pytest.mark.parametrize("taken", [1, 12, 13, 15])  # After 13 the end of the first epoch was seen.
+def test_a_torchdata_loader_with_a_generator_of_its_own_has_the_order_of_all_later_epochs(
+    taken: int, num_workers: int
+) -> None:
+    first, second = (
+        torchdata_loader(num_workers=num_workers, generator=torch.Generator().manual_seed(5)) for _ in range(2)
+    )
+    batches = iter(first)
+    for _ in range(min(taken, 13)):
+        next(batches, None)
+    if taken > 13:
+        batches = iter(first)
+        for _ in range(13, taken):
+            next(batches)
+    second.load_state_dict(first.state_dict())
+    epochs = (first,) * 3 if taken == 13 else (batches, first, first)
+    assert [flat(epoch) for epoch in [second] * 3] == [flat(epoch) for epoch in epochs]
+
+
 # After 13 the end of the epoch was seen.
 @pytest.mark.parametrize(("taken", "num_workers"), [(5, 0), (12, 0), (13, 0), (5, 1)])
 def test_a_resumed_torchdata_loader_draws_no_random_numbers_that_an_uninterrupted_one_does_not(

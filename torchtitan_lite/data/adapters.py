@@ -57,6 +57,8 @@ class StatefulDataLoaderAdapter:
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of this rank's position in the data."""
         state = {"num_workers": self._loader.num_workers, "loader": self._loader.state_dict()}
+        if self._loader.generator is not None:
+            state["generator"] = self._loader.generator.get_state()
         return pack(state, rank=self._rank, num_ranks=self._num_ranks)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -73,6 +75,9 @@ class StatefulDataLoaderAdapter:
         self._loader.load_state_dict(state["loader"])
         # Begins the iteration now: that draws from torch's generator, which the load of a run restores last.
         self._loader.state_dict()
+        if "generator" in state and self._loader.generator is not None:
+            # To begin drew from it, too; an uninterrupted run did that before the save. torchdata does not undo it.
+            self._loader.generator.set_state(state["generator"])
 
 
 def _end_workers(iterators: weakref.WeakSet[Any], loader: weakref.ref[Any], pid: int) -> None:

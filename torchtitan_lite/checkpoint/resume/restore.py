@@ -141,6 +141,7 @@ class Restore:
             logger.warning("%s", reason)
         for name, state in self._loaded.items():
             self._load_together(state, self._read_small(name))
+        self._begin_iterations()
         if self._optimizer is not None:
             self._load_together(self._optimizer, self._stored.read_optimizer(self._slots))
         whole = self._stored.read_model(self._model_state, cast=self._cast)
@@ -161,6 +162,24 @@ class Restore:
     def _load_together(self, owner: Stateful | OptimizerWrapper, state: dict[str, Any]) -> None:
         """Give `state` to `owner`; raise what that raises on one rank on every rank."""
         self._peers.together(lambda: owner.load_state_dict(state))
+
+    def _begin_iterations(self) -> None:
+        """Have loaders make their iterators now: that draws random numbers, and `_restore_rng` comes later.
+
+        torchdata's StatefulDataLoader makes one when its state is read, and otherwise at the first iteration, which in
+        an uninterrupted run was before the save.
+        """
+        for name, state in self._loaded.items():
+            if hasattr(type(state), "__iter__"):
+                try:
+                    state.state_dict()
+                except Exception as error:
+                    logger.warning(
+                        "%s: its state cannot be read right after the load (%s). If its first iteration draws random "
+                        "numbers, this run has others than one that was never interrupted",
+                        name,
+                        error,
+                    )
 
     def _raise_unless_readable(self) -> None:
         self._peers.together(lambda: self._stored.contents)
