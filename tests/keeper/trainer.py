@@ -24,18 +24,23 @@ def main(folder: str, runtime: str, act: str) -> None:
     rank = os.environ.get("RANK", "0")
     keeper = Keeper(Path(folder), 600.0, runtime=Path(runtime))
     if act == "look" or attempt != "0":
-        print("unmapped", keeper.wait_until_unmapped(60.0, attempt), flush=True)
+        say("unmapped", keeper.wait_until_unmapped(60.0, attempt))
         for held in keeper.held(attempt):
             content = os.pread(held.arena_fd, IMAGE_BYTES, 0)
-            print("held", held.name, held.is_mapped, content == _image(held.name), flush=True)
+            say("held", held.name, held.is_mapped, content == _image(held.name))
         return
     keeper.start()
     keeper.join(attempt)
     arena, mark = os.memfd_create("arena"), os.memfd_create("mark")
     os.write(arena, _image(rank))
     keeper.keep(rank, (arena, mark))
-    print("kept", rank, flush=True)
+    say("kept", rank)
     _act(act, Path(runtime) / f"kept {rank}")
+
+
+def say(*words: object) -> None:
+    """Print a line in one write: all ranks of a launcher have one pipe, and its Python does not buffer."""
+    os.write(sys.stdout.fileno(), f"{' '.join(map(str, words))}\n".encode())
 
 
 def _image(name: str) -> bytes:
