@@ -136,7 +136,8 @@ def test_a_part_of_the_model_or_its_average_may_be_a_state_of_its_name(tmp_path:
     model = nn.ModuleDict({"linear": nn.Linear(2, 2), "loss": Scaled()})
     optimizer = torch.optim.AdamW(model.parameters())
     with managed(tmp_path, model, optimizer, loss=Scaled() if is_copy else model["loss"]) as manager:
-        manager.save(1, force=True)
+        assert manager.save(1, force=True)
+        assert manager.load()
 
 
 @pytest.mark.parametrize("name", ["optimizer.state", "model.x", "rng.rank0"])
