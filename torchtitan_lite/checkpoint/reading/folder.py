@@ -29,7 +29,9 @@ class CheckpointFolder:
     """The checkpoint at `path`, ours or plain DCP's. Raises `CheckpointUnreadable` if the system refuses a read.
 
     `dtypes` are those of its contents, by name: torch's by default, which is the only use of torch here. Its files are
-    `files` if they are given, and `path` is then only its name.
+    `files` if they are given, and `path` is then only its name. Of the files whose sizes the commit recorded, rank
+    `rank` of `world_size` looks only at its share: thousands of ranks, with a file each, would otherwise ask the
+    file system for millions of sizes. All ranks open the checkpoint, and raise together what one of them finds.
     """
 
     def __init__(
@@ -38,10 +40,14 @@ class CheckpointFolder:
         verify: Verify = "full",
         dtypes: Mapping[str, Any] | None = None,
         files: Files | None = None,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
         self.path = path
         self.files: Files = FilesOnDisk(path) if files is None else files
         self.verify: Verify = verify
+        self._rank, self._world_size = rank, world_size
         self._dtypes = _dtypes_of_torch() if dtypes is None else dtypes
 
     @cached_property
@@ -64,13 +70,15 @@ class CheckpointFolder:
         try:
             contents = self._contents()
             contents.check_names()
-            sizes = self.files.sizes_of(contents.files | set(self._recorded))
+            share = {*self.files.share(sorted(self._recorded), self._rank, self._world_size)}
+            found = self.files.sizes_of(share | (contents.files - self._recorded.keys()))
         except OSError as error:
             raise CheckpointUnreadable(str(self.path), _reason(error)) from error
         if self.verify != "off":
-            for name, record in self._recorded.items():
-                self._check_size(name, record.size, sizes.get(name))
-        contents.check(sizes)
+            for name in share:
+                self._check_size(name, self._recorded[name].size, found.get(name))
+        elsewhere = {name: record.size for name, record in self._recorded.items() if name not in share}
+        contents.check(elsewhere | found)
         return contents
 
     @cached_property

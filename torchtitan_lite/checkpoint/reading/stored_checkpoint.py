@@ -58,7 +58,7 @@ class StoredCheckpoint:
         self.path = path
         self._peers = peers
         self._rules = rules
-        self._folder = CheckpointFolder(path, verify, files=files)
+        self._folder = CheckpointFolder(path, verify, files=files, rank=peers.rank, world_size=peers.world_size)
         self._reader = OwnReader(self._folder)
         self._optimizer: StoredOptimizer | None = None
         self._fitting: tuple[Mapping[str, Any], Mapping[str, Slot], bool] | None = None
@@ -66,7 +66,10 @@ class StoredCheckpoint:
 
     @property
     def contents(self) -> Contents:
-        """Its contents. Any rank. Raises `CheckpointDamaged`, `CheckpointUnsafe` or `CheckpointUnreadable`."""
+        """Its contents, which all ranks read: each looks at its share of the files.
+
+        Raises `CheckpointDamaged`, `CheckpointUnsafe` or `CheckpointUnreadable`, on this rank only.
+        """
         return self._folder.contents
 
     def verify_rest(self) -> None:
