@@ -49,7 +49,7 @@ class Files(Protocol):
         ...
 
     def share(self, names: Sequence[str], number: int, count: int) -> Sequence[str]:
-        """Return the part of `names` that rank `number` of `count` verifies; the parts are all of them together."""
+        """Return the part of `names` that rank `number` of `count` looks at; the parts are all of them together."""
         ...
 
 
