@@ -265,16 +265,17 @@ class CheckpointManager:
                 self._end.write_hugging_face(ended.step)
 
     def finish(self, step: int) -> None:
-        """Save and export what of `step`, the last one, is missing, where the loop trained nothing after the load.
+        """Save and export what of `step`, the last one, is missing; nothing if the ranks leave for a signal.
 
-        Durable on return; raises `SaveFailed`, and `RunNotLoaded` without a load.
+        Durable on return. Raises `SaveFailed`, `RunNotLoaded` without a load, and ConfigError for a step that the loop
+        has passed.
         """
-        self._saves.catch_up(step := arguments.checked_step("finish", step))
-        self._memory.finish()
-        if self._end.writes_more and self._opened():
+        step = arguments.checked_step("finish", step)
+        if self._opened() and not self._config.load_only:
             self._first_save.check()
-            self._in_flight.settle()
-            self._end.write_missing(step)
+            if self._step_saves.finish(step, leaving_for=self.preempted_by):
+                self._memory.finish()
+                self._end.write_missing(step)
 
     def close(self) -> None:
         """Wait for the save in flight, report how it ended, end threads and processes, and give the folder up.

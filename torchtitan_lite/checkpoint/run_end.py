@@ -27,12 +27,6 @@ class RunEnd:
         self._last_save = last_save
         self._peers = peers
 
-    @property
-    def writes_more(self) -> bool:
-        """Whether a run writes more than checkpoints at its end. Any rank."""
-        has_more = self._folders.exports is not None or self._last_save is not None
-        return has_more and not self._config.checkpoint.load_only
-
     def found(self) -> tuple[Ended | None, bool]:
         """Return how the run ended, and whether it lacks its weights in Hugging Face's format. Changes nothing."""
         return self._peers.on_coordinator(self._found)
@@ -44,11 +38,11 @@ class RunEnd:
 
     def write_hugging_face(self, step: int) -> None:
         """Write the committed `step` in Hugging Face's format, if the run ends in it. Under the lease; durable."""
-        if self._last_save is not None and self.writes_more:
+        if self._last_save is not None and not self._config.checkpoint.load_only:
             self._last_save.write(step)
 
     def write_missing(self, step: int) -> None:
-        """Write what of the last `step`, which is loaded, is missing. Under the lease; durable, raises `SaveFailed`."""
+        """Write what the last `step`, now the state, still lacks. Under the lease; durable, raises `SaveFailed`."""
         store, export, last_save = self._folders.checkpoints, self._folders.exports, self._last_save
         if export is not None and self._peers.on_coordinator(
             lambda: export_of(step, self._saves.origin.lineage.run_id, export, self._config) is None

@@ -103,20 +103,22 @@ class RunSaves:
         if config.model_weights_only or exports is not None:
             self.export(step)
 
-    def catch_up(self, step: int) -> None:
-        """Save `step` as the last one if it was loaded from memory and is not on disk. Durable; raises as `full`."""
-        if self._is_only_in_memory(step):
-            self.last_of_all(step)
-
     def secure(self, step: int) -> None:
         """Save `step` in full if it was loaded from memory and is not on disk. Durable; raises as `full`."""
-        if self._is_only_in_memory(step):
+        if self.origin.resumed_from_memory == step and not self.is_saved(step, loaded=step):
             self.full(step)
 
-    def _is_only_in_memory(self, step: int) -> bool:
-        if self.origin.resumed_from_memory != step:
-            return False
-        return not self._peers.on_coordinator(lambda: self._is_saved_in_full(step))
+    def is_saved(self, step: int, *, loaded: int | None) -> bool:
+        """Return whether the state of `step` is durable: saved last since the load of step `loaded`, or that one.
+
+        A checkpoint of the same number may be another branch's. Nothing may be in flight.
+        """
+
+        def is_durable() -> bool:
+            durable = self._in_flight.last_durable
+            return durable == step if durable is not None else loaded == step and self._is_saved_in_full(step)
+
+        return self._peers.on_coordinator(is_durable)
 
     def export(self, step: int) -> None:
         """Save only the weights, durable on return. Raises as `full` does."""

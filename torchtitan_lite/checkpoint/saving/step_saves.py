@@ -7,6 +7,7 @@ signal to leave comes before any policy.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 
 from torchtitan_lite.checkpoint.saving.auto_interval import AutoInterval, FixedInterval
@@ -49,11 +50,15 @@ class StepSaves:
         self._auto = auto
         self._peers = peers
         self._clock = clock
+        self._loaded: int | None = None
         self._latest: int | None = None
+        """The latest step that was loaded or saved."""
+        self._reached: int | None = None
+        """The step at which the loop is."""
 
     def continue_from(self, step: int | None) -> None:
         """Note that the state is now that of `step`; None if the steps count from the start. Any rank."""
-        self._latest = step
+        self._loaded = self._latest = self._reached = step
 
     def end_of_step(self, step: int, *, last: bool, now: bool) -> tuple[bool, int]:
         """Save `step` if it is due, wanted `now`, the `last` one, or if the ranks leave. **Collective**.
@@ -62,6 +67,7 @@ class StepSaves:
         step). Raises `SaveFailed` if a save failed that was one too many, and ConfigError for a step before the latest.
         """
         self._refuse_before_latest(step)
+        self._reached = step
         self._auto.enter()
         agreed = self._receive()
         leaving_for = 0 if last else agreed.signal
@@ -73,6 +79,26 @@ class StepSaves:
         self._auto.leave(step, began=saved and not last and not leaving_for)
         self._send(step)
         return saved, leaving_for
+
+    def finish(self, step: int, *, leaving_for: int) -> bool:
+        """Save `step`, the last one, unless it is durable; for ranks that leave for a signal, only return False.
+
+        **Collective**. Durable on return; raises `SaveFailed`, and ConfigError for a step that the loop has passed.
+        """
+        if leaving_for:
+            logger.info("Leaving for %s: the next start finishes step %d", signal.Signals(leaving_for).name, step)
+            return False
+        if self._reached is not None and step < self._reached:
+            raise ConfigError(
+                f"finish({step}): expected a step from {self._reached} on, because this loop is at step "
+                f"{self._reached}, and its state would be saved as that of step {step}. Name the step that the loop "
+                "has reached; to finish an earlier one, load it first."
+            )
+        self._in_flight.outcome()  # However it ended: what is not durable is saved below.
+        if not self._saves.is_saved(step, loaded=self._loaded):
+            self._saves.last_of_all(step)
+        self._latest = self._reached = step
+        return True
 
     def drain(self) -> None:
         """Wait for the exchange under way, if there is one. **Collective**."""
