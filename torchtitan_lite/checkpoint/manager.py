@@ -10,16 +10,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from weakref import WeakMethod, ref
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchtitan_lite.checkpoint.hugging_face.description import HuggingFaceModel
+from torchtitan_lite.checkpoint.one_opener import OneOpener
 from torchtitan_lite.checkpoint.parts import Seams, build_parts
 from torchtitan_lite.checkpoint.resume.ending import Ended
 from torchtitan_lite.checkpoint.resume.initial_import import ImportWeights
@@ -89,13 +90,14 @@ class CheckpointManager:
             hugging_face=hugging_face,
             import_weights=import_weights,
         )
-        self._config, self._run, self._peers, self._own_groups = parts.config, parts.run, parts.peers, parts.own_groups
-        self._folders, self._store, self._saver, self._memory = parts.folders, parts.store, parts.saver, parts.memory
-        self._preemption, self._departure, self._end = parts.preemption, parts.departure, parts.end
+        self._parts, self._config, self._peers, self._own_groups = parts, parts.config, parts.peers, parts.own_groups
+        self._run, self._store, self._saver, self._memory = parts.run, parts.store, parts.saver, parts.memory
+        self._preemption, self._departure, self._end = parts.preemption, parts.departure, parts.end_of_run
         self._housekeeping, self._in_flight, self._saves = parts.housekeeping, parts.in_flight, parts.saves
         self._first_save, self._initial_import = parts.first_save, parts.initial_import
         self._load, self._step_saves = parts.load, parts.step_saves
         self._guard = StagingGuard(parts.run.optimizers, self.maybe_wait_for_staging)
+        self._opener = OneOpener(parts.folders, parts.preemption, ref(parts.in_flight), WeakMethod(self.close))
         self._is_open = self._has_started_saver = False
         forget_in_children(self._forget)
         self.loaded_step: int | None = None
@@ -148,7 +150,7 @@ class CheckpointManager:
         `preempted_by` if a rank received a signal.
         """
         step = arguments.checked_step("load", step, -1)
-        if not self._opened():
+        if not self._opened(again=True):
             return False
         self._in_flight.settle()
         self._memory.settle()
@@ -285,7 +287,7 @@ class CheckpointManager:
         """
         if self._is_open:
             self._is_open = self._has_started_saver = False
-            self._end_all()
+            self._parts.end(self._guard, self._opener)
         for groups in self._own_groups:  # Unless something failed: a rank may still be in an exchange then.
             groups.close()
 
@@ -302,40 +304,24 @@ class CheckpointManager:
                 raise
             logger.warning("While leaving after an error, the checkpoint manager could not close: %s", closing)
 
-    def _opened(self) -> bool:
-        """Open the manager unless it is open; return False if checkpoints are off, and nothing is to be done."""
+    def _opened(self, *, again: bool = False) -> bool:
+        """Open the manager unless it is open; return False if checkpoints are off, and nothing is to be done.
+
+        Raises ConfigError if another manager of this process took its place, unless this is to be the one `again`.
+        """
         if not self._config.enable_checkpoint:
             return False
         if not self._is_open:
             arguments.refuse_dry_run(self._config)
+            if not again:
+                self._opener.refuse_if_replaced()
             self._is_open = True
             try:
-                self._start()
+                self._parts.start(self._guard, self._opener)
             except BaseException:
                 self.close()
                 raise
         return True
-
-    def _start(self) -> None:
-        self._preemption.start()
-        self._guard.start()
-        self._run.optimizer.refuse_where_parts_differ(self._peers)
-        if not self._config.load_only:
-            self._peers.on_coordinator(self._folders.take)
-            self._end.refuse_foreign_folder()
-            self._saves.origin = self._memory.begin(self._saves.origin)
-
-    def _end_all(self) -> None:
-        with ExitStack() as in_reverse:
-            in_reverse.callback(self._folders.release)
-            in_reverse.callback(self._preemption.close)
-            in_reverse.callback(self._housekeeping.close, self._config.timeout_seconds)
-            in_reverse.callback(self._memory.leave)
-            in_reverse.callback(self._saver.close, self._config.timeout_seconds)
-            in_reverse.callback(self._memory.close)
-            in_reverse.callback(self._guard.close)
-            in_reverse.callback(self._in_flight.settle)
-            in_reverse.callback(self._step_saves.drain)
 
     def _forget(self) -> None:
         """Have nothing open in a child that was just forked: closing it there touches nothing of the parent's."""

@@ -7,6 +7,7 @@ folder, a process or a signal: the manager's methods do, through the parts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -16,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchtitan_lite.checkpoint.hugging_face.description import HuggingFaceModel
 from torchtitan_lite.checkpoint.hugging_face.last_save import build_last_save
+from torchtitan_lite.checkpoint.one_opener import OneOpener
 from torchtitan_lite.checkpoint.resume.first_save import FirstSave
 from torchtitan_lite.checkpoint.resume.initial_import import ImportWeights, InitialImport
 from torchtitan_lite.checkpoint.resume.load_source import new_run
@@ -34,6 +36,7 @@ from torchtitan_lite.checkpoint.saving.writer import Origin
 from torchtitan_lite.checkpoint.schedule.failures import Past
 from torchtitan_lite.checkpoint.schedule.interval import SavePolicy, build_save_policy
 from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
+from torchtitan_lite.checkpoint.staging.guard import StagingGuard
 from torchtitan_lite.checkpoint.state import arguments
 from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.checkpoint.state.stateful import Stateful
@@ -99,7 +102,33 @@ class Parts:
     initial_import: InitialImport
     load: RunLoad
     step_saves: StepSaves
-    end: RunEnd
+    end_of_run: RunEnd
+
+    def start(self, guard: StagingGuard, opener: OneOpener) -> None:
+        """Take the folders and watch signals. **Collective**."""
+        if not self.config.load_only:
+            opener.open()
+        self.preemption.start()
+        guard.start()
+        self.run.optimizer.refuse_where_parts_differ(self.peers)
+        if not self.config.load_only:
+            self.peers.on_coordinator(self.folders.take)
+            self.end_of_run.refuse_foreign_folder()
+            self.saves.origin = self.memory.begin(self.saves.origin)
+
+    def end(self, guard: StagingGuard, opener: OneOpener) -> None:
+        """Wait for the save in flight, end threads and processes, and give the folders up, whatever of it fails."""
+        with ExitStack() as in_reverse:
+            in_reverse.callback(opener.note_closed)
+            in_reverse.callback(self.folders.release)
+            in_reverse.callback(self.preemption.close)
+            in_reverse.callback(self.housekeeping.close, self.config.timeout_seconds)
+            in_reverse.callback(self.memory.leave)
+            in_reverse.callback(self.saver.close, self.config.timeout_seconds)
+            in_reverse.callback(self.memory.close)
+            in_reverse.callback(guard.close)
+            in_reverse.callback(self.in_flight.settle)
+            in_reverse.callback(self.step_saves.drain)
 
 
 def build_parts(
@@ -151,5 +180,5 @@ def build_parts(
         initial_import=InitialImport(store, config, import_weights, peers, clock, on_event),
         load=RunLoad(run, store, job_config, topology, peers, clock, on_event, memory.tier),
         step_saves=StepSaves(policy, config, saves, in_flight, watch, departure, consensus, auto, peers, clock),
-        end=RunEnd(job_config, folders, saves, last_save, peers),
+        end_of_run=RunEnd(job_config, folders, saves, last_save, peers),
     )

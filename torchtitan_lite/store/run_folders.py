@@ -37,6 +37,11 @@ class RunFolders:
             for store in self._stores
         }
 
+    @property
+    def roots(self) -> list[Path]:
+        """The paths of the folders. Any rank."""
+        return [store.root for store in self._stores]
+
     def take(self) -> None:
         """Reserve the folders for this job, and remove what a crash left in them.
 

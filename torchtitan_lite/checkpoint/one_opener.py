@@ -1,0 +1,94 @@
+"""Each folder is open in one manager of this process at a time: the latest that opened it.
+
+A cell of a notebook is run again, or a script tries again after an error, while the manager of before is open, perhaps
+with a save in flight. The lease cannot tell the two apart: both are this process. So the second closes the first, as
+the end of its `with` would, and nothing that the first began is lost. Which ranks find a manager that was dropped
+without `close` depends on the garbage collector: closing exchanges nothing that was not sent before.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_lite.checkpoint.saving.in_flight import InFlight
+from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.log import logger
+from torchtitan_lite.store.run_folders import RunFolders
+
+
+@dataclass
+class OneOpener:
+    """One manager, as the folders that it opens know it. Any rank; main thread only."""
+
+    folders: RunFolders
+    watch: PreemptionWatch
+    in_flight: weakref.ref[InFlight]
+    """Weak, like `close`: what is in this module keeps no model and no optimizer alive."""
+    close: Callable[[], Callable[[], None] | None]
+    """Returns the method that closes the manager, None if the manager was dropped."""
+    is_replaced: bool = False
+    """Whether another manager of this process has opened a folder of this one since."""
+
+    def open(self) -> None:
+        """Note that this manager opens its folders; close the managers that have one of them open."""
+        self.is_replaced = False
+        for root in _resolved(self.folders.roots):
+            former = _OPEN.get(root)
+            if former is not None and former is not self:
+                former.give_way(root)
+            _OPEN[root] = self
+
+    def note_closed(self) -> None:
+        """Note that the manager is closed. Idempotent."""
+        for root in [root for root, opener in _OPEN.items() if opener is self]:
+            del _OPEN[root]
+
+    def refuse_if_replaced(self) -> None:
+        """Raise ConfigError if another manager has opened a folder of this one: its steps would be saved over."""
+        if self.is_replaced:
+            raise ConfigError(
+                f"another manager of this process opened {self.folders.checkpoints.root} after this one, which was "
+                "closed then. Use the other one; to go on with this one from what is saved there, call load() on this "
+                "one; for two runs at once, give each a folder of its own."
+            )
+
+    def give_way(self, root: Path) -> None:
+        """Close the manager after its save is durable. What fails is logged: the manager that opens `root` goes on."""
+        self.is_replaced = True
+        self.note_closed()
+        logger.warning(
+            "Closing the manager that this process opened before on %s, because another one opens it. "
+            "Use managers in a with statement, or call close()",
+            root,
+        )
+        try:
+            if (close := self.close()) is not None:
+                close()
+            else:
+                self._close_what_is_left()
+        except Exception as error:
+            logger.warning("The manager that this process opened before could not close: %s", error)
+
+    def _close_what_is_left(self) -> None:
+        """Close what a manager that was dropped has open: its save in flight runs in a thread."""
+        if (in_flight := self.in_flight()) is not None:
+            in_flight.outcome()
+        self.watch.close()
+        self.folders.release()
+
+
+_OPEN: dict[Path, OneOpener] = {}
+"""The opener of each folder that a manager of this process has open."""
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_OPEN.clear)  # A child has no manager open.
+
+
+def _resolved(roots: Sequence[Path]) -> list[Path]:
+    return [root.resolve() for root in roots]
