@@ -105,11 +105,11 @@ class Parts:
     end_of_run: RunEnd
 
     def start(self, guard: StagingGuard, opener: OneOpener) -> None:
-        """Take the folders and watch signals. **Collective**."""
+        """Take the folders and watch signals. **Collective**; what fails on one rank is raised on all."""
         if not self.config.load_only:
             opener.open()
-        self.preemption.start()
-        guard.start()
+        self.peers.together(self.preemption.start)
+        self.peers.together(guard.start)
         self.run.optimizer.refuse_where_parts_differ(self.peers)
         if not self.config.load_only:
             self.peers.on_coordinator(self.folders.take)
@@ -124,11 +124,15 @@ class Parts:
             in_reverse.callback(self.preemption.close)
             in_reverse.callback(self.housekeeping.close, self.config.timeout_seconds)
             in_reverse.callback(self.memory.leave)
-            in_reverse.callback(self.saver.close, self.config.timeout_seconds)
+            in_reverse.callback(self._close_saver)
             in_reverse.callback(self.memory.close)
             in_reverse.callback(guard.close)
             in_reverse.callback(self.in_flight.settle)
             in_reverse.callback(self.step_saves.drain)
+
+    def _close_saver(self) -> None:
+        # A save that was not over in time is not awaited twice: the other ranks wait for this one to leave.
+        self.saver.close(0 if self.peers.is_group_in_doubt else self.config.timeout_seconds)
 
 
 def build_parts(

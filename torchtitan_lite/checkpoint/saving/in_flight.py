@@ -39,6 +39,8 @@ class _Save:
     began_seconds: float
     stall_seconds: float = 0.0
     durable_seconds: float = 0.0
+    is_given_up: bool = False
+    """Whether the loop waited for its staging as long as for a whole save: no code waits for it again."""
     slowest: dict[str, float] = field(default_factory=dict)
     """On the coordinator, which rank took longest to write its file, and how long: figures of the event."""
     over: Future[None] = field(default_factory=Future)
@@ -160,12 +162,16 @@ class InFlight:
             self._housekeeping.close(max(0.0, seconds - (self._clock() - began)))
 
     def wait_for_staging(self) -> None:
-        """Wait until the state may change. Any rank. Raises `SaveFailed` after `timeout_seconds`."""
+        """Wait until the state may change. Any rank. Raises `SaveFailed` after `timeout_seconds`.
+
+        The state of this rank alone may not change then, so the rank has to leave; the others wait for it in training.
+        """
         if self._save is not None and not self._save.pending.staged.done():
             began = self._clock()
             try:
-                self._save.pending.staged.result(self._timeout_seconds)
+                self._save.pending.staged.result(self._seconds_for(self._save))
             except FutureTimeout:
+                self._save.is_given_up = True
                 seconds = f"{self._timeout_seconds:.0f} s (checkpoint.timeout_seconds)"
                 raise SaveFailed(self._save.pending.step, f"not staged after {seconds}") from None
             self._save.stall_seconds += self._clock() - began
@@ -193,7 +199,7 @@ class InFlight:
         save, began = self._save, self._clock()
         self._save = None
         is_finished(self)
-        failure = _outcome(save.pending, self._timeout_seconds)
+        failure = _outcome(save.pending, self._seconds_for(save), self._timeout_seconds)
         if save.pending.durable.done():
             wait_for([save.over], self._timeout_seconds)
         else:
@@ -207,6 +213,9 @@ class InFlight:
             self._failed_in_a_row += 1
             self._report_failed(save, failure)
         return failure
+
+    def _seconds_for(self, save: _Save) -> float:
+        return 0.0 if save.is_given_up else self._timeout_seconds
 
     def _when_over(self, save: _Save) -> None:
         """Run retention or cleanup, in the thread that saved, as soon as the save is over."""
@@ -263,10 +272,13 @@ def _failed(durable: Future[CheckpointInfo | None]) -> bool:
     return durable.done() and durable.exception() is not None
 
 
-def _outcome(pending: PendingSave, timeout_seconds: float) -> SaveFailed | None:
-    """Return the failure of `pending`, None if it is durable. Raises `LeaseLost`: no further try can succeed."""
+def _outcome(pending: PendingSave, seconds: float, timeout_seconds: float) -> SaveFailed | None:
+    """Return the failure of `pending`, None if it is durable. Raises `LeaseLost`: no further try can succeed.
+
+    Waits for `seconds`, the rest of `timeout_seconds`.
+    """
     try:
-        failure = pending.durable.exception(timeout_seconds)
+        failure = pending.durable.exception(seconds)
     except FutureTimeout:
         return SaveFailed(pending.step, f"not durable after {timeout_seconds:.0f} s (checkpoint.timeout_seconds)")
     if isinstance(failure, LeaseLost):
