@@ -24,7 +24,7 @@ from torchtitan_lite.checkpoint.reading.torchtitan_states import as_ours, why_it
 from torchtitan_lite.checkpoint.resume.load_source import LoadSource, choose_source
 from torchtitan_lite.checkpoint.resume.resume_report import ResumeReport
 from torchtitan_lite.checkpoint.resume.verify_resume import verify
-from torchtitan_lite.checkpoint.resume.ways_out import ways_out
+from torchtitan_lite.checkpoint.resume.ways_out import other_groups, ways_out
 from torchtitan_lite.checkpoint.state.model import tensors_of
 from torchtitan_lite.checkpoint.state.optimizer_state import Slot
 from torchtitan_lite.checkpoint.state.rng import RNG, RngState
@@ -227,9 +227,12 @@ class Restore:
             topology_now=self._topology,
             refused_states=refused_states,
             fresh_states=tuple(self._fresh.values()),
-            ways_out=ways_out(
-                keys.missing, tensors_of(self._model_state), names, list(self._loaded), self._model.frozen_names()
-            ),
+            ways_out=[
+                *ways_out(
+                    keys.missing, tensors_of(self._model_state), names, list(self._loaded), self._model.frozen_names()
+                ),
+                *other_groups(keys, self._model_state, {name for slot in self._slots.values() for name in slot.names}),
+            ],
         )
 
     def _read_small(self, name: str) -> dict[str, Any]:

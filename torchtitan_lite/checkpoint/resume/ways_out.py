@@ -2,8 +2,9 @@
 
 Four causes are common: all names of the model have one prefix more or less, one of two tied tensors
 was not saved, frozen parameters were left out, or a state is new. Each is looked for, and a setting is
-suggested only if the load would then find the name, or miss none. Pure: takes names and tensors, returns
-sentences.
+suggested only if the load would then find the name, or miss none. A fifth has no setting: the optimizer
+got a parameter group before one of the two, the save and the load, and not before the other. Pure: takes
+names and tensors, returns sentences.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
+
+from torchtitan_lite.checkpoint.format.key_report import SHOWN, KeyReport
+from torchtitan_lite.checkpoint.state.optimizer_state import SETTINGS, STATE, split_key
 
 
 def ways_out(
@@ -40,6 +44,38 @@ def ways_out(
     if lost := [name for name in missing if name in states and name not in model]:
         sentences.append(f"  To begin a state fresh: --checkpoint.exclude_from_loading={','.join(lost)}")
     return sentences
+
+
+def other_groups(keys: KeyReport, model: Collection[str], in_optimizer: Collection[str]) -> list[str]:
+    """Return a sentence for parameters of the `model` that are in a group of the optimizer only here, or only there.
+
+    `in_optimizer` are the parameters that the optimizer has here; none if there is no optimizer.
+    """
+    if not in_optimizer:
+        return []
+    settings, state = f"optimizer.{SETTINGS}.", f"optimizer.{STATE}."
+    with_settings = [key.removeprefix(settings) for key in keys.missing if key.startswith(settings)]
+    new = [fqn for fqn in with_settings if fqn in model and fqn not in keys.missing]
+    of_state = [key.removeprefix(state) for key in keys.unexpected if key.startswith(state)]
+    known = dict.fromkeys(split_key(rest, model)[0] for rest in of_state)
+    lost = [fqn for fqn in known if fqn in model and fqn not in in_optimizer]
+    sentences = []
+    if new:
+        sentences.append(
+            f"  The optimizer has {_named(new)} and had not when this was saved: call add_param_group() for these "
+            "after load(), or make the optimizer without them"
+        )
+    if lost:
+        sentences.append(
+            f"  The optimizer had {_named(lost)} when this was saved and has not now: call add_param_group() for "
+            "these before load(), or make the optimizer with them"
+        )
+    return sentences
+
+
+def _named(fqns: Sequence[str]) -> str:
+    more = f" and {len(fqns) - SHOWN} more" if len(fqns) > SHOWN else ""
+    return ", ".join(fqns[:SHOWN]) + more
 
 
 def _ties(missing: Sequence[str], model: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[str, str]:
