@@ -5,6 +5,7 @@ DCP raises `CheckpointException`, which is a `BaseException`. Only this module t
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -25,14 +26,15 @@ def save(
 ) -> None:
     """Save `state` through `writer`. **Collective**.
 
-    Raises `SaveFailed` or `LeaseLost`, on every rank if on any.
+    Raises `SaveFailed` or `LeaseLost`, on every rank if on any; KeyboardInterrupt in the main thread.
     """
     _do_not_warn_of_one_process()
     try:
         dcp_save(state, storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:
         for cause, _ in error.failures.values():
-            if isinstance(cause, LeaseLost):
+            # Ctrl-C is no failure of the save. Only the main thread receives it; the ranks agreed that one had it.
+            if isinstance(cause, LeaseLost) or (isinstance(cause, KeyboardInterrupt) and _is_main()):
                 raise cause from error
         raise SaveFailed(step, _summary({rank: cause for rank, (cause, _) in error.failures.items()})) from error
     except Exception as error:
@@ -51,6 +53,8 @@ def load(state: dict[str, Any], reader: StorageReader, planner: LoadPlanner, pee
         dcp_load(state, storage_reader=reader, planner=planner, no_dist=True)
     except CheckpointException as error:
         [(cause, _)] = error.failures.values()
+        if isinstance(cause, KeyboardInterrupt) and peers.world_size == 1:
+            raise cause from error
         failure = cause if isinstance(cause, Exception) else RuntimeError(f"{type(cause).__name__}: {cause}")
     except Exception as error:
         failure = error
@@ -94,6 +98,10 @@ def _do_not_warn_of_one_process() -> None:
     # warnings.catch_warnings is not thread-safe and saves run in threads. It is set at each call, because test runners
     # reset the filters and turn warnings into errors, and then every save would fail.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+def _is_main() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _summary(failures: Mapping[int, BaseException]) -> str:

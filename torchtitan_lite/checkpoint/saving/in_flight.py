@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures import wait as wait_for
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from torchtitan_lite import faults
@@ -197,12 +198,14 @@ class InFlight:
         if self._save is None:
             return None
         save, began = self._save, self._clock()
+        # While the save is in flight here: Ctrl-C may end these waits, and the next call waits again.
+        with suppress(FutureTimeout):
+            save.pending.durable.exception(self._seconds_for(save))
+            wait_for([save.over], self._timeout_seconds)
         self._save = None
         is_finished(self)
-        failure = _outcome(save.pending, self._seconds_for(save), self._timeout_seconds)
-        if save.pending.durable.done():
-            wait_for([save.over], self._timeout_seconds)
-        else:
+        failure = _outcome(save.pending, self._timeout_seconds)
+        if not save.pending.durable.done():
             self._peers.is_group_in_doubt = True  # The save's thread may hang in a collective of the group.
         save.stall_seconds += self._clock() - began
         if failure is None:
@@ -272,15 +275,14 @@ def _failed(durable: Future[CheckpointInfo | None]) -> bool:
     return durable.done() and durable.exception() is not None
 
 
-def _outcome(pending: PendingSave, seconds: float, timeout_seconds: float) -> SaveFailed | None:
+def _outcome(pending: PendingSave, timeout_seconds: float) -> SaveFailed | None:
     """Return the failure of `pending`, None if it is durable. Raises `LeaseLost`: no further try can succeed.
 
-    Waits for `seconds`, the rest of `timeout_seconds`.
+    The caller has waited for `timeout_seconds`.
     """
-    try:
-        failure = pending.durable.exception(seconds)
-    except FutureTimeout:
+    if not pending.durable.done():
         return SaveFailed(pending.step, f"not durable after {timeout_seconds:.0f} s (checkpoint.timeout_seconds)")
+    failure = pending.durable.exception()
     if isinstance(failure, LeaseLost):
         raise failure
     if failure is None or isinstance(failure, SaveFailed):
