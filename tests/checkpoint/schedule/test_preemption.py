@@ -305,3 +305,34 @@ interrupt()
 w.close()
 """
     assert output(script) == ["interrupted"] * 2
+
+
+IN_A_SESSION = """
+w = watch("SIGTERM", "SIGINT", grace_seconds=1)
+try:
+    send(signal.SIGINT)
+    signal.pause()
+except KeyboardInterrupt:
+    print("interrupted", w.received)
+
+noted.clear()
+send(signal.SIGTERM)
+assert noted.wait(30)
+print(w.received == signal.SIGTERM)
+w.close()
+print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+"""
+
+
+def test_ctrl_c_is_an_interrupt_of_the_cell_in_a_notebook() -> None:
+    """Else the kernel would end after the grace period, with all that is in it."""
+    assert output("sys.ps1 = 'In : '" + IN_A_SESSION) == ["interrupted", "0", "True", "True"]
+
+
+def test_ctrl_c_is_an_interrupt_at_pythons_own_prompt() -> None:
+    """The interpreter leaves `sys.ps1` unset while `python -i` runs its script."""
+    command = [sys.executable, "-i", "-c", PRELUDE + IN_A_SESSION]
+    ended = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_SECONDS, stdin=subprocess.DEVNULL
+    )
+    assert ended.stdout.split() == ["interrupted", "0", "True", "True"]

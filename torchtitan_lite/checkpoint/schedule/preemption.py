@@ -14,6 +14,7 @@ import ctypes
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -45,9 +46,15 @@ class PreemptionWatch:
     def start(self) -> None:
         """Start to watch. Main thread; in another one Python gets no signals, so this logs a warning and does nothing.
 
-        Idempotent.
+        Leaves Ctrl-C to an interactive session, where it interrupts a cell: the deadline would end the session with all
+        that is in it. Idempotent.
         """
-        if HUB.has(self) or not self.numbers:
+        if HUB.has(self):
+            return
+        if signal.SIGINT in self.numbers and _is_interactive():
+            self.numbers = [number for number in self.numbers if number != signal.SIGINT]
+            logger.info("Ctrl-C interrupts this interactive session as usual, without a save")
+        if not self.numbers:
             return
         if threading.current_thread() is not threading.main_thread():
             logger.warning("Signals can only be watched from the main thread: a preemption will not be saved")
@@ -93,6 +100,11 @@ class PreemptionWatch:
         self._received = number
         again = "; press Ctrl-C again to end at once" if number == signal.SIGINT else ""
         logger.info("Received %s: all ranks save and leave after this step%s", signal.Signals(number).name, again)
+
+
+def _is_interactive() -> bool:
+    """Return whether this process is a notebook's kernel, IPython, or Python at its prompt."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
 def _number(name: str) -> int:
