@@ -53,7 +53,6 @@ class Described:
 
     pid: int
     ttl_seconds: float
-    num_held: int
     living: tuple[int, ...]
     """The processes that are registered and live; 0 stands for those in another PID namespace."""
     seconds_left: float | None
@@ -291,9 +290,7 @@ def _described(answer: Mapping[str, Any]) -> Described:
         living = tuple(map(int, answer["living"]))
         left = answer["seconds_left"]
         seconds_left = None if left is None else float(left)
-        return Described(
-            int(answer["pid"]), float(answer["ttl_seconds"]), int(answer["num_held"]), living, seconds_left
-        )
+        return Described(int(answer["pid"]), float(answer["ttl_seconds"]), living, seconds_left)
     except (KeyError, TypeError, ValueError):
         raise messages.BadMessage("it does not describe a keeper") from None
 

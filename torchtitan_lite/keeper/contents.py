@@ -121,7 +121,6 @@ class Contents:
             "pid": os.getpid(),
             "ttl_seconds": self._ttl_seconds,
             "seconds_left": self.seconds_left(),
-            "num_held": len(self._held),
             "living": sorted({messages.pid_of(member.pidfd) for member in self._members.values()})[:_MAX_PIDS],
         }
 

@@ -46,7 +46,7 @@ def images(*cards: Card) -> HeldImages:
     """Return what a look finds, of images with these cards."""
     found = HeldImages(None, "now", Peers(timedelta(seconds=60)))
     for each in sorted(cards, key=lambda each: -each.step):
-        key = Key(each.step, each.start)
+        key = Key(each.step, each.start, each.copy)
         found.complete.append(Complete(key, Image.of_card(each), assembled([each]), is_spread=False))
     return found
 
@@ -106,10 +106,10 @@ def test_without_images_or_with_load_only_the_choice_is_that_of_the_disk(store: 
 
 def test_a_damaged_image_gives_way_to_the_one_before(store: CheckpointStore) -> None:
     found = images(card(store, 6), card(store, 7))
-    found.left_out.add(Key(7, "a1"))
+    found.left_out.add(Key(7, "a1", 0))
     source = preferred(found, store)
     assert source is not None and source.step == 6
-    found.left_out.add(Key(6, "a1"))
+    found.left_out.add(Key(6, "a1", 0))
     assert preferred(found, store) is None
 
 

@@ -104,7 +104,7 @@ def test_the_images_of_all_steps_are_complete_and_the_latest_one_is_first(keeper
         keep(keeper, card(step))
     before = num_open()
     found = look(keeper)
-    assert keys(found) == [Key(7, "a1"), Key(6, "a1"), Key(5, "a1")]
+    assert keys(found) == [Key(7, "a1", 0), Key(6, "a1", 0), Key(5, "a1", 0)]
     assert found.are_any
     best = found.complete[0]
     assert (best.image.step, best.manifest.step, best.is_spread) == (7, 7, False)
@@ -132,7 +132,7 @@ def test_images_are_complete_with_those_of_all_ranks_of_one_start(keeper: Keeper
     keep(keeper, card(6, 0, world_size=2))
     keep(keeper, card(6, 1, world_size=2))
     found = look(keeper)
-    assert keys(found) == [Key(6, "a1")]
+    assert keys(found) == [Key(6, "a1", 0)]
     found.close()
 
 
@@ -143,7 +143,7 @@ def test_images_that_do_not_fit_together_leave_those_before_to_the_load(
         keep(keeper, card(step, 0, world_size=2))
         keep(keeper, card(step, 1, world_size=2, topology=topology))
     found = look(keeper)
-    assert keys(found) == [Key(6, "a1")]
+    assert keys(found) == [Key(6, "a1", 0)]
     assert "The images of step 7 are ignored: rank 1: topology" in caplog.text
     found.close()
 
@@ -156,7 +156,7 @@ def test_what_is_no_image_is_counted_in_one_line(keeper: Keeper, caplog: pytest.
     keep(keeper, card(6), "c", num_bytes=2)
     keep(keeper, card(6), "d", card=b"none")
     found = look(keeper)
-    assert keys(found) == [Key(5, "a1")]
+    assert keys(found) == [Key(5, "a1", 0)]
     (line,) = [record.getMessage() for record in caplog.records if "Ignored in memory" in record.getMessage()]
     assert line.endswith("can be used: 4, such as a: its mark is of step 7, its card of step 6")
     found.close()
@@ -166,7 +166,7 @@ def test_what_is_no_image_is_counted_in_one_line(keeper: Keeper, caplog: pytest.
 def test_an_image_may_fill_its_arena_and_have_more_than_its_file(keeper: Keeper, num_bytes: int, size: int) -> None:
     keep(keeper, card(7), num_bytes=num_bytes, size=size)
     found = look(keeper)
-    assert keys(found) == [Key(7, "a1")]
+    assert keys(found) == [Key(7, "a1", 0)]
     found.close()
 
 
@@ -196,8 +196,8 @@ def test_what_was_loaded_is_taken_over_first_then_earlier_images_and_the_others_
     inodes = {step: keep(keeper, card(step)) for step in (5, 6, 7, 8)}
     inodes[9] = keep(keeper, card(5, start="b2"))
     found = look(keeper)
-    found.left_out.add(Key(5, "a1"))
-    with taken(found, Key(7, "a1")) as (owned, steps, names):
+    found.left_out.add(Key(5, "a1", 0))
+    with taken(found, Key(7, "a1", 0)) as (owned, steps, names):
         assert owned[:2] == [inodes[7], inodes[6]]
         assert set(owned[2:]) == {inodes[5], inodes[8], inodes[9]}
         assert steps == [7, 6, None, None, None]
@@ -234,7 +234,7 @@ def test_memory_with_several_names_is_taken_over_once_and_dropped_with_all_of_th
     before = num_open()
     found = look(keeper)
     assert len(keys(found)) == 5
-    with taken(found, Key(6, "a1")) as (owned, steps, names):
+    with taken(found, Key(6, "a1", 0)) as (owned, steps, names):
         assert len(owned) == len({*owned}) == 4
         assert steps == [6, None, None, None]
         assert len(names) == 8 and names_at(keeper) == sorted(names)
@@ -269,13 +269,13 @@ def test_images_of_two_hosts_count_where_each_rank_has_its_own(rank: int, tmp_pa
         keep(keeper, card(7, rank, world_size=2))
         keep(keeper, card(8, 1 - rank, world_size=2))  # The ranks are on other hosts now.
         found = look(keeper, peers=peers)
-        assert loaded_by(found) == [Key(7, "a1")]
+        assert loaded_by(found) == [Key(7, "a1", 0)]
         manifest = peers.on_coordinator(lambda: found.complete[0].manifest)
         assert peers.on_coordinator(lambda: found.complete[0].is_spread)
-        files = found.files(Key(7, "a1"), manifest, is_spread=True)
+        files = found.files(Key(7, "a1", 0), manifest, is_spread=True)
         assert files.share(sorted(manifest.files), 0, 1) == [f"__{rank}_0.distcp"]
         files.close()
-        with taken(found, Key(7, "a1")) as (_, steps, names):
+        with taken(found, Key(7, "a1", 0)) as (_, steps, names):
             assert (steps, names) == ([7, None], [f"a1.{rank}.7", f"a1.{1 - rank}.8"])
         other = look(keeper, "another", peers)
         assert not loaded_by(other), "of several hosts the topology must be the same"
@@ -292,9 +292,9 @@ def test_the_ranks_of_a_host_share_its_memory_out_by_who_wrote_it(rank: int, tmp
                 keep(keeper, None, name)
         peers.gather(None)
         found = look(keeper, "another", peers)
-        assert loaded_by(found) == [Key(7, "a1")], "one host has all of them, so the topology may be another one"
+        assert loaded_by(found) == [Key(7, "a1", 0)], "one host has all of them, so the topology may be another one"
         assert not peers.on_coordinator(lambda: found.complete[0].is_spread)
-        with taken(found, Key(7, "a1")) as (owned, _, names):
+        with taken(found, Key(7, "a1", 0)) as (owned, _, names):
             of_ranks = peers.gather((owned, names))
         assert [names for _, names in of_ranks] == [["a1.0.7", "a1.2.7", "z"], ["a1.1.7", "y"]]
         assert len({inode for owned, _ in of_ranks for inode in owned}) == 5

@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from tests.checkpoint.small_run import Lent, target
 from tests.disks import FailingDisk
 from tests.forked import run_code
-from torchtitan_lite.checkpoint.format.file_image import FileImage, FileLayout
 from torchtitan_lite.checkpoint.saving.savers import (
     PendingSave,
     ProcessSaver,
@@ -137,12 +136,12 @@ def test_a_prepared_arena_has_room_for_the_objects_too(store: CheckpointStore) -
     saver = ThreadSaver(PEERS, stager=stager)
     state = {"weight": torch.ones(3), "settings": {f"group {n}": [n] * 40 for n in range(8000)}}
     saver.prepare(lambda: state)
-    stager.take(FileImage(FileLayout([]), []))  # Waits until the arena is there.
-    prepared = stager.arena
+    stager.finish_preparation()
+    prepared = stager.pool.slots[0].arena
     assert prepared is not None
     begin(saver, store, state).durable.result(DEADLINE_SECONDS)
     assert store.get(1).nbytes > 4 << 20, "more than the room that every arena has"
-    assert stager.arena is prepared
+    assert stager.pool.slots[0].arena is prepared
     saver.close(DEADLINE_SECONDS)
 
 

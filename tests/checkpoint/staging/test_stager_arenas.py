@@ -72,8 +72,7 @@ def test_arenas_have_marks_only_if_they_are_wanted(stager: Stager) -> None:
 
 def test_every_slot_that_has_too_little_room_is_prepared_and_the_others_stay(stager: Stager) -> None:
     stager.pool.resize(3)
-    stager.take(image(), 1)
-    first = stager.arena
+    first = stager.take(image(), 1).arena
     stager.prepare(1)
     stager.finish_preparation()
     arenas = [slot.arena for slot in stager.pool.slots]
@@ -85,7 +84,7 @@ def test_every_slot_that_has_too_little_room_is_prepared_and_the_others_stay(sta
     stager.finish_preparation()
     assert not stager.is_preparing
     assert {slot.arena.num_bytes for slot in stager.pool.slots if slot.arena is not None} == {8 << 20}
-    assert first is not None and first.fd == -1
+    assert first.fd == -1
 
 
 def test_a_closed_stager_has_freed_every_arena(stager: Stager) -> None:

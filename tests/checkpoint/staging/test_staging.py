@@ -74,15 +74,15 @@ def test_a_later_change_of_the_state_does_not_change_the_copy(stager: Stager) ->
 
 def test_the_arena_is_kept_from_save_to_save_and_grows_when_it_must(stager: Stager) -> None:
     layout = FileLayout([(torch.float32, (1000,))])
-    stager.take(image_of([torch.zeros(1000)], layout=layout))
-    arena = stager.arena
-    assert arena is not None
+    arena = stager.take(image_of([torch.zeros(1000)], layout=layout)).arena
     again = image_of([torch.ones(1000)], b"objects" * 100, layout=layout)
-    assert data_of(stager.take(again)) == whole(again)
-    assert stager.arena is arena
+    second = stager.take(again)
+    assert data_of(second) == whole(again)
+    assert second.arena is arena
     larger = image_of([torch.ones(2_000_000)])
-    assert data_of(stager.take(larger)) == whole(larger)
-    assert stager.arena is not arena
+    third = stager.take(larger)
+    assert data_of(third) == whole(larger)
+    assert third.arena is not arena
     assert arena.fd == -1
 
 
@@ -95,26 +95,29 @@ def test_another_layout_in_the_same_arena_gets_frames_of_its_own(stager: Stager)
 def test_a_prepared_arena_is_used_and_kept(stager: Stager) -> None:
     image = image_of([torch.rand(1_000_000)])
     stager.prepare(image.num_bytes)
-    stager.take(image)
-    arena = stager.arena
-    assert data_of(stager.take(image)) == whole(image)
-    assert stager.arena is arena
+    stager.finish_preparation()
+    arena = stager.pool.slots[0].arena
+    for _ in range(2):
+        staged = stager.take(image)
+        assert staged.arena is arena
+        assert data_of(staged) == whole(image)
 
 
 def test_an_arena_has_every_page_before_it_is_first_used(stager: Stager) -> None:
     stager.prepare(8 << 20)
-    stager.take(image_of([torch.zeros(1)]))
-    assert stager.arena is not None
-    assert os.fstat(stager.arena.fd).st_blocks * 512 >= 8 << 20
+    stager.finish_preparation()
+    arena = stager.pool.slots[0].arena
+    assert arena is not None
+    assert os.fstat(arena.fd).st_blocks * 512 >= 8 << 20
 
 
 def test_a_closed_stager_has_no_memory_and_can_be_used_again() -> None:
     stager = Stager(HostCopier(), pin=False)
-    assert stager.arena is None
     image = image_of([torch.rand(1000)])
-    stager.take(image)
+    memory = os.dup(stager.take(image).arena.fd)
     stager.close()
-    assert stager.arena is None
+    assert os.fstat(memory).st_blocks == 0
+    os.close(memory)
     assert data_of(stager.take(image)) == whole(image)
     stager.close()
 

@@ -46,7 +46,7 @@ class Key(NamedTuple):
 
     step: int
     start: str
-    copy: int = 0
+    copy: int
 
     @classmethod
     def of(cls, image: Image) -> Key:

@@ -129,18 +129,19 @@ class Images:
         """Find out for how many arenas of `num_bytes` there is memory, -1 for not known. **Collective**."""
         if self._has_adopted:
             self._former.take_from(self.stager.pool, num_bytes, self._peers)
-        if not self._interval:
-            if self._former.are_any and num_arenas(self._found(num_bytes)) < 1:
-                self._former.free()
+        if self._interval:
+            self._start_process_early()
+        elif not self._former.are_any:
             return
-        try:
-            self._start_process()
-        except Exception as error:
-            self._note_failed(0, error)  # The first image tries again.
         found = self._found(num_bytes)
-        if self._former.are_any and num_arenas(found) < 2:
+        if self._former.are_any and num_arenas(found) < (2 if self._interval else 1):
             self._former.free()
-            found = self._found(num_bytes)
+            found = self._found(num_bytes)  # Again: it may have counted in the limits of another job.
+        if self._interval:
+            self._make(found)
+
+    def _make(self, found: list[tuple[str, int, int, int]]) -> None:
+        """Have as many slots as there is memory for, or none of these images, with one warning."""
         number = num_arenas(found)
         if number > 1:
             return self.stager.pool.resize(number)
@@ -155,6 +156,12 @@ class Images:
                 "into the memory of each host. Unset checkpoint.memory_interval, or give the job more memory"
             )
         logger.warning("No images in memory every %d steps: %s", self._interval, reason)
+
+    def _start_process_early(self) -> None:
+        try:
+            self._start_process()
+        except Exception as error:
+            self._note_failed(0, error)  # The first image tries again.
 
     def _found(self, num_bytes: int) -> list[tuple[str, int, int, int]]:
         """Return what `num_arenas` needs to know of all ranks. **Collective**."""

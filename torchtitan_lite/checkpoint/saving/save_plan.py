@@ -69,8 +69,6 @@ class PlanCache:
         self._object_items = ObjectItems()
         self._is_compared = False
         self._plan: RankPlan | None = None
-        self.num_made = 0
-        """Number of plans made so far."""
 
     def plan(
         self,
@@ -112,7 +110,6 @@ class PlanCache:
             self._plan = self._examined = None
             self._plan = self._make(state, flat, examined.structure)
             self._examined = examined
-            self.num_made += 1
         if check is not None and not self._is_compared:
             self._is_compared = True
             self._replicas.compare(state, flat, self._peers)

@@ -75,8 +75,6 @@ class Stager:
         self._give_up = give_up
         self._preparation: Future[None] | None = None
         self.pool = Pool()
-        self.arena: StagingArena | None = None
-        """The arena with the last image; None before the first one and after `close`."""
 
     @property
     def can_digest(self) -> bool:
@@ -123,7 +121,6 @@ class Stager:
         self.finish_preparation()
         for arena in self.pool.clear():
             arena.close(is_unused=False)  # A save that the caller stopped waiting for may still be written from it.
-        self.arena = None
 
         def adopt() -> list[StagingArena]:
             return [StagingArena.adopted(fd, mark_fd, pin=self._pin) for fd, mark_fd in descriptors]
@@ -135,7 +132,6 @@ class Stager:
         self.finish_preparation()
         for arena in self.pool.clear():
             arena.close()
-        self.arena = None
 
     def _stage(self, image: FileImage, slot: Slot, digests: bool) -> Staged:
         if slot.arena is not None and slot.arena.mark is not None:
@@ -144,7 +140,6 @@ class Stager:
             self._in_a_thread(lambda: self._make(slot, image.num_bytes)).result()
         arena = slot.arena
         assert arena is not None
-        self.arena = arena
         copied = self._copier.copy(image, arena, digests=digests)
         return Staged(arena, image.layout, image.num_bytes, copied.wait, slot, copied.record)
 
