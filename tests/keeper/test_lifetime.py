@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -244,15 +245,32 @@ def test_a_stopped_keeper_is_unavailable_and_goes_on_later(
     os.kill(pid, signal.SIGSTOP)
     try:
         with monkeypatch.context() as patch:
-            patch.setattr("torchtitan_lite.keeper.client.LOOK_SECONDS", 0.05)
+            patch.setattr("torchtitan_lite.keeper.client.ANSWER_SECONDS", 0.05)
             for act in (keeper.held, keeper.finish, lambda: keeper.keep("a", image)):
-                with pytest.raises(KeeperUnavailable, match="not answer in time"):
+                with pytest.raises(
+                    KeeperUnavailable, match=rf"keeper \(process {pid}\) did not answer within 0\.05 s: "
+                ):
                     act()
     finally:
         os.kill(pid, signal.SIGCONT)
     keeper.keep("b", image)
     (found,) = keeper.held()
     assert found.name == "b"
+    found.close()
+
+
+@pytest.mark.slow  # The keeper is stopped for longer than a start used to wait.
+def test_a_keeper_that_answers_late_as_on_a_busy_machine_is_used(keeper: Keeper, image: Image) -> None:
+    keeper.keep("a", image)
+    pid = pid_of(keeper)
+    os.kill(pid, signal.SIGSTOP)
+    goes_on = threading.Timer(1.5, os.kill, (pid, signal.SIGCONT))
+    goes_on.start()
+    try:
+        (found,) = keeper.held()
+    finally:
+        goes_on.join()
+    assert found.name == "a"
     found.close()
 
 

@@ -78,17 +78,24 @@ class Ask:
 def connected(path: Path, seconds: float) -> Iterator[Ask]:
     """Connect to the keeper at `path`, for `seconds`.
 
-    Raises `NoKeeper`, `KeeperUnavailable` if another user answers, TimeoutError, and OSError.
+    Raises `NoKeeper`, at once; `KeeperUnavailable` if another user answers, or none in time; and OSError.
     """
     if not os.path.lexists(path):
         raise NoKeeper  # Also on a system without such sockets.
     with messages.new_socket() as connection:
         deadline = time.monotonic() + seconds
-        _connect(connection, path, deadline)
-        user = messages.user_of_peer(connection)
-        if user != os.geteuid():
-            raise KeeperUnavailable(f"user {user} answers in its place: expected {os.geteuid()}")
-        yield Ask(connection, deadline)
+        try:
+            _connect(connection, path, deadline)
+            user = messages.user_of_peer(connection)
+            if user != os.geteuid():
+                raise KeeperUnavailable(f"user {user} answers in its place: expected {os.geteuid()}")
+            yield Ask(connection, deadline)
+        except TimeoutError:
+            pid = messages.pid_of_peer(connection)
+            keeper = f"the keeper (process {pid})" if pid else "the keeper"
+            raise KeeperUnavailable(
+                f"{keeper} did not answer within {seconds:g} s: it is stopped, or this machine is too busy"
+            ) from None
 
 
 def _connect(connection: socket.socket, path: Path, deadline: float) -> None:

@@ -26,8 +26,11 @@ from torchtitan_lite.keeper.asking import HungUp, NoKeeper, connected
 from torchtitan_lite.keeper.place import make_private, refuse_shared, socket_path
 from torchtitan_lite.keeper.starting import START_SECONDS, refuse_system, spawn
 
-LOOK_SECONDS = 1.0
-"""How long all answers to one question may take together."""
+ANSWER_SECONDS = 10.0
+"""How long all answers to one question may take together: a millisecond, unless the machine swaps or is overloaded.
+
+One that is stopped costs this once in a start; one that does not run is known at once.
+"""
 FREE_SECONDS = 120.0
 """How long a keeper may take to free memory, which is 0.2 s for each GB."""
 
@@ -83,10 +86,14 @@ class Keeper:
             refuse_system()
             path = self._path()
             make_private(path.parent)
+            with suppress(NoKeeper, HungUp):
+                # Renewed: its time could be over before this process joins.
+                self._ask({"what": "hello", "renew": True})
+                return
+            # One that is stopped has cost no rank more than its own wait: they hold the lock one after another.
             with locked(path.parent, START_SECONDS):
                 for _ in range(3):
                     try:
-                        # Renewed: its time could be over before this process joins.
                         self._ask({"what": "hello", "renew": True})
                         return
                     except NoKeeper:
@@ -107,7 +114,7 @@ class Keeper:
             for pid in also:
                 with suppress(ProcessLookupError):
                     self._join(f"{self._member}+{pid}", pid)
-            with connected(self._path(), LOOK_SECONDS) as ask:
+            with connected(self._path(), ANSWER_SECONDS) as ask:
                 self._watch(ask.open_peer())
 
     def has_ended(self) -> bool:
@@ -139,11 +146,11 @@ class Keeper:
         """Return what the keeper holds, with new descriptors; nothing if there is no keeper.
 
         `start_id` is that of the caller, by default the one of `join`; a start that looks has the full time to live to
-        load and join. Takes at most a second. Raises `KeeperUnavailable`.
+        load and join. Takes at most `ANSWER_SECONDS`. Raises `KeeperUnavailable`.
         """
         found: list[Held] = []
         try:
-            with self._as_unavailable(), suppress(NoKeeper, HungUp), connected(self._path(), LOOK_SECONDS) as ask:
+            with self._as_unavailable(), suppress(NoKeeper, HungUp), connected(self._path(), ANSWER_SECONDS) as ask:
                 listed, _ = ask({"what": "list", "start": self._start_of(start_id)})
                 for name in _names(listed):
                     answer, fds = ask({"what": "take", "name": name}, may_fail=True, wants_fds=True)
@@ -256,7 +263,7 @@ class Keeper:
     ) -> tuple[dict[str, Any], list[int]]:
         if may_free:
             self._ask({"what": "hello"})  # One that is stopped would cost FREE_SECONDS.
-        with connected(self._path(), FREE_SECONDS if may_free else LOOK_SECONDS) as ask:
+        with connected(self._path(), FREE_SECONDS if may_free else ANSWER_SECONDS) as ask:
             return ask(request, fds, wants_fds=wants_fds)
 
     @contextmanager
@@ -265,7 +272,7 @@ class Keeper:
         try:
             yield
         except TimeoutError:
-            raise KeeperUnavailable("it does not answer in time") from None
+            raise KeeperUnavailable(f"it did not start within {START_SECONDS:g} s") from None
         except messages.BadMessage as error:
             raise KeeperUnavailable(f"its answer is not understood: {error}") from None
         except NoKeeper:

@@ -6,6 +6,7 @@ import dataclasses
 import fcntl
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -298,3 +299,26 @@ def test_the_ranks_of_a_host_share_its_memory_out_by_who_wrote_it(rank: int, tmp
             of_ranks = peers.gather((owned, names))
         assert [names for _, names in of_ranks] == [["a1.0.7", "a1.2.7", "z"], ["a1.1.7", "y"]]
         assert len({inode for owned, _ in of_ranks for inode in owned}) == 5
+
+
+def test_a_look_says_of_a_keeper_that_is_stopped_which_process_it_is_and_that_the_disk_is_next(
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    keep(keeper, card(5))
+    described = keeper.describe()
+    assert described is not None
+    monkeypatch.setattr("torchtitan_lite.keeper.client.ANSWER_SECONDS", 0.05)
+    os.kill(described.pid, signal.SIGSTOP)
+    try:
+        found = look(keeper)
+    finally:
+        os.kill(described.pid, signal.SIGCONT)
+    assert not found.complete
+    monkeypatch.undo()
+    assert caplog.messages == [
+        f"Images in memory are not used: the keeper (process {described.pid}) did not answer within 0.05 s: it is "
+        "stopped, or this machine is too busy. Loading from disk"
+    ]
+    found = look(keeper)
+    assert keys(found) == [Key(5, "a1", 0)], "they are still there"
+    found.close()

@@ -203,7 +203,7 @@ class HeldImages:
                     "closed, can still write into them. End it first"
                 )
         except KeeperUnavailable as error:
-            logger.warning("%s. Loading from disk", error)
+            logger.warning("Images in memory are not used: %s. Loading from disk", error.reason)
         if not self._held:
             for each in held:
                 each.close()
