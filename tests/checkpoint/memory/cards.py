@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from torchtitan_lite.checkpoint.memory.card import Card, Commit
+from torchtitan_lite.checkpoint.memory.card import Card
+from torchtitan_lite.checkpoint.memory.commits import Commit
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import Table

@@ -11,7 +11,8 @@ from pathlib import Path
 import xxhash
 
 from torchtitan_lite.checkpoint.memory import mark
-from torchtitan_lite.checkpoint.memory.card import Card, Commit
+from torchtitan_lite.checkpoint.memory.card import Card
+from torchtitan_lite.checkpoint.memory.commits import Commit
 from torchtitan_lite.checkpoint.memory.mark import PAGE_BYTES, Mark, Marked, read_mark
 from torchtitan_lite.distributed.environment import runtime_folder
 from torchtitan_lite.keeper.client import Held, Keeper

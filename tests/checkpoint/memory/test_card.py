@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.memory.cards import CARD
-from torchtitan_lite.checkpoint.memory.card import Card, Commit
+from torchtitan_lite.checkpoint.memory.card import Card
+from torchtitan_lite.checkpoint.memory.commits import Commit
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.store.manifest import Table
 
@@ -23,6 +24,7 @@ def card(**changes: Any) -> Card:
         {"rank": 0, "world_size": 1, "step": 0, "file": "", "record": FileRecord(0)},
         {"latest": Commit(0, "")},
         {"latest": None},
+        {"latest": Commit(5, "d", 1 << 62), "before": tuple(Commit(step, "d", step) for step in range(4))},
         {"start": "s" * 64, "folder_id": "", "latest": Commit(5, "d" * 64)},
         {"versions": {}, "config": {"a": {"b": [1, None, "é"]}}, "topology": "", "created_at": 0.0},
         {"record": FileRecord.of(bytes((2 << 20) + 1))},
@@ -31,6 +33,15 @@ def card(**changes: Any) -> Card:
 def test_a_card_at_its_limits_is_read_as_it_was_written(changes: dict[str, Any]) -> None:
     found = Card.parse(card(**changes).to_bytes())
     assert dataclasses.replace(found, objects=Table({})) == dataclasses.replace(card(**changes), objects=found.objects)
+    times = [commit.metadata_ns for commit in changes.get("before", ())]
+    assert [commit.metadata_ns for commit in found.before] == times
+
+
+def test_a_card_of_a_version_that_knew_one_commit_only_is_read() -> None:
+    data = CARD.to_bytes().replace(b',"before":[]', b"").replace(b',"metadata_ns":0', b"")
+    assert b"before" not in data and b"metadata_ns" not in data
+    found = Card.parse(data)
+    assert (found.latest, found.before) == (CARD.latest, ())
 
 
 def test_a_number_that_is_none_is_neither_written_nor_read() -> None:
@@ -51,6 +62,9 @@ def test_a_number_that_is_none_is_neither_written_nor_read() -> None:
         (b'"rank":1', b'"rank":3', "rank 3 of 2"),
         (b'"latest":{"step":5', b'"latest":{"step":-1', "step: expected at least 0"),
         (b'"latest":{"step":5', b'"latest":{"step":"5"', "step: expected int"),
+        (b'"metadata_ns":0', b'"metadata_ns":-1', "metadata_ns: expected at least 0"),
+        (b'"before":[]', b'"before":{}', "before: expected list"),
+        (b'"before":[]', b'"before":[7]', "commit"),
         (b'"start":"a1"', b'"start":"' + b"s" * 65 + b'"', "start: expected at most 64 letters"),
         (b'"start":"a1"', b'"start":"\\u00e9"', "start: expected at most 64 letters"),
         (b'"folder_id":"f1"', b'"folder_id":null', "folder_id: expected str"),

@@ -11,8 +11,8 @@ import pytest
 
 from tests.checkpoint.memory.cards import CARD
 from torchtitan_lite.checkpoint.memory.assembled import assembled
-from torchtitan_lite.checkpoint.memory.card import Card, Commit
-from torchtitan_lite.checkpoint.memory.tier import commit_of
+from torchtitan_lite.checkpoint.memory.card import Card
+from torchtitan_lite.checkpoint.memory.commits import Commit, commit_of
 from torchtitan_lite.checkpoint.memory.whose import Image
 from torchtitan_lite.checkpoint.resume.from_memory import prefer_memory
 from torchtitan_lite.checkpoint.resume.held_images import Complete, HeldImages, Key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 
 from tests.checkpoint.memory.cards import CARD
 from tests.checkpoint.memory.image_runs import CopiesOnly
-from torchtitan_lite.checkpoint.memory.card import Commit
+from torchtitan_lite.checkpoint.memory.card import Card
+from torchtitan_lite.checkpoint.memory.commits import Commit
 from torchtitan_lite.checkpoint.memory.mark import Mark, read_mark
 from torchtitan_lite.checkpoint.saving import run_memory
 from torchtitan_lite.checkpoint.saving.image import renew_card
@@ -126,17 +128,18 @@ def test_the_images_stay_when_the_process_leaves_and_go_when_the_run_finishes(
 
 def test_a_card_that_is_renewed_knows_another_commit_and_is_as_it_was_otherwise() -> None:
     mark = Mark()
-    renew_card(mark, Commit(6, "e"), 0)
+    renew_card(mark, (Commit(6, "e"),), 0)
     assert read_mark(mark.fd) is None, "no image becomes valid by that"
     mark.set(7, 3, CARD.to_bytes())
     before = CARD.to_bytes()
-    for latest, text in ((Commit(6, "e"), b'{"step":6,"digest":"e"}'), (None, b"null")):
-        renew_card(mark, latest, 0)
+    for commits in ((Commit(4, "c"), Commit(6, "e", 9)), (Commit(6, "e"),), ()):
+        renew_card(mark, commits, 0)
         found = read_mark(mark.fd)
         assert found is not None and (found.step, found.num_bytes) == (7, 3)
-        expected = before.replace(b'{"step":5,"digest":"' + b"0" * 32 + b'"}', text)
-        assert found.card.split(b"\n")[0] == expected.split(b"\n")[0]
+        latest = commits[-1] if commits else None
+        expected = dataclasses.replace(Card.parse(before), latest=latest, before=commits[:-1])
+        assert found.card == expected.to_bytes()
     mark.set(7, 3, b"none")
-    renew_card(mark, None, 0)
+    renew_card(mark, (), 0)
     assert read_mark(mark.fd) is None, "a card that cannot be read is given up"
     mark.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 from collections.abc import Iterator
@@ -10,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.keepers import has_ended, keepers_in
-from torchtitan_lite.checkpoint.memory.card import Commit
+from torchtitan_lite.checkpoint.memory.commits import MOST_COMMITS, Commit, commit_of, commits_in, rests_in
 from torchtitan_lite.checkpoint.memory.mark import Mark, read_mark
-from torchtitan_lite.checkpoint.memory.tier import MOST_KEEPERS, Tier, build_tier, commit_of
+from torchtitan_lite.checkpoint.memory.tier import MOST_KEEPERS, Tier, build_tier
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.keeper.client import Keeper
@@ -176,7 +177,7 @@ def committed(folder: Path) -> CheckpointInfo:
 
 
 def test_the_latest_commit_is_that_of_the_load_then_that_of_the_run(tier: Tier, tmp_path: Path) -> None:
-    tier.note_latest(Commit(5, "d"))
+    tier.note_commits([Commit(5, "d")])
     info = committed(tmp_path / "checkpoint")
     manifest = info.path / "manifest.json"
     hidden = manifest.rename(info.path / "hidden")
@@ -187,3 +188,42 @@ def test_the_latest_commit_is_that_of_the_load_then_that_of_the_run(tier: Tier, 
     assert tier.latest == commit_of(info) and tier.latest is not None
     assert tier.latest.step == 7
     assert f'"digest": "{tier.latest.digest}"'.encode() in manifest.read_bytes()[-64:]
+
+
+def test_of_the_commits_of_a_folder_the_last_few_are_known_and_none_that_a_rollback_abandons(tier: Tier) -> None:
+    several = [Commit(step, "d") for step in (2, 4, 6, 7, 8)]
+    tier.note_commits(several)
+    assert tier.latest == several[-1]
+    info = committed(tier.keeper.folder)
+    tier.note_committed(info)
+    assert tier.commits == (*several[:3], commit_of(info))
+    tier.note_commits([])
+    assert tier.latest is None
+    tier.note_commits(several[:MOST_COMMITS])
+    tier.note_committed(dataclasses.replace(info, step=9))
+    assert [commit.step for commit in tier.commits] == [4, 6, 7, 9]
+
+
+def test_a_damaged_checkpoint_is_known_by_what_is_left_of_it(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoint")
+    info = committed(store.root)
+    (commit,) = commits_in(store)
+    assert commit == commit_of(info) and commit.metadata_ns > 0
+    assert rests_in(store) == frozenset()
+    manifest = info.path / "manifest.json"
+    whole = manifest.read_bytes()
+    manifest.write_bytes(b"")
+    (rest,) = rests_in(store)
+    assert rest.digest == "" and rest.is_rest_of(commit)
+    assert commits_in(store) == ()
+    manifest.unlink()
+    os.mkfifo(manifest)
+    (rest,) = rests_in(store)
+    assert rest.is_rest_of(commit), "a pipe in its place is not waited for"
+    manifest.unlink()
+    manifest.write_bytes(whole.replace(b"full", b"null"))
+    (info.path / ".metadata").unlink()
+    (rest,) = rests_in(store)
+    assert rest.metadata_ns == 0 and rest.is_rest_of(commit)
+    store.quarantine(7, ["a test"])
+    assert rests_in(store) == {rest}

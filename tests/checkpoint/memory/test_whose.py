@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan_lite.checkpoint.memory.card import Commit
+from torchtitan_lite.checkpoint.memory.commits import Commit
 from torchtitan_lite.checkpoint.memory.whose import Chosen, Image, OnDisk, why_not
 
 TEN, TWENTY, FIFTEEN = Commit(10, "a" * 32), Commit(20, "b" * 32), Commit(15, "c" * 32)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.memory.cards import CARD
-from torchtitan_lite.checkpoint.memory.card import Commit
+from torchtitan_lite.checkpoint.memory.commits import Commit
 from torchtitan_lite.checkpoint.memory.whose import Chosen, Image, OnDisk, why_not
 from torchtitan_lite.store.lineage import Lineage
 
@@ -31,6 +31,40 @@ def test_the_step_on_disk_is_that_of_the_image_only_if_its_start_committed_it() 
 @pytest.mark.parametrize(("known", "counts"), [(None, True), (TEN, True), (TWENTY, True), (Commit(20, "d"), False)])
 def test_a_commit_of_the_same_start_counts_after_what_the_image_knew(known: Commit | None, counts: bool) -> None:
     assert (finding({"latest": known, "step": 25}, {}) == "") == counts
+
+
+KNOWN = Commit(30, "d" * 32, 7)
+LEFT = {"latest": TWENTY, "latest_start": "s0", "rests": frozenset({Commit(30, "", 7)})}
+"""The disk after the manifest of the step that the image knows was damaged."""
+
+
+@pytest.mark.parametrize(
+    ("image", "disk", "expected"),
+    [
+        ({}, {}, ""),
+        ({}, {"rests": frozenset({Commit(30, "d" * 32, 8)})}, ""),  # Its manifest is whole, its .metadata is not.
+        ({}, {"latest": TEN}, ""),  # Two steps are damaged.
+        ({}, {"latest": None, "chosen": None}, ""),
+        ({}, {"rests": frozenset()}, "another start"),  # It was deleted.
+        ({}, {"rests": frozenset({Commit(30, "", 8)})}, "another start"),  # Another one took its place.
+        ({}, {"rests": frozenset({Commit(30, "e" * 32, 8)})}, "another start"),
+        ({}, {"rests": frozenset({Commit(30, "", 0)})}, "another start"),
+        ({}, {"rests": frozenset({Commit(29, "d" * 32, 7)})}, "another start"),
+        ({"latest": Commit(30, "")}, {"rests": frozenset({Commit(30, "")})}, "another start"),  # Nothing is known.
+        ({}, {"latest": Commit(20, "x")}, "another start"),  # It was committed after the damage.
+        ({}, {"latest": Commit(25, "x")}, "another start"),
+        ({"before": ()}, {}, "another start"),
+        ({"step": 19}, {}, "step 20 is on disk"),
+        ({"run_id": "r9"}, {}, "run r1 is resumed"),
+        ({}, {"latest": None, "chosen": None, "folder_id": "g"}, "another folder"),
+        ({}, {"latest": None, "chosen": None, "rests": frozenset()}, "step 30, which is gone"),
+    ],
+)
+def test_beside_a_damaged_step_an_image_counts_if_that_is_the_one_that_it_knows_and_nothing_came_after_it(
+    image: dict[str, Any], disk: dict[str, Any], expected: str
+) -> None:
+    found = finding({"step": 32, "latest": KNOWN, "before": (TEN, TWENTY), **image}, {**LEFT, **disk})
+    assert expected in found and bool(found) == bool(expected)
 
 
 def test_a_new_branch_needs_the_step_where_it_begins() -> None:
@@ -77,7 +111,9 @@ def test_a_wanted_step_that_is_not_on_disk_is_not_in_memory_either() -> None:
     ],
 )
 def test_the_rule_gets_all_that_it_needs_of_a_card(config: dict[str, Any], counts_again: bool) -> None:
-    card = dataclasses.replace(CARD, config=config, lineage=Lineage("r1", branch_point=4))
+    card = dataclasses.replace(
+        CARD, before=(Commit(2, "2" * 32),), config=config, lineage=Lineage("r1", branch_point=4)
+    )
     assert Image.of_card(card) == Image(
         rank=1,
         world_size=2,
@@ -87,6 +123,7 @@ def test_the_rule_gets_all_that_it_needs_of_a_card(config: dict[str, Any], count
         run_id="r1",
         branch_point=4,
         latest=Commit(5, "0" * 32),
+        before=(Commit(2, "2" * 32),),
         topology="2 ranks",
         counts_again=counts_again,
     )

@@ -6,26 +6,19 @@ tensors and containers, as the text that a manifest holds; each other rank's has
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchtitan_lite.checkpoint.memory.commits import MOST_COMMITS, Commit
 from torchtitan_lite.disk.digest import DIGEST_BYTES, FileRecord, num_blocks
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import Table
 from torchtitan_lite.store.manifest_fields import file_name, number, refuse_constant, table, value_of
 
 _ID_LETTERS = 64
-
-
-@dataclass(frozen=True)
-class Commit:
-    """A committed checkpoint, as an image knows it."""
-
-    step: int
-    digest: str
-    """The digest in the last line of its manifest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +37,8 @@ class Card:
     """Which copy of a state this is, among all that the start staged; the same on all of its ranks."""
     latest: Commit | None
     """The latest full checkpoint in the folder when the image was staged, as far as that start knew; None for none."""
+    before: tuple[Commit, ...] = ()
+    """The full checkpoints before that one, by ascending step; a few."""
     created_at: float
     """Unix seconds."""
     topology: str
@@ -69,7 +64,8 @@ class Card:
             "start": self.start,
             "folder_id": self.folder_id,
             "lineage": self.lineage.to_json(),
-            "latest": None if self.latest is None else {"step": self.latest.step, "digest": self.latest.digest},
+            "latest": None if self.latest is None else dataclasses.asdict(self.latest),
+            "before": [dataclasses.asdict(commit) for commit in self.before],
             "created_at": float(self.created_at),
             "topology": self.topology,
             "versions": dict(self.versions),
@@ -99,6 +95,7 @@ class Card:
         rank, world_size = number(document, "rank", 0), number(document, "world_size", 1)
         if rank >= world_size:
             raise ValueError(f"rank {rank} of {world_size}")
+        before = value_of(document, "before", list) if "before" in document else []  # Of a version without them.
         versions = value_of(document, "versions", dict)
         return cls(
             rank=rank,
@@ -108,7 +105,8 @@ class Card:
             start=_id(document, "start"),
             folder_id=_id(document, "folder_id"),
             lineage=Lineage.from_json(value_of(document, "lineage", dict)),
-            latest=None if latest is None else _commit(table({"latest": latest})["latest"]),
+            latest=None if latest is None else _commit(latest),
+            before=tuple(map(_commit, before[-MOST_COMMITS:])),
             created_at=value_of(document, "created_at", float),
             topology=value_of(document, "topology", str),
             versions={each: value_of(versions, each, str) for each in versions},
@@ -121,8 +119,11 @@ class Card:
         )
 
 
-def _commit(document: dict[str, Any]) -> Commit:
-    return Commit(number(document, "step", 0), value_of(document, "digest", str)[:_ID_LETTERS])
+def _commit(value: Any) -> Commit:
+    document = table({"commit": value})["commit"]
+    digest = value_of(document, "digest", str)[:_ID_LETTERS]
+    metadata_ns = number(document, "metadata_ns", 0) if "metadata_ns" in document else 0
+    return Commit(number(document, "step", 0), digest, metadata_ns)
 
 
 def _id(document: dict[str, Any], name: str) -> str:

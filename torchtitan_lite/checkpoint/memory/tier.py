@@ -1,4 +1,4 @@
-"""What the trainer of one rank holds of the memory tier: its keeper, the ids that cards carry, the latest commit.
+"""What the trainer of one rank holds of the memory tier: its keeper, the ids that cards carry, the latest commits.
 
 It decides nothing about steps. Trouble with the keeper is one warning and the end of the tier in this process: training
 and saves go on. The keeper starts in a thread, because no step needs to wait for it; the first image does. If it was
@@ -7,20 +7,18 @@ killed, the next image starts another one, a few times.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
-from torchtitan_lite.checkpoint.memory.card import Commit
+from torchtitan_lite.checkpoint.memory.commits import MOST_COMMITS, Commit, commit_of
 from torchtitan_lite.checkpoint.memory.mark import Mark
 from torchtitan_lite.errors import KeeperUnavailable
 from torchtitan_lite.keeper.client import Keeper
 from torchtitan_lite.log import logger
-from torchtitan_lite.store import layout
-from torchtitan_lite.store.manifest import CheckpointInfo, last_digest
+from torchtitan_lite.store.manifest import CheckpointInfo
 
 MOST_KEEPERS = 4
 """Of one start of a job. More would hardly live longer than these did."""
@@ -54,8 +52,8 @@ class Tier:
         """The id of this start of the job; the same on all ranks. Empty before `begin`."""
         self.folder_id = ""
         """The id of the folder of checkpoints."""
-        self.latest: Commit | None = None
-        """The latest full checkpoint in the folder, as far as this rank knows: the coordinator does."""
+        self.commits: tuple[Commit, ...] = ()
+        """The latest full checkpoints in the folder, as far as this rank knows: the coordinator does."""
         self.is_off = False
         """Whether this process keeps no images any more."""
         self._rank = rank
@@ -66,19 +64,25 @@ class Tier:
         self._lock = threading.Lock()
         self._starting: threading.Thread | None = None
 
+    @property
+    def latest(self) -> Commit | None:
+        """Return the latest full checkpoint in the folder, as far as this rank knows."""
+        return self.commits[-1] if self.commits else None
+
     def begin(self, start: str, folder_id: str) -> None:
         """Note what all ranks agreed on. Call it once, before a load."""
         self.start, self.folder_id = start, folder_id
 
-    def note_latest(self, commit: Commit | None) -> None:
-        """Note the latest full checkpoint of the folder, after a load."""
-        self.latest = commit
+    def note_commits(self, commits: Sequence[Commit]) -> None:
+        """Note the latest full checkpoints of the folder, by ascending step, after a load."""
+        self.commits = tuple(commits)
 
     def note_committed(self, info: CheckpointInfo) -> None:
         """Note that this run committed the full checkpoint `info`. Coordinator, any thread."""
         commit = commit_of(info)
         if commit is not None:
-            self.latest = commit
+            before = (each for each in self.commits if each.step < commit.step)
+            self.commits = (*before, commit)[-MOST_COMMITS:]
 
     def begin_keeping(self, also: Callable[[], list[int]]) -> None:
         """Start the keeper and join it, in a thread; `also` returns the pids of this process's helpers. Idempotent."""
@@ -179,20 +183,6 @@ class Tier:
                 logger.warning("Rank %d: %s. A restart loads from disk", self._rank, error)
             return False
         return True
-
-
-def commit_of(info: CheckpointInfo) -> Commit | None:
-    """Return the step and the digest of a committed checkpoint; None if its manifest cannot be read."""
-    try:
-        fd = os.open(info.path / layout.MANIFEST, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        return Commit(info.step, last_digest(fd))
-    except OSError:
-        return None
-    finally:
-        os.close(fd)
 
 
 def build_tier(folder: Path, ttl_seconds: float, runtime: Path | None, rank: int) -> Tier:

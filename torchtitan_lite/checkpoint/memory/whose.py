@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchtitan_lite.checkpoint.memory.card import Card, Commit
+from torchtitan_lite.checkpoint.memory.card import Card
+from torchtitan_lite.checkpoint.memory.commits import Commit
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Image:
     run_id: str
     branch_point: int | None
     latest: Commit | None
+    before: tuple[Commit, ...] = ()
     topology: str = ""
     copy: int = 0
     """Which of the copies that its start made; the step may have several."""
@@ -42,6 +44,7 @@ class Image:
             run_id=card.lineage.run_id,
             branch_point=card.lineage.branch_point,
             latest=card.latest,
+            before=card.before,
             topology=card.topology,
             copy=card.copy,
             counts_again=_excludes_step_counter(card),
@@ -72,6 +75,8 @@ class OnDisk:
     """The full checkpoint with the highest step."""
     latest_start: str = ""
     """The start that committed it; empty if it is unknown."""
+    rests: frozenset[Commit] = frozenset()
+    """What is left of damaged checkpoints."""
     abandoned: frozenset[int] = frozenset()
     """The steps that a commit in the folder abandons."""
     wanted: int = -1
@@ -94,7 +99,7 @@ def why_not(image: Image, disk: OnDisk) -> str:
 def _why_stale(image: Image, disk: OnDisk) -> str:
     known, latest = image.latest, disk.latest
     if latest is None:
-        if known is not None:
+        if known is not None and not _is_damaged(known, disk):
             return f"it was made beside a step {known.step}, which is gone"
         if not disk.folder_id or image.folder_id != disk.folder_id:
             return "it is of another folder with this name"
@@ -103,8 +108,15 @@ def _why_stale(image: Image, disk: OnDisk) -> str:
         return ""
     if disk.latest_start == image.start and _is_after(latest, known, disk):
         return ""
+    if known is not None and latest in image.before and _is_damaged(known, disk):
+        return ""  # Only damage makes it the latest: nothing was committed since.
     made = "before there was one" if known is None else f"beside another step {known.step}"
     return f"the latest step on disk, {latest.step}, is of another start, and it was made {made}"
+
+
+def _is_damaged(known: Commit, disk: OnDisk) -> bool:
+    """Return whether `known` is on disk, damaged. Its owner has not deleted it, so no rollback was wanted."""
+    return any(rest.is_rest_of(known) for rest in disk.rests)
 
 
 def _is_after(latest: Commit, known: Commit | None, disk: OnDisk) -> bool:

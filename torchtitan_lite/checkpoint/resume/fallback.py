@@ -1,8 +1,8 @@
 """Finds the latest undamaged checkpoint, and falls back to an older one where the latest is damaged.
 
 If a candidate proves damaged, before the load or during it, all ranks skip it and try the next older
-one in the same start. The damaged ones are quarantined only after one was loaded: if all are damaged,
-nothing is renamed, because the next start would take a folder without checkpoints for a fresh start.
+one in the same start. The damaged ones are quarantined only after one was loaded: if all on disk are
+damaged, nothing is renamed, because the next start would take a folder without checkpoints for a fresh start.
 A step or path that the user named is never replaced by another one, and an error of the machine is no
 proof of damage. Every public method is **collective**.
 """
@@ -31,6 +31,7 @@ from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.housekeeping import OnEvent
 from torchtitan_lite.store.known_manifests import damage_in
+from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.store import CheckpointStore
 
 _MOST_KEYS = 100
@@ -198,6 +199,9 @@ class Candidates:
             logger.warning(message, *figures)
 
     def _quarantine(self) -> dict[int, str]:
+        full = {info.step for info in self.store.committed() if info.kind is CheckpointKind.FULL}
+        if not full - self.damaged.keys():
+            return {}  # Loaded from memory: if that is lost before a save, the next start must not begin from scratch.
         moved = {}
         for step, error in sorted(self.damaged.items()):
             faults.point("quarantine", step=step)

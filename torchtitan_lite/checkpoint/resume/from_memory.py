@@ -8,8 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from torchtitan_lite.checkpoint.memory.assembled import same_contents
-from torchtitan_lite.checkpoint.memory.card import Commit
-from torchtitan_lite.checkpoint.memory.tier import commit_of
+from torchtitan_lite.checkpoint.memory.commits import Commit, commit_of, rests_in
 from torchtitan_lite.checkpoint.memory.whose import Chosen, OnDisk, why_not
 from torchtitan_lite.checkpoint.resume.held_images import Complete, HeldImages
 from torchtitan_lite.checkpoint.resume.load_source import InMemory, LoadSource, with_exclusions
@@ -63,6 +62,7 @@ def _facts(
         folder_id=store.folder_id(make=False),
         latest=latest,
         latest_start=start,
+        rests=rests_in(store),
         abandoned=frozenset(step for info in store.intact() for step, _ in info.lineage.abandons),
         wanted=wanted,
         is_exact=is_exact,

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torchtitan_lite.checkpoint.format.description import PlacedObject, table_of_objects
-from torchtitan_lite.checkpoint.memory.card import Card, Commit
+from torchtitan_lite.checkpoint.memory.card import Card
+from torchtitan_lite.checkpoint.memory.commits import Commit
 from torchtitan_lite.checkpoint.memory.mark import Mark, read_mark
 from torchtitan_lite.checkpoint.memory.tier import Tier
 from torchtitan_lite.checkpoint.saving.rank_image import RankPlan
@@ -48,6 +49,7 @@ class Image:
             folder_id=tier.folder_id,
             lineage=self.origin.lineage,
             latest=tier.latest,
+            before=tier.commits[:-1],
             created_at=self.created_at,
             topology=self.origin.topology,
             versions=versions(),
@@ -65,8 +67,8 @@ def record_of(staged: Staged) -> FileRecord:
     return FileRecord.of(staged.arena.memory[: staged.num_bytes])
 
 
-def renew_card(mark: Mark, latest: Commit | None, rank: int) -> None:
-    """Write into the card of a valid image of `rank` that `latest` is the latest checkpoint on disk now.
+def renew_card(mark: Mark, commits: tuple[Commit, ...], rank: int) -> None:
+    """Write into the card of a valid image of `rank` that `commits` are the latest checkpoints on disk now.
 
     Else the image would count again where its owner deletes that checkpoint, to roll back to the one before. A card
     that cannot be renewed is given up.
@@ -74,7 +76,8 @@ def renew_card(mark: Mark, latest: Commit | None, rank: int) -> None:
     try:
         marked = read_mark(mark.fd)
         if marked is not None:
-            card = dataclasses.replace(Card.parse(marked.card), latest=latest)
+            latest, before = commits[-1] if commits else None, commits[:-1]
+            card = dataclasses.replace(Card.parse(marked.card), latest=latest, before=before)
             mark.set(marked.step, marked.num_bytes, card.to_bytes())
     except (ValueError, OSError) as error:
         logger.warning("An image in memory of rank %d is given up: %s", rank, error)

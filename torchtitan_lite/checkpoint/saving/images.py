@@ -237,7 +237,7 @@ class Images:
         """Note what a save committed, on the coordinator. Any thread."""
         if info is not None and info.kind is CheckpointKind.FULL:
             self.tier.note_committed(info)
-            self.stager.pool.for_each_valid(self._note_latest)
+            self.stager.pool.for_each_valid(self._note_commits)
         self._former.free()
 
     def wait_for_staging(self) -> None:
@@ -333,16 +333,16 @@ class Images:
         arena.mark.set(image.step, image.staged.num_bytes, card.to_bytes())
         self.stager.pool.validate(image.staged.slot, image.step)
         if card.latest != self.tier.latest:  # A save was committed meanwhile.
-            self.stager.pool.for_each_valid(self._note_latest)
+            self.stager.pool.for_each_valid(self._note_commits)
         with self._lock:
             self._num_failed = 0
         seconds = self._clock() - image.began_seconds
         self._on_event("image_ready", image.step, seconds=seconds, stall_seconds=image.stall_seconds)
         return True
 
-    def _note_latest(self, arena: StagingArena) -> None:
+    def _note_commits(self, arena: StagingArena) -> None:
         assert arena.mark is not None, "a valid image has one"
-        renew_card(arena.mark, self.tier.latest, self._peers.rank)
+        renew_card(arena.mark, self.tier.commits, self._peers.rank)
 
     def _note_failed(self, step: int, error: Exception) -> None:
         with self._lock:

@@ -10,8 +10,8 @@ import os
 import uuid
 from collections.abc import Callable
 
-from torchtitan_lite.checkpoint.memory.card import Commit
-from torchtitan_lite.checkpoint.memory.tier import TakenOver, Tier, build_tier, commit_of
+from torchtitan_lite.checkpoint.memory.commits import commits_in
+from torchtitan_lite.checkpoint.memory.tier import TakenOver, Tier, build_tier
 from torchtitan_lite.checkpoint.saving.images import Images
 from torchtitan_lite.checkpoint.saving.save_plan import PlanCache
 from torchtitan_lite.checkpoint.saving.writer import Origin
@@ -23,7 +23,6 @@ from torchtitan_lite.distributed.environment import memory_is_off, runtime_folde
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.housekeeping import OnEvent
-from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.store import CheckpointStore
 
 
@@ -64,7 +63,7 @@ class RunMemory:
         if self.tier is None:
             return
         if self._peers.is_coordinator:
-            self.tier.note_latest(self._latest())
+            self.tier.note_commits(commits_in(self._store))
         self.begin_keeping()
         if taken is None:
             return
@@ -75,10 +74,6 @@ class RunMemory:
                 os.close(fd)
         self._peers.gather(None)  # All ranks have adopted theirs.
         self.tier.drop_names(taken.names)
-
-    def _latest(self) -> Commit | None:
-        latest = next((info for info in reversed(self._store.committed()) if info.kind is CheckpointKind.FULL), None)
-        return None if latest is None else commit_of(latest)
 
     def wait_for_staging(self) -> None:
         """Wait until the state may change, as far as images go. Any rank."""
