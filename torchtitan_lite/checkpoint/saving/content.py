@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -56,7 +58,8 @@ class Copies:
         self.images = images
         self._write = write
         self._watch = watch
-        self._slot: Slot | None = None
+        self._written: deque[Slot] = deque()
+        """Those of saves that are not over, in order. The end of one may be noted after the next one has its copy."""
 
     def content(self, image: RankImage, target: Target) -> RankContent:
         """Begin to copy `image`, and return content that writes the copy. Main thread.
@@ -69,7 +72,7 @@ class Copies:
         seconds = self.images.timeout_seconds if self.images is not None else 0.0
         at_once = self.images is not None and self.images.are_made_at_once
         staged = self.stager.take(image.file, target.step, seconds, digests=at_once)
-        self._slot = staged.slot
+        self._written.append(staged.slot)
         # Without the image, so that tensors which are copies of the state's own can go as soon as they are staged.
         content = RankContent(
             image.plan,
@@ -85,10 +88,9 @@ class Copies:
         return self._also_kept(content, kept)
 
     def release(self) -> None:
-        """Note that no write needs the last copy any more. Any thread."""
-        slot, self._slot = self._slot, None
-        if slot is not None:
-            self.stager.pool.release(slot)
+        """Note that a save is over: no write needs the earliest copy any more. Any thread."""
+        with suppress(IndexError):  # That save failed before it had a copy.
+            self.stager.pool.release(self._written.popleft())
 
     def _also_kept(self, content: RankContent, image: Image) -> RankContent:
         """Return `content`, whose copy also becomes an image: before its write, or by it."""

@@ -1,0 +1,33 @@
+"""The copies that saves write from: each is read until its own save is over."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from tests.checkpoint.small_run import target
+from torchtitan_lite.checkpoint.saving.content import Copies, write_in_place
+from torchtitan_lite.checkpoint.saving.save_plan import PlanCache
+from torchtitan_lite.checkpoint.staging.copiers import HostCopier
+from torchtitan_lite.checkpoint.staging.stager import Stager
+from torchtitan_lite.checkpoint.staging.watch import DO_NOT_WATCH
+from torchtitan_lite.distributed.peers import Peers
+from torchtitan_lite.store.store import CheckpointStore
+
+
+def test_a_save_whose_end_is_noted_after_the_next_one_began_releases_its_own_copy(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    stager = Stager(HostCopier(), pin=False)
+    stager.pool.resize(3)
+    copies = Copies(stager, write_in_place, DO_NOT_WATCH)
+    image = PlanCache(Peers(timedelta(seconds=60))).plan({"w": torch.zeros(3)}).image()
+    for step in (1, 2):
+        copies.content(image, target(store, step))
+    copies.release()  # By the thread of the first save, which runs with the lowest priority.
+    assert [slot.step for slot in stager.pool.slots if slot.is_read] == [2], "its write goes on"
+    copies.release()
+    copies.release()  # Of a save that failed before it had a copy.
+    assert not any(slot.is_read for slot in stager.pool.slots)
+    stager.close()
