@@ -86,6 +86,24 @@ def test_a_load_leaves_its_memory_to_a_save_that_no_keeper_holds_and_that_may_st
     run.manager.close()
 
 
+def test_images_after_a_load_are_not_copied_over_what_a_save_still_reads(tmp_path: Path, memory_tier: Path) -> None:
+    run = start(tmp_path, 4)
+    pool = images_of(run).stager.pool
+    read = next(slot for slot in pool.slots if slot.step == 2)
+    assert read.arena is not None
+    pool.add_reader(read)  # As a save on a disk that hangs, for which the load has stopped waiting.
+    memory, before = read.arena.memory, bytes(read.arena.memory)
+    run.manager.load()
+    for _ in range(6):
+        step_with_image(run)
+    assert bytes(memory) == before
+    pool.release(read)
+    for _ in range(3):
+        step_with_image(run)
+    assert bytes(memory) != before, "nothing reads it any more"
+    run.manager.close()
+
+
 class LateCopier:
     """Copies when the thread that trains waits for the copy, as an accelerator may; for other threads after a while."""
 

@@ -41,7 +41,7 @@ class Ranks:
                 continue
             slot = pool.take(step)
             assert slot.num_readers == 1
-            self.digesting[rank].append((slot, step))
+            self.digesting[rank].append((slot, slot.num_copies))
             if saves:
                 pool.add_reader(slot)
                 self.writing[rank] = slot
@@ -49,9 +49,9 @@ class Ranks:
     def digest(self, rank: int, *, fails: bool) -> None:
         """Digest the first copy of the queue of `rank`."""
         if self.digesting[rank]:
-            slot, step = self.digesting[rank].pop(0)
+            slot, number = self.digesting[rank].pop(0)
             if not fails:
-                self.pools[rank].validate(slot, step)
+                self.pools[rank].validate(slot, number, lambda: None)
             self.pools[rank].release(slot)
 
     def end_write(self, rank: int) -> None:

@@ -70,11 +70,15 @@ def pool_of(num_slots: int) -> Pool:
     return pool
 
 
+def nothing() -> None:
+    """Mark nothing."""
+
+
 def staged(pool: Pool, step: int, *, valid: bool = True) -> None:
     pool.note_staged(step)
     slot = pool.take(step)
     if valid:
-        pool.validate(slot, step)
+        pool.validate(slot, slot.num_copies, nothing)
     pool.release(slot)
 
 
@@ -114,13 +118,18 @@ def test_the_latest_step_that_no_rank_lacks_is_complete_and_stays_so() -> None:
     assert pool.agree(()), "with one arena nothing is reported"
 
 
-def test_an_image_of_another_step_than_the_slot_has_is_not_valid() -> None:
-    pool = pool_of(2)
+def test_a_copy_that_was_overwritten_is_no_image_even_if_the_later_one_is_of_the_same_step() -> None:
+    pool, marked = Pool(), list[str]()
     slot = pool.take(1)
-    pool.validate(slot, 1)
-    assert slot.is_valid
-    pool.validate(slot, 2)
+    number = slot.num_copies
+    assert pool.take(1) is slot
+    assert not pool.validate(slot, number, lambda: marked.append("first"))
     assert not slot.is_valid
+    assert pool.validate(slot, slot.num_copies, lambda: marked.append("second"))
+    assert slot.is_valid and marked == ["second"]
+    pool.clear()
+    assert not pool.validate(slot, slot.num_copies - 1, lambda: marked.append("after a load"))
+    assert marked == ["second"]
 
 
 def test_a_slot_that_is_released_too_often_has_no_reader_and_its_next_one_counts() -> None:

@@ -72,7 +72,9 @@ def test_arenas_have_marks_only_if_they_are_wanted(stager: Stager) -> None:
 
 def test_every_slot_that_has_too_little_room_is_prepared_and_the_others_stay(stager: Stager) -> None:
     stager.pool.resize(3)
-    first = stager.take(image(), 1).arena
+    staged = stager.take(image(), 1)
+    first = staged.arena
+    stager.pool.release(staged.slot)
     stager.prepare(1)
     stager.finish_preparation()
     arenas = [slot.arena for slot in stager.pool.slots]
@@ -100,7 +102,9 @@ def test_what_goes_wrong_while_an_arena_is_made_is_raised_where_it_is_taken() ->
         raise OSError("the keeper does not let go of it")
 
     stager = Stager(HostCopier(), pin=False, give_up=refuse)
-    first = stager.take(image()).arena
+    staged = stager.take(image())
+    first = staged.arena
+    stager.pool.release(staged.slot)
     stager.prepare(64 << 20)  # Ignores the error: whoever takes the arena gets it.
     with pytest.raises(OSError, match="does not let go"):
         stager.take(image(2_000_000))
@@ -110,7 +114,9 @@ def test_what_goes_wrong_while_an_arena_is_made_is_raised_where_it_is_taken() ->
 
 
 def test_an_image_that_just_fits_needs_no_other_arena(stager: Stager) -> None:
-    first = stager.take(image()).arena
+    staged = stager.take(image())
+    first = staged.arena
+    stager.pool.release(staged.slot)
     stager.prepare(first.num_bytes)
     stager.finish_preparation()
     assert stager.pool.slots[0].arena is first
@@ -134,4 +140,21 @@ def test_tensors_in_the_memory_of_the_host_are_copied_beside_an_accelerator_too(
             found.fill(memoryview(whole), 0, found.num_bytes)
             assert staged.arena.memory[: staged.num_bytes] == whole
             assert staged.record is None
+    stager.close()
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["close", "prepare"])
+def test_a_copy_that_is_still_read_is_not_cut(ends: bool) -> None:
+    stager = build_stager()
+    staged = stager.take(image())
+    memory, before = staged.arena.memory, bytes(staged.arena.memory[: staged.num_bytes])
+    if ends:
+        stager.close()
+        assert staged.arena.fd == -1
+    else:
+        stager.prepare(64 << 20)
+        stager.finish_preparation()
+    assert bytes(memory[: staged.num_bytes]) == before, "whoever reads it would get SIGBUS"
+    stager.pool.release(staged.slot)
+    assert stager.take(image(10_000_000)).num_bytes > 10_000_000
     stager.close()

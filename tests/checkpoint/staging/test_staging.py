@@ -114,7 +114,9 @@ def test_an_arena_has_every_page_before_it_is_first_used(stager: Stager) -> None
 def test_a_closed_stager_has_no_memory_and_can_be_used_again() -> None:
     stager = Stager(HostCopier(), pin=False)
     image = image_of([torch.rand(1000)])
-    memory = os.dup(stager.take(image).arena.fd)
+    staged = stager.take(image)
+    memory = os.dup(staged.arena.fd)
+    stager.pool.release(staged.slot)
     stager.close()
     assert os.fstat(memory).st_blocks == 0
     os.close(memory)

@@ -2,7 +2,7 @@
 
 An image belongs to the run on disk only if nothing was committed since that it does not know. A damaged checkpoint has
 lost a part of itself, so it is known by what is left: the last line of its manifest, or the time of its `.metadata`,
-which nobody writes after the commit.
+which no process writes after the commit.
 """
 
 from __future__ import annotations

@@ -221,9 +221,12 @@ class Images:
         """Note that a save of `step` is about to stage it. **Collective**, main thread.
 
         If a rank has no arena to spare, waits until the images under way are complete, and finds out again which one
-        all ranks have: what is then free may be the only image that is complete.
+        all ranks have: what is then free may be the only image that is complete. A rank with one arena waits, too: a
+        digest of the copy in it may be under way.
         """
-        if len(agreed) > 1 and agreed[1]:
+        if len(self.stager.pool.slots) == 1:
+            self.stager.pool.wait_until_unread(self.timeout_seconds)
+        elif len(agreed) > 1 and agreed[1]:
             self.stager.pool.wait_until_unread(self.timeout_seconds)
             agreed = self._peers.max_over_ranks(*self.report())
         self.agree(agreed)
@@ -330,8 +333,11 @@ class Images:
         if self.process is not None and self.process.pid != self._joined:
             self.tier.join_again(self.helpers())  # Not before: the keeper may not have started by then.
         card = image.card(record, self.tier, self._peers)
-        arena.mark.set(image.step, image.staged.num_bytes, card.to_bytes())
-        self.stager.pool.validate(image.staged.slot, image.step)
+        mark, staged = arena.mark, image.staged
+        if not self.stager.pool.validate(
+            staged.slot, staged.number, lambda: mark.set(image.step, staged.num_bytes, card.to_bytes())
+        ):
+            return False
         if card.latest != self.tier.latest:  # A save was committed meanwhile.
             self.stager.pool.for_each_valid(self._note_commits)
         with self._lock:

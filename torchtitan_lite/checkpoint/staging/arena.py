@@ -47,6 +47,12 @@ class StagingArena:
         """Return the arena in `fd`, whose image has its mark in `mark_fd`; it owns both. Its pages are allocated."""
         return cls(os.fstat(fd).st_size, pin=pin, fd=fd, mark=Mark(mark_fd))
 
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Return what only arenas of the same memory share, as long as that memory exists."""
+        found = os.fstat(self.fd)
+        return found.st_dev, found.st_ino
+
     def allocate(self) -> None:
         """Have the kernel give all pages now, huge ones if it can. Any thread; releases the GIL."""
         allocate(self.memory)

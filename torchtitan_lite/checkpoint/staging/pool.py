@@ -66,6 +66,8 @@ class Slot:
     step: int = NO_STEP
     is_valid: bool = False
     num_readers: int = 0
+    num_copies: int = 0
+    """The copies that were begun in it: the last one has this number."""
 
     @property
     def is_read(self) -> bool:
@@ -81,6 +83,8 @@ class Pool:
         self.complete = NO_STEP
         """The latest step whose image every rank has, as far as the ranks have found out."""
         self._recent: list[int] = []
+        self._still_read: dict[tuple[int, int], Slot] = {}
+        """The slots that were read at the last `clear`, by the memory that they had."""
         self._changed = threading.Condition()
 
     def resize(self, num_slots: int) -> None:
@@ -127,6 +131,7 @@ class Pool:
             assert number is not None
             slot = self.slots[number]
             slot.step, slot.is_valid, slot.num_readers = step, False, 1
+            slot.num_copies += 1
             return slot
 
     def wait_until_unread(self, seconds: float) -> None:
@@ -145,11 +150,18 @@ class Pool:
             slot.num_readers = max(0, slot.num_readers - 1)
             self._changed.notify_all()
 
-    def validate(self, slot: Slot, step: int) -> None:
-        """Note that the image of `step` in `slot` is complete on this rank, and marked."""
+    def validate(self, slot: Slot, number: int, mark: Callable[[], None]) -> bool:
+        """Call `mark`, after which the image in `slot` is valid; but not if copy `number` was overwritten since.
+
+        Returns whether it is valid. Else a mark could be set beside the bytes of a later step.
+        """
         with self._changed:
-            slot.is_valid = slot.step == step
+            if slot.num_copies != number:
+                return False
+            mark()
+            slot.is_valid = True
             self._changed.notify_all()
+            return True
 
     def for_each_valid(self, act: Callable[[StagingArena], None]) -> None:
         """Call `act` with each arena whose image is complete here; none is overwritten meanwhile. Any thread."""
@@ -158,24 +170,33 @@ class Pool:
                 if slot.is_valid and slot.arena is not None:
                     act(slot.arena)
 
-    def clear(self) -> list[StagingArena]:
-        """Return all arenas, which the caller closes; the slots stay, without an arena and an image. Main thread."""
+    def clear(self) -> list[tuple[StagingArena, bool]]:
+        """Return all arenas, which the caller closes, and whether each is still read. Main thread.
+
+        There are as many slots as before, without an arena and an image.
+        """
         with self._changed:
-            arenas = [slot.arena for slot in self.slots if slot.arena is not None]
+            arenas = [(slot.arena, slot.is_read) for slot in self.slots if slot.arena is not None]
+            self._still_read = {slot.arena.identity: slot for slot in self.slots if slot.arena and slot.is_read}
             for slot in self.slots:
                 slot.arena, slot.step, slot.is_valid = None, NO_STEP, False
+                slot.num_copies += 1
+            self.slots = [Slot() for _ in self.slots]
             self.complete = NO_STEP
             return arenas
 
     def adopt(self, arenas: Sequence[tuple[StagingArena, int]], steps: Sequence[int]) -> None:
         """Use `arenas`, each with the step of its valid image or `NO_STEP`, after `clear`.
 
-        `steps`: of all ranks, all of them. Main thread; all ranks.
+        `steps`: of all ranks, all of them. Memory that was still read before `clear` is still read. Main thread; all
+        ranks.
         """
         self.resize(len(arenas))
         with self._changed:
-            for slot, (arena, step) in zip(self.slots, arenas, strict=False):
+            for number, (arena, step) in enumerate(arenas):
+                slot = self.slots[number] = self._still_read.pop(arena.identity, self.slots[number])
                 slot.arena, slot.step, slot.is_valid = arena, step, step != NO_STEP
+            self._still_read = {}
             self._recent = sorted({step for step in steps if step != NO_STEP})[-NUM_RECENT:]
 
     def _last_steps(self) -> list[int]:

@@ -41,6 +41,8 @@ class Staged:
     """Blocks until the whole image is in the arena. Any thread."""
     slot: Slot
     """The arena's place in the pool; its reader is who took the image."""
+    number: int
+    """Which of the copies in that place this is."""
     record: FileRecord | None = None
     """The digests of the image; None if whoever reads it is to take them."""
 
@@ -88,7 +90,7 @@ class Stager:
 
     def prepare(self, num_bytes: int) -> None:
         """Make and touch arenas for images of about `num_bytes` in a thread; the first `take` waits for it."""
-        slots = [slot for slot in self.pool.slots if not _has_room(slot, num_bytes)]
+        slots = [slot for slot in self.pool.slots if not (slot.is_read or _has_room(slot, num_bytes))]
         if self._preparation is None and slots:
             self._preparation = self._in_a_thread(lambda: self._make_all(slots, num_bytes))
 
@@ -119,7 +121,7 @@ class Stager:
         Closes those of now: the descriptors may be of the same memory, and two arenas of it would overwrite each other.
         """
         self.finish_preparation()
-        for arena in self.pool.clear():
+        for arena, _ in self.pool.clear():
             arena.close(is_unused=False)  # A save that the caller stopped waiting for may still be written from it.
 
         def adopt() -> list[StagingArena]:
@@ -130,8 +132,8 @@ class Stager:
     def close(self) -> None:
         """Free the arenas that no keeper holds; the next `take` makes a new one. Idempotent."""
         self.finish_preparation()
-        for arena in self.pool.clear():
-            arena.close()
+        for arena, is_read in self.pool.clear():
+            arena.close(is_unused=not is_read)
 
     def _stage(self, image: FileImage, slot: Slot, digests: bool) -> Staged:
         if slot.arena is not None and slot.arena.mark is not None:
@@ -141,7 +143,7 @@ class Stager:
         arena = slot.arena
         assert arena is not None
         copied = self._copier.copy(image, arena, digests=digests)
-        return Staged(arena, image.layout, image.num_bytes, copied.wait, slot, copied.record)
+        return Staged(arena, image.layout, image.num_bytes, copied.wait, slot, slot.num_copies, copied.record)
 
     def _in_a_thread(self, work: Callable[[], T]) -> Future[T]:
         """Begin `work`, which makes arenas, in a thread, because CUDA stores its last error per thread.
