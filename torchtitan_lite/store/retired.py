@@ -47,7 +47,7 @@ class RetiredCheckpoints:
     def quarantine(self, step: int, findings: Sequence[str]) -> Path:
         """Rename the damaged checkpoint of `step` to `step-N.corrupt`, durably, and return its new path.
 
-        Writes `findings` into the folder if the disk allows it.
+        Writes `findings` into the folder if the disk allows it; whoever found them has logged them.
         """
         # The list of what it abandons goes with it.
         self.rename_abandoned()
@@ -55,7 +55,7 @@ class RetiredCheckpoints:
             aside = Listing(self.root).free(functools.partial(layout.quarantined, step))
             self._durable.rename(path, aside)
         self._durable.fsync_dir(self.root)
-        logger.warning("Step %d is damaged and is now %s: %s", step, aside, "; ".join(findings))
+        logger.warning("Step %d is damaged and is now %s", step, aside)
         try:
             text = json.dumps({"step": step, "findings": list(findings)}, indent=2) + "\n"
             if os.path.lexists(aside / layout.FINDINGS):

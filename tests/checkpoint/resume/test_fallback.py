@@ -56,9 +56,11 @@ def test_the_next_older_one_is_resumed_from(
     assert run.events.steps("fallback") == [4]
     assert run.events.steps("quarantined") == [6]
     assert run.events.figures("fallback")["damaged_step"] == 6
-    warnings = [r.message for r in caplog.records if r.levelno == logging.WARNING and "Fell back" in r.message]
-    assert len(warnings) == 1
-    assert "Fell back from step 6 to step 4: " in warnings[0]
+    finding = run.events.figures("fallback")["finding"]
+    [found, fell_back, renamed] = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+    assert found.startswith(f"Step 6 is damaged: {finding}") and found.endswith(". Trying an older one")
+    assert fell_back == "Fell back from step 6 to step 4"
+    assert renamed == f"Step 6 is damaged and is now {trained.root}/step-6.corrupt"
 
 
 def test_a_resumed_run_is_the_run_from_the_older_one(trained: SmallRun, start_run: StartRun, tmp_path: Path) -> None:
@@ -197,7 +199,7 @@ def test_damage_to_the_manifest_names_the_file_wherever_it_is_reported(
     run = start_run(interval=2)
     assert run.manager.load()
     assert run.events.figures("fallback")["finding"].startswith("manifest.json: ")
-    assert "Fell back from step 6 to step 4: manifest.json: " in caplog.text
+    assert "Step 6 is damaged: manifest.json: " in caplog.text
     [finding] = json.loads((trained.root / "step-6.corrupt" / "findings.json").read_text())["findings"]
     assert finding.startswith("manifest.json: ")
 

@@ -38,6 +38,8 @@ _MOST_KEYS = 100
 """Keys in an event."""
 _MOST_FINDINGS = 10
 """Findings in a message: thousands of files may have another size."""
+_DAMAGED = "Step %d is damaged: %s. Trying an older one"
+"""Logged where the damage is found, once: the load of the next one may take minutes, or end the run."""
 
 
 @dataclass
@@ -85,7 +87,7 @@ class Candidates:
                 self.damaged[source.step] = damage = _as_damage(source, error)
                 if not source.model_only:
                     partly_loaded = damage
-                self._warn("Step %d is damaged: %s. Trying an older one", source.step, damage.summary)
+                self._warn(_DAMAGED, source.step, damage.summary)
             else:
                 self._quarantine_damaged(source)
                 if source.model_only and partly_loaded is not None:
@@ -109,9 +111,16 @@ class Candidates:
         return source
 
     def _choose_and_report(self) -> tuple[LoadSource | None, dict[int, CheckpointDamaged]]:
-        """Choose as `_choose` does, with an event if the step or path that the user named cannot be loaded."""
+        """Choose as `_choose` does; log each damaged one that is skipped.
+
+        An event says so if the step or path that the user named cannot be loaded.
+        """
         try:
-            return self._choose()
+            source, damaged = self._choose()
+            if source is not None:  # Else the error names all of them.
+                for step in sorted(damaged.keys() - self.damaged.keys(), reverse=True):
+                    logger.warning(_DAMAGED, step, damaged[step].summary)
+            return source, damaged
         except (CheckpointDamaged, CheckpointUnsafe, CheckpointUnreadable) as error:
             self._report_failure(layout.parse_step(Path(error.path).name) or max(self.wanted, 0), error)
             raise
@@ -186,7 +195,7 @@ class Candidates:
         if not self.damaged:
             return
         for step, error in sorted(self.damaged.items(), reverse=True):
-            self._warn("Fell back from step %d to step %d: %s", step, source.step, error.summary)
+            self._warn("Fell back from step %d to step %d", step, source.step)
             keys = list(error.keys[:_MOST_KEYS])
             self.on_event("fallback", source.step, damaged_step=step, finding=error.finding, keys=keys)
         if not self.config.load_only:
