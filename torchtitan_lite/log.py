@@ -38,6 +38,11 @@ def readable_bytes(num_bytes: int) -> str:
     return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return "1 rank", "2 ranks", "20,000 tensors"; of a `noun` whose plural ends in -s."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith("s") else "s")
+
+
 def forget_stdout() -> None:
     """Let what is left for stdout go nowhere: its reader has closed it, and Python would complain at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -20,7 +20,7 @@ from torchtitan_lite.checkpoint.state.train_state import TrainState
 from torchtitan_lite.config.job_config import DecayType, LRScheduler, Optimizer
 from torchtitan_lite.distributed.reduce import norm_over_group
 from torchtitan_lite.errors import TrainingDiverged
-from torchtitan_lite.log import logger
+from torchtitan_lite.log import counted, logger
 
 FUSED_DEVICES = {"cpu", "cuda", "mps", "xpu"}
 """Device types for which torch has fused Adam kernels."""
@@ -92,9 +92,9 @@ def build_lr_schedulers(
     """Return one scheduler for each optimizer. Call its `step()` after each `optimizer.step()`."""
     if config.warmup_steps > total_steps:
         logger.warning(
-            "lr_scheduler.warmup_steps: %d is more than the %d steps of the run; the learning rate rises until the end",
+            "lr_scheduler.warmup_steps: %d is more than the %s of the run; the learning rate rises until the end",
             config.warmup_steps,
-            total_steps,
+            counted(total_steps, "step"),
         )
 
     # A plain function: LambdaLR leaves functions out of its state dict, so at a resume the new config counts.

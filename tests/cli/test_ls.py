@@ -37,7 +37,8 @@ def listed(root: Path) -> dict[str, dict[str, Any]]:
 
 def test_checkpoints_are_listed_by_run(root: Path) -> None:
     first, branch = Lineage("aaa", None), Lineage("bbb", 8, 8, ((9, "aaa"),))
-    add_step(root, 7, lineage=first, created_at=time.time() - 7200)
+    # As a loop of its own with one process records it.
+    add_step(root, 7, lineage=first, created_at=time.time() - 7200, extra={"topology": "1 ranks"})
     add_step(root, 8, lineage=first, created_at=time.time() - 180, extra={"topology": "dp_shard 2"})
     add_step(root, 9, lineage=first, created_at=time.time() - 150)
     add_step(root, 10, lineage=branch, created_at=time.time() - 50, kind=CheckpointKind.WEIGHTS_ONLY)
@@ -46,7 +47,7 @@ def test_checkpoints_are_listed_by_run(root: Path) -> None:
     assert ended.out.splitlines()[0].startswith(f"{root}: 3 checkpoints, ")
     assert ["Run", "aaa"] in ended.lines and ["Run", "bbb,", "rolled", "back", "to", "step", "8"] in ended.lines
     rows = {line[0]: line for line in ended.lines if line}
-    assert rows["7"][:2] + rows["7"][4:6] == ["7", "full", "2", "h"]
+    assert rows["7"][:2] + rows["7"][4:6] == ["7", "full", "2", "h"] and rows["7"][6:] == ["1", "rank"]
     assert rows["8"][4:] == ["3", "min", "dp_shard", "2", "latest"]
     assert rows["10"][:2] + rows["10"][5:] == ["10", "weights", "s", "2", "ranks"]
     assert rows["9" if "9" in rows else "step-9"][0] == "step-9", "abandoned by the branch"

@@ -20,6 +20,7 @@ from torchtitan_lite.checkpoint.examining.tensor_stream import TensorStream
 from torchtitan_lite.checkpoint.format.structure import encode
 from torchtitan_lite.cli.app import main
 from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.log import counted
 from torchtitan_lite.store.manifest import Manifest
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -60,7 +61,7 @@ def test_the_content_of_every_version_of_the_format_stays(
     step = GOLDEN / f"format-{version}" / writers / "checkpoint" / "step-7"
     code, out, err = call(step, tmp_path / "step-7", "--files", files)
     assert (code, err) == (0, "")
-    assert out.splitlines()[-1].endswith(f" in {files} files of tensors")
+    assert out.splitlines()[-1].endswith(f" in {counted(files, 'file')} of tensors")
     before, after = open_checkpoint(step), open_checkpoint(tmp_path / "step-7")
     assert tensors_of(after) == tensors_of(before)
     assert after.contents.objects.keys() == before.contents.objects.keys()

@@ -15,7 +15,8 @@ from torchtitan_lite.cli import screen as module
 from torchtitan_lite.cli.bars import bar
 from torchtitan_lite.cli.key_cell import folded
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.words import age, count, size
+from torchtitan_lite.cli.words import age, size
+from torchtitan_lite.log import counted
 
 Capture = pytest.CaptureFixture[str]
 
@@ -99,7 +100,7 @@ def test_words() -> None:
     assert [age(seconds) for seconds in (-5, 0, 119, 120, 7199, 7200, 172_800)] == [
         *("0 s", "0 s", "119 s", "2 min", "120 min", "2 h", "2 d"),
     ]
-    assert [count(1, "rank"), count(20_000, "tensor"), size(1 << 30)] == ["1 rank", "20,000 tensors", "1.0 GiB"]
+    assert [counted(1, "rank"), counted(20_000, "tensor"), size(1 << 30)] == ["1 rank", "20,000 tensors", "1.0 GiB"]
 
 
 def test_progress_counts_the_bytes_of_all_threads(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,7 @@ def test_an_end_reached_before_a_resume_is_the_end_after_it() -> None:
 
 
 def test_fewer_sequences_than_one_step_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"training\.max_epochs: 1 x 5 sequences are less than one step of 8"):
+    with pytest.raises(ConfigError, match=r"training\.max_epochs: 1 x 5 sequences, less than one step of 8"):
         loader(5, max_epochs=1)
 
 

@@ -93,7 +93,7 @@ def test_a_local_batch_is_split_by_the_size_or_the_number_of_micro_batches(
         (
             2,
             {"pipeline_parallel_degree": 2, "pipeline_parallel_split_points": ("layers.2", "layers.4")},
-            "2 points make 3 stages; 1F1B with pipeline_parallel_degree 2 needs 2",
+            "2 points for 3 stages; 1F1B with pipeline_parallel_degree 2 needs 2",
         ),
         (
             3,

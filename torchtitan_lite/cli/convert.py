@@ -14,7 +14,7 @@ from torchtitan_lite.cli.new_place import refuse_place
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.target import local, resolve
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.log import readable_bytes
+from torchtitan_lite.log import counted, readable_bytes
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Convert:
 
 
 def _text(source: Path, out: Path, num_tensors: int, size: int, left_out: list[str]) -> str:
-    text = f"Converted {source}\nto {out}: {num_tensors} tensors, {readable_bytes(size)}"
+    text = f"Converted {source}\nto {out}: {counted(num_tensors, 'tensor')}, {readable_bytes(size)}"
     if not left_out:
         return text
     # Many keys of a few states.

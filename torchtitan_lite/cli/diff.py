@@ -15,6 +15,8 @@ from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.target import resolve
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.log import counted
+from torchtitan_lite.store.manifest_fields import topology_in_words
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -148,12 +150,16 @@ def _rendered(result: _Result) -> RenderableType:
         ("Another container (A, B)", _rows(found.containers)),
         ("Other objects (A, B)", _rows(found.objects)),
         ("Other values", _value_rows(result)),
-        ("Where they come from, which does not count (A, B)", _rows(found.origin)),
+        ("Where they come from, which does not count (A, B)", _rows(_in_words_of_origin(found.origin))),
     )
     for title, rows in sections:
         if rows:
             parts += [Text(), Text(f"{title}: {len(rows)}", style="bold"), *_table(rows)]
     return Group(*parts, Text(), *(Text(line) for line in _summary(result)))
+
+
+def _in_words_of_origin(origin: Mapping[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
+    return {name: (topology_in_words(a), topology_in_words(b)) for name, (a, b) in origin.items()}
 
 
 def _rows(pairs: Mapping[str, tuple[str, str]]) -> list[tuple[str, ...]]:
@@ -179,7 +185,7 @@ def _in_words(value: ValueDifference) -> tuple[str, str]:
     if not value.num_different:
         return "the same numbers", "in other bits"
     largest = "NaN on one side" if math.isnan(value.max_abs) else f"by up to {value.max_abs:.3g}"
-    return largest, f"{value.num_different} {'element' if value.num_different == 1 else 'elements'}"
+    return largest, counted(value.num_different, "element")
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[RenderableType]:
@@ -221,15 +227,15 @@ def _summary(result: _Result) -> list[str]:
         same = sum(not value.exceeds(result.atol) for value in result.values.values())
         within = f"within {result.atol:g}" if result.atol else "bit for bit"
         if result.values or not found.known_equal:
-            lines.append(f"Values of {_counted(len(result.values), 'tensor')} read: {same} equal {within}.")
+            lines.append(f"Values of {counted(len(result.values), 'tensor')} read: {same} equal {within}.")
         if found.known_equal:
-            lines.append(f"Values of {_counted(len(found.known_equal), 'tensor')} not read: equal by digest.")
+            lines.append(f"Values of {counted(len(found.known_equal), 'tensor')} not read: equal by digest.")
     else:
         if found.known_equal or found.known_different:
             known = len(found.known_equal) + len(found.known_different)
-            lines.append(f"Values of {_counted(known, 'tensor')} by digest: {len(found.known_equal)} equal.")
+            lines.append(f"Values of {counted(known, 'tensor')} by digest: {len(found.known_equal)} equal.")
         if found.unknown:
-            lines.append(f"Values of {_counted(len(found.unknown), 'tensor')} not compared: --values reads them.")
+            lines.append(f"Values of {counted(len(found.unknown), 'tensor')} not compared: --values reads them.")
     if not found.num_tensors and not found.num_objects and not found.tensors:
         lines.append("The two have no name in common.")
     lines.append("The states differ." if result.is_different else _equal(result))
@@ -239,7 +245,3 @@ def _summary(result: _Result) -> list[str]:
 def _equal(result: _Result) -> str:
     compared_all = result.values is not None or not result.difference.unknown
     return "The states are equal." if compared_all else "Nothing else differs."
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

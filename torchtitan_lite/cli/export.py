@@ -14,7 +14,7 @@ from torchtitan_lite.cli.new_place import refuse_place
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.target import local, resolve
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.log import readable_bytes
+from torchtitan_lite.log import counted, readable_bytes
 
 if TYPE_CHECKING:
     from torchtitan_lite.checkpoint.converting.exporting import Exported
@@ -159,6 +159,6 @@ def num_bytes(text: str) -> int:
 def _text(source: Path, out: Path, done: Exported) -> str:
     weights = [name for name in done.files if not name.endswith((".json", ".md", ".jinja"))]
     others = [name for name in done.files if name not in weights]
-    which = "1 file" if len(weights) == 1 else f"{len(weights)} files"
-    text = f"Exported {done.num_tensors} tensors of {source}\nto {out}: {readable_bytes(done.num_bytes)} in {which}"
+    size = f"{readable_bytes(done.num_bytes)} in {counted(len(weights), 'file')}"
+    text = f"Exported {counted(done.num_tensors, 'tensor')} of {source}\nto {out}: {size}"
     return f"{text}\nwith {', '.join(others)}" if others else text

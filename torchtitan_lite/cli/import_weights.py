@@ -16,7 +16,7 @@ from torchtitan_lite.cli.new_place import refuse_place
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.target import local
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.log import readable_bytes
+from torchtitan_lite.log import counted, readable_bytes
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.store import CheckpointStore
 
@@ -128,10 +128,9 @@ def _text(source: Path, out: Path, done: Imported, args: ModelArgs | None) -> Te
     from rich.text import Text
 
     count = len([name for name in done.files if layout.is_data_file(name)])
-    which = "1 file" if count == 1 else f"{count} files"
     lines = [
-        f"Imported {done.num_tensors} tensors of {source}",
-        f"to {out}: {readable_bytes(done.num_bytes)} in {which}",
+        f"Imported {counted(done.num_tensors, 'tensor')} of {source}",
+        f"to {out}: {readable_bytes(done.num_bytes)} in {counted(count, 'file')}",
     ]
     lines += [f"Note: {note}" for note in done.notes]
     if args is None:

@@ -28,9 +28,10 @@ from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.key_cell import KeyCell
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.target import resolve
-from torchtitan_lite.cli.words import age, count, number, size
+from torchtitan_lite.cli.words import age, number, size
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.log import counted
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointKind
 
@@ -94,7 +95,7 @@ class _View:
             rows = rows_of(self.chosen, folded=not tensors)
             blocks.append(("Tensors", _tensors(rows if tensors else rows[:_MOST_ROWS])))
             if not tensors and len(rows) > _MOST_ROWS:
-                blocks.append(("", Text(f"and {count(len(rows) - _MOST_ROWS, 'more row')}: --tensors '*' shows all")))
+                blocks.append(("", Text(f"and {counted(len(rows) - _MOST_ROWS, 'more row')}: --tensors '*' shows all")))
         if ranks or not tensors:
             blocks.append((f"Files{self._legend() if ranks else ''}", self._files(by_part=ranks)))
         shown: list[RenderableType] = [Text(str(self.opened.folder), style="bold"), _pairs(self._facts())]
@@ -151,12 +152,12 @@ class _View:
     def _facts(self) -> dict[str, str]:
         opened, manifest = self.opened, self.opened.manifest
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(opened.created_at))
-        by = f" by {count(opened.world_size, 'rank')}" if opened.world_size else ""
+        by = f" by {counted(opened.world_size, 'rank')}" if opened.world_size else ""
         mesh = f" ({opened.topology})" if opened.topology and opened.world_size != 1 else ""
         of_step = f" of step {opened.step}" if opened.step is not None else ""
         facts = {
             "kind": f"{_KINDS[opened.kind]} checkpoint{of_step}{_ORIGINS[opened.origin]}",
-            "size": f"{size(opened.nbytes)} in {count(len(opened.sizes), 'file')}",
+            "size": f"{size(opened.nbytes)} in {counted(len(opened.sizes), 'file')}",
             "saved": f"{saved}, {age(self.now - opened.created_at)} ago{by}{mesh}",
         }
         if manifest is not None:
@@ -197,7 +198,7 @@ class _View:
             lengths = [*shown, sum(parts.values()) - sum(shown)]
             table.add_row(
                 _span(layout.rank_of(first), layout.rank_of(last)),
-                first if len(alike) == 1 else f"{count(len(alike), 'file')} of each",
+                first if len(alike) == 1 else f"{counted(len(alike), 'file')} of each",
                 size(sizes.get(first, 0)),
                 size(sum(parts.values())),
                 bar(lengths, longest, _BAR_COLUMNS),

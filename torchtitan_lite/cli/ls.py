@@ -16,12 +16,14 @@ from torchtitan_lite.checkpoint.examining.retention_outlook import keep_keys, ou
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.target import folder_of_checkpoints, is_checkpoint, names_step
-from torchtitan_lite.cli.words import age, count, size
+from torchtitan_lite.cli.words import age, size
 from torchtitan_lite.disk.plain_file import read_plain
 from torchtitan_lite.errors import CheckpointNotFound, CheckpointUnsafe, ConfigError, PinsUnreadable
+from torchtitan_lite.log import counted
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.holder import Holder
 from torchtitan_lite.store.manifest import CheckpointKind
+from torchtitan_lite.store.manifest_fields import topology_in_words
 from torchtitan_lite.store.pins import Pins
 from torchtitan_lite.store.retention import Verdict
 from torchtitan_lite.store.verified import FULL
@@ -111,7 +113,7 @@ class _Found:
 
         usable = [entry for entry in self.entries if entry.state in USABLE]
         others = [entry for entry in self.entries if entry.state not in USABLE]
-        parts: list[RenderableType] = [Text(f"{self.root}: {count(len(usable), 'checkpoint')}, {_total(usable)}")]
+        parts: list[RenderableType] = [Text(f"{self.root}: {counted(len(usable), 'checkpoint')}, {_total(usable)}")]
         if self.holder is not None:
             parts.append(Text(f"In use by {self.holder}"))
         rows = {entry.name: self._row(entry) for entry in usable}
@@ -134,7 +136,7 @@ class _Found:
             _KINDS[entry.kind] if entry.kind else "",
             size(entry.nbytes),
             age(self.now - entry.created_at),
-            entry.topology or (count(entry.world_size, "rank") if entry.world_size else ""),
+            topology_in_words(entry.topology) or (counted(entry.world_size, "rank") if entry.world_size else ""),
             ", ".join(self._notes(entry)),
         )
 

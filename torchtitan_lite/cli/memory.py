@@ -20,10 +20,11 @@ from torchtitan_lite.checkpoint.memory.mark import UnusableMark, read_mark
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.target import folder_of_checkpoints, local, names_step
-from torchtitan_lite.cli.words import age, count, size
+from torchtitan_lite.cli.words import age, size
 from torchtitan_lite.distributed.environment import runtime_folder
 from torchtitan_lite.errors import CheckpointNotFound, ConfigError, FolderInUse
 from torchtitan_lite.keeper.client import Described, Held, Keeper
+from torchtitan_lite.log import counted
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -55,7 +56,7 @@ class Memory:
         if self.end and found.keeper is not None:
             if living := keeper.end():
                 raise FolderInUse(str(root), _processes(living))
-            freed = f"{root}: freed {count(len(found.images), 'image')}, {size(found.memory_bytes)}"
+            freed = f"{root}: freed {counted(len(found.images), 'image')}, {size(found.memory_bytes)}"
             screen.show(found.to_json() | {"ended": True}, lambda: freed)
         else:
             screen.show(found.to_json() | {"ended": False}, found.render)
@@ -141,7 +142,7 @@ class _Found:
         from rich.table import Table
         from rich.text import Text
 
-        kept = f"{count(len(self.images), 'image')}, {size(self.memory_bytes)}, kept by process {self.keeper.pid}"
+        kept = f"{counted(len(self.images), 'image')}, {size(self.memory_bytes)}, kept by process {self.keeper.pid}"
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
         for title in ("step", "rank", "size", "age"):
             table.add_column(title, justify="right", no_wrap=True)

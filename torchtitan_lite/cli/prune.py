@@ -16,7 +16,7 @@ from torchtitan_lite.cli.writing import folder_to_write, holding, recover, refus
 from torchtitan_lite.config.checks import at_least, not_negative
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.log import readable_bytes
+from torchtitan_lite.log import counted, readable_bytes
 from torchtitan_lite.store import retention
 from torchtitan_lite.store.housekeeping import build_housekeeping
 from torchtitan_lite.store.pins import Pins
@@ -132,7 +132,7 @@ class Prune:
         going = [verdict.info.nbytes for verdict in verdicts if verdict.goes]
         would = "would be " if self.dry_run else ""
         freed = f" ({readable_bytes(sum(going))})" if going else ""
-        return Group(table, f"\n{len(going)} of {len(verdicts)} checkpoints {would}removed{freed}")
+        return Group(table, f"\n{len(going)} of {counted(len(verdicts), 'checkpoint')} {would}removed{freed}")
 
     def _in_words(self, verdict: Verdict) -> str:
         if verdict.goes:

@@ -10,9 +10,10 @@ import tyro
 
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.words import count, size
+from torchtitan_lite.cli.words import size
 from torchtitan_lite.disk import durable
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.log import counted
 from torchtitan_lite.report.page import render
 from torchtitan_lite.report.picture import find_browser, pictures
 from torchtitan_lite.report.run import read_run
@@ -69,7 +70,7 @@ class Report:
         def shown() -> RenderableType:
             from rich.text import Text
 
-            lines = [f"{out}: {size(len(page))}, {count(num_steps, 'logged step')}", *map(str, written[1:])]
+            lines = [f"{out}: {size(len(page))}, {counted(num_steps, 'logged step')}", *map(str, written[1:])]
             return Text("\n".join(lines))
 
         screen.show(document, shown)

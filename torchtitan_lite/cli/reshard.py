@@ -12,7 +12,7 @@ from torchtitan_lite.cli.new_place import refuse_place
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.target import local, resolve
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.log import readable_bytes
+from torchtitan_lite.log import counted, readable_bytes
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class Reshard:
             "tensors": done.num_tensors,
             "bytes": done.num_bytes,
         }
-        text = f"Wrote {target.folder}\nto {out}: {readable_bytes(done.num_bytes)} in {self.files} files of tensors"
+        size = f"{readable_bytes(done.num_bytes)} in {counted(self.files, 'file')} of tensors"
+        text = f"Wrote {target.folder}\nto {out}: {size}"
         screen.show(data, lambda: text)
         return ExitCode.FINE

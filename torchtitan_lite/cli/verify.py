@@ -15,7 +15,7 @@ from torchtitan_lite.cli.exit_codes import ExitCode, sentence_of
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.target import folder_of_checkpoints, is_checkpoint, local, resolve
 from torchtitan_lite.errors import CheckpointNotFound, CheckpointUnreadable, CheckpointUnsafe, FormatTooNew
-from torchtitan_lite.log import readable_bytes
+from torchtitan_lite.log import counted, readable_bytes
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.listing import Listing
 from torchtitan_lite.store.store import CheckpointStore
@@ -238,11 +238,7 @@ def _figures(result: _Result) -> list[str]:
     if looked is None or looked.contents is None:
         return ["", "", ""]
     num_files, num_tensors = len(looked.sizes), len(looked.contents.tensors)
-    return [_counted(num_files, "file"), _counted(num_tensors, "tensor"), readable_bytes(looked.nbytes)]
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return [counted(num_files, "file"), counted(num_tensors, "tensor"), readable_bytes(looked.nbytes)]
 
 
 def _details(result: _Result) -> list[RenderableType]:
@@ -263,7 +259,7 @@ def _details(result: _Result) -> list[RenderableType]:
 def _summary(results: Sequence[_Result], full: bool, seconds: float) -> list[str]:
     verified = [result for result in results if not result.reason]
     num_damaged = sum(result.status == DAMAGED for result in verified)
-    what = _counted(len(verified), "checkpoint")
+    what = counted(len(verified), "checkpoint")
     end = f"{num_damaged} damaged" if num_damaged else "nothing is damaged"
     if not full:
         lines = [f"{what}, sizes only: {end}. --full reads every byte."]
@@ -277,7 +273,7 @@ def _summary(results: Sequence[_Result], full: bool, seconds: float) -> list[str
             lines.append(f"{name} has no digests: compared with the checksums that torch.save wrote.")
         if result.read is not None and result.read.num_without_checksum:
             count, of = result.read.num_without_checksum, result.read.num_items
-            lines.append(f"{name}: {count} of its {of} items have no checksum, so their values were not compared.")
+            lines.append(f"{name}: {count} of {counted(of, 'item')} without a checksum, so not compared by value.")
         if result.looked is not None and result.looked.unknown:
             lines.append(f"{name} has other files, too: {', '.join(result.looked.unknown[:_SHOWN_KEYS])}.")
     return lines

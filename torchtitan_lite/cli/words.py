@@ -1,4 +1,4 @@
-"""Numbers as a person reads them: sizes, ages, counts."""
+"""Numbers as a person reads them: sizes and ages."""
 
 from __future__ import annotations
 
@@ -18,11 +18,6 @@ def age(seconds: float) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
     return f"{max(seconds, 0):.0f} s"
-
-
-def count(number: int, noun: str) -> str:
-    """Return "1 rank", "2 ranks", "20,000 tensors"."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def number(value: int) -> str:

@@ -33,6 +33,7 @@ from torchtitan_lite.config.sections.parallelism import Parallelism, PipelineSch
 from torchtitan_lite.config.sections.profiling import Profiling
 from torchtitan_lite.config.sections.training import DtypeName, Training
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.log import counted
 
 __all__ = [
     "ActivationCheckpoint",
@@ -85,8 +86,8 @@ class JobConfig:
         check_sections(self)
         if self.comm.simulated_ranks and not self.checkpoint.dry_run:
             raise ConfigError(
-                f"comm.simulated_ranks: {self.comm.simulated_ranks} ranks can be simulated only by a dry run, which "
-                "trains nothing. Add --checkpoint.dry_run, or leave it out."
+                f"comm.simulated_ranks: {counted(self.comm.simulated_ranks, 'rank')} can be simulated only by "
+                "a dry run, which trains nothing. Add --checkpoint.dry_run, or leave it out."
             )
         own = Path(self.job.dump_folder).absolute()
         if self.model.config_path and Path(self.model.config_path).absolute() in (own, own / CONFIG_FILE):

@@ -20,6 +20,7 @@ from typing import Any
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.data.rank_state import RESTART_DATA, pack, unpack
 from torchtitan_lite.errors import ConfigError, ExtraMissing
+from torchtitan_lite.log import counted
 
 
 class StatefulDataLoaderAdapter:
@@ -69,7 +70,7 @@ class StatefulDataLoaderAdapter:
         state = unpack(state_dict, rank=self._rank, num_ranks=self._num_ranks)
         if state["num_workers"] != self._loader.num_workers:
             raise ConfigError(
-                f"dataloader: its state has {state['num_workers']} workers a rank, this loader has "
+                f"dataloader: its state has {counted(state['num_workers'], 'worker')} a rank, this loader has "
                 f"{self._loader.num_workers}. Set num_workers={state['num_workers']}, or {RESTART_DATA}."
             )
         self._loader.load_state_dict(state["loader"])

@@ -26,7 +26,7 @@ from torchtitan_lite.data.texts import build_texts
 from torchtitan_lite.data.token_corpus import TokenCorpus
 from torchtitan_lite.data.tokenizer import BYTES, Tokenizer
 from torchtitan_lite.errors import ConfigError, CorpusChanged
-from torchtitan_lite.log import logger
+from torchtitan_lite.log import counted, logger
 
 
 class Loader(Protocol):
@@ -168,7 +168,7 @@ class TokenLoader:
         length = len(self._dataset)
         if self._max_epochs and self._max_epochs * length < self._global_batch_size:
             raise ConfigError(
-                f"training.max_epochs: {self._max_epochs} x {length} sequences are less than one step of "
+                f"training.max_epochs: {self._max_epochs} x {counted(length, 'sequence')}, less than one step of "
                 f"{self._global_batch_size}. Lower the batch size or --training.seq_len."
             )
 

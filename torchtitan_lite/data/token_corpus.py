@@ -32,7 +32,7 @@ from torchtitan_lite.data.token_file import TokenFile, TokensDamaged, write_toke
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.disk import durable
 from torchtitan_lite.errors import ConfigError, CorpusChanged, TokensNotWritten
-from torchtitan_lite.log import logger, readable_bytes
+from torchtitan_lite.log import counted, logger, readable_bytes
 
 TOKENS_FILE, LOCK_FILE = "tokens", "lock"
 _BATCH_CHARACTERS = 1 << 20
@@ -183,9 +183,8 @@ class TokenCorpus:
         self._texts.check()
         begin = time.monotonic()
         size, paths = readable_bytes(sum(self._sizes)), self._texts.paths
-        logger.info(
-            "Tokenising %d files (%s) into %s", len(paths), size, self._path if self._writes else "a temporary file"
-        )
+        files = counted(len(paths), "file")
+        logger.info("Tokenising %s (%s) into %s", files, size, self._path if self._writes else "a temporary file")
         times = [path.stat().st_mtime_ns for path in paths]
         # A damaged file of tokens is made again from the corpus that this run began with, or not at all.
         expected = self.__dict__.get("_digests")
@@ -193,12 +192,12 @@ class TokenCorpus:
         if expected is not None and digests != expected:
             changed = [n for n, a, b in zip(self._names, digests, expected, strict=True) if a != b]
             raise CorpusChanged([f"{name}: it changed during this run" for name in changed])
-        files = list(zip(self._names, self._sizes, times, digests, strict=True))
+        described = list(zip(self._names, self._sizes, times, digests, strict=True))
         write_tokens(
             file,
             self._arrays(note),
             token_bytes=self._token_bytes,
-            description={"kind": self._texts.kind, "tokenizer": self.tokenizer, "files": files},
+            description={"kind": self._texts.kind, "tokenizer": self.tokenizer, "files": described},
         )
         after = [(path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
         for name, now, before in zip(self._names, after, zip(self._sizes, times, strict=True), strict=True):
@@ -206,8 +205,8 @@ class TokenCorpus:
                 raise CorpusChanged([f"{name}: it changed while it was tokenised"])
         self.__dict__["_digests"] = digests
         logger.info(
-            "Tokenised %d files (%s) in %.1f s: %s of tokens",
-            len(paths),
+            "Tokenised %s (%s) in %.1f s: %s of tokens",
+            files,
             size,
             time.monotonic() - begin,
             readable_bytes(file.tell()),  # words: kept

@@ -38,7 +38,7 @@ from torchtitan_lite.disk.read_requests import (
 )
 from torchtitan_lite.disk.request_memory import request_memory
 from torchtitan_lite.errors import CheckpointUnreadable
-from torchtitan_lite.log import logger
+from torchtitan_lite.log import counted, logger
 
 ALIGNMENT = 4096
 """Bytes. Direct I/O needs memory, offset and length to be multiples of the disk's sector, 512 or 4096."""
@@ -299,7 +299,8 @@ def _with_retries(
                 raise
             if attempt == ATTEMPTS or error.errno == errno.ENOENT:
                 name = errno.errorcode.get(error.errno or 0, "error")
-                raise CheckpointUnreadable(str(path), f"{name} ({error.strerror}), {attempt} times") from error
+                cause = f"{name} ({error.strerror}), {counted(attempt, 'time')}"
+                raise CheckpointUnreadable(str(path), cause) from error
             logger.warning("%s: %s; reading again", path, error.strerror)
             pause(PAUSE_SECONDS * 2 ** (attempt - 1))
     raise AssertionError("unreachable")

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.log import logger
+from torchtitan_lite.log import counted, logger
 from torchtitan_lite.metrics.accounts import CLEAN_ENDS, PARTS, Accounts, Steps
 from torchtitan_lite.metrics.ledger import Ledger
 from torchtitan_lite.metrics.run_clock import RunClock
@@ -46,7 +46,8 @@ class Goodput:
             return {}
         down = max(0.0, self.ledger.began - self.ledger.before.starts[-1].last_beat)
         redone = max(0, self.ledger.before.starts[-1].last_step - step)
-        logger.info("%d steps of the last start are trained again; it ended %.1f s before this one", redone, down)
+        steps = f"{counted(redone, 'step')} of the last start {'is' if redone == 1 else 'are'}"
+        logger.info("%s trained again; it ended %.1f s before this one", steps, down)
         return {"down_seconds": down, "redone_steps": redone}
 
     def totals(self) -> dict[str, Any]:
@@ -146,5 +147,6 @@ def summary(accounts: Accounts) -> str:
     shares = [(100 * seconds[part] / total if total > 0 else 0.0, part.replace("_", " ")) for part in PARTS]
     parts = ", ".join(f"{part} {share:.1f} %" for share, part in sorted(shares, reverse=True) if share >= 0.1)
     num = len(accounts.starts)
-    starts = "1 start" if num == 1 else f"{num} starts ({accounts.unclean_ends} ended uncleanly)"
-    return f"Time of the run: {total:.1f} s in {starts}: {parts}; {accounts.redone_steps} steps trained again"
+    starts = counted(num, "start") + (f" ({accounts.unclean_ends} ended uncleanly)" if num > 1 else "")
+    redone = counted(accounts.redone_steps, "step")
+    return f"Time of the run: {total:.1f} s in {starts}: {parts}; {redone} trained again"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.disk import durable
-from torchtitan_lite.log import logger
+from torchtitan_lite.log import counted, logger
 
 
 class JsonLines:
@@ -42,7 +42,8 @@ class JsonLines:
             self._num_lost += 1
         else:
             if self._num_lost:
-                logger.warning("Writing to %s works again; %d lines are lost", self.path, self._num_lost)
+                lost = counted(self._num_lost, "line") + (" is" if self._num_lost == 1 else " are")
+                logger.warning("Writing to %s works again; %s lost", self.path, lost)
             self._num_lost = 0
 
     def close(self) -> None:

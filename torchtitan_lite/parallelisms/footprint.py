@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.config.job_config import Training
-from torchtitan_lite.log import readable_bytes
+from torchtitan_lite.log import counted, readable_bytes
 from torchtitan_lite.parallelisms.pipeline_llama import Stage
 from torchtitan_lite.parallelisms.plan import Plan
 
@@ -52,16 +52,16 @@ class Footprint:
     def __str__(self) -> str:
         dims, batch_size, seq_len = self.plan.dims, self.training.batch_size, self.training.seq_len
         largest = max(self.held, key=lambda held: held.num_params)
-        ranks = "1 rank" if dims.world_size == 1 else f"{dims.world_size:,} ranks ({dims})"
+        ranks = counted(dims.world_size, "rank") + (f" ({dims})" if dims.world_size > 1 else "")
         accumulation = self.global_batch_size // (batch_size * dims.dp_degree)
-        parts = [f"{dims.dp_degree:,} {'share' if dims.dp_degree == 1 else 'shares'} of {batch_size}"]
+        parts = [f"{counted(dims.dp_degree, 'share')} of {batch_size}"]
         parts += [f"accumulated {accumulation} times"] if accumulation > 1 else []
-        parts += [f"in {self.plan.num_microbatches} micro-batches"] if dims.pp > 1 else []
+        parts += ["in " + counted(self.plan.num_microbatches, "micro-batch")] if dims.pp > 1 else []
         params = readable_bytes(self.num_params * _BYTES)
         checkpoint = readable_bytes(self.num_params * _BYTES * (1 + _MOMENTS))
         lines = [
             f"The plan fits {ranks}:",
-            f"  step: {self.global_batch_size:,} sequences of {seq_len:,} tokens: {', '.join(parts)}",
+            f"  step: {counted(self.global_batch_size, 'sequence')} of {counted(seq_len, 'token')}: {', '.join(parts)}",
             f"  tokens in a step: {self.global_batch_size * seq_len:,}",
             f"  model: {self.num_params:,} parameters, {params}; a full checkpoint: {checkpoint}",
             f"  largest rank: {largest}",

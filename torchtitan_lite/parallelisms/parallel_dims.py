@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan_lite.config.job_config import Parallelism
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.log import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,14 +77,10 @@ def build_parallel_dims(config: Parallelism, world_size: int) -> ParallelDims:
         return ParallelDims(**degrees)
     relation = "but this job has" if others == degrees else "which does not divide this job's"
     raise ConfigError(
-        f"parallelism: {_product(others)} = {product}, {relation} {_processes(world_size)}; start a fitting number of "
-        "processes or change a degree (data_parallel_shard_degree = -1 takes what is left)."
+        f"parallelism: {_product(others)} = {product}, {relation} {counted(world_size, 'process')}; start a fitting "
+        "number of processes or change a degree (data_parallel_shard_degree = -1 takes what is left)."
     )
 
 
 def _product(degrees: dict[str, int]) -> str:
     return " x ".join(f"{name} {degree}" for name, degree in degrees.items())
-
-
-def _processes(number: int) -> str:
-    return "1 process" if number == 1 else f"{number} processes"

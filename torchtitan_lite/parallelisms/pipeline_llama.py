@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lite.config.job_config import JobConfig, Parallelism
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.log import counted
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import _PipelineSchedule
@@ -149,9 +150,10 @@ def build_schedule(
 
 def _even_starts(n_layers: int, num_stages: int) -> list[int]:
     if num_stages > n_layers:
+        is_ = "is" if n_layers == 1 else "are"
         raise ConfigError(
-            f"parallelism.pipeline_parallel_degree: the model's {n_layers} layers are too few for {num_stages} stages. "
-            "Lower the degree."
+            f"parallelism.pipeline_parallel_degree: the model's {counted(n_layers, 'layer')} {is_} too few for "
+            f"{num_stages} stages. Lower the degree."
         )
     each, rest = divmod(n_layers, num_stages)
     # Stages in the middle get the remaining layers first: the ends also have the embedding and the output.
@@ -176,6 +178,6 @@ def _check_number_of_stages(config: Parallelism, found: int) -> None:
     if not fits:
         expected = f"a multiple of {degree}" if schedule == INTERLEAVED else str(degree)
         raise ConfigError(
-            f"parallelism.pipeline_parallel_split_points: {found - 1} points make {found} stages; {schedule} with "
-            f"pipeline_parallel_degree {degree} needs {expected}."
+            f"parallelism.pipeline_parallel_split_points: {counted(found - 1, 'point')} for "
+            f"{counted(found, 'stage')}; {schedule} with pipeline_parallel_degree {degree} needs {expected}."
         )

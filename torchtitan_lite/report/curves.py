@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from torchtitan_lite.log import counted
 from torchtitan_lite.report import svg
 from torchtitan_lite.report.downsample import Bucket, buckets, quantile, usual_range
 from torchtitan_lite.report.run import Run
@@ -101,7 +102,8 @@ def _not_finite(run: Run, x: Scale) -> Iterator[str]:
 
 def _note_of_lost(runs: Sequence[Run]) -> str:
     num = sum(not math.isfinite(loss) for run in runs for loss in run.logged.loss)
-    return f"{num:,} logged steps have a loss that is not finite (a cross at the bottom)." if num else ""
+    have = "has" if num == 1 else "have"
+    return f"{counted(num, 'logged step')} {have} a loss that is not finite (a cross at the bottom)." if num else ""
 
 
 def _loss_columns(runs: Sequence[Run], x: Scale) -> Iterator[tuple[float, float, str]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torchtitan_lite import __version__
 from torchtitan_lite.errors import ExtraMissing
+from torchtitan_lite.log import counted
 from torchtitan_lite.report import curves, marks
 from torchtitan_lite.report.changes import differences, shown
 from torchtitan_lite.report.lines import GOODPUT, TOKENS_PER_SECOND, number
@@ -122,7 +123,7 @@ def _about(run: Run) -> list[str]:
         words.append(f"{config['model.name']} {config.get('model.flavor') or ''}".strip())
     if run.shards is not None:
         num = len(run.shards.ranks)
-        words.append(f"{num:,} rank{'' if num == 1 else 's'}")
+        words.append(counted(num, "rank"))
     topology = next((start.topology for start in reversed(run.starts) if start.topology), "")
     if topology:
         words.append(topology)
@@ -151,7 +152,7 @@ def _tiles(run: Run) -> list[dict[str, Any]]:
         # The ledger's is also that of saves that failed or were cut, and of waiting for the last one at the end.
         measured = run.parts.seconds.get("saving") if run.parts.has_ledger else None
         blocked = measured or sum(save.stall_seconds or 0.0 for save in committed)
-        tiles.append(_tile("Blocked by saves", seconds_text(blocked), blocked, f"in {len(committed):,} saves"))
+        tiles.append(_tile("Blocked by saves", seconds_text(blocked), blocked, f"in {counted(len(committed), 'save')}"))
     if starts:
         ended = sum(start.end in ("killed", "failed") for start in starts)
         note = f"{ended} killed or failed" if ended else "none killed"

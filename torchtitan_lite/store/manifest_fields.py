@@ -31,6 +31,14 @@ _INT64 = 1 << 63
 T = TypeVar("T")
 
 
+def topology_in_words(recorded: str) -> str:
+    """Return the `recorded` topology as a person reads it: a loop of its own records one rank as "1 ranks".
+
+    What is recorded stays, because a resume compares it: other generators would follow from another word.
+    """
+    return "1 rank" if recorded == "1 ranks" else recorded
+
+
 def value_of(document: dict[str, Any], name: str, kind: type[T]) -> T:
     """Return the field `name`. Raise ValueError if it is not of `kind`."""
     value: object = document.get(name)

@@ -68,7 +68,7 @@ def test_on_another_topology_new_generators_begin_the_same_at_every_resume(
         run.manager.load()
         drawn.append(_draw())
     assert drawn[0] == drawn[1]
-    assert "The random generators of 1 ranks do not fit 8 ranks" in caplog.text
+    assert "The random generators of 1 rank do not fit 8 ranks" in caplog.text
 
 
 def test_digests_prove_a_resume(start_run: StartRun, caplog: pytest.LogCaptureFixture) -> None:
@@ -173,7 +173,7 @@ def test_a_dry_run_reports_and_changes_nothing(start_run: StartRun) -> None:
     assert report is not None and report.refusals
     assert "Resume from" in str(report) and "model" not in str(report).splitlines()[0]
     assert "second.weight: shape [1, 8] in the checkpoint, [2, 8] expected" in str(report)
-    assert "topology: 1 ranks -> 2 ranks" in str(report)
+    assert "topology: 1 rank -> 2 ranks" in str(report)
     assert torch.equal(other.model.first.weight, before) and other.train_state.step == 0
     assert sorted(path.name for path in run.root.iterdir()) == names
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from torchtitan_lite.checkpoint.examining.opened import POSITIONS_OF_TORCHTITAN, Origin, absence, num_writers
 from torchtitan_lite.disk.plain_file import read_plain, size_finding
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnsafe, FormatTooNew
+from torchtitan_lite.log import counted
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.described import read_description
 from torchtitan_lite.store.known_manifests import describe
@@ -228,7 +229,7 @@ def _sizes(folder: Path) -> dict[str, int]:
 def _missing(folder: Path, manifest: Manifest) -> str:
     findings = (size_finding(folder / name, record.size) for name, record in sorted(manifest.files.items()))
     found = [finding for finding in findings if finding]
-    return found[0] + (f", and {len(found) - 1} more files" if len(found) > 1 else "") if found else ""
+    return found[0] + (f", and {counted(len(found) - 1, 'more file')}" if len(found) > 1 else "") if found else ""
 
 
 def _with_abandoned(entries: Iterable[Entry]) -> list[Entry]:

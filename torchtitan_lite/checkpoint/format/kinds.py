@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from torchtitan_lite.log import counted
+
 
 def difference(expected: Any, found: Any, name: str = "") -> str:
     """Return the first difference in type or structure of `found`, under the name `name`, from `expected`.
@@ -26,7 +28,7 @@ def difference(expected: Any, found: Any, name: str = "") -> str:
         return _of_mappings(expected, found, name)
     if isinstance(expected, list | tuple):
         if len(expected) != len(found):
-            return f"{name}: {len(expected)} items become {len(found)}"
+            return f"{name}: {counted(len(expected), 'item')} become {len(found)}"
         pairs = enumerate(zip(expected, found, strict=True))
         return next((finding for i, pair in pairs if (finding := difference(*pair, f"{name}[{i}]"))), "")
     if isinstance(expected, Set):

@@ -15,6 +15,7 @@ from torchtitan_lite.checkpoint.format.contents import Chunk, Contents, Shape, S
 from torchtitan_lite.checkpoint.importing.source import Source, is_strided, read_json, tensors_in
 from torchtitan_lite.checkpoint.untrusted.stock_item import Layout
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, ConfigError
+from torchtitan_lite.log import counted
 
 PARAMS = "params.json"
 KIND = "Meta's Llama"
@@ -95,6 +96,6 @@ def _chunks(name: str, folder: MetaFolder, places: Sequence[Layout | None], shap
                 for (each, place), begin in zip(found, begins, strict=True)
             ]
     raise ConfigError(
-        f"{folder.path}: {name} has shape {list(whole.shape)} in each of {len(found)} files, and these do not make up "
-        f"the {list(shape)} of {PARAMS}: is a file consolidated.NN.pth missing?"
+        f"{folder.path}: {name} has shape {list(whole.shape)} in {counted(len(found), 'file')}, and these do not "
+        f"make up the {list(shape)} of {PARAMS}: is a file consolidated.NN.pth missing?"
     )

@@ -35,6 +35,7 @@ from torchtitan_lite.config.job_config import Checkpoint, JobConfig
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable, CheckpointUnsafe
 from torchtitan_lite.log import logger
+from torchtitan_lite.store.manifest_fields import topology_in_words
 from torchtitan_lite.store.run_folders import usable
 from torchtitan_lite.store.store import CheckpointStore
 
@@ -271,8 +272,8 @@ class Restore:
         rng.derive(torch.initial_seed(), self._source.step, rank)
         logger.info(
             "The random generators of %s do not fit %s: new ones begin, derived from seed, step and rank",
-            self._source.topology or "the checkpoint",
-            self._topology,
+            topology_in_words(self._source.topology) or "the checkpoint",
+            topology_in_words(self._topology),
         )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torchtitan_lite.checkpoint.format.key_report import KeyReport
 from torchtitan_lite.config.drift import Change, Rule
+from torchtitan_lite.store.manifest_fields import topology_in_words
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,8 @@ class ResumeReport:
     @property
     def notes(self) -> list[str]:
         """Differences that the resume accepts, one line each."""
-        topology = (
-            [f"topology: {self.topology_before or 'unknown'} -> {self.topology_now}"]
-            if self.topology_before != self.topology_now
-            else []
-        )
+        before, now = topology_in_words(self.topology_before) or "unknown", topology_in_words(self.topology_now)
+        topology = [f"topology: {before} -> {now}"] if self.topology_before != self.topology_now else []
         changes = (str(change) for change in self.changes if change.rule is not Rule.REFUSED)
         return [*topology, *self.fresh_states, *changes]
 

@@ -18,7 +18,7 @@ from torchtitan_lite.checkpoint.format.shards import Shape, parts_of
 from torchtitan_lite.checkpoint.format.tensor_digest import Digest, digest_chunk, finish
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointMismatch
-from torchtitan_lite.log import logger
+from torchtitan_lite.log import counted, logger
 
 
 def verify(path: str, make_state: Callable[[], dict[str, Any]], expected: Mapping[str, str], peers: Peers) -> None:
@@ -39,7 +39,9 @@ def verify(path: str, make_state: Callable[[], dict[str, Any]], expected: Mappin
     if not found:
         logger.warning("No tensor of %s has the name that it was saved under: nothing was verified", path)
         return
-    logger.info("Verified %d tensors: they are what was saved", len(found))
+    logger.info(
+        "Verified %s: %s what was saved", counted(len(found), "tensor"), "it is" if len(found) == 1 else "they are"
+    )
 
 
 def _shares(

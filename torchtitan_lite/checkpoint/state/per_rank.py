@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch.distributed as dist
 
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.log import logger
+from torchtitan_lite.log import counted, logger
 
 if TYPE_CHECKING:
     from torchtitan_lite.checkpoint.state.stateful import Stateful
@@ -65,8 +65,8 @@ class PerRank:
         if rank < saved:
             return True
         if not self._is_fresh_allowed:
-            found = f"of {_count(saved)}" if saved else "once for all ranks, not by PerRank"
-            do = f"Resume on {_count(saved)}" if saved else "Load it with the state itself"
+            found = f"of {counted(saved, 'rank')}" if saved else "once for all ranks, not by PerRank"
+            do = f"Resume on {counted(saved, 'rank')}" if saved else "Load it with the state itself"
             raise ConfigError(
                 f"PerRank({type(self._state).__name__}): the checkpoint has this state {found}, and none for rank "
                 f"{rank} of {num_ranks}. {do}, give PerRank on_missing='fresh' to begin such ranks from scratch, or "
@@ -78,7 +78,7 @@ class PerRank:
         rank, num_ranks = _place()
         if rank > 0 or saved == num_ranks:
             return
-        what = f"{type(self._state).__name__} of {_count(saved)} is loaded by {num_ranks}"
+        what = f"{type(self._state).__name__} of {counted(saved, 'rank')} is loaded by {num_ranks}"
         if saved > num_ranks:
             logger.warning("%s: %s not loaded", what, _those_from(num_ranks, saved, "is", "are"))
         elif self._is_fresh_allowed:
@@ -88,10 +88,6 @@ class PerRank:
 def _own(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     # A checkpoint stores nothing of an empty mapping.
     return dict(state_dict.get(_name(_place()[0]), {}))
-
-
-def _count(num_ranks: int) -> str:
-    return "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
 
 
 def _those_from(first: int, end: int, does: str, do: str) -> str:

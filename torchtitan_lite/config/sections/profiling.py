@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torchtitan_lite.config.checks import at_least
 from torchtitan_lite.config.field_types import check_types
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.log import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,6 @@ class Profiling:
         at_least("profiling.profiler_warmup", self.profiler_warmup, 0)
         if self.profiler_active > self.profile_freq:
             raise ConfigError(
-                f"profiling.profiler_active: expected at most profiling.profile_freq, {self.profile_freq} steps, found "
-                f"{self.profiler_active}. Raise profiling.profile_freq."
+                "profiling.profiler_active: expected at most profiling.profile_freq, "
+                f"{counted(self.profile_freq, 'step')}, found {self.profiler_active}. Raise profiling.profile_freq."
             )
