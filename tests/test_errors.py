@@ -37,6 +37,7 @@ FIXES = {
     errors.LeaseLost: "--job.dump_folder",
     errors.CorpusChanged: "--checkpoint.exclude_from_loading=dataloader",
     errors.TokensNotWritten: "--training.tokens_folder",
+    errors.PeerLost: "see the first error in the output of the other ranks",
     errors.TrainingDiverged: "--checkpoint.load_step",
 }
 """The fix in each message, or that there is nothing to do; the other errors get their message where they are raised."""

@@ -21,6 +21,7 @@
     |- TokensNotWritten (RuntimeError)           a disk is full, or fails, while the tokens of a corpus are made
     |- ExtraMissing (ImportError)                an optional dependency is not installed
     |- KeeperUnavailable (RuntimeError)          checkpoints are not kept in memory; training goes on
+    |- PeerLost (RuntimeError)                   another rank has ended, or does not answer
     `- TrainingDiverged (ArithmeticError)        a loss or gradient norm is not finite
 
 Every message names the thing, what was expected, what was found, and the fix. Every error survives pickle with all its
@@ -49,6 +50,7 @@ __all__ = [
     "FormatTooNew",
     "KeeperUnavailable",
     "LeaseLost",
+    "PeerLost",
     "PinsUnreadable",
     "RunNotLoaded",
     "SaveFailed",
@@ -284,6 +286,17 @@ class KeeperUnavailable(TorchtitanLiteError, RuntimeError):
     def __init__(self, reason: str) -> None:
         self.reason = reason
         super().__init__(f"checkpoints are not kept in memory: {_clause(reason)}")
+
+
+class PeerLost(TorchtitanLiteError, RuntimeError):
+    """`rank` noticed in an exchange that another rank has ended or does not answer: `finding`."""
+
+    def __init__(self, rank: int, finding: str) -> None:
+        self.rank, self.finding = rank, finding
+        super().__init__(
+            f"rank {rank} {_clause(finding)}: see the first error in the output of the other ranks, or look for an "
+            "out-of-memory kill in the logs of their hosts."
+        )
 
 
 class TrainingDiverged(TorchtitanLiteError, ArithmeticError):

@@ -75,11 +75,15 @@ def _run(config: JobConfig, rank: int, began: float) -> int:
     """Run the job on this rank. `record` puts the traceback of an unexpected error into torchrun's report."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+    from torchtitan_lite.distributed.lost_peer import naming_lost_peers
     from torchtitan_lite.distributed.process_group import process_group
     from torchtitan_lite.trainer import Trainer
 
     try:
-        with process_group(config.comm, deterministic=config.training.deterministic) as world:
+        with (
+            naming_lost_peers(time_outs=False),
+            process_group(config.comm, deterministic=config.training.deterministic) as world,
+        ):
             code = Trainer(config, world, began=began).run()
             faults.point("exit")
             return code

@@ -82,7 +82,7 @@ def test_a_save_names_the_failures_of_three_ranks_and_counts_the_rest(
     assert isinstance(error, SaveFailed)
     named = [rank for rank in range(ranks) if f"rank {rank}: OSError: disk {rank}" in str(error)]
     assert named == [*range(min(ranks, 3))]
-    assert (f"and {ranks - 3} more ranks" in str(error)) == (ranks > 3)
+    assert (f"and {ranks - 3} more rank" in str(error)) == (ranks > 3)
     assert dcp.is_group_whole(error)
 
 

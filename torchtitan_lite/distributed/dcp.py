@@ -17,8 +17,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
+from torchtitan_lite.distributed.lost_peer import as_peer_lost
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointError, CheckpointUnreadable, LeaseLost, SaveFailed
+from torchtitan_lite.log import counted
 
 
 def save(
@@ -38,7 +40,8 @@ def save(
                 raise cause from error
         raise SaveFailed(step, _summary({rank: cause for rank, (cause, _) in error.failures.items()})) from error
     except Exception as error:
-        raise SaveFailed(step, f"{type(error).__name__}: {error}") from error
+        shown = as_peer_lost(error) or error
+        raise SaveFailed(step, f"{type(shown).__name__}: {shown}") from error
 
 
 def load(state: dict[str, Any], reader: StorageReader, planner: LoadPlanner, peers: Peers, path: str) -> None:
@@ -106,4 +109,4 @@ def _is_main() -> bool:
 
 def _summary(failures: Mapping[int, BaseException]) -> str:
     causes = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in sorted(failures.items())]
-    return "; ".join(causes[:3]) + (f"; and {len(causes) - 3} more ranks" if len(causes) > 3 else "")
+    return "; ".join(causes[:3]) + (f"; and {counted(len(causes) - 3, 'more rank')}" if len(causes) > 3 else "")

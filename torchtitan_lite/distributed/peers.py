@@ -2,7 +2,8 @@
 
 These are the rare exchanges: which checkpoint to load, whether the plan of a save holds. They have gloo groups of their
 own, which are created when they are first needed and have threads and sockets until `close`. Without a process group
-everything works for the only process. All methods are **collective** unless they say otherwise.
+everything works for the only process. All methods are **collective** unless they say otherwise, and raise PeerLost if
+another rank has ended.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lite.distributed.groups import destroy, gloo_group, world_size
+from torchtitan_lite.distributed.lost_peer import naming_lost_peers
 from torchtitan_lite.errors import TorchtitanLiteError
 
 T = TypeVar("T")
@@ -89,7 +91,8 @@ class Peers:
         chosen, own = _attempted(choose) if self.is_coordinator else (None, None)
         outcome = [(chosen, _picklable(own))]
         if self.world_size > 1:
-            dist.broadcast_object_list(outcome, src=0, group=self._control_group)
+            with naming_lost_peers():
+                dist.broadcast_object_list(outcome, src=0, group=self._control_group)
         return _result(*outcome[0], own)
 
     def gather(self, mine: T) -> list[T]:
@@ -97,7 +100,8 @@ class Peers:
         if self.world_size == 1:
             return [mine]
         gathered: list[T | None] = [None] * self.world_size
-        dist.all_gather_object(gathered, mine, group=self._control_group)
+        with naming_lost_peers():
+            dist.all_gather_object(gathered, mine, group=self._control_group)
         return cast(list[T], gathered)
 
     def together(self, make: Callable[[], T]) -> T:
@@ -121,7 +125,8 @@ class Peers:
         if self.world_size == 1:
             return mine
         values = torch.tensor(mine, dtype=torch.int64, device="cpu")
-        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._control_group)
+        with naming_lost_peers():
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._control_group)
         return tuple(values.tolist())
 
     def scatter_answers(self, mine: T, answer: Callable[[list[T]], list[U]]) -> U:
@@ -134,7 +139,8 @@ class Peers:
         if isinstance(mine, Exception):
             mine = cast(T, _picklable(mine))
         gathered: list[T | None] | None = [None] * self.world_size if self.is_coordinator else None
-        dist.gather_object(mine, gathered, dst=0, group=self._control_group)
+        with naming_lost_peers():
+            dist.gather_object(mine, gathered, dst=0, group=self._control_group)
         outcomes: list[tuple[U | None, Exception | None]] | None = None
         own: Exception | None = None
         if self.is_coordinator:
@@ -142,7 +148,8 @@ class Peers:
             by_rank: Sequence[U | None] = answers if answers is not None else [None] * self.world_size
             outcomes = [(given, _picklable(own)) for given in by_rank]
         received: list[tuple[U | None, Exception | None]] = [(None, None)]
-        dist.scatter_object_list(received, outcomes, src=0, group=self._control_group)
+        with naming_lost_peers():
+            dist.scatter_object_list(received, outcomes, src=0, group=self._control_group)
         return _result(*received[0], own)
 
     def raise_together(self, error: Exception | None) -> None:

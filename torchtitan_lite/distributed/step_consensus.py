@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lite.distributed.groups import destroy, gloo_group, world_size
+from torchtitan_lite.distributed.lost_peer import naming_lost_peers
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class StepConsensus:
         work, values = self._in_flight
         self._in_flight = None
         if work is not None:
-            work.wait(self._timeout)
+            with naming_lost_peers():
+                work.wait(self._timeout)
         return StepFlags.from_tensor(values)
 
     def send(self, mine: StepFlags) -> None:
