@@ -1,8 +1,8 @@
 """Check the configuration, then become torchrun with train.py: one start of an interpreter in place of three.
 
-run_train.sh runs it and documents the variables. A wrong configuration ends with 2, and --help with 0, before torch is
-imported. If the workers fail or a signal ends the job, torchrun's report is shown without its traceback, and the exit
-code is 1.
+run_train.sh runs it and documents the variables. A wrong configuration, a missing file and ranks that do not fit end
+with 2, and --help with 0, before torch is imported; without $NGPU torch has to count the devices first. If the workers
+fail or a signal ends the job, torchrun's report is shown without its traceback, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from torchtitan_lite import faults
@@ -18,6 +20,7 @@ from torchtitan_lite.collection import no_collection
 from torchtitan_lite.config.manager import parse_config_or_exit
 from torchtitan_lite.distributed.environment import fault_spec, memory_is_off
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.preflight import check_files, check_ranks
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
@@ -25,25 +28,33 @@ SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 def main(arguments: list[str]) -> None:
     """Run torchrun, in this process, with the `arguments` of train.py."""
-    parse_config_or_exit(arguments)
-    _check_variables()
+    config = parse_config_or_exit(arguments)
+    with _ending_with_2():  # torchrun would turn the 2 of its workers into 1.
+        faults.parse(fault_spec())
+        memory_is_off()
+        check_files(config)
+        if os.environ.get("NGPU"):
+            check_ranks(config, int(os.environ["NGPU"]))
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # No traceback of an import; torchrun sets a handler of its own.
     with no_collection():  # Which takes a fifth of the time of the import.
         from torch.distributed import run
 
         gc.freeze()  # Else the first collection after this block looks at 250,000 objects, for 0.1 s.
+    num_processes = int(os.environ.get("NGPU") or _num_devices())
+    with _ending_with_2():
+        check_ranks(config, num_processes)
     try:
-        run.main([*_launch_options(run.get_args_parser().format_help()), str(TRAIN), *arguments])
+        run.main([*_launch_options(num_processes, run.get_args_parser().format_help()), str(TRAIN), *arguments])
     except _job_ended() as ended:  # An expected end. Its traceback is torchrun's own, and 40 lines at 80 columns.
         sys.exit(f"{type(ended).__name__}: {ended}")
 
 
-def _check_variables() -> None:
-    """Exit with 2 if a variable that the workers read has a wrong value: torchrun would turn their 2 into 1."""
+@contextmanager
+def _ending_with_2() -> Iterator[None]:
+    """Exit with 2 and one sentence for a ConfigError of the block."""
     try:
-        faults.parse(fault_spec())
-        memory_is_off()
+        yield
     except ConfigError as error:
         sys.stderr.write(f"ConfigError: {error}\n")
         raise SystemExit(2) from None
@@ -57,9 +68,9 @@ def _job_ended() -> tuple[type[BaseException], ...]:
     return ChildFailedError, SignalException
 
 
-def _launch_options(known: str) -> list[str]:
+def _launch_options(num_processes: int, known: str) -> list[str]:
     """Return the options of torchrun, whose help is `known`: older versions lack two of them."""
-    options = ["--standalone", "--local-addr=localhost", f"--nproc-per-node={os.environ.get('NGPU') or _num_devices()}"]
+    options = ["--standalone", "--local-addr=localhost", f"--nproc-per-node={num_processes}"]
     options.append(f"--local-ranks-filter={os.environ.get('LOG_RANK') or '0'}")
     if restarts := os.environ.get("MAX_RESTARTS"):
         options.append(f"--max-restarts={restarts}")

@@ -46,9 +46,10 @@ LAYERS = {
     "parallelisms": 12,
     "dry_run": 12,
     "report": 13,
-    "trainer": 13,
-    "cli": 14,
-    "train": 14,
+    "preflight": 13,
+    "trainer": 14,
+    "cli": 15,
+    "train": 15,
 }
 """Each part imports only from parts with lower numbers."""
 
@@ -67,6 +68,7 @@ WITHOUT_TORCH = (
     "models.llama.config_file",
     *(f"metrics.{name}" for name in ("accounts", "ledger", "run_clock", "json_lines")),
     *("cli.verify", "cli.diff"),
+    *("preflight", "data.batch_size"),
     *("report", "cli.report"),
     *(
         f"cli.{name}"

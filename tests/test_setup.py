@@ -277,6 +277,21 @@ def test_ctrl_c_before_a_process_is_launched_shows_no_traceback(machine: Machine
         ([], {"LOG_RANK": "rank0"}, "LOG_RANK: expected ranks separated by commas, found 'rank0'. Set it as in 0,1."),
         ([], {"TORCHTITAN_LITE_FAULT": "kill@wrote"}, "'kill@wrote': expected a point, found 'wrote'"),
         ([], {"TORCHTITAN_LITE_MEMORY": "no"}, "TORCHTITAN_LITE_MEMORY is 'no': expected on or off"),
+        (["--model.tokenizer_path=nope"], {}, "model.tokenizer_path: expected 'bytes', a tokenizer.json or a folder"),
+        (["--model.flavor=9B"], {}, "model.flavor: expected one of debugmodel, 1B, 8B, 70B, 405B, found '9B'."),
+        (["--model.config_path=nope"], {}, "model.config_path: nope cannot be read: "),
+        (
+            ["--training.dataset=text", "--training.dataset_path=nope/*.txt"],
+            {},
+            "training.dataset_path: no file matches 'nope/*.txt' (looked from ",
+        ),
+        (
+            ["--parallelism.tensor_parallel_degree=3"],
+            {"NGPU": "2"},
+            "tp 3 = 3, which does not divide this job's 2 processes; start a fitting number",
+        ),
+        (["--training.global_batch_size=3"], {"NGPU": "2"}, "training.global_batch_size: 3 is not a multiple of"),
+        (["--checkpoint.create_seed_checkpoint"], {"NGPU": "2"}, "expected one process, found 2"),
         ([], {"SHUTDOWN_TIMEOUT": "5m"}, "SHUTDOWN_TIMEOUT: expected seconds, found '5m'. Set it to 0 or more."),
     ],
 )

@@ -25,13 +25,13 @@ from torchtitan_lite.checkpoint.state.train_state import TrainState
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.config.dry_run import as_built
 from torchtitan_lite.config.job_config import JobConfig
-from torchtitan_lite.data.loader import Loader, build_dataloader, global_batch_size
+from torchtitan_lite.data.batch_size import global_batch_size
+from torchtitan_lite.data.loader import Loader, build_dataloader
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.distributed.process_group import World, shorten_timeouts
 from torchtitan_lite.distributed.reduce import broadcast_from_first, max_over_ranks, mean_over_ranks
 from torchtitan_lite.distributed.simulated import build_peers
 from torchtitan_lite.dry_run import report_start
-from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
 from torchtitan_lite.metrics.announcement import announce, write_config
 from torchtitan_lite.metrics.profiling import Profiler
@@ -54,6 +54,7 @@ from torchtitan_lite.parallelisms.forward_backward import build_forward_backward
 from torchtitan_lite.parallelisms.parallelize_llama import parallelize_llama
 from torchtitan_lite.parallelisms.pipeline_llama import Stage, cut_to_stage
 from torchtitan_lite.parallelisms.plan import build_plan
+from torchtitan_lite.preflight import refuse_shared_seed
 
 
 class Trainer:
@@ -73,7 +74,7 @@ class Trainer:
             config.model, vocab_size=self.tokenizer.vocab_size, seq_len=config.training.seq_len
         )
         self.plan = self.peers.on_coordinator(lambda: build_plan(config, self.args, world.world_size))
-        self._refuse_shared_seed_checkpoint()
+        refuse_shared_seed(config, world.world_size)
         refuse_early(config, self.peers)
         self.global_batch_size = global_batch_size(config.training, self.plan.dims.dp_degree)
         self.mesh = self.plan.dims.build_mesh(world.device.type)
@@ -300,13 +301,6 @@ class Trainer:
     def _only_loads(self) -> bool:
         """Whether this run may write nothing: the folder may belong to another job, or be read-only."""
         return self.config.checkpoint.enable_checkpoint and self.config.checkpoint.load_only
-
-    def _refuse_shared_seed_checkpoint(self) -> None:
-        if self.config.checkpoint.create_seed_checkpoint and self.world.world_size > 1:
-            raise ConfigError(
-                f"checkpoint.create_seed_checkpoint: expected one process, found {self.world.world_size}. "
-                "Run python train.py without torchrun; any number of processes can begin from what it writes."
-            )
 
     def _build_loader(self) -> Loader:
         dims = self.plan.dims

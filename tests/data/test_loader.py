@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from tests.data.numbered import Numbered, ids, loader
 from torchtitan_lite.config.job_config import JobConfig, Training
-from torchtitan_lite.data.loader import TokenLoader, build_dataloader, global_batch_size
+from torchtitan_lite.data.batch_size import global_batch_size
+from torchtitan_lite.data.loader import TokenLoader, build_dataloader
 from torchtitan_lite.data.tokenizer import ByteTokenizer
 from torchtitan_lite.errors import ConfigError, CorpusChanged
 

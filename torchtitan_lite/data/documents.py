@@ -13,7 +13,7 @@ import os
 import platform
 import sysconfig
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -78,15 +78,29 @@ def stdlib_sources(folder: Path | None = None) -> list[Path]:
 
 def matching_files(pattern: str) -> list[Path]:
     """Return the files that match a glob, sorted. Raise ConfigError if there are none."""
+    files = sorted(_matches(pattern))
+    if not files:
+        raise _no_match(pattern)
+    return files
+
+
+def check_some_file_matches(pattern: str) -> None:
+    """Raise ConfigError if no file matches the glob `pattern`; ends at the first one that does."""
+    if next(_matches(pattern), None) is None:
+        raise _no_match(pattern)
+
+
+def _matches(pattern: str) -> Iterator[Path]:
     path = Path(pattern).expanduser()
     root = Path(path.anchor) if path.is_absolute() else Path.cwd()
-    files = sorted(file for file in root.glob(str(path.relative_to(path.anchor))) if file.is_file())
-    if not files:
-        raise ConfigError(
-            f"training.dataset_path: no file matches {pattern!r} (looked from {Path.cwd()}). "
-            "Quote the glob against the shell; ** matches folders at any depth."
-        )
-    return files
+    return (file for file in root.glob(str(path.relative_to(path.anchor))) if file.is_file())
+
+
+def _no_match(pattern: str) -> ConfigError:
+    return ConfigError(
+        f"training.dataset_path: no file matches {pattern!r} (looked from {Path.cwd()}). "
+        "Quote the glob against the shell; ** matches folders at any depth."
+    )
 
 
 class TextFiles:

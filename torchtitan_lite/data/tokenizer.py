@@ -46,7 +46,7 @@ def build_tokenizer(path: str) -> Tokenizer:
 
     Raises ConfigError if there is none at `path`, and ExtraMissing without the library `tokenizers`.
     """
-    return ByteTokenizer() if path == BYTES else FileTokenizer(_file_at(path))
+    return ByteTokenizer() if path == BYTES else FileTokenizer(tokenizer_file(path))
 
 
 class ByteTokenizer:
@@ -128,7 +128,8 @@ class FileTokenizer:
         return vocabulary[name]
 
 
-def _file_at(given: str) -> Path:
+def tokenizer_file(given: str) -> Path:
+    """Return the tokenizer.json at `given`, a file or a folder. Raise ConfigError if there is none."""
     path = Path(given).expanduser()
     if path.is_dir() and (path / TOKENIZER_FILE).is_file():
         return path / TOKENIZER_FILE

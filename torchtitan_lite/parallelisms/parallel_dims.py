@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from typing import TYPE_CHECKING
 
 from torchtitan_lite.config.job_config import Parallelism
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,8 @@ class ParallelDims:
 
     def build_mesh(self, device_type: str) -> DeviceMesh:
         """Return a mesh with a named dimension for each degree above 1 and for `dp_shard`. **Collective**."""
+        from torch.distributed.device_mesh import init_device_mesh  # The launcher has no torch when it needs degrees.
+
         dims = {name: degree for name, degree in asdict(self).items() if degree > 1 or name == "dp_shard"}
         return init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
 
