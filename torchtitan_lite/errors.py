@@ -104,8 +104,15 @@ class CheckpointNotFound(CheckpointError, FileNotFoundError):
         super().__init__(
             f"step {step} is not in {folder} ({there}). Set --checkpoint.load_step to {fix}."
             if step is not None
-            else f"{folder} holds no checkpoint: {_clause(finding) or 'there is no .metadata file in it'}."
+            else f"{folder} {_predicate(finding)}."
         )
+
+
+def _predicate(finding: str) -> str:
+    """Return what is the matter with a folder that is no checkpoint, or does not exist."""
+    if finding.startswith("it does not exist"):
+        return _clause(finding).removeprefix("it ")
+    return f"holds no checkpoint: {_clause(finding) or 'there is no .metadata file in it'}"
 
 
 class CheckpointMismatch(CheckpointError, ValueError):

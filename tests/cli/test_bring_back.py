@@ -88,7 +88,7 @@ def newer(root: Path) -> None:
 @pytest.mark.parametrize(
     ("put", "argv", "code", "message"),
     [
-        (lambda root: None, ["ROOT", "step-1.corrupt"], 1, "ROOT holds no checkpoint: there is no such folder"),
+        (lambda root: None, ["ROOT", "step-1.corrupt"], 1, "ROOT does not exist"),
         (lambda root: root.mkdir(), ["ROOT", "step-1.corrupt"], 1, "(ROOT has nothing that was set aside)"),
         (filled.foreign, ["ROOT", "step-007"], 1, "it is neither step-N.corrupt nor step-N.abandoned-RUN"),
         (filled.half_written, ["ROOT", "step-30.staging"], 1, "it is neither step-N.corrupt nor"),

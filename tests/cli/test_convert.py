@@ -197,7 +197,7 @@ def test_refusals_are_one_sentence_and_leave_nothing(run: SmallRun, tmp_path: Pa
         ((damaged, out), 3, "is damaged: bytes 0 to "),
         ((newer, out), 1, "there are files of tensors in it, but no .metadata"),
         ((tmp_path / "plain", out, "--layout", "torchtitan"), 1, "no optimizer whose state has names of parameters"),
-        ((tmp_path / "none", out), 1, "there is no such folder"),
+        ((tmp_path / "none", out), 1, "does not exist"),
         ((step, "s3://bucket/out"), 2, "is a URL"),
     ):
         code, printed, err = call(*arguments)

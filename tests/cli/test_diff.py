@@ -186,7 +186,7 @@ def _half(step: Path) -> Path:
         (_newer, 1, "manifest.json has format version 99, this version of torchtitan_lite reads up to 4"),
         (_half, 1, "step-7 holds no checkpoint: there are files of tensors in it, but no .metadata"),
         (lambda step: step.rename(step.with_name("step-7.staging")), 1, "a save into it is under way"),
-        (lambda step: step.parent / "step-8", 1, "step-8 holds no checkpoint: there is no such folder"),
+        (lambda step: step.parent / "step-8", 1, "step-8 does not exist"),
         (lambda step: f"{step.parent}:8", 1, "(it has 7)"),
         (lambda step: "s3://bucket/step-7", 2, "s3://bucket/step-7 is a URL"),
     ],

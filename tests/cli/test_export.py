@@ -230,7 +230,7 @@ def of_newer_format(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "code", "text"),
     [
-        (shutil.rmtree, 1, "there is no such folder"),
+        (shutil.rmtree, 1, "does not exist"),
         (lambda folder: [path.unlink() for path in folder.iterdir()], 1, "there is no complete checkpoint in it"),
         (
             lambda folder: [(folder / n).unlink() for n in ("manifest.json", ".metadata")],

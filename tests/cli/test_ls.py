@@ -161,7 +161,7 @@ def test_a_job_that_has_the_folder_is_named(root: Path) -> None:
 
 def test_nothing_to_list_is_one_sentence(root: Path) -> None:
     for folder, code, sentence in (
-        (root / "gone", 1, "holds no checkpoint: there is no such folder"),
+        (root / "gone", 1, "does not exist"),
         (root, 1, "holds no checkpoint: there is no checkpoint of any step in it"),
         (without_manifest(add_step(root.parent / "other", 3)), 2, "is a checkpoint, not a folder of checkpoints"),
     ):

@@ -159,7 +159,7 @@ def test_another_process_that_keeps_the_lock_is_an_error(
 @pytest.mark.parametrize(
     ("put", "spelling", "code", "message"),
     [
-        (lambda root: None, "{}:1", 1, "there is no such folder"),
+        (lambda root: None, "{}:1", 1, "does not exist"),
         (lambda root: root.mkdir(), "{}", 1, "there is no complete checkpoint in it"),
         (lambda root: root.mkdir(), "{}:1", 1, "step 1 is not in {} (it has no checkpoint)"),
         (filled.foreign, "{}:5", 1, "step 5 is not in {} (it has no checkpoint)"),

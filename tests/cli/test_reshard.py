@@ -128,7 +128,7 @@ def test_refusals_are_one_sentence_and_leave_nothing(tmp_path: Path, call: Call)
         ((STEP, damaged, "--files", 2), 2, "expected a new folder, found a checkpoint"),
         ((damaged, tmp_path / "out", "--files", 2), 3, "is damaged: bytes 0 to "),
         (("s3://bucket/step-7", tmp_path / "out", "--files", 2), 2, "is a URL"),
-        ((tmp_path / "none", tmp_path / "out", "--files", 2), 1, "there is no such folder"),
+        ((tmp_path / "none", tmp_path / "out", "--files", 2), 1, "does not exist"),
     ):
         code, out, err = call(*arguments)
         assert (code, out, err.count("\n")) == (expected, "", 1), (arguments, err)

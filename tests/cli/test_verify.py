@@ -221,7 +221,7 @@ def test_a_newer_format_is_one_sentence_and_no_damage(root: Path, call: Call) ->
 @pytest.mark.parametrize(
     ("make", "spelling", "code", "text"),
     [
-        (lambda base: None, "gone", 1, "gone holds no checkpoint: there is no such folder"),
+        (lambda base: None, "gone", 1, "gone does not exist"),
         (lambda base: (base / "gone").touch(), "gone", 1, "gone holds no checkpoint: it is not a folder"),
         (lambda base: (base / "a").mkdir(), "a", 1, "a holds no checkpoint: there is no complete checkpoint in it"),
         (lambda base: None, "checkpoint:8", 1, "step 8 is not in checkpoint (it has 7)"),

@@ -155,7 +155,7 @@ def test_the_command_says_what_it_wrote_and_refuses_what_it_cannot(folder: Path,
     ended = command("report", folder, "--out", tmp_path / "r.html")
     assert ended.code == 0
     assert re.fullmatch(rf"{tmp_path}/r\.html: [\d.]+ KiB, 60 logged steps\n", ended.out)
-    assert command("report", tmp_path / "absent", "--out", tmp_path / "x.html").code == 2
+    assert command("report", tmp_path / "absent", "--out", tmp_path / "x.html").code == 1
     assert command("report", folder, "--out", tmp_path / "x.txt").err.startswith("error: --out")
     assert command("report", folder, "--out", tmp_path / "no" / "x.html").code == 2
 

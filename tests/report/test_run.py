@@ -14,7 +14,7 @@ import pytest
 
 from tests.cli.folders import half_written
 from tests.report.histories import BEGUN, CONFIG, copy_of, killed_and_resumed, loaded, metric, saved, write_lines
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.errors import CheckpointError, CheckpointNotFound
 from torchtitan_lite.metrics.accounts import read_accounts
 from torchtitan_lite.report.changes import differences, flat, shown
 from torchtitan_lite.report.curves import spans_of, stalls_by_line, time_ceiling
@@ -249,9 +249,9 @@ def test_the_bytes_of_a_rank_are_those_of_its_files() -> None:
 
 
 def test_what_is_no_dump_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has none of metrics"):
+    with pytest.raises(CheckpointError, match="has none of metrics"):
         read_run(str(tmp_path))
-    with pytest.raises(ConfigError, match="is not a folder"):
+    with pytest.raises(CheckpointNotFound, match="does not exist"):
         read_run(str(tmp_path / "absent"))
 
 

@@ -53,6 +53,9 @@ class Memory:
         root = _root(self.folder)
         keeper = _keeper_of(root)
         found = _Found.of(root, keeper, time.time())
+        if found.keeper is None and not root.is_dir():
+            finding = "it is not a folder" if root.exists() else "it does not exist, and nothing is kept of it"
+            raise CheckpointNotFound(str(root), None, finding=finding)
         if self.end and found.keeper is not None:
             if living := keeper.end():
                 raise FolderInUse(str(root), _processes(living))

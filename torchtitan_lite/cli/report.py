@@ -10,6 +10,7 @@ import tyro
 
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
+from torchtitan_lite.cli.target import local
 from torchtitan_lite.cli.words import size
 from torchtitan_lite.disk import durable
 from torchtitan_lite.errors import ConfigError
@@ -48,7 +49,7 @@ class Report:
         if not out.absolute().parent.is_dir():
             raise ConfigError(f"--out {self.out}: there is no folder {out.parent}")
         browser = find_browser() if self.png else ""
-        runs = [read_run(folder) for folder in (self.run_folder, self.other) if folder]
+        runs = [read_run(str(local(folder))) for folder in (self.run_folder, self.other) if folder]
         text = render(runs)
         page = text.encode()
         durable.write_atomically(out, page)

@@ -45,7 +45,7 @@ def resolve(spelling: str) -> Target:
         return _latest(root) if number == LATEST else _of_step(root, int(number))
     if os.path.lexists(path):
         raise CheckpointNotFound(str(path), None, finding="it is not a folder")
-    finding = "there is no such folder"
+    finding = "it does not exist"
     if colon and Path(folder).is_dir():
         finding += f", and {number!r} is no step: expected a number, or {LATEST!r}"
     raise CheckpointNotFound(str(path), None, finding=finding)
@@ -65,7 +65,7 @@ def folder_of_checkpoints(spelling: str) -> Path:
     """
     path = local(spelling)
     if not path.is_dir():
-        finding = "it is not a folder" if os.path.lexists(path) else "there is no such folder"
+        finding = "it is not a folder" if os.path.lexists(path) else "it does not exist"
         raise CheckpointNotFound(str(path), None, finding=finding)
     below = path / IN_DUMP_FOLDER
     return below if not Listing(path).steps() and below.is_dir() else path

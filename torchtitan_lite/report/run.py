@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any
 
 from torchtitan_lite.checkpoint.examining.inventory import USABLE, Entry, inventory
 from torchtitan_lite.disk.plain_file import read_plain
-from torchtitan_lite.errors import CheckpointUnsafe, ConfigError
+from torchtitan_lite.errors import CheckpointError, CheckpointNotFound, CheckpointUnsafe
 from torchtitan_lite.metrics.accounts import read_accounts
 from torchtitan_lite.report.changes import Change, changes_by_start, configs_of, flat
 from torchtitan_lite.report.lines import Logged, number, read_events, read_logged, read_records
@@ -82,16 +83,17 @@ class Run:
 
 
 def read_run(spelling: str, *, now: float | None = None) -> Run:
-    """Return the run in the dump folder `spelling`. Raises ConfigError if there is no run in it, and OSError."""
+    """Return the run in the dump folder `spelling`. Raises CheckpointError if there is no run in it, and OSError."""
     folder, now = Path(spelling), time.time() if now is None else now
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is not a folder: expected the dump folder of a run, --job.dump_folder")
+        finding = "it is not a folder" if os.path.lexists(folder) else "it does not exist"
+        raise CheckpointNotFound(str(folder), None, finding=finding)
     config = _config(folder / CONFIG)
     root = folder / str(config.get("checkpoint.folder") or "checkpoint")
     entries = inventory(root) if root.is_dir() else []
     logged, events = read_logged(folder / METRICS), read_events(folder / EVENTS)
     if not (len(logged) or events or config or entries):
-        raise ConfigError(
+        raise CheckpointError(
             f"{folder} is not the dump folder of a run: it has none of {METRICS}, {EVENTS}, {CONFIG} and checkpoints"
         )
     ledger = read_accounts(folder)

@@ -58,7 +58,7 @@ def find(root: Path, name: str) -> SetAside:
     folder, why = root / name, _why(name)
     if why is None or not is_folder(folder):
         there = ", ".join(names_of(root)) or "nothing that was set aside"
-        finding = "it is neither step-N.corrupt nor step-N.abandoned-RUN" if why is None else "there is no such folder"
+        finding = "it is neither step-N.corrupt nor step-N.abandoned-RUN" if why is None else "it does not exist"
         raise CheckpointNotFound(str(folder), None, finding=f"{finding} ({root} has {there})")
     try:
         manifest = Manifest.of_folder(folder)

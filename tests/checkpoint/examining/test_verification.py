@@ -277,7 +277,7 @@ def test_other_files_in_the_folder_are_reported_and_are_no_damage(tmp_path: Path
 
 
 def test_nothing_there_and_a_save_under_way_are_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointNotFound, match="there is no such folder"):
+    with pytest.raises(CheckpointNotFound, match="does not exist"):
         look_at(tmp_path / "gone")
     with pytest.raises(CheckpointNotFound, match=r"\.metadata"):
         look_at(tmp_path)

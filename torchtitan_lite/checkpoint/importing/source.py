@@ -70,9 +70,7 @@ def open_source(path: Path) -> Source:
         raise  # It is an OSError, too.
     except OSError as error:
         raise CheckpointUnreadable(str(path), f"{type(error).__name__}: {error}") from error
-    raise CheckpointNotFound(
-        str(path), None, finding="there is no such file or folder; a name on a hub is not downloaded"
-    )
+    raise CheckpointNotFound(str(path), None, finding="it does not exist; a name on a hub is not downloaded")
 
 
 def read_json(path: Path) -> dict[str, Any]:
