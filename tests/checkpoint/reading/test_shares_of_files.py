@@ -21,7 +21,7 @@ FILES = [f"__{rank}_0.distcp" for rank in range(4)]
 
 
 class Asked(FilesOnDisk):
-    """The files in a folder, and which sizes were asked for."""
+    """The files in a folder, and whose sizes a rank asked for."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
