@@ -11,6 +11,7 @@ from torchtitan_lite.log import counted
         (20_000, "tensor", "20,000 tensors"),
         (1, "process", "1 process"),
         (2, "process", "2 processes"),
+        (4, "micro-batch", "4 micro-batches"),
         (1, "more file", "1 more file"),
     ],
 )

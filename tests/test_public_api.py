@@ -40,6 +40,7 @@ PUBLIC = {
         "FormatTooNew",
         "KeeperUnavailable",
         "LeaseLost",
+        "PeerLost",
         "PinsUnreadable",
         "RunNotLoaded",
         "SaveFailed",

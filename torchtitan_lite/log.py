@@ -39,8 +39,8 @@ def readable_bytes(num_bytes: int) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return "1 rank", "2 ranks", "20,000 tensors"; of a `noun` whose plural ends in -s."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith("s") else "s")
+    """Return "1 rank", "2 ranks", "20,000 batches"; of a `noun` whose plural ends in -s."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith(("s", "x", "ch", "sh")) else "s")
 
 
 def forget_stdout() -> None:

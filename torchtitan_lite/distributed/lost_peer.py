@@ -22,10 +22,12 @@ _TIMED_OUT = "Timed out waiting"
 
 def as_peer_lost(error: BaseException) -> PeerLost | None:
     """Return in words that another rank has ended, or did not answer, if `error` says so; else None."""
+    if isinstance(error, PeerLost):
+        return error
+    if not isinstance(error, RuntimeError):
+        return None
     text = str(error)
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    if isinstance(error, PeerLost) or not isinstance(error, RuntimeError):
-        return error if isinstance(error, PeerLost) else None
     if _NCCL in text or (_GLOO in text and any(closed in text for closed in _CLOSED)):
         return PeerLost(rank, "lost its connection to another rank, which was killed or has failed")
     if _GLOO in text and _TIMED_OUT in text:
