@@ -37,6 +37,7 @@ from torchtitan_lite.checkpoint.state.stateful import Stateful
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.config.own_loop import loop_config
 from torchtitan_lite.disk.forks import forget_in_children
+from torchtitan_lite.distributed.missing_ranks import named_if_they_miss
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.distributed.step_consensus import StepConsensus
 from torchtitan_lite.log import logger
@@ -199,7 +200,8 @@ class CheckpointManager:
         self._memory.begin_keeping()
         if not (self._has_started_saver or self._config.load_only):  # Not beside a load: a start takes a core.
             self._has_started_saver = True
-            self._peers.together(self._saver.start)
+            with named_if_they_miss("the first save() of the checkpoint manager"):
+                self._peers.together(self._saver.start)
         saved, self.preempted_by = self._step_saves.end_of_step(curr_step, last=force, now=now)
         if force and saved:
             self._end.write_hugging_face(curr_step)

@@ -41,6 +41,7 @@ from torchtitan_lite.checkpoint.state import arguments
 from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.checkpoint.state.stateful import Stateful
 from torchtitan_lite.config.job_config import Checkpoint, JobConfig
+from torchtitan_lite.distributed.missing_ranks import named_if_they_miss
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.distributed.step_consensus import StepConsensus
 from torchtitan_lite.store.housekeeping import (
@@ -108,7 +109,8 @@ class Parts:
         """Take the folders and watch signals. **Collective**; what fails on one rank is raised on all."""
         if not self.config.load_only:
             opener.open()
-        self.peers.together(self.preemption.start)
+        with named_if_they_miss("the first call of the checkpoint manager"):
+            self.peers.together(self.preemption.start)
         self.peers.together(guard.start)
         self.run.optimizer.refuse_where_parts_differ(self.peers)
         if not self.config.load_only:

@@ -20,6 +20,7 @@ from torchtitan_lite.checkpoint.saving.writer import Origin, Target
 from torchtitan_lite.checkpoint.schedule.interval import Tick
 from torchtitan_lite.checkpoint.state.run_state import RunState, State
 from torchtitan_lite.config.job_config import Checkpoint
+from torchtitan_lite.distributed.missing_ranks import named_if_they_miss
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import ConfigError, SaveFailed
 from torchtitan_lite.log import logger
@@ -207,7 +208,8 @@ class RunSaves:
             except Exception as error:
                 raise SaveFailed(step, f"rank {self._peers.rank}: {type(error).__name__}: {error}") from error
 
-        return self._peers.together(make)
+        with named_if_they_miss(f"save({step})"):
+            return self._peers.together(make)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,41 @@
+"""Says which call a rank waits in while the others do not come to it.
+
+The usual cause is a call that a loop makes on rank 0 alone: it would wait for `timeout_seconds`, half an hour, without
+a word, and end in an error of gloo that names no call. A rank that is only late is a fact worth a line, too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torchtitan_lite.distributed.groups import world_size
+from torchtitan_lite.log import logger
+
+NOTICE_SECONDS = 60.0
+"""Longer than ranks differ by in a step, and short beside the time-outs of training."""
+
+
+@contextmanager
+def named_if_they_miss(call: str) -> Iterator[None]:
+    """Log one warning that names `call` if the exchange in the block takes longer than `NOTICE_SECONDS`. Any rank."""
+    if world_size() == 1:
+        yield
+        return
+    timer = threading.Timer(NOTICE_SECONDS, _warn, (call,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _warn(call: str) -> None:
+    logger.warning(
+        "In %s for %.0f s, probably waiting for other ranks. Every rank has to make this call, at the same step: on "
+        "rank 0 alone it ends in an error after checkpoint.timeout_seconds",
+        call,
+        NOTICE_SECONDS,
+    )
