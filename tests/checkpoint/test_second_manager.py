@@ -20,7 +20,7 @@ from tests.checkpoint.tiny_run import ObservedSaver, TinyRun
 from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint.saving.savers import ThreadSaver
 from torchtitan_lite.distributed.peers import Peers
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.errors import ConfigError, RunNotLoaded
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.store import CheckpointStore
 
@@ -165,3 +165,39 @@ def test_all_ranks_hand_a_folder_over(rank: int, tmp_path: Path) -> None:
     second.manager.close()
     dist.barrier()
     assert second.checkpoints() == ["step-1", "step-2", "step-3"]
+
+
+def test_a_manager_that_is_used_again_after_another_job_trained_on_has_to_load_first(start_run: StartRun) -> None:
+    first = start_run(interval=1)
+    first.train(2)
+    first.manager.close()
+    other = start_run(interval=1, seed=1)
+    other.manager.load()
+    other.train(5)
+    other.manager.close()
+    for call in (lambda: first.step(), first.manager.reset):
+        with pytest.raises(RunNotLoaded, match=r"step 3, 4, 5.*Call manager\.load\(\)"):
+            call()
+    assert first.manager.load()
+    first.train(6)
+    assert first.committed() == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_step_that_another_job_saved_again_counts_as_its_own(start_run: StartRun) -> None:
+    first = start_run(interval=1)
+    first.train(2)
+    first.manager.close()
+    other = start_run(interval=1, seed=1)
+    other.manager.load(1)
+    other.train(2)
+    other.manager.close()
+    with pytest.raises(RunNotLoaded, match="step 2"):
+        first.step()
+
+
+def test_a_manager_that_is_used_again_goes_on_where_no_other_job_was(start_run: StartRun) -> None:
+    run = start_run(interval=1, keep_latest_k=2)
+    for steps in (2, 4, 6):
+        run.train(steps)
+        run.manager.close()
+    assert run.committed() == [5, 6]

@@ -123,6 +123,7 @@ class Parts:
         with ExitStack() as in_reverse:
             in_reverse.callback(opener.note_closed)
             in_reverse.callback(self.folders.release)
+            in_reverse.callback(self.first_save.leave, self.folders.fence(self.folders.checkpoints))
             in_reverse.callback(self.preemption.close)
             in_reverse.callback(self.housekeeping.close, self.config.timeout_seconds)
             in_reverse.callback(self.memory.leave)
