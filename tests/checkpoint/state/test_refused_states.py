@@ -53,9 +53,9 @@ def managed(folder: Path, model: nn.Module, optimizer: Optimizer, **states: Any)
     return CheckpointManager(None, model, optimizer, None, states, job_config(folder, max_failed_saves=1))
 
 
-def train(model: nn.Module, optimizer: Optimizer) -> None:
+def train(model: nn.Module, optimizer: Optimizer, width: int = 4) -> None:
     optimizer.zero_grad()
-    model(torch.ones(2, 4)).square().mean().backward()
+    model(torch.ones(2, width)).square().mean().backward()
     optimizer.step()
 
 
@@ -156,3 +156,73 @@ def test_a_scaler_that_is_off_resumes_without_a_warning(tmp_path: Path, caplog: 
     with managed(tmp_path, model, optimizer, scaler=scaler) as manager:
         assert manager.load()
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+class Quantized(torch.Tensor):
+    """A tensor that means its elements times a scale."""
+
+    scale = 1.0
+
+
+def quantized() -> torch.Tensor:
+    made = torch.ones(3).as_subclass(Quantized)
+    made.scale = 0.5
+    return made
+
+
+def test_a_tensor_of_a_class_of_its_own_is_refused_in_a_state_and_in_an_optimizer(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    refused = r"which would come back from a checkpoint as a plain tensor, without its class and attributes"
+    with (
+        managed(tmp_path, model, optimizer, held=Held([quantized()])) as manager,
+        pytest.raises(SaveFailed, match=rf"held\['value'\]\[0\] is a \S*Quantized, {refused}"),
+    ):
+        manager.save(1, force=True)
+    train(model, optimizer, width=2)
+    optimizer.state[model.weight]["exp_avg"] = quantized()
+    with (
+        managed(tmp_path, model, optimizer) as manager,
+        pytest.raises(SaveFailed, match=rf"optimizer\['state.weight.exp_avg'\] is a \S*Quantized, {refused}"),
+    ):
+        manager.save(1, force=True)
+
+
+def test_a_buffer_of_a_class_of_its_own_is_loaded_into_the_live_one(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.register_buffer("table", quantized())
+        return model
+
+    model, again = build(), build()
+    model.table.fill_(7)
+    with managed(tmp_path, model, torch.optim.SGD(model.parameters())) as manager:
+        manager.save(1, force=True)
+    with managed(tmp_path, again, torch.optim.SGD(again.parameters())) as manager:
+        assert manager.load()
+    assert type(again.table) is Quantized
+    assert again.table.scale == 0.5
+    assert again.table.tolist() == [7, 7, 7]
+
+
+@pytest.mark.parametrize("within", [lambda value: value, lambda value: (value, 1)])
+def test_nested_tensors_are_refused_by_name(tmp_path: Path, within: Any) -> None:
+    model = nn.Linear(2, 2)
+    with warnings.catch_warnings():  # torch warns that nested tensors may change.
+        warnings.simplefilter("ignore")
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with (
+        managed(tmp_path, model, torch.optim.SGD(model.parameters()), held=Held(within(nested))) as manager,
+        pytest.raises(SaveFailed, match=r"held\.value (is a nested tensor|holds an object that could not be loaded)"),
+    ):
+        manager.save(1, force=True)
+
+
+def test_tensors_whose_elements_are_no_whole_bytes_are_refused_by_name(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    held = Held(torch.zeros(2, dtype=torch.uint8).view(torch.uint4))
+    with (
+        managed(tmp_path, model, torch.optim.SGD(model.parameters()), held=held) as manager,
+        pytest.raises(SaveFailed, match=r"held\.value is a tensor of torch\.uint4, which a checkpoint cannot hold"),
+    ):
+        manager.save(1, force=True)

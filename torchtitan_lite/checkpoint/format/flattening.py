@@ -18,6 +18,8 @@ from torchtitan_lite.checkpoint.format.structure import LIST, MAX_DEPTH, Branch,
 State = dict[str, Any]
 
 _SUPPORTED = "dict, OrderedDict, Counter, defaultdict of a built-in type, list"
+_MODEL = "model"
+"""The state whose tensors a load copies into live ones, which keep their class."""
 _PLAIN = frozenset({int, float, bool, str, bytes, type(None), tuple})
 _ENTRIES = _PLAIN | {torch.Tensor, torch.nn.Parameter, DTensor}
 """Types known not to be containers, so that their bases need no check."""
@@ -62,6 +64,12 @@ class _Walk:
                 return self._within(key, self.mapping, value, name)
             if isinstance(value, list) and not self._is_entry(value, 0):
                 return self._within(key, self._list, value, name)
+            if isinstance(value, torch.Tensor) and self._path and self._path[0] != _MODEL:
+                raise TypeError(
+                    f"{_expression([*self._path, key])} is a {type_name(value)}, which would come back from a "
+                    "checkpoint as a plain tensor, without its class and attributes. Return plain tensors from "
+                    "state_dict, and what else it has beside them"
+                )
         if name in self.flat:
             raise ValueError(
                 f"{_expression([*self._path, key])} and another entry of the state are both called {name!r} in a "

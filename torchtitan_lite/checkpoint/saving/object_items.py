@@ -101,7 +101,7 @@ class ObjectItems:
             return
         try:
             finding = difference(value, load_item(item), key)
-        except (UnsafeItem, RecursionError) as error:
+        except (UnsafeItem, RecursionError, RuntimeError) as error:  # Nested tensors have no shape: RuntimeError.
             raise _not_loadable(key, error) from None
         if finding:
             raise _not_loadable(key, finding)

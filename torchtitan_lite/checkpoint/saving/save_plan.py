@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.format.chunk_runs import LEAST_CHUNKS
 from torchtitan_lite.checkpoint.format.description import Description, PlannedFile
+from torchtitan_lite.checkpoint.format.dtypes import DTYPES
 from torchtitan_lite.checkpoint.format.file_image import FileLayout, Spec
 from torchtitan_lite.checkpoint.format.flattening import flatten
 from torchtitan_lite.checkpoint.format.joint_structure import joint
@@ -266,6 +267,9 @@ def _entry(key: str, value: Any) -> tuple[Any, ...]:
     if not isinstance(value, torch.Tensor):
         return (key,)
     local = value._local_tensor if isinstance(value, DTensor) else value
+    if local.is_nested or (str(local.dtype).removeprefix("torch.") not in DTYPES and not local.is_quantized):
+        what = "nested tensor" if local.is_nested else f"tensor of {local.dtype}"
+        raise TypeError(f"{key} is a {what}, which a checkpoint cannot hold. Return dense tensors of other dtypes.")
     if local.layout is not torch.strided or local.is_quantized or not _has_memory(local):
         raise TypeError(
             f"{key} is a {type(local).__name__} of layout {local.layout} on {local.device}, "
