@@ -99,3 +99,29 @@ def _has_the_adapter_of(model: Adapted, other: Adapted) -> None:
     assert torch.equal(other.adapter.weight, model.adapter.weight.bfloat16().float())
     assert int(other.seen) == int(model.seen)
     assert not torch.equal(other.base.weight, model.base.weight)
+
+
+def test_what_is_frozen_after_it_was_trained_stays_in_the_checkpoints(tmp_path: Path) -> None:
+    """As with layers that are trained in turn: its value is nowhere else."""
+    model = Adapted(0)
+    optimizer = torch.optim.AdamW(model.adapter.parameters())
+    with CheckpointManager.for_loop(
+        model=model, optimizer=optimizer, folder=tmp_path, save_trained_only=True, preemption_signals=()
+    ) as manager:
+        manager.load()
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+        model.adapter.requires_grad_(False)
+        manager.save(1, force=True)
+    again = Adapted(1)
+    with CheckpointManager.for_loop(
+        model=again,
+        optimizer=torch.optim.AdamW(again.adapter.parameters()),
+        folder=tmp_path,
+        save_trained_only=True,
+        preemption_signals=(),
+    ) as manager:
+        assert manager.load()
+    assert "model.adapter.weight" in names_in(tmp_path / "step-1")
+    assert "model.base.weight" not in names_in(tmp_path / "step-1")
+    assert torch.equal(again.adapter.weight, model.adapter.weight)

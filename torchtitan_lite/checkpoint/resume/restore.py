@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_lite.checkpoint.format.key_report import KeyReport
+from torchtitan_lite.checkpoint.format.key_report import KeyReport, TensorLike
 from torchtitan_lite.checkpoint.reading.files import Files
 from torchtitan_lite.checkpoint.reading.folder import Verify
 from torchtitan_lite.checkpoint.reading.load_rules import LoadRules, build_load_rules, unmatched_globs
@@ -211,8 +211,18 @@ class Restore:
         return {name: state for name, state in self._small.items() if name not in self._fresh}
 
     def _keys(self) -> KeyReport:
+        self._model_state |= self._peers.together(self._resized)
         states = self._peers.together(lambda: [name for name, state in self._loaded.items() if state.state_dict()])
         return self._stored.report(self._model_state, self._slots, states, cast=self._cast)
+
+    def _resized(self) -> dict[str, Any]:
+        """Return new memory for the buffers whose modules load them in the shape that the checkpoint has."""
+        tensors, own = self._stored.contents.tensors, self._model_state
+        names = {fqn: key for fqn, key in self._stored.model_names(own).items() if key in tensors and fqn in own}
+        stored = {fqn: TensorLike(torch.Size(tensors[key].shape), tensors[key].dtype) for fqn, key in names.items()}
+        differ = tensors_of(own)
+        differ = {name: each for name, each in differ.items() if name in stored and stored[name].shape != each.shape}
+        return self._model.resized({name: stored[name] for name in differ}) if differ else {}
 
     def _report(self, keys: KeyReport, refused_states: Sequence[str]) -> ResumeReport:
         everything = not self._source.model_only

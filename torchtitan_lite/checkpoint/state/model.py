@@ -7,13 +7,13 @@ only after `put_back` has given the whole dict to the modules.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from torchtitan_lite.checkpoint.format.key_report import compare_tensors
+from torchtitan_lite.checkpoint.format.key_report import TensorLike, compare_tensors
 from torchtitan_lite.checkpoint.format.kinds import refuse_expanded
 from torchtitan_lite.checkpoint.state import fsdp1
 from torchtitan_lite.checkpoint.state.in_place import no_mixing
@@ -24,18 +24,22 @@ from torchtitan_lite.checkpoint.state.names import (
     named_parameters,
     refuse_lazy,
 )
+from torchtitan_lite.checkpoint.state.resized import resized_buffers
 from torchtitan_lite.errors import CheckpointMismatch
 
 
 class ModelWrapper:
     """All model parts of this rank as one `Stateful`: FQN to live tensor, or to a module's extra state.
 
-    With `trained_only` it leaves out the parameters whose `requires_grad` is False.
+    With `trained_only` it leaves out the parameters whose `requires_grad` is False, unless they were trained before:
+    no other place has the value of these.
     """
 
     def __init__(self, model_parts: nn.Module | Sequence[nn.Module], *, trained_only: bool = False) -> None:
         self.parts = [model_parts] if isinstance(model_parts, nn.Module) else list(model_parts)
         self._trained_only = trained_only
+        self._trained: set[str] = set()
+        """With `trained_only`, the parameters that were trained."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the modules' state dicts, merged, by plain name. **Collective** with FSDP1.
@@ -44,9 +48,17 @@ class ModelWrapper:
         without shapes.
         """
         refuse_lazy(self.parts)
+        if self._trained_only:
+            self.note_trained({each for part in self.parts for each in part.parameters() if each.requires_grad})
         state = merge_disjoint([{name: raw[key] for key, name in names.items()} for _, raw, names in self._raw()])
         refuse_expanded(tensors_of(state))
         return state
+
+    def note_trained(self, parameters: Collection[torch.Tensor]) -> None:
+        """With `trained_only`, keep `parameters` in the state even while their `requires_grad` is False."""
+        if self._trained_only:
+            named = named_parameters(self.parts).items()
+            self._trained |= {name for parameter, names in named if parameter in parameters for name in names}
 
     def parameter_names(self) -> set[str]:
         """Return the names in `state_dict` that are parameters; the rest is buffers and extra state."""
@@ -73,6 +85,17 @@ class ModelWrapper:
             with torch.no_grad(), fsdp1.sharded_state_dicts(part), no_mixing(part):
                 part.load_state_dict(raw)
 
+    def resized(self, stored: Mapping[str, TensorLike]) -> dict[str, Any]:
+        """Return new memory for buffers that `stored` has in another shape, if their modules load these.
+
+        **Collective** with FSDP1.
+        """
+        state: dict[str, Any] = {}
+        for part, raw, names in self._raw():
+            of_part = {key: stored[name] for key, name in names.items() if name in stored}
+            state |= {names[key]: value for key, value in resized_buffers(part, raw, of_part).items()}
+        return state
+
     def _raw(self) -> list[tuple[nn.Module, dict[str, Any], dict[str, str]]]:
         """Return each part with its own state dict, and the plain name of each of its keys."""
         dicts = []
@@ -93,7 +116,7 @@ class ModelWrapper:
 
     def _left_out(self) -> set[str]:
         """Return the names of frozen parameters if they are no part of the state."""
-        return self.frozen_names() if self._trained_only else set()
+        return self.frozen_names() - self._trained if self._trained_only else set()
 
 
 def is_extra(name: str, value: Any) -> bool:

@@ -116,6 +116,15 @@ class OptimizerWrapper:
         if kind and len({names for _, names in gathered}) > 1:
             raise ConfigError(f"{kind}: {_NOT_OF_ONE_RANK}")
 
+    def with_state(self) -> set[torch.Tensor]:
+        """Return the parameters that have optimizer state. Any rank."""
+        return {
+            parameter
+            for owner in self._owners
+            for parameter in parameters_of(owner.optimizer)
+            if getattr(owner.optimizer, "state", {}).get(parameter)
+        }
+
     def has_state(self) -> bool:
         """Return whether every trained parameter has optimizer state, from a step or a load. Any rank."""
         return all(
