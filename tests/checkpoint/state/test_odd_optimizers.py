@@ -409,6 +409,22 @@ def test_state_keeps_its_dtypes_in_an_optimizer_that_extends_torchs_load(tmp_pat
     assert not difference(ours, theirs) and same(ours, theirs)
 
 
+class WithItsOwnCasts(Remembering):
+    """Like optimizers that load all by themselves and cast as torch does."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        parameters = [each for group in self.param_groups for each in group["params"]]
+        for number, own in state_dict["state"].items():
+            parameter = parameters[number]
+            self.state[parameter] = {key: value.to(parameter.dtype) for key, value in own.items()}
+
+
+def test_state_keeps_its_dtypes_in_an_optimizer_that_never_calls_torchs_load(tmp_path: Path) -> None:
+    made = {"exact": torch.tensor([1 / 3]), "count": torch.tensor([1 << 40])}
+    ours, theirs = remembered(tmp_path, WithItsOwnCasts, made, torch.bfloat16)
+    assert not difference(ours, theirs) and same(ours, theirs)
+
+
 def test_matrices_come_back_in_the_order_in_which_they_lie_in_memory(tmp_path: Path) -> None:
     made = {
         "columns": torch.rand(3, 4).t(),

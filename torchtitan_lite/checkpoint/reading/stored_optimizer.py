@@ -20,6 +20,7 @@ from torchtitan_lite.checkpoint.reading.entries import Leaf, assembled, at_path,
 from torchtitan_lite.checkpoint.reading.listed_groups import ListedGroups
 from torchtitan_lite.checkpoint.reading.load_rules import LoadRules
 from torchtitan_lite.checkpoint.state.optimizer_state import LAYOUTS, SETTINGS, STATE, Slot, split_key
+from torchtitan_lite.checkpoint.state.shared_memory import SHARED, joined
 
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 """Settings that schedulers add to a parameter group."""
@@ -80,6 +81,9 @@ class StoredOptimizer:
                     live = slot.settings.get(key)
                     device = live.device if isinstance(live, torch.Tensor) else torch.device("cpu")
                     targets[leaf.key] = tensor and torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        for entry, leaves in self._entries.items():
+            if _is(SHARED, entry) and leaves:
+                joined(targets, self._object(leaves[0]))
         return targets
 
     def assembled(self, slots: Mapping[str, Slot], read: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,6 +189,10 @@ class StoredOptimizer:
         """Return the parameter with the checkpoint's name `stored`; torchtitan's folders have no prefix `model.`."""
         tensors = self._contents.tensors
         return tensors.get(f"model.{stored}") or tensors.get(stored)
+
+    def _object(self, leaf: Leaf) -> Any:
+        stored = self._contents.objects.get(leaf.key)
+        return None if stored is None or stored.item is not None else stored.value
 
     def _plain(self, leaf: Leaf) -> Any:
         stored = self._contents.objects.get(leaf.key)

@@ -8,7 +8,7 @@ turns integers into floating-point numbers and strings into descriptions of gene
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
@@ -18,22 +18,26 @@ from torch.optim import Optimizer
 
 
 @contextmanager
-def exact_dtypes(optimizer: Any) -> Iterator[None]:
+def exact_dtypes(optimizer: Any, state_dict: Mapping[str, Any] | None = None) -> Iterator[None]:
     """Within this context, have `optimizer.load_state_dict` keep the dtypes of the state that it loads.
 
     So do the optimizers that it wraps. The hooks run only within torch's own method: what an optimizer's own
-    `load_state_dict` does after that holds.
+    `load_state_dict` does after that holds. A `load_state_dict` that never calls torch's may cast as torch does: then
+    tensors whose dtype in the optimizer's new state dict is not that of `state_dict` are put back.
     """
     held = [each for each in (optimizer, *vars(optimizer).values()) if isinstance(each, Optimizer)]
+    noted: list[dict[str, Any]] = []
     with ExitStack() as stack:
         for each in held:
             if hasattr(each, "_optimizer_load_state_dict_pre_hooks"):  # Some wrappers do not call Optimizer.__init__.
-                stack.enter_context(_exact_dtypes(each))
+                noted.append(stack.enter_context(_exact_dtypes(each)))
         yield
+    if state_dict is not None and isinstance(optimizer, Optimizer) and not any(noted):
+        _put_back(optimizer, state_dict)
 
 
 @contextmanager
-def _exact_dtypes(optimizer: Optimizer) -> Iterator[None]:
+def _exact_dtypes(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
     given: dict[str, Any] = {}
 
     def note(_: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -54,10 +58,22 @@ def _exact_dtypes(optimizer: Optimizer) -> Iterator[None]:
         optimizer.register_load_state_dict_post_hook(restore, prepend=True),
     )
     try:
-        yield
+        yield given
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _put_back(optimizer: Optimizer, given: Mapping[str, Any]) -> None:
+    """Put tensors of `given` in place of those that `optimizer` has, and returns in a state dict, in another dtype."""
+    returned = optimizer.state_dict()["state"]
+    numbers = chain.from_iterable(group["params"] for group in given["param_groups"])
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for number, parameter in zip(numbers, parameters, strict=True):
+        own = optimizer.state.get(parameter, {})
+        for key, value in given["state"].get(number, {}).items():
+            if key in own and own[key] is returned.get(number, {}).get(key):
+                own[key] = _with_dtypes_of(value, own[key])
 
 
 def _with_dtypes_of(given: Any, loaded: Any) -> Any:

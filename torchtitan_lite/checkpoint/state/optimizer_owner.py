@@ -23,12 +23,16 @@ from torchtitan_lite.checkpoint.state import fsdp1
 from torchtitan_lite.checkpoint.state.exact_dtypes import exact_dtypes
 from torchtitan_lite.checkpoint.state.names import clean_names
 from torchtitan_lite.checkpoint.state.optimizer_state import (
+    OF_OPTIMIZERS,
+    SETTINGS,
+    STATE,
     Group,
     OptimizerState,
     flat_layouts,
     refuse_unsharded,
     tensors_in,
 )
+from torchtitan_lite.checkpoint.state.shared_memory import SHARED, Entry, shared_pairs, tensors_below
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError
 
 _NOT_SETTINGS = ("params", "param_names")
@@ -52,10 +56,11 @@ class Owner(Protocol):
         """Return the current state. Its tensors are live where the optimizer's own state dict has live ones."""
         ...
 
-    def layouts(self, state: OptimizerState) -> dict[str, str]:
+    def layouts(self, state: OptimizerState) -> dict[str, Any]:
         """Return how tensors of `state` are sharded, by flat key, if they are not sharded like their parameters.
 
-        Raises TypeError for a tensor that a checkpoint cannot hold, because its value may differ between ranks.
+        Also returns which of them are the same. Raises TypeError for a tensor that a checkpoint cannot hold, because
+        its value may differ between ranks, or because it is a part of another one.
         """
         ...
 
@@ -90,7 +95,7 @@ class PlainOwner:
         }
         return OptimizerState(states, groups, {kind: held for kind, held in rest.items() if held})
 
-    def layouts(self, state: OptimizerState) -> dict[str, str]:
+    def layouts(self, state: OptimizerState) -> dict[str, Any]:
         likes = self.likes()
         if any(isinstance(like, DTensor) for like in likes.values()):
             for tensor in tensors_in(state.rest):
@@ -100,7 +105,22 @@ class PlainOwner:
                         "no parameter, while its parameters are sharded: its value may differ between ranks. "
                         "Keep it in the state of a parameter."
                     )
-        return dict(flat_layouts(state, likes))
+        shared = shared_pairs(self._held(state), likes)
+        return dict(flat_layouts(state, likes)) | {f"{SHARED}.{name}": pairs for name, pairs in shared.items()}
+
+    def _held(self, state: OptimizerState) -> Iterator[Entry]:
+        """Yield the tensors of `state`. A setting that is a tensor is the same one for all parameters of its group."""
+        for name, own in state.states.items():
+            yield from tensors_below(f"{STATE}.{name}", own, name)
+        groups: dict[int, str] = {}
+        for group in state.groups:
+            for key, value in group.settings.items():
+                if not isinstance(value, torch.Tensor):
+                    continue
+                is_first = groups.setdefault(id(value), group.names[0] if group.names else "") in group.names[:1]
+                for name in group.names[:1] if is_first else group.names:
+                    yield from tensors_below(f"{SETTINGS}.{name}.{key}", value, name)
+        yield from tensors_below(OF_OPTIMIZERS, state.rest, "")
 
     def take(self, states: Mapping[str, Any], settings: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
         refuse_unsharded(states, self.likes())
@@ -112,12 +132,13 @@ class PlainOwner:
         for at, group in enumerate(own["param_groups"]):
             given = [settings[names[number]] for number in group["params"] if names[number] in settings]
             groups.append(group | dict(given[0] if given else empty_groups.get(str(at), {})))
-        with exact_dtypes(self.optimizer):
-            self.optimizer.load_state_dict(
-                own
-                | self._placed(rest.get(OTHER, {}), own)
-                | {"state": new | self._placed(rest.get(GLOBAL, {}), own["state"]), "param_groups": groups}
-            )
+        whole = (
+            own
+            | self._placed(rest.get(OTHER, {}), own)
+            | {"state": new | self._placed(rest.get(GLOBAL, {}), own["state"]), "param_groups": groups}
+        )
+        with exact_dtypes(self.optimizer, whole):
+            self.optimizer.load_state_dict(whole)
 
     def _state_dict(self) -> dict[str, Any]:
         try:
@@ -179,7 +200,7 @@ class Fsdp1Owner:
             groups.append(Group([names[raw] for raw in group["params"]], _settings(group)))
         return OptimizerState(states, groups)
 
-    def layouts(self, state: OptimizerState) -> dict[str, str]:
+    def layouts(self, state: OptimizerState) -> dict[str, Any]:
         return {}  # FSDP1 shards all state like its parameters.
 
     def take(self, states: Mapping[str, Any], settings: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
@@ -230,7 +251,7 @@ class WholeOwner:
     def read(self) -> OptimizerState:
         return OptimizerState({}, [], {WHOLE: self.optimizer.state_dict()})
 
-    def layouts(self, state: OptimizerState) -> dict[str, str]:
+    def layouts(self, state: OptimizerState) -> dict[str, Any]:
         return {}
 
     def take(self, states: Mapping[str, Any], settings: Mapping[str, Any], rest: Mapping[str, Any]) -> None:

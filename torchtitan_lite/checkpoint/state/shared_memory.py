@@ -1,0 +1,125 @@
+"""Tensors of an optimizer that share memory: a step counter of all parameters, a table under many names.
+
+A change of one is a change of all, so tensors that came back apart would make another run. A checkpoint has each of
+them in full, and `shared.<fqn>` has pairs of keys: a tensor, and the first one with the same memory. A load reads both
+into one tensor. Tensors that overlap without being the same cannot come back so, and are refused by name.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+SHARED = "shared"
+"""The kind of the keys."""
+Pairs = tuple[tuple[str, str], ...]
+_IS_THE_SAME = "so a resume would make two tensors of one. Keep a clone of it in the state, or one tensor alone."
+
+
+class Entry(NamedTuple):
+    """A tensor of an optimizer, or a parameter, under its name in a checkpoint."""
+
+    key: str
+    tensor: torch.Tensor
+    owner: str
+    """The parameter's name; empty if the tensor cannot be joined with another one at a load."""
+
+
+def tensors_below(key: str, value: Any, owner: str) -> Iterator[Entry]:
+    """Yield the tensors in nested dicts, lists and tuples. A tuple is one object of a checkpoint."""
+    if isinstance(value, torch.Tensor):
+        yield Entry(key, value, owner)
+    elif isinstance(value, Mapping):
+        for inner, below in value.items():
+            yield from tensors_below(f"{key}.{inner}", below, owner)
+    elif isinstance(value, list | tuple):
+        for at, below in enumerate(value):
+            yield from tensors_below(f"{key}.{at}", below, owner if isinstance(value, list) else "")
+
+
+def shared_pairs(held: Iterable[Entry], parameters: Mapping[str, torch.Tensor]) -> dict[str, Pairs]:
+    """Return by parameter which tensors of `held` are others under a second name, with the first name of each.
+
+    Raises TypeError for tensors that overlap in another way, also with `parameters`.
+    """
+    first: dict[int, tuple[Entry, int]] = {}
+    pairs: dict[str, list[tuple[str, str]]] = {}
+    for entry in held:
+        place = _place(entry.tensor)
+        if place is None:
+            continue
+        begin, end = place
+        before, before_end = first.setdefault(begin, (entry, end))
+        if before is entry:
+            continue
+        if not (before.owner and entry.owner and end == before_end and _is_same(entry.tensor, before.tensor)):
+            raise _overlap(entry.key, before.key)
+        pairs.setdefault(entry.owner, []).append((entry.key, before.key))
+    _refuse_overlaps(first, parameters)
+    return {owner: tuple(found) for owner, found in pairs.items()}
+
+
+def joined(targets: dict[str, Any], pairs: object) -> None:
+    """Put one tensor in place of two in `targets`, by flat key, for each of the stored `pairs` that fits."""
+    for pair in pairs if isinstance(pairs, tuple) else ():
+        if not (isinstance(pair, tuple) and len(pair) == 2):
+            continue
+        key, first = (targets.get(f"optimizer.{name}") for name in pair)
+        if isinstance(key, torch.Tensor) and isinstance(first, torch.Tensor) and _is_alike(key, first):
+            targets[f"optimizer.{pair[0]}"] = first
+
+
+def _refuse_overlaps(first: Mapping[int, tuple[Entry, int]], parameters: Mapping[str, torch.Tensor]) -> None:
+    begins = sorted(first)
+    last_end, last_key = 0, ""
+    for begin in begins:
+        entry, end = first[begin]
+        if begin < last_end:
+            raise _overlap(entry.key, last_key)
+        last_end, last_key = end, entry.key
+    for name, parameter in parameters.items():
+        place = _place(parameter)
+        at = bisect_right(begins, place[1] - 1) if place is not None else 0
+        if place is not None and at > 0:
+            entry, end = first[begins[at - 1]]
+            if end > place[0]:
+                raise _overlap(entry.key, f"the parameter {name}")
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Return the first byte of `tensor` and the one behind it; None if it has none, or gaps between its elements."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if local.layout is not torch.strided or local.numel() == 0:
+        return None
+    if not local.is_contiguous() and not torch.ops.aten.is_non_overlapping_and_dense(local):
+        return None
+    try:
+        begin = local.data_ptr()
+    except RuntimeError:  # A wrapper subclass over other tensors; the save refuses it.
+        return None
+    return (begin, begin + local.numel() * local.itemsize) if begin else None
+
+
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if not _is_alike(a, b):
+        return False
+    if isinstance(a, DTensor) and isinstance(b, DTensor):
+        a, b = a._local_tensor, b._local_tensor
+    return a.stride() == b.stride() and a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()
+
+
+def _is_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if (a.dtype, a.shape, a.device) != (b.dtype, b.shape, b.device) or isinstance(a, DTensor) != isinstance(b, DTensor):
+        return False
+    return not (isinstance(a, DTensor) and isinstance(b, DTensor)) or (
+        a.placements == b.placements and a.device_mesh == b.device_mesh
+    )
+
+
+def _overlap(key: str, other: str) -> TypeError:
+    what = other if other.startswith("the parameter") else f"optimizer.{other}"
+    return TypeError(f"optimizer.{key} and {what} share memory, {_IS_THE_SAME}")
