@@ -45,6 +45,12 @@ def stayed(pid: int) -> list[str]:
     return before
 
 
+def falls_asleep(pid: int) -> bool:
+    """Return whether the process waits for something, now or soon; one that is woken without end never does."""
+    stat = Path(f"/proc/{pid}/stat")
+    return any(stat.read_text().rpartition(")")[2].split()[0] == "S" for _ in range(100_000))
+
+
 def test_an_image_outlives_the_process_that_made_it_with_all_of_its_session(runtime: Path, tmp_path: Path) -> None:
     keeper = Keeper(tmp_path, 600.0, runtime=runtime)
 
@@ -169,6 +175,7 @@ def test_another_file_beside_its_socket_changes_nothing(keeper: Keeper, runtime:
         other.touch()
         other.unlink()
     assert pid_of(keeper) == pid
+    assert falls_asleep(pid), "it has read what its watch reported"
 
 
 def test_signals_to_whole_groups_do_not_end_it_and_sigterm_does_once_no_run_lives(keeper: Keeper) -> None:
@@ -177,6 +184,7 @@ def test_signals_to_whole_groups_do_not_end_it_and_sigterm_does_once_no_run_live
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
         os.kill(pid, number)
     assert pid_of(keeper) == pid
+    assert falls_asleep(pid), "it has read that there was a signal"
     keeper.leave()
     assert has_ended(pid)
 

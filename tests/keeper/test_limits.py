@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import socket
 from pathlib import Path
 
+import pytest
+
+from torchtitan_lite.keeper import messages, process
 from torchtitan_lite.keeper.client import Keeper
+from torchtitan_lite.keeper.contents import Answer
 
 
 def test_a_keeper_raises_its_own_limit_and_leaves_that_of_its_starter(runtime: Path, tmp_path: Path) -> None:
@@ -25,3 +31,20 @@ def test_a_keeper_raises_its_own_limit_and_leaves_that_of_its_starter(runtime: P
     (soft,) = (line.split()[3] for line in lines if line.startswith("Max open files"))
     assert int(soft) == min(4096, before[1] if before[1] != resource.RLIM_INFINITY else 4096)
     keeper.end()
+
+
+def test_memory_is_freed_and_answered_where_this_user_may_have_no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("_thread.start_new_thread", refuse)
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    freed = os.memfd_create("arena")
+    process._in_thread(Answer({"names": []}, freed=[freed]), its)
+    assert messages.receive(ours)[0]["names"] == []
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(freed)
+    ours.close()
+    freed = os.memfd_create("arena")
+    process._in_thread(Answer({}, freed=[freed]), its)  # Whoever asked has hung up.
+    its.close()

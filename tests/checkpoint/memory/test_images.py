@@ -22,6 +22,7 @@ from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.keeper.client import Keeper
+from torchtitan_lite.store.manifest import Manifest
 from torchtitan_lite.store.store import CheckpointStore
 
 
@@ -72,6 +73,19 @@ def test_an_image_has_the_bytes_of_the_file_of_a_save(tmp_path: Path, memory_tie
     assert known is not None
     assert known.step == 4
     assert f'"digest": "{known.digest}"'.encode() in (saved.path / "manifest.json").read_bytes()[-64:]
+
+
+def test_an_image_knows_its_run_and_the_last_checkpoints_on_disk(tmp_path: Path, memory_tier: Path) -> None:
+    run = start(tmp_path, 6, interval=2)
+    run.manager.wait()
+    step(run)
+    cards = held(run.root, memory_tier)
+    card, manifest = cards[7], Manifest.of_folder(run.root / "step-6")
+    assert manifest is not None and card.latest is not None
+    assert ([commit.step for commit in card.before], card.latest.step) == ([2, 4], 6)
+    assert (card.versions, card.config) == (manifest.versions, manifest.extra["config"])
+    assert card.versions and card.config
+    assert card.copy == cards[6].copy + 1 > 1, "copies of one step differ by it"
 
 
 @pytest.mark.usefixtures("digests")

@@ -30,10 +30,10 @@ class Image:
     objects: Sequence[PlacedObject]
     staged: Staged
     began_seconds: float
+    copy: int
+    """Which copy of this start it is."""
     check: Callable[[Staged], None] = lambda staged: staged.wait()
     """Waits until the copy is complete; raises if the state changed meanwhile."""
-    copy: int = 0
-    """Which copy of this start it is."""
     created_at: float = field(default_factory=time.time)
     stall_seconds: float = 0.0
 

@@ -213,7 +213,7 @@ class Images:
             except Exception as error:
                 self._note_failed(step, error)
                 return
-        self._last = Image(step, origin, image.plan, image.objects, staged, began, check, self.num_staged)
+        self._last = Image(step, origin, image.plan, image.objects, staged, began, self.num_staged, check)
         self._last.stall_seconds = self._clock() - began
         self.mark_later(self._last)
 
