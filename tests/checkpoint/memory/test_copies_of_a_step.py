@@ -89,7 +89,9 @@ def _copy_of(fd: int) -> int:
 def test_two_copies_of_a_step_that_wait_for_their_digests_both_give_their_memory_back(tmp_path: Path) -> None:
     run = start(tmp_path, 3)
     images, go_on = images_of(run), threading.Event()
-    images._background.run("another image", lambda: None if go_on.wait(60) else pytest.fail("it waited for too long"))
+    images.marker._background.run(
+        "another image", lambda: None if go_on.wait(60) else pytest.fail("it waited for too long")
+    )
     for _ in range(2):
         images.stage(3, lambda: run.manager._saves._full(), run.manager._saves._origin({}))
     go_on.set()

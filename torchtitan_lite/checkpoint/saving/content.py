@@ -102,7 +102,7 @@ class Copies:
             images.note_staged(image)
             if images.are_made_at_once:
                 self.stager.pool.add_reader(image.staged.slot)
-                images.mark_later(image)
+                images.marker.mark_later(image)
 
         def write(path: Path) -> FileRecord:
             if images.are_made_at_once:
@@ -110,9 +110,9 @@ class Copies:
             try:
                 record = content.write(path)
             except Exception:
-                images.digest_here(image)
+                images.marker.digest_here(image)
                 raise
-            images.mark(image, record)
+            images.marker.mark(image, record)
             return record
 
         return dataclasses.replace(content, wait=wait, write=write)

@@ -1,42 +1,34 @@
 """The images of a rank: copies of the state in memory that a later start can resume from.
 
 Every copy that an asynchronous save makes becomes one, and with `memory_interval` also copies that no disk write
-follows. An image is valid on this rank once all of it is copied and digested, its arena is at the keeper and its mark
-is set; nothing of that is done in the thread that trains, except for the copy, which comes with its digests where
-processors copy. An image that fails is a warning, never a failed save. After `MAX_FAILED` in a row on a rank all ranks
-stop to stage images: they find out in the same exchange.
+follows. Here is when such a copy is made, on all ranks alike, and in which memory; marker.py makes an image of it. If
+too many images in a row fail on a rank, all ranks stop to stage them: they find out in the same exchange.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
-
-import torch
 
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.memory.room import free_bytes, host_id, num_arenas
 from torchtitan_lite.checkpoint.memory.tier import Tier
 from torchtitan_lite.checkpoint.saving.former_images import FormerImages, step_in
-from torchtitan_lite.checkpoint.saving.image import Image, record_of, renew_card
+from torchtitan_lite.checkpoint.saving.image import Image
+from torchtitan_lite.checkpoint.saving.marker import Marker
 from torchtitan_lite.checkpoint.saving.save_plan import PlanCache
 from torchtitan_lite.checkpoint.saving.writer import Origin
-from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.pool import NO_STEP, NUM_RECENT
 from torchtitan_lite.checkpoint.staging.stager import Stager
 from torchtitan_lite.checkpoint.staging.watch import StagingWatch
 from torchtitan_lite.collection import no_collection
-from torchtitan_lite.disk.background import Background
-from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.writer_process import WriterProcess
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.log import logger, readable_bytes
 from torchtitan_lite.store.housekeeping import OnEvent
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 
-MAX_FAILED = 3
 CLOSE_SECONDS = 30.0
 """How long the digest under way may take when the manager is closed."""
 
@@ -46,8 +38,7 @@ State = dict[str, Any]
 class Images:
     """The images of this rank in the arenas of `stager`. Every `interval` steps one is made only for memory; 0: never.
 
-    Copies that come without digests get them from `process`; without one, from this process, in a thread.
-    `owns_process`: no saver starts or closes it.
+    `process` digests copies that come without digests. `owns_process`: no saver starts or closes it.
     """
 
     def __init__(
@@ -69,17 +60,15 @@ class Images:
         self.timeout_seconds = timeout_seconds
         self._owns_process = owns_process
         self._plans, self._watch, self._peers = plans, watch, peers
-        self._clock, self._on_event, self._interval = clock, on_event, interval
-        self._background = Background("images")
-        self._lock = threading.Lock()
+        self._clock, self._interval = clock, interval
+        self.marker = Marker(tier, stager.pool, process, peers, clock, on_event)
+        """Makes images of the copies."""
         self.num_staged = 0
         """The copies that this start has begun to make: the same number on all ranks."""
-        self._num_failed = 0
         self._is_off = False
         self._former = FormerImages(tier)
         self._has_adopted = False
         self._last: Image | None = None
-        self._joined: int | None = None
 
     @property
     def are_made_at_once(self) -> bool:
@@ -104,7 +93,7 @@ class Images:
 
         `num_loaded` have what was loaded. On return the keeper holds them under names of this start. **Collective**.
         """
-        self._background.wait(CLOSE_SECONDS)
+        self.marker.wait(CLOSE_SECONDS)
         self._former.close()  # A load has descriptors of its own of what it needs.
         steps = [step_in(mark_fd) for _, mark_fd in pairs]
         parts, self._former.step = self._peers.max_over_ranks(num_loaded, steps[0] if num_loaded else NO_STEP)
@@ -159,9 +148,9 @@ class Images:
 
     def _start_process_early(self) -> None:
         try:
-            self._start_process()
+            self.marker.start_process()
         except Exception as error:
-            self._note_failed(0, error)  # The first image tries again.
+            self.marker.note_failed(0, error)  # The first image tries again.
 
     def _found(self, num_bytes: int) -> list[tuple[str, int, int, int]]:
         """Return what `num_arenas` needs to know of all ranks. **Collective**."""
@@ -172,7 +161,7 @@ class Images:
         """Return what this rank reports to the others with its plan, as numbers of which the maximum counts."""
         if not self._interval:
             return ()
-        is_off = self._num_failed >= MAX_FAILED or self.tier.is_off
+        is_off = self.marker.has_failed or self.tier.is_off
         of_pool = self.stager.pool.report()
         return (is_off, *((of_pool[0] or self.stager.is_preparing, *of_pool[1:]) if of_pool else ()))
 
@@ -202,7 +191,7 @@ class Images:
         with no_collection():
             try:
                 # The process again, if it died. With a check the first plan of a start compares the ranks, too.
-                planned = self._plans.plan(state, self._start_process, failure=failure, numbers=self.report())
+                planned = self._plans.plan(state, self.marker.start_process, failure=failure, numbers=self.report())
                 if not self.agree(planned.agreed):
                     logger.debug("Step %d gets no image: earlier ones are still being read", step)
                     return
@@ -211,11 +200,11 @@ class Images:
                 check = self._watch(image.file, [item.index.fqn for item in image.plan.items])
                 staged = self.stager.take(image.file, step, digests=True)
             except Exception as error:
-                self._note_failed(step, error)
+                self.marker.note_failed(step, error)
                 return
         self._last = Image(step, origin, image.plan, image.objects, staged, began, self.num_staged, check)
         self._last.stall_seconds = self._clock() - began
-        self.mark_later(self._last)
+        self.marker.mark_later(self._last)
 
     def note_save(self, step: int, agreed: Sequence[int]) -> None:
         """Note that a save of `step` is about to stage it. **Collective**, main thread.
@@ -240,7 +229,7 @@ class Images:
         """Note what a save committed, on the coordinator. Any thread."""
         if info is not None and info.kind is CheckpointKind.FULL:
             self.tier.note_committed(info)
-            self.stager.pool.for_each_valid(self._note_commits)
+            self.marker.renew_cards()
         self._former.free()
 
     def wait_for_staging(self) -> None:
@@ -251,40 +240,13 @@ class Images:
             image.staged.wait()
             image.stall_seconds += self._clock() - began
 
-    def mark_later(self, image: Image) -> None:
-        """Digest and mark `image`, once it is copied, in a thread, which releases its arena then."""
-        device = torch.cuda.current_device() if torch.cuda.is_available() else None
-
-        def work() -> None:
-            if device is not None:
-                torch.cuda.set_device(device)  # A new thread begins with device 0.
-            try:
-                self._finish(image)
-            finally:
-                self.stager.pool.release(image.staged.slot)
-
-        self._background.run(image.copy, work)
-
-    def digest_here(self, image: Image) -> None:
-        """Digest and mark `image` in this thread and process: its disk write failed. Raises nothing."""
-        self.mark(image, record_of(image.staged))
-
-    def mark(self, image: Image, record: FileRecord) -> bool:
-        """Make `image` valid if the keeper holds it; `record` are its digests. Any thread; raises nothing."""
-        try:
-            return self._mark(image, record)
-        except Exception as error:
-            self._note_failed(image.step, error)
-            return False
-
     def wait(self, seconds: float) -> bool:
         """Wait up to `seconds` until no copy is being digested; return whether that is so. Any thread."""
-        return self._background.wait(seconds)
+        return self.marker.wait(seconds)
 
     def close(self) -> None:
         """Wait for the digest under way, and stop. Idempotent."""
-        if not self._background.close(CLOSE_SECONDS):
-            logger.warning("An image is still being digested after %.0f s; closing without it", CLOSE_SECONDS)
+        self.marker.close(CLOSE_SECONDS)
         self._former.close()
         if self._owns_process and self.process is not None:
             self.process.close()
@@ -296,63 +258,7 @@ class Images:
                 slot.arena.is_kept = False
         self._former.forget_keeper()
 
-    def helpers(self) -> list[int]:
-        """Return the pids of the processes that map the arenas, too."""
-        self._joined = self.process.pid if self.process is not None else None
-        return [] if self._joined is None else [self._joined]
-
     def _note_staged(self, step: int) -> None:
         """Note that all ranks are about to stage `step`."""
         self.num_staged += 1
         self.stager.pool.note_staged(step)
-
-    def _start_process(self) -> None:
-        if self.process is not None:
-            self.process.start()
-
-    def _finish(self, image: Image) -> None:
-        try:
-            image.check(image.staged)
-            record = image.staged.record or self._digested(image)
-        except Exception as error:
-            self._note_failed(image.step, error)
-        else:
-            self.mark(image, record)
-
-    def _digested(self, image: Image) -> FileRecord:
-        if self.process is None:
-            return record_of(image.staged)
-        return self.process.digest(image.staged.arena, image.staged.num_bytes, image.step)
-
-    def _mark(self, image: Image, record: FileRecord) -> bool:
-        faults.point("mark", step=image.step)
-        arena = image.staged.arena
-        if not self.tier.keep(arena):
-            return False
-        assert arena.mark is not None, "the keeper holds it"
-        if self.process is not None and self.process.pid != self._joined:
-            self.tier.join_again(self.helpers())  # Not before: the keeper may not have started by then.
-        card = image.card(record, self.tier, self._peers)
-        mark, staged = arena.mark, image.staged
-        if not self.stager.pool.validate(
-            staged.slot, staged.number, lambda: mark.set(image.step, staged.num_bytes, card.to_bytes())
-        ):
-            return False
-        if card.latest != self.tier.latest:  # A save was committed meanwhile.
-            self.stager.pool.for_each_valid(self._note_commits)
-        with self._lock:
-            self._num_failed = 0
-        seconds = self._clock() - image.began_seconds
-        self._on_event("image_ready", image.step, seconds=seconds, stall_seconds=image.stall_seconds)
-        return True
-
-    def _note_commits(self, arena: StagingArena) -> None:
-        assert arena.mark is not None, "a valid image has one"
-        renew_card(arena.mark, self.tier.commits, self._peers.rank)
-
-    def _note_failed(self, step: int, error: Exception) -> None:
-        with self._lock:
-            self._num_failed += 1
-            number = self._num_failed
-        if number <= MAX_FAILED:
-            logger.warning("Step %d has no image in memory of rank %d: %s", step, self._peers.rank, error)

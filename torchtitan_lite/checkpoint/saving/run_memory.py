@@ -53,7 +53,7 @@ class RunMemory:
     def begin_keeping(self) -> None:
         """Start the keeper in the background, after a load. Idempotent, any rank."""
         if self.tier is not None and self.images is not None:
-            self.tier.begin_keeping(self.images.helpers)
+            self.tier.begin_keeping(self.images.marker.helpers)
 
     def take_over(self, taken: TakenOver | None) -> None:
         """Begin to keep images, after a load, in the memory that the start before left. **Collective**.

@@ -37,6 +37,9 @@ class StagingArena:
         """The layout of which it has the bytes around the tensors, for whoever copies only these."""
         self._pid = os.getpid()
         self.fd = _anonymous_file(num_bytes) if fd is None else fd
+        found = os.fstat(self.fd)
+        self.identity = found.st_dev, found.st_ino
+        """What only arenas of the same memory share, as long as that memory exists."""
         self.memory = map_shared(self.fd, num_bytes)
         self.address = address_of(self.memory)
         self._pinned = pin and num_bytes > 0 and _pin(self.address, num_bytes)
@@ -46,12 +49,6 @@ class StagingArena:
     def adopted(cls, fd: int, mark_fd: int, *, pin: bool) -> StagingArena:
         """Return the arena in `fd`, whose image has its mark in `mark_fd`; it owns both. Its pages are allocated."""
         return cls(os.fstat(fd).st_size, pin=pin, fd=fd, mark=Mark(mark_fd))
-
-    @property
-    def identity(self) -> tuple[int, int]:
-        """Return what only arenas of the same memory share, as long as that memory exists."""
-        found = os.fstat(self.fd)
-        return found.st_dev, found.st_ino
 
     def allocate(self) -> None:
         """Have the kernel give all pages now, huge ones if it can. Any thread; releases the GIL."""
