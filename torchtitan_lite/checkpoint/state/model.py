@@ -37,7 +37,7 @@ class ModelWrapper:
 
     def __init__(self, model_parts: nn.Module | Sequence[nn.Module], *, trained_only: bool = False) -> None:
         self.parts = [model_parts] if isinstance(model_parts, nn.Module) else list(model_parts)
-        self._trained_only = trained_only
+        self.is_trained_only = trained_only
         self._trained: set[str] = set()
         """With `trained_only`, the parameters that were trained."""
 
@@ -48,7 +48,7 @@ class ModelWrapper:
         without shapes.
         """
         refuse_lazy(self.parts)
-        if self._trained_only:
+        if self.is_trained_only:
             self.note_trained({each for part in self.parts for each in part.parameters() if each.requires_grad})
         state = merge_disjoint([{name: raw[key] for key, name in names.items()} for _, raw, names in self._raw()])
         refuse_expanded(tensors_of(state))
@@ -56,7 +56,7 @@ class ModelWrapper:
 
     def note_trained(self, parameters: Collection[torch.Tensor]) -> None:
         """With `trained_only`, keep `parameters` in the state even while their `requires_grad` is False."""
-        if self._trained_only:
+        if self.is_trained_only:
             named = named_parameters(self.parts).items()
             self._trained |= {name for parameter, names in named if parameter in parameters for name in names}
 
@@ -116,7 +116,7 @@ class ModelWrapper:
 
     def _left_out(self) -> set[str]:
         """Return the names of frozen parameters if they are no part of the state."""
-        return self.frozen_names() - self._trained if self._trained_only else set()
+        return self.frozen_names() - self._trained if self.is_trained_only else set()
 
 
 def is_extra(name: str, value: Any) -> bool:

@@ -32,7 +32,7 @@ from torchtitan_lite.checkpoint.state.optimizer_state import (
     refuse_unsharded,
     tensors_in,
 )
-from torchtitan_lite.checkpoint.state.shared_memory import SHARED, Entry, shared_pairs, tensors_below
+from torchtitan_lite.checkpoint.state.shared_memory import SHARED, Entry, may_share, shared_pairs, tensors_below
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError
 
 _NOT_SETTINGS = ("params", "param_names")
@@ -105,7 +105,8 @@ class PlainOwner:
                         "no parameter, while its parameters are sharded: its value may differ between ranks. "
                         "Keep it in the state of a parameter."
                     )
-        shared = shared_pairs(self._held(state), likes)
+        is_rare = may_share(chain(_tensors(state), likes.values()))
+        shared = shared_pairs(self._held(state), likes) if is_rare else {}
         return dict(flat_layouts(state, likes)) | {f"{SHARED}.{name}": pairs for name, pairs in shared.items()}
 
     def _held(self, state: OptimizerState) -> Iterator[Entry]:
@@ -296,6 +297,19 @@ def _on_devices_of(value: Any, live: Any, device: torch.device) -> Any:
     if isinstance(value, list):
         return [_on_devices_of(inner, live, device) for inner in value]
     return value
+
+
+def _tensors(state: OptimizerState) -> Iterator[torch.Tensor]:
+    """Yield all tensors of `state`, a setting that is a tensor once for each group."""
+    for own in state.states.values():
+        for value in own.values():
+            if isinstance(value, torch.Tensor):
+                yield value
+            else:
+                yield from tensors_in(value)
+    for group in state.groups:
+        yield from tensors_in(group.settings)
+    yield from tensors_in(state.rest)
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -45,7 +45,8 @@ class RunState:
 
     def full(self, rank: int) -> State:
         """Return the full state of this `rank`. Raises what a state raises. **Collective** with FSDP1."""
-        self.model.note_trained(self.optimizer.with_state())
+        if self.model.is_trained_only:
+            self.model.note_trained(self.optimizer.with_state())
         small = {name: state.state_dict() for name, state in self.small.items()}
         # Each rank has its own key: no two ranks share their generators.
         rng = {f"rank{rank}": RngState().state_dict()}
