@@ -56,6 +56,18 @@ def test_a_last_step_that_no_interval_saved_is_saved_in_full(start_run: StartRun
     assert same(run.contents(), state)
 
 
+def test_a_loop_that_ended_early_is_warned_that_its_state_gets_the_later_number(
+    start_run: StartRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = start_run(interval=5)
+    run.train(3, last=False)
+    run.manager.finish(4)
+    assert "finish(4)" not in caplog.text
+    run.manager.finish(9)
+    assert "finish(9): the last step that this loop loaded or passed to save() is 4" in caplog.text
+    assert run.committed() == [4, 9]
+
+
 def test_a_save_in_flight_of_the_last_step_is_durable_on_return_and_made_once(start_run: StartRun, mode: str) -> None:
     run = start_run(interval=2, async_mode=mode)
     run.train(4, last=False)

@@ -94,6 +94,14 @@ class StepSaves:
                 f"{self._reached}, and its state would be saved as that of step {step}. Name the step that the loop "
                 "has reached; to finish an earlier one, load it first."
             )
+        if self._reached is not None and step > self._reached + 1:
+            logger.warning(
+                "finish(%d): the last step that this loop loaded or passed to save() is %d, and the present state is "
+                "saved as step %d. If the loop ended early, name the step that it reached",
+                step,
+                self._reached,
+                step,
+            )
         self._in_flight.outcome()  # However it ended: what is not durable is saved below.
         if not self._saves.is_saved(step, loaded=self._loaded):
             self._saves.last_of_all(step)
