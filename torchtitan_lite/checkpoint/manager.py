@@ -53,7 +53,8 @@ class CheckpointManager:
     for an argument that is something else. `for_loop` makes one from keywords; this is torchtitan's constructor.
 
     The constructor touches nothing; `load`, `save` or `reset` open what is needed, as `open` does, and raise what it
-    raises. Use the manager in a `with` statement, or call `close`.
+    raises. Use the manager in a `with` statement, or call `close`. A second manager of this process that opens the same
+    folder closes this one, whose next call but `load` and `close` raises ConfigError.
 
     Every method is **collective** unless it says otherwise: all ranks call it, at the same point of the loop and with
     the same arguments, in the main thread. An error of one rank is raised on all of them, unless it says otherwise.
