@@ -131,6 +131,15 @@ def test_a_load_waits_for_the_image_that_is_being_copied_and_takes_it(tmp_path: 
     run.manager.close()
 
 
+def test_the_state_may_change_only_once_the_image_of_it_is_copied(tmp_path: Path, memory_tier: Path) -> None:
+    run, copier = start(tmp_path, 4), LateCopier()
+    images_of(run).stager._copier = copier
+    run.step()
+    run.manager.maybe_wait_for_staging()
+    assert copier._is_copied.is_set()
+    run.manager.close()
+
+
 def use_managers(folder: Path, number: int) -> None:
     for _ in range(number):
         model, progress = nn.Linear(2, 1), TrainState()

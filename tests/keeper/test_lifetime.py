@@ -282,14 +282,18 @@ def test_a_keeper_that_answers_late_as_on_a_busy_machine_is_used(keeper: Keeper,
     found.close()
 
 
+@pytest.mark.parametrize("left", ["no queue", "no watch"])
 def test_without_watches_it_looks_at_its_socket_now_and_then(
-    runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str
 ) -> None:
     keeper, path = Keeper(tmp_path, 600.0, runtime=runtime), socket_path(tmp_path, runtime)
     path.parent.mkdir(mode=0o700)
     # As on a system whose users have taken all watches.
     monkeypatch.setattr(process, "_LOOK_SECONDS", 0.05)
-    monkeypatch.setattr("ctypes.CDLL", lambda *_, **__: SimpleNamespace(inotify_init1=lambda _: -1))
+    library = SimpleNamespace(inotify_init1=lambda _: -1)
+    if left == "no watch":
+        library = SimpleNamespace(inotify_init1=lambda _: os.memfd_create("queue"), inotify_add_watch=lambda *_: -1)
+    monkeypatch.setattr("ctypes.CDLL", lambda *_, **__: library)
     if (child := os.fork()) == 0:
         try:
             process.main(str(path), 600.0)
@@ -298,6 +302,8 @@ def test_without_watches_it_looks_at_its_socket_now_and_then(
     assert os.waitpid(child, 0)[1] == 0
     keeper.join("first")
     pid = pid_of(keeper)
+    assert not [fd for fd in Path(f"/proc/{pid}/fd").iterdir() if "queue" in str(fd.readlink())]
+    stayed(pid)  # Else the end of the connection would wake it.
     path.unlink()
     assert has_ended(pid)
 

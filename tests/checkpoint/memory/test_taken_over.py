@@ -38,6 +38,14 @@ def test_memory_with_two_names_is_taken_over_once_and_its_image_stays(tmp_path: 
     assert run(folder, 7).loaded == (first.ready, "memory")
 
 
+def test_a_start_without_an_interval_takes_over_the_memory_of_one_image(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    first = run(folder, 5)
+    assert len(arenas(folder)) > 1
+    assert run(folder, first.ready, memory_interval=0).loaded == (first.ready, "memory")
+    assert len(arenas(folder)) == 1
+
+
 def test_what_is_no_image_is_ignored_with_one_line_and_makes_room(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     first = run(folder, 5)
