@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
 
+from tests.screens import terminal
 from torchtitan_lite.cli.app import VERBS, main
 from torchtitan_lite.config.manager import parse_config_or_exit
 
@@ -73,3 +77,33 @@ def test_the_help_of_train_says_what_is_off_unset_and_empty_in_words(help_of: He
 
 def test_the_usage_of_convert_lists_its_layouts(help_of: Help) -> None:
     assert "[--layout {dcp,torchtitan,ours}]" in " ".join(help_of("convert", 80).split())
+
+
+def _on_a_terminal(module: str, *arguments: str, **variables: str) -> tuple[int, str]:
+    """Return the exit code of a new process, and what it wrote to its terminal."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS")}
+    with terminal(80) as screen:
+        command = [sys.executable, "-m", module, *arguments]
+        environment |= {"TERM": "xterm-256color", **variables}
+        process = subprocess.Popen(command, env=environment, stdout=screen.stream, stderr=screen.stream)
+        screen.shown_at_end()
+        return process.wait(60), screen.received
+
+
+def test_a_wrong_option_is_one_sentence_on_a_terminal_too() -> None:
+    code, written = _on_a_terminal("torchtitan_lite.cli", "ls", "outputs", "--overwrite")
+    sentence = "error: unrecognized options: --overwrite; see torchtitan-lite ls --help"
+    assert (code, written.splitlines()) == (2, [sentence])
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [("torchtitan_lite.cli", ["--help"]), ("torchtitan_lite.cli", ["ls", "--help"]), ("torchtitan_lite.train", ["-h"])],
+    ids=["all verbs", "ls", "train.py"],
+)
+def test_a_help_has_colours_unless_no_color_is_set(module: str, arguments: list[str]) -> None:
+    code, coloured = _on_a_terminal(module, *arguments)
+    assert code == 0 and "\x1b[" in coloured
+    code, plain = _on_a_terminal(module, *arguments, NO_COLOR="1")
+    assert code == 0 and "\x1b[" not in plain
+    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == plain

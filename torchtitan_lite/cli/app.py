@@ -19,10 +19,10 @@ from typing import Annotated, Any, Protocol, Union, cast
 import tyro
 
 from torchtitan_lite.cli.exit_codes import INTERRUPTED, ExitCode, code_of, sentence_of
-from torchtitan_lite.cli.parser_texts import LikeStdout, default_in_words, finding_in, fitted
+from torchtitan_lite.cli.parser_texts import default_in_words, finding_in, fitted
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.spelling import as_spelled
-from torchtitan_lite.config.help_texts import add_help_texts
+from torchtitan_lite.config.help_texts import LikeStdout, add_help_texts
 from torchtitan_lite.errors import ConfigError, TorchtitanLiteError
 from torchtitan_lite.log import forget_stdout
 

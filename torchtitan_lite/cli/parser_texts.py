@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import re
-import sys
 import textwrap
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -25,7 +23,8 @@ _REWORDED = (
 
 def finding_in(report: str) -> str:
     """Return the finding in a report of tyro, which is a box with a title, a finding and remarks below it."""
-    lines = [re.sub(r"^[│|]|[│|]$", "", line.rstrip()) for line in report.splitlines()]
+    # tyro colours what it writes to stderr if stdout is a terminal.
+    lines = [re.sub(r"^[│|]|[│|]$", "", line.rstrip()) for line in _COLOURS.sub("", report).splitlines()]
     # Blocks, or ASCII where stdout is no UTF-8.
     rules = [at for at, line in enumerate(lines) if line[:1] in ("╭", "╰", "+") or {*line.strip()} <= {"─", "-"}]
     finding = lines[rules[0] + 1 : rules[1]] if len(rules) > 1 else lines
@@ -77,14 +76,3 @@ def _folded(line: str, columns: int) -> str:
         lines[-1] += f"{word} "
         length += width + 1
     return "\n".join(each.rstrip(" ") for each in lines)
-
-
-class LikeStdout(io.StringIO):
-    """A text that gets the same colours and characters as stdout."""
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]  # of a text without one
-        return sys.stdout.encoding if sys.__stdout__ is None else sys.__stdout__.encoding
-
-    def isatty(self) -> bool:
-        return sys.__stdout__ is not None and sys.__stdout__.isatty()

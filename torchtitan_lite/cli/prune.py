@@ -123,7 +123,7 @@ class Prune:
         from rich.console import Group
         from rich.table import Table
 
-        table = Table(box=None, pad_edge=False)
+        table = Table(box=None, pad_edge=False, header_style="")
         table.add_column("step", justify="right")
         table.add_column("size", justify="right")
         table.add_column("what happens")

@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import io
+import sys
 from collections.abc import Callable
 from types import UnionType
 from typing import Annotated, Any, get_origin, get_type_hints
@@ -58,3 +60,18 @@ def _field(field: dataclasses.Field[Any], kind: Any, doc: str | None, hint: Hint
     metavar = f"{Kind.of(kind).base.__name__.upper()}|None" if get_origin(kind) is UnionType else None
     described: Any = Annotated[kind, tyro.conf.arg(help_behavior_hint=hint(field.default), metavar=metavar)]
     return StructFieldSpec(field.name, described, field.default, helptext=doc)
+
+
+class LikeStdout(io.StringIO):
+    """A text that gets the same colours and characters as stdout; none with NO_COLOR, which tyro does not know."""
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # of a text without one
+        return sys.stdout.encoding if sys.__stdout__ is None else sys.__stdout__.encoding
+
+    def isatty(self) -> bool:
+        if sys.__stdout__ is None or not sys.__stdout__.isatty():
+            return False
+        from rich.console import Console
+
+        return not Console(file=sys.__stdout__).no_color  # It reads NO_COLOR.

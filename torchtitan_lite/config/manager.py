@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from torchtitan_lite.config.help_texts import add_help_texts
+from torchtitan_lite.config.help_texts import LikeStdout, add_help_texts
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.config.keys import KEYS
 from torchtitan_lite.config.kinds import split
@@ -99,9 +99,9 @@ def _arguments(settings: Iterable[Setting]) -> list[str]:
 
 def _parse(arguments: list[str], *, with_help_texts: bool = False) -> JobConfig:
     """Return what tyro parses. Raise the `ConfigError` of our own checks in place of tyro's boxed report and exit."""
-    report = io.StringIO()
+    report, help_text = io.StringIO(), LikeStdout()
     try:
-        with contextlib.redirect_stderr(report):
+        with contextlib.redirect_stderr(report), contextlib.redirect_stdout(help_text):
             return tyro.cli(
                 JobConfig,
                 args=arguments,
@@ -112,6 +112,7 @@ def _parse(arguments: list[str], *, with_help_texts: bool = False) -> JobConfig:
             )
     except SystemExit as leaving:
         if not leaving.code:
+            sys.stdout.write(help_text.getvalue())
             raise
         raise _our_error(leaving) or ConfigError(report.getvalue().strip()) from None
 
