@@ -18,7 +18,7 @@ from torchtitan_lite.collection import no_collection
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.config.manager import parse_config_or_exit
 from torchtitan_lite.distributed.environment import fault_spec, launched
-from torchtitan_lite.errors import ConfigError, TorchtitanLiteError
+from torchtitan_lite.errors import ConfigError, PeerLost, TorchtitanLiteError
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -73,8 +73,6 @@ def _ctrl_c_ends_at_once() -> Iterator[None]:
 
 def _run(config: JobConfig, rank: int, began: float) -> int:
     """Run the job on this rank. `record` puts the traceback of an unexpected error into torchrun's report."""
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
     from torchtitan_lite.distributed.lost_peer import naming_lost_peers
     from torchtitan_lite.distributed.process_group import process_group
     from torchtitan_lite.trainer import Trainer
@@ -92,8 +90,21 @@ def _run(config: JobConfig, rank: int, began: float) -> int:
             whose = f" (rank {error.origin_rank})" if error.origin_rank else ""
             log.logger.error("%s: %s%s", type(error).__name__, error, whose)
             if rank:
-                get_error_handler().record_exception(error)  # The launcher may show only rank 0's output.
+                _record(error)  # The launcher may show only rank 0's output.
         return 2 if isinstance(error, ConfigError) else 1
+
+
+def _record(error: TorchtitanLiteError) -> None:
+    """Put `error` into torchrun's report: its traceback, except of a lost peer, whose cause is on another rank."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    if not isinstance(error, PeerLost):
+        get_error_handler().record_exception(error)
+        return
+    try:
+        raise PeerLost(error.rank, error.finding) from None
+    except PeerLost as without_traceback:
+        get_error_handler().record_exception(without_traceback)
 
 
 if __name__ == "__main__":

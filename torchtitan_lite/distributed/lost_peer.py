@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from torchtitan_lite.distributed.environment import launched
 from torchtitan_lite.errors import PeerLost
 from torchtitan_lite.log import logger
 
@@ -27,7 +28,8 @@ def as_peer_lost(error: BaseException) -> PeerLost | None:
     if not isinstance(error, RuntimeError):
         return None
     text = str(error)
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    # After an error the group may be destroyed already.
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else launched().rank
     if _NCCL in text or (_GLOO in text and any(closed in text for closed in _CLOSED)):
         return PeerLost(rank, "lost its connection to another rank, which was killed or has failed")
     if _GLOO in text and _TIMED_OUT in text:

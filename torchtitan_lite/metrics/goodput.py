@@ -46,7 +46,8 @@ class Goodput:
             return {}
         down = max(0.0, self.ledger.began - self.ledger.before.starts[-1].last_beat)
         redone = max(0, self.ledger.before.starts[-1].last_step - step)
-        steps = f"{counted(redone, 'step')} of the last start {'is' if redone == 1 else 'are'}"
+        number = counted(redone, "step") if redone else "No step"
+        steps = f"{number} of the last start {'is' if redone < 2 else 'are'}"
         logger.info("%s trained again; it ended %.1f s before this one", steps, down)
         return {"down_seconds": down, "redone_steps": redone}
 
@@ -147,6 +148,7 @@ def summary(accounts: Accounts) -> str:
     shares = [(100 * seconds[part] / total if total > 0 else 0.0, part.replace("_", " ")) for part in PARTS]
     parts = ", ".join(f"{part} {share:.1f} %" for share, part in sorted(shares, reverse=True) if share >= 0.1)
     num = len(accounts.starts)
-    starts = counted(num, "start") + (f" ({accounts.unclean_ends} ended uncleanly)" if num > 1 else "")
+    unclean = accounts.unclean_ends if num > 1 else 0
+    starts = counted(num, "start") + (f" ({unclean} ended uncleanly)" if unclean else "")
     redone = counted(accounts.redone_steps, "step")
     return f"Time of the run: {total:.1f} s in {starts}: {parts}; {redone} trained again"
