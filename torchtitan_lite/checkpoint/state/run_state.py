@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchtitan_lite.checkpoint.state import arguments, fsdp1
 from torchtitan_lite.checkpoint.state.rng import RNG, RngState
 from torchtitan_lite.checkpoint.state.stateful import LRSchedulerWrapper, ModelWrapper, OptimizerWrapper, Stateful
+from torchtitan_lite.checkpoint.state.unsaved import UnsavedWatch
 from torchtitan_lite.errors import ConfigError
 
 State = dict[str, Any]
@@ -42,11 +43,15 @@ class RunState:
         self.optimizers = arguments.optimizers(optimizers)
         self.optimizer = OptimizerWrapper(self.model.parts, self.optimizers, modules)
         self.small = _small_states(dataloader, arguments.lr_schedulers(lr_schedulers), states)
+        watched = {"model": parts} | {name: [module] for name, module in modules.items()}
+        self._unsaved = UnsavedWatch(watched, self.optimizers)
 
     def full(self, rank: int) -> State:
         """Return the full state of this `rank`. Raises what a state raises. **Collective** with FSDP1."""
         if self.model.is_trained_only:
             self.model.note_trained(self.optimizer.with_state())
+        if rank == 0:
+            self._unsaved.look()
         small = {name: state.state_dict() for name, state in self.small.items()}
         # Each rank has its own key: no two ranks share their generators.
         rng = {f"rank{rank}": RngState().state_dict()}

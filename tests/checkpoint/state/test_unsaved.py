@@ -1,0 +1,67 @@
+"""State that training changes and no checkpoint has is named in a warning, once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.checkpoint.small_run import job_config
+from torchtitan_lite.checkpoint.manager import CheckpointManager
+
+
+class Counting(nn.Linear):
+    """A table that never changes, and a counter that each forward pass changes, neither of them persistent."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("table", torch.full((2,), float("nan")), persistent=False)
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Noisy(torch.optim.SGD):
+    """Draws from a generator of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.generator = torch.Generator().manual_seed(0)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
+        torch.rand(1, generator=self.generator)
+        super().step()
+
+
+def warnings_of(
+    folder: Path, caplog: pytest.LogCaptureFixture, model: nn.Module, build: Callable[..., Any]
+) -> list[str]:
+    optimizer = build(model.parameters())
+    with CheckpointManager(None, model, optimizer, None, {}, job_config(folder, interval=1)) as manager:
+        for step in range(1, 5):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            manager.save(step)
+    return [record.getMessage() for record in caplog.records if record.getMessage().startswith("Training changes")]
+
+
+def test_a_buffer_that_changes_and_is_not_persistent_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (warning,) = warnings_of(tmp_path, caplog, nn.Sequential(Counting()), torch.optim.SGD)
+    assert warning.startswith("Training changes model.0.calls, which no checkpoint has")
+
+
+def test_a_generator_of_an_optimizer_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (warning,) = warnings_of(tmp_path, caplog, nn.Linear(2, 2), Noisy)
+    assert warning.startswith("Training changes optimizers[0].generator, which no checkpoint has")
+
+
+def test_a_run_without_such_state_has_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert not warnings_of(tmp_path, caplog, nn.Linear(2, 2), torch.optim.AdamW)
