@@ -15,13 +15,14 @@ from torchtitan_lite.checkpoint.manager import CheckpointManager
 
 
 class Counting(nn.Linear):
-    """A table that never changes, and a counter that each forward pass changes, neither of them persistent."""
+    """Tables that never change, and a counter that each forward pass changes, none of them persistent."""
 
     calls: Tensor
 
     def __init__(self) -> None:
         super().__init__(2, 2)
         self.register_buffer("table", torch.full((2,), float("nan")), persistent=False)
+        self.register_buffer("frequencies", torch.ones(2, dtype=torch.complex64).conj(), persistent=False)
         self.register_buffer("calls", torch.zeros(()), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:

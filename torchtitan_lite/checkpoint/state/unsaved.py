@@ -66,8 +66,8 @@ def _of_buffers(name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
         buffer = module._buffers.get(key)
         if type(buffer) is torch.Tensor and buffer.layout is torch.strided and not buffer.is_meta and buffer.numel():
             # As bytes: NaN is not equal to itself.
-            sample = buffer.detach().reshape(-1)[:_SAMPLED].cpu().contiguous().view(torch.uint8).tolist()
-            yield f"{name}.{key}", (buffer.dtype, buffer.shape, sample)
+            sample = buffer.detach().reshape(-1)[:_SAMPLED].resolve_conj().resolve_neg().cpu().contiguous()
+            yield f"{name}.{key}", (buffer.dtype, buffer.shape, sample.view(torch.uint8).tolist())
 
 
 def _of_generators(name: str, owner: Any) -> Iterator[tuple[str, Any]]:
