@@ -7,7 +7,9 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import pytest
 
 from tests.checkpoint.memory.image_runs import RUNS, held_by_rank, images_of, start, step
 from tests.checkpoint.tiny_run import same_everywhere
@@ -89,3 +91,22 @@ def test_values_that_differ_are_named_at_the_first_image_of_a_start_and_only_the
         assert run.committed() == [4]
         assert [message for message in warned if "Ranks hold different values" in message] == named
         step(run, last=True)
+
+
+@on_two_ranks
+def test_memory_that_one_rank_cannot_take_over_is_an_error_of_all(rank: int, tmp_path: Path) -> None:
+    def refuse(descriptors: object) -> NoReturn:
+        raise OSError("Cannot allocate memory")
+
+    with tier_on(tmp_path):
+        run = start(tmp_path, 5, interval=4)
+        run.manager.wait()
+        stager: Any = images_of(run).stager
+        adopt = stager.adopt
+        if rank:
+            stager.adopt = refuse
+        with pytest.raises(OSError, match="Cannot allocate memory"):
+            run.manager.load()
+        stager.adopt = adopt
+        run.manager.load()
+        assert run.train_state.step == 5

@@ -102,7 +102,7 @@ class Images:
         most = num_loaded if is_apart else max(NUM_RECENT if self._interval else 1, num_loaded)
         for fd in [fd for pair in pairs[most:] for fd in pair]:
             os.close(fd)
-        arenas = self.stager.adopt(pairs[:most])
+        arenas = self._peers.together(lambda: self.stager.adopt(pairs[:most]))
         for arena in arenas:
             self.tier.keep(arena)
         self._has_adopted = True
