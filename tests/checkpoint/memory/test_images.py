@@ -336,5 +336,5 @@ def test_a_state_that_cannot_be_saved_is_not_called_too_large(
 ) -> None:
     run = start(tmp_path, 1)
     images_of(run).make_room(-1)
-    assert "No images in memory every 1 steps: the state cannot be saved. The first save says why" in caplog.text
+    assert "No images in memory every 1 step: the state cannot be saved. The first save says why" in caplog.text
     assert "do not fit" not in caplog.text

@@ -25,7 +25,7 @@ from torchtitan_lite.checkpoint.staging.watch import StagingWatch
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.disk.writer_process import WriterProcess
 from torchtitan_lite.distributed.peers import Peers
-from torchtitan_lite.log import logger, readable_bytes
+from torchtitan_lite.log import counted, logger, readable_bytes
 from torchtitan_lite.store.housekeeping import OnEvent
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 
@@ -144,7 +144,7 @@ class Images:
                 f"two copies of the state ({readable_bytes(max(each[1] for each in found))} on each rank) do not fit "
                 "into the memory of each host. Unset checkpoint.memory_interval, or give the job more memory"
             )
-        logger.warning("No images in memory every %d steps: %s", self._interval, reason)
+        logger.warning("No images in memory every %s: %s", counted(self._interval, "step"), reason)
 
     def _start_process_early(self) -> None:
         try:
