@@ -19,6 +19,7 @@ from typing import Any
 
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.data.rank_state import RESTART_DATA, pack, unpack
+from torchtitan_lite.data.sampler_draws import replayed_sampler
 from torchtitan_lite.errors import ConfigError, ExtraMissing
 from torchtitan_lite.log import counted
 
@@ -46,6 +47,7 @@ class StatefulDataLoaderAdapter:
         self._loader, self._rank, self._num_ranks = loader, rank, num_ranks
         # The only hook that torch has: the workers of the next iteration start with it.
         loader.worker_init_fn = partial(_begin_worker, tuple(preemption_signals), loader.worker_init_fn)
+        self._sampler = replayed_sampler(loader)
         self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
         # Runs before multiprocessing's own exit handler, which sends workers SIGTERM and waits for them.
         atexit.register(_end_workers, self._iterators, weakref.ref(loader), os.getpid())
@@ -60,6 +62,8 @@ class StatefulDataLoaderAdapter:
         state = {"num_workers": self._loader.num_workers, "loader": self._loader.state_dict()}
         if self._loader.generator is not None:
             state["generator"] = self._loader.generator.get_state()
+        if self._sampler is not None and self._sampler.began:
+            state["sampler"] = self._sampler.began
         return pack(state, rank=self._rank, num_ranks=self._num_ranks)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -73,9 +77,13 @@ class StatefulDataLoaderAdapter:
                 f"dataloader: its state has {counted(state['num_workers'], 'worker')} a rank, this loader has "
                 f"{self._loader.num_workers}. Set num_workers={state['num_workers']}, or {RESTART_DATA}."
             )
+        if self._sampler is not None:
+            self._sampler.replay(state.get("sampler", {}))
         self._loader.load_state_dict(state["loader"])
         # Begins the iteration now: that draws from torch's generator, which the load of a run restores last.
         self._loader.state_dict()
+        if self._sampler is not None:
+            self._sampler.replay({})
         if "generator" in state and self._loader.generator is not None:
             # To begin drew from it, too; an uninterrupted run did that before the save. torchdata does not undo it.
             self._loader.generator.set_state(state["generator"])
