@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan_lite.checkpoint import CheckpointManager, TrainState
@@ -59,3 +61,30 @@ def test_a_resumed_run_has_the_dropout_of_an_uninterrupted_one(
     resumed = losses(tmp_path / "resumed", 15, num_workers, loader)
     assert resumed == {step: loss for step, loss in straight.items() if step in resumed}
     assert min(resumed) == end // 3 * 3 + 1
+
+
+SAMPLES = list(range(12))
+KEPT: list[dict[str, Any]] = [
+    {"shuffle": True},
+    {"shuffle": False},
+    {"batch_size": None},
+    {"sampler": DistributedSampler(SAMPLES, num_replicas=2, rank=0)},
+    {"batch_sampler": BatchSampler(SequentialSampler(SAMPLES), 2, drop_last=False)},
+]
+LOST: list[dict[str, Any]] = [
+    {"sampler": RandomSampler(SAMPLES)},
+    {"batch_sampler": BatchSampler(RandomSampler(SAMPLES), 2, drop_last=False)},
+    {"sampler": RandomSampler(SAMPLES), "batch_size": None},
+]
+
+
+@pytest.mark.parametrize(("options", "is_lost"), [*((each, False) for each in KEPT), *((each, True) for each in LOST)])
+def test_an_order_that_is_in_no_state_is_named_when_the_manager_is_made(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], is_lost: bool
+) -> None:
+    loader = StatefulDataLoader(SAMPLES, **options)
+    model = nn.Linear(1, 1)
+    CheckpointManager.for_loop(model=model, dataloader=loader, folder=tmp_path)
+    CheckpointManager.for_loop(model=model, states={"batches": loader}, folder=tmp_path)
+    named = [record.args[:2] for record in caplog.records if record.levelname == "WARNING" and record.args]
+    assert named == ([("dataloader", "RandomSampler"), ("batches", "RandomSampler")] if is_lost else [])

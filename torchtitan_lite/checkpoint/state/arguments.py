@@ -14,11 +14,12 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from torchtitan_lite.checkpoint.state import fsdp1
 from torchtitan_lite.config.job_config import EXCLUDABLE_STATES, Checkpoint, JobConfig
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.log import logger
 
 _ORDER = (
     "The order is CheckpointManager(dataloader, model_parts, optimizers, lr_schedulers, states, job_config); "
@@ -101,6 +102,7 @@ def lr_schedulers(given: object) -> list[LRScheduler]:
 def _check_dataloader(dataloader: Any) -> None:
     if isinstance(dataloader, (*_IN_ANOTHER_PLACE, Mapping, list, tuple)):
         raise ConfigError(f"dataloader: expected one that has a state, or None, found {_kind(dataloader)}. {_ORDER}")
+    _warn_if_order_is_lost("dataloader", dataloader)
     if dataloader is None or _is_stateful(dataloader):
         return
     instead = (
@@ -128,6 +130,26 @@ def _check_states(states: Any) -> None:
                 f"states: {name!r} is {_kind(state)}, which has no state_dict and load_state_dict. "
                 "Put it into an object that has both."
             )
+        _warn_if_order_is_lost(name, state)
+
+
+def _warn_if_order_is_lost(name: str, loader: Any) -> None:
+    """Warn of torchdata's StatefulDataLoader if the order that its sampler draws is not in its state."""
+    if not any(kind.__name__ == "StatefulDataLoader" for kind in type(loader).__mro__):
+        return
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    while isinstance(sampler, BatchSampler):
+        sampler = sampler.sampler
+    is_of_torchdata = type(sampler).__module__.startswith("torchdata.")
+    has_order = is_of_torchdata or isinstance(sampler, SequentialSampler | DistributedSampler)
+    if has_order or hasattr(sampler, "state_dict") or isinstance(loader.dataset, IterableDataset):
+        return
+    logger.warning(
+        "%s: the order that a %s draws is not in the state of a StatefulDataLoader, so a resumed run may skip samples "
+        "and repeat others. Put the loader into a StatefulDataLoaderAdapter (torchtitan_lite.data), which keeps it",
+        name,
+        type(sampler).__name__,
+    )
 
 
 def _check_exclusions(excluded: Sequence[str], states: Mapping[str, Any]) -> None:
