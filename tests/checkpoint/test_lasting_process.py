@@ -8,7 +8,6 @@ import threading
 from collections import Counter
 from pathlib import Path
 
-import pytest
 from torch import nn
 
 from tests.checkpoint.memory.image_runs import held, images_of, start
@@ -35,7 +34,6 @@ def open_now() -> Counter[str]:
     return found
 
 
-@pytest.mark.slow  # five loads
 def test_loads_of_one_process_keep_no_descriptor_of_its_images(tmp_path: Path, memory_tier: Path) -> None:
     run = start(tmp_path, 4, interval=2)
     run.manager.wait()
@@ -164,7 +162,6 @@ def open_after(folder: Path, number: int) -> Counter[str]:
     return found
 
 
-@pytest.mark.slow  # ten managers of two ranks
 @on_two_ranks
 def test_managers_one_after_another_keep_no_process_group(rank: int, tmp_path: Path) -> None:
     before = open_after(tmp_path, 1)

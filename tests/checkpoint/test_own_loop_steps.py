@@ -50,7 +50,6 @@ def test_a_loop_that_does_not_count_on_after_a_load_is_refused(start_run: StartR
         again.manager.save(1)
 
 
-@pytest.mark.slow  # three managers
 def test_after_a_load_of_an_earlier_step_the_steps_count_from_there(start_run: StartRun) -> None:
     run = start_run(interval=1)
     run.train(3, last=False)

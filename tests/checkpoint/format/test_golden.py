@@ -197,7 +197,6 @@ def test_what_two_ranks_write_is_the_golden_checkpoint_byte_for_byte(two_ranks: 
 
 
 @writes_as_the_golden_ones
-@pytest.mark.slow  # four ranks
 def test_what_four_ranks_write_is_the_golden_checkpoint_byte_for_byte(four_ranks: Ranks, tmp_path: Path) -> None:
     four_ranks.run(save_as_one_of_several_ranks, folder=tmp_path)
     assert_as_golden(tmp_path, "four-ranks")
@@ -212,7 +211,6 @@ def test_tensors_cut_into_four_chunks_or_more_are_stored_in_runs() -> None:
     assert (first[:2], first[3:]) == ([2, [0, 1]], [0, [0, 0], [2, 3]]), "ranks 0 and 1 have two rows each"
 
 
-@pytest.mark.slow  # two ranks load seven checkpoints
 def test_two_ranks_read_every_golden_checkpoint(two_ranks: Ranks, tmp_path: Path) -> None:
     folders = [Path(shutil.copytree(golden, tmp_path / named(golden))) for golden in FOLDERS]
     found = two_ranks.run(load_as_one_of_two_ranks, folders=folders)

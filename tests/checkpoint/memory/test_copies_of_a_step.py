@@ -44,7 +44,6 @@ def loaded(folder: Path) -> tuple[int, bool]:
         return run.train_state.step, 77.0 in run.losses
 
 
-@pytest.mark.slow  # three starts
 def test_the_later_copy_is_loaded_and_where_it_is_damaged_the_earlier_one(tmp_path: Path) -> None:
     root = two_copies(tmp_path)
     assert loaded(tmp_path) == (3, True)
@@ -58,7 +57,6 @@ def test_the_later_copy_is_loaded_and_where_it_is_damaged_the_earlier_one(tmp_pa
     assert only == 3
 
 
-@pytest.mark.slow  # two starts each
 @pytest.mark.parametrize("damaged", ["0", "zz"], ids=["first", "second"])
 def test_two_memories_with_the_same_image_are_both_tried(tmp_path: Path, damaged: str) -> None:
     run = start(tmp_path, 1)

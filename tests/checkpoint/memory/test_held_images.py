@@ -263,7 +263,6 @@ def loaded_by(found: HeldImages) -> Collection[Key]:
     return found.peers.on_coordinator(lambda: keys(found))
 
 
-@pytest.mark.slow  # two ranks of two hosts
 @on_two_ranks
 def test_images_of_two_hosts_count_where_each_rank_has_its_own(rank: int, tmp_path: Path) -> None:
     with hosts(tmp_path, rank, shared=False) as (keeper, peers):

@@ -13,7 +13,7 @@ from torchtitan_lite.distributed.environment import runtime_folder
 pytestmark = pytest.mark.usefixtures("memory_tier")
 
 
-@pytest.mark.parametrize("wanted", [pytest.param(-1, marks=pytest.mark.slow), 4])  # Each takes a second.
+@pytest.mark.parametrize("wanted", [-1, 4])
 def test_a_second_load_uses_each_memory_once_and_images_go_on(tmp_path: Path, wanted: int) -> None:
     run = start(tmp_path, 5, interval=4)
     run.manager.wait()

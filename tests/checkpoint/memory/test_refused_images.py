@@ -60,7 +60,6 @@ def test_a_refused_image_that_is_a_copy_of_a_step_on_disk_is_named_as_that_step(
     assert "--end" not in str(refusal.value)
 
 
-@pytest.mark.slow  # several starts
 def test_a_refused_load_leaves_no_descriptor_open(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     loop(folder, 4, steps=3)

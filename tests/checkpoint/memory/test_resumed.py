@@ -13,7 +13,6 @@ from tests.checkpoint.memory.starts import KILLED, run
 from tests.keepers import keepers_in
 
 pytestmark = pytest.mark.usefixtures("memory_tier")
-SLOW = pytest.mark.slow(reason="each starts two to four processes, one after another")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +39,6 @@ def test_a_run_killed_three_times_before_a_save_goes_on_where_it_was(tmp_path: P
     assert run(folder, 12).loaded == (fourth.ready, "memory")
 
 
-@SLOW
 def test_a_run_that_rolled_back_goes_on_on_its_branch_and_only_there(tmp_path: Path, straight: dict[int, str]) -> None:
     folder = tmp_path / "run"
     first = run(folder, 6, interval=2)
@@ -56,7 +54,6 @@ def test_a_run_that_rolled_back_goes_on_on_its_branch_and_only_there(tmp_path: P
     assert branch.weights | again.weights | other.weights == {n: w for n, w in straight.items() if 3 <= n <= 6}
 
 
-@SLOW
 def test_an_uncommitted_branch_does_not_win_over_the_run_that_it_left(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run(folder, 4, interval=2)
@@ -69,7 +66,6 @@ def test_an_uncommitted_branch_does_not_win_over_the_run_that_it_left(tmp_path: 
     assert "is resumed" in back.log
 
 
-@SLOW
 def test_images_of_a_job_that_lost_the_folder_to_another_one_do_not_count(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run(folder, 5, interval=2)
@@ -78,7 +74,6 @@ def test_images_of_a_job_that_lost_the_folder_to_another_one_do_not_count(tmp_pa
     assert later.loaded == (6, "disk")
 
 
-@SLOW
 def test_a_folder_that_was_deleted_and_made_again_gets_no_image_of_the_old_one(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run(folder, 4, interval=2)
@@ -92,7 +87,6 @@ def test_a_folder_that_was_deleted_and_made_again_gets_no_image_of_the_old_one(t
     assert "another folder" in last.log
 
 
-@SLOW
 def test_a_run_that_has_finished_leaves_nothing_in_memory(tmp_path: Path, memory_tier: Path) -> None:
     folder = tmp_path / "run"
     run(folder, 4, interval=2)
@@ -101,7 +95,6 @@ def test_a_run_that_has_finished_leaves_nothing_in_memory(tmp_path: Path, memory
     assert run(folder, 8).loaded == (6, "disk")
 
 
-@SLOW
 def test_load_only_reads_the_disk_and_leaves_the_images_to_the_run(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     first = run(folder, 5, interval=2)
@@ -109,7 +102,6 @@ def test_load_only_reads_the_disk_and_leaves_the_images_to_the_run(tmp_path: Pat
     assert run(folder, 6).loaded == (first.ready, "memory")
 
 
-@SLOW
 def test_a_named_step_is_loaded_from_memory_only_where_it_is_what_the_disk_has(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run(folder, 6, interval=4)
@@ -134,7 +126,6 @@ def test_a_damaged_image_gives_way_to_the_other_one_and_then_to_the_disk(tmp_pat
     assert run(folder, 4).loaded == (4, "disk")
 
 
-@SLOW
 def test_where_nothing_is_on_disk_a_damaged_image_changes_nothing(tmp_path: Path, straight: dict[int, str]) -> None:
     folder = tmp_path / "run"
     run(folder, 3)
@@ -144,7 +135,6 @@ def test_where_nothing_is_on_disk_a_damaged_image_changes_nothing(tmp_path: Path
     assert again.weights == {n: w for n, w in straight.items() if n <= 2}
 
 
-@SLOW
 def test_another_number_of_ranks_loads_all_images_of_one_host(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     two = run(folder, 4, ranks=2, interval=2)
@@ -157,7 +147,6 @@ def test_another_number_of_ranks_loads_all_images_of_one_host(tmp_path: Path) ->
     assert two.code == again.code == KILLED
 
 
-@SLOW
 def test_ranks_on_several_hosts_load_their_own_images_and_lost_hosts_mean_the_disk(
     tmp_path: Path, memory_tier: Path
 ) -> None:
@@ -174,7 +163,6 @@ def test_ranks_on_several_hosts_load_their_own_images_and_lost_hosts_mean_the_di
     assert swapped.loaded == (4, "disk")
 
 
-@SLOW
 @pytest.mark.parametrize("model_only", [True, False])
 def test_a_run_with_an_initial_path_goes_on_from_its_own_images(tmp_path: Path, model_only: bool) -> None:
     old, folder = tmp_path / "old", tmp_path / "new"
@@ -187,7 +175,6 @@ def test_a_run_with_an_initial_path_goes_on_from_its_own_images(tmp_path: Path, 
     assert second.loaded_weight == first.weights[first.ready]
 
 
-@SLOW
 @pytest.mark.parametrize("options", [{}, {"load_step": 4}], ids=["latest", "load_step"])
 def test_a_run_that_counts_again_goes_on_before_its_first_save(tmp_path: Path, options: dict[str, int]) -> None:
     folder, straight = tmp_path / "run", tmp_path / "straight"
