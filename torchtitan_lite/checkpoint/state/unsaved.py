@@ -20,6 +20,7 @@ from torchtitan_lite.log import logger
 _SAMPLED = 1024
 """Elements of a buffer that are compared: tables of positions are long, and a change of one is a change of all."""
 _SHOWN = 4
+_GENERATORS = frozenset({torch.Generator, random.Random, np.random.Generator})
 
 
 class UnsavedWatch:
@@ -75,7 +76,9 @@ def _of_generators(name: str, owner: Any) -> Iterator[tuple[str, Any]]:
         return  # Its extra state may have them.
     if isinstance(owner, Optimizer) and type(owner).state_dict is not Optimizer.state_dict:
         return  # So may its state dict.
-    for key, value in getattr(owner, "__dict__", {}).items():
+    # By the type itself: a look at all attributes of 700 modules is a part of a save.
+    own = [(key, value) for key, value in getattr(owner, "__dict__", {}).items() if type(value) in _GENERATORS]
+    for key, value in own:
         if isinstance(value, torch.Generator):
             yield f"{name}.{key}", value.get_state().tolist()
         elif isinstance(value, random.Random):
