@@ -174,3 +174,20 @@ def test_the_attributes_of_a_sampler_stay_its_own() -> None:
     assert loader.batch_sampler is not None
     loader.batch_sampler.sampler.set_epoch(7)  # type: ignore[attr-defined]  # of the sampler in it
     assert sampler.epoch == 7 and loader.sampler is sampler
+
+
+class Endless:
+    """A sampler without a length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(drawn(None))
+
+
+def test_a_loader_whose_sampler_has_no_length_is_iterated_as_a_list() -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    loader = StatefulDataLoader(SAMPLES, batch_size=2, sampler=Endless())
+    adapted = StatefulDataLoaderAdapter(loader, rank=0, num_ranks=1)
+    with pytest.raises(TypeError, match="has no len"):
+        len(loader)
+    assert sorted(flat(list(loader))) == sorted(flat(list(adapted))) == SAMPLES

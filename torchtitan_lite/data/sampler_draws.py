@@ -9,7 +9,7 @@ sample from a global generator is beyond that: training draws from it in between
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from typing import Any
 
@@ -19,6 +19,9 @@ from torch.utils.data import IterableDataset
 
 State = dict[str, Any]
 """States of random generators by name, as numbers, strings, lists, tuples, dicts and tensors."""
+_LONGEST_PATH = 100
+"""Letters: more would be samplers in a circle."""
+_ARRAY = "ndarray"
 
 
 class ReplayedSampler:
@@ -44,8 +47,7 @@ class ReplayedSampler:
         return chain(first, iterator)
 
     def __len__(self) -> int:
-        assert isinstance(self._sampler, Sized), "else the loader has no length"
-        return len(self._sampler)
+        return len(self._sampler)  # type: ignore[arg-type]  # TypeError for one without a length, as without this class
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_sampler"], name)
@@ -79,10 +81,6 @@ def _generators_of(sampler: Any) -> dict[str, Any]:
         found |= {f"{path}.{name}": value for name, value in own.items() if isinstance(value, kinds)}
         path, each = f"{path}.sampler", own.get("sampler")
     return found
-
-
-_LONGEST_PATH = 100
-"""Letters: more would be samplers in a circle."""
 
 
 def _state(generator: Any) -> Any:
@@ -120,6 +118,3 @@ def _with_arrays(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _with_arrays(inner) for key, inner in value.items()}
     return tuple(map(_with_arrays, value)) if isinstance(value, tuple) else value
-
-
-_ARRAY = "ndarray"
