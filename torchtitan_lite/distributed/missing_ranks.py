@@ -6,11 +6,11 @@ a word, and end in an error of gloo that names no call. A rank that is only late
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torchtitan_lite.distributed.groups import world_size
+from torchtitan_lite.distributed.overdue import if_overdue
 from torchtitan_lite.log import logger
 
 NOTICE_SECONDS = 60.0
@@ -23,13 +23,8 @@ def named_if_they_miss(call: str) -> Iterator[None]:
     if world_size() == 1:
         yield
         return
-    timer = threading.Timer(NOTICE_SECONDS, _warn, (call,))
-    timer.daemon = True
-    timer.start()
-    try:
+    with if_overdue(NOTICE_SECONDS, lambda: _warn(call)):
         yield
-    finally:
-        timer.cancel()
 
 
 def _warn(call: str) -> None:

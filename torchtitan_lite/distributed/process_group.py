@@ -8,7 +8,6 @@ because a rank that leaves early aborts the others; except after an error, when 
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from torchtitan_lite.config.job_config import Comm
 from torchtitan_lite.distributed.environment import Launched, launched, logged_environment, set_default
+from torchtitan_lite.distributed.overdue import if_overdue
 from torchtitan_lite.distributed.simulated import init_simulated_ranks
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
@@ -123,10 +123,5 @@ def _ends_within(seconds: float) -> Iterator[None]:
         logger.error("Could not destroy the process group within %.0f s; exiting", seconds)
         os._exit(1)
 
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    try:
+    with if_overdue(seconds, end):
         yield
-    finally:
-        timer.cancel()
