@@ -122,7 +122,7 @@ def test_a_loop_that_leaves_for_a_signal_does_not_save_what_it_did_not_train_as_
     with caplog.at_level("INFO", "torchtitan_lite"):
         run.manager.finish(9)
     assert (run.committed(), exports(run)) == ([3], [])
-    assert "Leaving for SIGTERM: the next start finishes step 9" in caplog.text
+    assert "Preempted by SIGTERM: the next start finishes step 9" in caplog.text
 
 
 def test_a_run_that_only_loads_or_saves_nothing_finishes_without_a_trace(start_run: StartRun) -> None:

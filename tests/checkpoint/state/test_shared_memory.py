@@ -139,4 +139,5 @@ def test_parts_of_one_memory_that_do_not_overlap_are_saved(tmp_path: Path) -> No
     model, optimizer, manager = run(tmp_path, begin, first_scale)
     train(model, optimizer, range(1, 2))
     with manager:
-        manager.save(1, force=True)
+        assert manager.save(1, force=True)
+        assert manager.load()

@@ -86,7 +86,7 @@ class StepSaves:
         **Collective**. Durable on return; raises `SaveFailed`, and ConfigError for a step that the loop has passed.
         """
         if leaving_for:
-            logger.info("Leaving for %s: the next start finishes step %d", signal.Signals(leaving_for).name, step)
+            logger.info("Preempted by %s: the next start finishes step %d", signal.Signals(leaving_for).name, step)
             return False
         if self._reached is not None and step < self._reached:
             raise ConfigError(
