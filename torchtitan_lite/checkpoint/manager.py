@@ -198,11 +198,7 @@ class CheckpointManager:
             return False
         self._saves.note_metrics(metrics or {})
         self._first_save.check()
-        self._memory.begin_keeping()
-        if not (self._has_started_saver or self._config.load_only):  # Not beside a load: a start takes a core.
-            self._has_started_saver = True
-            with named_if_they_miss("the first save() of the checkpoint manager"):
-                self._peers.together(self._saver.start)
+        self._start_processes("save")
         saved, self.preempted_by = self._step_saves.end_of_step(curr_step, last=force, now=now)
         if force and saved:
             self._end.write_hugging_face(curr_step)
@@ -225,14 +221,15 @@ class CheckpointManager:
         self._memory.wait_for_staging()
 
     def reset(self) -> None:
-        """Start the clock of intervals in seconds, and plan saves unless the load was from memory.
+        """Start the clock of intervals in seconds, and prepare saves unless the load was from memory.
 
-        Call it right before the loop. Returns while a thread allocates the memory for copies. Raises `RunNotLoaded` if
-        the folder has steps and `load` was not called.
+        Call it right before the loop. Returns while a thread allocates the memory for copies and the writer process
+        starts. Raises `RunNotLoaded` if the folder has steps and `load` was not called, and what that start raises.
         """
         if self._opened():
             self._first_save.check()
-            if self._saves.origin.resumed_from_memory is None:  # Else the arenas are there: the plan can wait a step.
+            if self._saves.origin.resumed_from_memory is None:  # Else the arenas are there, and the rest can wait.
+                self._start_processes("reset")
                 self._saves.prepare(self.loaded_step or 0, now=False)
         self._saves.leave_out(self.loaded_step or 0)
 
@@ -325,6 +322,17 @@ class CheckpointManager:
                 self.close()
                 raise
         return True
+
+    def _start_processes(self, caller: str) -> None:
+        """Start the keeper and the saver unless that is done. **Collective**.
+
+        Right before the loop or after its first step: their starts would take a core from a load, or from a copy.
+        """
+        self._memory.begin_keeping()
+        if not (self._has_started_saver or self._config.load_only):
+            self._has_started_saver = True
+            with named_if_they_miss(f"the first {caller}() of the checkpoint manager"):
+                self._peers.together(self._saver.start)
 
     def _forget(self) -> None:
         """Have nothing open in a child that was just forked: closing it there touches nothing of the parent's."""
