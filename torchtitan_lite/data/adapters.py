@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from torchtitan_lite.config.job_config import Checkpoint
+from torchtitan_lite.data.dataset_draws import DatasetDraws, bared_dataset
 from torchtitan_lite.data.rank_state import RESTART_DATA, pack, unpack
 from torchtitan_lite.data.sampler_draws import replayed_sampler
 from torchtitan_lite.errors import ConfigError, ExtraMissing
@@ -29,6 +30,8 @@ class StatefulDataLoaderAdapter:
 
     The state is that of the last batch yielded, so batches that workers fetched ahead are neither lost nor repeated.
     The wrapped loader must give each rank its share, for example by a sampler. The adapter does not check the corpus.
+
+    Random numbers that the dataset and `collate_fn` draw are those of an uninterrupted run, in workers, too.
 
     Workers ignore `preemption_signals`, because a launcher sends the signal to every process and the workers would
     otherwise end before the ranks have saved. Their `worker_init_fn` runs after that. They end when this process ends,
@@ -47,23 +50,27 @@ class StatefulDataLoaderAdapter:
         self._loader, self._rank, self._num_ranks = loader, rank, num_ranks
         # The only hook that torch has: the workers of the next iteration start with it.
         loader.worker_init_fn = partial(_begin_worker, tuple(preemption_signals), loader.worker_init_fn)
-        self._sampler = replayed_sampler(loader)
+        self._sampler, self._draws = replayed_sampler(loader), DatasetDraws(loader)
         self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
         # Runs before multiprocessing's own exit handler, which sends workers SIGTERM and waits for them.
         atexit.register(_end_workers, self._iterators, weakref.ref(loader), os.getpid())
 
     def __iter__(self) -> Iterator[Any]:
-        iterator: Iterator[Any] = iter(self._loader)
+        with self._draws.in_workers():
+            iterator: Iterator[Any] = iter(self._loader)
         self._iterators.add(iterator)
         return iterator
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of this rank's position in the data."""
-        state = {"num_workers": self._loader.num_workers, "loader": self._loader.state_dict()}
+        with self._draws.in_workers():  # It begins the iteration if none has begun.
+            state = {"num_workers": self._loader.num_workers, "loader": self._loader.state_dict()}
         if self._loader.generator is not None:
             state["generator"] = self._loader.generator.get_state()
         if self._sampler is not None and self._sampler.began:
             state["sampler"] = self._sampler.began
+        if draws := self._draws.state_dict():
+            state["dataset"] = draws
         return pack(state, rank=self._rank, num_ranks=self._num_ranks)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -81,12 +88,14 @@ class StatefulDataLoaderAdapter:
             self._sampler.replay(state.get("sampler", {}))
         self._loader.load_state_dict(state["loader"])
         # Begins the iteration now: that draws from torch's generator, which the load of a run restores last.
-        self._loader.state_dict()
+        with self._draws.in_workers():
+            self._loader.state_dict()
         if self._sampler is not None:
             self._sampler.replay({})
         if "generator" in state and self._loader.generator is not None:
             # To begin drew from it, too; an uninterrupted run did that before the save. torchdata does not undo it.
             self._loader.generator.set_state(state["generator"])
+        self._draws.load_state_dict(state.get("dataset", {}))  # Samples that were read again and dropped drew, too.
 
 
 def _end_workers(iterators: weakref.WeakSet[Any], loader: weakref.ref[Any], pid: int) -> None:
@@ -158,11 +167,14 @@ class HuggingFaceStreamAdapter:
 
 
 def _begin_worker(ignored: Sequence[str], then: Callable[[int], object] | None, worker: int) -> None:
-    """Ignore signals in a worker, before its first sample. A module function: a spawned worker must import it."""
+    """Prepare a worker, before its first sample. A module function: a spawned worker must import it."""
     for name in ignored:
         signal.signal(signal.Signals[name], signal.SIG_IGN)
+    draws = bared_dataset()
     if then is not None:
         then(worker)
+    if draws is not None:
+        draws.find()
 
 
 def _check_kind(given: object, module: str, name: str) -> None:

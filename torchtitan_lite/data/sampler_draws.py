@@ -8,20 +8,16 @@ sample from a global generator is beyond that: training draws from it in between
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import IterableDataset
 
-State = dict[str, Any]
-"""States of random generators by name, as numbers, strings, lists, tuples, dicts and tensors."""
+from torchtitan_lite.data.generators import KINDS, Generators, States, global_generators, set_state, state_of
+
 _LONGEST_PATH = 100
 """Letters: more would be samplers in a circle."""
-_ARRAY = "ndarray"
 
 
 class ReplayedSampler:
@@ -29,21 +25,21 @@ class ReplayedSampler:
 
     def __init__(self, sampler: Iterable[Any]) -> None:
         self._sampler = sampler
-        self._replayed: State = {}
-        self.began: State = {}
+        self._replayed: States = {}
+        self.began: States = {}
         """The generators that the beginning of the present iteration changed, as they were before."""
 
     def __iter__(self) -> Iterator[Any]:
         generators = _generators_of(self._sampler)
         for name, state in self._replayed.items():
             if name in generators:
-                _set_state(generators[name], state)
-        before = {name: _state(generator) for name, generator in generators.items()}
+                set_state(generators[name], state)
+        before = {name: state_of(generator) for name, generator in generators.items()}
         iterator = iter(self._sampler)
         if hasattr(iterator, "state_dict"):
             return iterator  # It resumes by itself.
         first = [*islice(iterator, 1)]  # A generator function draws only now.
-        self.began = {name: state for name, state in before.items() if _state(generators[name]) != state}
+        self.began = {name: state for name, state in before.items() if state_of(generators[name]) != state}
         return chain(first, iterator)
 
     def __len__(self) -> int:
@@ -52,7 +48,7 @@ class ReplayedSampler:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_sampler"], name)
 
-    def replay(self, began: State) -> None:
+    def replay(self, began: States) -> None:
         """Have all further iterations begin with `began`, until this is called with an empty state."""
         self._replayed = began
 
@@ -71,50 +67,12 @@ def replayed_sampler(loader: Any) -> ReplayedSampler | None:
     return replayed
 
 
-def _generators_of(sampler: Any) -> dict[str, Any]:
+def _generators_of(sampler: Any) -> Generators:
     """Return the random generators that `sampler` may draw from, by name: global ones, its own, its samplers' own."""
-    found: dict[str, Any] = {"torch": torch.default_generator, "numpy": np.random, "python": random}
+    found = global_generators()
     path, each = "", sampler
     while each is not None and len(path) < _LONGEST_PATH:
         own = getattr(each, "__dict__", {})
-        kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-        found |= {f"{path}.{name}": value for name, value in own.items() if isinstance(value, kinds)}
+        found |= {f"{path}.{name}": value for name, value in own.items() if isinstance(value, KINDS)}
         path, each = f"{path}.sampler", own.get("sampler")
     return found
-
-
-def _state(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return _without_arrays(generator.bit_generator.state)
-    if isinstance(generator, random.Random) or generator is random:
-        return generator.getstate()
-    found = generator.get_state()
-    return found.tolist() if isinstance(found, torch.Tensor) else _without_arrays(found)
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(torch.tensor(state, dtype=torch.uint8))
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = _with_arrays(state)
-    elif isinstance(generator, random.Random) or generator is random:
-        generator.setstate(state)
-    else:
-        generator.set_state(_with_arrays(state))
-
-
-def _without_arrays(value: Any) -> Any:
-    """Return `value` with arrays of numbers as (name of this, dtype, numbers)."""
-    if isinstance(value, np.ndarray):
-        return (_ARRAY, str(value.dtype), value.tolist())
-    if isinstance(value, dict):
-        return {key: _without_arrays(inner) for key, inner in value.items()}
-    return tuple(map(_without_arrays, value)) if isinstance(value, tuple) else value
-
-
-def _with_arrays(value: Any) -> Any:
-    if isinstance(value, tuple) and value and value[0] == _ARRAY:
-        return np.array(value[2], dtype=value[1])
-    if isinstance(value, dict):
-        return {key: _with_arrays(inner) for key, inner in value.items()}
-    return tuple(map(_with_arrays, value)) if isinstance(value, tuple) else value
