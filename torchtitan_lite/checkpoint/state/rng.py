@@ -1,16 +1,17 @@
 """The random generators of one rank.
 
-Python's, NumPy's and torch's, on the CPU and on this rank's accelerator: dropout and user code draw
-from these. On the topology that saved them they continue bit for bit. On another topology each rank
-begins new ones, derived from (seed, step, rank), so that every resume from that step draws the same
-numbers. In a checkpoint they are tensors.
+Python's, NumPy's and torch's, on the CPU and on the accelerators that this rank sees (CUDA, ROCm, XPU, MPS): dropout
+and user code draw from these. On the topology that saved them they continue bit for bit. On another topology each rank
+begins new ones, derived from (seed, step, rank), so that every resume from that step draws the same numbers. In a
+checkpoint they are tensors.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,8 +22,21 @@ RNG = "rng"
 _MASK_63 = 2**63 - 1
 
 
+class Devices(Protocol):
+    """Accelerators of one kind: a module such as `torch.cuda`. Without an index, functions mean the current device."""
+
+    def device_count(self) -> int: ...
+
+    def get_rng_state(self, *device: int) -> torch.Tensor: ...
+
+    def set_rng_state(self, new_state: torch.Tensor, *device: int) -> None: ...
+
+
 class RngState:
     """The generators of this rank as a `Stateful`, saved under a key with the rank in it."""
+
+    def __init__(self, accelerators: Mapping[str, Devices] | None = None) -> None:
+        self._accelerators = _accelerators() if accelerators is None else accelerators
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         version, internal, gauss = random.getstate()
@@ -33,8 +47,10 @@ class RngState:
             **_numpy_state(),
             "torch": torch.get_rng_state(),
         }
-        if torch.cuda.is_available():
-            state["cuda"] = torch.cuda.get_rng_state()
+        for kind, devices in self._accelerators.items():
+            state[kind] = devices.get_rng_state()
+            if (count := devices.device_count()) > 1:  # A model may be spread over them.
+                state[f"{kind}_devices"] = torch.stack([devices.get_rng_state(index) for index in range(count)])
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -42,8 +58,13 @@ class RngState:
         random.setstate((3, tuple(state_dict["python"].tolist()), gauss[0] if gauss else None))
         _set_numpy_state(state_dict)
         torch.set_rng_state(state_dict["torch"].cpu())
-        if "cuda" in state_dict and torch.cuda.is_available():
-            torch.cuda.set_rng_state(state_dict["cuda"].cpu())
+        for kind, devices in self._accelerators.items():
+            every = state_dict.get(f"{kind}_devices", ())
+            if len(every) == devices.device_count():
+                for index, state in enumerate(every):
+                    devices.set_rng_state(state.cpu().clone(), index)  # set_state of torch 2.13 crashes on a view.
+            if kind in state_dict:  # The last one: this rank may have another one of the devices now.
+                devices.set_rng_state(state_dict[kind].cpu())
 
     def derive(self, seed: int, step: int, rank: int) -> None:
         """Seed all generators from (seed, step, rank): the same numbers for the same three, others for others."""
@@ -52,6 +73,11 @@ class RngState:
         random.seed(derived)
         np.random.seed(derived & 0xFFFFFFFF)
         torch.manual_seed(derived)
+
+
+def _accelerators() -> dict[str, Devices]:
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return {} if found is None else {found.type: torch.get_device_module(found)}
 
 
 def _numpy_state() -> dict[str, torch.Tensor]:

@@ -1,0 +1,59 @@
+"""The random generators of a rank, with those of the accelerators that it sees."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torchtitan_lite.checkpoint.state.rng import RngState
+
+
+class Devices:
+    """Accelerators with a generator each, of which `current` is the one that this rank uses."""
+
+    def __init__(self, count: int, current: int = 0) -> None:
+        self.generators = [torch.Generator().manual_seed(seed) for seed in range(count)]
+        self.current = current
+
+    def device_count(self) -> int:
+        return len(self.generators)
+
+    def get_rng_state(self, *device: int) -> torch.Tensor:
+        return self.generators[device[0] if device else self.current].get_state()
+
+    def set_rng_state(self, new_state: torch.Tensor, *device: int) -> None:
+        self.generators[device[0] if device else self.current].set_state(new_state)
+
+    def draw(self) -> list[float]:
+        return [float(torch.rand(1, generator=generator)) for generator in self.generators]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("kind", ["cuda", "mps", "xpu"])
+def test_the_generators_of_all_devices_of_a_rank_continue(kind: str, count: int) -> None:
+    devices, again = Devices(count, count - 1), Devices(count, count - 1)
+    devices.draw()
+    state = RngState({kind: devices}).state_dict()
+    RngState({kind: again}).load_state_dict(state)
+    assert again.draw() == devices.draw()
+    assert (f"{kind}_devices" in state) == (count > 1)
+
+
+def test_a_rank_on_another_device_continues_its_own_generator() -> None:
+    devices, fewer = Devices(3, current=2), Devices(2, current=1)
+    state = RngState({"cuda": devices}).state_dict()
+    before = fewer.generators[0].get_state()
+    RngState({"cuda": fewer}).load_state_dict(state)
+    assert torch.equal(fewer.generators[1].get_state(), devices.generators[2].get_state())
+    assert torch.equal(fewer.generators[0].get_state(), before)
+
+
+def test_a_state_of_a_host_without_accelerators_loads_on_one_with_them() -> None:
+    devices = Devices(2)
+    RngState({"cuda": devices}).load_state_dict(RngState({}).state_dict())
+    assert devices.draw() == Devices(2).draw()
+
+
+def test_the_accelerators_of_this_host_are_found() -> None:
+    found = torch.accelerator.current_accelerator(check_available=True)
+    assert (found is None) or found.type in RngState().state_dict()
