@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
+from tests.data.resumed_loaders import assert_resumes, seeded_generators
 from torchtitan_lite.data.adapters import StatefulDataLoaderAdapter
 from torchtitan_lite.data.generators import own_generators, set_state, state_of
 from torchtitan_lite.data.rank_state import pack, unpack
@@ -163,65 +164,39 @@ def values(batches: Any) -> list[Any]:
     return [[column.tolist() for column in batch] for batch in batches]
 
 
-def generators() -> tuple[Any, ...]:
-    return torch.get_rng_state(), np.random.get_state(), random.getstate()
-
-
-def restore(states: tuple[Any, ...]) -> None:
-    torch.set_rng_state(states[0])
-    np.random.set_state(states[1])
-    random.setstate(states[2])
-
-
 @pytest.fixture(autouse=True)
 def seeded() -> Iterator[None]:
-    before = generators()
-    torch.manual_seed(1)
-    np.random.seed(2)
-    random.seed(3)
-    yield
-    restore(before)
+    with seeded_generators():
+        yield
 
 
-def assert_resumes(kind: str, options: dict[str, Any], epochs: int, taken: int) -> None:
-    first = adapter(kind, options)
-    for _ in range(epochs):
-        values(first)
-    batches = iter(first)
-    for _ in range(taken):
-        next(batches)
-    state, saved = first.state_dict(), generators()
-    expected = [values(batches), values(first), values(first)]
-    torch.manual_seed(9)  # another process
-    second = adapter(kind, options)
-    second.load_state_dict(state)
-    restore(saved)  # A load restores the generators after the states.
-    assert [values(second) for _ in range(3)] == expected
+def assert_resumes_exactly(kind: str, options: dict[str, Any], epochs: int, taken: int) -> None:
+    assert_resumes(lambda: adapter(kind, options), values, epochs=epochs, taken=taken)
 
 
 @pytest.mark.parametrize("kind", DATASETS)
 def test_a_resumed_loader_without_workers_draws_what_an_uninterrupted_one_does(kind: str) -> None:
     for taken in (1, 4, 6):
-        assert_resumes(kind, {}, 1, taken)
+        assert_resumes_exactly(kind, {}, 1, taken)
 
 
 @pytest.mark.parametrize("is_persistent", [False, True])
 @pytest.mark.parametrize("kind", DATASETS)
 def test_resumed_workers_draw_what_uninterrupted_ones_do(kind: str, is_persistent: bool) -> None:
     epochs = 0 if is_persistent and kind == "a stream" else 1  # Persistent workers are not seeded for each epoch.
-    assert_resumes(kind, {"num_workers": 2, "persistent_workers": is_persistent}, epochs, 3)
+    assert_resumes_exactly(kind, {"num_workers": 2, "persistent_workers": is_persistent}, epochs, 3)
 
 
 @pytest.mark.parametrize("taken", [1, 2, 5, 6])
 @pytest.mark.parametrize("every", [1, 4])
 def test_workers_are_kept_wherever_the_epoch_is_left(taken: int, every: int) -> None:
-    assert_resumes("torch", {"num_workers": 2, "snapshot_every_n_steps": every}, 0, taken)
+    assert_resumes_exactly("torch", {"num_workers": 2, "snapshot_every_n_steps": every}, 0, taken)
 
 
 @pytest.mark.slow  # Spawned workers take seconds to start.
 def test_spawned_workers_are_kept_too() -> None:
     options = {"num_workers": 1, "multiprocessing_context": "spawn", "collate_fn": default_collate}
-    assert_resumes("numpy and python", options, 0, 3)
+    assert_resumes_exactly("numpy and python", options, 0, 3)
 
 
 class LoadedOnce(OwnIterator):
@@ -262,7 +237,7 @@ def test_a_worker_init_fn_sets_the_dataset_itself_and_seeds_the_worker() -> None
     first = adapter("with a state", options)
     counts = [int(batch[3][0]) for batch in first]
     assert counts[:2] == [101, 201]
-    assert_resumes("with a state", options, 1, 3)
+    assert_resumes_exactly("with a state", options, 1, 3)
 
 
 def test_a_loader_has_its_own_dataset_between_the_iterations() -> None:

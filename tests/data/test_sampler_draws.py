@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, WeightedRandomSampler
 
+from tests.data.resumed_loaders import assert_resumes, seeded_generators
 from torchtitan_lite.data.adapters import StatefulDataLoaderAdapter
 
 # torchdata 0.11 calls what torch 2.13 has deprecated; Python 3.12 warns of the workers' fork.
@@ -111,24 +112,10 @@ def flat(batches: Any) -> list[int]:
     return [number for batch in batches for number in torch.as_tensor(batch).reshape(-1).tolist()]
 
 
-def generators() -> tuple[Any, ...]:
-    return torch.get_rng_state(), np.random.get_state(), random.getstate()
-
-
 @pytest.fixture(autouse=True)
 def seeded() -> Iterator[None]:
-    before = generators()
-    torch.manual_seed(1)
-    np.random.seed(2)
-    random.seed(3)
-    yield
-    restore(before)
-
-
-def restore(states: tuple[Any, ...]) -> None:
-    torch.set_rng_state(states[0])
-    np.random.set_state(states[1])
-    random.setstate(states[2])
+    with seeded_generators():
+        yield
 
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])  # Workers take a while to start.
@@ -138,19 +125,7 @@ def test_a_resumed_epoch_and_later_ones_have_the_order_of_an_uninterrupted_run(
     kind: str, epochs: int, num_workers: int
 ) -> None:
     for taken in (1, 4, 6):
-        first = adapter(kind, num_workers)
-        for _ in range(epochs):
-            flat(first)
-        batches = iter(first)
-        for _ in range(taken):
-            next(batches)
-        state, saved = first.state_dict(), generators()
-        expected = [flat(batches), flat(first), flat(first)]
-        torch.manual_seed(9)  # another process
-        second = adapter(kind, num_workers)
-        second.load_state_dict(state)
-        restore(saved)  # A load restores the generators after the states.
-        assert [flat(second) for _ in range(3)] == expected, taken
+        assert_resumes(lambda: adapter(kind, num_workers), flat, epochs=epochs, taken=taken)
 
 
 def test_the_state_of_a_sampler_that_draws_from_its_epoch_alone_is_as_before() -> None:
