@@ -126,6 +126,14 @@ def test_every_program_and_command_on_the_page_is_in_a_section_that_a_test_runs(
     assert not [*section("The first start")]
 
 
+def test_every_loop_of_the_page_that_saves_ends_after_a_signal() -> None:
+    programs = [match["code"] for match in STEP.finditer(PAGE) if match["code"]]
+    # Callbacks do not own the loop: the examples beside the page show how they end it.
+    loops = [code for code in programs if re.search(r"^ +(manager|checkpoint)\.save\(", code, re.MULTILINE)]
+    assert len(loops) == 4
+    assert all("preempted_by" in code for code in loops)
+
+
 @pytest.mark.slow  # ten processes, one after the other
 def test_a_loop_with_torch_save_continues_with_the_manager_and_returns(tmp_path: Path) -> None:
     straight = uninterrupted("save_before.py", tmp_path, "25")

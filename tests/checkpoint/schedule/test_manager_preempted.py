@@ -74,6 +74,26 @@ def test_a_run_that_only_loads_leaves_too(start_run: StartRun) -> None:
     assert run.manager.preempted_by == signal.SIGTERM
 
 
+@pytest.mark.parametrize("load_only", [False, True])
+def test_a_loop_that_trains_on_after_a_signal_is_warned_once(
+    start_run: StartRun, load_only: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch = FakePreemption()
+    run = start_run(interval=100, load_only=load_only, seams={"preemption": watch})
+    watch.receive(signal.SIGTERM)
+    run.train(2, last=False)
+    assert run.manager.preempted_by == signal.SIGTERM
+    assert not _warnings_of_a_loop_that_trains_on(caplog)
+    run.step()
+    run.step()
+    [warning] = _warnings_of_a_loop_that_trains_on(caplog)
+    assert "SIGTERM" in warning and "preempted_by" in warning
+
+
+def _warnings_of_a_loop_that_trains_on(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [text for text in caplog.messages if "trains on" in text]
+
+
 class ReportedLater(ThreadSaver):
     """Its saves count as in flight until the test calls `report`."""
 

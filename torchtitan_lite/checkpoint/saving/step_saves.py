@@ -55,10 +55,13 @@ class StepSaves:
         """The latest step that was loaded or saved."""
         self._reached: int | None = None
         """The step at which the loop is."""
+        self._num_left = 0
+        """How many steps ended with the ranks leaving: more than one if the loop does not end."""
 
     def continue_from(self, step: int | None) -> None:
         """Note that the state is now that of `step`; None if the steps count from the start. Any rank."""
         self._loaded = self._latest = self._reached = step
+        self._num_left = 0
 
     def end_of_step(self, step: int, *, last: bool, now: bool) -> tuple[bool, int]:
         """Save `step` if it is due, wanted `now`, the `last` one, or if the ranks leave. **Collective**.
@@ -77,6 +80,8 @@ class StepSaves:
         if not saved and not last and not leaving_for and not self._loads_only:
             self._saves.keep_in_memory(step)
         self._auto.leave(step, began=saved and not last and not leaving_for)
+        if leaving_for:
+            self._note_left(leaving_for)
         self._send(step)
         return saved, leaving_for
 
@@ -111,6 +116,16 @@ class StepSaves:
     def drain(self) -> None:
         """Wait for the exchange under way, if there is one. **Collective**."""
         self._consensus.drain()
+
+    def _note_left(self, received: int) -> None:
+        """Warn, once, of a loop that trains on although `save` has set `preempted_by`."""
+        self._num_left += 1
+        if self._num_left == 2 and self._peers.is_coordinator:
+            logger.warning(
+                "This loop trains on after %s. It has to end once save() has set preempted_by: after "
+                "checkpoint.preemption_grace_seconds the process ends with exit code 1",
+                signal.Signals(received).name,
+            )
 
     def _refuse_before_latest(self, step: int) -> None:
         """Raise ConfigError if `step` is before the latest one that was loaded or saved, where the next start begins.
