@@ -1,8 +1,7 @@
-"""Other names for keys: those of every torchtitan version that was configured by TOML.
+"""Other names for keys: those of torchtitan's versions of October 2024 to February 2026, its last one with TOMLs.
 
-The table comes from torchtitan's key definitions of November 2024 to February 2026. An alias stands for one key. Where
-a switch became a choice, the alias also maps its values. Keys of [parallelism] are also accepted in [training] and
-[experimental], their former sections.
+An alias stands for one key. Where a switch became a choice, the alias also maps its values. Keys of [parallelism] are
+also accepted in [training] and [experimental], their former sections.
 """
 
 from __future__ import annotations
