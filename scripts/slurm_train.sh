@@ -71,7 +71,7 @@ check_set_up() {
     REPO="${REPO:-$SLURM_SUBMIT_DIR}"
     PYTHON="${PYTHON:-$REPO/.venv/bin/python}"
     [[ -f $REPO/train.py ]] || give_up "$REPO has no train.py: submit from the clone, or name it in REPO."
-    [[ -x $(command -v "$PYTHON") ]] || give_up "$PYTHON is not executable: run ./run_tests.sh in $REPO, or set PYTHON."
+    [[ -x $(command -v "$PYTHON") ]] || give_up "$PYTHON is not executable: run ./run_train.sh --help in $REPO, or set PYTHON."
     export PYTHONPATH="$REPO${PYTHONPATH:+:$PYTHONPATH}"
 }
 

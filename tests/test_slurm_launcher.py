@@ -190,6 +190,14 @@ def test_outside_of_slurm_it_ends_with_3_and_the_command_to_use(cluster: Cluster
     assert "sbatch scripts/slurm_train.sh" in said
 
 
+def test_a_clone_without_an_environment_ends_with_3_and_the_command_that_the_page_has(cluster: Cluster) -> None:
+    code, said = cluster.run(STEP="ends", PYTHON=str(cluster.folder / "no python"))
+    assert code == 3
+    command = "./run_train.sh --help"
+    assert command in said
+    assert command in (ROOT / "docs" / "slurm.md").read_text()
+
+
 def test_each_node_runs_one_torchrun_with_its_rendezvous_on_the_first_node(cluster: Cluster) -> None:
     cluster.run("--training.steps=3", STEP="ends", SLURM_RESTART_COUNT="2")
     arguments = cluster.srun()
