@@ -58,6 +58,27 @@ def test_after_a_load_of_an_earlier_step_the_steps_count_from_there(start_run: S
     assert run.manager.wait() == 2
 
 
+def test_a_loop_that_calls_save_only_at_steps_of_its_own_is_warned_once(
+    start_run: StartRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = start_run(interval=10)
+    assert not any(run.manager.save(step) for step in range(7, 36, 7))
+    warned = [record.getMessage() for record in caplog.records if "was due" in record.getMessage()]
+    assert len(warned) == 1 and "save(14): step 10 was due" in warned[0] and "now=True" in warned[0]
+
+
+def test_a_loop_that_misses_no_due_step_is_not_warned(start_run: StartRun, caplog: pytest.LogCaptureFixture) -> None:
+    run = start_run(interval=10)
+    for step in (10, 13, 20, 40):  # Step 30 was missed, but a due step is saved at once.
+        run.manager.save(step)
+    run.manager.save(55, now=True)
+    run.manager.save(65, force=True)
+    run.manager.load()
+    run.manager.save(66)
+    assert run.committed() == [10, 20, 40, 55, 65]
+    assert not [record for record in caplog.records if "was due" in record.getMessage()]
+
+
 def test_a_loss_with_its_graph_is_a_metric_without_a_warning(start_run: StartRun) -> None:
     run = start_run(interval=1)
     loss = run.model(next(run.loader)).square().mean()

@@ -14,7 +14,7 @@ from torchtitan_lite.checkpoint.saving.auto_interval import AutoInterval, FixedI
 from torchtitan_lite.checkpoint.saving.departure import Departure
 from torchtitan_lite.checkpoint.saving.in_flight import InFlight
 from torchtitan_lite.checkpoint.saving.run_saves import RunSaves
-from torchtitan_lite.checkpoint.schedule.interval import SavePolicy, Tick, build_skips_when_busy, split
+from torchtitan_lite.checkpoint.schedule.interval import SavePolicy, Tick, build_skips_when_busy, missed_step, split
 from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.peers import Peers
@@ -57,6 +57,7 @@ class StepSaves:
         """The step at which the loop is."""
         self._num_left = 0
         """How many steps ended with the ranks leaving: more than one if the loop does not end."""
+        self._has_warned_of_missed = False
 
     def continue_from(self, step: int | None) -> None:
         """Note that the state is now that of `step`; None if the steps count from the start. Any rank."""
@@ -70,12 +71,14 @@ class StepSaves:
         step). Raises `SaveFailed` if a save failed that was one too many, and ConfigError for a step before the latest.
         """
         self._refuse_before_latest(step)
-        self._reached = step
+        reached, self._reached = self._reached, step
         self._auto.enter()
         agreed = self._receive()
         leaving_for = 0 if last else agreed.signal
         saved = not self._loads_only and self._save(step, last, now, agreed, leaving_for)
         self._latest = step if saved else self._latest
+        if not saved and not self._has_warned_of_missed:
+            self._warn_of_missed(reached, step)
         self._saves.prepare(step, now=True)  # After the first step there is all that is to be saved.
         if not saved and not last and not leaving_for and not self._loads_only:
             self._saves.keep_in_memory(step)
@@ -137,6 +140,20 @@ class StepSaves:
                 f"save({step}): expected a step from {self._latest} on, which this run has: the next start resumes "
                 f"from step {self._latest}. Count on from manager.loaded_step after a load, and over all epochs; to "
                 "train from an earlier step again, load it first."
+            )
+
+    def _warn_of_missed(self, reached: int | None, step: int) -> None:
+        """Warn once of a loop that calls `save` only at steps of its own choice: it may save none of them, silently."""
+        missed = None if reached is None else missed_step(self._step_policy, reached, step)
+        if missed is not None:
+            self._has_warned_of_missed = True
+            logger.warning(
+                "save(%d): step %d was due and was not saved, because the call before was for step %d. Call save() at "
+                "every step; to save a step of your own choice, such as this one, call save(%d, now=True)",
+                step,
+                missed,
+                reached,
+                step,
             )
 
     def _receive(self) -> StepFlags:

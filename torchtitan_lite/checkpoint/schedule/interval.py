@@ -126,6 +126,17 @@ def split(policy: SavePolicy) -> tuple[SavePolicy, SavePolicy]:
     )
 
 
+def missed_step(policy: SavePolicy, after: int, before: int) -> int | None:
+    """Return the first step between `after` and `before`, without these, that `policy` has due by its number."""
+    missed = []
+    for part in policy.policies if isinstance(policy, AnyOf) else (policy,):
+        if isinstance(part, EverySteps):
+            missed.append(after - after % part.interval + part.interval)
+        elif isinstance(part, AtStep):
+            missed.append(part.step)
+    return min((step for step in missed if after < step < before), default=None)
+
+
 def build_save_policy(config: Checkpoint) -> SavePolicy:
     """Return the save policy that `config` describes."""
     if config.load_only:
