@@ -1,8 +1,9 @@
-"""A load into an optimizer that has other parameters than the one that was saved says how to make it fit."""
+"""A load into a model or an optimizer that is not built like the one that was saved says how to make it fit."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,3 +76,47 @@ def test_a_model_that_has_other_layers_gets_no_advice_about_groups(tmp_path: Pat
     ):
         manager.load()
     assert "add_param_group" not in str(refused.value)
+
+
+def test_another_output_layer_is_refused_with_what_loads_all_others(tmp_path: Path) -> None:
+    with _made(tmp_path, _layers(3)) as manager:
+        manager.save(1)
+    refused = "--checkpoint.load_exclude=1.weight,1.bias"
+    with _made(tmp_path, _layers(4)) as manager, pytest.raises(CheckpointMismatch, match=refused):
+        manager.load()
+    with _made(tmp_path, _layers(4), load_exclude=["1.weight", "1.bias"]) as manager:
+        assert manager.load()
+
+
+def test_another_optimizer_is_refused_with_what_begins_it_fresh(tmp_path: Path) -> None:
+    with _made(tmp_path, _layers(3)) as manager:
+        manager.save(1)
+    fresh = ["optimizer", "lr_scheduler"]
+    refused = f"--checkpoint.exclude_from_loading={','.join(fresh)}"
+    with _made(tmp_path, _layers(3), torch.optim.SGD) as manager, pytest.raises(CheckpointMismatch, match=refused):
+        manager.load()
+    with _made(tmp_path, _layers(3), torch.optim.SGD, exclude_from_loading=fresh) as manager:
+        assert manager.load()
+
+
+def test_another_model_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    with _made(tmp_path, _layers(3)) as manager:
+        manager.save(1)
+    wider, longer = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 4)), nn.Sequential(*_layers(3), nn.Linear(3, 3))
+    refused = "as when this was saved, or start a new run in another folder"
+    for model in (wider, longer):
+        with _made(tmp_path, model) as manager, pytest.raises(CheckpointMismatch, match=refused):
+            manager.load()
+
+
+def _layers(outputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, outputs))
+
+
+def _made(
+    folder: Path, model: nn.Module, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW, **keys: Any
+) -> CheckpointManager:
+    made = optimizer(model.parameters(), lr=0.1)
+    return CheckpointManager.for_loop(
+        model=model, optimizer=made, folder=folder, interval=1, preemption_signals=(), **keys
+    )

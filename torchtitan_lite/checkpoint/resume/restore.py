@@ -24,7 +24,7 @@ from torchtitan_lite.checkpoint.reading.torchtitan_states import as_ours, why_it
 from torchtitan_lite.checkpoint.resume.load_source import LoadSource, choose_source
 from torchtitan_lite.checkpoint.resume.resume_report import ResumeReport
 from torchtitan_lite.checkpoint.resume.verify_resume import verify
-from torchtitan_lite.checkpoint.resume.ways_out import other_groups, ways_out
+from torchtitan_lite.checkpoint.resume.ways_out import built_otherwise, other_groups, ways_out
 from torchtitan_lite.checkpoint.state.model import tensors_of
 from torchtitan_lite.checkpoint.state.optimizer_state import Slot
 from torchtitan_lite.checkpoint.state.rng import RNG, RngState
@@ -228,6 +228,12 @@ class Restore:
         everything = not self._source.model_only
         strict = self._config.checkpoint.load_strictness == "error" or keys.lost_states(list(self._loaded))
         names = self._stored.model_names(self._model_state) if keys.missing else {}
+        known = [
+            *ways_out(
+                keys.missing, tensors_of(self._model_state), names, list(self._loaded), self._model.frozen_names()
+            ),
+            *other_groups(keys, self._model_state, {name for slot in self._slots.values() for name in slot.names}),
+        ]
         return ResumeReport(
             path=self._source.path,
             step=self._source.step,
@@ -238,12 +244,7 @@ class Restore:
             topology_now=self._topology,
             refused_states=refused_states,
             fresh_states=tuple(self._fresh.values()),
-            ways_out=[
-                *ways_out(
-                    keys.missing, tensors_of(self._model_state), names, list(self._loaded), self._model.frozen_names()
-                ),
-                *other_groups(keys, self._model_state, {name for slot in self._slots.values() for name in slot.names}),
-            ],
+            ways_out=known or built_otherwise(keys, self._model_state),
         )
 
     def _read_small(self, name: str) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 Four causes are common: all names of the model have one prefix more or less, one of two tied tensors
 was not saved, frozen parameters were left out, or a state is new. Each is looked for, and a setting is
 suggested only if the load would then find the name, or miss none. A fifth has no setting: the optimizer
-got a parameter group before one of the two, the save and the load, and not before the other. Pure: takes
-names and tensors, returns sentences.
+got a parameter group before one of the two, the save and the load, and not before the other. If it is none of
+these, the model or the optimizer is built otherwise than it was. Pure: takes names and tensors, returns sentences.
 """
 
 from __future__ import annotations
@@ -71,6 +71,19 @@ def other_groups(keys: KeyReport, model: Collection[str], in_optimizer: Collecti
             "these before load(), or make the optimizer with them"
         )
     return sentences
+
+
+def built_otherwise(keys: KeyReport, model: Collection[str]) -> list[str]:
+    """Return a sentence for a `model` or an optimizer that is built otherwise than when it was saved."""
+    different = [fqn for fqn in keys.mismatched if fqn in model]
+    others = [key for key in (*keys.missing, *keys.unexpected) if not key.startswith("optimizer.")]
+    if different and not others and len(different) <= min(SHOWN, len(model) - 1):
+        return [f"  To load all others and begin these fresh: --checkpoint.load_exclude={','.join(different)}"]
+    if keys.mismatched and not others and all(key.startswith("optimizer.") for key in keys.mismatched):
+        return ["  To begin the optimizer fresh: --checkpoint.exclude_from_loading=optimizer,lr_scheduler"]
+    if keys.mismatched or keys.missing:
+        return ["  Build the model and its optimizer as when this was saved, or start a new run in another folder"]
+    return []
 
 
 def _named(fqns: Sequence[str]) -> str:
