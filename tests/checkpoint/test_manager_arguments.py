@@ -51,6 +51,10 @@ def manager(tmp_path: Path, **given: Any) -> CheckpointManager:
             r"dataloader: .*found a Linear\. The order is CheckpointManager\(dataloader, ",
         ),
         ({"dataloader": [Loader()]}, r"dataloader: .*found a list\. The order is"),
+        (
+            {"model_parts": {"g": nn.Linear(1, 1)}},
+            r"model_parts: .*found a dict\. Put several models into an nn\.ModuleDict",
+        ),
         ({"states": [TrainState()]}, r"states: expected a dict of names and states, found a list\. The order is"),
         ({"states": {"step": 3}}, r"states: 'step' is an int, which has no state_dict and load_state_dict"),
         ({"states": {"train_state": TrainState}}, r"'train_state' is the class TrainState"),

@@ -63,6 +63,11 @@ def checked_step(call: str, given: object, least: int = 0) -> int:
 
 def model_parts(given: object) -> list[nn.Module]:
     """Return the modules of `model_parts`; raise ConfigError for anything else, and for FSDP1 without a mesh."""
+    if isinstance(given, Mapping) and not isinstance(given, nn.Module):
+        raise ConfigError(
+            f"model_parts: expected a module or a list of modules, found {_kind(given)}. Put several models into an "
+            "nn.ModuleDict, and give their optimizers as a list."
+        )
     parts = _listed("model_parts", "a module or a list of modules", given, nn.Module)
     if not parts:
         raise ConfigError(f"model_parts: expected a module or a list of modules, found none. {_ORDER}")

@@ -67,7 +67,8 @@ def merge_disjoint(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             raise ConfigError(
                 f"two model parts of this rank share the name {shared[0]!r}"
                 + (f" and {len(shared) - 1} more" if len(shared) > 1 else "")
-                + "; one of them would be lost in a checkpoint. Give each part its own layers."
+                + "; one of them would be lost in a checkpoint. Give each part of a pipeline its own layers; put "
+                "several models, as of a GAN, into one: model=nn.ModuleDict({'first': ..., 'second': ...})."
             )
         merged.update(part)
     return merged
