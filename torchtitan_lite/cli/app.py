@@ -7,6 +7,7 @@ listing must not take seconds. Errors are one sentence on stderr; `exit_codes` h
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import importlib
 import io
@@ -19,7 +20,7 @@ from typing import Annotated, Any, Protocol, Union, cast
 import tyro
 
 from torchtitan_lite.cli.exit_codes import INTERRUPTED, ExitCode, code_of, sentence_of
-from torchtitan_lite.cli.parser_texts import default_in_words, finding_in, fitted
+from torchtitan_lite.cli.parser_texts import default_in_words, finding_in, fitted, unknown_options
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.spelling import as_spelled
 from torchtitan_lite.config.help_texts import LikeStdout, add_help_texts
@@ -91,7 +92,9 @@ def parse(argv: Sequence[str]) -> Verb:
             add_help_texts(registry, default_in_words)
         prog = f"{PROGRAM} {name}"
         return _quietly(
-            name, lambda: cast(Verb, tyro.cli(kind, args=arguments, prog=prog, config=config, registry=registry))
+            name,
+            lambda: cast(Verb, tyro.cli(kind, args=arguments, prog=prog, config=config, registry=registry)),
+            unknown_options(arguments, _options(kind)),
         )
     if not name.startswith("-"):
         raise ConfigError(_unknown(name))
@@ -109,6 +112,11 @@ def _with_first_sentence(name: str) -> Any:
     return Annotated[kind, tyro.conf.subcommand(name, description=first)]
 
 
+def _options(kind: Any) -> list[str]:
+    """Return the names of the fields of a verb's class that are options."""
+    return [field.name for field in dataclasses.fields(kind) if "Positional" not in str(field.type)]
+
+
 def _load(name: str) -> Any:
     module, _, kind = VERBS[name].partition(":")
     return getattr(importlib.import_module(module), kind)
@@ -122,8 +130,11 @@ def _unknown(name: str) -> str:
     return f"there is no verb {name!r}" + (f", did you mean {near[0]}?" if near else f": {verbs}")
 
 
-def _quietly(name: str, parse: Callable[[], Verb]) -> Verb:
-    """Return what `parse` does; in place of tyro's boxed report and exit, raise ConfigError with one sentence."""
+def _quietly(name: str, parse: Callable[[], Verb], unknown: str = "") -> Verb:
+    """Return what `parse` does; in place of tyro's boxed report and exit, raise ConfigError with one sentence.
+
+    The sentence is about the `unknown` options if there are any: tyro takes what follows one for its value.
+    """
     report, help_text = io.StringIO(), LikeStdout()
     try:
         with contextlib.redirect_stderr(report), contextlib.redirect_stdout(help_text):
@@ -135,4 +146,5 @@ def _quietly(name: str, parse: Callable[[], Verb]) -> Verb:
             # tyro has bullets also where it draws no boxes.
             sys.stdout.write(text if "─" in text else text.replace("•", "*"))
             raise
-        raise ConfigError(f"{finding_in(report.getvalue())}; see {f'{PROGRAM} {name}'.strip()} --help") from None
+        finding = unknown or finding_in(report.getvalue())
+        raise ConfigError(f"{finding}; see {f'{PROGRAM} {name}'.strip()} --help") from None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import textwrap
+from collections.abc import Iterable, Sequence
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _REWORDED = (
@@ -11,6 +13,7 @@ _REWORDED = (
         r"Missing value for argument '([\w-]+)'.*",
         lambda found: f"{found[1] if found[1].startswith('-') else found[1].upper()}: expected a value, found none",
     ),
+    (r"[Uu]nrecognized options: ((?!-).*)", r"expected no further argument, found \1"),
     (r"Error parsing ([\w-]+): invalid literal for int\(\).*: (.*)", r"\1: expected a whole number, found \2"),
     (r"Error parsing ([\w-]+): could not convert string to float: (.*)", r"\1: expected a number, found \2"),
     (
@@ -34,6 +37,16 @@ def finding_in(report: str) -> str:
     for pattern, reworded in _REWORDED:
         text = re.sub(rf"\A{pattern}\Z", reworded, text)
     return text if text[:2].isupper() else f"{text[:1].lower()}{text[1:]}"  # FOLDER stays as it is.
+
+
+def unknown_options(arguments: Sequence[str], fields: Iterable[str]) -> str:
+    """Return a finding about the options in `arguments` that are none of `fields`, with the nearest; empty for none."""
+    known = {"-h", "--help", *(f"--{field.replace('_', '-')}" for field in fields)}
+    given = [each.partition("=")[0].replace("_", "-") for each in arguments if re.match("--?[a-zA-Z]", each)]
+    unknown = [option for option in given if option not in known]
+    near = difflib.get_close_matches(unknown[0], known, n=1) if len(unknown) == 1 else []
+    hint = f"; the nearest is {near[0]}" if near else ""
+    return f"unrecognized options: {', '.join(unknown)}{hint}" if unknown else ""
 
 
 def default_in_words(default: object) -> str:
