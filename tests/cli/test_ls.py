@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,14 @@ def test_folders_of_torchtitan_and_of_plain_dcp(root: Path, tmp_path: Path) -> N
         assert opened.nbytes == each["bytes"]
     ended = command("ls", root)
     assert ["Without", "a", "manifest:", "saved", "by", "torchtitan"] in ended.lines
+
+
+def test_a_copy_under_a_name_of_its_own_is_not_said_to_lack_its_manifest(root: Path) -> None:
+    shutil.copytree(add_step(root, 1), root / "best")
+    assert listed(root)["best"]["origin"] == "torchtitan_lite"
+    ended = command("ls", root)
+    assert "Under names that no job looks for" in ended.out
+    assert "Without a manifest" not in ended.out
 
 
 def test_marks_of_a_checkpoint(root: Path) -> None:

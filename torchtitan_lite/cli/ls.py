@@ -227,6 +227,8 @@ def _by_run(entries: Sequence[Entry]) -> list[tuple[str, list[Entry]]]:
 
 
 def _title(entry: Entry) -> str:
+    if entry.lineage is None and entry.origin is Origin.OURS:
+        return "Under names that no job looks for"
     if entry.lineage is None:
         return "Without a manifest: saved by torchtitan" if entry.origin is Origin.TORCHTITAN else "Without a manifest"
     begun = entry.lineage.branch_point

@@ -195,6 +195,7 @@ def _managed(folder: Path, manifest: Manifest, state: State, finding: str) -> En
 
 def _foreign(folder: Path, step: int | None) -> Entry:
     sizes = _sizes(folder)
+    is_copy = step is None and layout.MANIFEST in sizes
     try:
         text = read_description(folder / layout.METADATA, b".")
     except (CheckpointDamaged, CheckpointUnsafe) as error:
@@ -205,7 +206,7 @@ def _foreign(folder: Path, step: int | None) -> Entry:
         step=step,
         nbytes=sum(sizes.values()),
         created_at=(folder / layout.METADATA).lstat().st_mtime,
-        origin=Origin.TORCHTITAN if _POSITIONS.search(text) else Origin.DCP,
+        origin=Origin.OURS if is_copy else Origin.TORCHTITAN if _POSITIONS.search(text) else Origin.DCP,
         kind=CheckpointKind.FULL if _OPTIMIZER.search(text) else CheckpointKind.WEIGHTS_ONLY,
         world_size=num_writers(sizes) or None,
     )
