@@ -9,6 +9,7 @@ import pytest
 
 from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig, Model
 from torchtitan_lite.config.manager import parse_config
+from torchtitan_lite.config.own_loop import loop_config
 from torchtitan_lite.errors import ConfigError
 
 PLACES = [
@@ -29,6 +30,19 @@ def test_an_address_is_one_sentence_that_names_the_key(section: Any, name: str, 
     assert "\n" not in message
 
 
+@pytest.mark.parametrize("folder", ["~", "~/runs/1"])
+@pytest.mark.parametrize(("section", "name"), PLACES)
+def test_a_home_that_no_shell_expanded_is_refused_by_name(section: Any, name: str, folder: str) -> None:
+    with pytest.raises(ConfigError, match=rf"[.]{name}: '{folder}' begins with ~, which only a shell expands"):
+        section(**{name: folder})
+
+
+@pytest.mark.parametrize("folder", ["s3://bucket/x", "~/runs/1", Path("~/runs/1")])
+def test_the_folder_of_an_own_loop_is_named_as_it_was_given(folder: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^folder: .*'{folder}'"):
+        loop_config(folder, {})
+
+
 def test_an_address_on_the_command_line_is_wrong_usage() -> None:
     with pytest.raises(ConfigError, match=r"job\.dump_folder: .*'s3://bucket/x'"):
         parse_config(["--job.dump_folder=s3://bucket/x"])
@@ -39,7 +53,7 @@ def test_an_address_that_went_through_a_path_is_refused_too() -> None:
         Job(dump_folder=Path("s3://bucket/x"))  # type: ignore[arg-type]  # accepted, for a training loop of your own
 
 
-@pytest.mark.parametrize("folder", ["outputs", "/data/run", "a:b/c", "../x", "C:/x", "./s3:/x"])
+@pytest.mark.parametrize("folder", ["outputs", "/data/run", "a:b/c", "../x", "~x", "x/~", "C:/x", "./s3:/x"])
 def test_other_names_are_folders(folder: str) -> None:
     assert Job(dump_folder=folder).dump_folder == folder
 

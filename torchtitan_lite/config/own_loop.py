@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.config.folders import refuse_address
 from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig
 from torchtitan_lite.config.keys import KEYS, meaning_of, nearest_key
 from torchtitan_lite.errors import ConfigError
@@ -26,6 +27,7 @@ def loop_config(folder: str | os.PathLike[str], settings: Mapping[str, Any]) -> 
             f"folder: expected the path of a folder for checkpoints, found {folder!r}. Give one, such as "
             "'outputs/checkpoint'."
         )
+    refuse_address("folder", os.fspath(folder), "Name a folder, and copy it when the run is over.")
     keys = {_key(name): value for name, value in settings.items()}
     if "folder" in keys:
         raise ConfigError("folder: given twice. Leave out checkpoint.folder.")
