@@ -208,7 +208,7 @@ class RunNotLoaded(CheckpointError, RuntimeError):
         there = ", ".join(map(str, self.steps[-8:]))
         super().__init__(
             f"{folder} has a run's checkpoints (step {there}), and this loop saves there without having called load(). "
-            "Call manager.load() before the loop to resume that run, or set another --job.dump_folder."
+            "Call manager.load() before the loop to resume that run, or give this loop another folder."
         )
 
 

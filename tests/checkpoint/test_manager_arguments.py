@@ -43,7 +43,7 @@ def manager(tmp_path: Path, **given: Any) -> CheckpointManager:
     [
         (
             {"dataloader": DataLoader([1, 2])},
-            r"a DataLoader has no state.*begin the data again.*StatefulDataLoader.*None",
+            r"a DataLoader has no state.*begin.*StatefulDataLoaderAdapter\(loader, rank=0, num_ranks=1\).*None",
         ),
         ({"dataloader": Halfway()}, r"a Halfway has no state.*Give it state_dict and load_state_dict"),
         (

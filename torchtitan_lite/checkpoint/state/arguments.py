@@ -111,8 +111,9 @@ def _check_dataloader(dataloader: Any) -> None:
     if dataloader is None or _is_stateful(dataloader):
         return
     instead = (
-        "Put torchdata's StatefulDataLoader, which takes the same arguments, into a StatefulDataLoaderAdapter "
-        "(torchtitan_lite.data.adapters)"
+        "Use torchdata's StatefulDataLoader, which takes the same arguments, and give "
+        "torchtitan_lite.data.StatefulDataLoaderAdapter(loader, rank=0, num_ranks=1), with the rank and their number "
+        "of a run on several"
         if isinstance(dataloader, DataLoader)
         else "Give it state_dict and load_state_dict"
     )
