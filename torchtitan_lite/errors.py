@@ -242,15 +242,17 @@ class FolderInUse(CheckpointError, RuntimeError):
 
 
 class LeaseLost(CheckpointError, RuntimeError):
-    """`folder` now belongs to another job, `holder`; this one may not write it any more."""
+    """`folder` now belongs to another job, `holder`, empty for none; this one may not write it any more."""
 
     def __init__(self, folder: str, holder: str) -> None:
         self.folder, self.holder = folder, holder
-        super().__init__(
-            f"{folder} was taken from this job, which was silent for too long; it is now with {holder}. "
-            "This job commits nothing more there. "
-            "Let the other job run, or end it and start this one again, or use another --job.dump_folder."
-        )
+        if holder:
+            what = f"was taken from this job, which was silent for too long; it is now with {holder}"
+            fix = "Let the other job run, or end it and start this one again, or use another --job.dump_folder"
+        else:
+            what = "is no longer this job's, because its lock file is gone: it, or the folder, was moved or removed"
+            fix = "If the folder was moved, move it back; then start this job again"
+        super().__init__(f"{folder} {what}. This job commits nothing more there. {fix}.")
 
 
 class CorpusChanged(TorchtitanLiteError, ValueError):

@@ -449,8 +449,10 @@ def test_the_error_for_a_lost_folder_names_its_new_holder(
     put(root, ELSEWHERE)
     if now == "no job":
         (root / "writer.lock").unlink()
-    with pytest.raises(LeaseLost, match="process 41 on node7" if now == "another" else "no job"):
+    gone = r"lock file is gone.*the folder, was moved or removed.*move it back"
+    with pytest.raises(LeaseLost, match="silent.*process 41 on node7" if now == "another" else gone) as lost:
         lease.check()
+    assert ("silent" in str(lost.value)) == (now == "another"), "nothing says that this job was silent"
 
 
 def test_a_lock_file_that_cannot_be_removed_is_a_warning(

@@ -83,7 +83,7 @@ class Lease:
         assert self._heart is not None, "check() before take()"
         found = self._file.read()
         if not _is_of(self._heart.holder, found):
-            raise LeaseLost(str(self._path.parent), _name_of(found))
+            raise LeaseLost(str(self._path.parent), "" if found is None else _name_of(found))
 
     def release(self) -> None:
         """Give the folder up, if it is still ours; a lock file that stays is a warning. Idempotent."""
