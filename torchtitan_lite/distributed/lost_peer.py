@@ -33,7 +33,8 @@ def as_peer_lost(error: BaseException) -> PeerLost | None:
     if _NCCL in text or (_GLOO in text and any(closed in text for closed in _CLOSED)):
         return PeerLost(rank, "lost its connection to another rank, which was killed or has failed")
     if _GLOO in text and _TIMED_OUT in text:
-        return PeerLost(rank, "waited until the time-out for another rank, which hangs or is stopped")
+        other = "hangs, is stopped, or does not make the same call, as under `if rank == 0`"
+        return PeerLost(rank, f"waited until the time-out for another rank, which {other}")
     return None
 
 
