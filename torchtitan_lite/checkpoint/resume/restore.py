@@ -25,6 +25,7 @@ from torchtitan_lite.checkpoint.resume.load_source import LoadSource, choose_sou
 from torchtitan_lite.checkpoint.resume.resume_report import ResumeReport
 from torchtitan_lite.checkpoint.resume.verify_resume import verify
 from torchtitan_lite.checkpoint.resume.ways_out import built_otherwise, other_groups, ways_out
+from torchtitan_lite.checkpoint.state.begun_loader import forget_iterator
 from torchtitan_lite.checkpoint.state.model import tensors_of
 from torchtitan_lite.checkpoint.state.optimizer_state import Slot
 from torchtitan_lite.checkpoint.state.rng import RNG, RngState
@@ -141,7 +142,9 @@ class Restore:
         for reason in report.fresh_states:
             logger.warning("%s", reason)
         for name, state in self._loaded.items():
-            self._load_together(state, self._read_small(name))
+            read = self._read_small(name)
+            forget_iterator(state)
+            self._load_together(state, read)
         self._begin_iterations()
         if self._optimizer is not None:
             self._load_together(self._optimizer, self._stored.read_optimizer(self._slots))

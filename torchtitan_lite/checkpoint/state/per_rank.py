@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 
+from torchtitan_lite.checkpoint.state.begun_loader import forget_iterator
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted, logger
 
@@ -55,6 +56,7 @@ class PerRank:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load into `state` what this rank saved. Raises as `check_state` does."""
         if self._has_own(state_dict):
+            forget_iterator(self._state)
             self._state.load_state_dict(_own(state_dict))
         self._warn_of_other_ranks(int(state_dict.get(_RANKS, 0)))
 
