@@ -86,3 +86,14 @@ def test_a_path_as_the_dump_folder_is_saved_into(tmp_path: Path) -> None:
 def test_a_run_without_optimizer_schedule_or_further_states_is_taken(tmp_path: Path) -> None:
     with CheckpointManager(None, nn.Linear(1, 1), None, None, None, job_config(tmp_path)) as saving:
         assert saving.save(1, force=True)
+
+
+def test_a_bare_stream_of_hugging_face_is_named_with_what_to_use(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    stream = datasets.Dataset.from_dict({"x": [1, 2]}).to_iterable_dataset()
+    CheckpointManager.for_loop(model=nn.Linear(1, 1), dataloader=stream, folder=tmp_path)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith("dataloader: after a resume, each further epoch")
+    assert "HuggingFaceStreamAdapter" in warning

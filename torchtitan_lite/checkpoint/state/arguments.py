@@ -140,7 +140,17 @@ def _check_states(states: Any) -> None:
 
 
 def _warn_if_order_is_lost(name: str, loader: Any) -> None:
-    """Warn of torchdata's StatefulDataLoader if the order that its sampler draws is not in its state."""
+    """Warn of torchdata's StatefulDataLoader if the order that its sampler draws is not in its state, and of a stream.
+
+    A stream of Hugging Face begins all iterations of an epoch number at the position that it was given for it.
+    """
+    if any(kind.__module__ == "datasets.iterable_dataset" for kind in type(loader).__mro__):
+        logger.warning(
+            "%s: after a resume, each further epoch of a datasets.IterableDataset begins at the position of the "
+            "checkpoint too, unless set_epoch gives every epoch its number. Put it into a HuggingFaceStreamAdapter "
+            "(torchtitan_lite.data), which does that",
+            name,
+        )
     if not any(kind.__name__ == "StatefulDataLoader" for kind in type(loader).__mro__):
         return
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
