@@ -17,6 +17,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, get_worker_info
 
 from torchtitan_lite.data.generators import Generators, States, global_generators, own_generators, set_state, state_of
+from torchtitan_lite.data.hugging_face_stream import PositionedStream, is_hugging_face_stream
 
 _GENERATORS, _OWN = "torchtitan_lite.generators", "torchtitan_lite.own"
 """Keys of a state: the generators, and the state of the dataset, or of its iterator, itself."""
@@ -122,13 +123,16 @@ class DatasetDraws:
 
     @contextmanager
     def in_workers(self) -> Iterator[None]:
-        """Begin iterations in this block: their workers keep the draws. Outside it the loader has its own dataset."""
-        dataset = self._loader.dataset
-        if not self._loader.num_workers or isinstance(dataset, IterDataPipe | MapDataPipe):  # torch changes pipes.
-            yield
-            return
-        draws = WorkerDraws(dataset, self._loader.collate_fn)
-        object.__setattr__(self._loader, "dataset", _standing(dataset, draws))  # It refuses setattr.
+        """Begin iterations in this block: their workers keep the draws, and streams of Hugging Face their positions.
+
+        Outside it the loader has its own dataset.
+        """
+        dataset = standing = self._loader.dataset
+        if is_hugging_face_stream(dataset):
+            standing = PositionedStream(dataset)
+        if self._loader.num_workers and not isinstance(dataset, IterDataPipe | MapDataPipe):  # torch changes pipes.
+            standing = _standing(standing, WorkerDraws(dataset, self._loader.collate_fn))
+        object.__setattr__(self._loader, "dataset", standing)  # It refuses setattr.
         try:
             yield
         finally:
@@ -144,12 +148,14 @@ def bared_dataset() -> WorkerDraws | None:
     if info is None or not isinstance(info.dataset, _Stands):
         return None
     draws = info.dataset.draws
-    object.__setattr__(info, "dataset", info.dataset.dataset)  # It refuses setattr.
+    dataset = info.dataset.dataset
+    own = dataset.dataset if isinstance(dataset, PositionedStream) else dataset
+    object.__setattr__(info, "dataset", own)  # It refuses setattr.
     return draws
 
 
 def _standing(dataset: Any, draws: WorkerDraws) -> _Stands:
-    if not isinstance(dataset, IterableDataset):
+    if not isinstance(dataset, IterableDataset | PositionedStream):
         return _Samples(dataset, draws)
     return _StatefulStream(dataset, draws) if _is_stateful(dataset) else _Stream(dataset, draws)
 

@@ -1,0 +1,105 @@
+"""Streams of Hugging Face in torchdata's loader: a resumed run reads what an uninterrupted one reads."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tests.data.resumed_loaders import assert_resumes, seeded_generators
+from torchtitan_lite.data.adapters import StatefulDataLoaderAdapter
+
+datasets = pytest.importorskip("datasets")
+
+# torchdata 0.11 calls what torch 2.13 has deprecated; Python 3.12 warns of the workers' fork.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
+    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
+]
+
+
+def read(shards: Sequence[int]) -> Iterator[dict[str, int]]:
+    for shard in shards:
+        yield from ({"at": 10 * shard + line} for line in range(6))
+
+
+def augmented(example: dict[str, Any]) -> dict[str, Any]:
+    return {**example, "python": random.random(), "torch": float(torch.rand(1))}
+
+
+def stream() -> Any:
+    return datasets.IterableDataset.from_generator(read, gen_kwargs={"shards": [0, 1, 2, 3]})
+
+
+STREAMS: dict[str, Callable[[], Any]] = {
+    "a stream": stream,
+    "a stream that draws": lambda: stream().map(augmented),
+    "a shuffled stream": lambda: stream().shuffle(seed=3, buffer_size=1),
+}
+
+
+def adapter(dataset: Any, num_workers: int, *, is_persistent: bool = False) -> StatefulDataLoaderAdapter:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    loader = StatefulDataLoader(dataset, batch_size=2, num_workers=num_workers, persistent_workers=is_persistent)
+    return StatefulDataLoaderAdapter(loader, rank=0, num_ranks=1)
+
+
+def values(batches: Any) -> list[Any]:
+    return [[column.tolist() for column in batch.values()] for batch in batches]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    with seeded_generators():
+        yield
+
+
+# One batch of two workers: the other worker has delivered none in this epoch.
+@pytest.mark.parametrize("taken", [1, 4, 12])
+@pytest.mark.parametrize("epochs", [0, 1])
+@pytest.mark.parametrize("kind", STREAMS)
+def test_a_resumed_stream_and_its_later_epochs_are_those_of_an_uninterrupted_run(
+    kind: str, epochs: int, taken: int
+) -> None:
+    assert_resumes(lambda: adapter(STREAMS[kind](), 0), values, epochs=epochs, taken=taken)
+
+
+@pytest.mark.parametrize("is_persistent", [False, True])
+@pytest.mark.parametrize("taken", [1, 4, 12])
+@pytest.mark.parametrize("epochs", [0, 1])
+def test_a_stream_in_workers_resumes_exactly(epochs: int, taken: int, is_persistent: bool) -> None:
+    def make() -> StatefulDataLoaderAdapter:
+        return adapter(STREAMS["a stream that draws"](), 2, is_persistent=is_persistent)
+
+    assert_resumes(make, values, epochs=epochs, taken=taken)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_save_right_after_a_load_has_the_loaded_position(num_workers: int) -> None:
+    first, second, third = (adapter(stream(), num_workers) for _ in range(3))
+    batches = iter(first)
+    values(next(batches) for _ in range(5))
+    second.load_state_dict(first.state_dict())
+    third.load_state_dict(second.state_dict())
+    assert values(third) == values(batches)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_position_of_a_later_epoch_is_not_ignored(num_workers: int) -> None:
+    first, second = adapter(stream(), num_workers), adapter(stream(), num_workers)
+    first._loader.dataset.set_epoch(2)
+    batches = iter(first)
+    next(batches)
+    second.load_state_dict(first.state_dict())
+    assert second._loader.dataset.epoch == 2
+    assert values(second) == values(batches)
+
+
+def test_a_stream_whose_position_in_a_worker_cannot_be_loaded_is_refused_at_its_first_batch() -> None:
+    loader = adapter(STREAMS["a shuffled stream"](), 2)
+    with pytest.raises(Exception, match=r"cannot be loaded again[^.]*resumed\. Use num_workers=0"):
+        next(iter(loader))

@@ -1,0 +1,82 @@
+"""An iterable dataset of Hugging Face whose state is its position at any time, and is loaded for one iteration.
+
+By itself it has four traits that make a resumed run another one, or end it: until the first example of an iteration its
+state is that of the iteration before; every iteration after a load begins at the loaded position, also those of later
+epochs; a position of an epoch other than its own is ignored; and with datasets 5.2 the position of a worker in a stream
+that is shuffled or interleaved cannot be loaded.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import get_worker_info
+
+from torchtitan_lite.errors import ConfigError
+
+_KIND = ("datasets.iterable_dataset", "IterableDataset")
+
+
+class PositionedStream:
+    """Stands for `dataset`, a `datasets.IterableDataset`, in a loader."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self._loaded: dict[str, Any] = {}
+        self._is_next = self._has_begun = False
+        self._can_load = False
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._is_next:
+            self._loaded = {}
+        self._is_next = self._has_begun = False
+        self.dataset.load_state_dict(self._loaded)  # An empty one is the beginning.
+        return self._examples()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the present iteration; empty at its beginning.
+
+        Raises ConfigError if a resume could not load it.
+        """
+        if not self._has_begun:
+            return self._loaded
+        found: dict[str, Any] = self.dataset.state_dict()
+        if get_worker_info() is not None and not self._can_load:
+            _refuse_unloadable(self.dataset, found)
+            self._can_load = True
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Begin the next iteration at `state`."""
+        self._loaded, self._is_next, self._has_begun = state, True, False
+        if "epoch" in state:
+            self.dataset.set_epoch(state["epoch"])
+
+    def _examples(self) -> Iterator[Any]:
+        for example in self.dataset:
+            self._has_begun = True
+            yield example
+
+
+def is_hugging_face_stream(dataset: object) -> bool:
+    """Return whether `dataset` is a `datasets.IterableDataset`. Imports nothing."""
+    return any((kind.__module__, kind.__name__) == _KIND for kind in type(dataset).__mro__)
+
+
+def _refuse_unloadable(dataset: Any, position: dict[str, Any]) -> None:
+    """Raise ConfigError if a dataset like `dataset` cannot begin at `position`. Reads no example."""
+    trial = copy.deepcopy(dataset)
+    begin = getattr(trial, "_prepare_ex_iterable_for_iteration", None)
+    if begin is None:
+        return
+    trial.load_state_dict(position)
+    try:
+        begin()
+    except Exception as error:
+        raise ConfigError(
+            f"dataloader: the position of a worker in this datasets.IterableDataset cannot be loaded again "
+            f"({type(error).__name__} in datasets), as if it is shuffled or interleaved, so no checkpoint could be "
+            "resumed. Use num_workers=0."
+        ) from error
