@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import signal
@@ -132,3 +133,25 @@ def test_a_process_that_leaves_its_loop_in_the_middle_of_an_epoch_ends_with_its_
     for pid in map(int, log.read_text().split()):
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+class WithoutState(torch.utils.data.IterableDataset[int]):
+    """Fails before the first batch: torchdata reads the state of a dataset when its worker begins."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(8)
+
+    def state_dict(self) -> dict[str, Any]:
+        raise ValueError("no state today")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def test_workers_that_fail_before_their_first_batch_are_ended() -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    before = multiprocessing.active_children()
+    adapter = StatefulDataLoaderAdapter(StatefulDataLoader(WithoutState(), num_workers=2), rank=0, num_ranks=1)
+    with pytest.raises(ValueError, match="no state today") as kept:  # Its traceback keeps the iterator.
+        iter(adapter)
+    assert set(multiprocessing.active_children()) <= set(before) and kept

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import multiprocessing
 import os
 import signal
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from torchtitan_lite.config.job_config import Checkpoint
@@ -56,14 +59,14 @@ class StatefulDataLoaderAdapter:
         atexit.register(_end_workers, self._iterators, weakref.ref(loader), os.getpid())
 
     def __iter__(self) -> Iterator[Any]:
-        with self._draws.in_workers():
+        with _none_left_by_a_failure(), self._draws.in_workers():
             iterator: Iterator[Any] = iter(self._loader)
         self._iterators.add(iterator)
         return iterator
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of this rank's position in the data."""
-        with self._draws.in_workers():  # It begins the iteration if none has begun.
+        with _none_left_by_a_failure(), self._draws.in_workers():  # It begins the iteration if none has begun.
             state = {"num_workers": self._loader.num_workers, "loader": self._loader.state_dict()}
         if self._loader.generator is not None:
             state["generator"] = self._loader.generator.get_state()
@@ -88,7 +91,7 @@ class StatefulDataLoaderAdapter:
             self._sampler.replay(state.get("sampler", {}))
         self._loader.load_state_dict(state["loader"])
         # Begins the iteration now: that draws from torch's generator, which the load of a run restores last.
-        with self._draws.in_workers():
+        with _none_left_by_a_failure(), self._draws.in_workers():
             self._loader.state_dict()
         if self._sampler is not None:
             self._sampler.replay({})
@@ -104,10 +107,28 @@ def _end_workers(iterators: weakref.WeakSet[Any], loader: weakref.ref[Any], pid:
         return
     # The loader itself makes an iterator if its state is read before the first iteration.
     for iterator in {*iterators, getattr(loader(), "_iterator", None)}:
-        for worker in getattr(iterator, "_workers", ()):
-            if worker.is_alive():
-                worker.kill()  # Workers have nothing to save, and ignore SIGTERM.
+        _kill(getattr(iterator, "_workers", ()))
+
+
+@contextmanager
+def _none_left_by_a_failure() -> Iterator[None]:
+    """End the workers that begin in this block if it raises: no one has their iterator, and the exit waits for them."""
+    before = multiprocessing.active_children()
+    try:
+        yield
+    except BaseException:
+        _kill(child for child in multiprocessing.active_children() if child.daemon and child not in before)
+        raise
+
+
+def _kill(workers: Iterable[BaseProcess]) -> None:
+    """End `workers`, which have nothing to save, and ignore SIGTERM."""
+    for worker in workers:
+        if worker.is_alive():
+            with suppress(RuntimeError):  # Torch's handler for the end of a child raises one for a worker.
+                worker.kill()
                 worker.join()
+            worker.join()
 
 
 class HuggingFaceStreamAdapter:
