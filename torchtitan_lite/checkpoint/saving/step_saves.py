@@ -56,7 +56,7 @@ class StepSaves:
         self._reached: int | None = None
         """The step at which the loop is."""
         self._num_left = 0
-        """How many steps ended with the ranks leaving: more than one if the loop does not end."""
+        """The number of steps since the ranks agreed to stop: more than one if the loop goes on."""
         self._has_warned_of_missed = False
 
     def continue_from(self, step: int | None) -> None:
@@ -77,7 +77,7 @@ class StepSaves:
         leaving_for = 0 if last else agreed.signal
         saved = not self._loads_only and self._save(step, last, now, agreed, leaving_for)
         self._latest = step if saved else self._latest
-        if not saved and not self._has_warned_of_missed:
+        if not saved and not self._has_warned_of_missed and self._peers.is_coordinator:
             self._warn_of_missed(reached, step)
         self._saves.prepare(step, now=True)  # After the first step there is all that is to be saved.
         if not saved and not last and not leaving_for and not self._loads_only:
