@@ -42,6 +42,7 @@ PUBLIC = {
         "LeaseLost",
         "PeerLost",
         "PinsUnreadable",
+        "RanksDiffer",
         "RunNotLoaded",
         "SaveFailed",
         "TokensNotWritten",

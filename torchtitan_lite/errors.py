@@ -12,6 +12,7 @@
     |  |- FormatTooNew (RuntimeError)            a newer version of this package wrote the checkpoint
     |  |- CheckpointUnreadable (RuntimeError)    the files of a checkpoint could not be read
     |  |- SaveFailed (RuntimeError)              a save did not become durable
+    |  |- RanksDiffer (RuntimeError)             ranks hold different parameters under one name
     |  |- RunNotLoaded (RuntimeError)            a save would overwrite the checkpoints of a run that was not loaded
     |  |- WriterProcessDied (RuntimeError)       the writer process ended or was silent too long
     |  |- FolderUnusable (OSError)               the system refuses to use a folder for checkpoints
@@ -52,6 +53,7 @@ __all__ = [
     "LeaseLost",
     "PeerLost",
     "PinsUnreadable",
+    "RanksDiffer",
     "RunNotLoaded",
     "SaveFailed",
     "TokensNotWritten",
@@ -198,6 +200,21 @@ class SaveFailed(CheckpointError, RuntimeError):
     def __init__(self, step: int, cause: str) -> None:
         self.step, self.cause = step, cause
         super().__init__(f"the save of step {step} failed: {_clause(cause)}. Earlier checkpoints are untouched.")
+
+
+class RanksDiffer(CheckpointError, RuntimeError):
+    """Ranks hold different parameters or optimizer states under one name: `finding`, with its `fix`.
+
+    Earlier checkpoints are untouched.
+    """
+
+    def __init__(self, finding: str, fix: str) -> None:
+        self.finding, self.fix = finding, fix
+        super().__init__(
+            f"ranks hold different tensors under one name: {_clause(finding)}. Expected parameters and optimizer "
+            "states that training keeps equal, as DDP and fully_shard do: a checkpoint has one value of each name. "
+            f"{_clause(fix)}."
+        )
 
 
 class RunNotLoaded(CheckpointError, RuntimeError):

@@ -84,9 +84,9 @@ def ours(tensors: Sequence[Planned], mesh: Mesh, all_bytes: int) -> Figures:
     def plan() -> tuple[Description, list[bytes]]:
         answers = _Answers(None)
         with no_collection():
-            kept = answers.of_all([pickle.loads(data) for data in sent])
+            of_ranks = answers.of_all([pickle.loads(data) for data in sent])
         assert answers.description is not None
-        return answers.description, [pickle.dumps((numbers, None)) for numbers in kept]
+        return answers.description, [pickle.dumps((answer, None)) for answer in of_ranks]
 
     def save() -> tuple[Description, list[bytes], bytes]:
         description, answered = plan()

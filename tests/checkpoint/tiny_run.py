@@ -136,13 +136,16 @@ class ObservedSaver:
     def prepare(self, get_state: Callable[[], State]) -> None:
         self.inner.prepare(get_state)
 
+    def compare_beside(self, get_state: Callable[[], State]) -> None:
+        self.inner.compare_beside(get_state)
+
     def save(self, state: State, target: Target) -> PendingSave:
         self._over.clear()
         durable: Future[Any] = Future()
         watched = _WatchedStore(target.store, self.before_write)
         pending = self.inner.save(state, dataclasses.replace(target, store=watched))
         pending.durable.add_done_callback(lambda inner: self._pass_on(inner, durable))
-        return PendingSave(target.step, pending.staged, durable)
+        return PendingSave(target.step, pending.staged, durable, pending.differs)
 
     def close(self, timeout_seconds: float) -> None:
         self.wait()

@@ -80,6 +80,7 @@ class CheckpointManager:
         topology: str | None = None,
         hugging_face: HuggingFaceModel | None = None,
         import_weights: ImportWeights | None = None,
+        ranks_may_differ: bool = False,
         clock: Callable[[], float] = time.monotonic,
         on_event: OnEvent | None = None,
         past: Callable[[], Past] | None = None,
@@ -91,11 +92,13 @@ class CheckpointManager:
             topology=topology,
             hugging_face=hugging_face,
             import_weights=import_weights,
+            ranks_may_differ=ranks_may_differ,
         )
         self._parts, self._config, self._peers, self._own_groups = parts, parts.config, parts.peers, parts.own_groups
         self._run, self._store, self._saver, self._memory = parts.run, parts.store, parts.saver, parts.memory
         self._preemption, self._departure, self._end = parts.preemption, parts.departure, parts.end_of_run
         self._housekeeping, self._in_flight, self._saves = parts.housekeeping, parts.in_flight, parts.saves
+        self._comparison = parts.comparison
         self._first_save, self._initial_import = parts.first_save, parts.initial_import
         self._load, self._step_saves = parts.load, parts.step_saves
         self._guard = StagingGuard(parts.run.optimizers, self.maybe_wait_for_staging)
@@ -120,18 +123,29 @@ class CheckpointManager:
         states: Mapping[str, Stateful] | None = None,
         folder: str | os.PathLike[str] = "outputs/checkpoint",
         hugging_face: HuggingFaceModel | None = None,
+        ranks_may_differ: bool = False,
         on_event: OnEvent | None = None,
         **checkpoint: Any,
     ) -> CheckpointManager:
         """Return the manager of a training loop of your own; `checkpoint` takes any key of `[checkpoint]`.
 
         Checkpoints are enabled unless `enable_checkpoint=False` is given. `folder` holds the `step-N` folders.
-        `last_save_in_hf` needs `hugging_face`, which says where each tensor is in Hugging Face's files. Raises
+        `last_save_in_hf` needs `hugging_face`, which says where each tensor is in Hugging Face's files. With
+        `ranks_may_differ` the lowest rank's parameters and optimizer states are saved where ranks hold different ones
+        under one name, for all ranks to load, in place of `RanksDiffer`. Raises
         ConfigError for an unknown key, a wrong value or a wrong object. Any rank.
         """
         config = loop_config(folder, checkpoint)
         return cls(
-            dataloader, model, optimizer, lr_scheduler, states, config, hugging_face=hugging_face, on_event=on_event
+            dataloader,
+            model,
+            optimizer,
+            lr_scheduler,
+            states,
+            config,
+            hugging_face=hugging_face,
+            ranks_may_differ=ranks_may_differ,
+            on_event=on_event,
         )
 
     def open(self) -> None:
@@ -156,6 +170,7 @@ class CheckpointManager:
             return False
         self._in_flight.settle()
         self._memory.settle()
+        self._comparison.wait()
         self._housekeeping.wait(self._config.timeout_seconds)
         if step == -1:
             self._initial_import.run()
@@ -219,6 +234,7 @@ class CheckpointManager:
         """Wait until the state may change: call right before the optimizer's step. Any rank; raises `SaveFailed`."""
         self._in_flight.wait_for_staging()
         self._memory.wait_for_staging()
+        self._comparison.wait()
 
     def reset(self) -> None:
         """Start the clock of intervals in seconds, and prepare saves unless the load was from memory.

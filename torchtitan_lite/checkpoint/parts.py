@@ -26,6 +26,7 @@ from torchtitan_lite.checkpoint.run_end import RunEnd
 from torchtitan_lite.checkpoint.saving.auto_interval import build_auto_interval
 from torchtitan_lite.checkpoint.saving.departure import Departure
 from torchtitan_lite.checkpoint.saving.in_flight import InFlight, build_in_flight
+from torchtitan_lite.checkpoint.saving.rank_comparison import RankComparison
 from torchtitan_lite.checkpoint.saving.replicas import build_replicas
 from torchtitan_lite.checkpoint.saving.run_memory import RunMemory, build_run_memory
 from torchtitan_lite.checkpoint.saving.run_saves import RunSaves
@@ -97,6 +98,7 @@ class Parts:
     preemption: PreemptionWatch
     housekeeping: Housekeeping
     in_flight: InFlight
+    comparison: RankComparison
     saves: RunSaves
     departure: Departure
     first_save: FirstSave
@@ -146,6 +148,7 @@ def build_parts(
     topology: str | None,
     hugging_face: HuggingFaceModel | None,
     import_weights: ImportWeights | None,
+    ranks_may_differ: bool,
 ) -> Parts:
     """Return the parts for the run of `objects`. Raises ConfigError for one that is something else. Any rank."""
     dataloader, *_, states = objects
@@ -157,7 +160,9 @@ def build_parts(
     topology = topology or f"{peers.world_size} ranks"
     run = RunState(*objects, config.save_trained_only)
     folders = RunFolders(job_config, lineage.run_id, seams.store)
-    store, plans = folders.checkpoints, PlanCache(peers, build_replicas(run.model.parameter_names, run.small))
+    comparison = RankComparison(peers, may_differ=ranks_may_differ)
+    store = folders.checkpoints
+    plans = PlanCache(peers, build_replicas(run.model.parameter_names, run.small), comparison)
     memory = build_run_memory(config, store, plans, peers, clock, on_event)
     saver, at_once = seams.saver or build_saver(config, peers, plans, memory.images), SyncSaver(peers, plans)
     watch = seams.preemption or PreemptionWatch(config.preemption_signals, config.preemption_grace_seconds)
@@ -181,6 +186,7 @@ def build_parts(
         preemption=watch,
         housekeeping=housekeeping,
         in_flight=in_flight,
+        comparison=comparison,
         saves=saves,
         departure=departure,
         first_save=FirstSave(store, config, peers),

@@ -152,6 +152,21 @@ class Peers:
             dist.scatter_object_list(received, outcomes, src=0, group=self._control_group)
         return _result(*received[0], own)
 
+    def pass_on(self, mine: torch.Tensor, previous: int | None, following: int | None) -> torch.Tensor:
+        """Return the tensor of the first rank of a chain: receive it from `previous`, send it to the rank `following`.
+
+        `mine` is what the first rank, without a `previous`, sends, and elsewhere a tensor of the same size in the
+        host's memory. **Collective** for the ranks of a chain; a rank in several goes through them in one order.
+        """
+        theirs = mine.contiguous()
+        with naming_lost_peers():
+            if previous is not None:
+                theirs = torch.empty_like(mine)
+                dist.recv(theirs, src=previous, group=self._control_group)
+            if following is not None:
+                dist.send(theirs, dst=following, group=self._control_group)
+        return theirs
+
     def raise_together(self, error: Exception | None) -> None:
         """Return if no rank has an error; else raise the error of the lowest such rank on every rank.
 

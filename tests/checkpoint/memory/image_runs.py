@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -74,3 +77,19 @@ def held_by_rank(run_root: Path, runtime: Path) -> dict[tuple[int, int], Card]:
             found[card.rank, marked.step] = card
         each.close()
     return found
+
+
+@contextmanager
+def tier_on(folder: Path) -> Iterator[Path]:
+    """Turn the tier on in this rank, with a short path for sockets that both ranks share."""
+    before = {name: os.environ.get(name, "") for name in ("TORCHTITAN_LITE_MEMORY", "XDG_RUNTIME_DIR")}
+    runtime = Path("/tmp") / f"ttl-{folder.parent.name[-3:]}-{os.getppid()}"
+    runtime.mkdir(mode=0o700, exist_ok=True)
+    os.environ.update({"TORCHTITAN_LITE_MEMORY": "on", "XDG_RUNTIME_DIR": str(runtime)})
+    try:
+        yield runtime
+    finally:
+        os.environ.update(before)
+        while RUNS:
+            RUNS.pop().manager.close()
+        shutil.rmtree(runtime, ignore_errors=True)  # A keeper that a failed test left ends without its socket.

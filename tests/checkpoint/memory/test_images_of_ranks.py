@@ -2,36 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
-from tests.checkpoint.memory.image_runs import RUNS, held_by_rank, images_of, start, step
+from tests.checkpoint.memory.image_runs import held_by_rank, images_of, start, step, tier_on
 from tests.checkpoint.tiny_run import same_everywhere
 from tests.logged import logged_warnings
 from tests.ranks import on_two_ranks
 from torchtitan_lite import faults
-
-
-@contextmanager
-def tier_on(folder: Path) -> Iterator[Path]:
-    """Turn the tier on in this rank, with a short path for sockets that both ranks share."""
-    before = {name: os.environ.get(name, "") for name in ("TORCHTITAN_LITE_MEMORY", "XDG_RUNTIME_DIR")}
-    runtime = Path("/tmp") / f"ttl-{folder.parent.name[-3:]}-{os.getppid()}"
-    runtime.mkdir(mode=0o700, exist_ok=True)
-    os.environ.update({"TORCHTITAN_LITE_MEMORY": "on", "XDG_RUNTIME_DIR": str(runtime)})
-    try:
-        yield runtime
-    finally:
-        os.environ.update(before)
-        while RUNS:
-            RUNS.pop().manager.close()
-        shutil.rmtree(runtime, ignore_errors=True)  # A keeper that a failed test left ends without its socket.
 
 
 @on_two_ranks

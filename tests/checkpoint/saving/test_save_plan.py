@@ -24,9 +24,11 @@ from tests.checkpoint.tiny_run import TinyRun
 from tests.examples import examples
 from tests.ranks import on_two_ranks
 from torchtitan_lite import faults
+from torchtitan_lite.checkpoint.saving.balance import balanced
 from torchtitan_lite.checkpoint.saving.replicas import Replicas
-from torchtitan_lite.checkpoint.saving.save_plan import PlanCache, balanced
+from torchtitan_lite.checkpoint.saving.save_plan import PlanCache
 from torchtitan_lite.checkpoint.saving.savers import SyncSaver
+from torchtitan_lite.checkpoint.saving.shared_items import holders_of
 from torchtitan_lite.checkpoint.state.stateful import ModelWrapper, OptimizerWrapper
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.store.store import CheckpointStore
@@ -120,7 +122,7 @@ def test_each_item_is_written_once_and_no_rank_has_much_more_than_its_share(
 ) -> None:
     shared = {f"shared{i}": size for i, size in enumerate(sizes)}
     plans = [plan_of(shared | {f"own{rank}.{i}": 5 for i in range(num_own)}) for rank in range(num_ranks)]
-    kept = balanced(plans)
+    kept = balanced(plans, holders_of(plans)[0])
     written = [plan.items[n].index.fqn for plan, numbers in zip(plans, kept, strict=True) for n in numbers]
     assert sorted(written) == sorted({item.index.fqn for plan in plans for item in plan.items})
     assert all(numbers == sorted(numbers) for numbers in kept)
@@ -146,7 +148,7 @@ def test_equal_chunks_begin_at_the_same_byte_of_each_file_from_four_ranks_on(num
         for rank in range(num_ranks)
     ]
     found = set()
-    for plan, numbers in zip(plans, balanced(plans), strict=True):
+    for plan, numbers in zip(plans, balanced(plans, holders_of(plans)[0]), strict=True):
         sizes = [(plan.items[n].index.fqn, plan.items[n].tensor_data) for n in numbers]
         before = [data.chunk.sizes.numel() * 4 for _, data in sizes[: [fqn for fqn, _ in sizes].index("a")] if data]
         found.add(sum(before))
@@ -159,7 +161,7 @@ def test_one_byte_goes_to_the_holder_with_least_and_zero_bytes_to_the_first_hold
         plan.items.extend(
             create_default_local_save_plan({"byte": torch.empty(1, dtype=torch.int8)}, False).items  # On both ranks.
         )
-    assert balanced(plans) == [[0, 1], [1]]
+    assert balanced(plans, holders_of(plans)[0]) == [[0, 1], [1]]
 
 
 @on_two_ranks

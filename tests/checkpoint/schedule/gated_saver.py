@@ -23,6 +23,8 @@ class GatedSaver:
 
     def prepare(self, get_state: Callable[[], State]) -> None: ...
 
+    def compare_beside(self, get_state: Callable[[], State]) -> None: ...
+
     def save(self, state: State, target: Target) -> PendingSave:
         self._while_blocked()
         staged: Future[None] = Future()

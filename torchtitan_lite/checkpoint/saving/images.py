@@ -170,13 +170,17 @@ class Images:
         if not highest:
             return True
         if highest[0] and not self._is_off:
-            self._is_off = True
-            if self._peers.is_coordinator:
-                logger.warning("No more images in memory in this start: a rank cannot make or keep them")
+            self._end("a rank cannot make or keep them")
         has_spare = self.stager.pool.agree(highest[1:])
         if self.stager.pool.complete > self._former.step:
             self._former.free_later()
         return has_spare and not self._is_off
+
+    def _end(self, reason: str) -> None:
+        """Make no more of these images, as all ranks have agreed."""
+        self._is_off = True
+        if self._peers.is_coordinator:
+            logger.warning("No more images in memory in this start: %s", reason.removesuffix("."))
 
     def stage(self, step: int, make_state: Callable[[], State], origin: Origin) -> None:
         """Copy the state of `step` into memory, unless a rank has no arena to spare. **Collective**, main thread."""
@@ -192,6 +196,8 @@ class Images:
             try:
                 # The process again, if it died. With a check the first plan of a start compares the ranks, too.
                 planned = self._plans.plan(state, self.marker.start_process, failure=failure, numbers=self.report())
+                if planned.differs is not None:
+                    return self._end(f"{planned.differs}")
                 if not self.agree(planned.agreed):
                     logger.debug("Step %d gets no image: earlier ones are still being read", step)
                     return

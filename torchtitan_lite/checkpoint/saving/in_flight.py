@@ -22,7 +22,7 @@ from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.at_exit import end_at_exit, is_finished
 from torchtitan_lite.disk.forks import forget_in_children
 from torchtitan_lite.distributed.peers import Peers
-from torchtitan_lite.errors import LeaseLost, SaveFailed
+from torchtitan_lite.errors import LeaseLost, RanksDiffer, SaveFailed
 from torchtitan_lite.log import logger, readable_bytes
 from torchtitan_lite.store.housekeeping import Housekeeping, OnEvent
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
@@ -72,6 +72,8 @@ class InFlight:
         self._on_event = on_event
         self._save: _Save | None = None
         self._failed_in_a_row = 0
+        self.differs: RanksDiffer | None = None
+        """What is wrong with the state that was saved last, although it was written."""
         self.last_durable: int | None = None
         """The last step that became durable."""
         self.last_seconds: float | None = None
@@ -102,11 +104,13 @@ class InFlight:
         saver: SavesStates,
         origin: Origin,
         fence: Callable[[], None] = free,
+        *,
+        writes_anyway: bool = False,
     ) -> None:
         """Begin to save `state`; nothing may be in flight. **Collective**.
 
-        `fence` raises `LeaseLost` if the folder no longer belongs to this job. The coordinator calls it before it
-        touches anything there, and before the commit.
+        Raises `RanksDiffer`, or with `writes_anyway` keeps it in `differs`. `fence` raises `LeaseLost` if the folder no
+        longer belongs to this job. The coordinator calls it before it touches anything there, and before the commit.
         """
         assert self._save is None, "settle() comes first"
         began = self._clock()
@@ -121,9 +125,16 @@ class InFlight:
             origin,
             fence=fence,
             check=lambda: self._preflight(step, kind, store, fence),
+            writes_anyway=writes_anyway,
             note_slowest=lambda rank, seconds: slowest.update(slowest_rank=rank, slowest_seconds=seconds),
         )
-        save = _Save(saver.save(state, target), kind, store, fence, began_seconds=began, slowest=slowest)
+        try:
+            pending = saver.save(state, target)
+        except RanksDiffer as error:
+            self._on_event("save_failed", step, reason=str(error), in_a_row=self._failed_in_a_row)
+            raise
+        self.differs = pending.differs
+        save = _Save(pending, kind, store, fence, began_seconds=began, slowest=slowest)
         save.pending.durable.add_done_callback(lambda _: self._when_over(save))
         save.stall_seconds = self._clock() - began
         self._save = save

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite.checkpoint.format.description import Description, PlacedObject
 from torchtitan_lite.checkpoint.format.file_image import FileImage, FileLayout
 from torchtitan_lite.checkpoint.saving.object_items import ObjectItems
+from torchtitan_lite.errors import RanksDiffer
 
 State = dict[str, Any]
 
@@ -53,6 +54,8 @@ class Planned:
     _object_items: ObjectItems
     agreed: tuple[int, ...] = ()
     """The maximum over all ranks of each number that came with the state."""
+    differs: RanksDiffer | None = None
+    """Why a checkpoint cannot have the state: ranks hold different values under one name. The same on all ranks."""
 
     def image(self) -> RankImage:
         """Return the finished image of this rank's file. Any rank.

@@ -1,11 +1,11 @@
 """Values that several ranks hold under one name: which rank's is saved, and whether they are equal.
 
-Training keeps parameters and the state of their optimizers equal on all ranks that hold them, so any of
-these ranks may write them, and the bytes are spread evenly. Nothing guarantees that for the rest
-(buffers, the caller's states, settings): the lowest rank that has a value writes it, so that a load
-gets what one rank had and never a mixture. At the first save or image of a start the ranks compare these
-values, and one warning names those that differ. A value that is meant to differ needs another name on each
-rank, as `PerRank` and the random generators give it.
+Training keeps parameters and the state of their optimizers equal on all ranks that hold them
+(rank_comparison.py looks), so any of these ranks may write them, and the bytes are spread evenly. Nothing
+guarantees that for the rest (buffers, the caller's states, settings): the lowest rank that has a value
+writes it, so that a load gets what one rank had and never a mixture. At the first save or image of a start
+the ranks compare these values, and one warning names those that differ. A value that is meant to differ
+needs another name on each rank, as `PerRank` and the random generators give it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class Replicas:
         is_same, is_full = self._sameness(state), _is_full(state)
         sections: dict[str, dict[str, str]] = defaultdict(dict)
         for key, value in flat.items():
-            if not is_same(key) and key not in self._may_differ:
+            is_compared_apart = is_same(key) and isinstance(value, torch.Tensor)
+            if not is_compared_apart and key not in self._may_differ:
                 section = sections[key.partition(".")[0] if is_full else _WEIGHTS]
                 if isinstance(value, torch.Tensor):
                     section |= {_label(key, part): _digest(part.memory) for part in parts_of(key, value)}

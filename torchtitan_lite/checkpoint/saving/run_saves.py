@@ -60,7 +60,7 @@ class RunSaves:
         self._peers = peers
         self._clock = clock
         self._on_event = on_event
-        self._is_prepared = False
+        self._is_prepared = self._is_compared = False
         self._metrics: Metrics = {}
         self.origin = origin
         """Recorded in what is saved from now on; the parent step, though, is the last durable one."""
@@ -88,7 +88,10 @@ class RunSaves:
             self._images.stage(step, self._full, self._origin({}))
 
     def full(self, step: int) -> None:
-        """Save in full, durable on return; nothing may be in flight. Raises `SaveFailed` if a second try fails, too."""
+        """Save in full, durable on return; nothing may be in flight. Raises `SaveFailed` if a second try fails, too.
+
+        Raises `RanksDiffer` after the lowest ranks' state was saved.
+        """
         self._and_wait(step, self._full, CheckpointKind.FULL, self._folders.checkpoints)
 
     def last_of_all(self, step: int) -> None:
@@ -159,6 +162,12 @@ class RunSaves:
             self._is_prepared = True
             self._saver.prepare(lambda: self._together(step, self._full))
 
+    def compare_beside(self, step: int) -> None:
+        """Begin to compare what ranks share, beside the training that follows `step`, once a start."""
+        if not self._is_compared:
+            self._is_compared = True
+            self._saver.compare_beside(lambda: self._together(step, self._full))
+
     def _full(self) -> State:
         return self._run.full(self._peers.rank)
 
@@ -174,6 +183,8 @@ class RunSaves:
             self._begin(step, make_state, kind, store, self._sync_saver)
             failure = self._in_flight.outcome()
             if failure is None:
+                if self._in_flight.differs is not None:
+                    raise self._in_flight.differs
                 return
         assert failure is not None
         raise failure
@@ -188,7 +199,16 @@ class RunSaves:
             state, metrics = self._together(step, lambda: (make_state(), finite(self._metrics)))
         except SaveFailed as error:
             begins = _Refusal(error)
-        self._in_flight.begin(step, state, kind, store, begins, self._origin(metrics), self._folders.fence(store))
+        self._in_flight.begin(
+            step,
+            state,
+            kind,
+            store,
+            begins,
+            self._origin(metrics),
+            self._folders.fence(store),
+            writes_anyway=saver is self._sync_saver,
+        )
         self.last = Tick(step, self._clock())
 
     def _origin(self, metrics: dict[str, float]) -> Origin:

@@ -5,7 +5,8 @@ the last save, and one all-reduce max says whether it is unchanged on all ranks.
 holds and nothing else travels. If it changed on any rank, all ranks plan again: each rank proves that
 its state can be rebuilt, DCP makes its items, and the coordinator assigns each item that several ranks
 hold to one of them (replicas.py), balanced, and lays out every file. Planning comes before staging,
-while the caller waits, so that a rank stages only what it writes.
+while the caller waits, so that a rank stages only what it writes. The same exchange carries what the ranks
+need to know whether they hold equal parameters (rank_comparison.py).
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -24,7 +25,6 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import faults
-from torchtitan_lite.checkpoint.format.chunk_runs import LEAST_CHUNKS
 from torchtitan_lite.checkpoint.format.description import Description, PlannedFile
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES
 from torchtitan_lite.checkpoint.format.file_image import FileLayout, Spec
@@ -33,11 +33,15 @@ from torchtitan_lite.checkpoint.format.joint_structure import joint
 from torchtitan_lite.checkpoint.format.kinds import difference
 from torchtitan_lite.checkpoint.format.shards import knows_its_parts, part_of
 from torchtitan_lite.checkpoint.format.structure import Branch, decode, encode, paths_of, rebuild
+from torchtitan_lite.checkpoint.saving.balance import balanced
 from torchtitan_lite.checkpoint.saving.object_items import ObjectItems
+from torchtitan_lite.checkpoint.saving.rank_comparison import OWN_NAMES, RankComparison
 from torchtitan_lite.checkpoint.saving.rank_image import Planned, RankPlan
-from torchtitan_lite.checkpoint.saving.replicas import Replicas
+from torchtitan_lite.checkpoint.saving.replicas import SHOWN, Replicas
+from torchtitan_lite.checkpoint.saving.shared_items import SharedItems, holders_of, shared_by_rank
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.distributed.peers import Peers
+from torchtitan_lite.errors import RanksDiffer
 from torchtitan_lite.store import layout
 
 State = dict[str, Any]
@@ -63,10 +67,15 @@ class _Verdict(enum.IntEnum):
 class PlanCache:
     """Plans saves, and keeps the last plan."""
 
-    def __init__(self, peers: Peers, replicas: Replicas | None = None) -> None:
+    def __init__(
+        self, peers: Peers, replicas: Replicas | None = None, comparison: RankComparison | None = None
+    ) -> None:
         self._peers = peers
         self._examined: _Examined | None = None
         self._replicas = replicas or Replicas()
+        self._comparison = comparison or RankComparison(peers)
+        self._contradiction: RanksDiffer | None = None
+        """What the present plan leaves out: tensors of another shape than the lowest rank's of the same name."""
         self._object_items = ObjectItems()
         self._is_compared = False
         self._plan: RankPlan | None = None
@@ -81,13 +90,14 @@ class PlanCache:
     ) -> Planned:
         """Return the plan for `state`, whose `image` is this rank's file. **Collective**.
 
-        What fails on one rank, `check` included, is raised on every rank, as is a `failure` that it has already. The
-        first call with a `check`, of the first save or image of a start, also compares the values that must be the same
-        on all ranks, and warns where they differ. The maximum of `numbers` over all ranks comes back with the plan.
+        What fails on one rank, `check` included, is raised on every rank, as is a `failure` that it has already. A call
+        with a `check` is for a save or an image: it also compares what must be the same on all ranks, and the plan
+        `differs` if a checkpoint cannot have it. The maximum of `numbers` over all ranks comes back with the plan.
         """
         flat: State = {}
         examined: _Examined | None = None
         verdict = _Verdict.FAILED
+        report = self._comparison.no_report() if check is not None else ()
         try:
             if failure is not None:
                 raise failure
@@ -97,11 +107,14 @@ class PlanCache:
             verdict = _Verdict.UNCHANGED if is_known else _Verdict.CHANGED
             if verdict is _Verdict.CHANGED:
                 _prove(state, flat, examined.structure)
+            elif check is not None:
+                report = self._comparison.report(flat)
         except Exception as error:
             verdict, failure = _Verdict.FAILED, error
         in_doubt = self._peers.is_group_in_doubt
-        highest, is_in_doubt, *agreed_numbers = self._peers.max_over_ranks(verdict, in_doubt, *numbers)
-        agreed = _Verdict(highest)
+        highest, is_in_doubt, *maxima = self._peers.max_over_ranks(verdict, in_doubt, *numbers, *report)
+        agreed, agreed_numbers = _Verdict(highest), maxima[: len(numbers)]
+        reported: list[int] | None = maxima[len(numbers) :]
         if is_in_doubt:
             self._peers.renew_group()
         if agreed is _Verdict.FAILED:
@@ -110,11 +123,30 @@ class PlanCache:
         if agreed is _Verdict.CHANGED or self._plan is None:
             self._plan = self._examined = None
             self._plan = self._make(state, flat, examined.structure)
-            self._examined = examined
-        if check is not None and not self._is_compared:
+            self._examined, reported = examined, None
+        differs = None if check is None else self._compare(state, flat, examined.structure, reported)
+        return Planned(self._plan, flat, self._object_items, tuple(agreed_numbers), differs)
+
+    def compare_beside(self, get_state: Callable[[], State]) -> None:
+        """Begin to digest the state in a thread, so that the first save need not: see `RankComparison`. **Collective**.
+
+        `get_state` may be collective, and raises on all ranks alike. Nothing is done if nothing is planned or shared.
+        """
+        if self._comparison.is_due:
+            self._comparison.digest_beside(flatten(get_state())[0])
+
+    def _compare(
+        self, state: State, flat: State, structure: Branch, reported: Sequence[int] | None
+    ) -> RanksDiffer | None:
+        """Compare the ranks; where they differ, plan again so that all comes from the lowest. **Collective**."""
+        if not self._is_compared:
             self._is_compared = True
             self._replicas.compare(state, flat, self._peers)
-        return Planned(self._plan, flat, self._object_items, tuple(agreed_numbers))
+        took_lowest = self._comparison.takes_lowest
+        differs = self._comparison.settle(flat, reported)
+        if self._comparison.takes_lowest and not took_lowest:
+            self._plan = self._make(state, flat, structure)
+        return self._contradiction or differs
 
     def _make(self, state: State, flat: State, structure: Branch) -> RankPlan:
         local: SavePlan | None = None
@@ -124,29 +156,43 @@ class PlanCache:
             local = dataclasses.replace(local, storage_data=self._replicas.of_lowest_rank(state, local.items))
         except Exception as error:
             failure = error
-        answers = _Answers(failure or local)
+        answers = _Answers(failure or local, of_lowest=self._comparison.takes_lowest)
         with no_collection():  # The coordinator holds an object for each chunk of each rank.
-            kept: list[int] = self._peers.scatter_answers(answers.mine, answers.of_all)
+            answer: _Answer = self._peers.scatter_answers(answers.mine, answers.of_all)
         assert local is not None
-        return _rank_plan(self._peers.rank, [local.items[number] for number in kept], answers.description, flat)
+        self._comparison.use(answer.shared, answer.num_groups, local.items)
+        self._contradiction = answer.contradiction
+        return _rank_plan(self._peers.rank, [local.items[number] for number in answer.kept], answers.description, flat)
+
+
+class _Answer(NamedTuple):
+    """What the coordinator answers to the plan of a rank."""
+
+    kept: list[int]
+    """The numbers of those of its items that it writes."""
+    shared: list[SharedItems]
+    num_groups: int
+    contradiction: RanksDiffer | None
 
 
 class _Answers:
-    """The coordinator's answer to the plans of all ranks. The description stays on the coordinator."""
+    """The coordinator's answers to the plans of all ranks. The description stays on the coordinator."""
 
-    def __init__(self, mine: SavePlan | Exception | None) -> None:
+    def __init__(self, mine: SavePlan | Exception | None, *, of_lowest: bool = False) -> None:
         self.mine = mine
+        self._of_lowest = of_lowest
         self.description: Description | None = None
 
-    def of_all(self, plans: list[SavePlan | Exception | None]) -> list[list[int]]:
-        """Return for each rank the numbers of those of its items that it writes. Raises the first rank's failure."""
+    def of_all(self, plans: list[SavePlan | Exception | None]) -> list[_Answer]:
+        """Return the answer to each rank. Raises the first rank's failure."""
         whole: list[SavePlan] = []
         for plan in plans:
             if isinstance(plan, Exception):
                 raise plan
             assert plan is not None
             whole.append(plan)
-        kept = balanced(whole)
+        holders, odd = holders_of(whole)
+        kept = balanced(whole, holders, of_lowest=self._of_lowest)
         reduced = [
             dataclasses.replace(plan, items=[plan.items[number] for number in numbers], storage_data=None)
             for plan, numbers in zip(whole, kept, strict=True)
@@ -165,56 +211,16 @@ class _Answers:
         metadata = dataclasses.replace(metadata, planner_data=paths)
         files = [_planned_file(rank, plan.items) for rank, plan in enumerate(final)]
         self.description = Description(metadata, files, structure)
-        return kept
+        shared, num_groups = shared_by_rank(whole, holders)
+        contradiction = RanksDiffer(_contradicting(odd), OWN_NAMES) if odd else None
+        return [_Answer(*of_rank, num_groups, contradiction) for of_rank in zip(kept, shared, strict=True)]
 
 
-def balanced(plans: Sequence[SavePlan]) -> list[list[int]]:
-    """Return for each rank the numbers of those of its items that it writes: each item once, the bytes spread evenly.
-
-    An item of only one rank stays there. Objects, and the items whose numbers are in a plan's storage data, go to the
-    lowest rank that has them. The others go, the largest first, to the rank with the fewest bytes among their holders
-    (Graham's rule: at most 4/3 of the best possible).
-    """
-    holders: dict[MetadataIndex, list[tuple[int, int]]] = {}
-    for rank, plan in enumerate(plans):
-        for number, item in enumerate(plan.items):
-            holders.setdefault(item.index, []).append((rank, number))
-    load = [0] * len(plans)
-    alone: list[list[int]] = [[] for _ in plans]
-    kept: list[list[int]] = [[] for _ in plans]
-    shared: list[tuple[int, list[tuple[int, int]]]] = []
-    for held in holders.values():
-        rank, number = held[0]
-        num_bytes = _num_bytes(plans[rank].items[number])
-        is_the_lowest_ranks = any(number in (plans[rank].storage_data or ()) for rank, number in held)
-        if len(held) == 1 or num_bytes == 0 or is_the_lowest_ranks:
-            load[rank] += num_bytes
-            (alone if len(held) == 1 else kept)[rank].append(number)
-        else:
-            shared.append((num_bytes, held))
-    for num_bytes, held in sorted(shared, key=lambda pair: -pair[0]):
-        rank, number = min(held, key=lambda place: load[place[0]])
-        load[rank] += num_bytes
-        kept[rank].append(number)
-    if len(plans) < LEAST_CHUNKS:
-        return [sorted(alone[rank] + kept[rank]) for rank in range(len(plans))]
-    return [_in_file_order(plan.items, alone[rank], kept[rank]) for rank, plan in enumerate(plans)]
-
-
-def _in_file_order(items: Sequence[WriteItem], alone: list[int], shared: list[int]) -> list[int]:
-    """Return the numbers of the `items` that only this rank has and of others that it writes, as they lie in its file.
-
-    Chunks of cut tensors come first, and of these the ones that no other rank has: so equal chunks begin at the same
-    byte of every rank's file, and the manifest needs one run for all of them (chunk_runs.py).
-    """
-    of_cut = [[number for number in sorted(numbers) if _is_cut(items[number])] for numbers in (alone, shared)]
-    cut = [*of_cut[0], *of_cut[1]]
-    return [*cut, *sorted({*alone, *shared} - {*cut})]
-
-
-def _is_cut(item: WriteItem) -> bool:
-    """Return whether `item` is a chunk with elements, but not with all those of its tensor."""
-    return item.tensor_data is not None and 0 < item.tensor_data.chunk.sizes.numel() < item.tensor_data.size.numel()
+def _contradicting(odd: Mapping[str, Mapping[int, str]]) -> str:
+    """Return the names in `odd`, each with what two of its ranks have."""
+    pairs = [(key, *list(of_ranks.items())[:2]) for key, of_ranks in list(odd.items())[:SHOWN]]
+    named = [f"{key} ({one} on rank {rank}, {other} on rank {second})" for key, (rank, one), (second, other) in pairs]
+    return ", ".join(named) + (f" and {len(odd) - SHOWN} more" if len(odd) > SHOWN else "")
 
 
 def _flattened(state: State, check: Callable[[], None] | None) -> tuple[State, Branch]:
@@ -333,10 +339,3 @@ def _planned_file(rank: int, items: Sequence[WriteItem]) -> PlannedFile:
 def _spec(item: WriteItem) -> Spec:
     assert item.tensor_data is not None
     return item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes)
-
-
-def _num_bytes(item: WriteItem) -> int:
-    """Return the bytes of a chunk's elements; 0 for an object. (`tensor_storage_size` is of the whole tensor.)"""
-    if item.tensor_data is None:
-        return 0
-    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize

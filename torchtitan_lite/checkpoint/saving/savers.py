@@ -3,8 +3,9 @@
 `save` takes a state and a target, and returns a `PendingSave` with two futures: after `staged` the
 state may change, after `durable` the checkpoint cannot be lost. A failure is the result of `durable`,
 as `SaveFailed` (`LeaseLost` if the folder belongs to another job), and `save` never raises it: the
-caller settles every mode in the same way. One save is under way at a time; the caller settles the
-last one first. **Collective**: all ranks save the same step with the same kind of saver.
+caller settles every mode in the same way. Only `RanksDiffer` is raised at once, because no later save
+could succeed. One save is under way at a time; the caller settles the last one first. **Collective**: all
+ranks save the same step with the same kind of saver.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from torchtitan_lite.disk.background import give_way
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.writer_process import WriterProcess
 from torchtitan_lite.distributed.peers import Peers
-from torchtitan_lite.errors import CheckpointError, LeaseLost, SaveFailed
+from torchtitan_lite.errors import CheckpointError, LeaseLost, RanksDiffer, SaveFailed
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.manifest import CheckpointInfo
 
@@ -50,6 +51,8 @@ class PendingSave:
     durable: Future[CheckpointInfo | None]
     """Done when the checkpoint is committed; its result is what was committed on the coordinator, None on other ranks.
     Failed with `SaveFailed` or `LeaseLost`."""
+    differs: RanksDiffer | None = None
+    """What has to be raised once the checkpoint is durable: it has the values of the lowest ranks."""
 
 
 class SavesStates(Protocol):
@@ -71,6 +74,12 @@ class Saver(SavesStates, Protocol):
 
         **Collective**, and `get_state` may be, too. A failure here is only logged: the save meets it again and reports
         it.
+        """
+
+    def compare_beside(self, get_state: Callable[[], State]) -> None:
+        """Begin to compare the ranks beside training, if a save would have to compare all that they share.
+
+        **Collective**, after a step that was trained, and `get_state` may be collective, too.
         """
 
     def close(self, timeout_seconds: float) -> None:
@@ -119,8 +128,20 @@ class StateSaver:
         if num_bytes >= 0 and self._under_way.done():
             self._copies.stager.prepare(num_bytes)
 
+    def compare_beside(self, get_state: Callable[[], State]) -> None:
+        """Begin to compare the ranks in a thread; without copies the first save does it. **Collective**."""
+        if self._copies is None:
+            return
+        try:
+            self._plans.compare_beside(get_state)
+        except Exception as error:
+            logger.debug("The ranks are compared in the first save: %s", error)
+
     def save(self, state: State, target: Target) -> PendingSave:
-        """Plan, take the content, and commit it: here, or in a thread. **Collective**, main thread."""
+        """Plan, take the content, and commit it: here, or in a thread. **Collective**, main thread.
+
+        Raises `RanksDiffer`, unless the target is written anyway.
+        """
         content: RankContent | None = None
         failure: Exception | None = None
         # What is made of thousands of tensors here is gone when this returns, unless a collection makes it grow old.
@@ -130,6 +151,8 @@ class StateSaver:
                 planned = self._plans.plan(state, lambda: self._check(target), numbers=numbers)
             except Exception as error:
                 return refused(target.step, error)
+            if planned.differs is not None and not target.writes_anyway:
+                raise planned.differs
             if self._images is not None:
                 self._images.note_save(target.step, planned.agreed)
             try:
@@ -143,7 +166,7 @@ class StateSaver:
         if self._copies is not None:
             self._under_way = durable
             durable.add_done_callback(self._note_over)
-        return PendingSave(target.step, staged, durable)
+        return PendingSave(target.step, staged, durable, planned.differs)
 
     def close(self, timeout_seconds: float) -> None:
         """Give the arena back and end the process, after the save under way or after that time. Idempotent."""

@@ -79,6 +79,8 @@ class Target:
     """Raises `LeaseLost` if the folder belongs to another job by now; called right before the commit. Coordinator."""
     check: Callable[[], None] = free
     """Raises if the save cannot succeed; called before planning. Acts on the coordinator only."""
+    writes_anyway: bool = False
+    """Whether the checkpoint is written although ranks hold different values under one name: no save follows."""
     note_slowest: Callable[[int, float], None] = ignore_slowest
     """Called before the commit with the rank that took longest to write its file, and its seconds. Coordinator."""
 
