@@ -6,6 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.zoo.between import RanksCell, cells_between, find_between, rows_between
 from tests.zoo.cells import KINDS, Cell, Group, columns, find, groups, pairs
 from tests.zoo.outcome import DIFFERS, Outcome
 from tests.zoo.page import PAGE, render
@@ -21,8 +22,10 @@ def main() -> int:
             for kind, entries in KINDS.items()
         }
         combined = [_run(Cell(case), group) for case in pairs()]
-    PAGE.write_text(render(cells, combined), encoding="utf-8")
-    found = [each for rows in cells.values() for row in rows.values() for each in row.values()] + combined
+        between = {cell: _run_between(cell, group) for cell in cells_between()}
+    PAGE.write_text(render(cells, combined, rows_between(between)), encoding="utf-8")
+    found = [each for rows in cells.values() for row in rows.values() for each in row.values()]
+    found += [*combined, *between.values()]
     differing = sum(outcome.kind == DIFFERS for outcome in found)
     print(f"{len(found)} cases, {differing} differ; wrote {PAGE.name}")
     return min(differing, 1)
@@ -33,6 +36,13 @@ def _run(cell: Cell, group: Group) -> Outcome:
         outcome = find(cell, Path(folder), group)
     then = f" -> {cell.loaded_under}" if cell.loaded_under else ""
     print(f"{cell.case}{then}: {outcome}", flush=True)
+    return outcome
+
+
+def _run_between(cell: RanksCell, group: Group) -> Outcome:
+    with tempfile.TemporaryDirectory() as folder:
+        outcome = find_between(cell, Path(folder), group)
+    print(f"{cell.trick}, {cell.column}, {cell.world_size} ranks: {outcome}", flush=True)
     return outcome
 
 

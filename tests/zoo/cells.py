@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tests.ranks import Ranks
+from tests.ranks import Ranks, Report
 from tests.zoo import outcome
 from tests.zoo.extras import EXTRAS
 from tests.zoo.models import MODELS
@@ -120,7 +120,11 @@ def _base(kind: str, entry: str) -> Case:
 
 
 def _on(ranks: Ranks, action: str, **arguments: Any) -> Outcome:
-    reports = ranks.reports(outcome.on_rank, action=action, arguments=arguments)
+    return joint_outcome(ranks.reports(outcome.on_rank, action=action, arguments=arguments))
+
+
+def joint_outcome(reports: Sequence[Report]) -> Outcome:
+    """Return the outcome of all ranks together."""
     found = [
         Outcome(DIFFERS, f"a rank failed: {report.failure.strip().splitlines()[-1]}")
         if report.failure

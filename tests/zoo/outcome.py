@@ -18,8 +18,8 @@ from tests.zoo.run import Case, Run, quiet
 from tests.zoo.snapshot import assembled, difference, of_flat_pieces
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError, SaveFailed
 
-EQUAL, REFUSED, NOT_OFFERED, DIFFERS = "equal", "refused", "not offered by torch", "DIFFERS"
-IN_ORDER = (DIFFERS, NOT_OFFERED, REFUSED, EQUAL)
+EQUAL, WARNED, REFUSED, NOT_OFFERED, DIFFERS = "equal", "warned", "refused", "not offered by torch", "DIFFERS"
+IN_ORDER = (DIFFERS, NOT_OFFERED, REFUSED, WARNED, EQUAL)
 SAVED_AT, LAST = 3, 8
 CLOSE = 1e-3
 """Relative tolerance of losses on another number of processes, where sums have another order."""
@@ -27,7 +27,7 @@ CLOSE = 1e-3
 
 @dataclass(frozen=True)
 class Outcome:
-    """One of the four kinds, and the sentence that gives its reason."""
+    """One of the kinds, and the sentence that gives its reason."""
 
     kind: str
     why: str = ""
@@ -37,10 +37,10 @@ class Outcome:
 
     @staticmethod
     def of_ranks(outcomes: Sequence[Outcome]) -> Outcome:
-        """Return the outcome of all ranks together: equal only if every rank found it equal."""
+        """Return the outcome of all ranks together: equal only if every rank found it equal. One rank warns for all."""
         kinds = {outcome.kind for outcome in outcomes}
         worst = min(outcomes, key=lambda outcome: IN_ORDER.index(outcome.kind))
-        if len(kinds) > 1 and worst.kind != DIFFERS:
+        if len(kinds) > 1 and worst.kind not in (DIFFERS, WARNED):
             return Outcome(DIFFERS, "; ".join(f"rank {rank}: {outcome}" for rank, outcome in enumerate(outcomes)))
         return worst
 
@@ -69,7 +69,7 @@ def save(rank: int, folder: Path, case: Case) -> Outcome:
         losses = straight.train(LAST)
         end = straight.snapshot()  # Before the second run: both use the generators of this process.
     except Exception as error:
-        return Outcome(NOT_OFFERED, _first_sentence(error))
+        return Outcome(NOT_OFFERED, first_sentence(error))
     try:
         run = Run(case, rank, seed=0)
         with run.manager(folder) as manager:
@@ -77,9 +77,9 @@ def save(rank: int, folder: Path, case: Case) -> Outcome:
             held, shared = run.snapshot(), _shared(run)
             after = run.train(SAVED_AT + 2, manager)
     except (ConfigError, SaveFailed) as refusal:
-        return Outcome(REFUSED, _sentence(refusal))
+        return Outcome(REFUSED, sentence(refusal))
     except Exception as error:
-        return Outcome(DIFFERS, f"the save raised {type(error).__name__}: {_sentence(error)}")
+        return Outcome(DIFFERS, f"the save raised {type(error).__name__}: {sentence(error)}")
     different = difference(losses[: SAVED_AT + 2], before + after, "losses of the run that saved")
     of_the_two = {"losses": losses[SAVED_AT:], "end": end, "held": held, "shared": shared}
     torch.save(of_the_two, folder / f"held-{rank}.pt")
@@ -98,7 +98,7 @@ def resume(rank: int, folder: Path, case: Case) -> Outcome:
         again.step = SAVED_AT
         resumed = [] if different else again.train(LAST)
     except Exception as error:
-        return Outcome(DIFFERS, f"the resume raised {type(error).__name__}: {_sentence(error)}")
+        return Outcome(DIFFERS, f"the resume raised {type(error).__name__}: {sentence(error)}")
     different = different or difference(expected["losses"], resumed, "losses")
     different = different or difference(expected["end"], again.snapshot(), "at the end")
     return Outcome(DIFFERS, different) if different else Outcome(EQUAL)
@@ -112,7 +112,7 @@ def load(rank: int, folder: Path, case: Case, saved_by: int) -> Outcome:
     try:
         Run(case, rank, seed=0).train(LAST)
     except Exception as error:
-        return Outcome(NOT_OFFERED, _first_sentence(error))
+        return Outcome(NOT_OFFERED, first_sentence(error))
     again = Run(case, rank, seed=1)
     fresh = again.snapshot()
     try:
@@ -129,9 +129,9 @@ def load(rank: int, folder: Path, case: Case, saved_by: int) -> Outcome:
         trained = ("model", "optimizer")
         now = again.snapshot()
         touched = difference([fresh[key] for key in trained], [now[key] for key in trained], "after the refusal")
-        return Outcome(DIFFERS, touched) if touched else Outcome(REFUSED, _sentence(refusal))
+        return Outcome(DIFFERS, touched) if touched else Outcome(REFUSED, sentence(refusal))
     except Exception as error:
-        return Outcome(DIFFERS, f"the resume raised {type(error).__name__}: {_sentence(error)}")
+        return Outcome(DIFFERS, f"the resume raised {type(error).__name__}: {sentence(error)}")
     return Outcome(DIFFERS, different) if different else Outcome(EQUAL)
 
 
@@ -151,11 +151,13 @@ def _apart(expected: list[float], found: list[float]) -> str:
     return "" if is_close else f"losses: expected {expected}, found {found}"
 
 
-def _first_sentence(error: BaseException) -> str:
-    return re.split(r"(?<=\.) ", _sentence(error), maxsplit=1)[0]
+def first_sentence(error: BaseException | str) -> str:
+    """Return the first sentence of a message."""
+    return re.split(r"(?<=\.) ", sentence(error), maxsplit=1)[0]
 
 
-def _sentence(error: BaseException) -> str:
+def sentence(error: BaseException | str) -> str:
+    """Return a message in one line of at most 400 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(lines) or type(error).__name__
     return text if len(text) <= 400 else f"{text[:397]}..."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,12 +41,30 @@ Unless a table says otherwise, the model is a few plain layers, trained by AdamW
 """
 
 
-def render(cells: Mapping[str, Mapping[str, Mapping[str, Outcome]]], pairs: Sequence[Outcome]) -> str:
-    """Return the page; `cells` are by kind, entry and column."""
+BETWEEN = """\
+## Between ranks
+
+What people do with two and with four ranks (HSDP: four), saved at step 3 in each mode, and resumed from disk or from an
+image in memory.
+Two processes or four train on other data each.
+**warned** is one warning that names what differs, or what the resumed run will lack.
+With `ranks_may_differ=True`, equal means that every rank has rank 0's state.
+DDP sums the first step of each process in an order of its own, which four ranks see in the last bits; here a step
+without an optimizer comes before the load.
+"""
+
+
+def render(
+    cells: Mapping[str, Mapping[str, Mapping[str, Outcome]]],
+    pairs: Sequence[Outcome],
+    between: Mapping[str, Mapping[str, Outcome]],
+) -> str:
+    """Return the page; `cells` are by kind, entry and column, those `between` ranks by trick and column."""
     lines = [HEAD.format(version=torch.__version__.partition("+")[0])]
     for kind, rows in cells.items():
         title, about = HEADINGS[kind]
         lines += [f"## {title}", "", about, "", *_table(kind, rows), ""]
+    lines += [BETWEEN, *_table("ranks", {name: _shortened(row) for name, row in between.items()}), ""]
     lines += ["## Pairs", "", _of_pairs(pairs), ""]
     return "\n".join(lines)
 
@@ -61,6 +80,12 @@ def _table(kind: str, rows: Mapping[str, Mapping[str, Outcome]]) -> list[str]:
     lines = [header, ["---"] * len(header), *([_cell(each, notes) for each in row] for row in body)]
     table = [f"| {' | '.join(line)} |" for line in lines]
     return table if not notes else [*table, "", *(f"{number}. {why}" for why, number in notes.items())]
+
+
+def _shortened(row: Mapping[str, Outcome]) -> dict[str, Outcome]:
+    """Return `row` with sentences that do not list what differs: each row would have its own."""
+    listed = r"(different tensors under one name|different values of) .*|(different tensors under one name):.*"
+    return {column: Outcome(outcome.kind, re.sub(listed, r"\1\2 ...", outcome.why)) for column, outcome in row.items()}
 
 
 def _cell(text: str, notes: dict[str, int]) -> str:

@@ -12,6 +12,7 @@ import torch
 
 from tests.checkpoint.state.optimizers_of_torch import optimizers_of_torch
 from tests.ranks import Ranks
+from tests.zoo.between import cells_between, find_between, rows_between
 from tests.zoo.cells import KINDS, Cell, Group, columns, find, groups, pairs
 from tests.zoo.outcome import DIFFERS, EQUAL, Outcome
 from tests.zoo.page import PAGE, render
@@ -74,7 +75,8 @@ def test_the_page_is_the_one_that_its_command_writes() -> None:
         pytest.skip(f"this torch has other classes than {written_with}, with which the page was written")
     equal = Outcome(EQUAL)
     cells = {k: {entry: dict.fromkeys(columns(k, entry), equal) for entry in entries} for k, entries in KINDS.items()}
-    assert shape(page) == shape(render(cells, [equal])), "write the page again: python -m tests.zoo"
+    between = rows_between(dict.fromkeys(cells_between(), equal))
+    assert shape(page) == shape(render(cells, [equal], between)), "write the page again: python -m tests.zoo"
     names = [kind.__name__ for kind in optimizers_of_torch()] + schedulers_of_torch()
     assert not [name for name in names if not re.search(rf"^\| {name}\b", page, re.MULTILINE)]
 
@@ -82,7 +84,18 @@ def test_the_page_is_the_one_that_its_command_writes() -> None:
 def test_no_cell_of_the_page_differs_and_each_that_is_not_equal_has_a_reason() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert DIFFERS not in page
-    assert not re.findall(r"\| (?:refused|not offered by torch) (?!\()", page)
+    assert not re.findall(r"\| (?:refused|warned|not offered by torch) (?!\()", page)
+
+
+# 150 cells on two ranks take a minute on two cores, on four ranks two.
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.exhaustive)]
+)
+def test_what_people_do_between_ranks_is_equal_refused_or_warned_of(
+    tmp_path_factory: pytest.TempPathFactory, group: Group, world_size: int
+) -> None:
+    found = {cell: find_between(cell, tmp_path_factory.mktemp("cell"), group) for cell in cells_between((world_size,))}
+    assert not [f"{cell}: {outcome}" for cell, outcome in found.items() if outcome.kind == DIFFERS]
 
 
 # 416 cases took 322 s on two shared cores, of which those on four ranks took 205 s. With --all only one of the three
