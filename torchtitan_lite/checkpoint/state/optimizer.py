@@ -28,6 +28,7 @@ from torchtitan_lite.checkpoint.state.optimizer_owner import (
 )
 from torchtitan_lite.checkpoint.state.optimizer_state import (
     OF_OPTIMIZERS,
+    PARAMETERS,
     Slot,
     by_name,
     flat,
@@ -61,6 +62,8 @@ class OptimizerWrapper:
         self._names: dict[torch.Tensor, tuple[str, ...]] = {}
         self._refresh_names()
         self._owners = [_owner(number, each, self._parts, self._names) for number, each in enumerate(optimizers)]
+        self._numbers = [str(number) for number in range(len(self._owners))]
+        """The number of each optimizer in a checkpoint: that of the loaded one, if this one is in another order."""
 
     def __bool__(self) -> bool:
         """Return whether there is an optimizer."""
@@ -71,12 +74,19 @@ class OptimizerWrapper:
         self._refresh_names()
         whole: dict[str, Any] = {}
         of_optimizers: dict[str, Any] = {}
-        for number, owner in enumerate(self._owners):
+        for number, owner in zip(self._numbers, self._owners, strict=True):
             state = owner.read()
             whole |= dict(flat(state)) | owner.layouts(state)
             if state.rest:
-                of_optimizers[str(number)] = dict(state.rest)
+                (names,) = self.names_of([owner.optimizer])
+                of_optimizers[number] = dict(state.rest) | {PARAMETERS: dict.fromkeys(names, True)}
         return whole | ({OF_OPTIMIZERS: of_optimizers} if of_optimizers else {})
+
+    def names_of(self, optimizers: Sequence[Any]) -> list[list[str]]:
+        """Return the names of the parameters of each of `optimizers`; none for what has no parameter groups."""
+        self._refresh_names()
+        held = [parameters_of(each) if hasattr(each, "param_groups") else () for each in optimizers]
+        return [[self._names[each][0] for each in parameters if each in self._names] for parameters in held]
 
     def slots(self) -> dict[str, Slot]:
         """Return for each parameter, by name, what a load needs to know. **Collective** with FSDP1."""
@@ -96,13 +106,13 @@ class OptimizerWrapper:
 
         Settings (`param_groups.*`) that are not in it do not change.
         """
-        self._refresh_names()
-        for number, owner in enumerate(self._owners):
+        of_optimizers = state_dict.get(OF_OPTIMIZERS, {})
+        self._numbers = _matched(of_optimizers, self.names_of(self._optimizers))
+        for number, owner in zip(self._numbers, self._owners, strict=True):
             own = owner.read()
             names = {name for group in own.groups for name in group.names}
             states, settings = by_name(state_dict, names)
-            rest = state_dict.get(OF_OPTIMIZERS, {}).get(str(number), {})
-            owner.take(states, settings, {**own.rest, **rest})
+            owner.take(states, settings, {**own.rest, **of_optimizers.get(number, {})})
 
     def refuse_where_parts_differ(self, peers: Peers) -> None:
         """Raise ConfigError on every rank if an optimizer's state dict is saved whole and ranks have different models.
@@ -167,6 +177,23 @@ def _owner(
     if is_sharded or len(parts) > 1:
         raise ConfigError(f"optimizers[{number}] ({type(optimizer).__name__}): {_NOT_OF_ONE_RANK}")
     return WholeOwner(optimizer)
+
+
+def _matched(stored: Mapping[str, Mapping[str, Any]], own: Sequence[Sequence[str]]) -> list[str]:
+    """Return for each of `own`, the names of parameters, the number of the optimizer in `stored` that has one of them.
+
+    The rest are numbered in order, as those of older checkpoints, which have no names.
+    """
+    free = [
+        str(number) for number in range(max(0, len(own), *(int(number) + 1 for number in stored if number.isdecimal())))
+    ]
+    found = {}
+    for at, names in enumerate(own):
+        same = [number for number in free if stored.get(number, {}).get(PARAMETERS, {}).keys() & {*names}]
+        if same:
+            found[at] = same[0]
+            free.remove(same[0])
+    return [found[at] if at in found else free.pop(0) for at in range(len(own))]
 
 
 def _refuse_unknown_parameters(optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, Sequence[str]]) -> None:

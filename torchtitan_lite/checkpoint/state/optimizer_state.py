@@ -20,6 +20,8 @@ from torchtitan_lite.checkpoint.state.memory_order import ORDERS, Path, order_of
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError
 
 STATE, SETTINGS, LAYOUTS, OF_OPTIMIZERS = "state", "param_groups", "layouts", "optimizers"
+PARAMETERS = "_parameters"
+"""In a state that belongs to a whole optimizer, the key below which each of its parameters has an entry."""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class RunState:
         self.model = ModelWrapper(parts, trained_only=trained_only)
         self.optimizers = arguments.optimizers(optimizers)
         self.optimizer = OptimizerWrapper(self.model.parts, self.optimizers, modules)
-        self.small = _small_states(dataloader, arguments.lr_schedulers(lr_schedulers), states)
+        self.small = _small_states(dataloader, arguments.lr_schedulers(lr_schedulers), states, self.optimizer)
         watched = {"model": parts} | {name: [module] for name, module in modules.items()}
         self._unsaved = UnsavedWatch(watched, self.optimizers)
 
@@ -63,7 +63,10 @@ class RunState:
 
 
 def _small_states(
-    dataloader: Stateful | None, lr_schedulers: Sequence[LRScheduler], states: Mapping[str, Stateful]
+    dataloader: Stateful | None,
+    lr_schedulers: Sequence[LRScheduler],
+    states: Mapping[str, Stateful],
+    optimizer: OptimizerWrapper,
 ) -> dict[str, Stateful]:
     own = {"model", "optimizer", "lr_scheduler", "dataloader", RNG}
     reserved = sorted(name for name in states if name.partition(".")[0] in own)
@@ -75,5 +78,5 @@ def _small_states(
     if dataloader is not None:
         small["dataloader"] = dataloader
     if lr_schedulers:
-        small["lr_scheduler"] = LRSchedulerWrapper(lr_schedulers)
+        small["lr_scheduler"] = LRSchedulerWrapper(lr_schedulers, optimizer)
     return small | dict(states)
