@@ -51,6 +51,21 @@ def test_a_refusal_comes_before_the_first_step_and_names_the_key_and_both_values
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("arguments", [("checkpoint/step-2", "checkpoint"), ("checkpoint", "step-2")])
+def test_a_dump_folder_in_a_checkpoint_is_refused_and_nothing_is_written_into_it(
+    arguments: tuple[str, str], copied: Path
+) -> None:
+    before = _names(copied)
+    for also in ([], ["--checkpoint.dry_run"]):
+        options = [f"--checkpoint.folder={arguments[1]}", *also]
+        with start(copied / "run" / arguments[0], *_of(copied), MORE_STEPS, *options) as job:
+            assert job.wait() == [2], job.log
+        assert "no run writes into a checkpoint. To resume its run, name" in job.log
+        assert f"--job.dump_folder={copied}/run --checkpoint.folder=checkpoint" in job.log
+        assert _names(copied) == before
+
+
+@pytest.mark.slow
 def test_a_changed_corpus_is_refused_with_the_change_and_a_dry_run_reports_it_in_advance(copied: Path) -> None:
     with (copied / "corpus" / "b.txt").open("a") as file:
         file.write("another line\n")
@@ -88,6 +103,11 @@ def _unchanged(folder: Path) -> Iterator[None]:
     before = _files(folder)
     yield
     assert _files(folder) == before
+
+
+def _names(folder: Path) -> list[Path]:
+    """Return all that is in `folder` but the logs of jobs, which are beside their dump folders."""
+    return sorted(path for path in folder.rglob("*") if path.suffix != ".log")
 
 
 def _files(folder: Path) -> dict[Path, bytes]:

@@ -611,7 +611,7 @@ def test_what_is_not_ours_and_in_the_way_of_a_commit_is_renamed(
         committed = [save(store, step) for step in (1, 2, 3, 4)]
     assert store.committed() == committed
     assert len(caplog.records) == 4
-    assert "step-4 is not a checkpoint and in the way of one; it is now" in caplog.text
+    assert "step-4 has no intact manifest.json and is in the way of a save; it is now" in caplog.text
     assert (root / "step-1.foreign").readlink() == Path("gone")
     assert (root / "step-2.foreign").read_bytes() == b"theirs"
     assert (root / "step-3.foreign-2").is_dir()

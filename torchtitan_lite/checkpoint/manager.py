@@ -166,7 +166,7 @@ class CheckpointManager:
         `preempted_by` if a rank received a signal.
         """
         step = arguments.checked_step("load", step, -1)
-        if not self._opened(again=True):
+        if not self._opened(again=True, step=step):
             return False
         self._in_flight.settle()
         self._memory.settle()
@@ -320,7 +320,7 @@ class CheckpointManager:
                 raise
             logger.warning("While leaving after an error, the checkpoint manager could not close: %s", closing)
 
-    def _opened(self, *, again: bool = False) -> bool:
+    def _opened(self, *, again: bool = False, step: int = -1) -> bool:
         """Open the manager unless it is open; return False if checkpoints are off, and nothing is to be done.
 
         Raises ConfigError if another manager of this process took its place, unless this is to be the one `again`.
@@ -333,7 +333,7 @@ class CheckpointManager:
                 self._opener.refuse_if_replaced()
             self._is_open = True
             try:
-                self._parts.start(self._guard, self._opener)
+                self._parts.start(self._guard, self._opener, step)
             except BaseException:
                 self.close()
                 raise

@@ -22,6 +22,7 @@ from torchtitan_lite.checkpoint.resume.first_save import FirstSave
 from torchtitan_lite.checkpoint.resume.initial_import import ImportWeights, InitialImport
 from torchtitan_lite.checkpoint.resume.load_source import new_run
 from torchtitan_lite.checkpoint.resume.run_load import RunLoad
+from torchtitan_lite.checkpoint.resume.wrong_folder import refuse_wrong_folders
 from torchtitan_lite.checkpoint.run_end import RunEnd
 from torchtitan_lite.checkpoint.saving.auto_interval import build_auto_interval
 from torchtitan_lite.checkpoint.saving.departure import Departure
@@ -107,16 +108,19 @@ class Parts:
     step_saves: StepSaves
     end_of_run: RunEnd
 
-    def start(self, guard: StagingGuard, opener: OneOpener) -> None:
-        """Take the folders and watch signals. **Collective**; what fails on one rank is raised on all."""
+    def start(self, guard: StagingGuard, opener: OneOpener, step: int) -> None:
+        """Take the folders and watch signals. **Collective**; what fails on one rank is raised on all.
+
+        `step` is what is to be loaded, -1 for what the config says.
+        """
         if not self.config.load_only:
             opener.open()
         with named_if_they_miss("the first call of the checkpoint manager"):
             self.peers.together(self.preemption.start)
         self.peers.together(guard.start)
         self.run.optimizer.refuse_where_parts_differ(self.peers)
+        self.peers.on_coordinator(lambda: self._take_folders(step))
         if not self.config.load_only:
-            self.peers.on_coordinator(self.folders.take)
             self.end_of_run.refuse_foreign_folder()
             self.saves.origin = self.memory.begin(self.saves.origin)
 
@@ -134,6 +138,11 @@ class Parts:
             in_reverse.callback(guard.close)
             in_reverse.callback(self.in_flight.settle)
             in_reverse.callback(self.step_saves.drain)
+
+    def _take_folders(self, step: int) -> None:
+        refuse_wrong_folders(self.folders, self.config, step)
+        if not self.config.load_only:
+            self.folders.take()
 
     def _close_saver(self) -> None:
         # A save that was not over in time is not awaited twice: the other ranks wait for this one to leave.
@@ -191,7 +200,7 @@ def build_parts(
         departure=departure,
         first_save=FirstSave(store, config, peers),
         initial_import=InitialImport(store, config, import_weights, peers, clock, on_event),
-        load=RunLoad(run, store, job_config, topology, peers, clock, on_event, memory.tier),
+        load=RunLoad(run, folders, job_config, topology, peers, clock, on_event, memory.tier),
         step_saves=StepSaves(policy, config, saves, in_flight, watch, departure, consensus, auto, peers, clock),
         end_of_run=RunEnd(job_config, folders, saves, last_save, peers),
     )

@@ -15,13 +15,14 @@ from torchtitan_lite.checkpoint.examining.opened import Origin
 from torchtitan_lite.checkpoint.examining.retention_outlook import keep_keys, outlook
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.target import folder_of_checkpoints, is_checkpoint, names_step
+from torchtitan_lite.cli.target import folder_of_checkpoints, names_step
 from torchtitan_lite.cli.words import age, size
 from torchtitan_lite.disk.plain_file import read_plain
 from torchtitan_lite.errors import CheckpointNotFound, CheckpointUnsafe, ConfigError, PinsUnreadable
 from torchtitan_lite.log import counted
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.holder import Holder
+from torchtitan_lite.store.listing import is_checkpoint
 from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.manifest_fields import topology_in_words
 from torchtitan_lite.store.pins import Pins

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torchtitan_lite.cli.target import IN_DUMP_FOLDER, is_checkpoint
+from torchtitan_lite.cli.target import IN_DUMP_FOLDER
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.listing import Listing
+from torchtitan_lite.store.listing import Listing, is_checkpoint
 
 
 def refuse_place(out: Path, *, is_step: bool) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torchtitan_lite.errors import AllCheckpointsDamaged, CheckpointNotFound, ConfigError
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.listing import Listing
+from torchtitan_lite.store.listing import Listing, is_checkpoint
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 from torchtitan_lite.store.store import CheckpointStore
 
@@ -84,14 +84,6 @@ def _of_folder(path: Path) -> Target:
     absolute = path.absolute()
     step = layout.parse_step(absolute.name)
     return Target(path, None if step is None else path.parent, step)
-
-
-def is_checkpoint(folder: Path) -> bool:
-    """Return whether `folder` has files of a checkpoint, whole or not."""
-    with os.scandir(folder) as entries:
-        return any(
-            entry.name in (layout.METADATA, layout.MANIFEST) or layout.is_data_file(entry.name) for entry in entries
-        )
 
 
 def _of_step(root: Path, step: int) -> Target:

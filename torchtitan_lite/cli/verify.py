@@ -13,11 +13,11 @@ import tyro
 
 from torchtitan_lite.cli.exit_codes import ExitCode, sentence_of
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.target import folder_of_checkpoints, is_checkpoint, local, resolve
+from torchtitan_lite.cli.target import folder_of_checkpoints, local, resolve
 from torchtitan_lite.errors import CheckpointNotFound, CheckpointUnreadable, CheckpointUnsafe, FormatTooNew
 from torchtitan_lite.log import counted, readable_bytes
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.listing import Listing
+from torchtitan_lite.store.listing import Listing, is_checkpoint
 from torchtitan_lite.store.store import CheckpointStore
 from torchtitan_lite.store.verified import FULL, SIZES, Verified, identity_of, record
 

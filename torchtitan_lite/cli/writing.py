@@ -12,9 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.target import folder_of_checkpoints, is_checkpoint, names_step
+from torchtitan_lite.cli.target import folder_of_checkpoints, names_step
 from torchtitan_lite.errors import CheckpointNotFound, ConfigError
 from torchtitan_lite.store.lease import Lease
+from torchtitan_lite.store.listing import is_checkpoint
 from torchtitan_lite.store.store import CheckpointStore
 
 _LOOKS_OF_A_LIVE_JOB = 4

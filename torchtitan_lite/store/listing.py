@@ -44,6 +44,13 @@ class Listing:
         numbers = (number for found, number in self._numbered(layout.parse_replaced) if found == step)
         return [self.root / layout.replaced_dir(step, number) for number in sorted(numbers, reverse=True)]
 
+    def has_ours(self) -> bool:
+        """Return whether anything here is certainly from a run of this package: an id, a manifest, a name set aside."""
+        if layout.FOLDER_ID in self.names or any(layout.parse_set_aside(name) for name in self.names):
+            return True
+        places = (place for of_step in self.places().values() for place in of_step)
+        return any(os.path.lexists(place / layout.MANIFEST) for place in places)
+
     def leftovers(self) -> list[Path]:
         """Return staging folders and trash."""
         parsers = (layout.parse_staging, layout.parse_trash)
@@ -72,6 +79,14 @@ class Listing:
 def is_folder(path: Path) -> bool:
     """Return whether `path` is a folder, not a link to one."""
     return path.is_dir() and not path.is_symlink()
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Return whether `folder` has files of a checkpoint, whole or not."""
+    with os.scandir(folder) as entries:
+        return any(
+            entry.name in (layout.METADATA, layout.MANIFEST) or layout.is_data_file(entry.name) for entry in entries
+        )
 
 
 def is_unmanaged(folder: Path) -> bool:

@@ -104,9 +104,11 @@ class RetiredCheckpoints:
         return self._set_aside(abandons)
 
     def move_aside(self, step: int) -> None:
-        """Rename what has the name of the checkpoint of `step` and is none."""
+        """Rename what has the name of the checkpoint of `step` and is no intact one of ours."""
         aside = Listing(self.root).free(lambda number: layout.moved_aside(step, number))
-        logger.warning("%s is not a checkpoint and in the way of one; it is now %s", self._final(step), aside)
+        logger.warning(
+            "%s has no intact %s and is in the way of a save; it is now %s", self._final(step), layout.MANIFEST, aside
+        )
         self._durable.rename(self._final(step), aside)
 
     def remove(self, path: Path) -> None:

@@ -18,6 +18,7 @@ from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.state.stateful import LRSchedulerWrapper, ModelWrapper, OptimizerWrapper
 from torchtitan_lite.errors import CheckpointMismatch, CheckpointNotFound, ConfigError, CorpusChanged
+from torchtitan_lite.store.store import CheckpointStore
 
 
 def saved_run(start_run: StartRun, steps: int = 3, **options: Any) -> SmallRun:
@@ -339,6 +340,7 @@ def test_a_plain_dcp_checkpoint_is_skipped_and_loads_if_it_is_named(
     }
     with pytest.warns(UserWarning, match="torch.distributed is disabled"):
         dcp_save(state, checkpoint_id=run.root / "step-7", no_dist=True)
+    CheckpointStore(run.root).folder_id(make=True)  # With no sign of a run of ours, the folder is refused.
     assert not start_run(seed=1).manager.load()
     assert "step-7 has no manifest and is skipped" in caplog.text
     asking = start_run(seed=1, load_step=7)

@@ -69,10 +69,10 @@ def _of_file(path: Path) -> str:
 
 
 def _of_folder(path: Path) -> str:
-    if found := _last_step(path):
+    if found := last_step(path):
         return f"it is the folder above the steps. Name one of them, such as {found}"
     for folder in sorted(path.iterdir()):
-        if folder.is_dir() and (found := _last_step(folder)):
+        if folder.is_dir() and (found := last_step(folder)):
             return f"it is the dump folder of a run. Name one of its steps, such as {found}"
     names = sorted(entry.name for entry in path.iterdir())
     if _PARAMS in names and any(map(_META.fullmatch, names)):
@@ -92,7 +92,10 @@ def _import(source: Path, folder: Path) -> str:
     return _IMPORT.format(source=shlex.quote(str(source)), names="" if is_described else _SAME_NAMES)
 
 
-def _last_step(folder: Path) -> Path | None:
-    """Return the checkpoint with the highest step in `folder`, whichever tool wrote it; None if there is none."""
+def last_step(folder: Path) -> Path | None:
+    """Return the checkpoint with the highest step in `folder`, whichever tool wrote it; None if there is none.
+
+    Looks at names only. Any rank.
+    """
     steps = [places[0] for places in Listing(folder).places().values() if (places[0] / layout.METADATA).is_file()]
     return steps[-1] if steps else None

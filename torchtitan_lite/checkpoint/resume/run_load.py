@@ -18,6 +18,7 @@ from torchtitan_lite.checkpoint.resume.image_bytes import lent_parts, verify_ima
 from torchtitan_lite.checkpoint.resume.load_source import InMemory, LoadSource
 from torchtitan_lite.checkpoint.resume.restore import Restore
 from torchtitan_lite.checkpoint.resume.resume_report import ResumeReport
+from torchtitan_lite.checkpoint.resume.wrong_folder import neighbour_with_steps, refuse_wrong_folders
 from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.distributed.peers import Peers
@@ -26,16 +27,16 @@ from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.housekeeping import OnEvent
 from torchtitan_lite.store.manifest import Manifest
-from torchtitan_lite.store.store import CheckpointStore
+from torchtitan_lite.store.run_folders import RunFolders
 
 
 class RunLoad:
-    """Loads a checkpoint of `store` into the objects of `run`."""
+    """Loads a checkpoint of `folders` into the objects of `run`."""
 
     def __init__(
         self,
         run: RunState,
-        store: CheckpointStore,
+        folders: RunFolders,
         config: JobConfig,
         topology: str,
         peers: Peers,
@@ -44,7 +45,8 @@ class RunLoad:
         tier: Tier | None = None,
     ) -> None:
         self._run = run
-        self._store = store
+        self._folders = folders
+        self._store = folders.checkpoints
         self._config = config
         self._peers = peers
         self._topology = topology
@@ -73,6 +75,7 @@ class RunLoad:
             raise
         if source is None:
             self._report_unmanaged(wanted)
+            self._report_neighbour()
             logger.info("No checkpoint in %s: a fresh start", self._store.root)
         return source
 
@@ -88,8 +91,14 @@ class RunLoad:
         return images.shared_out(None if memory is None else Key.of_source(memory))
 
     def report(self) -> ResumeReport | None:
-        """Return what `load` would do and what it would refuse; None for a fresh start. Changes nothing."""
+        """Return what `load` would do and what it would refuse; None for a fresh start. Changes nothing.
+
+        Raises ConfigError where the start would refuse the folder.
+        """
+        self._peers.on_coordinator(lambda: refuse_wrong_folders(self._folders, self._config.checkpoint, -1))
         source = self._candidates(self._config.checkpoint.load_step).first()
+        if source is None:
+            self._report_neighbour()
         return None if source is None else self._restore(source).report()
 
     def _candidates(self, wanted: int, *, is_exact: bool = False) -> Candidates:
@@ -154,6 +163,16 @@ class RunLoad:
     def _report_unmanaged(self, wanted: int) -> None:
         for path in self._store.unmanaged() if self._peers.is_coordinator and wanted == -1 else []:
             logger.warning("%s has no manifest and is skipped. To load it, name its step or path", path)
+
+    def _report_neighbour(self) -> None:
+        root = self._store.root
+        if self._peers.is_coordinator and (found := neighbour_with_steps(root)):
+            logger.warning(
+                "%s has no checkpoint, but %s has, up to %s. If that run is meant, name its folder",
+                root,
+                found.parent,
+                found.name,
+            )
 
     def _restore(self, source: LoadSource, files: Files | None = None) -> Restore:
         return Restore(
