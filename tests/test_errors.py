@@ -33,6 +33,7 @@ FIXES = {
     errors.PinsUnreadable: "delete it to unpin all",
     errors.SaveFailed: "Earlier checkpoints are untouched",
     errors.WriterProcessDied: "starts a new one",
+    errors.FolderNotShared: "--job.dump_folder",
     errors.FolderInUse: "--job.dump_folder",
     errors.LeaseLost: "--job.dump_folder",
     errors.CorpusChanged: "--checkpoint.exclude_from_loading=dataloader",

@@ -36,6 +36,7 @@ PUBLIC = {
         "CorpusChanged",
         "ExtraMissing",
         "FolderInUse",
+        "FolderNotShared",
         "FolderUnusable",
         "FormatTooNew",
         "KeeperUnavailable",

@@ -16,6 +16,7 @@
     |  |- RunNotLoaded (RuntimeError)            a save would overwrite the checkpoints of a run that was not loaded
     |  |- WriterProcessDied (RuntimeError)       the writer process ended or was silent too long
     |  |- FolderUnusable (OSError)               the system refuses to use a folder for checkpoints
+    |  |- FolderNotShared (RuntimeError)         some ranks see another folder of the same name
     |  |- FolderInUse (RuntimeError)             another job writes the folder
     |  `- LeaseLost (RuntimeError)               another job has taken the folder over
     |- CorpusChanged (ValueError)                the data at resume is not the data of the run
@@ -47,6 +48,7 @@ __all__ = [
     "CorpusChanged",
     "ExtraMissing",
     "FolderInUse",
+    "FolderNotShared",
     "FolderUnusable",
     "FormatTooNew",
     "KeeperUnavailable",
@@ -245,6 +247,18 @@ class FolderUnusable(CheckpointError, OSError):
         super().__init__(
             f"{folder} cannot be used for checkpoints: {_clause(cause)}. "
             "Make it a folder that this user may write, with room, or set another --job.dump_folder."
+        )
+
+
+class FolderNotShared(CheckpointError, RuntimeError):
+    """What rank 0 on `host` wrote into `folder` is not seen by `blind`, ranks in words. No step was trained."""
+
+    def __init__(self, folder: str, host: str, blind: Sequence[str]) -> None:
+        self.folder, self.host, self.blind = folder, host, tuple(blind)
+        super().__init__(
+            f"the ranks do not share one folder for checkpoints: what rank 0 on {host} wrote into {folder} is not seen "
+            f"by {', '.join(self.blind)}. Name one that all hosts share: --job.dump_folder, or folder in a loop of "
+            "your own."
         )
 
 

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchtitan_lite.checkpoint.hugging_face.description import HuggingFaceModel
 from torchtitan_lite.checkpoint.hugging_face.last_save import build_last_save
+from torchtitan_lite.checkpoint.one_folder import refuse_where_not_shared
 from torchtitan_lite.checkpoint.one_opener import OneOpener
 from torchtitan_lite.checkpoint.resume.first_save import FirstSave
 from torchtitan_lite.checkpoint.resume.initial_import import ImportWeights, InitialImport
@@ -119,8 +120,9 @@ class Parts:
             self.peers.together(self.preemption.start)
         self.peers.together(guard.start)
         self.run.optimizer.refuse_where_parts_differ(self.peers)
-        self.peers.on_coordinator(lambda: self._take_folders(step))
+        tokens = self.peers.on_coordinator(lambda: self._take_folders(step))
         if not self.config.load_only:
+            refuse_where_not_shared(self.folders, tokens, self.peers, timeout_seconds=self.config.timeout_seconds)
             self.end_of_run.refuse_foreign_folder()
             self.saves.origin = self.memory.begin(self.saves.origin)
 
@@ -139,10 +141,9 @@ class Parts:
             in_reverse.callback(self.in_flight.settle)
             in_reverse.callback(self.step_saves.drain)
 
-    def _take_folders(self, step: int) -> None:
+    def _take_folders(self, step: int) -> list[str]:
         refuse_wrong_folders(self.folders, self.config, step)
-        if not self.config.load_only:
-            self.folders.take()
+        return [] if self.config.load_only else self.folders.take()
 
     def _close_saver(self) -> None:
         # A save that was not over in time is not awaited twice: the other ranks wait for this one to leave.

@@ -108,5 +108,10 @@ def _is_main() -> bool:
 
 
 def _summary(failures: Mapping[int, BaseException]) -> str:
-    causes = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in sorted(failures.items())]
+    causes = [f"rank {rank}: {_in_words(cause)}" for rank, cause in sorted(failures.items())]
     return "; ".join(causes[:3]) + (f"; and {counted(len(causes) - 3, 'more rank')}" if len(causes) > 3 else "")
+
+
+def _in_words(cause: BaseException) -> str:
+    """Return `cause` with its kind; of a failed save only why, because the error that it goes into says the rest."""
+    return cause.cause if isinstance(cause, SaveFailed) else f"{type(cause).__name__}: {cause}"

@@ -75,6 +75,22 @@ class Lease:
         self._heart = _Heart(self._path, self._file, mine, self._heartbeat_seconds, self._now)
         self._heart.start()
 
+    @property
+    def token(self) -> str:
+        """The random token in the lock file. Between `take` and `release`."""
+        assert self._heart is not None, "token before take()"
+        return self._heart.holder.token
+
+    def is_visible(self, token: str) -> bool:
+        """Return whether the lock file that this host sees has `token`. **Any rank**; changes nothing."""
+        try:
+            # A network file system asks the server again for a folder that is opened, not for a name in it.
+            os.scandir(self._path.parent).close()
+            holder = Holder.parse(self._file.read() or b"")
+        except OSError:
+            return False
+        return holder is not None and holder.token == token
+
     def check(self) -> None:
         """Raise LeaseLost unless the folder is still ours, OSError if that could not be read.
 

@@ -7,7 +7,7 @@ folder are **coordinator only**.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -42,8 +42,8 @@ class RunFolders:
         """The paths of the folders. Any rank."""
         return [store.root for store in self._stores]
 
-    def take(self) -> None:
-        """Reserve the folders for this job, and remove what a crash left in them.
+    def take(self) -> list[str]:
+        """Reserve the folders for this job, and remove what a crash left in them. Return the tokens of the leases.
 
         Raises `FolderInUse`, `FolderUnusable`, and `ConfigError` if both are the same folder.
         """
@@ -56,6 +56,15 @@ class RunFolders:
         for store in self._stores:
             with usable(store.root):
                 _recover(store)
+        return [lease.token for lease in self._leases.values()]
+
+    def first_without(self, tokens: Sequence[str]) -> int | None:
+        """Return which of `roots` is the first in which this host does not see the lease of its token; None for none.
+
+        Any rank. `tokens` are those that `take` returned on the coordinator.
+        """
+        seen = enumerate(zip(self._leases.values(), tokens, strict=True))
+        return next((number for number, (lease, token) in seen if not lease.is_visible(token)), None)
 
     def release(self) -> None:
         """Give the folders up to other jobs."""
