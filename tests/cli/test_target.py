@@ -109,3 +109,20 @@ def test_a_step_that_is_not_there_is_reported_under_the_folder_as_it_was_spelled
 ) -> None:
     monkeypatch.chdir(root.parent)
     assert command("inspect", f"{root.name}:8").err == f"error: step 8 is not in {root.name} (it has 7, 9, 12)\n"
+
+
+@pytest.mark.parametrize("arguments", [["ls", "."], ["inspect", "."], ["verify", "."]])
+def test_where_a_folder_has_no_checkpoints_the_runs_in_it_are_named(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    add_step(tmp_path / "outputs" / "checkpoint", 7)
+    (tmp_path / "logs").mkdir()
+    for also, said in (
+        (None, "in it; outputs/checkpoint has some\n"),
+        ("second", "in it; outputs/checkpoint, second have some\n"),
+    ):
+        if also:
+            add_step(tmp_path / also, 7)
+        result = command(*arguments)
+        assert (result.code, said in result.err) == (1, True), result.err

@@ -243,6 +243,12 @@ def test_a_missing_config_file_is_named_with_the_existing_ones():
         parse_config(["--job.config_file", "nope.toml"])
 
 
+@pytest.mark.parametrize("words", [["--job.config_file", ""], ["--job.config_file="]])
+def test_an_empty_name_of_a_config_file_is_said_to_be_empty(words):
+    with pytest.raises(ConfigError, match=r"--job\.config_file: expected a file, found an empty value\. Name a file"):
+        parse_config(words)
+
+
 def test_a_config_file_that_is_not_text_is_refused(tmp_path):
     (tmp_path / "some.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"some\.toml: cannot be read as a text file"):

@@ -15,10 +15,10 @@ from torchtitan_lite.checkpoint.examining.opened import Origin
 from torchtitan_lite.checkpoint.examining.retention_outlook import keep_keys, outlook
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.target import folder_of_checkpoints, names_step
+from torchtitan_lite.cli.target import folder_of_checkpoints, names_step, none_in
 from torchtitan_lite.cli.words import age, size
 from torchtitan_lite.disk.plain_file import read_plain
-from torchtitan_lite.errors import CheckpointNotFound, CheckpointUnsafe, ConfigError, PinsUnreadable
+from torchtitan_lite.errors import CheckpointUnsafe, ConfigError, PinsUnreadable
 from torchtitan_lite.log import counted
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.holder import Holder
@@ -58,7 +58,7 @@ class Ls:
         if not entries:
             if is_checkpoint(root):
                 raise ConfigError(f"{root} is a checkpoint, not a folder of checkpoints: use inspect")
-            raise CheckpointNotFound(str(root), None, finding="there is no checkpoint of any step in it")
+            raise none_in(root, "there is no checkpoint of any step in it")
         found = _Found.of(root, entries, time.time())
         screen.show(found.to_json() if screen.as_json else None, found.render)
         return ExitCode.FINE

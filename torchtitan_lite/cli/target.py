@@ -7,9 +7,11 @@ A dump folder stands for the `checkpoint` in it. Nothing is changed, and only ma
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchtitan_lite.checkpoint.resume.initial_path import last_step
 from torchtitan_lite.errors import AllCheckpointsDamaged, CheckpointNotFound, ConfigError
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.listing import Listing, is_checkpoint
@@ -86,6 +88,19 @@ def _of_folder(path: Path) -> Target:
     return Target(path, None if step is None else path.parent, step)
 
 
+def none_in(root: Path, finding: str) -> CheckpointNotFound:
+    """Return the error for a folder without checkpoints; it names the folders below that have some."""
+    found = []
+    for path in sorted(path for path in root.iterdir() if path.is_dir()):
+        for below in (path, path / IN_DUMP_FOLDER):
+            with suppress(OSError):  # What cannot be listed is left out.
+                if below.is_dir() and not is_checkpoint(below) and last_step(below):
+                    found.append(str(below))
+    has = "has some" if len(found) == 1 else "have some"
+    names = ", ".join(found[:3]) + f" and {len(found) - 3} more" * (len(found) > 3)
+    return CheckpointNotFound(str(root), None, finding=f"{finding}; {names} {has}" if found else finding)
+
+
 def _of_step(root: Path, step: int) -> Target:
     folder = root / layout.step_dir(step)
     if folder.is_dir():
@@ -114,7 +129,7 @@ def _latest(root: Path) -> Target:
         raise unreadable[max(unreadable)]
     if damaged := store.damaged():
         raise AllCheckpointsDamaged(str(root), {step: error.summary for step, error in damaged.items()})
-    raise CheckpointNotFound(str(root), None, finding="there is no complete checkpoint in it")
+    raise none_in(root, "there is no complete checkpoint in it")
 
 
 def _of_info(info: CheckpointInfo, root: Path) -> Target:

@@ -13,7 +13,7 @@ import tyro
 
 from torchtitan_lite.cli.exit_codes import ExitCode, sentence_of
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.target import folder_of_checkpoints, local, resolve
+from torchtitan_lite.cli.target import folder_of_checkpoints, local, none_in, resolve
 from torchtitan_lite.errors import CheckpointNotFound, CheckpointUnreadable, CheckpointUnsafe, FormatTooNew
 from torchtitan_lite.log import counted, readable_bytes
 from torchtitan_lite.store import layout
@@ -131,7 +131,7 @@ def _folders(spelling: str, screen: Screen) -> tuple[list[Path], bool]:
         if layout.parse_staging(path.name) is not None:
             screen.note(f"{path.name}: a save is under way or was cut off, so it is not verified")
     if not folders:
-        raise CheckpointNotFound(str(root), None, finding="there is no complete checkpoint in it")
+        raise none_in(root, "there is no complete checkpoint in it")
     return folders, False
 
 

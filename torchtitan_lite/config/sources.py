@@ -39,9 +39,9 @@ def find_config_file(name: str) -> Path:
         if path.is_file():
             return path
     known = sorted({path.name for folder in CONFIG_FOLDERS for path in folder.glob("*.toml")})
+    found = f"neither {name} nor train_configs/{name} was found" if name else "expected a file, found an empty value"
     raise ConfigError(
-        f"--job.config_file: neither {name} nor train_configs/{name} was found. "
-        f"Name a file, or one of these: {', '.join(known) or '(train_configs/ is empty)'}."
+        f"--job.config_file: {found}. Name a file, or one of these: {', '.join(known) or '(train_configs/ is empty)'}."
     )
 
 
