@@ -1,4 +1,4 @@
-"""Measure `verify --full` against a raw direct read of the same files, in one interleaved run.
+"""Measure `verify` against a raw direct read of the same files, in one interleaved run.
 
     python scripts/bench_verify.py FOLDER [--gib 3] [--rounds 5]
 

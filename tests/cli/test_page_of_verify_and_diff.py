@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "cli_verify_diff.md"
 GOLDEN = ROOT / "tests" / "golden"
 CODES = {
-    "verify outputs": ExitCode.FINE,
-    "verify outputs --full": ExitCode.DAMAGE,
-    "verify pretrained --full": ExitCode.FINE,
+    "verify outputs": ExitCode.DAMAGE,
+    "verify outputs --sizes": ExitCode.FINE,
+    "verify pretrained": ExitCode.FINE,
     "diff base tuned --values": ExitCode.DIFFERENT,
     "diff one-process two-ranks --values": ExitCode.FINE,
 }

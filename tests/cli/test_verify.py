@@ -52,21 +52,22 @@ def as_json(text: str) -> Any:
 
 
 @pytest.mark.parametrize("spelling", ["", "checkpoint", "checkpoint/step-7", "checkpoint:7", ":latest"])
-@pytest.mark.parametrize("full", [False, True])
-def test_a_whole_checkpoint_however_it_is_spelt(spelling: str, full: bool, root: Path, call: Call) -> None:
+@pytest.mark.parametrize("options", [[], ["--full"], ["--sizes"]])
+def test_a_whole_checkpoint_however_it_is_spelt(spelling: str, options: list[str], root: Path, call: Call) -> None:
     target = f"{root.parent}/{spelling}" if not spelling.startswith(":") else f"{root.parent}{spelling}"
-    code, out, err = call(target, *(["--full"] if full else []))
+    code, out, err = call(target, *options)
     assert (code, err) == (0, "")
     assert out.splitlines()[0].split() == ["step-7", "whole", "3", "files", "34", "tensors", "126.7", "KiB"]
-    assert out.splitlines()[-1].endswith("nothing is damaged." if full else "--full reads every byte.")
+    assert out.splitlines()[-1].endswith("No byte was read." if "--sizes" in options else "nothing is damaged.")
     entry = verified(root / "step-7", verified_in(root))
-    assert entry is not None and (entry.depth, entry.num_findings) == ("full" if full else "sizes", 0)
+    assert entry is not None and (entry.depth, entry.num_findings) == ("sizes" if "--sizes" in options else "full", 0)
 
 
-def test_a_flipped_byte_is_found_by_full_and_names_file_and_tensor(root: Path, call: Call) -> None:
+def test_a_flipped_byte_is_found_and_names_file_and_tensor(root: Path, call: Call) -> None:
     flip(root / "step-7" / "__1_0.distcp", 390)
-    assert call(root)[0] == 0, "the sizes are right"
-    code, out, err = call(root, "--full")
+    code, out, _ = call(root, "--sizes")
+    assert (code, "nothing is missing or cut." in out, "nothing is damaged" in out) == (0, True, False)
+    code, out, err = call(root)
     assert (code, err) == (3, "")
     assert "DAMAGED" in out
     assert "__1_0.distcp: bytes 0 to 24896 are not what was saved: another digest" in out
@@ -83,11 +84,11 @@ def test_a_flipped_byte_is_found_by_full_and_names_file_and_tensor(root: Path, c
         (lambda path: (path.unlink(), path.mkdir()), "it is a folder"),
     ],
 )
-def test_a_truncated_missing_or_other_file_is_found_without_full(
+def test_a_truncated_missing_or_other_file_is_found_by_its_size(
     damage: Callable[[Path], object], text: str, root: Path, call: Call
 ) -> None:
     damage(root / "step-7" / "__1_0.distcp")
-    code, out, err = call(root)
+    code, out, err = call(root, "--sizes")
     assert (code, err) == (3, "")
     assert f"__1_0.distcp: {text}\n" in out
     assert "in it: model.weight, " in out
@@ -104,7 +105,7 @@ def test_a_damaged_manifest_is_damage_and_no_result_is_recorded(root: Path, call
 
 def test_json_has_every_finding_and_every_key(root: Path, call: Call) -> None:
     flip(root / "step-7" / "__1_0.distcp", 390)
-    code, out, err = call(root, "--full", "--json")
+    code, out, err = call(root, "--json")
     assert (code, err) == (3, "")
     [checkpoint] = as_json(out)
     [finding] = checkpoint["findings"]
@@ -118,11 +119,11 @@ def test_each_committed_step_of_a_folder_is_verified(root: Path, call: Call) -> 
     shutil.copytree(root / "step-7", root / "step-8.staging")
     shutil.copytree(root / "step-7", root / "step-6.corrupt")
     (root / "step-5").mkdir()
-    code, out, err = call(root, "--full", "--json")
+    code, out, err = call(root, "--json")
     assert [each["name"] for each in as_json(out)] == ["step-7", "step-9"]
     assert [each["compared_with"] for each in as_json(out)] == ["digests", "checksums"]
     assert (code, err) == (0, ""), "no notes with --json"
-    code, out, err = call(root, "--full")
+    code, out, err = call(root)
     assert "step-9 has no digests: compared with the checksums that torch.save wrote." in out
     assert err == "step-8.staging: a save is under way or was cut off, so it is not verified\n"
 
@@ -130,7 +131,7 @@ def test_each_committed_step_of_a_folder_is_verified(root: Path, call: Call) -> 
 def test_one_damaged_step_does_not_hide_the_others(root: Path, call: Call) -> None:
     save_plain({"weight": torch.ones(3)}, root / "step-9")
     flip(root / "step-7" / "manifest.json", 40)
-    code, out, _ = call(root, "--full", "--json")
+    code, out, _ = call(root, "--json")
     assert code == 3
     assert [each["status"] for each in as_json(out)] == ["damaged", "whole"]
 
@@ -140,16 +141,16 @@ def test_a_checkpoint_of_torchtitan(make: Callable[..., Path], tmp_path: Path, c
     with SmallRun(tmp_path) as run:
         run.train(1, last=False)
         folder = make(run, tmp_path / "theirs" / "step-1")
-    assert call(folder, "--full")[0] == 0
+    assert call(folder)[0] == 0
     assert verified(folder, verified_in(folder.parent)) is not None
     flip(folder / "__0_0.distcp", (folder / "__0_0.distcp").read_bytes().index(b"_rebuild_tensor") + 3)
-    code, out, _ = call(folder, "--full")
+    code, out, _ = call(folder)
     assert code == 3 and "__0_0.distcp: " in out and "in it: " in out
 
 
 def test_a_checkpoint_without_the_name_of_a_step_is_verified_and_not_recorded(tmp_path: Path, call: Call) -> None:
     folder = save_plain({"weight": torch.ones(3)}, tmp_path / "pretrained")
-    code, _, err = call(folder, "--full")
+    code, _, err = call(folder)
     assert (code, err) == (0, "")
     assert [path.name for path in tmp_path.iterdir()] == ["pretrained"]
 
@@ -157,13 +158,13 @@ def test_a_checkpoint_without_the_name_of_a_step_is_verified_and_not_recorded(tm
 def test_a_run_goes_on_after_a_verification(tmp_path: Path, call: Call) -> None:
     with SmallRun(tmp_path, interval=1, keep_latest_k=2) as run:
         run.train(2, last=False)
-        assert call(run.root, "--full")[0] == 0
+        assert call(run.root)[0] == 0
         run.train(4)
     assert run.committed() == [3, 4]
     assert verified_in(run.root).keys() == {"step-1", "step-2"}, "the job leaves the file alone"
     with SmallRun(tmp_path, interval=1, keep_latest_k=2) as again:
         assert again.manager.load() and again.manager.loaded_step == 4
-    assert call(run.root, "--full")[0] == 0
+    assert call(run.root)[0] == 0
     assert verified_in(run.root).keys() == {"step-3", "step-4"}
 
 
@@ -180,12 +181,12 @@ def test_a_step_that_is_removed_meanwhile_is_one_sentence(
     monkeypatch.setattr(verification, "read_through", purge_and_read)
     save_plain({"weight": torch.ones(3)}, root / "step-9")
     copy = shutil.copytree(root, root.parent / "copy")
-    code, out, err = call(root, "--full", "--json")
+    code, out, err = call(root, "--json")
     assert (code, err) == (0, "")
     assert [each["status"] for each in as_json(out)] == ["removed", "whole"]
     shutil.rmtree(root)
     shutil.copytree(copy, root)
-    code, out, err = call(f"{root}:7", "--full")
+    code, out, err = call(f"{root}:7")
     assert (code, out) == (1, "")
     assert err == f"error: {root}/step-7 holds no checkpoint: it was removed or replaced while it was read\n"
 
@@ -201,7 +202,7 @@ def test_the_result_is_not_recorded_for_a_checkpoint_that_took_the_name_meanwhil
 
     read = verification.read_through
     monkeypatch.setattr(verification, "read_through", read_and_replace)
-    assert call(root, "--full")[0] == 0
+    assert call(root)[0] == 0
     assert verified_in(root) == {}
 
 
@@ -265,7 +266,7 @@ def test_a_result_that_cannot_be_written_is_a_note(root: Path, call: Call) -> No
 
 def test_nothing_in_the_checkpoint_changes(root: Path, call: Call) -> None:
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in (root / "step-7").iterdir()}
-    call(root, "--full")
+    call(root)
     assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in (root / "step-7").iterdir()} == before
 
 
@@ -278,6 +279,13 @@ def test_neither_torch_nor_numpy_is_imported(root: Path) -> None:
     shutil.copytree(GOLDEN, root / "step-8")
     (root / "step-8" / "manifest.json").unlink()
     repository = Path(__file__).parents[2]
-    for arguments in (["verify", root, "--full"], ["diff", root / "step-7", root / "step-8"]):
+    for arguments in (["verify", root], ["diff", root / "step-7", root / "step-8"]):
         command = [sys.executable, "-c", code, *map(str, arguments)]
         assert subprocess.run(command, cwd=repository, check=False, capture_output=True).returncode == 0
+
+
+def test_a_full_verification_of_sizes_only_is_refused(root: Path, call: Call) -> None:
+    assert call(root, "--full", "--sizes")[::2] == (
+        2,
+        "error: --sizes and --full exclude each other: leave one of them out\n",
+    )

@@ -14,7 +14,13 @@ import tyro
 from torchtitan_lite.cli.exit_codes import ExitCode, sentence_of
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.target import folder_of_checkpoints, local, none_in, resolve
-from torchtitan_lite.errors import CheckpointNotFound, CheckpointUnreadable, CheckpointUnsafe, FormatTooNew
+from torchtitan_lite.errors import (
+    CheckpointNotFound,
+    CheckpointUnreadable,
+    CheckpointUnsafe,
+    ConfigError,
+    FormatTooNew,
+)
 from torchtitan_lite.log import counted, readable_bytes
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.listing import Listing, is_checkpoint
@@ -37,32 +43,38 @@ _STYLES = {WHOLE: "green", DAMAGED: "bold red", UNREADABLE: "bold red"}
 class Verify:
     """Check that a checkpoint, or each one in a folder, is what was saved.
 
-    Without --full: the manifest, the names and sizes of the files, and that
-    their chunks cover every tensor. Exits with 3 if anything is damaged.
+    Reads every byte, and compares it with the digests. With --sizes: only the
+    manifest, the names and sizes of the files, and that their chunks cover
+    every tensor. Exits with 3 if anything is damaged.
     """
 
     target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="STEP|FOLDER")]
     """A checkpoint, or a folder of checkpoints: each of them."""
+    sizes: bool = False
+    """Do not read the files: finds in milliseconds what is missing or cut."""
     full: bool = False
-    """Read every byte, and compare it with the digests."""
+    """Read every byte, as without it; for scripts of earlier versions."""
     json: bool = False
     """Print JSON."""
 
     def run(self, screen: Screen) -> ExitCode:
+        if self.sizes and self.full:
+            raise ConfigError("--sizes and --full exclude each other: leave one of them out")
+        reads = not self.sizes
         folders, is_one = _folders(self.target, screen)
         results = [_looked_at(folder, is_one) for folder in folders]
         begun = time.monotonic()
-        if self.full:
+        if reads:
             _read(results, is_one, screen)
         seconds = time.monotonic() - begun  # Of reading alone: the speed is the disk's.
         for result in results:
-            _record(result, self.full, screen)
+            _record(result, reads, screen)
         document = {
-            "full": self.full,
-            "read_seconds": round(seconds, 3) if self.full else None,
+            "full": reads,
+            "read_seconds": round(seconds, 3) if reads else None,
             "checkpoints": [result.to_json() for result in results],
         }
-        screen.show(document, lambda: _rendered(results, self.full, seconds))
+        screen.show(document, lambda: _rendered(results, reads, seconds))
         return _code(results)
 
 
@@ -260,10 +272,11 @@ def _summary(results: Sequence[_Result], full: bool, seconds: float) -> list[str
     verified = [result for result in results if not result.reason]
     num_damaged = sum(result.status == DAMAGED for result in verified)
     what = counted(len(verified), "checkpoint")
-    end = f"{num_damaged} damaged" if num_damaged else "nothing is damaged"
     if not full:
-        lines = [f"{what}, sizes only: {end}. --full reads every byte."]
+        end = f"{num_damaged} damaged" if num_damaged else "nothing is missing or cut"
+        lines = [f"{what}, sizes only: {end}. No byte was read."]
     else:
+        end = f"{num_damaged} damaged" if num_damaged else "nothing is damaged"
         nbytes = sum(result.looked.nbytes for result in verified if result.read is not None and result.looked)
         speed = f" ({seconds:.1f} s, {readable_bytes(int(nbytes / seconds))}/s)" if seconds >= 0.1 else ""
         lines = [f"{what}, every byte{speed}: {end}."]
