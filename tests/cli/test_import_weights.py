@@ -64,7 +64,7 @@ def test_json_has_what_a_script_needs(tmp_path: Path) -> None:
     ended = command("import-weights", tmp_path / "hf", out, "--json", "--dtype", "bfloat16", "--files", "2")
     assert (ended.code, ended.err) == (0, "")
     assert ended.json["files"] == ["__0_0.distcp", "__1_0.distcp", ".metadata", "manifest.json"]
-    assert (ended.json["dtype"], ended.json["tensors"], ended.json["bytes"]) == ("bfloat16", 21, 69440)
+    assert (ended.json["dtype"], ended.json["tensors"], ended.json["bytes"]) == ("bfloat16", 20, 50240)
     assert [note.partition(":")[0] for note in ended.json["notes"]] == ["tied embeddings"]
     assert ended.json["model"]["hidden_dim"] == 48
     assert ended.json["train"].endswith(f"--model.tokenizer_path={tmp_path / 'hf'}")

@@ -112,6 +112,15 @@ def test_a_folder_without_either_file_is_refused(tmp_path: Path) -> None:
         args_in(str(tmp_path))
 
 
+@pytest.mark.parametrize(("name", "sizes"), [("config.json", LLAMA_3_8B), ("params.json", PARAMS_OF_3_8B)])
+def test_tied_embeddings_make_another_model_than_the_flavor_of_these_sizes(
+    tmp_path: Path, name: str, sizes: dict[str, Any]
+) -> None:
+    args = args_in(str(written(tmp_path, name, sizes | {"tie_word_embeddings": True})))
+    assert args.tie_word_embeddings and fitting_flavor(args) == ""
+    assert "tie_word_embeddings" not in settings_of(args_in(str(written(tmp_path, name, sizes))))
+
+
 def test_another_rope_type_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="no rotary embedding of type 'yarn', only default and llama3"):
         args_of(LLAMA_3_8B | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}})
@@ -131,7 +140,7 @@ def test_sizes_beyond_any_model_are_refused_at_once(change: dict[str, Any], find
 
 
 def test_the_settings_that_a_checkpoint_records_are_those_of_the_model() -> None:
-    for document in (LLAMA_3_8B, LLAMA_3_1_8B):
+    for document in (LLAMA_3_8B, LLAMA_3_1_8B, LLAMA_3_8B | {"tie_word_embeddings": True}):
         args = args_of(document)
         assert args_of_settings(json.loads(json.dumps(settings_of(args)))) == dataclasses.replace(
             args, max_seq_len=ModelArgs().max_seq_len

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ from torchtitan_lite.models.llama.model import Transformer, flops_per_token, num
 @pytest.mark.parametrize(
     ("flavor", "ffn_dim", "published"),
     [
-        ("1B", 8192, 1_235_814_400 + 128256 * 2048),  # published with tied embeddings, here they are separate
+        ("1B", 8192, 1_235_814_400 + 128256 * 2048),  # published with tied embeddings
         ("8B", 14336, 8_030_261_248),
         ("70B", 28672, 70_553_706_496),
         ("405B", 53248, 405_853_388_800),
@@ -38,7 +40,9 @@ def test_an_unknown_flavor_is_an_error_that_names_the_known_ones() -> None:
         build_model_args(Model(flavor="9B"), vocab_size=258, seq_len=8)
 
 
-def test_flops_leave_the_embedding_out_and_grow_with_the_sequence() -> None:
+def test_flops_leave_an_embedding_out_that_is_no_output_and_grow_with_the_sequence() -> None:
     args = FLAVORS["8B"]
     flops = flops_per_token(args, 8_030_261_248, 8192)
+    tied = dataclasses.replace(args, tie_word_embeddings=True)
+    assert flops_per_token(tied, 8_030_261_248 - 128256 * 4096, 8192) == flops
     assert flops == 6 * (8_030_261_248 - 128256 * 4096) + 12 * 32 * 4096 * 8192

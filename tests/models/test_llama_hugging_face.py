@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from typing import Any
@@ -10,29 +11,29 @@ import pytest
 import torch
 
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.models.llama.args import FLAVORS
+from torchtitan_lite.models.llama.args import FLAVORS, ModelArgs
 from torchtitan_lite.models.llama.hugging_face import args_of, describe
 from torchtitan_lite.models.llama.model import Transformer
 
 SIZES = {"vocab_size": 128, "hidden_size": 24, "intermediate_size": 96, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 LLAMA = SIZES | {"model_type": "llama"}
+TIED = dataclasses.replace(FLAVORS["debugmodel"], tie_word_embeddings=True)
 
 
-@pytest.mark.parametrize("flavor", FLAVORS)
-def test_every_parameter_has_one_place_of_its_shape(flavor: str) -> None:
+@pytest.mark.parametrize("args", [*FLAVORS.values(), TIED], ids=[*FLAVORS, "tied"])
+def test_every_parameter_has_one_place_of_its_shape(args: ModelArgs) -> None:
     with torch.device("meta"):
-        parameters = Transformer(FLAVORS[flavor]).state_dict()
-    places = describe(FLAVORS[flavor], {}, 1, 2).places
+        parameters = Transformer(args).state_dict()
+    places = describe(args, {}, 1, 2).places
     assert {name: tuple(each.shape) for name, each in parameters.items()} == {n: p.shape for n, p in places.items()}
     assert len({place.name for place in places.values()}) == len(places)
     turned = {name.split(".")[-2] for name, place in places.items() if place.rotary_head_dim is not None}
     assert turned == {"wq", "wk"}
 
 
-@pytest.mark.parametrize("flavor", FLAVORS)
-def test_the_config_of_a_model_gives_its_sizes_back(flavor: str) -> None:
-    args = FLAVORS[flavor]
+@pytest.mark.parametrize("args", [*FLAVORS.values(), TIED], ids=[*FLAVORS, "tied"])
+def test_the_config_of_a_model_gives_its_sizes_back(args: ModelArgs) -> None:
     found = args_of(json.loads(json.dumps(describe(args, {}, None, None).config)))
     assert describe(found, {}, None, None) == describe(args, {}, None, None)
 

@@ -35,6 +35,19 @@ def test_parameters_have_the_names_of_torchtitan() -> None:
     assert set(build().state_dict()) == expected
 
 
+def test_tied_embeddings_are_one_parameter_with_the_gradients_of_both() -> None:
+    tied, untied = build(dataclasses.replace(ARGS, tie_word_embeddings=True)), build()
+    assert set(build().state_dict()) - set(tied.state_dict()) == {"output.weight"}
+    assert num_params(untied) - num_params(tied) == 50 * 32
+    untied.load_state_dict(dict(tied.state_dict()) | {"output.weight": tied.tok_embeddings.weight})
+    for model in (tied, untied):
+        F.cross_entropy(model(tokens()).flatten(0, 1), tokens().flatten()).backward()
+    weight = untied.output.weight
+    assert tied.tok_embeddings.weight.grad is not None and untied.tok_embeddings.weight.grad is not None
+    torch.testing.assert_close(tied.tok_embeddings.weight.grad, untied.tok_embeddings.weight.grad + weight.grad)
+    assert tied.tok_embeddings.weight.std().item() == pytest.approx(32**-0.5, rel=0.1)
+
+
 def test_logits_are_batch_by_sequence_by_vocabulary() -> None:
     assert build()(tokens()).shape == (2, 16, 50)
     assert build()(tokens(length=5)).shape == (2, 5, 50)

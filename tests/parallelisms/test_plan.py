@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -18,10 +19,16 @@ ARGS = ModelArgs(dim=32, n_layers=8, n_heads=4, n_kv_heads=2, vocab_size=50, mul
 
 
 def plan(
-    world_size: int, *, batch_size: int = 4, dtype: Any = "float32", compiled: bool = False, **parallelism: Any
+    world_size: int,
+    *,
+    batch_size: int = 4,
+    dtype: Any = "float32",
+    compiled: bool = False,
+    args: ModelArgs = ARGS,
+    **parallelism: Any,
 ) -> Plan:
     training = Training(batch_size=batch_size, mixed_precision_param=dtype, seq_len=30, compile=compiled)
-    return build_plan(JobConfig(training=training, parallelism=Parallelism(**parallelism)), ARGS, world_size)
+    return build_plan(JobConfig(training=training, parallelism=Parallelism(**parallelism)), args, world_size)
 
 
 def layers(of: Plan) -> list[list[int]]:
@@ -79,6 +86,11 @@ def test_a_local_batch_is_split_by_the_size_or_the_number_of_micro_batches(
     [
         (4, {"tensor_parallel_degree": 4}, "tensor_parallel_degree: expected a divisor of the model's n_kv_heads 2"),
         (2, {"tensor_parallel_degree": 2, "compiled": True}, "training.compile: blocks that tensor parallelism splits"),
+        (
+            2,
+            {"pipeline_parallel_degree": 2, "args": dataclasses.replace(ARGS, tie_word_embeddings=True)},
+            "the embeddings of this model are tied, and the first and the last stage cannot have one parameter",
+        ),
         (2, {"pipeline_parallel_degree": 2, "dtype": "float16"}, "float16 needs a gradient scaler"),
         (9, {"pipeline_parallel_degree": 9}, "8 layers are too few for 9 stages"),
         (2, {"pipeline_parallel_degree": 2, "pipeline_parallel_microbatch_size": 3}, r"\(1, 2, 4\), found 3"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import nullcontext
 from typing import Any
 
@@ -25,7 +26,9 @@ from torchtitan_lite.parallelisms.plan import Plan, build_plan
 
 # 51 tokens: neither the embedding nor the output is split evenly.
 ARGS = ModelArgs(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, vocab_size=51, multiple_of=8, max_seq_len=16)
+TIED = dataclasses.replace(ARGS, tie_word_embeddings=True)
 CPU = torch.device("cpu")
+Topology = tuple[int, dict[str, Any], ModelArgs]
 GLOBAL_BATCH_SIZE = 8
 MAX_NORM = 0.01
 
@@ -47,19 +50,24 @@ FOUR_RANKS: dict[str, dict[str, Any]] = {
     "PP 2 x TP 2": {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2},
     "PP 2 x TP 2, interleaved": TWO_RANKS["PP 2, interleaved"] | {"tensor_parallel_degree": 2},
 }
-TOPOLOGIES = [pytest.param((2, settings), id=name) for name, settings in TWO_RANKS.items()] + [
-    pytest.param((4, settings), id=name, marks=pytest.mark.slow) for name, settings in FOUR_RANKS.items()
+TIED_ON_TWO = ("FSDP 2", "TP 2")
+TIED_ON_FOUR = ("HSDP 2 x 2", "TP 2 x FSDP 2")
+TOPOLOGIES = [
+    *(pytest.param((2, settings, ARGS), id=name) for name, settings in TWO_RANKS.items()),
+    *(pytest.param((2, TWO_RANKS[name], TIED), id=f"{name}, tied") for name in TIED_ON_TWO),
+    *(pytest.param((4, settings, ARGS), id=name, marks=pytest.mark.slow) for name, settings in FOUR_RANKS.items()),
+    *(pytest.param((4, FOUR_RANKS[name], TIED), id=f"{name}, tied", marks=pytest.mark.slow) for name in TIED_ON_FOUR),
 ]
 
 
-def first_step(rank: int, world_size: int, settings: dict[str, Any]) -> dict[str, Any]:
+def first_step(rank: int, world_size: int, settings: dict[str, Any], args: ModelArgs) -> dict[str, Any]:
     """Return what this rank has before, during and after one step, as whole plain tensors and numbers."""
     training = Training(batch_size=2, seq_len=16, mixed_precision_param="float32")
     config = JobConfig(training=training, parallelism=Parallelism(**settings))
-    plan = build_plan(config, ARGS, world_size)
+    plan = build_plan(config, args, world_size)
     mesh: Any = plan.dims.build_mesh("cpu") if world_size > 1 else None
     stages = plan.stages_of(rank)
-    parts = [build_part(stage, plan, mesh, config) for stage in stages]
+    parts = [build_part(args, stage, plan, mesh, config) for stage in stages]
     seen: dict[str, Any] = {
         "names": [fqn for part in parts for fqn in get_model_state_dict(part)],
         "initial": whole({fqn: value for part in parts for fqn, value in part.named_parameters()}),
@@ -68,7 +76,7 @@ def first_step(rank: int, world_size: int, settings: dict[str, Any]) -> dict[str
     forward_backward = build_forward_backward(
         config,
         plan,
-        ARGS,
+        args,
         parts,
         mesh,
         rank=rank,
@@ -85,9 +93,9 @@ def first_step(rank: int, world_size: int, settings: dict[str, Any]) -> dict[str
     return seen
 
 
-def build_part(stage: Stage, plan: Plan, mesh: DeviceMesh, config: JobConfig) -> Transformer:
+def build_part(args: ModelArgs, stage: Stage, plan: Plan, mesh: DeviceMesh, config: JobConfig) -> Transformer:
     with torch.device("meta"):
-        model = Transformer(ARGS)
+        model = Transformer(args)
     cut_to_stage(model, stage)
     parallelize_llama(model, mesh, plan.dims, config)
     model.to_empty(device=CPU)
@@ -116,22 +124,29 @@ def whole(tensors: dict[str, Tensor] | dict[str, nn.Parameter]) -> dict[str, Ten
     return result
 
 
-@pytest.fixture(scope="module")
-def one_process() -> dict[str, Any]:
-    """The results of one plain process."""
-    return first_step(0, 1, {})
-
-
 @pytest.fixture(scope="module", params=TOPOLOGIES)
-def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+def topology(request: pytest.FixtureRequest) -> Topology:
+    """The number of ranks, the degrees, and the model."""
+    found: Topology = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def one_process(topology: Topology) -> dict[str, Any]:
+    """The results of one plain process with the same model."""
+    return first_step(0, 1, {}, topology[2])
+
+
+@pytest.fixture(scope="module")
+def ranks(topology: Topology) -> list[dict[str, Any]]:
     """The results of each rank of a topology.
 
     In new processes: in ranks that had run other cases and destroyed their groups, torch's all-gather once ended with
     a damaged heap.
     """
-    world_size, settings = request.param
+    world_size, settings, args = topology
     alone = Ranks(world_size, once=True)
-    found: list[dict[str, Any]] = alone.run(first_step, world_size=world_size, settings=settings)
+    found: list[dict[str, Any]] = alone.run(first_step, world_size=world_size, settings=settings, args=args)
     return found
 
 

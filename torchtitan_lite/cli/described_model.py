@@ -16,7 +16,7 @@ from typing import Any, Literal
 from torchtitan_lite.checkpoint.converting.model_part import ModelKey, model_keys
 from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint
 from torchtitan_lite.checkpoint.hugging_face.description import HuggingFaceModel, Place
-from torchtitan_lite.checkpoint.hugging_face.writing import listed, misfit
+from torchtitan_lite.checkpoint.hugging_face.writing import listed, misfit, stream_of
 from torchtitan_lite.cli.name_map import NameMap, read_name_map
 from torchtitan_lite.config.sections.model import Model
 from torchtitan_lite.data.tokenizer import BYTES, Tokenizer, build_tokenizer
@@ -27,14 +27,15 @@ from torchtitan_lite.models.llama.chosen import build_model_args
 from torchtitan_lite.models.llama.hugging_face import (
     GENERATION,
     MOST_LAYERS,
+    TIED,
     args_of,
     describe,
     generation_config,
     places_of,
 )
+from torchtitan_lite.models.llama.tied import EMBEDDING, OUTPUT, are_equal
 
 _MOST_BYTES = 1 << 20
-_EMBEDDING = "tok_embeddings.weight"
 _TOKENIZER_OF_DATA = "dataloader.tokenizer"
 _SETTINGS = "train_state.model."
 _MODEL_OF_IMPORT = "model"
@@ -118,15 +119,15 @@ def _llama(opened: OpenedCheckpoint, keys: list[ModelKey], given: Given) -> Desc
     if given.config:
         config = read_config(given.config)
         model = describe(args_of(config), files, config.get("bos_token_id", bos), config.get("eos_token_id", eos))
-        model = dataclasses.replace(model, config=config)
+        model = dataclasses.replace(model, config=config, left_out=_copies(opened, model, keys))
         source = f"of {given.config}"
     else:
         args, source = imported or _recorded_args(opened, keys), "of the recorded configuration"
         model = describe(args, files, bos, eos)
-    if finding := misfit(model, opened.contents, keys):
+    if finding := misfit(model, opened.contents, [key for key in keys if key.name not in model.left_out]):
         how = f": for a model of your own loop {_HOW}" if not given.config else ""
         raise ConfigError(f"{opened.folder} does not have the weights of the model {source}: {finding}{how}")
-    rows = model.places[_EMBEDDING].shape[0]
+    rows = model.places[EMBEDDING].shape[0]
     if tokenizer is not None and tokenizer.vocab_size > rows:
         raise ConfigError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, and the model {rows}: name the run's with --tokenizer"
@@ -134,6 +135,14 @@ def _llama(opened: OpenedCheckpoint, keys: list[ModelKey], given: Given) -> Desc
     if tokenizer is None and not given.no_tokenizer:
         notes.append(_without_tokenizer())
     return Described(model, bool(opened.config) and not given.config, notes)
+
+
+def _copies(opened: OpenedCheckpoint, model: HuggingFaceModel, keys: list[ModelKey]) -> list[str]:
+    """Return the name of the output projection if `model` ties it to the embedding, and both are stored and equal."""
+    found = {each.name: each.key for each in keys}
+    if not model.config[TIED] or not {OUTPUT, EMBEDDING} <= found.keys():
+        return []
+    return [OUTPUT] if are_equal(lambda: stream_of(opened, model, ()), found[OUTPUT], found[EMBEDDING]) else []
 
 
 def _imported_args(opened: OpenedCheckpoint) -> ModelArgs | None:
@@ -170,7 +179,7 @@ def _recorded_args(opened: OpenedCheckpoint, keys: list[ModelKey]) -> ModelArgs:
     model, training = (opened.config.get(name, {}) for name in ("model", "training"))
     known = {field.name for field in dataclasses.fields(Model)}
     tensors, settings = opened.contents.tensors, _settings(opened)
-    embedding = next((tensors[each.key].shape for each in keys if each.name == _EMBEDDING and each.key in tensors), ())
+    embedding = next((tensors[each.key].shape for each in keys if each.name == EMBEDDING and each.key in tensors), ())
     try:
         if settings:
             return dataclasses.replace(args_of_settings(settings), max_seq_len=int(training["seq_len"]))
@@ -266,8 +275,7 @@ def _refuse_other_llama(opened: OpenedCheckpoint, config: Mapping[str, Any], pla
     except ConfigError:
         return  # A model that only its own code knows.
     found = {place.name: place.shape for place in places.values()}
-    is_tied = bool(config.get("tie_word_embeddings"))
-    missing = [each.name for each in expected if each.name not in found and not (is_tied and "lm_head" in each.name)]
+    missing = [each.name for each in expected if each.name not in found]
     if missing:
         raise ConfigError(
             f"{opened.folder}: the model of config.json has {listed(missing)}, and no tensor has that name: found "

@@ -31,6 +31,8 @@ class LlamaSizes(Protocol):
     def ffn_dim(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def tie_word_embeddings(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,12 @@ def build_plan(config: JobConfig, sizes: LlamaSizes, world_size: int) -> Plan:
         raise ConfigError(
             "training.mixed_precision_param: float16 needs a gradient scaler, which a pipeline has none of; "
             "set bfloat16 or float32, or pipeline_parallel_degree = 1."
+        )
+    if sizes.tie_word_embeddings:
+        raise ConfigError(
+            "parallelism.pipeline_parallel_degree: the embeddings of this model are tied, and the first and the last "
+            "stage cannot have one parameter; expected 1, "
+            f"found {dims.pp}. Set data_parallel_shard_degree or tensor_parallel_degree in its place."
         )
     stages = build_stages(config.parallelism, sizes.n_layers)
     return Plan(dims, tuple(stages), num_microbatches(config))

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
+    PrepareModuleInputOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -30,6 +31,15 @@ SEQUENCE = Shard(1)
 """[batch, seq, dim], split along the sequence."""
 
 
+TIED_OUTPUT = PrepareModuleInputOutput(
+    input_layouts=(SEQUENCE, None),
+    desired_input_layouts=(Replicate(), None),
+    output_layouts=Shard(-1),
+    desired_output_layouts=Replicate(),
+)
+"""Of an output whose weight is the embedding, which is split along the vocabulary as an output's own weight is."""
+
+
 def apply_tensor_parallelism(model: nn.Module, mesh: DeviceMesh) -> None:
     """Distribute `model`, or a pipeline stage of it, over the ranks of the one-dimensional `mesh`, in place."""
     ends: dict[str, ParallelStyle] = {
@@ -37,6 +47,8 @@ def apply_tensor_parallelism(model: nn.Module, mesh: DeviceMesh) -> None:
         "norm": SequenceParallel(),
         "output": ColwiseParallel(input_layouts=SEQUENCE, output_layouts=Replicate()),
     }
+    if next(model.get_submodule("output").parameters(), None) is None:
+        ends["output"] = TIED_OUTPUT
     # A pipeline stage has an identity in place of an end that belongs to another stage.
     plan = {name: style for name, style in ends.items() if not isinstance(model.get_submodule(name), nn.Identity)}
     parallelize_module(model, mesh, plan)

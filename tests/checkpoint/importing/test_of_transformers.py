@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,43 @@ def test_a_llama_has_the_same_logits(config: dict[str, Any], tmp_path: Path) -> 
     with torch.no_grad():
         expected = theirs(TOKENS).logits
     assert torch.allclose(logits(tmp_path / "hf", tmp_path / "step-0"), expected, rtol=0, atol=1e-5)
+
+
+def test_a_tied_llama_is_exported_as_one_tensor_that_transformers_ties(tmp_path: Path) -> None:
+    import transformers
+
+    theirs = made("Llama", tmp_path / "hf", tie_word_embeddings=True)
+    assert command("import-weights", tmp_path / "hf", tmp_path / "step-0").code == 0
+    assert command("export", tmp_path / "step-0", tmp_path / "out", "--format", "hf").code == 0
+    before, after = (safetensors.torch.load_file(tmp_path / name / "model.safetensors") for name in ("hf", "out"))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    assert again.config.tie_word_embeddings and again.lm_head.weight is again.model.embed_tokens.weight
+    with torch.no_grad():
+        assert torch.equal(again(TOKENS).logits, theirs(TOKENS).logits)
+
+
+@pytest.mark.parametrize("is_one", [True, False])
+def test_two_tensors_of_a_checkpoint_are_exported_as_tied_only_if_they_are_equal(is_one: bool, tmp_path: Path) -> None:
+    made("Llama", tmp_path / "hf")
+    with torch.device("meta"):
+        args = build_model_args(Model(config_path=str(tmp_path / "hf")), vocab_size=258, seq_len=48)
+        model = Transformer(args)
+    model.to_empty(device="cpu").init_weights(3)
+    if is_one:
+        model.output.weight = model.tok_embeddings.weight
+    with CheckpointManager.for_loop(model=model, folder=tmp_path / "run", preemption_signals=()) as manager:
+        manager.load()
+        manager.save(1, force=True)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    given = ("--format", "hf", "--config", tmp_path / "config.json", "--no-tokenizer")
+    ended = command("export", tmp_path / "run", tmp_path / "out", *given)
+    if not is_one:
+        assert ended.code == 2 and "unexpected output.weight" in ended.err
+        return
+    assert ended.code == 0, ended.err
+    assert "lm_head.weight" not in safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,8 @@ def assert_equal(found: State, expected: State) -> None:
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
+TIED = dataclasses.replace(ARGS, tie_word_embeddings=True)
+
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 FORMS: dict[str, Callable[[Path, State], Path]] = {
@@ -116,17 +118,47 @@ def test_what_is_written_is_a_seed_checkpoint_that_is_verified(tmp_path: Path) -
     assert all(record.blocks for record in opened.manifest.files.values())
 
 
-def test_tied_embeddings_are_copied_and_reported(tmp_path: Path) -> None:
-    state = weights()
-    theirs = in_their_names(state)
-    del theirs["lm_head.weight"]
-    write_config(tmp_path / "hf", tie_word_embeddings=True)
-    safetensors.torch.save_file(theirs, tmp_path / "hf" / "model.safetensors")
-    done = import_llama(tmp_path / "hf", tmp_path / "step-0")
-    assert [note.partition(":")[0] for note in done.notes] == ["tied embeddings"]
-    model = Transformer(ARGS)
+@pytest.mark.parametrize("stored", ["nowhere", "too"])
+def test_tied_embeddings_are_one_tensor_and_reported(stored: str, tmp_path: Path) -> None:
+    state = weights(TIED)
+    theirs = in_their_names(state, TIED)
+    if stored == "too":
+        theirs["lm_head.weight"] = theirs["model.embed_tokens.weight"].clone()
+    safetensors.torch.save_file(theirs, write_config(tmp_path / "hf", TIED) / "model.safetensors")
+    done = import_llama(tmp_path / "hf", tmp_path / "step-0", expected=TIED)
+    assert done.notes == ["tied embeddings: output.weight is tok_embeddings.weight, one tensor"]
+    model = Transformer(TIED)
     load_model(model, tmp_path / "step-0")
-    assert torch.equal(model.output.weight, model.tok_embeddings.weight)
+    assert_equal(dict(model.state_dict()), state)
+
+
+def test_embeddings_that_are_called_tied_and_differ_are_refused(tmp_path: Path) -> None:
+    path = write_folder(tmp_path / "hf", weights(), tie_word_embeddings=True)
+    with pytest.raises(ConfigError, match=r"lm_head\.weight has other values than model\.embed_tokens\.weight"):
+        import_llama(path, tmp_path / "step-0")
+    assert not (tmp_path / "step-0").exists()
+
+
+def test_tied_weights_are_another_model_than_that_of_a_run_without_ties(tmp_path: Path) -> None:
+    theirs = in_their_names(weights(TIED), TIED)
+    safetensors.torch.save_file(theirs, write_config(tmp_path / "hf", TIED) / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"tie_word_embeddings True instead of False\. Set --model\.config_path="):
+        import_llama(tmp_path / "hf", tmp_path / "step-0", expected=ARGS)
+
+
+@pytest.mark.parametrize("tied", [None, True, False])
+def test_equal_embeddings_of_metas_are_tied_or_not_as_its_params_say(tied: bool | None, tmp_path: Path) -> None:
+    state = weights()
+    state["output.weight"] = state["tok_embeddings.weight"]
+    path = write_meta(tmp_path / "meta", state, 2, embeddings_by_columns=False)
+    if tied is None:
+        with pytest.raises(ConfigError, match=r'Add "tie_word_embeddings": true to it, or false to train two'):
+            import_llama(path, tmp_path / "step-0")
+        return
+    (path / "params.json").write_text(json.dumps(PARAMS | {"tie_word_embeddings": tied}))
+    import_llama(path, tmp_path / "step-0")
+    stored = open_checkpoint(tmp_path / "step-0").contents.tensors
+    assert ("model.output.weight" in stored) is not tied and "model.tok_embeddings.weight" in stored
 
 
 def test_a_missing_head_is_an_error_if_the_embeddings_are_not_tied(tmp_path: Path) -> None:

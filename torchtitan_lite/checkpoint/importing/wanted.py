@@ -35,18 +35,15 @@ Rename = Callable[[str], str | None]
 """Returns the model's name for one in the source; None to leave that tensor out."""
 
 
-def as_model(contents: Contents, places: Mapping[str, tuple[str, Shape]], tied: Mapping[str, str]) -> Chosen:
+def as_model(contents: Contents, places: Mapping[str, tuple[str, Shape]], copies: Iterable[str]) -> Chosen:
     """Return the weights of a model whose tensors are all in `places`: by name, the name and shape in the source.
 
-    A missing tensor in `tied` is a copy of the other one. Raises ConfigError, with names, if one is missing, has
+    A tensor of the source in `copies` is left out. Raises ConfigError, with names, if one is missing, has
     another shape or is no floating-point tensor, or if the source has others than those that a model computes.
     """
     tensors = contents.tensors
-    weights, notes, missing, odd = [], list[str](), [], []
+    weights, missing, odd = [], [], []
     for name, (source, shape) in places.items():
-        if source not in tensors and name in tied and places[tied[name]][0] in tensors:
-            notes.append(f"tied embeddings: {name} is a copy of {tied[name]}")
-            source = places[tied[name]][0]
         if source not in tensors:
             missing.append(source)
             continue
@@ -56,13 +53,13 @@ def as_model(contents: Contents, places: Mapping[str, tuple[str, Shape]], tied: 
         elif _name(found.dtype) not in _WEIGHTS:
             odd.append(f"{source} is {_name(found.dtype)}, and only floating-point weights can be read")
         weights.append(Weight(name, source))
-    unexpected, notes_of_others = _others(contents, {weight.source for weight in weights})
+    unexpected, notes = _others(contents, {*copies, *(weight.source for weight in weights)})
     findings = [f"missing: {_listed(missing)}"] if missing else []
     findings += [f"unexpected: {_listed(unexpected)}"] if unexpected else []
     findings += [_listed(odd, "; ")] if odd else []
     if findings:
         raise ConfigError(f"{contents.path} does not have the tensors of the model: {'; '.join(findings)}")
-    return Chosen(weights, notes + notes_of_others)
+    return Chosen(weights, notes)
 
 
 def as_renamed(contents: Contents, rename: Rename, *, is_tied: bool) -> Chosen:

@@ -66,7 +66,7 @@ class TrainState:
         if changed:
             raise ConfigError(
                 f"model.config_path: the file says another model than that of the checkpoint: {', '.join(changed)}. "
-                "Put the old file back, or start a new run in another job.dump_folder, from these weights with "
+                "Put its old values back, or start a new run in another job.dump_folder, from these weights with "
                 "--checkpoint.initial_load_path."
             )
 

@@ -1,8 +1,8 @@
 """The sizes of Llama 3.
 
 A `ModelArgs` determines every parameter's name and shape. `FLAVORS` holds the published sizes and `debugmodel`, which
-two CPU cores can train. Vocabulary and sequence length depend on the data, so chosen.py adds them. Input and output
-embeddings are separate parameters in every flavor, also in the 1B, where the published model ties them.
+two CPU cores can train. Vocabulary and sequence length depend on the data, so chosen.py adds them. No flavor ties its
+embeddings, also not the 1B, where the published model does; a model from a file ties them if the file says so.
 """
 
 from __future__ import annotations
@@ -60,6 +60,9 @@ class ModelArgs:
     rope_scaling: RopeScaling | None = None
     """None in Llama 3; Llama 3.1 and later have one."""
 
+    tie_word_embeddings: bool = False
+    """The output projection is the embedding: one parameter, `tok_embeddings.weight`."""
+
     max_seq_len: int = 2048
     """Rows of the rotary table: the longest sequence that forward accepts."""
 
@@ -91,13 +94,15 @@ FLAVORS: dict[str, ModelArgs] = {
 
 
 _SETTINGS = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "norm_eps", "rope_theta")
+_TIED = "tie_word_embeddings"
 _SCALING = tuple(field.name for field in dataclasses.fields(RopeScaling))
 
 
 def settings_of(args: ModelArgs) -> dict[str, Any]:
     """Return what determines the function that the model computes, as numbers or None: for a checkpoint to record."""
     of_scaling = {f"rope_{name}": getattr(args.rope_scaling, name, None) for name in _SCALING}
-    return {name: getattr(args, name) for name in _SETTINGS} | of_scaling
+    tied = {_TIED: True} if args.tie_word_embeddings else {}  # Checkpoints of earlier versions have no such entry.
+    return {name: getattr(args, name) for name in _SETTINGS} | of_scaling | tied
 
 
 def args_of_settings(settings: Mapping[str, Any]) -> ModelArgs:
@@ -107,4 +112,5 @@ def args_of_settings(settings: Mapping[str, Any]) -> ModelArgs:
         **{name: settings[name] for name in _SETTINGS if name != "ffn_dim"},
         hidden_dim=settings["ffn_dim"],
         rope_scaling=None if of_scaling["factor"] is None else RopeScaling(**of_scaling),
+        tie_word_embeddings=bool(settings.get(_TIED)),
     )

@@ -14,7 +14,7 @@ from typing import Any
 from torchtitan_lite.disk.plain_file import read_plain
 from torchtitan_lite.errors import CheckpointUnsafe, ConfigError
 from torchtitan_lite.models.llama.args import FLAVORS, ModelArgs, RopeScaling
-from torchtitan_lite.models.llama.hugging_face import MOST_LAYERS, args_of
+from torchtitan_lite.models.llama.hugging_face import MOST_LAYERS, TIED, args_of
 
 CONFIG = "config.json"
 PARAMS = "params.json"
@@ -62,6 +62,7 @@ def args_of_params(params: Mapping[str, Any], vocab_size: int = 0) -> ModelArgs:
         norm_eps=_positive(params, "norm_eps", 1e-5),
         rope_theta=_positive(params, "rope_theta", 10000.0),
         rope_scaling=_scaling(params, dim),
+        tie_word_embeddings=bool(params.get(TIED)),  # Meta's own files never say it.
     )
     if args.dim % args.n_heads or args.n_heads % args.n_kv_heads:
         raise ConfigError(

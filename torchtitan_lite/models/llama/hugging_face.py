@@ -31,6 +31,9 @@ _DIFFERENCES = {
     "mllama": "images as inputs",
 }
 """What well-known families have that this Llama lacks, by model_type."""
+HEAD = "lm_head.weight"
+"""Their name of the output projection."""
+TIED = "tie_word_embeddings"
 GENERATION = "generation_config.json"
 MOST_LAYERS = 10_000
 """More would only make a hostile config.json take long to refuse."""
@@ -67,7 +70,7 @@ def describe(
         "attention_bias": False,
         "attention_dropout": 0.0,
         "mlp_bias": False,
-        "tie_word_embeddings": False,
+        TIED: args.tie_word_embeddings,
         "bos_token_id": bos,
         "eos_token_id": eos,
         "use_cache": True,
@@ -120,15 +123,15 @@ def places_of(args: ModelArgs) -> dict[str, Place]:
             f"{ours}.ffn_norm.weight": Place(f"{theirs}.post_attention_layernorm.weight", (dim,)),
         }
     found["norm.weight"] = Place("model.norm.weight", (dim,))
-    found["output.weight"] = Place("lm_head.weight", (args.vocab_size, dim))
+    if not args.tie_word_embeddings:
+        found["output.weight"] = Place(HEAD, (args.vocab_size, dim))
     return found
 
 
 def args_of(config: Mapping[str, Any]) -> ModelArgs:
     """Return the sizes of the model that `config`, the contents of a config.json, describes.
 
-    Raises ConfigError that names what our Llama lacks, and what `config` has no sensible value for. Whether its
-    embeddings are tied is not looked at: ours never are.
+    Raises ConfigError that names what our Llama lacks, and what `config` has no sensible value for.
     """
     kind = config.get("model_type")
     if kind != "llama":
@@ -161,6 +164,7 @@ def args_of(config: Mapping[str, Any]) -> ModelArgs:
         norm_eps=_number(config, "rms_norm_eps", _NORM_EPS),
         rope_theta=_rope_theta(config),
         rope_scaling=_rope_scaling(config),
+        tie_word_embeddings=bool(config.get(TIED)),
         max_seq_len=_count(config, "max_position_embeddings", _LENGTH),
     )
 

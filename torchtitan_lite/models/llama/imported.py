@@ -15,6 +15,7 @@ from pathlib import Path
 from torchtitan_lite.checkpoint.converting.exporting import Progress
 from torchtitan_lite.checkpoint.converting.new_file import Advance
 from torchtitan_lite.checkpoint.examining.tensor_stream import Stream
+from torchtitan_lite.checkpoint.format.contents import Shape
 from torchtitan_lite.checkpoint.hugging_face.rotary_rows import ReorderedStream
 from torchtitan_lite.checkpoint.importing import meta_folder
 from torchtitan_lite.checkpoint.importing.seed import Form, Imported, write_seed
@@ -22,11 +23,10 @@ from torchtitan_lite.checkpoint.importing.source import CONFIG, Source, open_sou
 from torchtitan_lite.checkpoint.importing.wanted import Chosen, as_model
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models.llama.args import ModelArgs
-from torchtitan_lite.models.llama.config_file import FACTOR, args_of_params
-from torchtitan_lite.models.llama.hugging_face import args_of, places_of
+from torchtitan_lite.models.llama.config_file import FACTOR, PARAMS, args_of_params
+from torchtitan_lite.models.llama.hugging_face import HEAD, TIED, args_of, places_of
+from torchtitan_lite.models.llama.tied import EMBEDDING, OUTPUT, are_equal
 
-OUTPUT = "output.weight"
-EMBEDDING = "tok_embeddings.weight"
 FULL_FORM = Form()
 
 
@@ -39,6 +39,10 @@ class OpenedLlama:
     chosen: Chosen
     head_dims: dict[str, int]
     """Rows of one head of each tensor in the source whose rows are in Hugging Face's order."""
+    embeddings: tuple[str, str]
+    """The names of the output projection and of the embedding in the source."""
+    states_tying: bool
+    """Whether the source says if its embeddings are tied."""
 
     def stream(self) -> Stream:
         """Return what reads the tensors with their rows in our order."""
@@ -83,6 +87,7 @@ def open_expected(path: Path, expected: ModelArgs) -> OpenedLlama:
 
 def write_llama(opened: OpenedLlama, out: Path, form: Form, progress: Progress) -> Imported:
     """Write an opened Llama as `import_llama` does."""
+    _refuse_wrong_tying(opened)
     extra = {"imported_from": str(opened.source.path), "model": dataclasses.asdict(opened.args)}
     done = write_seed(out, opened.chosen.weights, opened.stream(), form, progress, extra)
     return dataclasses.replace(done, notes=[*opened.source.notes, *opened.chosen.notes])
@@ -103,9 +108,8 @@ def open_llama(path: Path) -> OpenedLlama:
         args = args_of(source.config)
     places = places_of(args)
     head_dims = {place.name: place.rotary_head_dim for place in places.values() if place.rotary_head_dim}
-    tied = {OUTPUT: EMBEDDING} if source.config.get("tie_word_embeddings") else {}
     theirs = {name: (place.name, place.shape) for name, place in places.items()}
-    return OpenedLlama(source, args, as_model(source.contents, theirs, tied), head_dims)
+    return _opened(source, args, theirs, head_dims, (HEAD, places[EMBEDDING].name), states_tying=True)
 
 
 def _of_meta(path: Path) -> OpenedLlama:
@@ -114,13 +118,50 @@ def _of_meta(path: Path) -> OpenedLlama:
     with _named(path):
         args = args_of_params(folder.params, folder.vocab_size)
     shapes = {name: place.shape for name, place in places_of(args).items()}
-    source = meta_folder.joined(folder, shapes)
-    chosen = as_model(source.contents, {name: (name, shape) for name, shape in shapes.items()}, {})
+    source = meta_folder.joined(folder, shapes | {OUTPUT: shapes[EMBEDDING]})
+    ours = {name: (name, shape) for name, shape in shapes.items()}
+    opened = _opened(source, args, ours, {}, (OUTPUT, EMBEDDING), states_tying=TIED in folder.params)
     if args.rope_scaling is not None and FACTOR not in folder.params:
-        chosen.notes.append(
+        opened.chosen.notes.append(
             f"{folder.path.name} states no factor of its rotary scaling: {args.rope_scaling.factor:g} taken"
         )
-    return OpenedLlama(source, args, chosen, {})
+    return opened
+
+
+def _opened(
+    source: Source,
+    args: ModelArgs,
+    places: dict[str, tuple[str, Shape]],
+    head_dims: dict[str, int],
+    embeddings: tuple[str, str],
+    *,
+    states_tying: bool,
+) -> OpenedLlama:
+    tied = args.tie_word_embeddings
+    chosen = as_model(source.contents, places, embeddings[:1] if tied else ())
+    notes = [f"tied embeddings: {OUTPUT} is {EMBEDDING}, one tensor"] if tied else []
+    return OpenedLlama(
+        source, args, chosen._replace(notes=notes + chosen.notes), head_dims, embeddings, states_tying=states_tying
+    )
+
+
+def _refuse_wrong_tying(opened: OpenedLlama) -> None:
+    """Raise ConfigError if the embeddings are one tensor and the source does not say it, or two though it says one."""
+    head, embedding = opened.embeddings
+    tied = opened.args.tie_word_embeddings
+    if head not in opened.source.contents.tensors or (opened.states_tying and not tied):
+        return
+    is_one = are_equal(opened.source.stream, head, embedding)
+    if tied and not is_one:
+        raise ConfigError(
+            f"{opened.source.path}: {TIED} is true, and {head} has other values than {embedding}. Set it to false to "
+            "train both"
+        )
+    if is_one and not tied:
+        raise ConfigError(
+            f"{opened.source.path}: {head} has the values of {embedding}, and {PARAMS} does not say whether they are "
+            f'one parameter, as in Llama 3.2 1B and 3B. Add "{TIED}": true to it, or false to train two'
+        )
 
 
 @contextlib.contextmanager
@@ -147,7 +188,7 @@ def _refuse_quantized(source: Source) -> None:
 
 def _refuse_other_sizes(path: Path, found: ModelArgs, expected: ModelArgs) -> None:
     names = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "norm_eps", "rope_theta")
-    pairs = {name: (getattr(found, name), getattr(expected, name)) for name in (*names, "rope_scaling")}
+    pairs = {name: (getattr(found, name), getattr(expected, name)) for name in (*names, "rope_scaling", TIED)}
     if other := [f"{name} {its} instead of {ours}" for name, (its, ours) in pairs.items() if its != ours]:
         raise ConfigError(
             f"{path} is another model than this run's: {', '.join(other)}. Set --model.config_path={_folder(path)}"

@@ -28,7 +28,8 @@ class Transformer(nn.Module):
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
         self.layers = nn.ModuleDict({str(i): TransformerBlock(args) for i in range(args.n_layers)})
         self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-        self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
+        tied = args.tie_word_embeddings
+        self.output = TiedOutput() if tied else nn.Linear(args.dim, args.vocab_size, bias=False)
         table = torch.empty(args.max_seq_len, args.head_dim // 2, dtype=torch.complex64)
         self.register_buffer("freqs_cis", table, persistent=False)
 
@@ -37,7 +38,9 @@ class Transformer(nn.Module):
         h = self.tok_embeddings(tokens)
         for block in self.layers.values():
             h = block(h, self.freqs_cis)
-        logits: Tensor = self.output(self.norm(h))
+        # Read here, where FSDP and tensor parallelism have the embedding as the other parameters of this forward.
+        tied = (self.tok_embeddings.weight,) if self.args.tie_word_embeddings else ()
+        logits: Tensor = self.output(self.norm(h), *tied)
         return logits
 
     def init_weights(self, seed: int, buffer_device: torch.device | None = None) -> None:
@@ -57,14 +60,22 @@ class Transformer(nn.Module):
         name = path[-2]
         if name.endswith("norm"):
             return Normal(std=0.0, mean=1.0)
-        if name == "tok_embeddings":
+        if name == "tok_embeddings" and not self.args.tie_word_embeddings:
             return Normal(std=1.0)
-        if name == "output":
+        if name in ("output", "tok_embeddings"):
             return Normal(std=self.args.dim**-0.5, cutoff=3.0)
         if name in ("wo", "w2", "w3"):
             depth = int(path[1]) + 1 if self.args.depth_init else self.args.n_layers
             return Normal(std=0.02 / (2 * depth) ** 0.5)
         return Normal(std=0.02)
+
+
+class TiedOutput(nn.Module):
+    """The output projection of tied embeddings: the embedding is its weight, and it has no parameter of its own."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return [batch, seq, vocab] for `x` [batch, seq, dim] and `weight` [vocab, dim]."""
+        return F.linear(x, weight)
 
 
 class TransformerBlock(nn.Module):
@@ -164,8 +175,8 @@ def num_params(model: nn.Module) -> int:
 def flops_per_token(args: ModelArgs, num_params: int, seq_len: int) -> int:
     """Return the floating-point operations of forward and backward for one token, without recomputation.
 
-    They are 6 for each parameter that multiplies (all but the embedding), and 12 for each element of attention's two
-    products, causal or not (PaLM, appendix B).
+    They are 6 for each parameter that multiplies (all but an embedding that is not tied), and 12 for each element of
+    attention's two products, causal or not (PaLM, appendix B).
     """
-    embedding = args.vocab_size * args.dim
+    embedding = 0 if args.tie_word_embeddings else args.vocab_size * args.dim
     return 6 * (num_params - embedding) + 12 * args.n_layers * args.dim * seq_len
