@@ -267,6 +267,23 @@ def test_what_is_no_state_dict_is_refused_with_what_is_there(saved: object, find
         open_source(tmp_path / "w.pt")
 
 
+@pytest.mark.parametrize("named", ["the file", "its folder"])
+def test_a_part_of_deepspeeds_zero_3_is_refused_with_what_joins_it(named: str, tmp_path: Path) -> None:
+    file = tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    shapes = [OrderedDict(weight=torch.Size([2, 3]), bias=torch.Size([2]))]
+    module = OrderedDict(weight=torch.empty(0), bias=torch.empty(0))
+    torch.save({"module": module, "buffer_names": [], "optimizer": None, "param_shapes": shapes}, file)
+    with pytest.raises(ConfigError, match=r"DeepSpeed's ZeRO, .* run the zero_to_fp32\.py that DeepSpeed left"):
+        open_source(file if named == "the file" else tmp_path)
+
+
+def test_the_whole_weights_that_deepspeed_has_with_zero_2_are_read(tmp_path: Path) -> None:
+    module = torch.nn.Linear(3, 2).state_dict()
+    shapes = [OrderedDict((name, tensor.shape) for name, tensor in module.items())]
+    torch.save({"module": module, "param_shapes": shapes}, tmp_path / "mp_rank_00_model_states.pt")
+    assert_equal(tensors_of(tmp_path / "mp_rank_00_model_states.pt", tmp_path / "step-0"), module)
+
+
 def test_links_are_followed_as_in_the_cache_of_the_hub(tmp_path: Path) -> None:
     state = weights()
     real = write_folder(tmp_path / "blobs", state)

@@ -12,6 +12,12 @@ from torchtitan_lite.errors import ConfigError
 
 _USUAL = ("state_dict", "model_state_dict", "model", "module")
 """Names under which trainers save the model."""
+_SHAPES = "param_shapes"
+"""In DeepSpeed's files: the shape of each parameter. With ZeRO-3 the parameters beside it are empty."""
+FROM_DEEPSPEED = (
+    "a part of a checkpoint of DeepSpeed's ZeRO, whose weights are cut over all files: run the zero_to_fp32.py that "
+    "DeepSpeed left beside it, and import what that writes"
+)
 
 
 class Saved(NamedTuple):
@@ -36,6 +42,8 @@ def read_saved(path: Path) -> Saved:
     direct = _tensors(file, root)
     if len(usual) == 1 or (not direct and len(inner) == 1):
         entry = usual[0] if usual else next(iter(inner))
+        if _SHAPES in root and any(0 in place.shape for place in inner[entry].values()):
+            raise ConfigError(f"{path} is {FROM_DEEPSPEED}")
         _refuse_others(path, file, file.mapping(root[entry]) or {}, entry)
         return Saved(inner[entry], entry)
     if direct and not usual:

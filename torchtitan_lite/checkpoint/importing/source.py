@@ -16,7 +16,7 @@ from torchtitan_lite.checkpoint.examining.cut import row_major
 from torchtitan_lite.checkpoint.examining.tensor_stream import TensorStream
 from torchtitan_lite.checkpoint.format.contents import Chunk, Contents, Shape, StoredTensor
 from torchtitan_lite.checkpoint.importing.safetensors_header import read_header
-from torchtitan_lite.checkpoint.importing.saved_weights import read_saved
+from torchtitan_lite.checkpoint.importing.saved_weights import FROM_DEEPSPEED, read_saved
 from torchtitan_lite.checkpoint.untrusted.stock_item import Layout
 from torchtitan_lite.disk.plain_file import is_plain_name, read_plain
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, CheckpointUnreadable, ConfigError
@@ -29,6 +29,8 @@ CONFIG = "config.json"
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 _INDEXES = tuple(f"{name}.index.json" for name in _SINGLE)
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+_ZERO = "zero_pp_rank_"
+"""How the names of files of DeepSpeed's ZeRO-3 begin."""
 _MOST_JSON_BYTES = 64 << 20
 _MOST_SHARED = 16
 """How many times the bytes of its file the tensors of one may have: tied weights share theirs."""
@@ -114,6 +116,8 @@ def _of_folder(path: Path) -> Source:
             "merge_and_unload, and save the model"
         )
     files = [name for name in names if name.endswith((SAFETENSORS, *SAVED))]
+    if any(name.startswith(_ZERO) for name in files):
+        raise ConfigError(f"{path} is {FROM_DEEPSPEED}")
     if len(files) == 1:
         return _joined(path, "a folder of weights", [path / files[0]])
     if files:
