@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from tests.checkpoint.reading.foreign_folders import TOKENS_OF_RANK, of_0_3, of_2024, save_plain
 from tests.checkpoint.small_run import SmallRun
 from tests.checkpoint.with_manifest import flip
+from torchtitan_lite.checkpoint import CheckpointManager
 from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
 from torchtitan_lite.checkpoint.state.stateful import OptimizerWrapper
 from torchtitan_lite.cli.app import main
@@ -65,6 +66,66 @@ def same(found: Any, expected: Any) -> bool:
 
 def optimizer_of(run: SmallRun) -> dict[str, Any]:
     return dict(OptimizerWrapper([run.model], [run.optimizer]).state_dict())
+
+
+def in_two_groups() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return a model, and an optimizer whose groups differ in a number and in a tensor."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    groups = [
+        {"params": [model[1].weight, model[0].bias], "lr": torch.tensor(0.25)},
+        {"params": [model[0].weight, model[1].bias], "weight_decay": 0.5},
+    ]
+    return model, torch.optim.AdamW(groups, lr=0.5)
+
+
+def train_one_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.linspace(-1, 1, 6).reshape(2, 3)).square().sum().backward()
+    optimizer.step()
+
+
+def test_a_loader_that_does_not_flatten_the_optimizer_reads_the_nested_form(tmp_path: Path, call: Call) -> None:
+    model, optimizer = in_two_groups()
+    with CheckpointManager.for_loop(
+        model=model, optimizer=optimizer, folder=tmp_path / "run", preemption_signals=()
+    ) as manager:
+        manager.load()
+        train_one_step(model, optimizer)
+        manager.save(1, force=True)
+    code, _, err = call(tmp_path / "run", tmp_path / "out", "--layout", "dcp", "--optimizer", "nested")
+    assert (code, err) == (0, "")
+    other, its = in_two_groups()
+    of_model, of_optimizer = get_state_dict(other, its)
+    of_optimizer["param_groups"][1]["weight_decay"] = 0.0
+    state = {"model": of_model, "optimizer": of_optimizer}
+    dcp_load(state, checkpoint_id=tmp_path / "out", no_dist=True)
+    set_state_dict(other, its, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    assert same(its.state_dict()["state"], optimizer.state_dict()["state"])
+    assert [group["weight_decay"] for group in its.param_groups] == [1e-2, 0.5]
+    assert [float(group["lr"]) for group in its.param_groups] == [0.25, 0.5]
+    train_one_step(model, optimizer)
+    train_one_step(other, its)
+    assert same(dict(other.state_dict()), dict(model.state_dict()))
+
+
+def test_the_nested_form_becomes_the_same_checkpoint_of_ours_again(run: SmallRun, tmp_path: Path, call: Call) -> None:
+    assert call(run.root, tmp_path / "nested", "--layout", "dcp", "--optimizer", "nested")[0] == 0
+    assert call(tmp_path / "nested", tmp_path / "step-3", "--layout", "ours")[0] == 0
+    before, after = (open_checkpoint(path).contents for path in (run.root / "step-3", tmp_path / "step-3"))
+    assert {*before.tensors} == {*after.tensors} and {*before.objects} == {*after.objects}
+    assert all(after.objects[key].value == each.value for key, each in before.objects.items() if each.item is None)
+
+
+def test_a_nested_optimizer_is_of_dcp_alone_and_needs_an_optimizer(run: SmallRun, tmp_path: Path, call: Call) -> None:
+    code, _, err = call(run.root, tmp_path / "out", "--layout", "torchtitan", "--optimizer", "nested")
+    assert (code, err) == (2, "error: --optimizer nested: expected --layout dcp\n")
+    with CheckpointManager.for_loop(
+        model=torch.nn.Linear(2, 2), folder=tmp_path / "model", preemption_signals=()
+    ) as manager:
+        manager.load()
+        manager.save(1, force=True)
+    code, _, err = call(tmp_path / "model", tmp_path / "out", "--optimizer", "nested")
+    assert code == 2 and err.endswith("step-1 has no optimizer with names of parameters\n")
 
 
 def test_ours_becomes_a_folder_that_stock_dcp_loads(run: SmallRun, tmp_path: Path, call: Call) -> None:

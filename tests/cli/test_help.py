@@ -75,8 +75,8 @@ def test_the_help_of_train_says_what_is_off_unset_and_empty_in_words(help_of: He
     assert re.findall(r"\(default: (?:True|False|None|'')\)", text) == []
 
 
-def test_the_usage_of_convert_lists_its_layouts(help_of: Help) -> None:
-    assert "[--layout {dcp,torchtitan,ours}]" in " ".join(help_of("convert", 80).split())
+def test_the_help_of_convert_lists_its_layouts(help_of: Help) -> None:
+    assert "--layout {dcp,torchtitan,ours}" in " ".join(help_of("convert", 80).split())
 
 
 def _on_a_terminal(module: str, *arguments: str, **variables: str) -> tuple[int, str]:

@@ -30,6 +30,8 @@ class Convert:
     """The folder to make; named step-N where a job shall find it."""
     layout: Literal["dcp", "torchtitan", "ours"] = "dcp"
     """dcp: without our manifest. torchtitan: for the manager of torchtitan 0.3. ours: with manifest and digests."""
+    optimizer: Literal["flat", "nested"] = "flat"
+    """With --layout dcp. flat: as torch's flatten_optimizer_state_dict=True. nested: as get_state_dict without it."""
     dp_ranks: int = 1
     """With --layout torchtitan: data-parallel ranks of its job."""
     json: bool = False
@@ -38,6 +40,8 @@ class Convert:
     def run(self, screen: Screen) -> ExitCode:
         if self.dp_ranks < 1 or (self.dp_ranks > 1 and self.layout != "torchtitan"):
             raise ConfigError(f"--dp-ranks {self.dp_ranks}: expected at least 1, with --layout torchtitan")
+        if self.optimizer == "nested" and self.layout != "dcp":
+            raise ConfigError("--optimizer nested: expected --layout dcp")
         out = local(self.out)
         refuse_place(out, is_step=True)
         target = resolve(self.step)
@@ -47,7 +51,8 @@ class Convert:
         from torchtitan_lite.checkpoint.examining.presence import unless_gone
 
         with unless_gone(target.folder):
-            done = convert(open_checkpoint(target.folder), out, self.layout, screen.progress, dp_ranks=self.dp_ranks)
+            layout = "dcp, nested" if self.optimizer == "nested" else self.layout
+            done = convert(open_checkpoint(target.folder), out, layout, screen.progress, dp_ranks=self.dp_ranks)
         data = {
             "step": target.step,
             "source": str(target.folder),

@@ -111,7 +111,7 @@ def _to_torch(
     stream: TensorStream,
     advance: Advance,
 ) -> list[str]:
-    from torchtitan_lite.checkpoint.converting.layouts import Reader
+    from torchtitan_lite.checkpoint.converting.reader import Reader
     from torchtitan_lite.checkpoint.converting.torch_file import Tensor, write_state
     from torchtitan_lite.checkpoint.format.torch_contents import DTYPES as OF_TORCH
 
@@ -154,7 +154,8 @@ def _to_dcp(
     advance: Advance,
 ) -> list[str]:
     from torchtitan_lite.checkpoint.converting.dcp_folder import write_checkpoint
-    from torchtitan_lite.checkpoint.converting.layouts import Reader, as_weights
+    from torchtitan_lite.checkpoint.converting.layouts import as_weights
+    from torchtitan_lite.checkpoint.converting.reader import Reader
     from torchtitan_lite.checkpoint.format.torch_contents import DTYPES as OF_TORCH
 
     state = as_weights(Reader(opened, stream), keys)

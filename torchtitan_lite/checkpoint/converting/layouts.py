@@ -7,22 +7,18 @@ lists it all. Nothing is written here.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torchtitan_lite.checkpoint.converting.model_part import MODEL, ModelKey, model_keys
-from torchtitan_lite.checkpoint.converting.new_state import NewObject, NewState, NewTensor
+from torchtitan_lite.checkpoint.converting.new_state import NewObject, NewState
+from torchtitan_lite.checkpoint.converting.optimizer_groups import with_flat_groups, with_listed_groups
+from torchtitan_lite.checkpoint.converting.reader import Reader
 from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, kind_of
-from torchtitan_lite.checkpoint.examining.tensor_stream import TensorStream
-from torchtitan_lite.checkpoint.format import plain_value
-from torchtitan_lite.checkpoint.format.structure import Path, paths_of
-from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
-from torchtitan_lite.checkpoint.untrusted.safe_load import UnsafeItem, load_item
-from torchtitan_lite.errors import CheckpointMismatch, CheckpointUnsafe
+from torchtitan_lite.errors import CheckpointMismatch
 from torchtitan_lite.store.manifest import CheckpointKind
 
-_GROUPS = "optimizer.param_groups"
-_OPTIMIZER = ("optimizer.state.", f"{_GROUPS}.")
+_OPTIMIZER = ("optimizer.state.", "optimizer.param_groups.")
 
 
 class Relaid(NamedTuple):
@@ -34,61 +30,18 @@ class Relaid(NamedTuple):
     """Top-level states, or keys of a part that is taken, that the layout has no place for."""
 
 
-class Reader:
-    """Reads the small things of the checkpoint `opened` that a layout needs."""
-
-    def __init__(self, opened: OpenedCheckpoint, stream: TensorStream) -> None:
-        self.opened, self.contents, self._stream = opened, opened.contents, stream
-
-    def tensor(self, key: str) -> NewTensor:
-        """Return the tensor under `key`, as it is."""
-        stored = self.contents.tensors[key]
-        return NewTensor(DTYPES[str(stored.dtype).removeprefix("torch.")], stored.shape, key)
-
-    def object(self, key: str) -> NewObject:
-        """Return the object under `key`, as it is. Raises CheckpointUnsafe if it holds more than plain data."""
-        stored = self.contents.objects[key]
-        if stored.item is None:
-            return NewObject.of(stored.value)
-        data = self._stream.read_item(stored.item)
-        try:
-            return NewObject(data, plain_value.encode(self._loaded(key, data)))
-        except plain_value.NotPlain:
-            return NewObject(data, is_plain=False)
-
-    def value(self, key: str) -> Any:
-        """Return the object under `key`, or the whole number in the tensor under it; None if there is neither."""
-        if key in self.contents.objects:
-            stored = self.contents.objects[key]
-            return stored.value if stored.item is None else self._loaded(key, self._stream.read_item(stored.item))
-        stored_tensor = self.contents.tensors.get(key)
-        if stored_tensor is not None and stored_tensor.shape in ((), (1,)) and "int" in str(stored_tensor.dtype):
-            [part] = self._stream.slices(key)
-            return int.from_bytes(part.data, "little", signed=True)
-        return None
-
-    def state(self, keys: Mapping[str, tuple[str, Path]]) -> NewState:
-        """Return the entries under the given keys of the checkpoint, each under its new key and path."""
-        tensors = {new: self.tensor(key) for key, (new, _) in keys.items() if key in self.contents.tensors}
-        objects = {new: self.object(key) for key, (new, _) in keys.items() if key in self.contents.objects}
-        return NewState(tensors, objects, dict(keys.values()))
-
-    def paths(self) -> Mapping[str, Path]:
-        """Return the path of each key in the nested state, as DCP has it."""
-        if self.contents.structure is not None:
-            return paths_of(self.contents.structure, tensors=self.contents.tensors)
-        return {key: self.contents.paths.get(key, (key,)) for key in self.contents}
-
-    def _loaded(self, key: str, data: bytes) -> Any:
-        try:
-            return load_item(data)
-        except UnsafeItem as error:
-            raise CheckpointUnsafe(self.contents.path, f"{key}: {error}") from None
-
-
 def as_stored(reader: Reader) -> Relaid:
     """Return the checkpoint with the keys that it has."""
     return Relaid(reader.state({key: (key, path) for key, path in reader.paths().items()}), reader.opened.kind, [])
+
+
+def as_nested(reader: Reader) -> Relaid:
+    """Return the checkpoint with the keys that it has, except that the optimizer has a list of groups.
+
+    Raises ConfigError if it has no optimizer by names of parameters.
+    """
+    stored = as_stored(reader)
+    return stored._replace(state=with_listed_groups(stored.state, reader))
 
 
 def as_weights(reader: Reader, keys: Iterable[ModelKey]) -> NewState:
@@ -111,7 +64,7 @@ def as_ours(reader: Reader) -> Relaid:
     for key, path in paths.items():
         inner = path[len(outer) :] if path[: len(outer)] == outer else path
         keys.setdefault(key, (".".join(map(str, inner)), inner))
-    return Relaid(_with_flat_groups(reader.state(keys), reader), CheckpointKind.FULL, [])
+    return Relaid(with_flat_groups(reader.state(keys), reader), CheckpointKind.FULL, [])
 
 
 def as_torchtitan(reader: Reader, dp_ranks: int) -> Relaid:
@@ -133,7 +86,7 @@ def as_torchtitan(reader: Reader, dp_ranks: int) -> Relaid:
     }
     if not optimizer:
         raise CheckpointMismatch(opened.contents.path, "  it has no optimizer whose state has names of parameters")
-    state = _with_flat_groups(reader.state(optimizer), reader)
+    state = with_flat_groups(reader.state(optimizer), reader)
     small = dict(_small_states(reader, outer, dp_ranks))
     objects = {key: NewObject.of(value) for key, value in small.items()}
     paths = {key: tuple(key.split(".", 1)) for key in small}
@@ -162,40 +115,6 @@ def _small_states(reader: Reader, outer: str, dp_ranks: int) -> Iterator[tuple[s
     for rank in range(dp_ranks):
         # torchdata's loader takes an empty position for none.
         yield f"dataloader.dp_rank_{rank}", pickle.dumps({})
-
-
-def _with_flat_groups(state: NewState, reader: Reader) -> NewState:
-    """Return `state` with the settings of the optimizer under the name of each parameter, as torch flattens them.
-
-    Unflattened, `param_groups` is a list of groups, each with the names of its parameters under `params`.
-    """
-    groups = [key for key in state.objects if key.startswith(f"{_GROUPS}.") and key.endswith(".params")]
-    numbers = {key: key.removeprefix(f"{_GROUPS}.").removesuffix(".params") for key in groups}
-    if not groups or not all(number.isdecimal() for number in numbers.values()):
-        return state
-    objects, tensors, paths = dict(state.objects), dict(state.tensors), dict(state.paths)
-    for key, number in numbers.items():
-        prefix = f"{_GROUPS}.{number}."
-        names = plain_value.decode(objects[key].plain)
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise CheckpointMismatch(
-                reader.contents.path, f"  {key}: expected the names of parameters, found {names!r:.80}"
-            )
-        settings = [each for each in paths if each.startswith(prefix)]
-        for name in names:
-            for each in settings:
-                flat = f"param_groups.{name}.{each.removeprefix(prefix)}"
-                if each != key:
-                    target, held = (objects, objects) if each in objects else (tensors, tensors)
-                    target[f"optimizer.{flat}"] = held[each]  # type: ignore[assignment]  # one table at a time
-                    paths[f"optimizer.{flat}"] = ("optimizer", flat)
-        for each in settings:
-            objects.pop(each, None)
-            tensors.pop(each, None)
-            del paths[each]
-    for key in [key for key in paths if key.startswith("optimizer.state.")]:
-        paths[key] = ("optimizer", key.removeprefix("optimizer."))
-    return NewState(tensors, objects, paths)
 
 
 def _outer(reader: Reader, model: list[ModelKey]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,8 +19,9 @@ from torchtitan_lite import __version__
 from torchtitan_lite.checkpoint.converting import new_output
 from torchtitan_lite.checkpoint.converting.dcp_folder import Written, cut_into_files, write_checkpoint
 from torchtitan_lite.checkpoint.converting.exporting import Progress
-from torchtitan_lite.checkpoint.converting.layouts import Reader, Relaid, as_ours, as_stored, as_torchtitan
+from torchtitan_lite.checkpoint.converting.layouts import Relaid, as_nested, as_ours, as_stored, as_torchtitan
 from torchtitan_lite.checkpoint.converting.new_state import NewState
+from torchtitan_lite.checkpoint.converting.reader import Reader
 from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, Origin, open_checkpoint
 from torchtitan_lite.checkpoint.examining.tensor_stream import TensorStream
 from torchtitan_lite.checkpoint.format.chunk_runs import format_version
@@ -28,9 +30,10 @@ from torchtitan_lite.errors import ConfigError, TorchtitanLiteError
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Manifest, Table
 
-Layout = Literal["dcp", "torchtitan", "ours"]
+Layout = Literal["dcp", "dcp, nested", "torchtitan", "ours"]
+"""`dcp, nested` has the optimizer as a list of groups, the others by the names of parameters."""
 
-_SAME = {"dcp": Origin.DCP, "torchtitan": Origin.TORCHTITAN, "ours": Origin.OURS}
+_SAME = {"dcp": Origin.DCP, "dcp, nested": Origin.DCP, "torchtitan": Origin.TORCHTITAN, "ours": Origin.OURS}
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,13 @@ def convert(opened: OpenedCheckpoint, out: Path, to: Layout, progress: Progress,
     if opened.origin is _SAME[to]:
         raise ConfigError(f"{opened.folder} has this layout already: copy it, or use reshard")
     reader = _reader(opened)
-    relaid = {"dcp": as_stored, "ours": as_ours}.get(to, lambda given: as_torchtitan(given, dp_ranks))(reader)
+    by_layout: dict[Layout, Callable[[Reader], Relaid]] = {
+        "dcp": as_stored,
+        "dcp, nested": as_nested,
+        "torchtitan": lambda given: as_torchtitan(given, dp_ranks),
+        "ours": as_ours,
+    }
+    relaid = by_layout[to](reader)
     num_files = _fitting(relaid.state, len([name for name in opened.sizes if layout.is_data_file(name)]))
     manifest = _new_manifest(opened, relaid, out, reader) if to == "ours" else None
     return _write(opened, out, relaid, num_files, manifest, progress)
