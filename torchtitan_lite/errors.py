@@ -313,11 +313,22 @@ class TokensNotWritten(TorchtitanLiteError, RuntimeError):
 
 
 class ExtraMissing(TorchtitanLiteError, ImportError):
-    """The `package` of the optional dependency `extra`, by default of the same name, is not installed."""
+    """The `package` of the optional dependency `extra`, by default of the same name, is not installed.
 
-    def __init__(self, extra: str, package: str = "") -> None:
-        self.extra, self.package = extra, package or extra
-        super().__init__(f"{self.package} is not installed. Install it with: pip install 'torchtitan-lite[{extra}]'")
+    With a `finding` it is, and cannot be imported.
+    """
+
+    def __init__(self, extra: str, package: str = "", finding: str = "") -> None:
+        self.extra, self.package, self.finding = extra, package or extra, finding
+        what = f"cannot be imported: {_clause(finding)}" if finding else "is not installed"
+        super().__init__(f"{self.package} {what}. Install it with: pip install 'torchtitan-lite[{extra}]'")
+
+    @classmethod
+    def of(cls, error: ImportError, extra: str, package: str = "") -> ExtraMissing:
+        """Return what `error` of an import of the package means: it is missing, or something that it needs."""
+        is_missing = isinstance(error, ModuleNotFoundError)
+        missing = (error.name or "").partition(".")[0] if is_missing else ""
+        return cls(extra, package, "" if missing == (package or extra) else str(error) or type(error).__name__)
 
 
 class KeeperUnavailable(TorchtitanLiteError, RuntimeError):

@@ -30,7 +30,7 @@ def test_a_killed_run_and_its_restart_have_one_id_and_all_steps(tmp_path: Path) 
 @pytest.mark.slow  # A Python process with torch, from its start.
 def test_without_wandb_one_sentence_says_how_to_install_it(tmp_path: Path) -> None:
     (tmp_path / "without" / "wandb").mkdir(parents=True)
-    (tmp_path / "without" / "wandb" / "__init__.py").write_text("raise ImportError('not here')\n")
+    (tmp_path / "without" / "wandb" / "__init__.py").write_text("raise ModuleNotFoundError('not here', name='wandb')\n")
     path = ":".join([str(tmp_path / "without"), *filter(None, sys.path)])
     with start(tmp_path / "run", *ARGUMENTS, environment={"PYTHONPATH": path}, cold=True) as job:
         assert job.wait() == [1], job.log

@@ -201,8 +201,8 @@ def _begin_worker(ignored: Sequence[str], then: Callable[[int], object] | None, 
 def _check_kind(given: object, module: str, name: str) -> None:
     try:
         kind = getattr(importlib.import_module(module), name)
-    except ModuleNotFoundError as error:
-        raise ExtraMissing(module.partition(".")[0]) from error
+    except ImportError as error:
+        raise ExtraMissing.of(error, module.partition(".")[0]) from error
     if not isinstance(given, kind):
         raise ConfigError(
             f"dataloader: expected a {module}.{name}, found a {type(given).__name__}, which has no state. "

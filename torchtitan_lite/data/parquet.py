@@ -58,7 +58,7 @@ def require_pyarrow() -> tuple[Any, Any]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise ExtraMissing("parquet", "pyarrow") from error
+        raise ExtraMissing.of(error, "parquet", "pyarrow") from error
     return pyarrow, pyarrow.parquet
 
 

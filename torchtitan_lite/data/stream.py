@@ -33,7 +33,7 @@ def open_share(config: Training, *, rank: int, num_ranks: int) -> Any:
         import datasets
         from datasets.distributed import split_dataset_by_node
     except ImportError as error:
-        raise ExtraMissing("datasets") from error
+        raise ExtraMissing.of(error, "datasets") from error
     path = str(config.dataset_path)
     if (Path(path) / "state.json").is_file() or (Path(path) / "dataset_dict.json").is_file():
         raise ConfigError(

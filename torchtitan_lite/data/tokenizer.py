@@ -152,7 +152,7 @@ def _loaded(path: Path, data: bytes) -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        raise ExtraMissing("tokenizers") from error
+        raise ExtraMissing.of(error, "tokenizers") from error
     try:
         tokenizer = tokenizers.Tokenizer.from_str(data.decode())
     except Exception as error:  # The library raises Exception itself.

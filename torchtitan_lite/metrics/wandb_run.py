@@ -21,7 +21,7 @@ def import_wandb() -> ModuleType:
     try:
         import wandb
     except ImportError as error:
-        raise ExtraMissing("wandb") from error
+        raise ExtraMissing.of(error, "wandb") from error
     found: ModuleType = wandb
     return found
 

@@ -34,8 +34,8 @@ def render(runs: Sequence[Run]) -> str:
     """Return the page of one run, or of two beside each other. Raises ExtraMissing without jinja2."""
     try:
         import jinja2
-    except ImportError:
-        raise ExtraMissing("report", "jinja2") from None
+    except ImportError as error:
+        raise ExtraMissing.of(error, "report", "jinja2") from None
 
     files = resources.files("torchtitan_lite.report")
     environment = jinja2.Environment(

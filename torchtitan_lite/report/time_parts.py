@@ -23,7 +23,7 @@ LABELS = {
     "starting": "starting up",
     "compiling": "first steps (compiling)",
     "waiting_for_data": "waiting for data",
-    "leaving": "leaving after a signal",
+    "leaving": "ending, or leaving for a signal",
     "other": "other",
     "down": "down between starts",
 }

@@ -60,8 +60,8 @@ def require_library() -> None:
     """Raise ExtraMissing if the library, which checks the result, is not installed."""
     try:
         import safetensors  # noqa: F401  # only whether it is there
-    except ImportError:
-        raise ExtraMissing("safetensors") from None
+    except ImportError as error:
+        raise ExtraMissing.of(error, "safetensors") from None
 
 
 def sharded(tensors: Sequence[NewTensor], most_bytes: int) -> dict[str, list[NewTensor]]:
