@@ -258,7 +258,7 @@ def test_a_map_of_names_as_a_function(
         (("--config", "{folder}/none.json"), "--config {folder}/none.json cannot be read: "),
         (("--config", "{folder}/wide.json"), "layers.0.feed_forward.w1.weight has shape [64, 16], expected [65, 16]"),
         (("--config", "{folder}/deep.json"), "missing layers.1.attention.wq.weight, "),
-        (("--config", "{folder}/other.json"), "model_type: expected llama, the only family that is read, found 'gpt2'"),
+        (("--config", "{folder}/other.json"), "model_type: expected llama, or mistral without a window, found 'gpt2'"),
         (("--names", "same", "--name-map", "x.json"), "--names same and --name-map: expected one of them"),
         (("--tokenizer", "x", "--no-tokenizer"), "--tokenizer and --no-tokenizer: expected one of them"),
         (("--exclude", "*.bias"), "--exclude is for --format safetensors and torch and dcp"),

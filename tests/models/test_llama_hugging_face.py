@@ -51,12 +51,15 @@ def test_files_of_the_tokenizer_are_beside_the_generation_config() -> None:
 @pytest.mark.parametrize(
     ("change", "finding"),
     [
-        ({"model_type": "qwen2"}, "model_type: expected llama, the only family that is read, found 'qwen2'"),
+        ({"model_type": "qwen2"}, "model_type: expected llama, or mistral without a window, found 'qwen2'"),
         ({"model_type": None}, "found None"),
         ({"hidden_act": "gelu"}, "the Llama of this package has no hidden_act 'gelu'"),
         ({"attention_bias": True}, "the Llama of this package has no attention_bias"),
         ({"mlp_bias": True}, "the Llama of this package has no mlp_bias"),
         ({"sliding_window": 4096}, "the Llama of this package has no sliding_window"),
+        ({"model_type": "mistral"}, "the Llama of this package has no sliding_window"),  # 4096 unless it says null
+        ({"model_type": "mistral", "sliding_window": 64}, "the Llama of this package has no sliding_window"),
+        ({"model_type": ["llama"]}, "found ['llama']"),
         ({"head_dim": 128}, "the Llama of this package has no head_dim 128"),
         (
             {"num_key_value_heads": 3},

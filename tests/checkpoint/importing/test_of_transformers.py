@@ -59,6 +59,7 @@ def logits(folder: Path, out: Path) -> torch.Tensor:
     "config",
     [
         {},
+        {"kind": "Mistral", "sliding_window": None},
         {"rope_parameters": LLAMA3},
         {"tie_word_embeddings": True},
         {"shards": "60KB"},
@@ -69,10 +70,10 @@ def logits(folder: Path, out: Path) -> torch.Tensor:
             "rope_parameters": {"rope_type": "default", "rope_theta": 77.0},
         },
     ],
-    ids=["plain", "llama3 rope", "tied", "shards", "bfloat16", "other settings"],
+    ids=["plain", "mistral", "llama3 rope", "tied", "shards", "bfloat16", "other settings"],
 )
 def test_a_llama_has_the_same_logits(config: dict[str, Any], tmp_path: Path) -> None:
-    theirs = made("Llama", tmp_path / "hf", **config).float()
+    theirs = made(folder=tmp_path / "hf", **{"kind": "Llama"} | config).float()
     ended = command("import-weights", tmp_path / "hf", tmp_path / "step-0")
     assert (ended.code, ended.err) == (0, "")
     with torch.no_grad():
@@ -133,6 +134,7 @@ def test_two_tensors_of_a_checkpoint_are_exported_as_tied_only_if_they_are_equal
             "found 'gpt2', which has learned positions",
         ),
         ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "of type 'linear'"),
+        ("Mistral", {"sliding_window": 64}, "the Llama of this package has no sliding_window"),
         ("Llama", {"attention_bias": True}, "the Llama of this package has no attention_bias"),
         ("Llama", {"head_dim": 32}, "the Llama of this package has no head_dim 32"),
     ],

@@ -20,7 +20,6 @@ _DIFFERENCES = {
     "qwen2": "biases in its attention",
     "qwen3": "norms in its attention",
     "gpt2": "learned positions, LayerNorm and biases",
-    "mistral": "an attention of its own, with a window",
     "mixtral": "several experts in place of each feed-forward",
     "qwen2_moe": "several experts in place of each feed-forward",
     "qwen3_moe": "several experts in place of each feed-forward",
@@ -34,6 +33,11 @@ _DIFFERENCES = {
 HEAD = "lm_head.weight"
 """Their name of the output projection."""
 TIED = "tie_word_embeddings"
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072},
+}
+"""The families that compute what our Llama does, and what transformers takes in each where config.json is silent."""
 GENERATION = "generation_config.json"
 MOST_LAYERS = 10_000
 """More would only make a hostile config.json take long to refuse."""
@@ -134,11 +138,12 @@ def args_of(config: Mapping[str, Any]) -> ModelArgs:
     Raises ConfigError that names what our Llama lacks, and what `config` has no sensible value for.
     """
     kind = config.get("model_type")
-    if kind != "llama":
+    if not isinstance(kind, str) or kind not in _DEFAULTS:
         reason = f", which has {_DIFFERENCES[str(kind)]}" if str(kind) in _DIFFERENCES else ""
         raise ConfigError(
-            f"config.json: model_type: expected llama, the only family that is read, found {kind!r}{reason}"
+            f"config.json: model_type: expected llama, or mistral without a window, found {kind!r}{reason}"
         )
+    config = {**_DEFAULTS[kind], **config}
     heads = _count(config, "num_attention_heads")
     dim = _count(config, "hidden_size")
     kv_heads = _count(config, "num_key_value_heads", heads)
