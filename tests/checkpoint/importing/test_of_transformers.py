@@ -171,6 +171,39 @@ def test_another_model_starts_in_a_loop_of_its_own(kind: str, tmp_path: Path) ->
     assert model.lm_head.weight is model.get_input_embeddings().weight
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21 reads it
+def test_an_adapter_is_refused_with_the_call_that_trains_it_on(tmp_path: Path) -> None:
+    import peft
+    import transformers
+
+    made("Llama", tmp_path / "hf")
+
+    def base() -> Any:
+        return transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf")
+
+    theirs = peft.get_peft_model(base(), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    theirs.save_pretrained(tmp_path / "adapter")
+    call = f"PeftModel.from_pretrained(base, '{tmp_path / 'adapter'}', is_trainable=True)"
+    for source in (tmp_path / "adapter", tmp_path / "adapter" / "adapter_model.safetensors"):
+        ended = command("import-weights", source, tmp_path / "start", "--names", "same")
+        assert ended.code == 2 and call in ended.err
+    for start in range(2):
+        model = peft.PeftModel.from_pretrained(base(), tmp_path / "adapter", is_trainable=True).eval()
+        if not start:
+            expected = theirs.eval()(TOKENS).logits
+            assert torch.equal(model(TOKENS).logits, expected)
+        trained = [each for each in model.parameters() if each.requires_grad]
+        with CheckpointManager.for_loop(
+            model=model, folder=tmp_path / "run", save_trained_only=True, preemption_signals=()
+        ) as manager:
+            assert manager.load() is bool(start)
+            if not start:
+                with torch.no_grad():
+                    trained[0].fill_(3.0)
+                manager.save(1, force=True)
+        assert (trained[0] == 3.0).all()
+
+
 def test_a_gpt2_without_its_prefix_as_it_was_published_starts_by_a_function(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,6 +89,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def _of_file(path: Path) -> Source:
     if path.name in (layout.METADATA, layout.MANIFEST) or layout.is_data_file(path.name):
         raise ConfigError(f"{path} is a file of a checkpoint: {_name_the_checkpoint(path.parent)}")
+    if path.name in _ADAPTERS:
+        raise _adapter(path.parent)
     if path.suffix == SAFETENSORS:
         return _joined(path, "a safetensors file", [path])
     if path.suffix in SAVED:
@@ -110,11 +112,8 @@ def _of_folder(path: Path) -> Source:
             return _joined(path, "a folder of Hugging Face's", _listed(path, index, names))
         if single in names:
             return _joined(path, "a folder of Hugging Face's", [path / single])
-    if adapters := [name for name in _ADAPTERS if name in names]:
-        raise ConfigError(
-            f"{path} holds an adapter of peft ({adapters[0]}) without its model: merge them with peft's "
-            "merge_and_unload, and save the model"
-        )
+    if any(name in names for name in _ADAPTERS):
+        raise _adapter(path)
     files = [name for name in names if name.endswith((SAFETENSORS, *SAVED))]
     if any(name.startswith(_ZERO) for name in files):
         raise ConfigError(f"{path} is {FROM_DEEPSPEED}")
@@ -129,6 +128,14 @@ def _of_folder(path: Path) -> Source:
     there = f"it has {', '.join(names[:4])}" + (" ..." if len(names) > 4 else "") if names else "it is empty"
     raise CheckpointNotFound(
         str(path), None, finding=f"there are no weights in it: expected {', '.join(_SINGLE)} or an index; {there}"
+    )
+
+
+def _adapter(folder: Path) -> ConfigError:
+    return ConfigError(
+        f"{folder} holds an adapter of peft without its model. To train it on, make the model of your own loop by "
+        f"PeftModel.from_pretrained(base, {str(folder)!r}, is_trainable=True), without an import; or merge the two by "
+        "merge_and_unload, save the model and import that"
     )
 
 
