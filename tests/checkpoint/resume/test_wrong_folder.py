@@ -193,6 +193,7 @@ def _weight_of(step: Path) -> torch.Tensor:
 @on_two_ranks
 def test_both_ranks_refuse_a_wrong_folder(rank: int, tmp_path: Path) -> None:
     root = tmp_path / "checkpoint"
+    torch.manual_seed(0)
     with a_manager(root) as manager:
         manager.save(1)
     for folder, said in ((root / "step-1", "is a checkpoint"), (tmp_path / "theirs", "of another tool")):

@@ -112,7 +112,7 @@ def test_a_folder_that_cannot_be_written_gives_one_sentence(
 ) -> None:
     make_read_only(small_disk)
     (tmp_path / "file").write_text("in its place")
-    for folder, cause in ((small_disk, "Read-only file system"), (tmp_path / "file", "File exists")):
+    for folder, cause in ((small_disk, "Read-only file system"), (tmp_path / "file", "Not a directory")):
         with pytest.raises(FolderUnusable, match=cause) as error:
             start_run(folder).manager.load()
         assert str(folder / "checkpoint") in str(error.value) and "--job.dump_folder" in str(error.value)
