@@ -31,9 +31,9 @@ from torchtitan_lite.checkpoint.saving.savers import Saver
 from torchtitan_lite.checkpoint.schedule.failures import Past
 from torchtitan_lite.checkpoint.schedule.interval import SavePolicy
 from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
-from torchtitan_lite.checkpoint.staging.guard import StagingGuard
 from torchtitan_lite.checkpoint.state import arguments
 from torchtitan_lite.checkpoint.state.stateful import Stateful
+from torchtitan_lite.checkpoint.state.step_hooks import StepHooks
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.config.own_loop import loop_config
 from torchtitan_lite.disk.forks import forget_in_children
@@ -101,7 +101,8 @@ class CheckpointManager:
         self._comparison = parts.comparison
         self._first_save, self._initial_import = parts.first_save, parts.initial_import
         self._load, self._step_saves = parts.load, parts.step_saves
-        self._guard = StagingGuard(parts.run.optimizers, self.maybe_wait_for_staging)
+        before = (lambda _: self.maybe_wait_for_staging(), parts.run.before_step)
+        self._hooks = StepHooks(parts.run.optimizers, before)
         self._opener = OneOpener(parts.folders, parts.preemption, ref(parts.in_flight), WeakMethod(self.close))
         self._is_open = self._has_started_saver = False
         forget_in_children(self._forget)
@@ -212,6 +213,7 @@ class CheckpointManager:
         check_metrics(metrics or {})
         if not self._opened():
             return False
+        self._run.model.note_trainable()
         self._saves.note_metrics(metrics or {})
         self._first_save.check()
         self._start_processes("save")
@@ -304,7 +306,7 @@ class CheckpointManager:
         """
         if self._is_open:
             self._is_open = self._has_started_saver = False
-            self._parts.end(self._guard, self._opener)
+            self._parts.end(self._hooks, self._opener)
         for groups in self._own_groups:  # Unless something failed: a rank may still be in an exchange then.
             groups.close()
 
@@ -334,7 +336,7 @@ class CheckpointManager:
                 self._opener.refuse_if_replaced()
             self._is_open = True
             try:
-                self._parts.start(self._guard, self._opener, step)
+                self._parts.start(self._hooks, self._opener, step)
             except BaseException:
                 self.close()
                 raise

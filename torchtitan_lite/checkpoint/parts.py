@@ -39,10 +39,10 @@ from torchtitan_lite.checkpoint.saving.writer import Origin
 from torchtitan_lite.checkpoint.schedule.failures import Past
 from torchtitan_lite.checkpoint.schedule.interval import SavePolicy, build_save_policy
 from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
-from torchtitan_lite.checkpoint.staging.guard import StagingGuard
 from torchtitan_lite.checkpoint.state import arguments
 from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.checkpoint.state.stateful import Stateful
+from torchtitan_lite.checkpoint.state.step_hooks import StepHooks
 from torchtitan_lite.config.job_config import Checkpoint, JobConfig
 from torchtitan_lite.distributed.missing_ranks import named_if_they_miss
 from torchtitan_lite.distributed.peers import Peers
@@ -109,7 +109,7 @@ class Parts:
     step_saves: StepSaves
     end_of_run: RunEnd
 
-    def start(self, guard: StagingGuard, opener: OneOpener, step: int) -> None:
+    def start(self, hooks: StepHooks, opener: OneOpener, step: int) -> None:
         """Take the folders and watch signals. **Collective**; what fails on one rank is raised on all.
 
         `step` is what is to be loaded, -1 for what the config says.
@@ -118,7 +118,7 @@ class Parts:
             opener.open()
         with named_if_they_miss("the first call of the checkpoint manager"):
             self.peers.together(self.preemption.start)
-        self.peers.together(guard.start)
+        self.peers.together(hooks.start)
         self.run.optimizer.refuse_where_parts_differ(self.peers)
         tokens = self.peers.on_coordinator(lambda: self._take_folders(step))
         if not self.config.load_only:
@@ -126,7 +126,7 @@ class Parts:
             self.end_of_run.refuse_foreign_folder()
             self.saves.origin = self.memory.begin(self.saves.origin)
 
-    def end(self, guard: StagingGuard, opener: OneOpener) -> None:
+    def end(self, hooks: StepHooks, opener: OneOpener) -> None:
         """Wait for the save in flight, end threads and processes, and give the folders up, whatever of it fails."""
         with ExitStack() as in_reverse:
             in_reverse.callback(opener.note_closed)
@@ -137,7 +137,7 @@ class Parts:
             in_reverse.callback(self.memory.leave)
             in_reverse.callback(self._close_saver)
             in_reverse.callback(self.memory.close)
-            in_reverse.callback(guard.close)
+            in_reverse.callback(hooks.close)
             in_reverse.callback(self.in_flight.settle)
             in_reverse.callback(self.step_saves.drain)
 

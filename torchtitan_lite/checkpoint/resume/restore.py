@@ -131,7 +131,8 @@ class Restore:
         if report.refusals:
             report = self.report()  # What the states refuse may be the cause: another tokenizer has other shapes.
             raise CheckpointMismatch(str(report.path), "\n".join([*report.refusals, *report.ways_out]))
-        if not build_load_rules(self._config.checkpoint).is_partial:
+        rules = build_load_rules(self._config.checkpoint)
+        if not rules.is_partial:
             self._stored.verify_rest()
         self._warn_of_unmatched_globs()
         for change in report.changes:
@@ -149,6 +150,7 @@ class Restore:
         if self._optimizer is not None:
             self._load_together(self._optimizer, self._stored.read_optimizer(self._slots))
         whole = self._stored.read_model(self._model_state, cast=self._cast)
+        self._model.keep([fqn for fqn in self._model_state if rules.wants(fqn)])
         # Most tensors were read in place. Extra state, and what hooks made of tensors, only the modules can load.
         self._peers.together(lambda: self._model.put_back(whole))
         if self._config.checkpoint.verify_resume:
@@ -214,9 +216,15 @@ class Restore:
         return {name: state for name, state in self._small.items() if name not in self._fresh}
 
     def _keys(self) -> KeyReport:
+        self._model_state |= self._peers.together(self._stored_left_out)
         self._model_state |= self._peers.together(self._resized)
         states = self._peers.together(lambda: [name for name, state in self._loaded.items() if state.state_dict()])
         return self._stored.report(self._model_state, self._slots, states, cast=self._cast)
+
+    def _stored_left_out(self) -> dict[str, Any]:
+        """Return the parameters that the checkpoint has although the run leaves them out, as they are frozen now."""
+        rules = build_load_rules(self._config.checkpoint)
+        return self._model.left_out([fqn for fqn in self._stored.model_names(self._model_state) if rules.wants(fqn)])
 
     def _resized(self) -> dict[str, Any]:
         """Return new memory for the buffers whose modules load them in the shape that the checkpoint has."""
@@ -231,10 +239,11 @@ class Restore:
         everything = not self._source.model_only
         strict = self._config.checkpoint.load_strictness == "error" or keys.lost_states(list(self._loaded))
         names = self._stored.model_names(self._model_state) if keys.missing else {}
+        frozen, own = self._model.frozen_names(), tensors_of(self._model_state)
+        left_out_there = self._source.config.get("checkpoint", {}).get("save_trained_only", False)
+        trainable = self._model.parameter_names() - frozen if left_out_there else ()
         known = [
-            *ways_out(
-                keys.missing, tensors_of(self._model_state), names, list(self._loaded), self._model.frozen_names()
-            ),
+            *ways_out(keys.missing, own, names, list(self._loaded), frozen, trainable),
             *other_groups(keys, self._model_state, {name for slot in self._slots.values() for name in slot.names}),
         ]
         return ResumeReport(

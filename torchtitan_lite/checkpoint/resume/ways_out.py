@@ -23,11 +23,13 @@ def ways_out(
     names: Collection[str],
     states: Collection[str],
     frozen: Collection[str] = (),
+    trainable: Collection[str] = (),
 ) -> list[str]:
     """Return a sentence for each setting that would supply some of `missing`.
 
     `names` are the checkpoint's tensor names after the configured renames; `states` are the run's small states;
-    `frozen` are the model's parameters that are not trained.
+    `frozen` are the model's parameters that are not trained; `trainable` are the others if they may have been frozen at
+    the save, and left out of it.
     """
     of_model = [fqn for fqn in missing if fqn in model]
     ties = _ties(of_model, model, names)
@@ -40,6 +42,11 @@ def ways_out(
     if of_model and not rename and not ties and all(fqn in frozen for fqn in of_model):
         sentences.append(
             "  They are frozen parameters: leave these out of the load with --checkpoint.save_trained_only"
+        )
+    if of_model and not rename and not ties and all(fqn in trainable for fqn in of_model):
+        sentences.append(
+            "  Frozen parameters that were never trained were left out of it (checkpoint.save_trained_only): freeze "
+            "these before load(), and set requires_grad after it, for the step that it restored"
         )
     if lost := [name for name in missing if name in states and name not in model]:
         sentences.append(f"  To begin a state fresh: --checkpoint.exclude_from_loading={','.join(lost)}")

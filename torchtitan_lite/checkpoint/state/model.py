@@ -7,7 +7,7 @@ only after `put_back` has given the whole dict to the modules.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,8 +31,8 @@ from torchtitan_lite.errors import CheckpointMismatch
 class ModelWrapper:
     """All model parts of this rank as one `Stateful`: FQN to live tensor, or to a module's extra state.
 
-    With `trained_only` it leaves out the parameters whose `requires_grad` is False, unless they were trained before:
-    no other place has the value of these.
+    With `trained_only` it leaves out the parameters whose `requires_grad` is False, unless they were trained before, or
+    loaded: no other place has the value of these.
     """
 
     def __init__(self, model_parts: nn.Module | Sequence[nn.Module], *, trained_only: bool = False) -> None:
@@ -40,6 +40,8 @@ class ModelWrapper:
         self.is_trained_only = trained_only
         self._trained: set[str] = set()
         """With `trained_only`, the parameters that were trained."""
+        self._noted: set[int] = set()
+        """The ids of those that were noted: almost always all that are given, at each step."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the modules' state dicts, merged, by plain name. **Collective** with FSDP1.
@@ -48,17 +50,36 @@ class ModelWrapper:
         without shapes.
         """
         refuse_lazy(self.parts)
-        if self.is_trained_only:
-            self.note_trained({each for part in self.parts for each in part.parameters() if each.requires_grad})
         state = merge_disjoint([{name: raw[key] for key, name in names.items()} for _, raw, names in self._raw()])
         refuse_expanded(tensors_of(state))
         return state
 
-    def note_trained(self, parameters: Collection[torch.Tensor]) -> None:
-        """With `trained_only`, keep `parameters` in the state even while their `requires_grad` is False."""
+    def note_trainable(self) -> None:
+        """With `trained_only`, keep the parameters whose `requires_grad` is True now in the state. Any rank."""
         if self.is_trained_only:
+            self.note_trained([each for part in self.parts for each in part.parameters() if each.requires_grad])
+
+    def note_trained(self, parameters: Iterable[torch.Tensor]) -> None:
+        """With `trained_only`, keep `parameters` in the state even while their `requires_grad` is False. Any rank."""
+        if not self.is_trained_only:
+            return
+        if new := {each for each in parameters if id(each) not in self._noted}:
             named = named_parameters(self.parts).items()
-            self._trained |= {name for parameter, names in named if parameter in parameters for name in names}
+            self._trained |= {name for parameter, names in named if parameter in new for name in names}
+            self._noted |= {id(each) for each in new}
+
+    def keep(self, names: Collection[str]) -> None:
+        """With `trained_only`, keep parameters with these `names` in the state, as those that were trained."""
+        if self.is_trained_only:
+            self._trained |= {*names}
+
+    def left_out(self, names: Collection[str]) -> dict[str, Any]:
+        """Return what of `names` the modules have and the state leaves out."""
+        wanted = self._left_out() & {*names}
+        if not wanted:
+            return {}
+        everything = ((raw, clean_names(part, raw)) for part, raw in self._raw_parts())
+        return {names[key]: value for raw, names in everything for key, value in raw.items() if names[key] in wanted}
 
     def parameter_names(self) -> set[str]:
         """Return the names in `state_dict` that are parameters; the rest is buffers and extra state."""
@@ -100,14 +121,18 @@ class ModelWrapper:
         """Return each part with its own state dict, and the plain name of each of its keys."""
         dicts = []
         left_out = self._left_out()
-        for part in self.parts:
-            with torch.no_grad(), fsdp1.sharded_state_dicts(part):
-                raw = part.state_dict()
+        for part, raw in self._raw_parts():
             names = clean_names(part, raw)
             merge_disjoint([{name: None} for name in names.values()])
             names = {key: name for key, name in names.items() if name not in left_out}
             dicts.append((part, raw, names))
         return dicts
+
+    def _raw_parts(self) -> Iterator[tuple[nn.Module, dict[str, Any]]]:
+        for part in self.parts:
+            with torch.no_grad(), fsdp1.sharded_state_dicts(part):
+                raw = part.state_dict()
+            yield part, raw
 
     def frozen_names(self) -> set[str]:
         """Return the names of the parameters that are not trained, in the state or not."""

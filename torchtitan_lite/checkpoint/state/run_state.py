@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchtitan_lite.checkpoint.state import arguments, fsdp1
+from torchtitan_lite.checkpoint.state.optimizer_owner import parameters_of
 from torchtitan_lite.checkpoint.state.rng import RNG, RngState
 from torchtitan_lite.checkpoint.state.stateful import LRSchedulerWrapper, ModelWrapper, OptimizerWrapper, Stateful
 from torchtitan_lite.checkpoint.state.unsaved import UnsavedWatch
@@ -46,10 +47,15 @@ class RunState:
         watched = {"model": parts} | {name: [module] for name, module in modules.items()}
         self._unsaved = UnsavedWatch(watched, self.optimizers)
 
+    def before_step(self, optimizer: Any) -> None:
+        """Note what the step of `optimizer` trains. Any rank."""
+        if self.model.is_trained_only:
+            self.model.note_trained([each for each in parameters_of(optimizer) if each.grad is not None])
+
     def full(self, rank: int) -> State:
         """Return the full state of this `rank`. Raises what a state raises. **Collective** with FSDP1."""
-        if self.model.is_trained_only:
-            self.model.note_trained(self.optimizer.with_state())
+        self.model.note_trainable()
+        self.model.note_trained(self.optimizer.with_state() if self.model.is_trained_only else ())
         if rank == 0:
             self._unsaved.look()
         small = {name: state.state_dict() for name, state in self.small.items()}

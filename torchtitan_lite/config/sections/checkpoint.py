@@ -82,8 +82,8 @@ class Checkpoint:
     """Folder for last_save_in_hf, inside job.dump_folder."""
 
     save_trained_only: bool = False
-    """Leave parameters that are not trained (requires_grad False) out of checkpoints and exports, and out of loads:
-    the frozen base of a LoRA run. The same parameters must be frozen whenever the run is resumed."""
+    """Leave parameters that are not trained (requires_grad False) out of checkpoints and exports: the
+    frozen base of a LoRA run. A load takes all that the checkpoint has; what it lacks must be frozen at the load."""
 
     create_seed_checkpoint: bool = False
     """Save the initial weights as step-0, then exit. Needs exactly one process."""

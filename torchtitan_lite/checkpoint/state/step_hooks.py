@@ -1,7 +1,7 @@
-"""Make optimizers wait while their state is being staged.
+"""Calls back around every step of the optimizers, whether or not the training loop calls the manager.
 
-A hook in each optimizer waits, before every step, until the state may change. So a training loop that
-does not call `maybe_wait_for_staging()` cannot tear a snapshot.
+Before each step the state must be free to change, so a loop that does not call `maybe_wait_for_staging()` cannot tear
+a snapshot; and what a step takes in, and what was there when it ended, is seen by those who need it.
 """
 
 from __future__ import annotations
@@ -12,20 +12,25 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+OnStep = Callable[[Any], None]
+"""Gets the optimizer that steps."""
 
-class StagingGuard:
-    """Calls `wait` before each step of `optimizers`, from `start` to `close`."""
 
-    def __init__(self, optimizers: Sequence[Optimizer], wait: Callable[[], None]) -> None:
+class StepHooks:
+    """Calls all of `before` and `after` around each step of `optimizers`, from `start` to `close`."""
+
+    def __init__(self, optimizers: Sequence[Optimizer], before: Sequence[OnStep], after: Sequence[OnStep] = ()) -> None:
         self._optimizers = list(optimizers)
-        self._wait = wait
+        self._before = before
+        self._after = after
         self._handles: list[RemovableHandle] = []
 
     def start(self) -> None:
-        """Make the optimizers wait from now on. Idempotent."""
+        """Call from now on. Idempotent."""
         if not self._handles:
             hooked = [inner for each in self._optimizers for inner in _with_wrapped(each) if _takes_hooks(inner)]
             self._handles = [each.register_step_pre_hook(self._before_step) for each in hooked]
+            self._handles += [each.register_step_post_hook(self._after_step) for each in hooked if self._after]
 
     def close(self) -> None:
         """Remove the hooks from the optimizers. Idempotent."""
@@ -34,7 +39,12 @@ class StagingGuard:
         self._handles = []
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._wait()
+        for each in self._before:
+            each(optimizer)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for each in self._after:
+            each(optimizer)
 
 
 def _with_wrapped(optimizer: Any) -> list[Any]:

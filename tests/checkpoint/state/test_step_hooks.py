@@ -1,10 +1,10 @@
-"""Every optimizer waits before each of its steps, from the start of the guard to its end."""
+"""Every optimizer calls before each of its steps, from the start of its hooks to their end."""
 
 from __future__ import annotations
 
 import torch
 
-from torchtitan_lite.checkpoint.staging.guard import StagingGuard
+from torchtitan_lite.checkpoint.state.step_hooks import StepHooks
 
 
 def optimizers(count: int) -> list[torch.optim.SGD]:
@@ -19,33 +19,33 @@ def value(optimizer: torch.optim.Optimizer) -> float:
     return parameter.item()
 
 
-def test_each_optimizer_waits_before_each_step_while_the_guard_is_on() -> None:
+def test_each_optimizer_calls_before_each_step_while_the_hooks_are_on() -> None:
     first, second = optimizers(2)
     seen: list[tuple[float, float]] = []
-    guard = StagingGuard([first, second], lambda: seen.append((value(first), value(second))))
+    hooks = StepHooks([first, second], [lambda _: seen.append((value(first), value(second)))])
     first.step()
     assert seen == []
-    guard.start()
-    guard.start()
+    hooks.start()
+    hooks.start()
     first.step()
     second.step()
     second.step()
     assert seen == [(0, 1), (-1, 1), (-1, 0)], "once a step, before it changes anything"
-    guard.close()
-    guard.close()
+    hooks.close()
+    hooks.close()
     first.step()
     second.step()
     assert len(seen) == 3
 
 
-def test_a_guard_can_be_started_again() -> None:
+def test_hooks_can_be_started_again() -> None:
     [optimizer] = optimizers(1)
     calls: list[int] = []
-    guard = StagingGuard([optimizer], lambda: calls.append(1))
+    hooks = StepHooks([optimizer], [lambda _: calls.append(1)])
     for _ in range(2):
-        guard.start()
+        hooks.start()
         optimizer.step()
-        guard.close()
+        hooks.close()
     assert len(calls) == 2
 
 
@@ -60,12 +60,12 @@ class Wrapper:
         self.inner.step()
 
 
-def test_an_optimizer_within_another_one_waits_too() -> None:
+def test_an_optimizer_within_another_one_calls_too() -> None:
     [inner] = optimizers(1)
     calls: list[float] = []
-    guard = StagingGuard([Wrapper(inner)], lambda: calls.append(value(inner)))  # type: ignore[list-item]  # as users do
-    guard.start()
+    hooks = StepHooks([Wrapper(inner)], [lambda _: calls.append(value(inner))])  # type: ignore[list-item]  # as users do
+    hooks.start()
     inner.step()
-    guard.close()
+    hooks.close()
     inner.step()
     assert calls == [1.0]
