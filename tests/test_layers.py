@@ -55,7 +55,10 @@ LAYERS = {
 
 WITHOUT_TORCH = (
     *("__init__", "errors", "faults", "log", "collection", "disk", "store", "config", "keeper"),
-    *(f"checkpoint.format.{name}" for name in ("containers", "contents", "dtypes", "plain_value", "structure")),
+    *(
+        f"checkpoint.format.{name}"
+        for name in ("clocks", "containers", "contents", "dtypes", "plain_value", "structure")
+    ),
     *(f"checkpoint.untrusted.{name}" for name in ("inert_pickle", "safe_metadata", "saved_file", "stock_item")),
     *("checkpoint.importing.safetensors_header", "checkpoint.importing.saved_weights"),
     "checkpoint.reading.files",

@@ -71,7 +71,7 @@ def test_another_sharding_of_the_same_values_is_equal_and_its_origin_does_not_co
 def test_two_steps_differ_in_objects_and_values(run_folder: Path, call: Call) -> None:
     code, out, err = call(f"{run_folder}:1", f"{run_folder}:2")
     assert (code, err) == (4, "")
-    assert "Values of 42 tensors not compared: --values reads them." in out
+    assert "Values of 40 tensors not compared: --values reads them." in out
     assert "  lr_scheduler.last_epoch                   1        2\n" in out
     code, out, err = call(f"{run_folder}:1", f"{run_folder}:2", "--values", "--json")
     assert (code, err) == (4, "")
@@ -85,6 +85,42 @@ def test_two_steps_differ_in_objects_and_values(run_folder: Path, call: Call) ->
     }
     assert "model.first.weight" in document["values"]["different"]
     assert "model.counter" not in document["values"]["different"]
+
+
+@pytest.mark.parametrize("digests", [True, False])
+def test_a_straight_run_and_a_resumed_one_are_equal_but_for_their_clocks(
+    digests: bool, tmp_path: Path, call: Call
+) -> None:
+    with SmallRun(tmp_path / "straight", interval=1, tensor_digests=digests) as run:
+        run.step()
+        shutil.copytree(run.root, tmp_path / "resumed" / "checkpoint")
+        run.train_state.run_seconds, run.train_state.productive_seconds = 60.0, 5.5
+        run.train(3)
+    (tmp_path / "resumed" / "checkpoint" / "writer.lock").unlink()
+    with SmallRun(tmp_path / "resumed", seed=1, interval=1, tensor_digests=digests) as resumed:
+        assert resumed.manager.load()
+        resumed.train_state.run_seconds, resumed.train_state.productive_seconds = 80.0, 5.25
+        resumed.train(3)
+    code, out, err = call(tmp_path / "straight", tmp_path / "resumed", "--values")
+    assert (code, err) == (0, ""), out
+    assert (
+        "Clocks of the runs, which do not count: 2\n"
+        "  train_state.productive_seconds   by 0.25 s\n"
+        "  train_state.run_seconds          by 20 s\n"
+    ) in out
+    assert out.splitlines()[-1] == "The states are equal."
+    code, out, _ = call(tmp_path / "straight", tmp_path / "resumed")
+    assert (code, out.splitlines()[-1]) == (0, "The states are equal." if digests else "Nothing else differs.")
+    assert ("  train_state.run_seconds          another digest\n" in out) == digests
+    clocks = json.loads(call(tmp_path / "straight", tmp_path / "resumed", "--values", "--json")[1])["clocks"]
+    assert clocks == ["train_state.productive_seconds", "train_state.run_seconds"]
+
+
+def test_a_state_of_the_users_own_that_is_called_as_a_clock_counts(tmp_path: Path, call: Call) -> None:
+    a = save_plain({"timer": {"run_seconds": torch.ones(())}}, tmp_path / "a")
+    b = save_plain({"timer": {"run_seconds": torch.zeros(())}}, tmp_path / "b")
+    code, out, _ = call(a, b, "--values")
+    assert code == 4 and "Other values: 1\n  timer.run_seconds   by up to 1" in out
 
 
 def test_atol_is_what_counts_as_equal(tmp_path: Path, call: Call) -> None:

@@ -40,7 +40,8 @@ class Diff:
     Compares names, shapes, dtypes, containers and objects; values by the
     digests in the manifests, if they have some, or with --values by reading
     them. Exits with 0 if the states are equal, with 4 if they differ. Where
-    they come from (step, run, configuration) is listed and does not count.
+    they come from (step, run, configuration) and the clocks of their runs are
+    listed and do not count.
     """
 
     a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="A")]
@@ -81,6 +82,8 @@ class _Result:
     """Of the tensors that were read; None without --values."""
     far: dict[str, ValueDifference] = field(default_factory=dict)
     """Those of them that count as different."""
+    clocks: dict[str, ValueDifference] = field(default_factory=dict)
+    """Of the clocks, which do not count; empty without --values."""
 
     @property
     def is_different(self) -> bool:
@@ -107,6 +110,7 @@ class _Result:
                 "read": None if self.values is None else {key: _value(each) for key, each in self.values.items()},
                 "different": sorted(self.far),
             },
+            "clocks": sorted(name for name, *_ in _clock_rows(self)),
             "origin": _sides(found.origin),
         }
 
@@ -118,7 +122,9 @@ def _compare_values(result: _Result, screen: Screen) -> None:
     num_bytes = sum(checkpoint.contents.tensors[key].nbytes for key in keys for checkpoint in (result.a, result.b))
     progress = screen.progress("Comparing", num_bytes) if num_bytes > _SMALL_BYTES else nullcontext(lambda count: None)
     with progress as advance:
-        result.values = dict(compare_values(result.a, result.b, keys, advance))
+        found = dict(compare_values(result.a, result.b, keys, advance))
+    result.clocks = {key: found.pop(key) for key in result.difference.clocks if key in found}
+    result.values = found
     result.far = {
         key: value
         for key, value in result.values.items()
@@ -150,6 +156,7 @@ def _rendered(result: _Result) -> RenderableType:
         ("Another container (A, B)", _rows(found.containers)),
         ("Other objects (A, B)", _rows(found.objects)),
         ("Other values", _value_rows(result)),
+        ("Clocks of the runs, which do not count", _clock_rows(result)),
         ("Where they come from, which does not count (A, B)", _rows(_in_words_of_origin(found.origin))),
     )
     for title, rows in sections:
@@ -179,6 +186,14 @@ def _value_rows(result: _Result) -> list[tuple[str, ...]]:
     # The largest first; NaN before all.
     order = sorted(result.far.items(), key=lambda item: (not math.isnan(item[1].max_abs), -item[1].max_abs, item[0]))
     return [(key, *_in_words(value)) for key, value in order]
+
+
+def _clock_rows(result: _Result) -> list[tuple[str, ...]]:
+    if result.values is None:
+        return [(key, "another digest") for key in sorted(result.difference.other_clocks)]
+    return [
+        (key, f"by {value.max_abs:.3g} s") for key, value in sorted(result.clocks.items()) if not value.is_bitwise_equal
+    ]
 
 
 def _in_words(value: ValueDifference) -> tuple[str, str]:

@@ -2,8 +2,8 @@
 
 `compare` reads descriptions and small objects, no tensor: where both manifests have digests of whole tensors, these
 say which values differ, too. Names, dtypes, shapes, containers, objects and values are the state, and make two
-checkpoints different. Where they come from (step, run, ranks, configuration, versions) is listed, and does not: the
-same state of two runs is equal. Without torch.
+checkpoints different. The clocks of their runs, and where they come from (step, run, ranks, configuration, versions)
+are listed, and do not: the same state of two runs is equal. Without torch.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from torchtitan_lite.checkpoint.examining.object_digests import digest_of, shown
 from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint
+from torchtitan_lite.checkpoint.format.clocks import is_clock
 from torchtitan_lite.checkpoint.format.contents import StoredTensor
 from torchtitan_lite.checkpoint.format.structure import Branch
 
@@ -42,6 +43,10 @@ class Difference:
     """Tensors of the same dtype and shape in both."""
     num_objects: int = 0
     """Objects in both."""
+    clocks: frozenset[str] = frozenset()
+    """Clocks of the same form in both, whose values are no difference of their state."""
+    other_clocks: frozenset[str] = frozenset()
+    """Those with another digest."""
     known_equal: frozenset[str] = frozenset()
     """Tensors with the same digest in both manifests."""
     known_different: frozenset[str] = frozenset()
@@ -72,6 +77,7 @@ def compare(a: OpenedCheckpoint, b: OpenedCheckpoint) -> Difference:
     }
     same = [key for key in in_a if key in in_b and key not in tensors]
     digests_a, digests_b = _digests(a), _digests(b)
+    clocks = frozenset(key for key in same if is_clock(key, in_a))
     known = [key for key in same if key in digests_a and key in digests_b]
     equal = frozenset(key for key in known if digests_a[key] == digests_b[key])
     return Difference(
@@ -83,9 +89,11 @@ def compare(a: OpenedCheckpoint, b: OpenedCheckpoint) -> Difference:
         origin=_origin(a, b),
         num_tensors=len(same),
         num_objects=sum(key in b.contents.objects for key in a.contents.objects),
+        clocks=clocks,
+        other_clocks=clocks & frozenset(known) - equal,
         known_equal=equal,
-        known_different=frozenset(known) - equal,
-        unknown=tuple(key for key in same if key not in digests_a or key not in digests_b),
+        known_different=frozenset(known) - equal - clocks,
+        unknown=tuple(key for key in same if key not in clocks and (key not in digests_a or key not in digests_b)),
         comparable=tuple(key for key in in_a if key in in_b and in_a[key].shape == in_b[key].shape),
     )
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from torchtitan_lite.checkpoint.format.clocks import CLOCKS
 from torchtitan_lite.errors import ConfigError
 
 T = TypeVar("T")
@@ -25,7 +26,7 @@ _MIN_LENGTH = 1024
 class TrainState:
     """The progress of a run as a `Stateful`, the same on every rank but for its clocks."""
 
-    may_differ_between_ranks: ClassVar[tuple[str, ...]] = ("run_seconds", "productive_seconds")
+    may_differ_between_ranks: ClassVar[tuple[str, ...]] = CLOCKS
     """Each rank reads its own clock."""
     step: int = 0
     """Optimizer steps done; the loop counts them."""
