@@ -20,6 +20,7 @@ from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.hugging_face.description import HuggingFaceModel
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.resume.restore import refuse_early
+from torchtitan_lite.checkpoint.state.rng import seed_all
 from torchtitan_lite.checkpoint.state.stateful import Stateful
 from torchtitan_lite.checkpoint.state.train_state import TrainState
 from torchtitan_lite.collection import no_collection
@@ -118,8 +119,9 @@ class Trainer:
         self.checkpointer = self._build_checkpointer()
         traces = config.training.trace_samples and self.plan.dims.takes_data_first(world.rank)
         self.samples = SampleTrace(self.dump_folder, rank=world.rank, writes=traces and not self._only_loads)
-        # Each rank has its own dropout. Seeded before the load, which restores the generators of the run.
-        torch.manual_seed(self.seed + world.rank)
+        # Each rank has its own dropout, and numbers of its own for user code. Seeded before the load, which restores
+        # the generators of the run.
+        seed_all(self.seed + world.rank)
 
     def run(self) -> int:
         """Train to the last step, or until a signal ends the run. Return the exit code. **Collective**."""

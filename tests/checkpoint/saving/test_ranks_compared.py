@@ -109,7 +109,7 @@ def test_a_forgotten_ddp_is_refused_by_name_at_the_first_save(rank: int, tmp_pat
 
 
 @on_two_ranks
-def test_ranks_that_are_equal_are_told_nothing_and_share_the_work(rank: int, tmp_path: Path, mode: str) -> None:
+def test_equal_ranks_share_the_work_without_a_warning(rank: int, tmp_path: Path, mode: str) -> None:
     loop = Loop(tmp_path, stack(), async_mode=mode)
     with loop.manager as manager, logged_warnings() as warned:
         manager.reset()

@@ -69,10 +69,14 @@ class RngState:
     def derive(self, seed: int, step: int, rank: int) -> None:
         """Seed all generators from (seed, step, rank): the same numbers for the same three, others for others."""
         digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
-        derived = int.from_bytes(digest, "little") & _MASK_63
-        random.seed(derived)
-        np.random.seed(derived & 0xFFFFFFFF)
-        torch.manual_seed(derived)
+        seed_all(int.from_bytes(digest, "little") & _MASK_63)
+
+
+def seed_all(seed: int) -> None:
+    """Seed the generators of Python, NumPy, which takes 32 bits, and torch."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.manual_seed(seed)
 
 
 def _accelerators() -> dict[str, Devices]:

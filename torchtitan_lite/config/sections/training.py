@@ -78,7 +78,8 @@ class Training:
     their own moment delay one another."""
 
     seed: int | None = None
-    """Seed of parameters, data order and dropout; unset: drawn at start and logged."""
+    """Seed of parameters, data order, dropout and the generators of Python, NumPy and torch; unset: drawn at start and
+    logged."""
 
     deterministic: bool = False
     """Use deterministic algorithms, which may be slower."""
