@@ -16,12 +16,12 @@ from torchtitan_lite.data.adapters import StatefulDataLoaderAdapter
 @contextmanager
 def seeded_generators() -> Iterator[None]:
     """Seed the global generators, and restore them at the end."""
-    before = _states()
+    before = states()
     torch.manual_seed(1)
     np.random.seed(2)
     random.seed(3)
     yield
-    _restore(before)
+    restore(before)
 
 
 def assert_resumes(
@@ -34,20 +34,22 @@ def assert_resumes(
     batches = iter(first)
     for _ in range(taken):
         next(batches)
-    state, saved = first.state_dict(), _states()
+    state, saved = first.state_dict(), states()
     expected = [values(batches), values(first), values(first)]
     torch.manual_seed(9)  # another process
     second = make()
     second.load_state_dict(state)
-    _restore(saved)  # A load restores the generators after the states.
+    restore(saved)  # A load restores the generators after the states.
     assert [values(second) for _ in range(3)] == expected, taken
 
 
-def _states() -> tuple[Any, ...]:
+def states() -> tuple[Any, ...]:
+    """Return the states of the global generators."""
     return torch.get_rng_state(), np.random.get_state(), random.getstate()
 
 
-def _restore(states: tuple[Any, ...]) -> None:
-    torch.set_rng_state(states[0])
-    np.random.set_state(states[1])
-    random.setstate(states[2])
+def restore(saved: tuple[Any, ...]) -> None:
+    """Give the global generators the states that `states` returned."""
+    torch.set_rng_state(saved[0])
+    np.random.set_state(saved[1])
+    random.setstate(saved[2])

@@ -70,8 +70,9 @@ class StatefulDataLoaderAdapter:
             state = {"num_workers": self._loader.num_workers, "loader": self._loader.state_dict()}
         if self._loader.generator is not None:
             state["generator"] = self._loader.generator.get_state()
-        if self._sampler is not None and self._sampler.began:
-            state["sampler"] = self._sampler.began
+        is_finished = state["loader"]["_iterator_finished"]
+        if self._sampler is not None and (kept := self._sampler.kept(is_finished=is_finished)):
+            state["sampler"] = kept
         if draws := self._draws.state_dict():
             state["dataset"] = draws
         return pack(state, rank=self._rank, num_ranks=self._num_ranks)
@@ -88,13 +89,13 @@ class StatefulDataLoaderAdapter:
                 f"{self._loader.num_workers}. Set num_workers={state['num_workers']}, or {RESTART_DATA}."
             )
         if self._sampler is not None:
-            self._sampler.replay(state.get("sampler", {}))
+            self._sampler.begin_replay(state.get("sampler", {}), state["loader"])
         self._loader.load_state_dict(state["loader"])
         # Begins the iteration now: that draws from torch's generator, which the load of a run restores last.
         with _none_left_by_a_failure(), self._draws.in_workers():
             self._loader.state_dict()
         if self._sampler is not None:
-            self._sampler.replay({})
+            self._sampler.end_replay()
         if "generator" in state and self._loader.generator is not None:
             # To begin drew from it, too; an uninterrupted run did that before the save. torchdata does not undo it.
             self._loader.generator.set_state(state["generator"])

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import suppress
-from functools import partial
-from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+
+from torchtitan_lite.data.parts import parts_of
 
 Generators = dict[str, Any]
 """Generators by name. The modules `random` and `numpy.random` stand for the global ones of Python and NumPy."""
@@ -21,8 +19,6 @@ KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Ran
 _ARRAY, _HEX = "ndarray", "hex"
 _MOST_OBJECTS = 1000
 """Objects that a search looks at: those with generators are near the object that is searched."""
-_MOST_ITEMS = 100
-"""Items of a container that a search looks into: longer ones hold samples."""
 
 
 def global_generators() -> Generators:
@@ -30,15 +26,20 @@ def global_generators() -> Generators:
     return {"torch": torch.default_generator, "numpy": np.random, "python": random}
 
 
+def global_objects() -> list[object]:
+    """Return the objects that methods such as `random.random`, and arguments, refer to as the global generators."""
+    # A method that was pickled for a worker refers to a copy.
+    owners = [getattr(method, "__self__", None) for method in (random.random, np.random.random)]
+    return [torch.default_generator, *owners]
+
+
 def own_generators(name: str, root: object) -> Generators:
     """Return the generators in the attributes of `root`, of what these refer to, and so on; each once, no global one.
 
-    Looks into attributes, lists, tuples, dicts, partials, methods and closures, but into no long container.
+    Looks into attributes, lists, tuples, deques, dicts, partials, methods and closures, but into no long container.
     """
     found: Generators = {}
-    # A method such as random.random refers to its generator; one that was pickled for a worker refers to a copy.
-    owners = [getattr(method, "__self__", None) for method in (random.random, np.random.random)]
-    seen = {id(generator) for generator in (torch.default_generator, *owners)}
+    seen = {id(generator) for generator in global_objects()}
     waiting = [(name, root)]
     for path, value in waiting:  # It grows meanwhile.
         if id(value) in seen or len(seen) >= _MOST_OBJECTS:
@@ -47,7 +48,7 @@ def own_generators(name: str, root: object) -> Generators:
         if isinstance(value, KINDS):
             found[path] = value
         else:
-            waiting += _parts(path, value)
+            waiting += [(inner, part) for inner, _, part in parts_of(path, value)]
     return found
 
 
@@ -72,25 +73,6 @@ def set_state(generator: Any, state: Any) -> None:
         generator.setstate(state)
     else:
         generator.set_state(_with_arrays(state))
-
-
-def _parts(path: str, value: object) -> Iterator[tuple[str, object]]:
-    if isinstance(value, list | tuple) and len(value) <= _MOST_ITEMS:
-        yield from ((f"{path}[{index}]", item) for index, item in enumerate(value))
-    elif isinstance(value, dict) and len(value) <= _MOST_ITEMS:
-        yield from ((f"{path}[{key!r}]", item) for key, item in value.items())
-    elif isinstance(value, partial):
-        yield from ((f"{path}.{name}", getattr(value, name)) for name in ("func", "args", "keywords"))
-    elif isinstance(value, MethodType | BuiltinMethodType):
-        yield f"{path}.__self__", value.__self__
-    elif isinstance(value, FunctionType):
-        names, cells = value.__code__.co_freevars, value.__closure__ or ()
-        yield from ((f"{path}.{name}", cell) for name, cell in zip(names, cells, strict=True))
-    elif isinstance(value, CellType):
-        with suppress(ValueError):  # It is empty.
-            yield path, value.cell_contents
-    elif not isinstance(value, type | ModuleType | torch.Tensor | np.ndarray):
-        yield from ((f"{path}.{name}", each) for name, each in getattr(value, "__dict__", {}).items())
 
 
 def _without_arrays(value: Any) -> Any:

@@ -1,78 +1,265 @@
-"""The random order of a sampler that has no state: a resumed epoch draws it again.
+"""The order of a sampler that has no state: a resumed epoch, and all later ones, have the samples of a straight run.
 
-torchdata resumes such a sampler by iterating it from its beginning and dropping what was delivered. One that draws its
-order, from a generator of its own or from the global ones, would draw another one. So each iteration notes the
-generators that its beginning changes, as they were before, and a resume begins with them. A sampler that draws for each
-sample from a global generator is beyond that: training draws from it in between.
+torchdata resumes such a sampler by iterating it from its beginning and dropping what was delivered, some times over. A
+sampler that draws its order, or counts its epochs, would give another one. So each iteration notes what its beginning
+depends on: the values of the sampler's attributes, its own random generators among them, and the global generators it
+draws from, as they were before. A resume puts these back before each beginning, and gives the attributes what they were
+at the save at the end.
+
+A sampler that goes on drawing from a generator that others draw from, too, and one that keeps an iterator or a new
+object from one epoch to the next, is refused with the state.
+
+All of this module repairs torchdata: a loader that saves what its sampler depends on needs none of it.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from torchtitan_lite.data.generators import KINDS, Generators, States, global_generators, set_state, state_of
+from torchtitan_lite.data.attributes import Attributes, Noted
+from torchtitan_lite.data.generators import States, global_generators, set_state, state_of
+from torchtitan_lite.data.plain_values import Copy, NoValueError, plain
+from torchtitan_lite.errors import ConfigError
 
-_LONGEST_PATH = 100
-"""Letters: more would be samplers in a circle."""
+_WAYS_OUT = "or give the sampler state_dict and load_state_dict, which torchdata then uses"
+_LISTS: tuple[type, ...] = (type(iter(())), type(iter([])), type(iter(range(0))))
+"""Iterators that change nothing and draw nothing."""
+_MOST_NOTES = 2
+"""Of one generator that others draw from, too: before the draws of `iter`, and before those of the first sample."""
 
 
 class ReplayedSampler:
-    """Stands for `sampler` in a loader. Its other attributes are those of `sampler`."""
+    """Stands for `sampler` in a loader of `dataset`. Its other attributes are those of `sampler`.
 
-    def __init__(self, sampler: Iterable[Any]) -> None:
-        self._sampler = sampler
-        self._replayed: States = {}
-        self.began: States = {}
-        """The generators that the beginning of the present iteration changed, as they were before."""
+    The loader takes `at_once` samples with nothing between them. `hides_state` is for a sampler with a wrong state.
+    """
+
+    def __init__(self, sampler: Iterable[Any], dataset: object, *, at_once: int, hides_state: bool) -> None:
+        own = {"_sampler": sampler, "_attributes": Attributes(sampler, dataset), "_at_once": at_once}
+        self.__dict__.update(
+            own, _hides_state=hides_state, _iteration=None, _replayed={}, _has_moved=False, _is_begun=False
+        )
 
     def __iter__(self) -> Iterator[Any]:
-        generators = _generators_of(self._sampler)
-        for name, state in self._replayed.items():
-            if name in generators:
-                set_state(generators[name], state)
-        before = {name: state_of(generator) for name, generator in generators.items()}
-        iterator = iter(self._sampler)
-        if hasattr(iterator, "state_dict"):
-            return iterator  # It resumes by itself.
-        first = [*islice(iterator, 1)]  # A generator function draws only now.
-        self.began = {name: state for name, state in before.items() if state_of(generators[name]) != state}
-        return chain(first, iterator)
+        taken: int = self._replayed.get("taken", 0)
+        if self._replayed and self._is_begun and self._iteration.taken == taken:
+            iteration: _Iteration = (
+                self._iteration
+            )  # torchdata begins more than once, and drops all but the last iterator.
+        else:
+            iteration = self._begun()
+            # All draws are in the load, before the global generators are restored.
+            deque(islice(iteration, taken), maxlen=0)
+        if iteration.resumes_itself or iteration.is_list:
+            return iteration.iterator
+        return chain(repeat(None, taken), iteration) if taken else iteration  # torchdata drops those that were taken.
+
+    def _begun(self) -> _Iteration:
+        if self._replayed:
+            self._attributes.put(self._replayed["began"])
+        has_moved = self._has_moved or (self._iteration is not None and self._iteration.has_moved)
+        iteration = _Iteration(
+            self._sampler, self._attributes, self._at_once, replayed=self._replayed.get("drawn"), has_moved=has_moved
+        )
+        is_begun = bool(self._replayed) and not iteration.resumes_itself
+        self.__dict__.update(_iteration=iteration, _has_moved=has_moved, _is_begun=is_begun)
+        return iteration
 
     def __len__(self) -> int:
-        return len(self._sampler)  # type: ignore[arg-type]  # TypeError for one without a length, as without this class
+        return len(self._sampler)
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("state_dict", "load_state_dict") and self.__dict__["_hides_state"]:
+            raise AttributeError(name)
         return getattr(self.__dict__["_sampler"], name)
 
-    def replay(self, began: States) -> None:
-        """Have all further iterations begin with `began`, until this is called with an empty state."""
-        self._replayed = began
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self._sampler, name, value)
+
+    def kept(self, *, is_finished: bool) -> dict[str, Any]:
+        """Return what a replay of the present iteration needs, as plain values; empty if it needs nothing.
+
+        Raises ConfigError if a replay would have other samples.
+        """
+        iteration = self._iteration
+        if iteration is None or iteration.resumes_itself:
+            return {}
+        now, name = self._attributes.note(), type(self._sampler).__name__
+        carried = iteration.carried | (self._attributes.strangers(now, has_moved=True) if is_finished else {})
+        _refuse_strangers(name, carried)
+        if iteration.shared:
+            raise ConfigError(
+                f"dataloader: {name} draws samples after the first from {_described(iteration.shared)}, from which "
+                "something else draws between them, so no checkpoint could be resumed with the same samples. Draw "
+                "them from a generator of the sampler alone, in an attribute, or all when the iteration begins, "
+                f"{_WAYS_OUT}."
+            )
+        began, made = iteration.began.values, self._attributes.made.values
+        moved = {path for path, copy in now.values.items() if copy != began.get(path)}
+        changed = {path for path, copy in began.items() if copy != made.get(path)} | moved
+        generators = {path for path, copy in began.items() if isinstance(copy, tuple)}
+        kept = {
+            "began": _written(name, {path: began[path] for path in began if path in changed | generators}),
+            "now": _written(name, {path: now.values[path] for path in now.values if path in moved}),
+            "drawn": iteration.drawn,
+        }
+        is_needed = any(kept.values()) or self._attributes.has_iterators
+        return kept | {"taken": iteration.taken} if is_needed else {}
+
+    def begin_replay(self, kept: dict[str, Any], loader: dict[str, Any]) -> None:
+        """Have all iterations begin as that of `kept`, until `end_replay`. `loader` is the state for torchdata's."""
+        if self._hides_state:  # An earlier checkpoint has it.
+            for main in (loader, loader.get("_snapshot", {}).get("_main_snapshot", {})):
+                (main.get("_sampler_iter_state") or {}).pop("sampler_state", None)
+        takes_samples = "_snapshot" not in loader  # Workers take samples ahead: with these, the load takes all of them.
+        if kept and "began" not in kept:  # An earlier checkpoint has the generators alone.
+            own = {name: state for name, state in kept.items() if name.startswith(".")}
+            drawn = {name: state for name, state in kept.items() if name not in own}
+            kept = {"began": self._as_generators(own), "now": {}, "drawn": [(-1, drawn)], "taken": 0}
+        replayed = {**kept, "taken": kept["taken"] * takes_samples} if kept else {}
+        self.__dict__.update(_replayed=replayed, _is_begun=False)
+
+    def end_replay(self) -> None:
+        """Give the attributes the values that they had at the save: others may have changed them, too."""
+        replayed, self.__dict__["_replayed"] = self._replayed, {}
+        if self._iteration is not None:
+            self._iteration.end_replay()
+        self._attributes.put(replayed.get("began", {}) | replayed.get("now", {}))
+
+    def _as_generators(self, states: States) -> dict[str, Any]:
+        live = self._attributes.note().values
+        return {path: (*live[path][:2], state) for path, state in states.items() if path in live}
+
+
+class _Iteration(Iterator[Any]):
+    """One iteration of `sampler`, which notes what a replay of it begins with."""
+
+    def __init__(
+        self,
+        sampler: Iterable[Any],
+        attributes: Attributes,
+        at_once: int,
+        *,
+        replayed: list[tuple[int, States]] | None,
+        has_moved: bool,
+    ) -> None:
+        self._attributes, self._at_once, self._replayed = attributes, at_once, replayed
+        self.taken, self.shared = 0, ""
+        self.drawn: list[tuple[int, States]] = []
+        """States of generators before draws for that many taken samples, -1 is `iter`, if others drew meanwhile."""
+        self.carried: dict[str, object] = {}
+        self.began: Noted = attributes.note()
+        self._generators = global_generators() | self.began.generators
+        self._strangers = attributes.strangers(self.began, has_moved=has_moved)
+        self._last = {name: state_of(generator) for name, generator in self.began.generators.items()}
+        self._look(-1)
+        self.iterator: Iterator[Any] = iter(sampler)
+        self._note()
+        self.is_list, self.resumes_itself = type(self.iterator) in _LISTS, hasattr(self.iterator, "state_dict")
+        if self.is_list:
+            self._find_carried()
+
+    def end_replay(self) -> None:
+        """Draw from the generators as they are, from now on."""
+        self._replayed = None
+
+    @property
+    def has_moved(self) -> bool:
+        """Return whether iterators in attributes may have other positions since."""
+        return self.is_list or self.taken > 0
+
+    def __next__(self) -> Any:
+        if self.taken % self._at_once == 0:
+            self._look(self.taken)
+        try:
+            sample = next(self.iterator)
+        except StopIteration:
+            self._note()
+            raise
+        if self.taken == 0:
+            self._find_carried()
+        self.taken += 1
+        if self.taken % self._at_once == 0:
+            self._note()
+        return sample
+
+    def _find_carried(self) -> None:
+        """Find the strangers that the beginning has left where they were."""
+        others = self._attributes.note().others if self._strangers else {}
+        self.carried = {path: each for path, each in self._strangers.items() if others.get(path, (None,))[0] is each}
+
+    def _look(self, taken: int) -> None:
+        """Look at the generators before draws; in a replay, give them first the states of what is replayed."""
+        now = self._now()
+        if self._replayed is not None:
+            for name, state in (self._last | dict(self._replayed).get(taken, {})).items():
+                if name in now and state != now[name]:  # What torchdata itself draws comes in between.
+                    set_state(self._generators[name], state)
+                    now[name] = state
+        self._looked = taken, now
+
+    def _note(self) -> None:
+        """Note the generators that the sampler has drawn from since the last look."""
+        (taken, before), after = self._looked, self._now()
+        drawn = {name for name, state in after.items() if state != before[name]}
+        if noted := {name for name in drawn if before[name] != self._last.get(name)}:
+            self.drawn.append((taken, {name: before[name] for name in sorted(noted)}))
+        for name in drawn:
+            self._last[name] = after[name]
+            if sum(name in states for _, states in self.drawn) > _MOST_NOTES:
+                self.shared = name
+        self._looked = taken, after
+
+    def _now(self) -> States:
+        return {name: state_of(generator) for name, generator in self._generators.items()}
 
 
 def replayed_sampler(loader: Any) -> ReplayedSampler | None:
     """Put a `ReplayedSampler` into a StatefulDataLoader; None if it has no sampler, or one that resumes by itself."""
-    owner, name = loader, "sampler" if loader.batch_sampler is None else "batch_sampler"
+    at_once, owner, name = 1, loader, "sampler" if loader.batch_sampler is None else "batch_sampler"
     sampler = getattr(owner, name)
     if type(sampler).__module__.startswith("torchdata.") and hasattr(sampler, "sampler"):
-        owner, name, sampler = sampler, "sampler", sampler.sampler  # It cuts the order of this one into batches.
+        # It cuts the order of this one into batches.
+        at_once, owner, name, sampler = sampler.batch_size, sampler, "sampler", sampler.sampler
+    # The state of this one has no epoch, and one of the end of an epoch leaves out the next.
+    hides_state = type(sampler).__name__ == "StatefulDistributedSampler"
     is_exact = type(sampler).__module__.startswith("torchdata.") or hasattr(sampler, "state_dict")
-    if is_exact or isinstance(loader.dataset, IterableDataset):
+    if (is_exact and not hides_state) or isinstance(loader.dataset, IterableDataset):
         return None
-    replayed = sampler if isinstance(sampler, ReplayedSampler) else ReplayedSampler(sampler)
+    replayed: ReplayedSampler = sampler
+    if not isinstance(sampler, ReplayedSampler):
+        replayed = ReplayedSampler(sampler, loader.dataset, at_once=at_once, hides_state=hides_state)
     object.__setattr__(owner, name, replayed)  # A loader refuses to change its sampler by setattr.
     return replayed
 
 
-def _generators_of(sampler: Any) -> Generators:
-    """Return the random generators that `sampler` may draw from, by name: global ones, its own, its samplers' own."""
-    found = global_generators()
-    path, each = "", sampler
-    while each is not None and len(path) < _LONGEST_PATH:
-        own = getattr(each, "__dict__", {})
-        found |= {f"{path}.{name}": value for name, value in own.items() if isinstance(value, KINDS)}
-        path, each = f"{path}.sampler", own.get("sampler")
-    return found
+def _described(generator: str) -> str:
+    named = {"torch": "torch", "numpy": "NumPy", "python": "Python"}
+    return f"the global generator of {named[generator]}" if generator in named else f"its {generator.lstrip('.')}"
+
+
+def _refuse_strangers(name: str, found: dict[str, object]) -> None:
+    for path, value in found.items():
+        raise ConfigError(
+            f"dataloader: {name} keeps {path.lstrip('.')}, a {type(value).__name__}, from one iteration to the next, "
+            "and no checkpoint can have it, so the samples after a resume would be others. Make it in `__iter__`, "
+            f"keep numbers, lists and random generators in its place, {_WAYS_OUT}."
+        )
+
+
+def _written(name: str, copies: dict[str, Copy]) -> dict[str, Any]:
+    written = {}
+    for path, copy in copies.items():
+        try:
+            written[path] = plain(copy)
+        except NoValueError as error:
+            raise ConfigError(
+                f"dataloader: {name} changes {path.lstrip('.')}, which has a {error} that no checkpoint can have. "
+                f"Keep numbers, lists and random generators in its place, {_WAYS_OUT}."
+            ) from error
+    return written
