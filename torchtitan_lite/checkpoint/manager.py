@@ -102,7 +102,7 @@ class CheckpointManager:
         self._first_save, self._initial_import = parts.first_save, parts.initial_import
         self._load, self._step_saves = parts.load, parts.step_saves
         before = (lambda _: self.maybe_wait_for_staging(), parts.run.before_step)
-        self._hooks = StepHooks(parts.run.optimizers, before)
+        self._hooks = StepHooks(parts.run.optimizers, before, [parts.run.gradients.after_step])
         self._opener = OneOpener(parts.folders, parts.preemption, ref(parts.in_flight), WeakMethod(self.close))
         self._is_open = self._has_started_saver = False
         forget_in_children(self._forget)

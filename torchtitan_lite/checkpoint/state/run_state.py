@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchtitan_lite.checkpoint.state import arguments, fsdp1
+from torchtitan_lite.checkpoint.state.gradients import GradientWatch
 from torchtitan_lite.checkpoint.state.optimizer_owner import parameters_of
 from torchtitan_lite.checkpoint.state.rng import RNG, RngState
 from torchtitan_lite.checkpoint.state.stateful import LRSchedulerWrapper, ModelWrapper, OptimizerWrapper, Stateful
@@ -45,10 +46,12 @@ class RunState:
         self.optimizer = OptimizerWrapper(self.model.parts, self.optimizers, modules)
         self.small = _small_states(dataloader, arguments.lr_schedulers(lr_schedulers), states, self.optimizer)
         watched = {"model": parts} | {name: [module] for name, module in modules.items()}
+        self.gradients = GradientWatch(self.model.parts)
         self._unsaved = UnsavedWatch(watched, self.optimizers)
 
     def before_step(self, optimizer: Any) -> None:
-        """Note what the step of `optimizer` trains. Any rank."""
+        """Note what the step of `optimizer` trains, and which gradients it uses. Any rank."""
+        self.gradients.before_step(optimizer)
         if self.model.is_trained_only:
             self.model.note_trained([each for each in parameters_of(optimizer) if each.grad is not None])
 
