@@ -55,6 +55,16 @@ def test_the_index_links_every_page_and_the_readme_links_the_index() -> None:
     assert "docs/index.md" in LINK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
 
 
+def test_the_events_that_the_readme_names_are_in_the_table_of_events() -> None:
+    (named,) = re.findall(
+        r"one line for each event: ([\w, ]+) \.\.\.", (ROOT / "README.md").read_text(encoding="utf-8")
+    )
+    page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    _, _, table = page.partition("\n| event | meaning | figures |\n")
+    rows = [line.split("|")[1] for line in table.partition("\n\n")[0].splitlines()]
+    assert set(named.split(", ")) <= {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_path_and_command_on_a_page_exists(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
