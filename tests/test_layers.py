@@ -410,3 +410,12 @@ def test_every_module_has_a_docstring() -> None:
 
 def _has_docstring(module: Module) -> bool:
     return bool((ast.get_docstring(module.tree) or "").strip())
+
+
+def test_no_test_module_imports_another_one() -> None:
+    found = []
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module and ".test_" in f".{node.module}":
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {node.module}")
+    assert not found, "move what they share to a helper file"

@@ -16,15 +16,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.disk.pieces import SIZE, forget, pieces_of, ranges
 from torchtitan_lite import faults
 from torchtitan_lite.disk import block_reader
 from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
 from torchtitan_lite.disk.durable import O_DIRECT
-from torchtitan_lite.disk.read_requests import REQUEST_BYTES, Piece
+from torchtitan_lite.disk.read_requests import REQUEST_BYTES
 from torchtitan_lite.errors import CheckpointUnreadable, CheckpointUnsafe
-
-SIZE = 2 * REQUEST_BYTES + BLOCK_BYTES + 12345
 
 
 @pytest.fixture(scope="module")
@@ -55,36 +54,8 @@ def no_faults() -> Iterator[None]:
     faults.install("", rank=0)
 
 
-def forget(path: Path) -> None:
-    """Drop `path`, which is synced, from the page cache."""
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(fd)
-
-
-def pieces_of(ranges: list[tuple[int, int]]) -> list[Piece]:
-    return [Piece(at, memoryview(bytearray(count))) for at, count in ranges]
-
-
 def reader(threads: int = 2, *, direct: bool = True) -> BlockReader:
     return BlockReader(threads, direct, pause=lambda seconds: None)
-
-
-@st.composite
-def ranges(draw: st.DrawFn) -> list[tuple[int, int]]:
-    """Short and long pieces, adjacent ones, and ones that overlap."""
-    found = []
-    for _ in range(draw(st.integers(0, 12))):
-        near = draw(st.sampled_from([0, BLOCK_BYTES, REQUEST_BYTES, 2 * REQUEST_BYTES, SIZE, SIZE // 2]))
-        at = min(max(0, near + draw(st.integers(-5000, 5000))), SIZE)
-        count = draw(st.integers(0, 100) | st.integers(0, 3 * BLOCK_BYTES))
-        found.append((at, min(count, SIZE - at)))
-    if draw(st.booleans()):
-        at = draw(st.integers(0, SIZE - 100_000))
-        step = draw(st.sampled_from([100, 101, 1000]))
-        found += [(at + i * step, 100) for i in range(draw(st.integers(0, 99)))]
-    return found
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)

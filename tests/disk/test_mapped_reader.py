@@ -11,8 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.disk.test_block_reader import SIZE, pieces_of, ranges
-from tests.disk.test_piece_table import Room, dense
+from tests.disk.pieces import SIZE, Room, dense, pieces_of, ranges
 from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
 from torchtitan_lite.disk.mapped_reader import MappedReader

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
 from pathlib import Path
@@ -11,15 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.disk.test_block_reader import forget
+from tests.disk.pieces import Ranges, Room, dense, forget
 from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
-from torchtitan_lite.disk.piece_table import PieceTable
 from torchtitan_lite.disk.read_requests import REQUEST_BYTES, Piece, segments
 
 SIZE = REQUEST_BYTES + BLOCK_BYTES + 12345
-
-Ranges = list[tuple[int, int]]
 
 
 @pytest.fixture(scope="module")
@@ -31,27 +27,6 @@ def data() -> bytes:
 def path(data: bytes, tmp_path: Path) -> Path:
     (tmp_path / "file").write_bytes(data)
     return tmp_path / "file"
-
-
-class Room:
-    """Memory for ranges of a file, one after another, with a byte between them that no read may change."""
-
-    def __init__(self, ranges: Ranges) -> None:
-        self.ranges = ranges
-        self.memory = bytearray(b"\xee" * sum(count + 1 for _, count in ranges))
-        self.table = PieceTable()
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory)) if ranges else 0
-        for begin, count in ranges:
-            self.table.add([begin], [address], count)
-            address += count + 1
-
-    def expected(self, data: bytes) -> bytes:
-        return b"".join(data[begin : begin + count] + b"\xee" for begin, count in self.ranges)
-
-
-def dense(first: int, count: int, step: int = 5000, num_bytes: int = 4096) -> Ranges:
-    """Return `count` ranges of `num_bytes`, `step` bytes apart, from `first` on."""
-    return [(first + step * number, num_bytes) for number in range(count)]
 
 
 RANGES = st.lists(
