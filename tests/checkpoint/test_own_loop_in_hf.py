@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import time
@@ -16,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tests.checkpoint.small_run import Loader
 from tests.ranks import on_two_ranks
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint import CheckpointManager, HuggingFaceModel, Place
@@ -79,6 +81,27 @@ def test_a_loop_that_has_nothing_left_to_train_writes_what_is_missing(tmp_path: 
         manager.load()
         manager.finish(2)
     assert written.stat().st_mtime_ns == before, "it is written once"
+
+
+class OfTokenizer(Loader):
+    """A loader whose state has the fingerprint of its tokenizer, as the trainer's has."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "tokenizer": "old"}
+
+
+def test_a_run_of_another_tokenizer_is_refused_and_leaves_no_export(tmp_path: Path) -> None:
+    with manager_of(
+        tmp_path,
+        a_model(1),
+        dataloader=OfTokenizer(),
+        hugging_face=dataclasses.replace(DESCRIBED, tokenizer="new"),
+    ) as manager:
+        manager.load()
+        with pytest.raises(ConfigError, match=r"model\.tokenizer_path: expected the tokenizer of .* old, found new"):
+            manager.save(2, force=True)
+    assert [path.name for path in (tmp_path / "checkpoint").glob("step-*")] == ["step-2"]
+    assert not list((tmp_path / "hf").glob("step-*"))
 
 
 def test_what_is_missing_or_does_not_fit_is_refused_when_the_manager_is_made(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -47,6 +48,27 @@ def ending_at(path: Path, last: str) -> Iterator[list[str]]:
             with suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)
             thread.join()
+
+
+@contextmanager
+def ending_with(path: Path, process: int) -> Iterator[None]:
+    """Answer one request, to end, with the process `process` as the keeper's own, as a keeper does that ends."""
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1 << 17)
+            pidfd = os.pidfd_open(process)
+            messages.send(connection, {}, [pidfd])
+            os.close(pidfd)
+
+    with messages.new_socket() as listener:
+        listener.bind(str(path))
+        listener.listen()
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield
+        thread.join()
 
 
 @pytest.fixture
@@ -95,3 +117,12 @@ def test_nothing_has_to_be_dropped_left_or_finished_at_one_that_ends(asking: Kee
     path.unlink()
     with ending_at(path, "hello"):
         assert asking.describe() is None
+
+
+def test_a_person_who_ends_one_waits_until_its_memory_is_free(asking: Keeper, runtime: Path) -> None:
+    with (
+        subprocess.Popen(["sleep", "0.5"]) as keeper,
+        ending_with(socket_path(asking.folder, runtime), keeper.pid),
+    ):
+        assert asking.end() == ()
+        assert keeper.poll() == 0, "it had ended before the answer came back"

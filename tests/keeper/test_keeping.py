@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,3 +77,12 @@ def ended_after(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
+
+
+def test_a_wait_for_another_start_ends_at_its_limit(keeper: Keeper) -> None:
+    with subprocess.Popen(["sleep", "5"]) as of_first:  # So long lasts a wait without an end.
+        keeper.join("first", also=[of_first.pid])
+        keeper.leave()
+        assert not keeper.wait_until_unmapped(0.0, "second")
+        of_first.kill()
+    assert keeper.wait_until_unmapped(30.0, "second")

@@ -96,6 +96,22 @@ def test_without_digests_nothing_is_verified_and_a_warning_says_so(
     assert "has no tensor digests" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "rules", [{"load_rename": ("^first[.]=first.",)}, {"load_cast": True}, {"load_strictness": "warn"}]
+)
+def test_after_a_load_that_may_change_tensors_nothing_is_verified_and_a_warning_says_so(
+    rules: dict[str, Any], start_run: StartRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = _saved(start_run, tensor_digests=True)
+    run = start_run(verify_resume=True, **rules)
+    if "load_cast" in rules:
+        run.model.bfloat16()
+    run.manager.load()
+    assert "verify_resume verifies nothing: with renames, casts or a lower load_strictness" in caplog.text
+    assert "they are what was saved" not in caplog.text
+    assert torch.equal(run.model.first.weight.float(), saved.model.first.weight.to(run.model.first.weight).float())
+
+
 def test_excluded_tensors_and_their_optimizer_state_stay_as_they_are(start_run: StartRun) -> None:
     saved = _saved(start_run)
     run = start_run(seed=1, load_exclude=("second.*",))

@@ -66,6 +66,22 @@ w.close()
     assert output(script) == ["0", "True"]
 
 
+def test_a_forked_child_hears_signals_in_a_watch_of_its_own() -> None:
+    script = """
+import warnings
+warnings.simplefilter("ignore")  # Later versions of Python warn of any fork beside threads.
+w = watch("SIGTERM")
+if (child := os.fork()) == 0:
+    own = watch("SIGTERM")
+    send(signal.SIGTERM)
+    heard = noted.wait(10)
+    os._exit(0 if heard and own.received == signal.SIGTERM else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), w.received)
+w.close()
+"""
+    assert output(script) == ["0", "0"]
+
+
 def test_a_second_signal_changes_nothing() -> None:
     script = """
 w = watch("SIGTERM", "SIGUSR1")
