@@ -1,7 +1,8 @@
-"""Background writers give way to training, and training itself does not."""
+"""The writer process gives way to training; no thread of the training process does, which may hold the GIL."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
@@ -19,7 +20,7 @@ from torchtitan_lite.checkpoint.saving.content import write_in_place
 from torchtitan_lite.checkpoint.saving.savers import ThreadSaver
 from torchtitan_lite.checkpoint.saving.writer import Target
 from torchtitan_lite.checkpoint.staging.stager import Staged
-from torchtitan_lite.disk.background import NICE, give_way
+from torchtitan_lite.disk.background import NICE, Background, give_way
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.store.store import CheckpointStore
@@ -41,7 +42,7 @@ def _nice_of_this_thread() -> int:
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
-def test_giving_way_affects_the_thread_and_those_it_starts_and_no_others() -> None:
+def test_giving_way_affects_the_caller_and_the_threads_that_it_starts() -> None:
     before = _nice_of_this_thread()
 
     def both() -> int:
@@ -78,17 +79,32 @@ def test_a_save_succeeds_also_where_another_priority_is_refused(
     assert _nice_in_thread(work) == _nice_of_this_thread()
 
 
-def test_the_thread_that_writes_a_save_gives_way_and_its_caller_does_not(tmp_path: Path) -> None:
+def _nice_of_all_threads() -> set[int]:
+    found = set()
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # It has ended meanwhile.
+            found.add(os.getpriority(os.PRIO_PROCESS, int(thread.name)))
+    return found
+
+
+def test_no_thread_is_lowered_while_a_thread_writes_a_save(tmp_path: Path) -> None:
     before = _nice_of_this_thread()
-    while_writing: list[int] = []
+    while_writing: list[set[int]] = []
 
     def write(path: Path, staged: Staged, of: Target) -> FileRecord:
-        while_writing.append(_nice_of_this_thread())
+        while_writing.append(_nice_of_all_threads())
         return write_in_place(path, staged, of)
 
     saver = ThreadSaver(Peers(timedelta(seconds=60)), write=write)
     pending = saver.save({"weight": torch.ones(3)}, target(CheckpointStore(tmp_path), 1))
     pending.durable.result(60)
     saver.close(60)
-    assert while_writing == [min(before + NICE, 19)]
-    assert _nice_of_this_thread() == before
+    assert while_writing == [{before}]
+
+
+def test_no_thread_is_lowered_while_work_runs_in_the_background() -> None:
+    before = _nice_of_this_thread()
+    background, while_running = Background("test"), []
+    background.run("look", lambda: while_running.append(_nice_of_all_threads()))
+    assert background.close(60)
+    assert while_running == [{before}]

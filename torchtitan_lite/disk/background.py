@@ -1,7 +1,9 @@
 """Work in the background: training comes first, on the processors and on the disk.
 
-`give_way` is for every thread and process that writes beside training. `Background` runs work that no save waits for,
-such as removing old checkpoints: one task after another, in a daemon thread, so it never keeps the process alive.
+A thread of the training process never gets a lower CPU priority: with all cores busy the kernel would not schedule it
+while it holds the GIL, and training waits for the GIL. Only its I/O gives way (`lower_io`); a process of its own gives
+way with both (`give_way`). `Background` runs work that no save waits for, such as removing old checkpoints: one task
+after another, in a daemon thread, so it never keeps the process alive.
 """
 
 from __future__ import annotations
@@ -17,22 +19,29 @@ from collections.abc import Callable, Hashable
 from torchtitan_lite.log import logger
 
 NICE = 15
-"""Niceness of background writers, a compromise. Beside training that uses every core, steps take longer at 10; at 19 a
+"""Niceness of the writer process, a compromise. Beside training that uses every core, steps take longer at 10; at 19 a
 write takes several times as long and the next save waits for it (docs/performance.md)."""
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 
 
 def give_way() -> None:
-    """Lower the CPU and I/O priority of the calling thread and of the threads that it starts, for good.
+    """Lower the CPU and I/O priority of this process, for good: of the calling thread and those that it starts.
+
+    Never in the training process. Linux only; does nothing elsewhere.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # A sandbox may refuse it; the save matters more than its priority.
+            os.nice(NICE)
+        lower_io()
+
+
+def lower_io() -> None:
+    """Lower the I/O priority of the calling thread and of the threads that it starts, for good.
 
     Linux only; does nothing elsewhere, where the priority would be that of the whole process.
     """
-    if sys.platform != "linux":
-        return
-    with contextlib.suppress(OSError):  # A sandbox may refuse it; the save matters more than its priority.
-        os.nice(NICE)  # On Linux this is the thread's own niceness.
     number = _IOPRIO_SET.get(platform.machine())
-    if number is not None:
+    if sys.platform == "linux" and number is not None:
         this_thread, best_effort_lowest = 0, (2 << 13) | 7
         ctypes.CDLL(None).syscall(number, 1, this_thread, best_effort_lowest)
 
@@ -71,7 +80,7 @@ class Background:
         return is_over
 
     def _run_all(self) -> None:
-        give_way()
+        lower_io()
         while work := self._next():
             try:
                 work()

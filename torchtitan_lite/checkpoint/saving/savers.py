@@ -29,7 +29,7 @@ from torchtitan_lite.checkpoint.staging.stager import Staged, Stager, build_stag
 from torchtitan_lite.checkpoint.staging.watch import DO_NOT_WATCH, StagingWatch, build_staging_watch
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.config.job_config import Checkpoint
-from torchtitan_lite.disk.background import give_way
+from torchtitan_lite.disk.background import lower_io
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.writer_process import WriterProcess
 from torchtitan_lite.distributed.peers import Peers
@@ -295,7 +295,7 @@ def _in_thread(work: Callable[[], T]) -> Future[T]:
         try:
             if device is not None:
                 torch.cuda.set_device(device)  # A new thread begins with device 0.
-            give_way()
+            lower_io()
             outcome = work()
         except BaseException as error:
             future.set_exception(error)
