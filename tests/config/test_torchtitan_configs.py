@@ -28,9 +28,66 @@ def test_a_torchtitan_toml_loads_with_a_supported_dataset_and_tokenizer(file):
 
 
 @pytest.mark.parametrize("file", [NOVEMBER_2024, FEBRUARY_2026])
-def test_an_unsupported_dataset_is_an_error_that_names_the_supported_ones(file):
-    with pytest.raises(ConfigError, match=r"one of stdlib, text, jsonl, parquet, huggingface, found 'c4_test'"):
+def test_the_test_corpus_of_torchtitan_is_an_error_that_says_where_it_is(file):
+    with pytest.raises(
+        ConfigError, match=r"= c4_test: a part of c4 in .*huggingface --training\.dataset_path=TORCHTITAN/tests/"
+    ):
         parse_config(["--job.config_file", file, "--model.tokenizer_path=bytes"])
+
+
+@pytest.mark.parametrize(("name", "split"), [("c4", "train"), ("c4_validation", "validation")])
+def test_a_dataset_of_torchtitan_is_that_of_hugging_face(tmp_path, name, split):
+    (tmp_path / "c4.toml").write_text(f'[training]\ndataset = "{name}"\n')
+    training = parse_config(["--job.config_file", str(tmp_path / "c4.toml")]).training
+    assert (training.dataset, training.dataset_path, training.dataset_subset) == ("huggingface", "allenai/c4", "en")
+    assert training.dataset_split == split
+
+
+def test_the_path_that_is_given_with_a_dataset_of_torchtitan_counts():
+    training = parse_config(["--training.dataset=c4", "--training.dataset_path=/data/c4"]).training
+    assert (training.dataset, training.dataset_path, training.dataset_subset) == ("huggingface", "/data/c4", "en")
+
+
+@pytest.mark.parametrize("name", ["cc12m", "cc12m-test", "cc12m_wds"])
+def test_a_dataset_of_pictures_is_an_error_that_says_so(name):
+    with pytest.raises(ConfigError, match=f"--training.dataset = {name}: pictures with captions"):
+        parse_config([f"--training.dataset={name}"])
+
+
+def test_an_unknown_dataset_is_sent_to_hugging_face_and_a_misspelled_one_to_the_nearest():
+    with pytest.raises(ConfigError, match=r"found 'fineweb'.*huggingface --training\.dataset_path=NAME\.$"):
+        parse_config(["--training.dataset=fineweb"])
+    with pytest.raises(ConfigError, match=r"found 'parqet'\. Set --training\.dataset=parquet\.$"):
+        parse_config(["--training.dataset=parqet"])
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama4", "deepseek_v3", "flux"])
+def test_a_model_of_another_family_is_sent_to_own_loops_before_all_else(tmp_path, name):
+    file = tmp_path / "other.toml"
+    file.write_text(f'[encoder]\nt5 = "x"\n[model]\nname = "{name}"\nflavor = "0.6B"\n[training]\ndataset = "c4"\n')
+    with pytest.raises(ConfigError, match=rf"other\.toml: model\.name = {name}: .*llama3 alone.*docs/own_loop\.md\.$"):
+        parse_config(["--job.config_file", str(file), "--training.no_such_key=1"])
+
+
+def test_the_command_line_names_the_model_for_a_toml_of_another_family(tmp_path):
+    (tmp_path / "other.toml").write_text('[model]\nname = "qwen3"\n')
+    argv = ["--job.config_file", str(tmp_path / "other.toml"), "--model.name=llama3"]
+    assert parse_config(argv).model.name == "llama3"
+
+
+@pytest.mark.parametrize(
+    "toml",
+    [
+        '[model]\nconverters = "float8"\n',
+        '[model]\nconverters = ["float8"]\n[float8]\nmoe_fqns = ["experts"]\n',
+        "[float8]\nsome_later_option = true\n",
+        "[quantize.linear.nvfp4]\nfilter_fqns = []\n",
+    ],
+)
+def test_float8_is_an_error_that_says_that_it_is_not_supported(tmp_path, toml):
+    (tmp_path / "float8.toml").write_text(toml)
+    with pytest.raises(ConfigError, match=r"conversion of the model \(float8, MX\) is not supported\. Leave it out"):
+        parse_config(["--job.config_file", str(tmp_path / "float8.toml")])
 
 
 def test_a_tokenizer_model_of_tiktoken_is_an_error_that_names_what_is_supported():

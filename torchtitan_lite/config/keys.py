@@ -15,7 +15,7 @@ from typing import get_type_hints
 from torchtitan_lite.config.aliases import ALIASES, FORMER_SECTIONS_OF_PARALLELISM
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.config.kinds import Kind
-from torchtitan_lite.config.unsupported import UNSUPPORTED
+from torchtitan_lite.config.unsupported import CONVERSION, SECTIONS_OF_CONVERSION, UNSUPPORTED
 from torchtitan_lite.errors import ConfigError
 
 
@@ -57,6 +57,8 @@ def meaning_of(name: str) -> Meaning | None:
 
 def unknown_key(name: str, where: str) -> ConfigError:
     """Return the error for an unknown name, with the nearest key."""
+    if name.partition(".")[0] in SECTIONS_OF_CONVERSION:
+        return ConfigError(f"{where}: {CONVERSION} is not supported. Leave it out.")
     nearest = nearest_key(name)
     hint = f"The nearest is {nearest}" if nearest else "None is near"
     return ConfigError(f"{where} is not a key. {hint}; train.py --help lists all.")

@@ -20,7 +20,8 @@ from torchtitan_lite.config.help_texts import LikeStdout, add_help_texts
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.config.keys import KEYS
 from torchtitan_lite.config.kinds import split
-from torchtitan_lite.config.sources import Setting, find_config_file, read_command_line, read_toml
+from torchtitan_lite.config.sources import Setting, find_config_file, named_model, read_command_line, read_toml
+from torchtitan_lite.config.torchtitan_values import check_family, with_datasets
 from torchtitan_lite.config.unsupported import UNSUPPORTED
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import forget_stdout, logger
@@ -35,11 +36,12 @@ def parse_config(argv: Sequence[str]) -> JobConfig:
     """
     if "--help" in argv or "-h" in argv:
         return _parse(["--help"], with_help_texts=True)
+    check_family(named_model(argv))  # A TOML of another family has other keys, too.
     given = read_command_line(argv)
     file = {setting.key: setting.text for setting in given}.get("job.config_file")
     in_file = read_toml(find_config_file(file)) if file is not None else []
     last = {setting.key: setting for setting in (*in_file, *given)}
-    config = _parse(_arguments(_without_unsupported(last.values())))
+    config = _parse(_arguments(_without_unsupported(with_datasets(last).values())))
     section = config.checkpoint
     exports = section.model_weights_only or section.export_folder or section.last_save_in_hf
     if section.export_dtype != "float32" and not exports:

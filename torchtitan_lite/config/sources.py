@@ -45,14 +45,22 @@ def find_config_file(name: str) -> Path:
     )
 
 
+def named_model(argv: Sequence[str]) -> Setting | None:
+    """Return the model that a command line, or its TOML file, names. Looks at no other names and values."""
+    last = {flag[2:].replace("-", "_"): words[0] for flag, words in _options(argv) if words}
+    if "model.name" in last:
+        return Setting("model.name", last["model.name"], "--model.name")
+    if "job.config_file" not in last:
+        return None
+    path = find_config_file(last["job.config_file"])
+    model = _document(path).get("model")
+    name = model.get("name") if isinstance(model, dict) else None
+    return Setting("model.name", name, f"{path}: model.name") if isinstance(name, str) else None
+
+
 def read_toml(path: Path) -> list[Setting]:
     """Return the settings of a TOML file. Raise ConfigError for unknown names and for values of the wrong type."""
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as a text file: {error}.") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}.") from None
+    document = _document(path)
     for section, content in document.items():
         if not isinstance(content, dict):
             raise ConfigError(f"{path}: {section} is outside any section. Put it under a [section] line.")
@@ -68,6 +76,15 @@ def read_command_line(argv: Sequence[str]) -> list[Setting]:
         name = flag[2:].replace("-", "_")
         settings.append(_command_line_setting(name, words, f"--{name}"))
     return settings
+
+
+def _document(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as a text file: {error}.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}.") from None
 
 
 def _toml_setting(name: str, value: object, where: str) -> Setting:

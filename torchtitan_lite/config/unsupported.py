@@ -44,6 +44,8 @@ def _options(section: str, names: str) -> dict[str, object]:
     return {f"{section}.{name}": ANY for name in names.split()}
 
 
+CONVERSION = "conversion of the model (float8, MX)"
+SECTIONS_OF_CONVERSION = ("float8", "mx", "quantize")
 _DATALOADER_OPTIONS = "persistent_workers pin_memory prefetch_factor"
 _FLOAT8_OPTIONS = (
     "enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp recipe_name filter_fqns emulate"
@@ -78,11 +80,11 @@ _FEATURES: Mapping[str, Mapping[str, object]] = {
         "compile.components": OneOf((["model", "loss"], ["model"])),
         "compile.backend": "inductor",
     },
-    "conversion of the model (float8, MX)": {
+    CONVERSION: {
         "float8.enable_float8_linear": False,
         "model.converters": [],
         "model.print_after_conversion": ANY,
-        **_options("float8", f"{_FLOAT8_OPTIONS} force_recompute_fp8_weight_in_bwd moe_fqns_prototype"),
+        **_options("float8", f"{_FLOAT8_OPTIONS} force_recompute_fp8_weight_in_bwd moe_fqns moe_fqns_prototype"),
         **_options("float8", "scaling_type_input scaling_type_weight scaling_type_grad_output"),
         **_options("mx", f"{_MX_OPTIONS} moe_fqns_prototype use_fp8_dim1_cast_triton_kernel"),
         **_options("quantize.linear.float8", _FLOAT8_OPTIONS),
@@ -158,7 +160,7 @@ def _unsupported(feature: str, off: object) -> Unsupported:
     values = off.values if isinstance(off, OneOf) else (off,)
     if not values or values == (None,):
         return Unsupported(feature, tuple(map(to_text, values)), Kind(object))
-    kind = tuple if isinstance(values[0], list) else type(values[0])
+    kind = object if isinstance(values[0], list) else type(values[0])  # Some versions wrote "float8" for ["float8"].
     return Unsupported(feature, tuple(map(to_text, values)), Kind(kind))
 
 
