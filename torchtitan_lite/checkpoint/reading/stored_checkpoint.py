@@ -162,6 +162,10 @@ class StoredCheckpoint:
         name = f"optimizer.{OF_OPTIMIZERS}"
         return flat | ({OF_OPTIMIZERS: self.read_state(name, {})} if self.has_state(name) else {})
 
+    def other_kinds(self, slots: Mapping[str, Slot]) -> dict[str, tuple[str, Any, Any]]:
+        """Return the settings that make another optimizer: a parameter, the checkpoint's value, that of `slots`."""
+        return self._optimizer_for(slots).other_kinds(slots)
+
     @no_collection()
     def read_state(self, name: str, own: State, leave_out: Callable[[str], bool] = _nothing) -> State:
         """Return the nested state `name` as it was saved; sharded tensors are read into those of `own`. **Collective**.

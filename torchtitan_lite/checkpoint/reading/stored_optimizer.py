@@ -24,6 +24,8 @@ from torchtitan_lite.checkpoint.state.shared_memory import SHARED, joined
 
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 """Settings that schedulers add to a parameter group."""
+_OF_THE_KIND = ("decoupled_weight_decay", "amsgrad", "nesterov", "maximize")
+"""Settings that make another optimizer: Adam and AdamW differ in the first one only. No schedule changes them."""
 _UNKNOWN = object()
 
 Entries = dict[str, dict[Any, list[Leaf]]]
@@ -61,6 +63,17 @@ class StoredOptimizer:
             mismatched |= self._other_settings(slot, settings.get(stored, {}), settings.get(first, {}), stored, first)
         unexpected = [leaf.key for stored in states if stored not in taken for leaf in _leaves(states[stored])]
         return KeyReport(missing, [key for key in unexpected if self._is_wanted(key)], mismatched)
+
+    def other_kinds(self, slots: Mapping[str, Slot]) -> dict[str, tuple[str, Any, Any]]:
+        """Return the settings that make another optimizer than `slots` have: a parameter, the value there and here."""
+        found: dict[str, tuple[str, Any, Any]] = {}
+        for name, _, _, settings, _ in self._fitting(slots):
+            own = slots[name].settings
+            for key in _OF_THE_KIND:
+                there = self._plain(settings[key][0]) if settings.get(key) else _UNKNOWN
+                if key in own and there is not _UNKNOWN and there != own[key]:
+                    found.setdefault(key, (name, there, own[key]))
+        return found
 
     def targets(self, slots: Mapping[str, Slot]) -> dict[str, Any]:
         """Map the checkpoint's keys to the tensors to read into, and to None for objects."""

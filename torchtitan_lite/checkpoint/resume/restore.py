@@ -135,6 +135,7 @@ class Restore:
         if not rules.is_partial:
             self._stored.verify_rest()
         self._warn_of_unmatched_globs()
+        self._warn_of_other_optimizers()
         for change in report.changes:
             (logger.warning if change.rule is Rule.WARNED else logger.info)("Since the checkpoint: %s", change)
         self._warn_of_ignored_states()
@@ -164,6 +165,18 @@ class Restore:
             fqns = [fqn for per_rank in self._peers.gather(list(self._model_state)) for fqn in per_rank]
             for glob in unmatched_globs(rules, fqns):
                 logger.warning("checkpoint.load_include / load_exclude: %r names no tensor of the model", glob)
+
+    def _warn_of_other_optimizers(self) -> None:
+        changed = self._stored.other_kinds(self._slots) if self._slots else {}
+        for key, (name, there, here) in changed.items() if self._peers.is_coordinator else ():
+            logger.warning(
+                "The optimizer of %s has %s = %s, and continues with %s, as in the checkpoint. To begin the optimizer "
+                "that this run has: --checkpoint.exclude_from_loading=optimizer,lr_scheduler",
+                name,
+                key,
+                here,
+                there,
+            )
 
     def _load_together(self, owner: Stateful | OptimizerWrapper, state: dict[str, Any]) -> None:
         """Give `state` to `owner`; raise what that raises on one rank on every rank."""
