@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from tests.checkpoint.small_run import Lent, job_config, same
 from tests.checkpoint.state.optimizers_of_torch import Recipe, optimizers_of_torch, recipes, state_of, train_step
+from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.saving.savers import ProcessSaver
 
@@ -48,10 +52,30 @@ def test_three_steps_a_resume_and_two_more_are_five_steps(tmp_path: Path, recipe
     with loading:
         assert loading.load()
     assert same(state_of(other), at_save)
+    assert [[*each] for each in state_of(other)] == [[*each] for each in at_save], "the keys in their order"
     assert [train_step(again, other, step, late=True) for step in (4, 5)] == losses
     assert same(dict(again.state_dict()), dict(model.state_dict()))
     assert same(state_of(other), state_of(optimizer))
     assert same(_settings(other), _settings(optimizer))
+
+
+@on_two_ranks
+def test_the_keys_of_a_sharded_state_keep_their_order(rank: int, tmp_path: Path) -> None:
+    def sharded() -> tuple[nn.Module, torch.optim.Optimizer, CheckpointManager]:
+        model = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
+        optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
+        return model, optimizer, CheckpointManager(None, model, optimizer, None, None, job_config(tmp_path))
+
+    model, optimizer, manager = sharded()
+    with manager:
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        manager.save(1, force=True)
+    _, again, manager = sharded()
+    with manager:
+        assert manager.load()
+    keys = [[*each] for each in optimizer.state_dict()["state"].values()]
+    assert [[*each] for each in again.state_dict()["state"].values()] == keys
 
 
 @pytest.mark.parametrize("recipe", recipes(), ids=str)

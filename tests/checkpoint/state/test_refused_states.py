@@ -34,6 +34,20 @@ class Held:
         self.value = state_dict["value"]
 
 
+@pytest.mark.parametrize("convert", [torch.Tensor.to_sparse_coo, torch.Tensor.to_sparse_csr], ids=["coo", "csr"])
+def test_a_sparse_buffer_is_called_sparse(convert: Any, tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls its second layout a beta.
+        model.register_buffer("graph", convert(torch.eye(3)))
+    optimizer = torch.optim.SGD([model.weight], lr=0.1)
+    with (
+        managed(tmp_path, model, optimizer) as manager,
+        pytest.raises(SaveFailed, match=r"graph has the layout .*sparse"),
+    ):
+        manager.save(1, force=True)
+
+
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()

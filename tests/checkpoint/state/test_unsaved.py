@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -33,12 +35,15 @@ class Counting(nn.Linear):
 class Noisy(torch.optim.SGD):
     """Draws from a generator of its own."""
 
-    def __init__(self, parameters: Any) -> None:
+    def __init__(self, parameters: Any, make: Callable[[], Any] = lambda: torch.Generator().manual_seed(0)) -> None:
         super().__init__(parameters, lr=0.1)
-        self.generator = torch.Generator().manual_seed(0)
+        self.generator = make()
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
-        torch.rand(1, generator=self.generator)
+        if isinstance(self.generator, torch.Generator):
+            torch.rand(1, generator=self.generator)
+        else:
+            self.generator.random()
         super().step()
 
 
@@ -59,8 +64,15 @@ def test_a_buffer_that_changes_and_is_not_persistent_is_named(tmp_path: Path, ca
     assert warning.startswith("Training changes model.0.calls, which no checkpoint has")
 
 
-def test_a_generator_of_an_optimizer_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (warning,) = warnings_of(tmp_path, caplog, nn.Linear(2, 2), Noisy)
+@pytest.mark.parametrize(
+    "make",
+    [torch.Generator, random.Random, np.random.default_rng, np.random.RandomState],
+    ids=["torch", "python", "numpy", "numpy's older one"],
+)
+def test_a_generator_of_an_optimizer_is_named(
+    make: Callable[[], Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (warning,) = warnings_of(tmp_path, caplog, nn.Linear(2, 2), lambda parameters: Noisy(parameters, make))
     assert warning.startswith("Training changes optimizers[0].generator, which no checkpoint has")
 
 

@@ -1,7 +1,8 @@
 """Compare how two values are made, without the values of their numbers and strings.
 
 Code that rebuilds a state uses this to prove that the result is the original: the same types at every
-level, and containers with the same keys in the same order. Also here: the check for expanded tensors.
+level, and containers with the same keys in the same order. Also here: the check for tensors that a load
+cannot write into.
 """
 
 from __future__ import annotations
@@ -53,14 +54,21 @@ def _reprs(members: Any) -> list[str]:
 
 def is_expanded(tensor: torch.Tensor) -> bool:
     """Return whether several elements of `tensor` share memory: torch refuses to write into such a tensor."""
+    if tensor.layout is not torch.strided:
+        return False
     return 0 in tensor.stride() and any(
         step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
     )
 
 
 def refuse_expanded(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise TypeError, naming the tensor, if one of them is expanded: torch cannot load into it."""
+    """Raise TypeError, naming the tensor, if one of them is expanded, or sparse: no load can write into it."""
     for name, tensor in tensors.items():
+        if tensor.layout is not torch.strided:
+            raise TypeError(
+                f"{name} has the layout {tensor.layout}, and a checkpoint has dense tensors only. Register its parts "
+                "(indices and values) as buffers, or leave it out with persistent=False."
+            )
         if is_expanded(tensor):
             raise TypeError(
                 f"{name} is expanded: several of its elements share memory (shape {[*tensor.shape]}, strides "

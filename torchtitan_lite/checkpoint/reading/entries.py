@@ -25,7 +25,10 @@ class Leaf(NamedTuple):
 
 
 def entries(contents: Contents, prefix: str, keys: Iterable[str] | None = None) -> dict[str, list[Leaf]]:
-    """Return the leaves of each entry below `prefix` ("optimizer.", or "" for a state without a name)."""
+    """Return the leaves of each entry below `prefix` ("optimizer.", or "" for a state without a name).
+
+    They are in the order of the state that was saved, where the checkpoint has its structure.
+    """
     found: dict[str, list[Leaf]] = {}
     depth = 1 if prefix else 0
     for key in contents if keys is None else keys:
@@ -42,7 +45,8 @@ def entries(contents: Contents, prefix: str, keys: Iterable[str] | None = None) 
     for key, child in zip(parent.keys, parent.children, strict=True) if parent else ():
         if child is not None:
             found.setdefault(str(key), [])  # A container may be empty.
-    return found
+    order = [str(key) for key in parent.keys] if parent else ()
+    return {key: found[key] for key in order if key in found} | found
 
 
 def assembled(contents: Contents, name: str, leaves: Sequence[Leaf], values: Mapping[str, Any]) -> Any:

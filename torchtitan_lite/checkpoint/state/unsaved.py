@@ -20,7 +20,7 @@ from torchtitan_lite.log import logger
 _SAMPLED = 1024
 """Elements of a buffer that are compared: tables of positions are long, and a change of one is a change of all."""
 _SHOWN = 4
-_GENERATORS = frozenset({torch.Generator, random.Random, np.random.Generator})
+_GENERATORS = frozenset({torch.Generator, random.Random, np.random.Generator, np.random.RandomState})
 
 
 class UnsavedWatch:
@@ -85,3 +85,6 @@ def _of_generators(name: str, owner: Any) -> Iterator[tuple[str, Any]]:
             yield f"{name}.{key}", value.getstate()
         elif isinstance(value, np.random.Generator):
             yield f"{name}.{key}", repr(value.bit_generator.state)
+        elif isinstance(value, np.random.RandomState):
+            legacy: Any = value.get_state()
+            yield f"{name}.{key}", (legacy[1].tolist(), legacy[2:])
