@@ -213,7 +213,7 @@ class CheckpointManager:
         check_metrics(metrics or {})
         if not self._opened():
             return False
-        self._run.model.note_trainable()
+        self._run.at_step()
         self._saves.note_metrics(metrics or {})
         self._first_save.check()
         self._start_processes("save")

@@ -86,7 +86,7 @@ class RunSaves:
         """Copy the state of `step`, which is not saved, into memory if an image is due. Fails no save and no run."""
         if self._images is not None and self._images.is_due(step):
             self._images.stage(step, self._full, self._origin({}))
-            self._note_gradients(step)
+            self._look_back(step)
 
     def full(self, step: int) -> None:
         """Save in full, durable on return; nothing may be in flight. Raises `SaveFailed` if a second try fails, too.
@@ -211,11 +211,11 @@ class RunSaves:
             writes_anyway=saver is self._sync_saver,
         )
         self.last = Tick(step, self._clock())
-        self._note_gradients(step)
+        self._look_back(step)
 
-    def _note_gradients(self, step: int) -> None:
+    def _look_back(self, step: int) -> None:
         if self._peers.is_coordinator:
-            self._run.gradients.after_save(step)
+            self._run.after_save(step)
 
     def _origin(self, metrics: dict[str, float]) -> Origin:
         durable, lineage = self._in_flight.last_durable, self.origin.lineage

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchtitan_lite.checkpoint.state import arguments, fsdp1
+from torchtitan_lite.checkpoint.state.forgotten import ForgottenWatch
 from torchtitan_lite.checkpoint.state.gradients import GradientWatch
 from torchtitan_lite.checkpoint.state.optimizer_owner import parameters_of
 from torchtitan_lite.checkpoint.state.rng import RNG, RngState
@@ -46,8 +47,22 @@ class RunState:
         self.optimizer = OptimizerWrapper(self.model.parts, self.optimizers, modules)
         self.small = _small_states(dataloader, arguments.lr_schedulers(lr_schedulers), states, self.optimizer)
         watched = {"model": parts} | {name: [module] for name, module in modules.items()}
+        self._further = frozenset(states)
+        self._empty: list[str] = []
+        """The further states whose last state dict was empty."""
         self.gradients = GradientWatch(self.model.parts)
         self._unsaved = UnsavedWatch(watched, self.optimizers)
+        self._forgotten = ForgottenWatch(states, watched)
+
+    def at_step(self) -> None:
+        """Note what is trained, and which metrics count, whether or not this step is saved. Any rank."""
+        self.model.note_trainable()
+        self._forgotten.look_at_counts()
+
+    def after_save(self, step: int) -> None:
+        """Look at what the save of `step`, which was just made or refused, could not have. On one rank."""
+        self.gradients.after_save(step)
+        self._forgotten.look(self._empty)
 
     def before_step(self, optimizer: Any) -> None:
         """Note what the step of `optimizer` trains, and which gradients it uses. Any rank."""
@@ -59,9 +74,10 @@ class RunState:
         """Return the full state of this `rank`. Raises what a state raises. **Collective** with FSDP1."""
         self.model.note_trainable()
         self.model.note_trained(self.optimizer.with_state() if self.model.is_trained_only else ())
+        small = {name: state.state_dict() for name, state in self.small.items()}
         if rank == 0:
             self._unsaved.look()
-        small = {name: state.state_dict() for name, state in self.small.items()}
+        self._empty = [name for name, state in small.items() if not state and name in self._further]
         # Each rank has its own key: no two ranks share their generators.
         rng = {f"rank{rank}": RngState().state_dict()}
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), **small, RNG: rng}
