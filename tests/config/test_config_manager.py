@@ -205,6 +205,8 @@ def test_an_error_in_a_toml_file_is_named_with_its_fix(toml, text, expected):
         ("--training.no_compile=1", "--training.no_compile: takes no value, found '1'."),
         ("training.steps=5", "'training.steps=5' comes before any key."),
         ("--checkpoint.async_mode later", "expected one of disabled, async, async_with_pinned_mem, found 'later'."),
+        ("--optimizer.name Muon", "found 'Muon'. Set --optimizer.name to one of these."),
+        ("--optimizer.name AdmW", "found 'AdmW'. Set --optimizer.name=AdamW."),
     ],
 )
 def test_an_error_on_the_command_line_is_named_with_its_fix(words, expected):

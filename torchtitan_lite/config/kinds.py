@@ -102,8 +102,8 @@ class Kind:
         spellings = {choice.lower(): choice for choice in self.choices}
         if text.lower() in spellings:
             return spellings[text.lower()]
-        nearest = (*difflib.get_close_matches(text.lower(), spellings, n=1), self.choices[0])[0]
-        fix = f"Set --{key}={spellings.get(nearest, nearest)}"
+        nearest = difflib.get_close_matches(text.lower(), spellings, n=1)
+        fix = f"Set --{key}={spellings[nearest[0]]}" if nearest else f"Set --{key} to one of these"
         raise ConfigError(f"{where}: expected {self.describe()}, found {text!r}. {fix}.")
 
 
