@@ -15,9 +15,11 @@ from scripts.simulate_intervals import (
     LONG_COSTS,
     MARKS,
     NUM_FAILURES,
+    OFTEN_KILLED,
     POINTS,
     Point,
     auto,
+    farthest_behind,
     main,
     measure,
     measure_long,
@@ -28,6 +30,7 @@ from scripts.simulate_intervals import (
     work_of,
     write_into,
 )
+from torchtitan_lite.checkpoint.schedule.interval import SavePolicy
 
 PAGE = Path(__file__).parents[1] / "docs" / "intervals.md"
 FAILURES = 4_000
@@ -112,3 +115,11 @@ def test_the_tables_of_the_page_are_those_of_the_script() -> None:
     shown = PAGE.read_text(encoding="utf-8").partition(MARKS[0])[2].partition(MARKS[1])[0]
     expected = f"{table(lines, NUM_FAILURES)}\n\n{table_of_long(long)}"
     assert expected in shown, "run: python scripts/simulate_intervals.py --docs docs/intervals.md"
+
+
+@pytest.mark.parametrize(("name", "policy"), OFTEN_KILLED)
+def test_with_kills_more_often_than_the_interval_the_disk_is_at_most_two_intervals_behind(
+    name: str, policy: SavePolicy
+) -> None:
+    assert farthest_behind(policy, counts_what_is_owed=True) < 1.5
+    assert farthest_behind(policy, counts_what_is_owed=False) > (100 if name == "seconds" else 2)

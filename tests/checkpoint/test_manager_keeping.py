@@ -278,11 +278,11 @@ def test_a_load_reports_its_checkpoint_bytes_and_seconds(start_run: StartRun) ->
     clock = Clock()
     again = start_run(states={"slow": SlowState(clock)}, seams={"clock": clock})
     again.manager.load()
-    path = str(run.root / "step-1")
+    path, nothing_at_risk = str(run.root / "step-1"), {"at_risk_steps": 0, "at_risk_seconds": 0.0}
     reported = [(name, step, figures) for name, step, figures in again.events.recorded if name.startswith("load")]
     assert reported == [
         ("load_started", 1, {"path": path, "origin": "disk"}),
-        ("loaded", 1, {"path": path, "seconds": 2.5, "bytes": nbytes, "origin": "disk"}),
+        ("loaded", 1, {"path": path, "seconds": 2.5, "bytes": nbytes, "origin": "disk", **nothing_at_risk}),
     ]
 
 

@@ -191,8 +191,9 @@ def test_a_start_from_memory_does_not_make_its_step_durable(tmp_path: Path) -> N
     first.train(2)
     at_risk = first.ledger.at_risk()[1]
     second = TrainedStart(tmp_path, time)
-    second.ledger.loaded(2, "memory", 0.5)
+    second.ledger.loaded(2, "memory", 0.5, (1, at_risk))
     assert second.ledger.at_risk() == (1, pytest.approx(at_risk))
+    assert read_accounts(tmp_path).starts[1].durable_step == 1, "before the first beat, too"
     second.train(3)
     assert read_accounts(tmp_path).starts[1].durable_step == 1
     assert read_accounts(tmp_path).redone_steps == 0

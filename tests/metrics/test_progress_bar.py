@@ -71,7 +71,7 @@ def logged_to(screen: Terminal) -> Iterator[None]:
 
 def a_bar(screen: Terminal, clock: Callable[[], float] = time.monotonic) -> TerminalProgressBar:
     console = Console(file=screen.stream, force_terminal=True, color_system="standard")
-    return TerminalProgressBar(screen.stream, console, Progress(0, 100, "none saved"), clock=clock)
+    return TerminalProgressBar(screen.stream, console, Progress(0, 100, "none saved", durable=0), clock=clock)
 
 
 def plain(progress: Progress, columns: int) -> str:
@@ -100,6 +100,10 @@ def test_the_bar_shows_steps_loss_speed_the_last_checkpoint_and_the_time_left() 
         bar.on_event("resumed", 60)
         bar.start(60)
         assert screen.shown()[-1].endswith("loaded 60  -:-- left"), "it may be in memory, or in another run's folder"
+        bar.on_event("loaded", 60, {"at_risk_steps": 5})
+        bar.logged(2.7, 10.0)
+        bar.on_event("resumed", 60)
+        assert screen.shown()[-1].endswith("  tps 10  5 at risk  loaded 60  -:-- left"), "the disk lacks 5 steps"
         for _ in range(20):
             clock.now += 2.0
             bar.step_done()

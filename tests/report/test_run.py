@@ -83,11 +83,12 @@ def test_starts_of_a_ledger_count_those_that_left_no_event(tmp_path: Path) -> No
 
 
 def test_a_load_from_memory_is_named(tmp_path: Path) -> None:
-    events = saved(10, BEGUN) + [event | {"origin": "memory"} for event in loaded(13, BEGUN + 50)]
+    memory = {"origin": "memory", "at_risk_steps": 3}
+    events = saved(10, BEGUN) + [event | memory for event in loaded(13, BEGUN + 50)]
     write_lines(tmp_path / "events.jsonl", events)
     run = read_run(str(tmp_path))
     assert [(start.loaded_step, start.is_from_memory) for start in run.starts] == [(0, False), (13, True)]
-    assert "from memory" in render([run])
+    assert "from memory, 3 ahead of the disk" in render([run])
 
 
 def test_each_checkpoint_is_kept_purged_or_set_aside(folder: Path) -> None:

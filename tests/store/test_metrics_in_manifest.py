@@ -28,6 +28,21 @@ def test_metrics_are_those_of_the_manifest(extra: str, metrics: dict[str, Any]) 
 
 
 @pytest.mark.parametrize(
+    ("seconds", "finding"),
+    [
+        ("1", "expected float, found int"),
+        ("-0.5", "expected seconds, found -0.5"),
+        ("1e999", "expected seconds, found inf"),
+    ],
+)
+def test_trained_seconds_that_are_no_finite_float_are_damage(seconds: str, finding: str) -> None:
+    assert Manifest.parse(text_with('{"trained_seconds":0.5}')).extra["trained_seconds"] == 0.5
+    with pytest.raises(CheckpointDamaged) as damage:
+        Manifest.parse(text_with(f'{{"trained_seconds":{seconds}}}'))
+    assert f"extra.trained_seconds: {finding}" in damage.value.finding
+
+
+@pytest.mark.parametrize(
     ("metrics", "finding"),
     [
         ("[1.0]", "extra.metrics: expected dict, found list"),

@@ -181,6 +181,7 @@ class CheckpointManager:
         if source is not None:
             self._continue_from(source)
         self._memory.take_over(self._load.take_over(source))
+        self._saves.restart_clock()
         self.preempted_by = self._departure.untrained(self.loaded_step or 0)
         return source is not None
 
@@ -240,7 +241,7 @@ class CheckpointManager:
         self._comparison.wait()
 
     def reset(self) -> None:
-        """Start the clock of intervals in seconds, and prepare saves unless the load was from memory.
+        """Begin to count the seconds of training, and prepare saves unless the load was from memory.
 
         Call it right before the loop. Returns while a thread allocates the memory for copies and the writer process
         starts. Raises `RunNotLoaded` if the folder has steps and `load` was not called, and what that start raises.
@@ -250,7 +251,7 @@ class CheckpointManager:
             if self._saves.origin.resumed_from_memory is None:  # Else the arenas are there, and the rest can wait.
                 self._start_processes("reset")
                 self._saves.prepare(self.loaded_step or 0, now=False)
-        self._saves.leave_out(self.loaded_step or 0)
+        self._saves.restart_clock()
 
     def latest_step(self) -> int:
         """Wait for the save in flight; return the latest committed step of the run, full or weights only, -1 for none.
@@ -358,11 +359,12 @@ class CheckpointManager:
         self._is_open, self._own_groups = False, []
 
     def _continue_from(self, source: LoadSource) -> None:
-        self._saves.continue_from(source.lineage, None if source.memory is None else source.step)
+        on_disk = None if source.memory is None else source.memory.on_disk
+        self._saves.continue_from(source.lineage, source.loaded, on_disk)
         self._in_flight.forget_lineage()
         self.loaded_step = source.continues_at
-        self._step_saves.continue_from(source.continues_at)
         if not source.initial and not source.has_nan and source.memory is None:
             self._housekeeping.note_good(source.step)
         if self._memory.images is None:
             self._saves.secure(source.step)  # Before it goes: this start keeps nothing in memory.
+        self._step_saves.continue_from(source.continues_at)

@@ -202,6 +202,6 @@ def build_parts(
         first_save=FirstSave(store, config, peers),
         initial_import=InitialImport(store, config, import_weights, peers, clock, on_event),
         load=RunLoad(run, folders, job_config, topology, peers, clock, on_event, memory.tier),
-        step_saves=StepSaves(policy, config, saves, in_flight, watch, departure, consensus, auto, peers, clock),
+        step_saves=StepSaves(policy, config, saves, in_flight, watch, departure, consensus, auto, peers),
         end_of_run=RunEnd(job_config, folders, saves, last_save, peers),
     )

@@ -180,18 +180,23 @@ def _add(found: dict[str, Any], record: Mapping[str, Any]) -> None:
         return
     if record["record"] == "loaded":
         found |= {"loaded_step": record["step"], "loaded_from": str(record.get("from", ""))}
-        found |= {"last_step": record["step"], "durable_step": record["step"]}
+        found |= {"last_step": record["step"], "durable_step": record["step"]} | _durable(record)
         return
     if not isinstance(record.get("seconds"), dict):
         return
     values = record["seconds"].items()
     seconds = {part: float(value) for part, value in values if part in PARTS_OF_A_START and _is_number(value)}
     found |= {"last_beat": record["time"], "seconds": seconds, "last_step": record["step"]}
-    durable_step, at_risk_seconds = record.get("durable_step"), record.get("at_risk_seconds")
-    found["durable_step"] = durable_step if isinstance(durable_step, int) else found.get("durable_step", 0)
-    found["at_risk_seconds"] = at_risk_seconds if _is_number(at_risk_seconds) else 0.0
+    found |= {"at_risk_seconds": 0.0} | _durable(record)
     if record["record"] == "end":
         found["end"] = str(record.get("why", "failed"))
+
+
+def _durable(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the record says of the disk, as far as it is of the right type."""
+    step, seconds = record.get("durable_step"), record.get("at_risk_seconds")
+    said = {"durable_step": step} if isinstance(step, int) else {}
+    return said | ({"at_risk_seconds": seconds} if _is_number(seconds) else {})
 
 
 def _records(lines: Iterable[bytes]) -> Iterable[dict[str, Any]]:

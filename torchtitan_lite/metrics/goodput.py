@@ -67,7 +67,9 @@ class Goodput:
         """Note that training begins after `step`. `checkpoints` is the run's own folder of checkpoints."""
         self.clock.enter("other")
         if self.ledger is not None:
-            self.ledger.loaded(step, _source(step, self._loaded, checkpoints), self._loaded.get("seconds", 0.0))
+            source, seconds = _source(step, self._loaded, checkpoints), self._loaded.get("seconds", 0.0)
+            at_risk = self._loaded.get("at_risk_steps", 0), self._loaded.get("at_risk_seconds", 0.0)
+            self.ledger.loaded(step, source, seconds, at_risk)
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:

@@ -66,18 +66,16 @@ class Ledger:
         with self._lock:
             self._append("beat", self._step, self._figures())
 
-    def loaded(self, step: int, source: str, seconds: float) -> None:
+    def loaded(self, step: int, source: str, seconds: float, at_risk: tuple[int, float] = (0, 0.0)) -> None:
         """Note that training begins after `step`, with the state from `source`.
 
-        What is loaded from memory is not durable: the last start's durable step still counts.
+        Of what is loaded from memory the disk lacks `at_risk`: steps and seconds of training.
         """
         with self._lock:
-            self._loaded_step = self._step = self._durable_step = step
-            self._durable_at = self._clock.elapsed
-            if source == "memory" and self.before.starts:
-                self._durable_step = self.before.starts[-1].durable_step
-                self._durable_at -= self.before.starts[-1].at_risk_seconds
-            self._append("loaded", step, {"from": source, "seconds": seconds})
+            self._loaded_step = self._step = step
+            self._durable_step, self._durable_at = step - at_risk[0], self._clock.elapsed - at_risk[1]
+            durable = {"durable_step": self._durable_step, "at_risk_seconds": round(at_risk[1], 3)}
+            self._append("loaded", step, {"from": source, "seconds": seconds} | durable)
 
     def step_done(self, step: int) -> None:
         """Note that `step` is trained. One write; no line of the ledger."""

@@ -13,10 +13,11 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from torchtitan_lite.config.job_config import JobConfig
@@ -33,6 +34,9 @@ MAX_BAR_COLUMNS = 60
 SAVED = {"save_started": "saving {}", "committed": "saved {}", "resumed": "loaded {}", "save_failed": "{} failed"}
 """What the line says of a step after the event. What a start has loaded need not be on its own disk: an image in memory
 or another run's checkpoint is not."""
+DURABLE = ("committed", "loaded")
+"""Events after which the disk has the step, but for the steps at risk that they name."""
+NO_FIGURES: Mapping[str, Any] = MappingProxyType({})
 _ERASE = "\r\x1b[K"
 
 
@@ -46,12 +50,15 @@ class Progress:
     loss: float | None = None
     tps: float | None = None
     seconds_left: float | None = None
+    durable: int | None = None
+    """The last step that is on disk; None if the run saves none."""
 
     def fields(self) -> list[str]:
         """Return the texts on the right of the bar, in their order."""
         return [
             *([] if self.loss is None else [f"loss {self.loss:.4f}"]),
             *([] if self.tps is None else [f"tps {round(self.tps):,}"]),
+            *([] if self.durable is None or self.step <= self.durable else [f"{self.step - self.durable} at risk"]),
             *([self.saved] if self.saved else []),
             f"{'-:--' if self.seconds_left is None else readable_duration(self.seconds_left)} left",
         ]
@@ -69,7 +76,7 @@ class NoProgressBar:
     def logged(self, loss: float, tps: float) -> None:
         """Take the figures of a logged step."""
 
-    def on_event(self, event: str, step: int) -> None:
+    def on_event(self, event: str, step: int, figures: Mapping[str, Any] = NO_FIGURES) -> None:
         """Take a checkpoint event. **Any thread**."""
 
     def close(self) -> None:
@@ -115,7 +122,9 @@ class TerminalProgressBar(NoProgressBar):
     def logged(self, loss: float, tps: float) -> None:
         self._change(loss=loss, tps=tps)
 
-    def on_event(self, event: str, step: int) -> None:
+    def on_event(self, event: str, step: int, figures: Mapping[str, Any] = NO_FIGURES) -> None:
+        if event in DURABLE and self._progress.durable is not None:
+            self._change(durable=step - figures.get("at_risk_steps", 0))
         if event in SAVED:
             self._change(saved=SAVED[event].format(step))
             self._draw()
@@ -181,7 +190,8 @@ def build_progress_bar(config: JobConfig, rank: int) -> NoProgressBar:
     if console.is_dumb_terminal:
         return NoProgressBar()
     saves = config.checkpoint.enable_checkpoint and not config.checkpoint.load_only
-    return TerminalProgressBar(sys.stderr, console, Progress(0, config.training.steps, "none saved" if saves else ""))
+    saved, durable = ("none saved", 0) if saves else ("", None)
+    return TerminalProgressBar(sys.stderr, console, Progress(0, config.training.steps, saved, durable=durable))
 
 
 def render(progress: Progress, console: Console, columns: int) -> str:

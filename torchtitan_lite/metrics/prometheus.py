@@ -56,9 +56,9 @@ def metrics_text(
         ("starts", "Starts of the run.", {"": len(accounts.starts)}),
         ("redone_steps", "Steps that were trained again after a restart.", {"": accounts.redone_steps}),
         ("step", "The last step that is trained.", {"": last.last_step}),
-        ("durable_step", "The step from which a restart would resume.", {"": last.durable_step}),
-        ("at_risk_steps", "Steps that would be lost if the job died now.", {"": at_risk[0]}),
-        ("at_risk_seconds", "Seconds that would be lost if the job died now.", {"": at_risk[1]}),
+        ("durable_step", "The last step that is on disk.", {"": last.durable_step}),
+        ("at_risk_steps", "Steps that the disk lacks.", {"": at_risk[0]}),
+        ("at_risk_seconds", "Seconds of training that the disk lacks.", {"": at_risk[1]}),
     ]
     figures += [(name, about, {"": logged[tag]}) for name, (tag, about) in _LOGGED.items() if tag in logged]
     return "".join(_gauge(name, about, values, run) for name, about, values in figures)

@@ -125,7 +125,7 @@ class RunMetrics:
         self.goodput.on_event(event, step, figures)
         with self._lock:
             self._event_tags |= checkpoint_tags(event, figures)
-        self._bar.on_event(event, step)
+        self._bar.on_event(event, step, figures)
 
     def past(self) -> Past:
         """Return the hours and the unclean ends of earlier starts, from the ledger or, without one, events.jsonl."""

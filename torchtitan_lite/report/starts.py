@@ -41,6 +41,8 @@ class Start:
     load_seconds: float | None = None
     loaded_from: str = "fresh"
     """checkpoint; memory, what the start before had left there; seed, initial or fresh; empty if it loaded nothing."""
+    at_risk_steps: int = 0
+    """Of what it loaded: those that the disk lacked."""
     topology: str = ""
     events: tuple[Event, ...] = field(default=(), repr=False)
 
@@ -94,6 +96,7 @@ def _start(
     ends = [event for event in events if event["event"] in (FINISHED, PREEMPTED)]
     loaded_step = loads[-1]["step"] if loads else (counted.loaded_step or 0) if counted is not None else 0
     steps = [loaded_step, logged_step, *(event["step"] for event in events if event["event"] in _REACHED)]
+    at_risk = loads[-1].get("at_risk_steps") if loads else None
     end = ends[-1]["event"] if ends else UNKNOWN if is_last else CUT
     if counted is not None:
         steps.append(counted.last_step)
@@ -108,6 +111,7 @@ def _start(
         signal=ends[-1].get("signal") if ends else None,
         load_seconds=loads[-1].get("seconds") if loads else None,
         loaded_from=_loaded_from(counted, loads),
+        at_risk_steps=at_risk if isinstance(at_risk, int) else 0,
         topology=str(counted.about.get("topology", "")) if counted is not None else "",
         events=tuple(events),
     )

@@ -23,6 +23,9 @@ START = "start"
 RESUMED_FROM_MEMORY = "resumed_from_memory"
 """Field of `extra`: the step of the image in memory that its start resumed from; absent if there was none."""
 
+TRAINED_SECONDS = "trained_seconds"
+"""Field of `extra`: the seconds that the run had trained, in all its starts; absent in older checkpoints."""
+
 MAX_CONFIG_DEPTH = 8
 """Nesting of containers in one value of the configuration."""
 
@@ -88,7 +91,7 @@ def extra(document: dict[str, Any]) -> dict[str, Any]:
     """Return `extra`: fields that a load uses have their types, others may hold anything."""
     values: dict[str, Any] = value_of(document, "extra", dict)
     expected = (("topology", str), ("config", dict), ("tensor_digests", dict), (NAN_IN, list), (METRICS, dict))
-    for name, kind in (*expected, (START, str), (RESUMED_FROM_MEMORY, int)):
+    for name, kind in (*expected, (START, str), (RESUMED_FROM_MEMORY, int), (TRAINED_SECONDS, float)):
         if name in values and type(values[name]) is not kind:
             raise ValueError(f"extra.{name}: expected {kind.__name__}, found {kind_of(values[name])}")
     for section, keys in values.get("config", {}).items():
@@ -100,6 +103,8 @@ def extra(document: dict[str, Any]) -> dict[str, Any]:
     if not {*map(type, digests.values())} <= {str}:
         raise ValueError("extra.tensor_digests: expected texts, found something else")
     _refuse_halves(digests)
+    if not 0 <= values.get(TRAINED_SECONDS, 0.0) < math.inf:
+        raise ValueError(f"extra.{TRAINED_SECONDS}: expected seconds, found {values[TRAINED_SECONDS]}")
     metrics = values.get(METRICS, {})
     _refuse_halves(metrics)
     for name, value in metrics.items():

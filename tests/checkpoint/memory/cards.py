@@ -17,6 +17,7 @@ CARD = Card(
     lineage=Lineage("r1", parent_step=5),
     latest=Commit(5, "0" * 32),
     created_at=1.5,
+    trained_seconds=3.5,
     topology="2 ranks",
     versions={"torch": "2.13"},
     config={"training": {"steps": 10}},

@@ -31,7 +31,12 @@ def test_the_cards_of_all_ranks_are_a_manifest_that_is_read_back() -> None:
     assert found.files == {"__0_0.distcp": FIRST.record, "__1_0.distcp": SECOND.record}
     assert dict(found.objects) == {"train_state.n": {"value": 1}, "train_state.step": {"value": 7}}
     assert dict(found.tensors) == dict(CARD.tensors or {})
-    assert found.extra == {"topology": "2 ranks", "config": {"training": {"steps": 10}}, "start": "a1"}
+    assert found.extra == {
+        "topology": "2 ranks",
+        "config": {"training": {"steps": 10}},
+        "start": "a1",
+        "trained_seconds": 3.5,
+    }
 
 
 def test_the_objects_of_all_ranks_are_put_together_as_they_were_written() -> None:

@@ -39,9 +39,10 @@ def test_a_card_at_its_limits_is_read_as_it_was_written(changes: dict[str, Any])
 
 def test_a_card_of_a_version_that_knew_one_commit_only_is_read() -> None:
     data = CARD.to_bytes().replace(b',"before":[]', b"").replace(b',"metadata_ns":0', b"")
+    data = data.replace(b',"trained_seconds":3.5', b"")
     assert b"before" not in data and b"metadata_ns" not in data
     found = Card.parse(data)
-    assert (found.latest, found.before) == (CARD.latest, ())
+    assert (found.latest, found.before, found.trained_seconds) == (CARD.latest, (), 0.0)
 
 
 def test_a_number_that_is_none_is_neither_written_nor_read() -> None:
@@ -69,6 +70,7 @@ def test_a_number_that_is_none_is_neither_written_nor_read() -> None:
         (b'"start":"a1"', b'"start":"\\u00e9"', "start: expected at most 64 letters"),
         (b'"folder_id":"f1"', b'"folder_id":null', "folder_id: expected str"),
         (b'"torch":"2.13"', b'"torch":2', "torch: expected str"),
+        (b'"trained_seconds":3.5', b'"trained_seconds":1e999', "trained_seconds: expected seconds"),
         (b'"created_at":1.5', b'"created_at":"now"', "created_at: expected float"),
     ],
 )

@@ -24,7 +24,7 @@ def two_copies(folder: Path) -> Path:
     """Leave two images of step 3, of which the later one has another loss; return the folder of checkpoints."""
     run = start(folder, 3)
     run.train_state.record_loss(77.0, 77.0)
-    images_of(run).stage(3, lambda: run.manager._saves._full(), run.manager._saves._origin({}))
+    images_of(run).stage(3, lambda: run.manager._saves._full(), run.manager._saves._origin(3, {}))
     assert images_of(run).wait(60)
     run.manager.close()
     return run.root
@@ -91,7 +91,7 @@ def test_two_copies_of_a_step_that_wait_for_their_digests_both_give_their_memory
         "another image", lambda: None if go_on.wait(60) else pytest.fail("it waited for too long")
     )
     for _ in range(2):
-        images.stage(3, lambda: run.manager._saves._full(), run.manager._saves._origin({}))
+        images.stage(3, lambda: run.manager._saves._full(), run.manager._saves._origin(3, {}))
     go_on.set()
     assert images.wait(60)
     assert [slot.num_readers for slot in images.stager.pool.slots] == [0, 0, 0]

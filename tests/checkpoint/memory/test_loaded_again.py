@@ -36,7 +36,7 @@ def test_a_second_load_uses_each_memory_once_and_images_go_on(tmp_path: Path, wa
 
 def test_a_second_load_among_two_copies_of_a_step_shares_no_memory(tmp_path: Path) -> None:
     run = start(tmp_path, 3)
-    images_of(run).stage(3, lambda: run.manager._saves._full(), run.manager._saves._origin({}))
+    images_of(run).stage(3, lambda: run.manager._saves._full(), run.manager._saves._origin(3, {}))
     assert images_of(run).wait(60)
     run.manager.load()
     assert run.train_state.step == 3

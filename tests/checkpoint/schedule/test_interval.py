@@ -15,6 +15,8 @@ from torchtitan_lite.checkpoint.schedule.interval import (
     SavePolicy,
     Tick,
     build_save_policy,
+    intervals_behind,
+    is_overdue,
     split,
 )
 from torchtitan_lite.config.job_config import Checkpoint
@@ -112,6 +114,28 @@ def test_continuous_saves_are_due_once_the_last_one_is_durable_and_the_floor_has
     assert not policy.due(Tick(9, 4.9), START)
     assert policy.due(Tick(9, 5.0), START)
     assert built(interval_type="continuous", continuous_floor_seconds=0).due(Tick(1, 0.0), START)
+
+
+@pytest.mark.parametrize(
+    ("settings", "loaded", "on_disk", "overdue", "behind"),
+    [
+        ({"interval": 6}, Tick(7, 0.0), Tick(5, 0.0), True, 2 / 6),
+        ({"interval": 6}, Tick(6, 0.0), Tick(5, 0.0), True, 1 / 6),
+        ({"interval": 6}, Tick(11, 0.0), Tick(6, 0.0), False, 5 / 6),
+        ({"interval_type": "none", "at_steps": (7,)}, Tick(7, 0.0), Tick(5, 0.0), False, 0),
+        ({"interval_type": "seconds", "interval": 30}, Tick(9, 129.0), Tick(5, 99.0), True, 1),
+        ({"interval_type": "seconds", "interval": 30}, Tick(9, 128.0), Tick(5, 99.0), False, 29 / 30),
+        ({"interval": 10, "or_every_seconds": 30}, Tick(9, 189.0), Tick(5, 99.0), True, 3),
+        ({"interval_type": "continuous", "continuous_floor_seconds": 5}, Tick(9, 50.0), Tick(5, 45.0), True, 0),
+        ({"interval_type": "auto"}, Tick(9, 150.0, auto_seconds=60.0), Tick(5, 99.0), False, 0),
+        ({"interval_type": "auto"}, Tick(9, 160.0, auto_seconds=60.0), Tick(5, 99.0), True, 0),
+    ],
+)
+def test_what_was_loaded_from_memory_is_overdue_if_a_save_since_the_disks_step_is_missing(
+    settings: dict[str, Any], loaded: Tick, on_disk: Tick, overdue: bool, behind: float
+) -> None:
+    assert is_overdue(built(**settings), loaded, on_disk) is overdue
+    assert intervals_behind(built(**settings), loaded, on_disk) == pytest.approx(behind)
 
 
 def test_a_run_that_only_loads_saves_at_no_listed_step_either() -> None:

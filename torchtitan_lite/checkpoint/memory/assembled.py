@@ -12,6 +12,7 @@ from torchtitan_lite.checkpoint.memory.card import Card
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest, Table
+from torchtitan_lite.store.manifest_fields import TRAINED_SECONDS
 
 
 def assembled(cards: Sequence[Card]) -> Manifest:
@@ -41,7 +42,12 @@ def assembled(cards: Sequence[Card]) -> Manifest:
         tensors=first.tensors,
         objects=_objects(by_rank),
         structure=first.structure,
-        extra={"topology": first.topology, "config": dict(first.config), "start": first.start},
+        extra={
+            "topology": first.topology,
+            "config": dict(first.config),
+            "start": first.start,
+            TRAINED_SECONDS: first.trained_seconds,
+        },
     )
 
 

@@ -16,7 +16,7 @@ from torchtitan_lite.checkpoint.memory.commits import MOST_COMMITS, Commit
 from torchtitan_lite.disk.digest import DIGEST_BYTES, FileRecord, num_blocks
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import Table
-from torchtitan_lite.store.manifest_fields import file_name, number, refuse_constant, table, value_of
+from torchtitan_lite.store.manifest_fields import file_name, number, refuse_constant, seconds, table, value_of
 
 _ID_LETTERS = 64
 
@@ -41,6 +41,8 @@ class Card:
     """The full checkpoints before that one, by ascending step; a few."""
     created_at: float
     """Unix seconds."""
+    trained_seconds: float = 0.0
+    """That the run had trained, in all its starts."""
     topology: str
     versions: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -67,6 +69,7 @@ class Card:
             "latest": None if self.latest is None else dataclasses.asdict(self.latest),
             "before": [dataclasses.asdict(commit) for commit in self.before],
             "created_at": float(self.created_at),
+            "trained_seconds": float(self.trained_seconds),
             "topology": self.topology,
             "versions": dict(self.versions),
             "config": dict(self.config),
@@ -108,6 +111,7 @@ class Card:
             latest=None if latest is None else _commit(latest),
             before=tuple(map(_commit, before[-MOST_COMMITS:])),
             created_at=value_of(document, "created_at", float),
+            trained_seconds=max(0.0, seconds(document, "trained_seconds")) if "trained_seconds" in document else 0.0,
             topology=value_of(document, "topology", str),
             versions={each: value_of(versions, each, str) for each in versions},
             config=value_of(document, "config", dict),

@@ -12,12 +12,13 @@ from torchtitan_lite.checkpoint.memory.commits import Commit, commit_of, rests_i
 from torchtitan_lite.checkpoint.memory.whose import Chosen, OnDisk, why_not
 from torchtitan_lite.checkpoint.resume.held_images import Complete, HeldImages
 from torchtitan_lite.checkpoint.resume.load_source import InMemory, LoadSource, with_exclusions
+from torchtitan_lite.checkpoint.schedule.interval import BEGINNING
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest
-from torchtitan_lite.store.manifest_fields import START
+from torchtitan_lite.store.manifest_fields import START, TRAINED_SECONDS
 from torchtitan_lite.store.store import CheckpointStore
 
 
@@ -103,7 +104,8 @@ def _source(each: Complete, store: CheckpointStore, chosen: LoadSource | None, c
     # Beside a run that counts again the disk would not restore all that a load changes.
     counts_again = chosen is not None and not chosen.initial and chosen.lineage.counts_again
     is_last_resort = not has_other or counts_again
-    memory = InMemory(manifest.to_json(), *key, each.is_spread, is_last_resort=is_last_resort)
+    on_disk = BEGINNING if chosen is None else chosen.loaded
+    memory = InMemory(manifest.to_json(), *key, each.is_spread, is_last_resort=is_last_resort, on_disk=on_disk)
     if chosen is not None and _is_copy(each, chosen):
         return dataclasses.replace(chosen, memory=dataclasses.replace(memory, is_copy=True))
     # The run goes on as the one that made the image; its latest ancestor on disk is what the disk's choice loads.
@@ -119,6 +121,7 @@ def _source(each: Complete, store: CheckpointStore, chosen: LoadSource | None, c
             topology=manifest.extra["topology"],
             config=manifest.extra["config"],
             memory=memory,
+            trained_seconds=manifest.extra[TRAINED_SECONDS],
         ),
         config,
     )

@@ -20,12 +20,13 @@ from typing import Any
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.checkpoint.resume.initial_path import checked_initial_path
 from torchtitan_lite.checkpoint.resume.seed import is_seed
+from torchtitan_lite.checkpoint.schedule.interval import BEGINNING, NOTHING_AT_RISK, AtRisk, Tick
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import CheckpointMismatch, CheckpointUnreadable
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
-from torchtitan_lite.store.manifest_fields import NAN_IN
+from torchtitan_lite.store.manifest_fields import NAN_IN, TRAINED_SECONDS
 from torchtitan_lite.store.store import CheckpointStore
 
 _TRAIN_STATE = "train_state"
@@ -48,6 +49,8 @@ class InMemory:
     """Whether the disk has no full checkpoint of the run: then all of it is verified before anything is loaded."""
     is_copy: bool = False
     """Whether the disk has the same checkpoint."""
+    on_disk: Tick = BEGINNING
+    """The latest step of the run that the disk has, with the seconds of training up to it; zeros for none."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,9 @@ class LoadSource:
     memory: InMemory | None = None
     """The images to read in place of the folder; None to read the folder."""
 
+    trained_seconds: float = 0.0
+    """That its run had trained, in all its starts; 0 if unknown, and for the checkpoint of another run."""
+
     @property
     def saved_at(self) -> int:
         """The step at which it was saved."""
@@ -93,6 +99,16 @@ class LoadSource:
         """The step that the run resumes from; None if it counts from the start."""
         begins_to_count = self.lineage.counts_again and self.memory is None  # An image is of the new count.
         return None if begins_to_count or (self.initial and self.model_only) else self.step
+
+    @property
+    def loaded(self) -> Tick:
+        """The moment of the run at which it resumes."""
+        return Tick(self.continues_at or 0, self.trained_seconds)
+
+    @property
+    def at_risk(self) -> AtRisk:
+        """The training in it that the disk lacks."""
+        return NOTHING_AT_RISK if self.memory is None else AtRisk.between(self.memory.on_disk, self.loaded)
 
 
 def new_run() -> Lineage:
@@ -257,4 +273,5 @@ def _with_origin(source: LoadSource) -> LoadSource:
         config=extra.get("config", {}),
         tensor_digests=extra.get("tensor_digests", {}),
         has_nan=bool(extra.get(NAN_IN)),
+        trained_seconds=0.0 if source.initial else extra.get(TRAINED_SECONDS, 0.0),
     )

@@ -23,7 +23,7 @@ from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointMismatch
-from torchtitan_lite.log import logger
+from torchtitan_lite.log import counted, logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.housekeeping import OnEvent
 from torchtitan_lite.store.manifest import Manifest
@@ -120,10 +120,10 @@ class RunLoad:
             self._load_images(source, source.memory)
         gc.collect()
         seconds = self._clock() - began
-        addition = "" if source.memory is None else " From memory: the images of the start before"
+        addition = "" if source.memory is None else f" From memory: the images of the start before{_lacking(source)}"
         logger.info("Finished loading the checkpoint in %.2f seconds.%s", seconds, addition)
         figures = {"path": str(source.path), "seconds": seconds, "bytes": source.nbytes, "origin": origin}
-        self._on_event("loaded", source.step, **figures)
+        self._on_event("loaded", source.step, **figures, **source.at_risk.figures)
 
     def _forget_images(self) -> None:
         """Close the images: no load takes them over. The keeper has them for the next start."""
@@ -185,6 +185,11 @@ class RunLoad:
             topology=self._topology,
             files=files,
         )
+
+
+def _lacking(source: LoadSource) -> str:
+    steps, seconds = source.at_risk
+    return f"; the disk lacks {counted(steps, 'step')} ({seconds:.1f} s of training)" if steps else ""
 
 
 def _of_image(error: CheckpointMismatch, source: LoadSource, root: Path) -> CheckpointMismatch:

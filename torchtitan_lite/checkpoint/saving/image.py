@@ -51,6 +51,7 @@ class Image:
             latest=tier.latest,
             before=tier.commits[:-1],
             created_at=self.created_at,
+            trained_seconds=self.origin.trained_seconds,
             topology=self.origin.topology,
             versions=versions(),
             config=self.origin.config,

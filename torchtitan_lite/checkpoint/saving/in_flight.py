@@ -114,7 +114,7 @@ class InFlight:
         """
         assert self._save is None, "settle() comes first"
         began = self._clock()
-        self._on_event("save_started", step, kind=kind.value)
+        self._on_event("save_started", step, kind=kind.value, **origin.at_risk.figures)
         faults.set_step(step)
         faults.point("save")
         slowest: dict[str, float] = {}

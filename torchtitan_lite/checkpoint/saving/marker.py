@@ -142,7 +142,8 @@ class Marker:
         with self._lock:
             self._num_failed = 0
         seconds = self._clock() - image.began_seconds
-        self._on_event("image_ready", image.step, seconds=seconds, stall_seconds=image.stall_seconds)
+        figures = {"seconds": seconds, "stall_seconds": image.stall_seconds, **image.origin.at_risk.figures}
+        self._on_event("image_ready", image.step, **figures)
         return True
 
     def _renew_card(self, arena: StagingArena) -> None:

@@ -17,7 +17,8 @@ from torchtitan_lite.checkpoint.saving.in_flight import InFlight
 from torchtitan_lite.checkpoint.saving.measured import Metrics, finite
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, Saver, SavesStates, refused
 from torchtitan_lite.checkpoint.saving.writer import Origin, Target
-from torchtitan_lite.checkpoint.schedule.interval import Tick
+from torchtitan_lite.checkpoint.schedule.interval import BEGINNING, AtRisk, Tick
+from torchtitan_lite.checkpoint.schedule.trained_clock import TrainedClock
 from torchtitan_lite.checkpoint.state.run_state import RunState, State
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.missing_ranks import named_if_they_miss
@@ -58,21 +59,43 @@ class RunSaves:
         self._sync_saver = sync_saver
         self._config = config
         self._peers = peers
-        self._clock = clock
+        self._trained = TrainedClock(clock)
         self._on_event = on_event
         self._is_prepared = self._is_compared = False
         self._metrics: Metrics = {}
         self.origin = origin
         """Recorded in what is saved from now on; the parent step, though, is the last durable one."""
-        self.last = Tick(0, clock())
-        """When the last save began, or was skipped."""
+        self.last = self._begun = self._on_disk = BEGINNING
+        """When the last save that counts for the policies began, or was skipped: after a load the one on disk."""
 
-    def continue_from(self, lineage: Lineage, from_memory: int | None = None) -> None:
-        """Record `lineage` in what is saved from now on: a checkpoint of it was loaded. Any rank.
+    @property
+    def on_disk(self) -> Tick:
+        """The moment of the latest state that is durable. Any rank."""
+        if self._in_flight.last_durable == self._begun.step:
+            self._on_disk = self._begun
+        return self._on_disk
 
-        `from_memory` is the step of the image that was loaded, None if it was on disk.
+    def now(self, step: int) -> Tick:
+        """Return the moment of `step`, which has just been trained. Any rank."""
+        return Tick(step, self._trained.seconds)
+
+    def continue_from(self, lineage: Lineage, loaded: Tick, on_disk: Tick | None = None) -> None:
+        """Record `lineage` in what is saved from now on: a checkpoint of it, of the moment `loaded`, was. Any rank.
+
+        `on_disk` is the latest step that the disk has, if it was an image in memory: what lies between is owed.
         """
+        from_memory = None if on_disk is None else loaded.step
         self.origin = dataclasses.replace(self.origin, lineage=lineage, resumed_from_memory=from_memory)
+        self._trained.continue_from(loaded.seconds)
+        self.last = self._begun = self._on_disk = loaded if on_disk is None else on_disk
+
+    def restart_clock(self) -> None:
+        """Leave out of the seconds of training what has passed since the last step or load. Any rank."""
+        self._trained.restart()
+
+    def note_step(self) -> None:
+        """Note that a step was trained. Any rank."""
+        self._trained.note_step()
 
     def note_metrics(self, metrics: Metrics) -> None:
         """Record `metrics` in what is saved from now on: the loop measured them at this step. Any rank."""
@@ -85,7 +108,7 @@ class RunSaves:
     def keep_in_memory(self, step: int) -> None:
         """Copy the state of `step`, which is not saved, into memory if an image is due. Fails no save and no run."""
         if self._images is not None and self._images.is_due(step):
-            self._images.stage(step, self._full, self._origin({}))
+            self._images.stage(step, self._full, self._origin(step, {}))
             self._look_back(step)
 
     def full(self, step: int) -> None:
@@ -145,12 +168,8 @@ class RunSaves:
         """Skip the save of `step`, because that of step `in_flight` is still being written; return False."""
         logger.warning("Step %d is not saved: the save of step %d is still being written", step, in_flight)
         self._on_event("save_skipped", step, in_flight=in_flight)
-        self.leave_out(step)
+        self.last = self.now(step)
         return False
-
-    def leave_out(self, step: int) -> None:
-        """Count `step` as the last save for the policies, although none is made. Any rank."""
-        self.last = Tick(step, self._clock())
 
     def prepare(self, step: int, *, now: bool) -> None:
         """Prepare the saver before the first save is due: `now`, or if the optimizers of all ranks have state.
@@ -196,6 +215,7 @@ class RunSaves:
         state: State = {}
         metrics: dict[str, float] = {}
         begins: SavesStates = saver
+        begun = self.now(step)
         try:
             state, metrics = self._together(step, lambda: (make_state(), finite(self._metrics)))
         except SaveFailed as error:
@@ -206,22 +226,25 @@ class RunSaves:
             kind,
             store,
             begins,
-            self._origin(metrics),
+            self._origin(step, metrics),
             self._folders.fence(store),
             writes_anyway=saver is self._sync_saver,
         )
-        self.last = Tick(step, self._clock())
+        self._begun, self.last = begun, self.now(step)
         self._look_back(step)
 
     def _look_back(self, step: int) -> None:
         if self._peers.is_coordinator:
             self._run.after_save(step)
 
-    def _origin(self, metrics: dict[str, float]) -> Origin:
-        durable, lineage = self._in_flight.last_durable, self.origin.lineage
+    def _origin(self, step: int, metrics: dict[str, float]) -> Origin:
+        durable, lineage, now = self._in_flight.last_durable, self.origin.lineage, self.now(step)
         if durable is not None:
             lineage = dataclasses.replace(lineage, parent_step=durable)
-        return dataclasses.replace(self.origin, lineage=lineage, metrics=metrics)
+        at_risk = AtRisk.between(self.on_disk, now)
+        return dataclasses.replace(
+            self.origin, lineage=lineage, metrics=metrics, trained_seconds=max(0.0, float(now.seconds)), at_risk=at_risk
+        )
 
     def _together(self, step: int, make_here: Callable[[], T]) -> T:
         """Return what `make_here` does. If one rank cannot, that is a failed save, or wrong usage, on every rank."""

@@ -8,19 +8,30 @@ signal to leave comes before any policy.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 
 from torchtitan_lite.checkpoint.saving.auto_interval import AutoInterval, FixedInterval
 from torchtitan_lite.checkpoint.saving.departure import Departure
 from torchtitan_lite.checkpoint.saving.in_flight import InFlight
 from torchtitan_lite.checkpoint.saving.run_saves import RunSaves
-from torchtitan_lite.checkpoint.schedule.interval import SavePolicy, Tick, build_skips_when_busy, missed_step, split
+from torchtitan_lite.checkpoint.schedule.interval import (
+    AtRisk,
+    SavePolicy,
+    Tick,
+    build_skips_when_busy,
+    intervals_behind,
+    is_overdue,
+    missed_step,
+    split,
+)
 from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.distributed.step_consensus import StepConsensus, StepFlags
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.log import logger
+from torchtitan_lite.log import counted, logger
+
+MOST_BEHIND = 2
+"""Intervals that the disk may be behind without a warning: kills cut a save, and the one that makes up for it."""
 
 
 class StepSaves:
@@ -37,8 +48,8 @@ class StepSaves:
         consensus: StepConsensus,
         auto: AutoInterval | FixedInterval,
         peers: Peers,
-        clock: Callable[[], float],
     ) -> None:
+        self._policy = policy
         self._step_policy, self._clock_policy = split(policy)
         self._skips_when_busy = build_skips_when_busy(config)
         self._loads_only = config.load_only
@@ -49,7 +60,8 @@ class StepSaves:
         self._consensus = consensus
         self._auto = auto
         self._peers = peers
-        self._clock = clock
+        self._is_overdue = False
+        """Whether the step after a load from memory is to be saved."""
         self._loaded: int | None = None
         self._latest: int | None = None
         """The latest step that was loaded or saved."""
@@ -60,9 +72,14 @@ class StepSaves:
         self._has_warned_of_missed = False
 
     def continue_from(self, step: int | None) -> None:
-        """Note that the state is now that of `step`; None if the steps count from the start. Any rank."""
+        """Note that the state is now that of `step`; None if the steps count from the start.
+
+        **Collective**: if it was loaded from memory, the ranks agree on whether it is owed to the disk.
+        """
         self._loaded = self._latest = self._reached = step
         self._num_left = 0
+        from_memory = self._saves.origin.resumed_from_memory is not None
+        self._is_overdue = from_memory and self._peers.on_coordinator(lambda: self._owes(step or 0))
 
     def end_of_step(self, step: int, *, last: bool, now: bool) -> tuple[bool, int]:
         """Save `step` if it is due, wanted `now`, the `last` one, or if the ranks leave. **Collective**.
@@ -72,11 +89,13 @@ class StepSaves:
         """
         self._refuse_before_latest(step)
         reached, self._reached = self._reached, step
+        self._saves.note_step()
         self._auto.enter()
         agreed = self._receive()
         leaving_for = 0 if last else agreed.signal
         saved = not self._loads_only and self._save(step, last, now, agreed, leaving_for)
         self._latest = step if saved else self._latest
+        self._is_overdue = False
         if not saved and not self._has_warned_of_missed and self._peers.is_coordinator:
             self._warn_of_missed(reached, step)
         self._saves.prepare(step, now=True)  # After the first step there is all that is to be saved.
@@ -185,7 +204,7 @@ class StepSaves:
 
     def _is_due(self, step: int, agreed: StepFlags) -> bool:
         """Return whether the policy wants `step` saved; False, with a log line, where `when_busy` skips it."""
-        due = self._step_policy.due(self._tick(step), self._saves.last) or agreed.save_due
+        due = self._step_policy.due(self._tick(step), self._saves.last) or agreed.save_due or self._is_overdue
         if due and self._skips_when_busy and (busy_with := self._busy_with(agreed)) >= 0:
             return self._saves.skip(step, busy_with)
         return due
@@ -207,5 +226,24 @@ class StepSaves:
             )
         )
 
+    def _owes(self, step: int) -> bool:
+        """Return whether a save of `step`, which was loaded from memory, is overdue; warn if it long is. Coordinator.
+
+        What the clock wants is known to all ranks here, so it need not wait for the flags of a step.
+        """
+        loaded, on_disk = self._tick(step), self._saves.on_disk
+        if intervals_behind(self._policy, loaded, on_disk) > MOST_BEHIND and not self._loads_only:
+            at_risk = AtRisk.between(on_disk, loaded)
+            logger.warning(
+                "The disk is %s (%.1f s of training) behind step %d, which was loaded from memory: more than %d "
+                "intervals. The next step is saved",
+                counted(at_risk.steps, "step"),
+                at_risk.seconds,
+                step,
+                MOST_BEHIND,
+            )
+        return is_overdue(self._policy, loaded, on_disk)
+
     def _tick(self, step: int) -> Tick:
-        return Tick(step, self._clock(), self._in_flight.is_writing, self._auto.seconds)
+        now = self._saves.now(step)
+        return Tick(step, now.seconds, self._in_flight.is_writing, self._auto.seconds)

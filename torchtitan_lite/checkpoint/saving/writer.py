@@ -30,6 +30,7 @@ from torchtitan_lite.checkpoint.format.tensor_digest import Digest, digest_chunk
 from torchtitan_lite.checkpoint.saving.agreed_planner import AgreedPlanner
 from torchtitan_lite.checkpoint.saving.nan_check import names_with_nan
 from torchtitan_lite.checkpoint.saving.rank_image import RankPlan
+from torchtitan_lite.checkpoint.schedule.interval import NOTHING_AT_RISK, AtRisk
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.distributed import dcp
 from torchtitan_lite.distributed.peers import Peers
@@ -38,7 +39,7 @@ from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage, abandoned_by
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
-from torchtitan_lite.store.manifest_fields import METRICS, NAN_IN, RESUMED_FROM_MEMORY, START
+from torchtitan_lite.store.manifest_fields import METRICS, NAN_IN, RESUMED_FROM_MEMORY, START, TRAINED_SECONDS
 from torchtitan_lite.store.store import CheckpointStore
 
 
@@ -57,6 +58,10 @@ class Origin:
     """The id of this start of the job, with which images in memory are compared; empty if it keeps none."""
     resumed_from_memory: int | None = None
     """The step of the image that this start resumed from; None if it loaded from disk, or nothing."""
+    trained_seconds: float = 0.0
+    """That the run had trained, in all its starts, when the state was made."""
+    at_risk: AtRisk = NOTHING_AT_RISK
+    """What the disk lacked then. Not in the manifest."""
 
 
 def free() -> None:
@@ -182,6 +187,7 @@ class CommittingWriter(StorageWriter):
                 **({NAN_IN: nan_in} if nan_in else {}),
                 **({METRICS: dict(target.origin.metrics)} if target.origin.metrics else {}),
                 **_of_start(target.origin),
+                TRAINED_SECONDS: target.origin.trained_seconds,
             },
             format_version=description.format_version,
         )

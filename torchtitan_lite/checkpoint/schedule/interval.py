@@ -1,6 +1,7 @@
 """When a checkpoint is due, as pure values.
 
-A policy compares the current `Tick` with the `Tick` of the last save and reads no clock.
+A policy compares the current `Tick` with the `Tick` of the last save and reads no clock. Both count training, of all
+starts of the run: after a load from memory the last save is the one that the disk has.
 `needs_consensus` is true where two ranks could answer differently: their clocks differ, their step
 numbers do not. The ranks then OR their answers before any of them acts.
 """
@@ -9,14 +10,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torchtitan_lite.config.job_config import Checkpoint
 
 
 @dataclass(frozen=True)
 class Tick:
-    """A moment of the run: optimizer steps done, and monotonic seconds on this rank's clock."""
+    """A moment of the run: optimizer steps done, and seconds of training by this rank's clock."""
 
     step: int
     seconds: float
@@ -24,6 +25,30 @@ class Tick:
     """Whether the last save is not durable yet, as far as this rank knows."""
     auto_seconds: float = math.inf
     """The interval that the coordinator has chosen; infinite on other ranks."""
+
+
+BEGINNING = Tick(0, 0.0)
+"""Of a run."""
+
+
+class AtRisk(NamedTuple):
+    """Training that the disk lacks."""
+
+    steps: int
+    seconds: float
+
+    @classmethod
+    def between(cls, on_disk: Tick, now: Tick) -> AtRisk:
+        """Return what lies between the latest step on disk and `now`."""
+        return cls(max(0, now.step - on_disk.step), max(0.0, now.seconds - on_disk.seconds))
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Return the figures of an event."""
+        return {"at_risk_steps": self.steps, "at_risk_seconds": self.seconds}
+
+
+NOTHING_AT_RISK = AtRisk(0, 0.0)
 
 
 class SavePolicy(Protocol):
@@ -119,7 +144,7 @@ class AnyOf:
 
 def split(policy: SavePolicy) -> tuple[SavePolicy, SavePolicy]:
     """Return `policy` in two parts: one that every rank answers alike, and one that needs consensus."""
-    parts = policy.policies if isinstance(policy, AnyOf) else (policy,)
+    parts = _parts(policy)
     return (
         AnyOf(tuple(part for part in parts if not part.needs_consensus)),
         AnyOf(tuple(part for part in parts if part.needs_consensus)),
@@ -129,12 +154,39 @@ def split(policy: SavePolicy) -> tuple[SavePolicy, SavePolicy]:
 def missed_step(policy: SavePolicy, after: int, before: int) -> int | None:
     """Return the first step between `after` and `before`, without these, that `policy` has due by its number."""
     missed = []
-    for part in policy.policies if isinstance(policy, AnyOf) else (policy,):
+    for part in _parts(policy):
         if isinstance(part, EverySteps):
             missed.append(after - after % part.interval + part.interval)
         elif isinstance(part, AtStep):
             missed.append(part.step)
     return min((step for step in missed if after < step < before), default=None)
+
+
+def is_overdue(policy: SavePolicy, loaded: Tick, on_disk: Tick) -> bool:
+    """Return whether the state that was `loaded` from memory is owed to the disk: a save since `on_disk` is missing.
+
+    A step of `at_steps` that was missed is not made up for.
+    """
+    for part in _parts(policy):
+        if isinstance(part, EverySteps):
+            missed = part.interval * (on_disk.step // part.interval + 1) <= loaded.step
+        else:
+            missed = not isinstance(part, AtStep) and part.due(loaded, on_disk)
+        if missed:
+            return True
+    return False
+
+
+def intervals_behind(policy: SavePolicy, loaded: Tick, on_disk: Tick) -> float:
+    """Return how many intervals lie between both, of the shortest that is configured; 0 if none is."""
+    steps, seconds = loaded.step - on_disk.step, loaded.seconds - on_disk.seconds
+    behind = [0.0]
+    for part in _parts(policy):
+        if isinstance(part, EverySteps):
+            behind.append(steps / part.interval)
+        elif isinstance(part, EverySeconds):
+            behind.append(seconds / part.interval)
+    return max(behind)
 
 
 def build_save_policy(config: Checkpoint) -> SavePolicy:
@@ -147,6 +199,10 @@ def build_save_policy(config: Checkpoint) -> SavePolicy:
     if steps := {*config.at_steps} | ({1} if config.enable_first_step_checkpoint else set()):
         policies = [*(AtStep(step) for step in sorted(steps)), *policies]
     return policies[0] if len(policies) == 1 else AnyOf(tuple(policies))
+
+
+def _parts(policy: SavePolicy) -> tuple[SavePolicy, ...]:
+    return policy.policies if isinstance(policy, AnyOf) else (policy,)
 
 
 def _build_every(config: Checkpoint) -> SavePolicy:
