@@ -112,7 +112,7 @@ def test_an_error_is_in_the_tree_of_the_docstring(kind: type[TorchtitanLiteError
 def test_the_error_for_a_missing_step_lists_the_existing_ones() -> None:
     assert str(errors.CheckpointNotFound("outputs/checkpoint", 700, [200, 400, 600])) == (
         "step 700 is not in outputs/checkpoint (it has 200, 400, 600). "
-        "Set --checkpoint.load_step to one of these, or -1 for the latest."
+        "Set --checkpoint.load_step to one of these, or -1 for the latest; in a loop of your own, load() takes it."
     )
     assert "it has no checkpoint" in str(errors.CheckpointNotFound("outputs/checkpoint", 700))
     assert ".metadata" in str(errors.CheckpointNotFound("nowhere", None))

@@ -105,6 +105,7 @@ class CheckpointNotFound(CheckpointError, FileNotFoundError):
         self.folder, self.step, self.available, self.finding = folder, step, tuple(available), finding
         there = f"it has {', '.join(map(str, available))}" if available else "it has no checkpoint"
         fix = "one of these, or -1 for the latest" if available else "-1 to start from scratch"
+        fix += "; in a loop of your own, load() takes it"
         super().__init__(
             f"step {step} is not in {folder} ({there}). Set --checkpoint.load_step to {fix}."
             if step is not None

@@ -47,7 +47,8 @@ from torchtitan_lite.store.store import CheckpointStore
 
 
 class CheckpointManager:
-    """Save and load a run: model, optimizers, LR schedulers, dataloader and any further `Stateful`s in `states`.
+    """Save and load a run: model, optimizers, LR schedulers, dataloader and any further `Stateful`s, or plain dicts, in
+    `states`.
 
     Model, optimizers and schedulers are one object or a list; of the last two there may be none. Raises ConfigError
     for an argument that is something else. `for_loop` makes one from keywords; this is torchtitan's constructor.
@@ -67,7 +68,7 @@ class CheckpointManager:
         model_parts: nn.Module | Sequence[nn.Module],
         optimizers: Optimizer | Sequence[Optimizer] | None,
         lr_schedulers: LRScheduler | Sequence[LRScheduler] | None,
-        states: Mapping[str, Stateful] | None,
+        states: Mapping[str, Stateful | dict[Any, Any]] | None,
         job_config: JobConfig,
         *,
         store: CheckpointStore | None = None,
@@ -121,7 +122,7 @@ class CheckpointManager:
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         lr_scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         dataloader: Stateful | None = None,
-        states: Mapping[str, Stateful] | None = None,
+        states: Mapping[str, Stateful | dict[Any, Any]] | None = None,
         folder: str | os.PathLike[str] = "outputs/checkpoint",
         hugging_face: HuggingFaceModel | None = None,
         ranks_may_differ: bool = False,
@@ -133,15 +134,14 @@ class CheckpointManager:
         Checkpoints are enabled unless `enable_checkpoint=False` is given. `folder` holds the `step-N` folders.
         `last_save_in_hf` needs `hugging_face`, which says where each tensor is in Hugging Face's files. With
         `ranks_may_differ` the lowest rank's parameters and optimizer states are saved where ranks hold different ones
-        under one name, for all ranks to load, in place of `RanksDiffer`. Raises
-        ConfigError for an unknown key, a wrong value or a wrong object. Any rank.
+        under one name, for all ranks to load, in place of `RanksDiffer`. Raises ConfigError for an unknown key, a wrong
+        value or a wrong object. Any rank.
         """
         config = loop_config(folder, checkpoint)
+        objects = arguments.of_loop(model, optimizer, lr_scheduler, dataloader, states)
         return cls(
             dataloader,
-            model,
-            optimizer,
-            lr_scheduler,
+            *objects,
             states,
             config,
             hugging_face=hugging_face,

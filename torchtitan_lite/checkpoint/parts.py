@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -63,7 +64,7 @@ RunObjects = tuple[
     nn.Module | Sequence[nn.Module],
     Optimizer | Sequence[Optimizer] | None,
     LRScheduler | Sequence[LRScheduler] | None,
-    Mapping[str, Stateful] | None,
+    Mapping[str, Stateful | dict[Any, Any]] | None,
 ]
 """Dataloader, model parts, optimizers, LR schedulers and further states."""
 

@@ -13,6 +13,12 @@ from torchtitan_lite.config.keys import KEYS, meaning_of, nearest_key
 from torchtitan_lite.errors import ConfigError
 
 _SECTION = "checkpoint"
+_NAMES_OF_FOLDER = frozenset(
+    f"{what}{kind}"
+    for what in ("", "checkpoint_", "checkpoints_", "ckpt_", "save_", "output_", "root_")
+    for kind in ("dir", "directory", "path", "folder")
+) - {"folder"} | {"dirpath", "root", "dump_folder"}
+"""What other tools call `folder`."""
 
 
 def loop_config(folder: str | os.PathLike[str], settings: Mapping[str, Any]) -> JobConfig:
@@ -24,7 +30,7 @@ def loop_config(folder: str | os.PathLike[str], settings: Mapping[str, Any]) -> 
     """
     if not isinstance(folder, str | os.PathLike) or not os.fspath(folder) or not Path(folder).name:
         raise ConfigError(
-            f"folder: expected the path of a folder for checkpoints, found {folder!r}. Give one, such as "
+            f"folder: expected the path of a folder for checkpoints, found {_shown(folder)}. Give one, such as "
             "'outputs/checkpoint'."
         )
     refuse_address("folder", os.fspath(folder), "Name a folder, and copy it when the run is over.")
@@ -36,7 +42,15 @@ def loop_config(folder: str | os.PathLike[str], settings: Mapping[str, Any]) -> 
     return JobConfig(job=Job(dump_folder=str(path.parent)), checkpoint=section)
 
 
+def _shown(folder: object) -> str:
+    return repr(folder) if isinstance(folder, str | os.PathLike) else f"an object of {type(folder).__name__}"
+
+
 def _key(name: str) -> str:
+    if name in _NAMES_OF_FOLDER:
+        raise ConfigError(
+            f"{name} is not a key of [checkpoint]. Name where checkpoints are as folder='outputs/checkpoint'."
+        )
     meaning = meaning_of(f"{_SECTION}.{name}")
     if meaning is not None and meaning.key in KEYS and not meaning.values:
         return meaning.key.partition(".")[2]

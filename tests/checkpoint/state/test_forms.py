@@ -121,13 +121,13 @@ def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"model_parts": "optimizer"}, r"model_parts\[0\]: expected a module, found a SGD"),
+        ({"model_parts": "optimizer"}, r"model_parts: expected a module, found a SGD"),
         ({"model_parts": []}, "model_parts: expected a module or a list of modules, found none"),
         ({"model_parts": None}, "model_parts: expected a module or a list of modules, found a NoneType"),
-        ({"optimizers": "model"}, r"optimizers\[0\]: expected an optimizer, found a Linear"),
-        ({"optimizers": "scheduler"}, r"optimizers\[0\]: expected an optimizer, found a StepLR"),
+        ({"optimizers": "model"}, r"optimizers: expected an optimizer, found a Linear"),
+        ({"optimizers": "scheduler"}, r"optimizers: expected an optimizer, found a StepLR"),
         ({"optimizers": 3}, "optimizers: expected an optimizer, a list of them or None, found an int"),
-        ({"lr_schedulers": "optimizer"}, r"lr_schedulers\[0\]: expected a scheduler, found a SGD"),
+        ({"lr_schedulers": "optimizer"}, r"lr_schedulers: expected a scheduler, found a SGD"),
         ({"lr_schedulers": [None]}, r"lr_schedulers\[0\]: expected a scheduler, found a NoneType"),
         ({"states": "scheduler"}, "states: expected a dict of names and states, found a StepLR"),
         ({"states": {"step": 3}}, r"states: 'step' is an int, which has no state_dict and load_state_dict"),

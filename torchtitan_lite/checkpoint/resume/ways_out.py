@@ -88,6 +88,8 @@ def built_otherwise(keys: KeyReport, model: Collection[str]) -> list[str]:
         return [f"  To load all others and begin these fresh: --checkpoint.load_exclude={','.join(different)}"]
     if keys.mismatched and not others and all(key.startswith("optimizer.") for key in keys.mismatched):
         return ["  To begin the optimizer fresh: --checkpoint.exclude_from_loading=optimizer,lr_scheduler"]
+    if keys.unexpected and not keys.missing and not keys.mismatched:
+        return ["  Build the model as when this was saved; to load only what it has: --checkpoint.load_strictness=warn"]
     if keys.mismatched or keys.missing:
         return ["  Build the model and its optimizer as when this was saved, or start a new run in another folder"]
     return []

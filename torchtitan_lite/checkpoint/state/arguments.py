@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -21,21 +24,62 @@ from torchtitan_lite.config.job_config import EXCLUDABLE_STATES, Checkpoint, Job
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
 
-_ORDER = (
-    "The order is CheckpointManager(dataloader, model_parts, optimizers, lr_schedulers, states, job_config); "
-    "keywords avoid mistaking it."
+
+@dataclass(frozen=True)
+class Spelling:
+    """How the caller's parameters are called, and what else helps a caller who mistook them."""
+
+    model: str
+    optimizer: str
+    lr_scheduler: str
+    hint: str
+
+
+OF_CONSTRUCTOR = Spelling(
+    "model_parts",
+    "optimizers",
+    "lr_schedulers",
+    " The order is CheckpointManager(dataloader, model_parts, optimizers, lr_schedulers, states, job_config); "
+    "keywords avoid mistaking it.",
 )
+OF_LOOP = Spelling("model", "optimizer", "lr_scheduler", "")
+"""Of `for_loop`, which takes keywords only, and of `load_model`."""
+
 _IN_ANOTHER_PLACE = (nn.Module, Optimizer, LRScheduler, JobConfig)
+_VALUES = (bool, int, float, complex, str, bytes, list, tuple, set, torch.Tensor, np.ndarray, np.generic, type(None))
 _METHODS = ("state_dict", "load_state_dict")
 
 
 def check_arguments(dataloader: Any, states: Any, job_config: Any) -> None:
     """Raise ConfigError if one of these is not what its parameter takes."""
     if not isinstance(job_config, JobConfig):
-        raise ConfigError(f"job_config: expected a JobConfig, found {_kind(job_config)}. {_ORDER}")
-    _check_dataloader(dataloader)
-    _check_states(states)
+        raise ConfigError(f"job_config: expected a JobConfig, found {_kind(job_config)}.{OF_CONSTRUCTOR.hint}")
+    _refuse_small(dataloader, states, OF_CONSTRUCTOR)
+    for name, each in {"dataloader": dataloader, **(states or {})}.items():
+        _warn_if_order_is_lost(name, each)
     _check_exclusions(job_config.checkpoint.exclude_from_loading, states or {})
+
+
+def of_loop(
+    model: object, optimizer: object, lr_scheduler: object, dataloader: object, states: object
+) -> tuple[list[nn.Module], list[Optimizer], list[LRScheduler]]:
+    """Return the model parts, optimizers and schedulers that `for_loop` was given.
+
+    Raises ConfigError for one of the five that is not what its parameter takes.
+    """
+    parts = model_parts(model, OF_LOOP)
+    found = parts, optimizers(optimizer, OF_LOOP), lr_schedulers(lr_scheduler, OF_LOOP)
+    _refuse_small(dataloader, states, OF_LOOP)
+    return found
+
+
+def refuse_swapped(model: object, folder: object) -> None:
+    """Raise ConfigError if `load_model` was given the model as the folder."""
+    if isinstance(folder, nn.Module):
+        raise ConfigError(
+            f"load_model: expected a model and then a folder, found {_kind(model)} and then {_kind(folder)}. Call "
+            "load_model(model, 'outputs/checkpoint')."
+        )
 
 
 def refuse_dry_run(config: Checkpoint) -> None:
@@ -61,53 +105,59 @@ def checked_step(call: str, given: object, least: int = 0) -> int:
     return step
 
 
-def model_parts(given: object) -> list[nn.Module]:
+def model_parts(given: object, spelt: Spelling = OF_CONSTRUCTOR) -> list[nn.Module]:
     """Return the modules of `model_parts`; raise ConfigError for anything else, and for FSDP1 without a mesh."""
     if isinstance(given, Mapping) and not isinstance(given, nn.Module):
         raise ConfigError(
-            f"model_parts: expected a module or a list of modules, found {_kind(given)}. Put several models into an "
+            f"{spelt.model}: expected a module or a list of modules, found {_kind(given)}. Put several models into an "
             "nn.ModuleDict, and give their optimizers as a list."
         )
-    parts = _listed("model_parts", "a module or a list of modules", given, nn.Module)
+    parts = _listed(spelt.model, "a module or a list of modules", given, nn.Module, spelt)
     if not parts:
-        raise ConfigError(f"model_parts: expected a module or a list of modules, found none. {_ORDER}")
+        raise ConfigError(f"{spelt.model}: expected a module or a list of modules, found none.{spelt.hint}")
     for at, part in enumerate(parts):
         if not isinstance(part, nn.Module):
-            raise _wrong(f"model_parts[{at}]", "a module", part)
+            raise _wrong(_one_of(spelt.model, at, given, parts), "a module", part, spelt)
     fsdp1.refuse_without_mesh(parts)
     return parts
 
 
-def optimizers(given: object) -> list[Optimizer]:
+def optimizers(given: object, spelt: Spelling = OF_CONSTRUCTOR) -> list[Optimizer]:
     """Return the optimizers: those of `torch.optim`, and objects with a state and parameter groups like theirs."""
-    found = [] if given is None else _listed("optimizers", "an optimizer, a list of them or None", given, Optimizer)
+    what = "an optimizer, a list of them or None"
+    found = [] if given is None else _listed(spelt.optimizer, what, given, Optimizer, spelt)
     for at, each in enumerate(found):
+        name = _one_of(spelt.optimizer, at, given, found)
         is_one = all(hasattr(each, name) for name in ("state_dict", "load_state_dict", "param_groups", "step"))
         if isinstance(each, nn.Module) or not is_one:
-            raise _wrong(f"optimizers[{at}]", "an optimizer", each)
+            raise _wrong(name, "an optimizer", each, spelt)
         if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(each).__mro__):
             raise ConfigError(
-                f"optimizers[{at}]: a ZeroRedundancyOptimizer has the state of each parameter on one rank only, and no "
+                f"{name}: a ZeroRedundancyOptimizer has the state of each parameter on one rank only, and no "
                 "rank returns its own. Use fully_shard, which shards that state too, or a plain optimizer with DDP."
             )
     return found
 
 
-def lr_schedulers(given: object) -> list[LRScheduler]:
+def lr_schedulers(given: object, spelt: Spelling = OF_CONSTRUCTOR) -> list[LRScheduler]:
     """Return the schedulers: those of `torch.optim.lr_scheduler`, and objects with a state and a `step` method."""
     what = "a scheduler, a list of them or None"
-    found = [] if given is None else _listed("lr_schedulers", what, given, LRScheduler | ReduceLROnPlateau)
+    found = [] if given is None else _listed(spelt.lr_scheduler, what, given, LRScheduler | ReduceLROnPlateau, spelt)
     for at, each in enumerate(found):
         is_one = all(hasattr(each, name) for name in ("state_dict", "load_state_dict", "step"))
         if isinstance(each, nn.Module | Optimizer) or not is_one:
-            raise _wrong(f"lr_schedulers[{at}]", "a scheduler", each)
+            raise _wrong(_one_of(spelt.lr_scheduler, at, given, found), "a scheduler", each, spelt)
     return found
 
 
-def _check_dataloader(dataloader: Any) -> None:
+def _refuse_small(dataloader: Any, states: Any, spelt: Spelling) -> None:
+    _refuse_dataloader(dataloader, spelt)
+    _refuse_states(states, spelt)
+
+
+def _refuse_dataloader(dataloader: Any, spelt: Spelling) -> None:
     if isinstance(dataloader, (*_IN_ANOTHER_PLACE, Mapping, list, tuple)):
-        raise ConfigError(f"dataloader: expected one that has a state, or None, found {_kind(dataloader)}. {_ORDER}")
-    _warn_if_order_is_lost("dataloader", dataloader)
+        raise ConfigError(f"dataloader: expected one that has a state, or None, found {_kind(dataloader)}.{spelt.hint}")
     if dataloader is None or _is_stateful(dataloader):
         return
     instead = (
@@ -123,20 +173,31 @@ def _check_dataloader(dataloader: Any) -> None:
     )
 
 
-def _check_states(states: Any) -> None:
+def _refuse_states(states: Any, spelt: Spelling) -> None:
     if states is None:
         return
     if not isinstance(states, Mapping):
-        raise ConfigError(f"states: expected a dict of names and states, found {_kind(states)}. {_ORDER}")
+        raise ConfigError(f"states: expected a dict of names and states, found {_kind(states)}.{spelt.hint}")
     for name, state in states.items():
         if not isinstance(name, str):
             raise ConfigError(f"states: expected strings as names, found {name!r}. Give the state a name.")
-        if not _is_stateful(state):
+        if isinstance(state, dict) and not _is_stateful(state):
+            _refuse_states_within(name, state)
+        elif not _is_stateful(state):
+            fix = f"a dict, which is saved and restored in place: {{{name!r}: {{'value': ...}}}}"
             raise ConfigError(
                 f"states: {name!r} is {_kind(state)}, which has no state_dict and load_state_dict. "
-                "Put it into an object that has both."
+                f"Put it into {fix if isinstance(state, _VALUES) else 'an object that has both'}."
             )
-        _warn_if_order_is_lost(name, state)
+
+
+def _refuse_states_within(name: str, state: dict[Any, Any]) -> None:
+    for key, value in state.items():
+        if _is_stateful(value):
+            raise ConfigError(
+                f"states: {name!r} is a dict with {_kind(value)} under {key!r}, whose own state would not be saved. "
+                f"Give it as a state of its own: {{{f'{name}_{key}'!r}: ...}}."
+            )
 
 
 def _warn_if_order_is_lost(name: str, loader: Any) -> None:
@@ -186,13 +247,17 @@ def _kind(value: Any) -> str:
     return f"the class {name}" if isinstance(value, type) else f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
 
 
-def _listed(name: str, what: str, given: object, one: Any) -> list[Any]:
+def _listed(name: str, what: str, given: object, one: Any, spelt: Spelling) -> list[Any]:
     if isinstance(given, one) or hasattr(given, "state_dict"):
         return [given]
     if isinstance(given, str | bytes | Mapping) or not (isinstance(given, Sequence) or hasattr(given, "__iter__")):
-        raise _wrong(name, what, given)
+        raise _wrong(name, what, given, spelt)
     return list(given)
 
 
-def _wrong(name: str, expected: str, found: object) -> ConfigError:
-    return ConfigError(f"{name}: expected {expected}, found {_kind(found)}. {_ORDER}")
+def _one_of(name: str, at: int, given: object, found: Sequence[object]) -> str:
+    return name if found[0] is given else f"{name}[{at}]"
+
+
+def _wrong(name: str, expected: str, found: object, spelt: Spelling) -> ConfigError:
+    return ConfigError(f"{name}: expected {expected}, found {_kind(found)}.{spelt.hint}")

@@ -7,13 +7,14 @@ all others see one model, one optimizer and named small states. It decides neith
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchtitan_lite.checkpoint.state import arguments, fsdp1
+from torchtitan_lite.checkpoint.state.dict_state import DictState
 from torchtitan_lite.checkpoint.state.forgotten import ForgottenWatch
 from torchtitan_lite.checkpoint.state.gradients import GradientWatch
 from torchtitan_lite.checkpoint.state.optimizer_owner import parameters_of
@@ -34,25 +35,25 @@ class RunState:
         model_parts: nn.Module | Sequence[nn.Module],
         optimizers: Optimizer | Sequence[Optimizer] | None,
         lr_schedulers: LRScheduler | Sequence[LRScheduler] | None,
-        states: Mapping[str, Stateful] | None,
+        states: Mapping[str, Stateful | dict[Any, Any]] | None,
         trained_only: bool = False,
     ) -> None:
-        states = states or {}
-        modules = {name: state for name, state in states.items() if isinstance(state, nn.Module)}
+        further = {name: _stateful(state) for name, state in (states or {}).items()}
+        modules = {name: state for name, state in further.items() if isinstance(state, nn.Module)}
         parts = arguments.model_parts(model_parts)
         if trained_only:
             fsdp1.refuse_trained_only(parts)
         self.model = ModelWrapper(parts, trained_only=trained_only)
         self.optimizers = arguments.optimizers(optimizers)
         self.optimizer = OptimizerWrapper(self.model.parts, self.optimizers, modules)
-        self.small = _small_states(dataloader, arguments.lr_schedulers(lr_schedulers), states, self.optimizer)
+        self.small = _small_states(dataloader, arguments.lr_schedulers(lr_schedulers), further, self.optimizer)
         watched = {"model": parts} | {name: [module] for name, module in modules.items()}
-        self._further = frozenset(states)
+        self._further = frozenset(further)
         self._empty: list[str] = []
         """The further states whose last state dict was empty."""
         self.gradients = GradientWatch(self.model.parts)
         self._unsaved = UnsavedWatch(watched, self.optimizers)
-        self._forgotten = ForgottenWatch(states, watched)
+        self._forgotten = ForgottenWatch(further, watched)
 
     def at_step(self) -> None:
         """Note what is trained, and which metrics count, whether or not this step is saved. Any rank."""
@@ -85,6 +86,11 @@ class RunState:
     def seed(self) -> State:
         """Return the state of a seed checkpoint: only the model. **Collective** with FSDP1."""
         return {"model": self.model.state_dict()}
+
+
+def _stateful(state: Stateful | dict[Any, Any]) -> Stateful:
+    is_plain = isinstance(state, dict) and not hasattr(state, "load_state_dict")
+    return DictState(cast(dict[Any, Any], state)) if is_plain else cast(Stateful, state)
 
 
 def _small_states(
