@@ -6,15 +6,20 @@ Who answers is unknown until the system says which user it is, and what it answe
 from __future__ import annotations
 
 import os
+import select
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.errors import KeeperUnavailable
 from torchtitan_lite.keeper import messages
+
+STOPPED_SECONDS = 1.0
+"""How long a process that leaves waits for a keeper that is stopped: it may go on at once."""
+_LOOK_SECONDS = 0.1
 
 
 class NoKeeper(Exception):
@@ -26,10 +31,11 @@ class HungUp(Exception):
 
 
 class Ask:
-    """An open connection, which is over at a deadline."""
+    """An open connection, which is over at a deadline; while it `hurries`, also if the keeper proves to be stopped."""
 
-    def __init__(self, connection: socket.socket, deadline: float) -> None:
+    def __init__(self, connection: socket.socket, deadline: float, hurries: Callable[[], bool]) -> None:
         self._connection, self._deadline = connection, deadline
+        self._hurries = hurries
 
     def __call__(
         self,
@@ -46,6 +52,7 @@ class Ask:
         try:
             self._connection.settimeout(_left(self._deadline))
             messages.send(self._connection, request, fds)
+            self._wait()
             self._connection.settimeout(_left(self._deadline))
             answer, received = messages.receive(self._connection)
         except (EOFError, ConnectionError):
@@ -56,6 +63,15 @@ class Ask:
         if "error" in answer and not may_fail:
             raise KeeperUnavailable(f"it refuses: {' '.join(str(answer['error'])[:200].split())}")
         return answer, received
+
+    def _wait(self) -> None:
+        """Wait for the answer. Raises TimeoutError."""
+        began, poll = time.monotonic(), select.poll()
+        poll.register(self._connection, select.POLLIN)
+        while not poll.poll(1000 * min(_left(self._deadline), _LOOK_SECONDS)):
+            is_late = time.monotonic() - began >= STOPPED_SECONDS
+            if is_late and self._hurries() and _is_stopped(messages.pid_of_peer(self._connection)):
+                raise TimeoutError
 
     def open_peer(self) -> int:
         """Return a pidfd of the keeper, which the caller owns; -1 if it is in a PID namespace that is not seen here.
@@ -74,9 +90,14 @@ class Ask:
         return pidfd
 
 
+def never() -> bool:
+    """Return False."""
+    return False
+
+
 @contextmanager
-def connected(path: Path, seconds: float) -> Iterator[Ask]:
-    """Connect to the keeper at `path`, for `seconds`.
+def connected(path: Path, seconds: float, hurries: Callable[[], bool] = never) -> Iterator[Ask]:
+    """Connect to the keeper at `path`, for `seconds`; while it `hurries`, for `STOPPED_SECONDS` if that is stopped.
 
     Raises `NoKeeper`, at once; `KeeperUnavailable` if another user answers, or none in time; and OSError.
     """
@@ -89,10 +110,12 @@ def connected(path: Path, seconds: float) -> Iterator[Ask]:
             user = messages.user_of_peer(connection)
             if user != os.geteuid():
                 raise KeeperUnavailable(f"user {user} answers in its place: expected {os.geteuid()}")
-            yield Ask(connection, deadline)
+            yield Ask(connection, deadline, hurries)
         except TimeoutError:
             pid = messages.pid_of_peer(connection)
             keeper = f"the keeper (process {pid})" if pid else "the keeper"
+            if time.monotonic() < deadline:
+                raise KeeperUnavailable(f"{keeper} is stopped") from None
             raise KeeperUnavailable(
                 f"{keeper} did not answer within {seconds:g} s: it is stopped, or this machine is too busy"
             ) from None
@@ -109,6 +132,15 @@ def _connect(connection: socket.socket, path: Path, deadline: float) -> None:
             time.sleep(0.01)
         else:
             return
+
+
+def _is_stopped(pid: int) -> bool:
+    """Return whether a signal or a debugger has stopped the process; False if that cannot be known."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state in (b"T", b"t")
 
 
 def _left(deadline: float) -> float:

@@ -29,7 +29,7 @@ from torchtitan_lite.keeper.starting import START_SECONDS, refuse_system, spawn
 ANSWER_SECONDS = 10.0
 """How long all answers to one question may take together: a millisecond, unless the machine swaps or is overloaded.
 
-One that is stopped costs this once in a start; one that does not run is known at once.
+One that is stopped costs this once in a start, but not at its end; one that does not run is known at once.
 """
 FREE_SECONDS = 120.0
 """How long a keeper may take to free memory, which is 0.2 s for each GB."""
@@ -67,11 +67,11 @@ class Keeper:
 
     def __init__(self, folder: Path, ttl_seconds: float, *, runtime: Path | None = None) -> None:
         self.folder = folder
-        self._ttl_seconds = min(ttl_seconds, messages.MAX_TTL_SECONDS)
+        self.ttl_seconds = min(ttl_seconds, messages.MAX_TTL_SECONDS)
         self._runtime = runtime
         self._start_id = ""
         self._member = secrets.token_hex(8)
-        self._is_forked = False
+        self._is_forked = self._hurries = False
         self._pidfd = -1
         self._watching = threading.Lock()
         forget_in_children(self.forget)
@@ -98,7 +98,7 @@ class Keeper:
                         return
                     except NoKeeper:
                         path.unlink(missing_ok=True)
-                        spawn(path, self._ttl_seconds)
+                        spawn(path, self.ttl_seconds)
                     except HungUp:
                         time.sleep(0.02)  # It removes its socket as its last act.
             self._ask({"what": "hello"})
@@ -109,18 +109,28 @@ class Keeper:
         `also` are children of this process. Idempotent. Raises `KeeperUnavailable`.
         """
         with self._as_unavailable():
-            self._start_id = start_id
+            self._start_id, self._hurries = start_id, False
             self._join(self._member, os.getpid())
             for pid in also:
                 with suppress(ProcessLookupError):
                     self._join(f"{self._member}+{pid}", pid)
-            with connected(self._path(), ANSWER_SECONDS) as ask:
+            with connected(self._path(), ANSWER_SECONDS, lambda: self._hurries) as ask:
                 self._watch(ask.open_peer())
 
     def has_ended(self) -> bool:
         """Return whether the keeper that this process joined has ended; False if that cannot be known. Any thread."""
         with self._watching:
             return self._pidfd >= 0 and not self._is_forked and _has_ended(self._pidfd, 0.0)
+
+    def hurry(self) -> None:
+        """Wait only shortly for a keeper that is stopped, until `join`: this process leaves. Any thread."""
+        self._hurries = True
+
+    @property
+    def pid(self) -> int:
+        """The keeper that this process joined; 0 if that is not known here."""
+        with self._watching:
+            return messages.pid_of(self._pidfd) if self._pidfd >= 0 else 0
 
     def keep(self, name: str, fds: tuple[int, int]) -> None:
         """Let the keeper hold duplicates of the arena's and the mark's descriptor, in place of what had that name.
@@ -231,7 +241,7 @@ class Keeper:
     def _join(self, member: str, pid: int) -> None:
         pidfd = os.pidfd_open(pid)
         try:
-            request = {"what": "join", "member": member, "start": self._start_id, "ttl_seconds": self._ttl_seconds}
+            request = {"what": "join", "member": member, "start": self._start_id, "ttl_seconds": self.ttl_seconds}
             self._ask(request, [pidfd])
         finally:
             os.close(pidfd)
@@ -263,7 +273,8 @@ class Keeper:
     ) -> tuple[dict[str, Any], list[int]]:
         if may_free:
             self._ask({"what": "hello"})  # One that is stopped would cost FREE_SECONDS.
-        with connected(self._path(), FREE_SECONDS if may_free else ANSWER_SECONDS) as ask:
+        seconds = FREE_SECONDS if may_free else ANSWER_SECONDS
+        with connected(self._path(), seconds, lambda: self._hurries) as ask:
             return ask(request, fds, wants_fds=wants_fds)
 
     @contextmanager

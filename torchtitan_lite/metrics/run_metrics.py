@@ -40,6 +40,8 @@ from torchtitan_lite.metrics.wandb_run import WandbRun, import_wandb
 
 EVENTS_FILE = "events.jsonl"
 IMAGE_READY = "image_ready"
+OF_IMAGES = (IMAGE_READY, "image_missed")
+"""Events that may come with every step: events.jsonl has the first one of each in a start."""
 
 
 class RunMetrics:
@@ -73,7 +75,7 @@ class RunMetrics:
         self._world_size = world.world_size
         self._lock = threading.Lock()
         self._event_tags: dict[str, float] = {}
-        self._has_image = False
+        self._written_once: set[str] = set()
         self._tokens, self._steps, self._losses = 0.0, 0, 0.0
         self._since = time.perf_counter()
 
@@ -113,15 +115,16 @@ class RunMetrics:
     def on_event(self, event: str, step: int, /, **figures: Any) -> None:
         """Write `event` to events.jsonl and keep its figures for the next logged step. **Any thread**.
 
-        Of images in memory, which may come with every step, only the first one of a start is written.
+        Of images in memory, made and missed, which may come with every step, the first one of a start is written.
         """
         if event == "resumed":
             figures = self.goodput.restart(step)
         elif event in CLEAN_ENDS:
             figures |= self.goodput.totals()
-        if event != IMAGE_READY or not self._has_image:
+        if event not in self._written_once:
             self._events(event, step, **figures)
-        self._has_image |= event == IMAGE_READY
+        if event in OF_IMAGES:
+            self._written_once.add(event)
         self.goodput.on_event(event, step, figures)
         with self._lock:
             self._event_tags |= checkpoint_tags(event, figures)

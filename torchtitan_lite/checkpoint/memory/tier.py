@@ -7,6 +7,8 @@ killed, the next image starts another one, a few times.
 
 from __future__ import annotations
 
+import os
+import shlex
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 from torchtitan_lite.checkpoint.memory.commits import MOST_COMMITS, Commit, commit_of
 from torchtitan_lite.checkpoint.memory.mark import Mark
+from torchtitan_lite.disk.at_exit import end_at_exit, is_finished
 from torchtitan_lite.errors import KeeperUnavailable
 from torchtitan_lite.keeper.client import Keeper
 from torchtitan_lite.log import logger
@@ -59,6 +62,11 @@ class Tier:
         self._rank = rank
         self._names: WeakKeyDictionary[Kept, str] = WeakKeyDictionary()
         self._num_named = 0
+        self._kept: set[str] = set()
+        """The names that the keeper holds for this process."""
+        self._trouble = ""
+        """Why the keeper cannot be used; empty while it can."""
+        self._pid = os.getpid()
         self._num_keepers = 1
         self._also: Callable[[], list[int]] = list
         self._lock = threading.Lock()
@@ -123,22 +131,52 @@ class Tier:
             if arena.is_kept:
                 arena.is_kept = False
                 name = self._names.pop(arena)
+                self._kept.discard(name)
                 self._try(lambda: self.keeper.drop([name]))
 
     def leave(self) -> None:
         """Let the images outlive this process, for the time that the configuration says. Idempotent."""
+        self.keeper.hurry()
         if self._starting is not None:
             self._starting.join()
-            self._try(self.keeper.leave)
             self._starting = None
+            if self._try(self.keeper.leave):
+                self.end_at_exit()
+        self._forget_kept()
+
+    def end_at_exit(self) -> None:
+        """Say that images stay, and how to free them, on rank 0. Forked children say nothing."""
+        if self._kept and not self._rank and os.getpid() == self._pid:
+            logger.info(
+                "Images in memory stay for the next start, for %g s. To free them: torchtitan-lite memory %s --end",
+                self.keeper.ttl_seconds,
+                shlex.quote(str(self.keeper.folder)),
+            )
 
     def finish(self) -> None:
         """Free all images, because the run has finished: no start will need them. Idempotent."""
+        self.keeper.hurry()
         if self._starting is not None:
             self._starting.join()
         with self._lock:  # An image that is ready only now must not start another keeper.
-            self._try(self.keeper.finish)
+            pid = self.keeper.pid
+            try:
+                if not self.is_off:
+                    self.keeper.finish()
+                    self._kept.clear()
+            except KeeperUnavailable as error:
+                self._trouble = error.reason
+            if self._trouble and self._kept and not self.keeper.has_ended():
+                logger.warning(
+                    "Rank %d: %s. Nothing of the run is lost, but its images stay in memory until %g s after its "
+                    "processes have ended and the keeper runs again. To free them at once: kill -KILL %d",
+                    self._rank,
+                    self._trouble,
+                    self.keeper.ttl_seconds,
+                    pid,
+                )
             self.is_off = True
+        self._forget_kept()
 
     def _join(self) -> bool:
         def start() -> None:
@@ -161,6 +199,7 @@ class Tier:
             )
             return
         self._num_keepers += 1
+        self._kept.clear()
         logger.info("Rank %d: the process that holds images in memory was killed; starting another one", self._rank)
         if self._join():
             for arena in arenas:
@@ -170,6 +209,14 @@ class Tier:
         mark = arena.mark
         if mark is not None and arena.fd >= 0:
             arena.is_kept = self._try(lambda: self.keeper.keep(self._names[arena], (arena.fd, mark.fd)))
+            if arena.is_kept:
+                if not self._kept:
+                    end_at_exit(self)
+                self._kept.add(self._names[arena])
+
+    def _forget_kept(self) -> None:
+        self._kept.clear()
+        is_finished(self)
 
     def _try(self, act: Callable[[], None]) -> bool:
         """Return whether `act` succeeded; turn the tier off if it did not, unless the keeper was killed meanwhile."""
@@ -179,7 +226,7 @@ class Tier:
             act()
         except KeeperUnavailable as error:
             if not self.keeper.has_ended():  # Else the next image starts another one.
-                self.is_off = True
+                self.is_off, self._trouble = True, error.reason
                 logger.warning("Rank %d: %s. A restart loads from disk", self._rank, error)
             return False
         return True

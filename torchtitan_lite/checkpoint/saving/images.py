@@ -60,7 +60,7 @@ class Images:
         self.timeout_seconds = timeout_seconds
         self._owns_process = owns_process
         self._plans, self._watch, self._peers = plans, watch, peers
-        self._clock, self._interval = clock, interval
+        self._clock, self._interval, self._on_event = clock, interval, on_event
         self.marker = Marker(tier, stager.pool, process, peers, clock, on_event)
         """Makes images of the copies."""
         self.num_staged = 0
@@ -84,9 +84,7 @@ class Images:
 
     def is_due(self, step: int) -> bool:
         """Return whether the state of `step` is to be copied into memory. The same on all ranks."""
-        return (
-            self._interval > 0 and step % self._interval == 0 and not self._is_off and len(self.stager.pool.slots) > 1
-        )
+        return self._interval > 0 and step % self._interval == 0 and not self._is_off
 
     def adopt(self, pairs: Sequence[tuple[int, int]], num_loaded: int) -> None:
         """Use the arenas in `pairs` of descriptors (memory, mark), which this owns; the first ones are most useful.
@@ -184,6 +182,8 @@ class Images:
 
     def stage(self, step: int, make_state: Callable[[], State], origin: Origin) -> None:
         """Copy the state of `step` into memory, unless a rank has no arena to spare. **Collective**, main thread."""
+        if len(self.stager.pool.slots) < 2:
+            return self._note_missed(step, "its memory is being made")
         began = self._clock()
         state: State = {}
         failure: Exception | None = None
@@ -199,8 +199,8 @@ class Images:
                 if planned.differs is not None:
                     return self._end(f"{planned.differs}")
                 if not self.agree(planned.agreed):
-                    logger.debug("Step %d gets no image: earlier ones are still being read", step)
-                    return
+                    busy = "its memory is being made" if self.stager.is_preparing else "earlier ones are being read"
+                    return self._note_missed(step, busy)
                 self._note_staged(step)
                 image = planned.image()
                 check = self._watch(image.file, [item.index.fqn for item in image.plan.items])
@@ -263,6 +263,10 @@ class Images:
             if slot.arena is not None:
                 slot.arena.is_kept = False
         self._former.forget_keeper()
+
+    def _note_missed(self, step: int, reason: str) -> None:
+        logger.debug("Step %d gets no image: %s", step, reason)
+        self._on_event("image_missed", step, reason=reason)
 
     def _note_staged(self, step: int) -> None:
         """Note that all ranks are about to stage `step`."""
