@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.data.resumed_loaders import assert_resumes, seeded_generators
-from torchtitan_lite.data.adapters import StatefulDataLoaderAdapter
+from torchtitan_lite.data.adapters import HuggingFaceStreamAdapter, StatefulDataLoaderAdapter
 
 datasets = pytest.importorskip("datasets")
 
@@ -103,3 +103,42 @@ def test_a_stream_whose_position_in_a_worker_cannot_be_loaded_is_refused_at_its_
     loader = adapter(STREAMS["a shuffled stream"](), 2)
     with pytest.raises(Exception, match=r"cannot be loaded again[^.]*resumed\. Use num_workers=0"):
         next(iter(loader))
+
+
+def shuffled(buffer_size: int) -> Any:
+    return stream().shuffle(seed=3, buffer_size=buffer_size)
+
+
+ADAPTERS: dict[str, Callable[[Any], Any]] = {
+    "of a stream": lambda dataset: HuggingFaceStreamAdapter(dataset, rank=0, num_ranks=1),
+    "of a loader": lambda dataset: adapter(dataset, 0),
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_a_shuffle_buffer_is_named_by_one_warning_at_the_first_save_in_an_epoch(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = ADAPTERS[kind](datasets.interleave_datasets([shuffled(4).map(dict), stream()]))
+    loader.state_dict()
+    assert not caplog.records
+    examples = iter(loader)
+    for _ in range(2):
+        next(examples)
+        loader.state_dict()
+    (record,) = caplog.records
+    assert "buffer_size=4" in record.getMessage()
+    assert record.getMessage().endswith(".shuffle(seed=..., buffer_size=1)")
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_a_shuffled_order_of_shards_resumes_exactly_and_without_a_warning(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = (ADAPTERS[kind](shuffled(1)) for _ in range(2))
+    examples = iter(first)
+    for _ in range(5):
+        next(examples)
+    second.load_state_dict(first.state_dict())
+    assert [str([*second]), str([*second])] == [str([*examples]), str([*first])]
+    assert not [record for record in caplog.records if record.name.startswith("torchtitan_lite")]

@@ -22,6 +22,7 @@ from typing import Any
 
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.data.dataset_draws import DatasetDraws, bared_dataset
+from torchtitan_lite.data.hugging_face_stream import BufferWatch
 from torchtitan_lite.data.rank_state import RESTART_DATA, pack, unpack
 from torchtitan_lite.data.sampler_draws import replayed_sampler
 from torchtitan_lite.errors import ConfigError, ExtraMissing
@@ -54,6 +55,7 @@ class StatefulDataLoaderAdapter:
         # The only hook that torch has: the workers of the next iteration start with it.
         loader.worker_init_fn = partial(_begin_worker, tuple(preemption_signals), loader.worker_init_fn)
         self._sampler, self._draws = replayed_sampler(loader), DatasetDraws(loader)
+        self._buffer = BufferWatch(loader.dataset)
         self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
         # Runs before multiprocessing's own exit handler, which sends workers SIGTERM and waits for them.
         atexit.register(_end_workers, self._iterators, weakref.ref(loader), os.getpid())
@@ -71,6 +73,7 @@ class StatefulDataLoaderAdapter:
         if self._loader.generator is not None:
             state["generator"] = self._loader.generator.get_state()
         is_finished = state["loader"]["_iterator_finished"]
+        self._buffer.on_save(in_epoch=not is_finished and state["loader"].get("_num_yielded", 0) > 0)
         if self._sampler is not None and (kept := self._sampler.kept(is_finished=is_finished)):
             state["sampler"] = kept
         if draws := self._draws.state_dict():
@@ -136,13 +139,14 @@ class HuggingFaceStreamAdapter:
     """Adapt a `datasets.IterableDataset`. Iterating yields the rest of its epoch, iterating again the next epoch.
 
     The wrapped dataset must give each rank its share, by `datasets.distributed.split_dataset_by_node`. Its position is
-    exact except for shuffle buffers, whose contents are lost. Read the dataset only through this adapter, without
-    workers.
+    exact except for shuffle buffers, whose contents are lost; the first save warns of it. Read the dataset only through
+    this adapter, without workers.
     """
 
     def __init__(self, dataset: Any, *, rank: int, num_ranks: int) -> None:
         _check_kind(dataset, "datasets", "IterableDataset")
         self._dataset, self._rank, self._num_ranks = dataset, rank, num_ranks
+        self._buffer = BufferWatch(dataset)
         self._epoch = int(dataset.epoch)
         self._position: dict[str, Any] | None = None
         self._is_iterating = False
@@ -158,6 +162,7 @@ class HuggingFaceStreamAdapter:
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of this rank's position in the data."""
+        self._buffer.on_save(in_epoch=self._is_iterating)
         return pack(self.position(), rank=self._rank, num_ranks=self._num_ranks)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from torch.utils.data import get_worker_info
 
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.log import logger
 
 _KIND = ("datasets.iterable_dataset", "IterableDataset")
 
@@ -63,6 +64,40 @@ class PositionedStream:
 def is_hugging_face_stream(dataset: object) -> bool:
     """Return whether `dataset` is a `datasets.IterableDataset`. Imports nothing."""
     return any((kind.__module__, kind.__name__) == _KIND for kind in type(dataset).__mro__)
+
+
+class BufferWatch:
+    """Warns once, at a save, of a shuffle buffer in `dataset`: its position has none of the examples in the buffer.
+
+    To refill it exactly, a resume would have to read the epoch from its beginning.
+    """
+
+    def __init__(self, dataset: object) -> None:
+        self._size = _buffer_size(dataset) if is_hugging_face_stream(dataset) else 0
+
+    def on_save(self, *, in_epoch: bool) -> None:
+        """Warn if a resume at this position loses examples, the first time."""
+        if self._size > 1 and in_epoch:
+            logger.warning(
+                "dataloader: the examples in the shuffle buffer of this datasets.IterableDataset (buffer_size=%d) are "
+                "in no checkpoint, so a resume skips up to that many and has another order until the epoch ends. To "
+                "resume exactly, shuffle the files once, and the order of the shards with .shuffle(seed=..., "
+                "buffer_size=1)",
+                self._size,
+            )
+            self._size = 0
+
+
+def _buffer_size(dataset: Any) -> int:
+    """Return the size of the largest shuffle buffer in `dataset`; 0 if there is none."""
+    found = 0
+    waiting: list[Any] = [getattr(dataset, "_ex_iterable", None)]
+    for each in waiting:  # It grows meanwhile.
+        if type(each).__name__ == "BufferShuffledExamplesIterable":
+            found = max(found, each.buffer_size)
+        inner = [getattr(each, "ex_iterable", None), *getattr(each, "ex_iterables", ())]
+        waiting += [one for one in inner if one is not None]
+    return found
 
 
 def _refuse_unloadable(dataset: Any, position: dict[str, Any]) -> None:
