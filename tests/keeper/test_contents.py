@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tests.examples import examples
 from torchtitan_lite.keeper import messages
-from torchtitan_lite.keeper.contents import Contents
+from torchtitan_lite.keeper.contents import EMPTY_SECONDS, Contents
 
 TTL_SECONDS = 10.0
 NAMES, MEMBERS, STARTS = st.sampled_from("abc"), st.sampled_from("mno"), st.sampled_from("st")
@@ -32,7 +32,7 @@ class Keeping(RuleBasedStateMachine):
         self.watched: set[int] = set()
         self.images: dict[str, str] = {}
         self.living: dict[str, str] = {}
-        self.unused_since = 0.0
+        self.unused_since, self.is_expected = 0.0, True
         self.is_finished = self.is_terminated = False
         gc.disable()  # Else what other tests left would be closed meanwhile.
         self.before = num_open()
@@ -72,7 +72,7 @@ class Keeping(RuleBasedStateMachine):
         assert self.ask("join", (os.pidfd_open(os.getpid()),), **fields) == {}
         self.left(member)
         self.living[member] = start
-        self.is_terminated = False
+        self.is_terminated = self.is_expected = False
 
     @rule(member=MEMBERS)
     def leave(self, member: str) -> None:
@@ -95,7 +95,7 @@ class Keeping(RuleBasedStateMachine):
     @rule()
     def renew(self) -> None:
         described = self.ask("hello", renew=True)
-        self.unused_since = self.now
+        self.unused_since, self.is_expected = self.now, True
         assert described["living"] == ([os.getpid()] if self.living else [])
 
     @rule(start=STARTS)
@@ -115,7 +115,8 @@ class Keeping(RuleBasedStateMachine):
     @rule(start=st.sampled_from(["", "s", "t"]))
     def listing(self, start: str) -> None:
         listed = self.ask("list", start=start)
-        self.unused_since = self.now if start else self.unused_since
+        if start:
+            self.unused_since, self.is_expected = self.now, True
         others = {*self.living.values()} - {start}
         assert listed == {"names": list(listed["names"]), "is_mapped": bool(others)}
         assert sorted(listed["names"]) == sorted(self.images)
@@ -140,7 +141,8 @@ class Keeping(RuleBasedStateMachine):
         elif self.is_terminated:
             assert left == 0.0
         else:
-            assert left == self.unused_since + TTL_SECONDS - self.now
+            is_of_use = self.images or self.is_expected
+            assert left == self.unused_since + (TTL_SECONDS if is_of_use else EMPTY_SECONDS) - self.now
 
     def teardown(self) -> None:
         gc.enable()

@@ -127,13 +127,14 @@ def test_it_ends_after_its_time_to_live_without_a_process(runtime: Path, tmp_pat
     assert not socket_path(tmp_path, runtime).exists()
 
 
-def test_a_process_that_comes_in_time_stops_the_clock(runtime: Path, tmp_path: Path) -> None:
+def test_a_process_that_comes_in_time_stops_the_clock(runtime: Path, tmp_path: Path, image: Image) -> None:
     keeper = Keeper(tmp_path, 600.0, runtime=runtime)
 
     def train() -> None:
         own = Keeper(tmp_path, 600.0, runtime=runtime)
         own.start()
         own.join("first")
+        own.keep("a", image)
 
     with Child(train):
         described = keeper.describe()

@@ -17,6 +17,10 @@ _MAX_PIDS = 99
 """More are not listed: the answer must fit into a message."""
 
 
+EMPTY_SECONDS = 5.0
+"""How long a keeper that holds nothing outlives the last process: another rank of that start may join only now."""
+
+
 class Answer(NamedTuple):
     """What is sent, and what to close before that."""
 
@@ -54,6 +58,8 @@ class Contents:
         self._held: dict[str, _Entry] = {}
         self._members: dict[str, _Member] = {}
         self._unused_since = clock()
+        self._is_expected = True
+        """Whether a start has asked, and not joined yet."""
         self._ends_once_unused = False
         self._is_finished = False
 
@@ -63,7 +69,10 @@ class Contents:
             return 0.0
         if self._members:
             return None
-        return 0.0 if self._ends_once_unused else self._unused_since + self._ttl_seconds - self._clock()
+        if self._ends_once_unused:
+            return 0.0
+        seconds = self._ttl_seconds if self._held or self._is_expected else min(self._ttl_seconds, EMPTY_SECONDS)
+        return self._unused_since + seconds - self._clock()
 
     def end_once_unused(self) -> None:
         """End as soon as no registered process lives, unless one joins before."""
@@ -108,13 +117,16 @@ class Contents:
 
     def _hello(self, request: dict[str, Any]) -> Answer:
         if request.get("renew") is True:
-            self._unused_since = self._clock()
+            self._expect()
         return Answer(self._described())
 
     def _list(self, start: str) -> Answer:
         if start:  # A start that looks comes back: it needs the images until it has loaded and joins.
-            self._unused_since = self._clock()
+            self._expect()
         return Answer({"names": list(self._held), "is_mapped": self._other_than(start) is not None})
+
+    def _expect(self) -> None:
+        self._unused_since, self._is_expected = self._clock(), True
 
     def _described(self) -> dict[str, Any]:
         return {
@@ -136,7 +148,7 @@ class Contents:
         self._watch(fds[0])
         self._members[name] = _Member(start, fds[0])
         self._ttl_seconds = float(ttl_seconds)
-        self._ends_once_unused = False
+        self._ends_once_unused = self._is_expected = False
         return Answer({})
 
     def _leave(self, name: str) -> None:
