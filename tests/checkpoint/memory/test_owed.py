@@ -9,21 +9,22 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.memory.image_runs import RUNS, images_of
+from tests.checkpoint.memory.image_runs import RUNS, images_of, start, step, tier_on
 from tests.checkpoint.small_run import Clock, SmallRun
+from tests.checkpoint.tiny_run import same_everywhere
+from tests.ranks import on_two_ranks
 from torchtitan_lite import faults
 from torchtitan_lite.store.manifest import Manifest
 from torchtitan_lite.store.manifest_fields import TRAINED_SECONDS
-
-pytestmark = pytest.mark.usefixtures("memory_tier")
 
 STEP_SECONDS = 20.0
 STARTS = 20
 
 
-@pytest.fixture(autouse=True)
-def _no_faults_and_no_run_left() -> Iterator[None]:
-    yield
+@pytest.fixture
+def job_folder(tmp_path: Path, memory_tier: Path) -> Iterator[Path]:
+    """A folder for a `Job`, which is closed at the end; the memory tier is on."""
+    yield tmp_path
     faults.install("", rank=0)
     while RUNS:
         RUNS.pop().manager.close()
@@ -93,9 +94,9 @@ class Job:
 )
 @pytest.mark.parametrize("resets", [True, False], ids=["reset", "own loop"])
 def test_kills_more_often_than_the_seconds_leave_the_disk_at_most_two_intervals_behind(
-    tmp_path: Path, interval: dict[str, Any], resets: bool
+    job_folder: Path, interval: dict[str, Any], resets: bool
 ) -> None:
-    job = Job(tmp_path, **interval)
+    job = Job(job_folder, **interval)
     seconds = 60.0 if interval.get("interval_type") == "auto" else 100.0  # Of the first interval of a start.
     for number in range(STARTS):
         run = job.start(resets=resets)
@@ -107,14 +108,14 @@ def test_kills_more_often_than_the_seconds_leave_the_disk_at_most_two_intervals_
         job.kill()
 
 
-def test_kills_that_cut_each_save_leave_the_disk_at_most_two_intervals_of_steps_behind(tmp_path: Path) -> None:
-    job = Job(tmp_path, interval=10)
+def test_kills_that_cut_each_save_leave_the_disk_at_most_two_intervals_of_steps_behind(job_folder: Path) -> None:
+    job = Job(job_folder, interval=10)
     for number in range(STARTS):
         run = job.start()
         first = job.step()
-        for step in range(first + 1, first + 7):
-            if step % 10 == 0:
-                faults.install(f"EIO@metadata:step={step}", rank=0)
+        for at in range(first + 1, first + 7):
+            if at % 10 == 0:
+                faults.install(f"EIO@metadata:step={at}", rank=0)
             job.step()
             assert job.behind[0] <= 20, f"start {number}: step {run.train_state.step}, saved {job.saved}"
         faults.install("", rank=0)
@@ -122,8 +123,8 @@ def test_kills_that_cut_each_save_leave_the_disk_at_most_two_intervals_of_steps_
     assert job.saved > 100
 
 
-def test_what_is_overdue_is_saved_right_after_the_first_step_in_the_background(tmp_path: Path) -> None:
-    job = Job(tmp_path, interval=6, at_steps=(7,))
+def test_what_is_overdue_is_saved_right_after_the_first_step_in_the_background(job_folder: Path) -> None:
+    job = Job(job_folder, interval=6, at_steps=(7,))
     job.start()
     faults.install("EIO@metadata:times=always", rank=0)
     for _ in range(8):
@@ -137,8 +138,8 @@ def test_what_is_overdue_is_saved_right_after_the_first_step_in_the_background(t
     assert run.events.figures("save_started")["at_risk_steps"] == 3
 
 
-def test_a_step_of_at_steps_that_was_missed_is_not_made_up_for(tmp_path: Path) -> None:
-    job = Job(tmp_path, interval_type="none", at_steps=(3,))
+def test_a_step_of_at_steps_that_was_missed_is_not_made_up_for(job_folder: Path) -> None:
+    job = Job(job_folder, interval_type="none", at_steps=(3,))
     job.start()
     faults.install("EIO@metadata:times=always", rank=0)
     for _ in range(4):
@@ -150,8 +151,8 @@ def test_a_step_of_at_steps_that_was_missed_is_not_made_up_for(tmp_path: Path) -
     assert not run.events.steps("save_started")
 
 
-def test_a_start_from_disk_owes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    job = Job(tmp_path, interval_type="seconds", interval=100)
+def test_a_start_from_disk_owes_nothing(job_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(job_folder, interval_type="seconds", interval=100)
     job.options |= {"memory_interval": 0}
     job.start()
     for _ in range(6):
@@ -167,9 +168,9 @@ def test_a_start_from_disk_owes_nothing(tmp_path: Path, caplog: pytest.LogCaptur
     assert not [line for line in caplog.records if line.levelno >= logging.WARNING]
 
 
-def test_what_the_disk_lacks_is_in_the_events_and_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_the_disk_lacks_is_in_the_events_and_the_log(job_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    job = Job(tmp_path, interval=4)
+    job = Job(job_folder, interval=4)
     run = job.start()
     for _ in range(6):
         job.step()
@@ -201,9 +202,9 @@ def test_what_the_disk_lacks_is_in_the_events_and_the_log(tmp_path: Path, caplog
     ],
 )
 def test_one_warning_says_that_the_disk_is_more_than_two_intervals_behind(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: int, interval: dict[str, Any], warns: bool
+    job_folder: Path, caplog: pytest.LogCaptureFixture, steps: int, interval: dict[str, Any], warns: bool
 ) -> None:
-    job = Job(tmp_path, **interval)
+    job = Job(job_folder, **interval)
     job.start()
     faults.install("EIO@metadata:times=always", rank=0)
     for _ in range(steps):
@@ -219,3 +220,23 @@ def test_one_warning_says_that_the_disk_is_more_than_two_intervals_behind(
     assert len(warned) == warns, warned
     if warns:
         assert f"The disk is {steps} steps ({20 * steps:.1f} s of training) behind step {steps}" in warned[0]
+
+
+@on_two_ranks
+def test_ranks_with_other_clocks_save_what_rank_0_finds_overdue_after_the_same_first_step(
+    rank: int, tmp_path: Path
+) -> None:
+    with tier_on(tmp_path):
+        clock = Clock()
+        options: dict[str, Any] = {"interval_type": "seconds", "interval": 100, "seams": {"clock": clock}}
+        for started in (1, 2, 3):
+            run = start(tmp_path, 0, **options)
+            for _ in range(4):
+                clock.seconds += (14.0, 3.0)[rank]
+                step(run)
+            assert run.train_state.step == 4 * started, "each resumes from the last image"
+            assert same_everywhere(run.events.steps("save_started"))
+            assert run.events.steps("save_started") == ([9] if started == 3 else []), "112 s of rank 0, 24 of rank 1"
+            RUNS.remove(run)
+            run.manager.close()
+            assert same_everywhere(0)
