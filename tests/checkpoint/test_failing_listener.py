@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from tests.logged import logged_warnings
@@ -18,6 +19,7 @@ def test_an_event_that_a_rank_cannot_take_is_a_warning_on_it(rank: int, tmp_path
         if rank == 0:
             raise OSError("no space for events")
 
+    torch.manual_seed(0)
     model = nn.Linear(2, 2)
     options: dict[str, Any] = {"on_event": on_event, "preemption_signals": (), "timeout_seconds": 20}
     with CheckpointManager.for_loop(model=model, folder=tmp_path, **options) as manager:

@@ -187,7 +187,6 @@ class CommittingWriter(StorageWriter):
                 **({NAN_IN: nan_in} if nan_in else {}),
                 **({METRICS: dict(target.origin.metrics)} if target.origin.metrics else {}),
                 **_of_start(target.origin),
-                TRAINED_SECONDS: target.origin.trained_seconds,
             },
             format_version=description.format_version,
         )
@@ -257,8 +256,10 @@ def versions() -> dict[str, str]:
 
 
 def _of_start(origin: Origin) -> dict[str, Any]:
+    """Return what only a start that keeps images records: later ones compare images with it."""
     resumed = origin.resumed_from_memory
-    return ({START: origin.start} if origin.start else {}) | ({} if resumed is None else {RESUMED_FROM_MEMORY: resumed})
+    of_images = {START: origin.start, TRAINED_SECONDS: origin.trained_seconds} if origin.start else {}
+    return of_images | ({} if resumed is None else {RESUMED_FROM_MEMORY: resumed})
 
 
 def _tensor_digests(files: Sequence[RankFile], description: Description) -> dict[str, str]:
