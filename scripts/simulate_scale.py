@@ -144,21 +144,22 @@ def targets(lines: Iterable[Line]) -> dict[str, float]:
 
 
 def _extrapolated(state: Sequence[Planned], mesh: Mesh, cost: Cost, budget: int, own: dict[int, Figures]) -> Figures:
-    """Return the cost of `state`: that of one tensor, plus for each kind the extrapolated cost of its tensors.
+    """Return the cost of `state`: that of two tensors, plus for each kind the extrapolated cost of its tensors.
 
     The generators of each rank cost the same for every model: `own` caches that cost by the number of ranks.
     """
-    # The first item of a plan has extra costs, so the base has one item and its tensor is not counted again.
-    opening = next(tensor for tensor in state if tensor.kind == "matrix")
-    base = cost([opening], mesh)
+    # The first item of a plan has extra costs, and so has the first one that several ranks hold: so the base has both,
+    # and their tensors are not counted again.
+    opening = [next(tensor for tensor in state if tensor.kind == kind) for kind in ("matrix", "number")]
+    base = cost(opening, mesh)
     total = dict(base)
     for kind in KINDS:
-        others = [tensor for tensor in state if tensor.kind == kind and tensor is not opening]
+        others = [tensor for tensor in state if tensor.kind == kind and tensor not in opening]
         if kind == "own" and mesh.size in own:
             added = own[mesh.size]
         else:
             sample = _spread_out(others, max(1, budget // len(KINDS) // mesh.size))
-            found = cost([opening, *sample], mesh)
+            found = cost([*opening, *sample], mesh)
             # More tensors never cost less: a figure below the base is noise of the clock.
             added = {name: max(0.0, found[name] - base[name]) * len(others) / len(sample) for name in base}
         if kind == "own":

@@ -158,7 +158,7 @@ class PlanCache:
             failure = error
         answers = _Answers(failure or local, of_lowest=self._comparison.takes_lowest)
         with no_collection():  # The coordinator holds an object for each chunk of each rank.
-            answer: _Answer = self._peers.scatter_answers(answers.mine, answers.of_all)
+            answer = _Answer(*self._peers.scatter_answers(answers.mine, answers.of_all))
         assert local is not None
         self._comparison.use(answer.shared, answer.num_groups, local.items)
         self._contradiction = answer.contradiction
@@ -170,9 +170,9 @@ class _Answer(NamedTuple):
 
     kept: list[int]
     """The numbers of those of its items that it writes."""
-    shared: list[SharedItems]
-    num_groups: int
-    contradiction: RanksDiffer | None
+    shared: Sequence[SharedItems] = ()
+    num_groups: int = 0
+    contradiction: RanksDiffer | None = None
 
 
 class _Answers:
@@ -183,8 +183,11 @@ class _Answers:
         self._of_lowest = of_lowest
         self.description: Description | None = None
 
-    def of_all(self, plans: list[SavePlan | Exception | None]) -> list[_Answer]:
-        """Return the answer to each rank. Raises the first rank's failure."""
+    def of_all(self, plans: list[SavePlan | Exception | None]) -> list[tuple[Any, ...]]:
+        """Return the values of each rank's `_Answer`, without those that say nothing. Raises the first rank's failure.
+
+        As a plain tuple: a class has its name in each of the pickled answers.
+        """
         whole: list[SavePlan] = []
         for plan in plans:
             if isinstance(plan, Exception):
@@ -213,7 +216,9 @@ class _Answers:
         self.description = Description(metadata, files, structure)
         shared, num_groups = shared_by_rank(whole, holders)
         contradiction = RanksDiffer(_contradicting(odd), OWN_NAMES) if odd else None
-        return [_Answer(*of_rank, num_groups, contradiction) for of_rank in zip(kept, shared, strict=True)]
+        if not num_groups and contradiction is None:
+            return [(numbers,) for numbers in kept]
+        return [(*of_rank, num_groups, contradiction) for of_rank in zip(kept, shared, strict=True)]
 
 
 def _contradicting(odd: Mapping[str, Mapping[int, str]]) -> str:
