@@ -16,21 +16,23 @@ import pytest
 _IN_MEMORY = Path("/dev/shm")
 END_SECONDS = 30.0
 """How long a keeper may take to end on a busy machine."""
+OFF: dict[str, str] = {}
+"""The variables of `turn_off`: ranks that a test with `memory_tier` is the first to need are started with them."""
 
 
 def turn_off() -> None:
     """Turn the memory tier off for this process and those that it starts; what looks for a keeper finds none."""
     folder = _new_folder()
     atexit.register(_remove_in, os.getpid(), folder)
-    os.environ["TORCHTITAN_LITE_MEMORY"] = "off"
-    os.environ["XDG_RUNTIME_DIR"] = str(folder)
+    OFF.update(TORCHTITAN_LITE_MEMORY="off", XDG_RUNTIME_DIR=str(folder))
+    os.environ.update(OFF)
 
 
 @pytest.fixture
 def memory_tier(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Turn the memory tier on, in this process and in jobs that it starts; the keepers end with the test.
 
-    It is the folder of their sockets. Ranks of `two_ranks` have been started before: set both variables in them.
+    It is the folder of their sockets. Ranks of `two_ranks` have it off: set both variables in them.
     """
     folder = _new_folder()
     monkeypatch.delenv("TORCHTITAN_LITE_MEMORY", raising=False)

@@ -30,6 +30,7 @@ from typing import Any
 import pytest
 
 from tests.forked import server
+from tests.keepers import OFF
 
 DEADLINE_SECONDS = 90.0
 """Of one case, with the start of the group. Far more than any case takes; it ends cases that hang."""
@@ -109,7 +110,7 @@ class Ranks:
         for rank in range(self._world_size):
             ours, theirs = context.Pipe()
             group = (rank, self._world_size, rendezvous if self._grouped else None)
-            process = context.Process(target=_serve, args=(*group, self._once, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(*group, self._once, dict(OFF), theirs), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -190,8 +191,11 @@ def join_group(rank: int, world_size: int, rendezvous: Path) -> None:
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
 
 
-def _serve(rank: int, world_size: int, rendezvous: Path | None, once: bool, connection: Connection) -> None:
+def _serve(
+    rank: int, world_size: int, rendezvous: Path | None, once: bool, variables: dict[str, str], connection: Connection
+) -> None:
     """Run cases in one of the processes until the connection ends."""
+    os.environ.update(variables)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable()
     import torch
