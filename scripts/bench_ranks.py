@@ -26,6 +26,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 MODES = ("disabled", "async", "async_with_pinned_mem")
 NUM_SAVES = 4
+DEADLINE_SECONDS = 600
+"""Of the ranks of one mode, in one round."""
 
 
 def main() -> int:
@@ -73,8 +75,12 @@ def _measured(root: Path, mode: str, args: argparse.Namespace) -> tuple[float, f
             )
             for rank in range(2)
         ]
-        if any(rank.wait() for rank in ranks):
-            sys.exit("a rank failed; see above")
+        try:
+            if any(rank.wait(DEADLINE_SECONDS) for rank in ranks):
+                sys.exit("a rank failed; see above")
+        finally:
+            for rank in ranks:
+                rank.kill()
         of_ranks = [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(2)]
     slowest = [max(pair) for pair in zip(*of_ranks, strict=True)]
     return slowest[0], statistics.median(slowest[1:])

@@ -239,8 +239,8 @@ class Lent:
     def prepare(self, get_state: Callable[[], State]) -> None:
         self._saver.prepare(get_state)
 
-    def compare_beside(self, get_state: Callable[[], State]) -> None:
-        self._saver.compare_beside(get_state)
+    def compare_alongside(self, get_state: Callable[[], State]) -> None:
+        self._saver.compare_alongside(get_state)
 
     def save(self, state: State, target: Target) -> PendingSave:
         return self._saver.save(state, target)

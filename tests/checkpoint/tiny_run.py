@@ -136,8 +136,8 @@ class ObservedSaver:
     def prepare(self, get_state: Callable[[], State]) -> None:
         self.inner.prepare(get_state)
 
-    def compare_beside(self, get_state: Callable[[], State]) -> None:
-        self.inner.compare_beside(get_state)
+    def compare_alongside(self, get_state: Callable[[], State]) -> None:
+        self.inner.compare_alongside(get_state)
 
     def save(self, state: State, target: Target) -> PendingSave:
         self._over.clear()

@@ -266,7 +266,7 @@ class OneByOne(Counting):
 
 
 class Kept(Counting):
-    """Goes on with an iterator from one epoch to the next."""
+    """Continues with an iterator from one epoch to the next."""
 
     def __init__(self) -> None:
         self.stream = itertools.cycle(random.Random(1).sample(range(24), 23))

@@ -2,7 +2,7 @@
 
 A checkpoint has one value of each name, and a plan spreads the names over the ranks that hold them. Where these ranks
 differ (experts or pipeline stages under equal names, averages that are due, a forgotten DDP) that would be a state that
-no rank ever had. So each rank digests all that it shares once a start: beside the training that follows the first
+no rank ever had. So each rank digests all that it shares once a start: alongside the training after the first
 step, or in the first save if that comes earlier or has no copies. Every save and image compares a sample of it, within
 the exchange of the plan. Where ranks differ, all comes from the lowest rank of each group of holders from then on: by
 the last bits, as reductions in no fixed order give them, with one warning; by more, with `RanksDiffer`.
@@ -10,11 +10,10 @@ the last bits, as reductions in no fixed order give them, with one warning; by m
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import xxhash
@@ -22,17 +21,15 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format.shards import knows_its_parts, parts_of
-from torchtitan_lite.checkpoint.saving.replicas import SHOWN
+from torchtitan_lite.checkpoint.saving.distances import Distance, joint, relative, squares
 from torchtitan_lite.checkpoint.saving.shared_items import SharedItems
 from torchtitan_lite.disk.forks import forget_in_children
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import RanksDiffer
 from torchtitan_lite.log import logger
 
-LIMIT = 1e-2
-"""The relative L2 difference of a tensor that is no longer one of rounding: 2 to 3 decimal digits, as bfloat16 has."""
 SAMPLED_ITEMS = 256
-"""Items of a group that a save samples; where there are more, each save takes others. A sample of each costs 10 us."""
+"""Items of a group that a save samples; where there are more, each save takes others."""
 OWN_NAMES = (
     "If each rank has its own (experts, stages of a pipeline), give it a name of its own there, as in "
     'nn.ModuleDict({f"rank{rank}": module}), and make the optimizer of that'
@@ -47,44 +44,6 @@ PIECE_BYTES = 16 << 20
 State = dict[str, Any]
 _NONE = -(1 << 62)
 """What a rank reports for a group that it is not in: below every digest and every negative one."""
-
-
-class Distance(NamedTuple):
-    """How far this rank's values of `key` are from those of the rank `lowest`."""
-
-    key: str
-    lowest: int
-    rank: int
-    relative: float
-    """The L2 norm of the difference over the larger of the two norms; inf where one of them is not finite."""
-
-
-class Distances(NamedTuple):
-    """What the ranks found together."""
-
-    largest: list[Distance]
-    """Some of them, the largest first."""
-    num_keys: int
-    """The names that differ."""
-    num_far: int
-    """Those of them that differ by more than `LIMIT`."""
-
-    @property
-    def is_far(self) -> bool:
-        return self.num_far > 0
-
-    def __str__(self) -> str:
-        by_key: dict[str, list[Distance]] = {}
-        for each in self.largest:
-            if not self.is_far or _is_far(each):
-                by_key.setdefault(each.key, []).append(each)
-        named = [
-            f"{key} ({'rank' if len(found) == 1 else 'ranks'} {', '.join(str(each.rank) for each in found[:SHOWN])} "
-            f"and rank {found[0].lowest}, relative difference {found[0].relative:.2g})"
-            for key, found in [*by_key.items()][:SHOWN]
-        ]
-        more = (self.num_far if self.is_far else self.num_keys) - len(named)
-        return ", ".join(named) + (f" and {more} more" if more > 0 else "")
 
 
 class RankComparison:
@@ -119,7 +78,7 @@ class RankComparison:
         """Whether there is something to digest that was not digested in this start. The same on all ranks."""
         return self._num_groups > 0 and not self._is_complete and self._digesting is None
 
-    def digest_beside(self, flat: State) -> None:
+    def digest_alongside(self, flat: State) -> None:
         """Begin to digest in a thread all of `flat` that is shared, which must not change before `wait` returned.
 
         Any rank.
@@ -187,11 +146,11 @@ class RankComparison:
         suspicious = self._peers.scatter_answers(digests, _that_differ)
         differing = {place: tensors[place] for place in sorted(suspicious)}
         if not self._peers.max_over_ranks(len(differing))[0]:
-            return None  # Digests were of another moment: a loop changed the state beside them.
+            return None  # Digests were of another moment: a loop changed the state meanwhile.
         samples = {place: (key, _sample(tensor, PIECE_BYTES // 256)) for place, (key, tensor) in differing.items()}
-        found = self._peers.scatter_answers(self._distances(samples), _joint)
+        found = self._peers.scatter_answers(self._distances(samples), joint)
         if not found.is_far and not only_samples:
-            found = self._peers.scatter_answers(self._distances(differing), _joint)
+            found = self._peers.scatter_answers(self._distances(differing), joint)
         self.takes_lowest = True
         if found.is_far:
             return RanksDiffer(str(found), f"{OWN_NAMES}. {OTHER_WAYS}")
@@ -223,13 +182,13 @@ class RankComparison:
         found = []
         for (group, _), (key, tensor) in tensors.items():  # In the same order everywhere, so no two ranks wait in turn.
             shared = groups[group]
-            squares = [0.0, 0.0, 0.0]
+            total = [0.0, 0.0, 0.0]
             for piece in _pieces(tensor):
                 theirs = self._peers.pass_on(piece, shared.previous, shared.next)
                 if shared.previous is not None:
-                    squares = [a + b for a, b in zip(squares, _squares(piece, theirs, tensor.dtype), strict=True)]
+                    total = [a + b for a, b in zip(total, squares(piece, theirs, tensor.dtype), strict=True)]
             if shared.previous is not None:
-                found.append(Distance(key, shared.lowest, self._peers.rank, _relative(*squares)))
+                found.append(Distance(key, shared.lowest, self._peers.rank, relative(*total)))
         return found
 
     def _digests_of_all(self, flat: State) -> list[int]:
@@ -332,41 +291,3 @@ def _that_differ(per_rank: list[dict[tuple[int, int], int]]) -> list[list[tuple[
         place for digests in per_rank for place, digest in digests.items() if first.setdefault(place, digest) != digest
     }
     return [[place for place in digests if place in differing] for digests in per_rank]
-
-
-def _joint(per_rank: list[list[Distance]]) -> list[Distances]:
-    """Return for each rank what all of them found."""
-    found = sorted((each for of_rank in per_rank for each in of_rank), key=lambda each: -each.relative)
-    keys, far = {each.key for each in found}, {each.key for each in found if _is_far(each)}
-    shown = [*dict.fromkeys(each.key for each in found)][:SHOWN]
-    largest = [each for each in found if each.key in shown]
-    return [Distances(largest[: SHOWN * SHOWN], len(keys), len(far))] * len(per_rank)
-
-
-def _is_far(distance: Distance) -> bool:
-    return not distance.relative <= LIMIT  # So NaN is far, too.
-
-
-def _squares(mine: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> tuple[float, float, float]:
-    """Return the squared L2 norms of the difference and of both tensors, which come as bytes of `dtype`."""
-    a, b = _as_float64(mine, dtype), _as_float64(theirs, dtype)
-    is_same = (a == b) | (a.isnan() & b.isnan())
-    difference = torch.where(is_same, 0.0, a - b)
-    norms = [float(torch.where(each.isfinite(), each, 0.0).square().sum()) for each in (a, b)]
-    return float(difference.square().sum()), norms[0], norms[1]
-
-
-def _as_float64(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the elements whose bytes are `data`; the bytes themselves for a packed dtype, which has no arithmetic."""
-    values = data.view(dtype)
-    try:
-        return (torch.view_as_real(values) if dtype.is_complex else values).double()
-    except NotImplementedError:
-        return data.double()
-
-
-def _relative(difference: float, mine: float, theirs: float) -> float:
-    if difference == 0.0:
-        return 0.0
-    largest = max(mine, theirs)
-    return math.sqrt(difference / largest) if largest and math.isfinite(difference) else math.inf

@@ -182,11 +182,11 @@ class RunSaves:
             self._is_prepared = True
             self._saver.prepare(lambda: self._together(step, self._full))
 
-    def compare_beside(self, step: int) -> None:
-        """Begin to compare what ranks share, beside the training that follows `step`, once a start."""
+    def compare_alongside(self, step: int) -> None:
+        """Begin to compare what ranks share, alongside the training that follows `step`, once a start."""
         if not self._is_compared:
             self._is_compared = True
-            self._saver.compare_beside(lambda: self._together(step, self._full))
+            self._saver.compare_alongside(lambda: self._together(step, self._full))
 
     def _full(self) -> State:
         return self._run.full(self._peers.rank)

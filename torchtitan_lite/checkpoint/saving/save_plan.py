@@ -121,22 +121,22 @@ class PlanCache:
             self._peers.raise_together(failure)
         assert examined is not None, "else all ranks failed together"
         if agreed is _Verdict.CHANGED or self._plan is None:
-            self._plan = self._examined = None
-            self._plan = self._make(state, flat, examined.structure)
-            self._examined, reported = examined, None
-        differs = None if check is None else self._compare(state, flat, examined.structure, reported)
+            self._plan_again(state, flat, examined)
+            reported = None
+        differs = None if check is None else self._compare(state, flat, examined, reported)
+        assert self._plan is not None
         return Planned(self._plan, flat, self._object_items, tuple(agreed_numbers), differs)
 
-    def compare_beside(self, get_state: Callable[[], State]) -> None:
+    def compare_alongside(self, get_state: Callable[[], State]) -> None:
         """Begin to digest the state in a thread, so that the first save need not: see `RankComparison`. **Collective**.
 
         `get_state` may be collective, and raises on all ranks alike. Nothing is done if nothing is planned or shared.
         """
         if self._comparison.is_due:
-            self._comparison.digest_beside(flatten(get_state())[0])
+            self._comparison.digest_alongside(flatten(get_state())[0])
 
     def _compare(
-        self, state: State, flat: State, structure: Branch, reported: Sequence[int] | None
+        self, state: State, flat: State, examined: _Examined, reported: Sequence[int] | None
     ) -> RanksDiffer | None:
         """Compare the ranks; where they differ, plan again so that all comes from the lowest. **Collective**."""
         if not self._is_compared:
@@ -145,8 +145,14 @@ class PlanCache:
         took_lowest = self._comparison.takes_lowest
         differs = self._comparison.settle(flat, reported)
         if self._comparison.takes_lowest and not took_lowest:
-            self._plan = self._make(state, flat, structure)
+            self._plan_again(state, flat, examined)
         return self._contradiction or differs
+
+    def _plan_again(self, state: State, flat: State, examined: _Examined) -> None:
+        """Replace the plan; keep none if that fails, also not the old one. **Collective**."""
+        self._plan = self._examined = None
+        self._plan = self._make(state, flat, examined.structure)
+        self._examined = examined
 
     def _make(self, state: State, flat: State, structure: Branch) -> RankPlan:
         local: SavePlan | None = None

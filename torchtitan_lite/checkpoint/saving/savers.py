@@ -76,8 +76,8 @@ class Saver(SavesStates, Protocol):
         it.
         """
 
-    def compare_beside(self, get_state: Callable[[], State]) -> None:
-        """Begin to compare the ranks beside training, if a save would have to compare all that they share.
+    def compare_alongside(self, get_state: Callable[[], State]) -> None:
+        """Begin to compare the ranks alongside training, if a save would have to compare all that they share.
 
         **Collective**, after a step that was trained, and `get_state` may be collective, too.
         """
@@ -128,12 +128,12 @@ class StateSaver:
         if num_bytes >= 0 and self._under_way.done():
             self._copies.stager.prepare(num_bytes)
 
-    def compare_beside(self, get_state: Callable[[], State]) -> None:
+    def compare_alongside(self, get_state: Callable[[], State]) -> None:
         """Begin to compare the ranks in a thread; without copies the first save does it. **Collective**."""
         if self._copies is None:
             return
         try:
-            self._plans.compare_beside(get_state)
+            self._plans.compare_alongside(get_state)
         except Exception as error:
             logger.debug("The ranks are compared in the first save: %s", error)
 

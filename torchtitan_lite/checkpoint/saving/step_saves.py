@@ -101,7 +101,7 @@ class StepSaves:
         self._saves.prepare(step, now=True)  # After the first step there is all that is to be saved.
         if not saved and not last and not leaving_for and not self._loads_only:
             self._saves.keep_in_memory(step)
-            self._saves.compare_beside(step)
+            self._saves.compare_alongside(step)
         self._auto.leave(step, began=saved and not last and not leaving_for)
         if leaving_for:
             self._note_left(leaving_for)
