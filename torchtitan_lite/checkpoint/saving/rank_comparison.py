@@ -28,7 +28,7 @@ from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import RanksDiffer
 from torchtitan_lite.log import logger
 
-SAMPLED_ITEMS = 256
+SAMPLED_ITEMS = 64
 """Items of a group that a save samples; where there are more, each save takes others."""
 OWN_NAMES = (
     "If each rank has its own (experts, stages of a pipeline), give it a name of its own there, as in "

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
-SAMPLE_BYTES = 1 << 18
-"""Bytes of what it shares that a rank samples at a save, at most: 2 ms, where a megabyte takes 8."""
+SAMPLE_BYTES = 1 << 16
+"""Bytes of what it shares that a rank samples at a save, at most: 1 ms, where a megabyte takes 8."""
 
 Holders = Mapping[MetadataIndex, Sequence[tuple[int, int]]]
 """For each item the ranks that hold it, ascending, each with the item's number in its plan."""
