@@ -25,7 +25,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MODES = ("disabled", "async", "async_with_pinned_mem")
-NUM_SAVES = 4
 DEADLINE_SECONDS = 600
 """Of the ranks of one mode, in one round."""
 
@@ -38,6 +37,9 @@ def main() -> int:
         "--params", type=float, default=168.0, help="millions of parameters (default: 168, 2 GB of state)"
     )
     parser.add_argument("--first", type=int, default=3, help="the interval, and so the first step that is saved")
+    parser.add_argument(
+        "--saves", type=int, default=4, help="of a run; the median of the later ones is steadier of more"
+    )
     parser.add_argument("--train-seconds", type=float, default=1.0, help="of products of matrices in a step")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--folder", type=Path, default=Path())
@@ -67,7 +69,13 @@ def _figure(seconds: tuple[float, ...]) -> str:
 def _measured(root: Path, mode: str, args: argparse.Namespace) -> tuple[float, float]:
     """Return the seconds that the first save blocked the slowest of two ranks, and the median of the later ones."""
     with tempfile.TemporaryDirectory(dir=args.folder.absolute()) as folder:
-        job = {"mode": mode, "params": int(args.params * 1e6), "interval": args.first, "seconds": args.train_seconds}
+        job = {
+            "mode": mode,
+            "params": int(args.params * 1e6),
+            "interval": args.first,
+            "saves": args.saves,
+            "seconds": args.train_seconds,
+        }
         ranks = [
             subprocess.Popen(
                 [sys.executable, __file__, "--child", json.dumps(job | {"rank": rank, "folder": folder})],
@@ -86,7 +94,7 @@ def _measured(root: Path, mode: str, args: argparse.Namespace) -> tuple[float, f
     return slowest[0], statistics.median(slowest[1:])
 
 
-def _rank(rank: int, folder: str, mode: str, params: int, interval: int, seconds: float) -> None:
+def _rank(rank: int, folder: str, mode: str, params: int, interval: int, saves: int, seconds: float) -> None:
     """Train on one rank, and write how long each save blocked."""
     import torch
     import torch.distributed as dist
@@ -106,7 +114,7 @@ def _rank(rank: int, folder: str, mode: str, params: int, interval: int, seconds
     ) as manager:
         manager.load()
         manager.reset()
-        for step in range(1, NUM_SAVES * interval + 1):
+        for step in range(1, saves * interval + 1):
             for each in model.parameters():
                 each.grad = torch.full_like(each, 1e-3)
             end = time.monotonic() + seconds
