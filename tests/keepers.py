@@ -54,6 +54,15 @@ def keepers_in(folder: Path) -> list[int]:
     ]
 
 
+def has_one_keeper_at_most(folder: Path) -> bool:
+    """Return whether at most one keeper is left in `folder`, once one that is being started has its process to itself.
+
+    A start that is killed meanwhile leaves the process that forks it for a moment.
+    """
+    keepers = keepers_in(folder)
+    return len(keepers) <= 1 or (any(map(has_ended, keepers)) and len(keepers_in(folder)) <= 1)
+
+
 def processes_of(folder: Path) -> list[int]:
     """Return the pids of all processes that were started with `folder` for the sockets of keepers, and still live.
 

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.descriptors import num_open
 from tests.disk.pieces import SIZE, forget, pieces_of, ranges
 from torchtitan_lite import faults
 from torchtitan_lite.disk import block_reader
@@ -296,7 +297,7 @@ def test_where_direct_io_is_refused_when_opening_reads_go_through_the_page_cache
         return real_open(path, flags, *arguments)
 
     forget(own)
-    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # it has no paths to keep
+    before = num_open()
     monkeypatch.setattr(os, "open", refuse)
     monkeypatch.setattr(os, "preadv", read := ShortReads([]))
     one = reader(2)
@@ -308,7 +309,7 @@ def test_where_direct_io_is_refused_when_opening_reads_go_through_the_page_cache
     assert not any(read.was_direct)
     refused = f"{own.parent}: direct I/O is refused here ({os.strerror(code)}); reading through the page cache"
     assert caplog.messages == [refused]
-    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+    assert num_open() == before
 
 
 @pytest.mark.parametrize("cold", [False, True])

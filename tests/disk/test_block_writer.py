@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.descriptors import num_open
 from tests.disks import FailingDisk
 from tests.store.refusals import refusals_logged
 from torchtitan_lite import faults
@@ -114,9 +115,9 @@ class Disk(Durable):
 @contextmanager
 def nothing_left_over() -> Iterator[None]:
     """Check that no thread and no descriptor is left over."""
-    before = threading.active_count(), len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # it has no paths to keep
+    before = threading.active_count(), num_open()
     yield
-    after = threading.active_count(), len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    after = threading.active_count(), num_open()
     assert after == before, "(threads, descriptors)"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -20,7 +21,9 @@ def test_a_job_on_a_terminal_shows_its_progress_and_leaves_the_log_lines_alone(t
     options = [f"--job.dump_folder={tmp_path}", "--training.steps=4", "--checkpoint.interval=2"]
     with terminal(80) as screen:
         command = ["setsid", "--ctty", "--wait", sys.executable, str(REPO / "train.py"), *TINY, *options]
-        job = subprocess.Popen(command, cwd=REPO, stdin=screen.stream, stdout=screen.stream, stderr=screen.stream)
+        streams = {"stdin": screen.stream, "stdout": screen.stream, "stderr": screen.stream}
+        # Whoever runs the tests may have no terminal, and so TERM=dumb.
+        job = subprocess.Popen(command, cwd=REPO, env=os.environ | {"TERM": "xterm-256color"}, **streams)
         shown = screen.shown_at_end()
         drawn = set(re.findall(r"step \d+/4|(?:none saved|sav(?:ed|ing) \d)", screen.received))
     assert job.wait(DEADLINE_SECONDS) == 0, "\n".join(shown)

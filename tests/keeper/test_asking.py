@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.descriptors import num_open
 from torchtitan_lite.errors import KeeperUnavailable
 from torchtitan_lite.keeper import messages
 from torchtitan_lite.keeper.client import Keeper
@@ -76,10 +77,6 @@ def asking(runtime: Path, tmp_path: Path) -> Keeper:
     """The client of a keeper that a test plays."""
     socket_path(tmp_path, runtime).parent.mkdir(mode=0o700)
     return Keeper(tmp_path, 600.0, runtime=runtime)
-
-
-def num_open() -> int:
-    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # numbers, not paths
 
 
 def test_one_that_ends_before_its_process_is_watched_is_not_joined(asking: Keeper, runtime: Path) -> None:

@@ -11,16 +11,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from tests.descriptors import num_open_of
 from tests.examples import examples
 from torchtitan_lite.keeper import messages
 from torchtitan_lite.keeper.contents import EMPTY_SECONDS, Contents
 
 TTL_SECONDS = 10.0
 NAMES, MEMBERS, STARTS = st.sampled_from("abc"), st.sampled_from("mno"), st.sampled_from("st")
-
-
-def num_open() -> int:
-    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # numbers, not paths
 
 
 class Keeping(RuleBasedStateMachine):
@@ -35,7 +32,7 @@ class Keeping(RuleBasedStateMachine):
         self.unused_since, self.is_expected = 0.0, True
         self.is_finished = self.is_terminated = False
         gc.disable()  # Else what other tests left would be closed meanwhile.
-        self.before = num_open()
+        self.before = num_open_of("arena", "mark")
         self.contents = Contents(TTL_SECONDS, self.watched.add, self.watched.remove, lambda: self.now)
 
     def ask(self, what: str, fds: tuple[int, ...] = (), **fields: Any) -> dict[str, Any]:
@@ -126,7 +123,7 @@ class Keeping(RuleBasedStateMachine):
     @invariant()
     def every_descriptor_is_held_or_closed(self) -> None:
         if hasattr(self, "contents"):
-            assert num_open() - self.before == 2 * len(self.images) + len(self.living)
+            assert num_open_of("arena", "mark") - self.before == 2 * len(self.images) + len(self.living)
             assert len(self.watched) == len(self.living)
 
     @invariant()

@@ -7,12 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.descriptors import num_open
 from tests.keepers import has_ended
 from torchtitan_lite.keeper.client import Keeper
-
-
-def num_open() -> int:
-    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # numbers, not paths
 
 
 @pytest.mark.parametrize("leave", [Keeper.leave, Keeper.finish])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.descriptors import num_open
 from torchtitan_lite.keeper import messages
 from torchtitan_lite.keeper.messages import BadMessage
 
@@ -25,10 +26,6 @@ def pair() -> Iterator[Pair]:
     yield ends
     for end in ends:
         end.close()
-
-
-def num_open() -> int:
-    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # numbers, not paths
 
 
 def message_of(num_bytes: int) -> dict[str, str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.descriptors import num_open
 from torchtitan_lite.keeper import messages
 from torchtitan_lite.keeper.contents import Answer, Contents
 from torchtitan_lite.keeper.messages import MAX_ENTRIES, MAX_TTL_SECONDS, BadMessage
@@ -52,10 +53,6 @@ def ask() -> Iterator[Asked]:
 
 def memory() -> tuple[int, int]:
     return os.memfd_create("arena"), os.memfd_create("mark")
-
-
-def num_open() -> int:
-    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # numbers, not paths
 
 
 JOIN = {"what": "join", "member": "m", "start": "s", "ttl_seconds": 5}

@@ -11,13 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.descriptors import num_open
 from torchtitan_lite.errors import KeeperUnavailable
 from torchtitan_lite.keeper import starting
 from torchtitan_lite.keeper.starting import refuse_system
-
-
-def num_open() -> int:
-    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # numbers, not paths
 
 
 def child(act: Callable[[], object]) -> int:

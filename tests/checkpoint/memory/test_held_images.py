@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.memory.cards import CARD
+from tests.descriptors import num_open
 from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint.memory.card import Card
 from torchtitan_lite.checkpoint.memory.mark import Mark, read_mark
@@ -94,10 +95,6 @@ def names_at(keeper: Keeper) -> list[str]:
     for each in held:
         each.close()
     return sorted(each.name for each in held)
-
-
-def num_open() -> int:
-    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # numbers, not paths
 
 
 def test_the_images_of_all_steps_are_complete_and_the_latest_one_is_first(keeper: Keeper) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.checkpoint.memory.spoiled import empty, fill, keeper_of, other_bytes, spoil
 from tests.checkpoint.memory.starts import KILLED, run
-from tests.keepers import keepers_in, processes_of
+from tests.keepers import has_one_keeper_at_most, processes_of
 
 pytestmark = pytest.mark.usefixtures("memory_tier")
 
@@ -81,7 +81,7 @@ def test_many_restarts_lose_no_image_and_leave_no_process_and_no_memory(
         weights |= start.weights
         reported, before = max(reported, start.ready, resumed), start.log
         assert len({*arenas(folder)}) <= 3
-        assert len(keepers_in(memory_tier)) <= 1
+        assert has_one_keeper_at_most(memory_tier)
     last = max(weights) + 1
     assert run(folder, last, kills=False, finishes=True).code == 0
     assert processes_of(memory_tier) == []

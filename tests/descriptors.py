@@ -1,0 +1,33 @@
+"""The descriptors that this process has open."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+_FOLDER = "/proc/self/fd"
+
+
+def num_open() -> int:
+    """Return how many descriptors are open."""
+    return len(os.listdir(_FOLDER))  # noqa: PTH208  # numbers, not paths
+
+
+def num_open_of(*memories: str) -> int:
+    """Return how many of memory files with one of these names, and of this process itself, are open.
+
+    Other threads, as of a test before, may open and close others meanwhile.
+    """
+    wanted = {f"/memfd:{name} (deleted)" for name in memories}
+    found = 0
+    for fd in os.listdir(_FOLDER):  # noqa: PTH208  # numbers, not paths
+        with suppress(OSError):  # It was closed meanwhile.
+            target = os.readlink(f"{_FOLDER}/{fd}")  # noqa: PTH115  # likewise
+            found += target in wanted or (target == "anon_inode:[pidfd]" and _is_of_this_process(fd))
+    return found
+
+
+def _is_of_this_process(pidfd: str) -> bool:
+    lines = Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines()
+    return f"Pid:\t{os.getpid()}" in lines
