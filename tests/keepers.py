@@ -8,7 +8,7 @@ import select
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -29,21 +29,29 @@ def turn_off() -> None:
 
 
 @pytest.fixture
-def memory_tier(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def memory_tier() -> Iterator[Path]:
     """Turn the memory tier on, in this process and in jobs that it starts; the keepers end with the test.
 
     It is the folder of their sockets. Ranks of `two_ranks` have it off: set both variables in them.
     """
-    folder = _new_folder()
-    monkeypatch.delenv("TORCHTITAN_LITE_MEMORY", raising=False)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
-    try:
+    with tier() as folder:
         yield folder
-    finally:
-        left = keepers_in(folder)
-        shutil.rmtree(folder, ignore_errors=True)  # A keeper ends when its socket is removed.
-        for pid in left:
-            assert has_ended(pid), f"the keeper {pid} has not ended without its socket"
+
+
+@contextmanager
+def tier() -> Iterator[Path]:
+    """Do for the block what `memory_tier` does for a test."""
+    folder = _new_folder()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TORCHTITAN_LITE_MEMORY", raising=False)
+        patch.setenv("XDG_RUNTIME_DIR", str(folder))
+        try:
+            yield folder
+        finally:
+            left = keepers_in(folder)
+            shutil.rmtree(folder, ignore_errors=True)  # A keeper ends when its socket is removed.
+            for pid in left:
+                assert has_ended(pid), f"the keeper {pid} has not ended without its socket"
 
 
 def keepers_in(folder: Path) -> list[int]:

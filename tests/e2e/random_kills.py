@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tests.e2e.jobs import children, command_line, read_lines, send
 from tests.e2e.sharded_run import RANKS, ShardedRun
@@ -50,12 +51,18 @@ class Order:
     folder: Path
     keys: dict[str, Any] = field(default_factory=dict)
     steps: int = STEPS
+    ranks: int = RANKS
     width: int = 1024
     """Of the model: it has 1024 parameters for each."""
     memory_group: Path | None = None
     """The control group of cgroup v1's memory controller in which all processes of the job run."""
     runtime: Path | None = None
     """The folder of the keeper's socket, if the job has a memory tier."""
+    dropout: float = 0.1
+    load: int = -1
+    """What `load` of the manager gets."""
+    has_digests: bool = False
+    """Whether the record has a digest of the state after the load and after each step."""
 
     def record(self, rank: int) -> Path:
         """Return the file in which `rank` records its actions."""
@@ -63,7 +70,7 @@ class Order:
 
     @property
     def request(self) -> Path:
-        """The file whose existence makes rank 1 raise, once."""
+        """The file whose existence makes the last rank raise, once."""
         return self.folder / "raise"
 
     @property
@@ -98,7 +105,7 @@ class KilledJob:
         """Return the steps for which every rank recorded `event` in the same start."""
         of_ranks = [
             {(start, line["step"]) for start, lines in self.starts(rank).items() for line in lines if is_(line, event)}
-            for rank in range(RANKS)
+            for rank in range(self.order.ranks)
         ]
         return {step for _, step in set.intersection(*of_ranks)}
 
@@ -109,12 +116,12 @@ class KilledJob:
 
     def wait_for_training(self, after: int) -> int:
         """Return once start number `after` + 1 has trained a step on every rank; return the step that it resumed."""
-        self.wait_until(lambda: all(_trains(self.starts(rank), after) for rank in range(RANKS)))
+        self.wait_until(lambda: all(_trains(self.starts(rank), after) for rank in range(self.order.ranks)))
         return next(line["step"] for line in list(self.starts(0).values())[after] if is_(line, "resumed"))
 
     def pids(self) -> list[int]:
         """Return the pid of each rank of the current start."""
-        return [list(self.starts(rank).values())[-1][0]["pid"] for rank in range(RANKS)]
+        return [list(self.starts(rank).values())[-1][0]["pid"] for rank in range(self.order.ranks)]
 
     def wait_a_moment(self) -> None:
         """Wait for a random number of steps and a random part of one: the ranks train, stage, digest and save."""
@@ -183,7 +190,7 @@ class KilledJob:
 
     def _trained(self) -> int:
         """Return the step that the current start has trained on every rank."""
-        of_ranks = [list(self.starts(rank).values())[-1] for rank in range(RANKS)]
+        of_ranks = [list(self.starts(rank).values())[-1] for rank in range(self.order.ranks)]
         return min(max((line["step"] for line in lines if is_(line, "trained")), default=0) for lines in of_ranks)
 
 
@@ -206,7 +213,7 @@ def is_(line: dict[str, Any], event: str) -> bool:
 def losses(order: Order) -> dict[int, set[str]]:
     """Return the exact losses of each step, of all starts and ranks, each with its rank."""
     found: dict[int, set[str]] = {}
-    for rank in range(RANKS):
+    for rank in range(order.ranks):
         for line in read_lines(order.record(rank)):
             if is_(line, "trained"):
                 found.setdefault(line["step"], set()).add(f"rank {rank}: {line['loss']}")
@@ -227,17 +234,11 @@ def _agent(order: Order, number: int) -> None:
 
     if order.memory_group is not None:
         (order.memory_group / "cgroup.procs").write_text(str(os.getpid()))
-    if order.runtime is not None:
-        os.environ.pop("TORCHTITAN_LITE_MEMORY", None)
-        os.environ["XDG_RUNTIME_DIR"] = str(order.runtime)
-
-    output = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    _look_like_a_job(order)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=RANKS,
+        nproc_per_node=order.ranks,
         run_id=str(number),
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
@@ -254,6 +255,23 @@ def _agent(order: Order, number: int) -> None:
         traceback.print_exc()
     finally:
         os._exit(code)
+
+
+def run_rank(order: Order, number: int, variables: dict[str, str]) -> None:
+    """Run one rank of start `number` without an agent, with the `variables` that one would set."""
+    os.environ |= variables | {"TORCHELASTIC_RESTART_COUNT": "0"}
+    _look_like_a_job(order)
+    _rank(order, number)
+    os._exit(0)  # Skips the shutdown of an interpreter with torch, which takes a second.
+
+
+def _look_like_a_job(order: Order) -> None:
+    if order.runtime is not None:
+        os.environ.pop("TORCHTITAN_LITE_MEMORY", None)
+        os.environ["XDG_RUNTIME_DIR"] = str(order.runtime)
+    output = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
 
 
 def _rank(order: Order, number: int) -> None:
@@ -280,17 +298,21 @@ def _rank(order: Order, number: int) -> None:
 
 def _train(order: Order, rank: int, write: Callable[..., None]) -> None:
     keys = {"interval": DISK_INTERVAL, "keep_latest_k": 2, **order.keys, "preemption_signals": ("SIGTERM",)}
-    run = ShardedRun(order.folder, rank, write, lr=0.001, width=order.width, **keys)
+    run = ShardedRun(order.folder, rank, write, lr=0.001, width=order.width, dropout=order.dropout, **keys)
     state = run.train_state
+
+    def digest() -> dict[str, str]:
+        return {"state": run.state_digest()} if order.has_digests else {}
+
     with run.manager:
-        run.manager.load()
-        write("resumed", state.step)
-        while state.step < order.steps:
-            if rank == 1 and order.request.exists():
+        run.manager.load(order.load)
+        write("resumed", state.step, **digest())
+        while state.step < order.steps and not run.manager.preempted_by:
+            if rank == dist.get_world_size() - 1 and order.request.exists():
                 order.request.unlink()
                 raise RuntimeError("the test wanted an error here")
             loss = run.train()
-            write("trained", state.step, loss=loss)
+            write("trained", state.step, loss=loss, **digest())
             run.manager.save(state.step, force=state.step == order.steps)
 
 

@@ -1,0 +1,48 @@
+"""Whole runs, drawn at random: whatever befalls them, no step that was promised is lost, and none is another one.
+
+By hand, as many as you like: `python -m tests.e2e.random_runs --seed 0 --runs 100`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.drawn_run import draw
+from tests.e2e.random_runs import Tally, carry_out
+from tests.e2e.sharded_run import printed
+
+FEW = range(3)
+MANY = 25
+FIRST = 1000 if "CI" in os.environ else random.SystemRandom().randrange(10**6)
+"""The first seed of the slow tests: in CI always the same one. A failure prints its run, with the seed."""
+
+
+@pytest.fixture(scope="module")
+def tally(request: pytest.FixtureRequest) -> Iterator[Tally]:
+    with printed(request, Tally()) as counts:
+        yield counts
+
+
+@pytest.mark.parametrize("seed", FEW)
+def test_a_run_of_one_rank_loses_nothing_and_is_the_straight_run(
+    seed: int, tmp_path: Path, memory_tier: Path, tally: Tally
+) -> None:
+    carry_out(draw(seed, ranks=(1,), most_legs=3), tmp_path / "run", memory_tier, tally)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(MANY))
+def test_a_run_loses_nothing_and_is_the_straight_run(
+    number: int, tmp_path: Path, memory_tier: Path, tally: Tally
+) -> None:
+    carry_out(draw(FIRST + number), tmp_path / "run", memory_tier, tally)
+
+
+def test_equal_seeds_draw_equal_runs() -> None:
+    assert [draw(seed) for seed in range(20)] == [draw(seed) for seed in range(20)]
+    assert len({repr(draw(seed)) for seed in range(20)}) == 20
