@@ -43,6 +43,20 @@ def test_an_image_counts_beside_its_latest_step_on_disk_that_is_damaged_and_agai
         assert names(folder) == ["step-2", "step-4.corrupt"]
 
 
+@pytest.mark.parametrize(("until", "kept"), [(5, 0), (7, 1)], ids=["beside the run that it left", "alone"])
+def test_an_image_of_a_branch_counts_beside_a_step_of_the_branch_that_is_damaged(
+    tmp_path: Path, until: int, kept: int
+) -> None:
+    folder = tmp_path / "run"
+    run(folder, 3, interval=2)
+    branch = run(folder, until, interval=2, load_step=2, keep_latest_k=kept)
+    assert len(names(folder)) == 2 - kept
+    flip(folder / f"step-{until - 1}" / "manifest.json")
+    again = run(folder, until)
+    assert (again.loaded, again.error) == ((until, "memory"), "")
+    assert again.loaded_weight == branch.weights[until]
+
+
 @SLOW
 @pytest.mark.parametrize("name", ["manifest.json", "__0_0.distcp"])
 def test_where_all_on_disk_is_damaged_the_run_goes_on_from_memory_and_nothing_is_renamed_before_a_save(

@@ -29,6 +29,7 @@ ON_BRANCH = image(run_id="r2", branch_point=10, latest=TWENTY, step=12)
 ROLLS_BACK = disk(
     latest=TWENTY, wanted=10, chosen=Chosen(step=10, run_id="new", begins_branch=True), abandoned=frozenset()
 )
+OF_BRANCH = Commit(10, "d" * 32, run_id="r2")
 BRANCH_COMMITTED = disk(
     latest=FIFTEEN, latest_start="s1", chosen=Chosen(step=15, run_id="r2"), abandoned=frozenset({20})
 )
@@ -51,6 +52,18 @@ COUNT = {
         disk(BRANCH_COMMITTED, wanted=10),
     ),
     "a branch goes on without its load_step": (dataclasses.replace(ON_BRANCH, step=17), BRANCH_COMMITTED),
+    "the disk has only the damaged step of its branch": (
+        image(run_id="r2", branch_point=2, step=12, latest=OF_BRANCH),
+        disk(latest=OF_BRANCH, chosen=None),
+    ),
+    "the disk falls back from a damaged step of its branch to the run that it left": (
+        image(run_id="r2", branch_point=2, step=12, latest=OF_BRANCH),
+        disk(latest=OF_BRANCH, chosen=Chosen(step=2, run_id="r1")),
+    ),
+    "its start has committed a step of its branch, which is damaged": (
+        image(run_id="r2", branch_point=2, step=12, latest=Commit(2, "f" * 32, run_id="r1")),
+        disk(latest=OF_BRANCH, latest_start="s1", chosen=Chosen(step=2, run_id="r1")),
+    ),
     "the very step is wanted": (
         image(step=10),
         disk(wanted=10, is_exact=True, chosen=Chosen(step=10, run_id="new", begins_branch=True)),

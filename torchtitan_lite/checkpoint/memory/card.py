@@ -127,7 +127,8 @@ def _commit(value: Any) -> Commit:
     document = table({"commit": value})["commit"]
     digest = value_of(document, "digest", str)[:_ID_LETTERS]
     metadata_ns = number(document, "metadata_ns", 0) if "metadata_ns" in document else 0
-    return Commit(number(document, "step", 0), digest, metadata_ns)
+    run_id = _id(document, "run_id") if "run_id" in document else ""  # Of a version that did not note it.
+    return Commit(number(document, "step", 0), digest, metadata_ns, run_id)
 
 
 def _id(document: dict[str, Any], name: str) -> str:

@@ -32,6 +32,8 @@ class Commit:
     """The digest in the last line of its manifest; empty where that is damaged."""
     metadata_ns: int = field(default=0, compare=False)
     """When its `.metadata` was written, in nanoseconds; 0 if that is unknown."""
+    run_id: str = field(default="", compare=False)
+    """That of its run or branch; empty if that is unknown."""
 
     def is_rest_of(self, commit: Commit) -> bool:
         """Return whether this, which was found in a damaged checkpoint, is left of `commit`."""
@@ -43,7 +45,7 @@ class Commit:
 def commit_of(info: CheckpointInfo) -> Commit | None:
     """Return the step and the digest of a committed checkpoint; None if its manifest cannot be read."""
     try:
-        return Commit(info.step, _digest_in(info.path), _metadata_ns(info.path))
+        return Commit(info.step, _digest_in(info.path), _metadata_ns(info.path), info.run_id)
     except (OSError, CheckpointUnsafe):
         return None
 

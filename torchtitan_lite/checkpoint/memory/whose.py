@@ -129,7 +129,8 @@ def _why_not_chosen(image: Image, disk: OnDisk) -> str:
     if disk.is_exact and (chosen is None or image.step != chosen.step):
         return f"step {disk.wanted} is wanted"
     if chosen is None:
-        return "" if image.branch_point is None else f"it is of a branch from step {image.branch_point}"
+        counts = image.branch_point is None or _has_saved(image, disk)
+        return "" if counts else f"it is of a branch from step {image.branch_point}"
     if chosen.counts_again:  # The steps of such a run do not compare with those on disk.
         return _why_not_again(image, chosen, disk)
     if image.step < chosen.step:
@@ -140,7 +141,14 @@ def _why_not_chosen(image: Image, disk: OnDisk) -> str:
         return "a new branch is wanted"
     if chosen.begins_branch:
         return "" if image.branch_point == disk.wanted else f"it is of no branch from step {disk.wanted}"
-    return "" if image.run_id == chosen.run_id else f"it is of run {image.run_id}, and run {chosen.run_id} is resumed"
+    if image.run_id == chosen.run_id or _has_saved(image, disk):
+        return ""
+    return f"it is of run {image.run_id}, and run {chosen.run_id} is resumed"
+
+
+def _has_saved(image: Image, disk: OnDisk) -> bool:
+    """Return whether the latest commit is of the run of `image`: where the disk takes another, that one is damaged."""
+    return any(commit is not None and commit.run_id == image.run_id for commit in (image.latest, disk.latest))
 
 
 def _why_not_again(image: Image, chosen: Chosen, disk: OnDisk) -> str:
