@@ -44,7 +44,7 @@ LOADS = {
     "load(step)": 1,  # The argument of the manager's method.
     "the same": 2,  # The command of the start before.
 }
-"""What a start is told to load, and how often."""
+"""Which step a start wants, and how often."""
 MOST_STEPS = 12
 LONGEST_MOMENT = 0.06
 """In seconds; longer than a step takes."""

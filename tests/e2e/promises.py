@@ -29,7 +29,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Command:
-    """What a start is told to load."""
+    """Which step a start wants, and how it says so."""
 
     how: str = "latest"
     step: int = -1
@@ -65,6 +65,8 @@ class Promises:
     folder: Path
     has_tier: bool
     """Whether it makes images that no save replaces: `memory_interval` is not 0."""
+    interval: int = 0
+    """The steps from one save to the next; 0 if other things decide."""
     held: Held | None = None
     _damaged: set[tuple[int, int, int]] = field(default_factory=set)
     """Step, inode and time of each damaged folder."""
@@ -126,10 +128,23 @@ class Promises:
         if new and not {*new} <= saved:
             return f"{new} are new on disk, {sorted(saved)} were saved"
         if start.resumed is not None:
+            if command.how == "latest" and self._owes(start, before) and start.resumed + 1 not in saved:
+                return f"step {start.resumed} was resumed from memory, and what was overdue was not saved"
             self._note_images(start, command, kept_since, has_saved=bool(saved), has_committed=bool(new))
         elif kept_since:
             self.held = None
         return ""
+
+    def _owes(self, start: BareStart, before: list[CheckpointInfo]) -> bool:
+        """Return whether the disk lacked a multiple of `interval`, and `start` had the time to save its first step.
+
+        Where a load from memory reads no damaged file, it takes the file's step for durable.
+        """
+        if not (self.interval and start.is_from_memory) or start.resumed is None or self._damaged:
+            return False
+        on_disk = max((info.step for info in before), default=0)
+        is_overdue = self.interval * (on_disk // self.interval + 1) <= start.resumed
+        return is_overdue and start.trained() > start.resumed + 1
 
     def _note_images(
         self, start: BareStart, command: Command, kept_since: int, *, has_saved: bool, has_committed: bool

@@ -33,8 +33,8 @@ from torchtitan_lite.store.manifest import CheckpointInfo
 MORE_STEPS = 5
 """The last start trains so many more than any before it."""
 NEVER = 10**9
-RELATIVE_TOLERANCE = 1e-4
-"""Of losses on another number of ranks: sums are taken in another order."""
+TOLERANCE = 1e-4
+"""Relative, of losses on another number of ranks: sums are taken in another order."""
 
 
 @dataclass
@@ -65,7 +65,8 @@ class RandomRun:
             dropout=drawn.dropout,
             has_digests=True,
         )
-        self._promises = Promises(folder, has_tier=drawn.keys.get("memory_interval", 0) > 0)
+        has_tier, is_in_steps = drawn.keys.get("memory_interval", 0) > 0, "interval_type" not in drawn.keys
+        self._promises = Promises(folder, has_tier, drawn.keys["interval"] if is_in_steps else 0)
         self._command = Command()
         self._most = 0
         """The highest step that was trained."""
@@ -97,7 +98,7 @@ class RandomRun:
         return start
 
     def _run(self, leg: Leg) -> None:
-        self._command = command = self._told(leg)
+        self._command = command = self._command_of(leg)
         before, expected = self._promises.committed(), self._promises.expected(command)
         without_images = replace(self._promises, held=None).expected(command)
         start = self._launch(leg.ranks, command)
@@ -121,7 +122,7 @@ class RandomRun:
             last = start.trained(max)
             assert self._promises.on_disk() == last, f"left at step {last} for a signal:\n{start.tail()}"
 
-    def _told(self, leg: Leg) -> Command:
+    def _command_of(self, leg: Leg) -> Command:
         if leg.load == "the same" and self._command.how in ("latest", "load_step"):
             step = self._command.step
             is_there = step == -1 or step in [info.step for info in self._promises.committed()]
@@ -239,12 +240,13 @@ class RandomRun:
 
     def _compare(self) -> None:
         """Compare all that was loaded and trained with the straight runs."""
-        straight = {ranks: _straight(self.drawn, ranks, self._most + MORE_STEPS) for ranks in (1, 2)}
+        references = {start.order.ranks for start in self._starts} | (set() if self.drawn.keeps_ranks else {1})
+        straight = {ranks: _straight(self.drawn, ranks, self._most + MORE_STEPS) for ranks in references}
         wrong: list[str] = []
         followed: dict[tuple[int, int, str], tuple[str, ...]] = {}
         for ranks, states in straight.items():
             followed |= {(ranks, step, states[step - 1][0]): after for step, after in states.items() if step}
-        seen = {(0, straight[1][0][0])}
+        seen = {(0, states[0][0]) for states in straight.values()}
         for number, start in enumerate(self._starts, 1):
             of_ranks = [start.of_event("trained", rank) for rank in start.all_ranks]
             state = next((line["state"] for line in start.of_event("resumed")), "")
@@ -254,10 +256,12 @@ class RandomRun:
                 step, after = lines[0]["step"], (lines[0]["state"], *(line["loss"] for line in lines))
                 if followed.setdefault((start.order.ranks, step, state), after) != after:
                     wrong.append(f"start {number}: step {step} is another one than from the same state before")
-                if self.drawn.keeps_ranks and straight[start.order.ranks][step] != after:
-                    wrong.append(f"start {number}: step {step} is not that of the straight run")
-                expected, found = (_mean(values) for values in (straight[1][step][1:], after[1:]))
-                if not self.drawn.keeps_ranks and not math.isclose(found, expected, rel_tol=RELATIVE_TOLERANCE):
+                if self.drawn.keeps_ranks:
+                    if straight[start.order.ranks][step] != after:
+                        wrong.append(f"start {number}: step {step} is not that of the straight run")
+                elif not math.isclose(
+                    found := _mean(after[1:]), expected := _mean(straight[1][step][1:]), rel_tol=TOLERANCE
+                ):
                     wrong.append(f"start {number}: the loss of step {step} is {found}, expected {expected}")
                 state = after[0]
                 seen.add((step, state))

@@ -16,8 +16,9 @@ from tests.e2e.drawn_run import draw
 from tests.e2e.random_runs import Tally, carry_out
 from tests.e2e.sharded_run import printed
 
-FEW = range(3)
-MANY = 25
+FEW = (79, 112, 143)
+"""Seeds whose runs make images: with a rollback, damage, a keeper that is killed, a signal."""
+MANY = 30
 FIRST = 1000 if "CI" in os.environ else random.SystemRandom().randrange(10**6)
 """The first seed of the slow tests: in CI always the same one. A failure prints its run, with the seed."""
 
