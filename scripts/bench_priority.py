@@ -191,11 +191,14 @@ def _train(folder: str, mode: str, params: int, saves: int, steps: int, work: in
     from torchtitan_lite.checkpoint import CheckpointManager
 
     model, optimizer, train_step = _training(params, work)
+    started: dict[int, float] = {}
     committed: dict[int, float] = {}
 
     def note(event: str, step: int, **figures: Any) -> None:
-        if event == "committed":
-            committed[step] = time.monotonic()
+        if event == "save_started":
+            started[step] = time.monotonic()
+        elif event == "committed":  # It comes with a later step, and says how long the save took.
+            committed[step] = started[step] + figures["seconds"]
 
     with CheckpointManager.for_loop(
         model=model,
