@@ -1,13 +1,23 @@
-"""A job with images restarts in the memory that it had before: no second set of arenas, no copy of what it loads."""
+"""A job with images lives inside the memory that it needs without them, and restarts in the memory that it had."""
 
 from __future__ import annotations
 
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.cgroups import memory_group as memory_group
+from tests.e2e.jobs import TINY, Job, send
 from tests.e2e.random_kills import KilledJob, Order, killed_job
+from tests.e2e.test_config_path import CONFIG
+from tests.forked import REPO
+from tests.keepers import has_ended
 
 pytestmark = pytest.mark.slow
 
@@ -32,8 +42,62 @@ def test_a_restart_inside_a_fifth_more_memory_than_the_peak_before_it_lives(
             resumed = job.wait_for_training(number)
             assert resumed >= ready, f"step {ready} was reported, step {resumed} was resumed:\n{job.tail()}"
             _trains_until_images_are_ready(job, resumed + 6)
-    killed = [line for line in (memory_group / "memory.oom_control").read_text().splitlines() if "oom_kill " in line]
-    assert killed in ([], ["oom_kill 0"])
+    assert not oom_kills(memory_group)
+
+
+SIZES = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "num_attention_heads": 4}
+LONG = ("--training.batch_size=4", "--training.seq_len=256")  # A step takes more memory than is left between two.
+OTHERS = pytest.mark.exhaustive  # Half a minute each.
+STEPS = 8
+"""Of each start: three saves."""
+LINE = re.compile(r"(?:Images|No images|No more images) in memory (?:every|in this start).*")
+
+
+@pytest.mark.parametrize("factor", [1.1, *(pytest.param(each, marks=OTHERS) for each in (1.02, 1.2, 1.4))])
+@pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])
+def test_a_job_that_fits_without_images_is_not_killed_for_them_and_one_line_says_that_they_are_fewer(
+    mode: str, factor: float, memory_group: Path, memory_tier: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **SIZES}))
+    without = [*_starts(tmp_path, "without", memory_group, 2, mode, memory_interval=0)]
+    peak = int((memory_group / "memory.max_usage_in_bytes").read_text())
+    _end_all(memory_group)
+    (memory_group / "memory.limit_in_bytes").write_text(str(int(factor * peak)))
+    lines = [LINE.findall(log) for log in _starts(tmp_path, "with", memory_group, 3, mode, memory_interval=1)]
+    assert not oom_kills(memory_group), lines
+    assert not any(map(LINE.findall, without))
+    assert all(len(each) <= 1 for each in lines), lines
+    print(f"{mode}, {factor} x {peak >> 20} MiB: {lines}")
+
+
+def _starts(folder: Path, name: str, group: Path, number: int, mode: str, *, memory_interval: int) -> Iterator[str]:
+    """Train `number` starts of one job in `group`, each killed after some steps; yield the log of each."""
+    options = [f"--checkpoint.async_mode={mode}", f"--checkpoint.memory_interval={memory_interval}"]
+    options += ["--checkpoint.interval=3", "--training.steps=1000", f"--model.config_path={folder / 'config.json'}"]
+    command = [sys.executable, str(REPO / "train.py"), *TINY, *LONG, f"--job.dump_folder={folder / name}", *options]
+    within = ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(group)]
+    for start in range(number):
+        log = folder / f"{name}-{start}.log"
+        with log.open("w") as file:
+            job = Job([subprocess.Popen([*within, *command], cwd=REPO, stdout=file, stderr=file)], folder / name, log)
+        before = max(job.losses(), default=0)
+        job.wait_until(lambda job, last=before + STEPS: max(job.losses(), default=0) >= last)
+        job.kill()
+        yield job.log
+
+
+def oom_kills(group: Path) -> int:
+    """Return how many processes of `group` the kernel has killed."""
+    lines = (group / "memory.oom_control").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+
+
+def _end_all(group: Path) -> None:
+    """End what is left of the job before, and forget its files in the page cache."""
+    for pid in (group / "cgroup.procs").read_text().split():
+        send(int(pid), signal.SIGKILL)
+        assert has_ended(int(pid))
+    (group / "memory.force_empty").write_text("0")
 
 
 def _trains_until_images_are_ready(job: KilledJob, step: int) -> None:

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.checkpoint.memory.room import available_in, free_bytes, host_id, num_arenas
+from torchtitan_lite.checkpoint.memory.room import (
+    Room,
+    available_in,
+    free_bytes,
+    host_id,
+    is_short,
+    num_arenas,
+    oom_kills,
+    reserve_bytes,
+)
 
 GIB = 1 << 30
 MEMINFO = "MemTotal:       33554432 kB\nMemFree:         1048576 kB\nMemAvailable:   20971520 kB\n"
@@ -76,21 +85,53 @@ def test_a_system_that_says_nothing_has_room_and_a_name(tmp_path: Path) -> None:
     assert host_id() == host_id()
 
 
+STATUS = "Name:\tpython\nVmHWM:\t 6291456 kB\nVmRSS:\t 4194304 kB\n"
+
+
+def limited(free: int, kills: str = "") -> dict[str, str]:
+    files = {"proc/self/cgroup": "0::/job/rank\n", "proc/self/mountinfo": V2_MOUNT, "proc/self/status": STATUS}
+    files |= v2("job", str(8 * GIB), 8 * GIB - free) | v2("job/rank", "max", GIB)
+    return files | {"sys/fs/cgroup/job/memory.events": f"low 0\noom 9\n{kills}"}
+
+
+def test_what_a_process_had_more_at_its_peak_is_reserved_and_a_part_of_that_peak(tmp_path: Path) -> None:
+    assert reserve_bytes(tree(tmp_path, limited(GIB))) == 2 * GIB + 6 * GIB // 20
+    assert reserve_bytes(tmp_path / "none") == 0
+
+
+@pytest.mark.parametrize(("free", "short"), [(GIB, True), (2 * GIB - 1, True), (2 * GIB, False)])
+def test_memory_is_short_if_the_next_peak_does_not_fit(free: int, short: bool, tmp_path: Path) -> None:
+    assert is_short(tree(tmp_path, limited(free))) is short
+
+
+def test_processes_killed_for_memory_are_those_of_the_innermost_cgroup_with_a_limit(tmp_path: Path) -> None:
+    assert oom_kills(tree(tmp_path / "a", limited(GIB, "oom_kill 2\n"))) == 2
+    assert oom_kills(tree(tmp_path / "b", limited(GIB))) == 0
+    files = {"proc/self/cgroup": "4:memory:/job\n", "proc/self/mountinfo": V1_MOUNT} | v1("job", GIB, 0)
+    files["sys/fs/cgroup/memory/job/memory.oom_control"] = "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n"
+    assert oom_kills(tree(tmp_path / "c", files)) == 3
+    assert oom_kills(tmp_path / "none") == 0
+
+
 @pytest.mark.parametrize(
     ("ranks", "number"),
     [
-        ([("a", GIB, 0, 4 * GIB)], 3),
-        ([("a", GIB, 0, 3 * GIB)], 2),
-        ([("a", GIB, 0, 2 * GIB)], 1),
-        ([("a", GIB, 0, GIB)], 0),
-        ([("a", GIB, 3 * GIB, 0)], 3),
-        ([("a", GIB, 0, 5 * GIB), ("a", GIB, 0, 5 * GIB)], 2),
-        ([("a", GIB, 0, 5 * GIB), ("b", GIB, 0, 3 * GIB)], 2),
-        ([("a", GIB, 0, 50 * GIB), ("a", -1, 0, 50 * GIB)], 0),
-        ([("a", 0, 0, 0)], 3),
+        ([Room("a", GIB, 0, 4 * GIB)], 3),
+        ([Room("a", GIB, 0, 3 * GIB)], 2),
+        ([Room("a", GIB, 0, 2 * GIB)], 1),
+        ([Room("a", GIB, 0, GIB)], 0),
+        ([Room("a", GIB, 3 * GIB, 0)], 3),
+        ([Room("a", GIB, 0, 5 * GIB), Room("a", GIB, 0, 5 * GIB)], 2),
+        ([Room("a", GIB, 0, 5 * GIB), Room("b", GIB, 0, 3 * GIB)], 2),
+        ([Room("a", GIB, 0, 50 * GIB), Room("a", -1, 0, 50 * GIB)], 0),
+        ([Room("a", 0, 0, 0)], 3),
+        ([Room("a", GIB, 0, 4 * GIB, reserve_bytes=GIB)], 2),
+        ([Room("a", GIB, 0, 5 * GIB, GIB), Room("a", GIB, 0, 5 * GIB, GIB)], 1),
+        ([Room("a", GIB, 3 * GIB, 0, reserve_bytes=GIB)], 3),
+        ([Room("a", GIB, 0, 9 * GIB, oom_kills=1)], 2),
+        ([Room("a", GIB, 0, 9 * GIB), Room("b", GIB, 0, 9 * GIB, oom_kills=2)], 1),
+        ([Room("a", GIB, 0, 9 * GIB, oom_kills=7)], 0),
     ],
 )
-def test_the_ranks_of_a_host_share_its_room_and_all_ranks_have_the_same_number(
-    ranks: list[tuple[str, int, int, int]], number: int
-) -> None:
+def test_the_ranks_of_a_host_share_its_room_and_all_ranks_have_the_same_number(ranks: list[Room], number: int) -> None:
     assert num_arenas(ranks) == number

@@ -82,13 +82,33 @@ def staged(pool: Pool, step: int, *, valid: bool = True) -> None:
     pool.release(slot)
 
 
-def test_a_pool_grows_and_never_shrinks() -> None:
+def test_a_pool_grows_by_resize_only() -> None:
     pool = pool_of(3)
     slots = [*pool.slots]
     pool.resize(2)
     assert pool.slots == slots
     pool.resize(4)
     assert len(pool.slots) == 4 and pool.slots[:3] == slots
+
+
+def test_a_pool_that_shrinks_keeps_the_image_that_all_ranks_have() -> None:
+    pool = pool_of(3)
+    for step in (1, 2):
+        staged(pool, step)
+    pool.agree((False, True, False, True))  # Of the steps none, 1 and 2: all ranks have step 1.
+    assert pool.complete == 1
+    assert pool.shrink(3, 0.0) == []
+    assert pool.shrink(1, 0.0) == []
+    assert [slot.step for slot in pool.slots] == [1]
+    assert pool.report() == (), "as a pool of one"
+
+
+def test_a_pool_that_shrinks_keeps_what_is_being_read() -> None:
+    pool = pool_of(3)
+    staged(pool, 1)
+    read = pool.take(2)
+    pool.shrink(1, 0.0)
+    assert pool.slots == [read]
 
 
 def test_a_report_says_of_each_of_the_last_three_steps_whether_its_image_is_lacking() -> None:

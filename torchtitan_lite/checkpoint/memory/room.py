@@ -1,7 +1,8 @@
 """How much memory this process may still take, and for how many arenas that is enough.
 
 A process is killed when a cgroup above it is full, which MemAvailable does not show, so the least of all limits counts.
-Pages of files count as free: the kernel drops them first. Pure functions of texts, and readers of /proc and /sys.
+Pages of files count as free: the kernel drops them first. Between two steps a process has less than at its peak within
+them: the difference is reserved. Pure functions of texts, and readers of /proc and /sys.
 """
 
 from __future__ import annotations
@@ -9,32 +10,82 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 MAX_ARENAS = 3
 _USED = 0.8
 """The part of the free memory that arenas may take: what else grows takes the rest."""
+_GROWTH = 0.05
+"""The part of its own peak by which a process may still grow: the first steps do not show the last peak."""
 _V1_UNLIMITED = 1 << 60
 """cgroup v1 says a number of about 2^63 for no limit."""
 
 
-def num_arenas(ranks: Sequence[tuple[str, int, int, int]]) -> int:
+class Room(NamedTuple):
+    """What a rank knows of the memory of its host."""
+
+    host: str
+    arena_bytes: int
+    """Of one arena; negative if unknown."""
+    have_bytes: int
+    """Of the arenas that it has."""
+    free_bytes: int
+    reserve_bytes: int = 0
+    """What training takes of that, at its peak."""
+    oom_kills: int = 0
+    """The processes that were killed because the cgroup of the job was full."""
+
+
+def num_arenas(ranks: Sequence[Room]) -> int:
     """Return how many arenas of its size each rank can have, at most `MAX_ARENAS`; less than 2 is not enough.
 
-    For each rank: its host, the bytes of one arena (negative if unknown), the bytes of arenas that it has, and the
-    bytes that are free on its host.
+    Each process that was killed for memory makes it one less: the job may have been the one that did not fit.
     """
-    if any(num_bytes < 0 for _, num_bytes, _, _ in ranks):
+    if any(rank.arena_bytes < 0 for rank in ranks):
         return 0
-    return next((number for number in range(MAX_ARENAS, 0, -1) if _fits(ranks, number)), 0)
+    most = MAX_ARENAS - max((rank.oom_kills for rank in ranks), default=0)
+    return next((number for number in range(most, 0, -1) if _fits(ranks, number)), 0)
 
 
-def _fits(ranks: Sequence[tuple[str, int, int, int]], number: int) -> bool:
-    for host in {host for host, *_ in ranks}:
-        here = [rank for rank in ranks if rank[0] == host]
-        needed = sum(max(0, number * num_bytes - have) for _, num_bytes, have, _ in here)
-        if needed > _USED * min(free for *_, free in here):
+def _fits(ranks: Sequence[Room], number: int) -> bool:
+    for host in {rank.host for rank in ranks}:
+        here = [rank for rank in ranks if rank.host == host]
+        needed = sum(max(0, number * rank.arena_bytes - rank.have_bytes) for rank in here)
+        free = min(rank.free_bytes for rank in here) - sum(rank.reserve_bytes for rank in here)
+        if needed > _USED * free and needed > 0:
             return False
     return True
+
+
+def is_short(root: Path = Path("/")) -> bool:
+    """Return whether the next step could need more memory than is free: it needs as much as the steps before it."""
+    _, growth = _own_bytes(root)
+    return growth > free_bytes(root)
+
+
+def reserve_bytes(root: Path = Path("/")) -> int:
+    """Return the bytes that this process may take again, beside what it has now: up to its peak, and a part of that."""
+    peak, growth = _own_bytes(root)
+    return growth + int(_GROWTH * peak)
+
+
+def _own_bytes(root: Path) -> tuple[int, int]:
+    """Return the most that this process had, and how much less it has now; 0 where the system does not say."""
+    found = {name: value for name, _, value in (line.partition(":") for line in _lines(root / "proc/self/status"))}
+    try:
+        peak, now = (int(found[name].split()[0]) * 1024 for name in ("VmHWM", "VmRSS"))
+    except (KeyError, IndexError, ValueError):
+        return 0, 0
+    return peak, max(0, peak - now)
+
+
+def oom_kills(root: Path = Path("/")) -> int:
+    """Return how many processes the kernel has killed because the innermost cgroup with a limit was full."""
+    for folder, is_v2 in _cgroups(_text(root / "proc/self/cgroup"), _text(root / "proc/self/mountinfo"), root):
+        if _free_in(folder, is_v2) < _V1_UNLIMITED:
+            lines = _lines(folder / ("memory.events" if is_v2 else "memory.oom_control"))
+            return sum(_number(value) or 0 for name, _, value in map(_split, lines) if name == "oom_kill")
+    return 0
 
 
 def host_id(root: Path = Path("/")) -> str:
@@ -110,6 +161,14 @@ def _free_in(folder: Path, is_v2: bool) -> int:
 
 def _number(text: str) -> int | None:
     return int(text) if text.strip().isdecimal() else None
+
+
+def _split(line: str) -> tuple[str, str, str]:
+    return line.partition(" ")
+
+
+def _lines(path: Path) -> list[str]:
+    return _text(path).splitlines()
 
 
 def _text(path: Path) -> str:

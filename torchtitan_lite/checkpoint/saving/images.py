@@ -12,7 +12,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchtitan_lite import faults
-from torchtitan_lite.checkpoint.memory.room import free_bytes, host_id, num_arenas
+from torchtitan_lite.checkpoint.memory.room import (
+    MAX_ARENAS,
+    Room,
+    free_bytes,
+    host_id,
+    is_short,
+    num_arenas,
+    oom_kills,
+    reserve_bytes,
+)
 from torchtitan_lite.checkpoint.memory.tier import Tier
 from torchtitan_lite.checkpoint.saving.former_images import FormerImages, step_in
 from torchtitan_lite.checkpoint.saving.image import Image
@@ -31,6 +40,8 @@ from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 
 CLOSE_SECONDS = 30.0
 """How long the digest under way may take when the manager is closed."""
+_OF_RANK = 2
+"""The numbers of a report that are not of the pool: that no image can be made, and that memory is short."""
 
 State = dict[str, Any]
 
@@ -97,7 +108,8 @@ class Images:
         parts, self._former.step = self._peers.max_over_ranks(num_loaded, steps[0] if num_loaded else NO_STEP)
         # Several files in place of one: none of them has the room for what is to be copied now.
         is_apart = parts > 1
-        most = num_loaded if is_apart else max(NUM_RECENT if self._interval else 1, num_loaded)
+        wanted = max(1, NUM_RECENT - oom_kills()) if self._interval else 1
+        most = num_loaded if is_apart else max(wanted, num_loaded)
         for fd in [fd for pair in pairs[most:] for fd in pair]:
             os.close(fd)
         arenas = self._peers.together(lambda: self.stager.adopt(pairs[:most]))
@@ -127,22 +139,30 @@ class Images:
         if self._interval:
             self._make(found)
 
-    def _make(self, found: list[tuple[str, int, int, int]]) -> None:
-        """Have as many slots as there is memory for, or none of these images, with one warning."""
+    def _make(self, found: list[Room]) -> None:
+        """Have as many slots as there is memory for, or none of these images; one line says that they are fewer."""
         number = num_arenas(found)
-        if number > 1:
-            return self.stager.pool.resize(number)
-        self._is_off = True
-        if not self._peers.is_coordinator:
+        self._have_slots(number if number > 1 else 1)
+        self._is_off = number < 2
+        if number == MAX_ARENAS or not self._peers.is_coordinator:
             return
-        if any(each[1] < 0 for each in found):
-            reason = "the state cannot be saved. The first save says why"
+        every, size = counted(self._interval, "step"), readable_bytes(max(each.arena_bytes for each in found))
+        kills = max(each.oom_kills for each in found)
+        why = f" (the kernel has killed {counted(kills, 'process')} of its cgroup for memory)" if kills else ""
+        if number > 1:
+            logger.info("Images in memory every %s: two copies of the state, not three, of %s each%s", every, size, why)
+        elif any(each.arena_bytes < 0 for each in found):
+            logger.warning("No images in memory every %s: the state cannot be saved. The first save says why", every)
         else:
             reason = (
-                f"two copies of the state ({readable_bytes(max(each[1] for each in found))} on each rank) do not fit "
-                "into the memory of each host. Unset checkpoint.memory_interval, or give the job more memory"
+                f"two copies of the state ({size} on each rank) do not fit into the memory of each host beside "
+                f"training{why}. Unset checkpoint.memory_interval, or give the job more memory"
             )
-        logger.warning("No images in memory every %s: %s", counted(self._interval, "step"), reason)
+            logger.warning("No images in memory every %s: %s", every, reason)
+
+    def _have_slots(self, number: int) -> None:
+        self.stager.pool.resize(number)
+        self.stager.shrink(number, self.timeout_seconds)
 
     def _start_process_early(self) -> None:
         try:
@@ -150,10 +170,10 @@ class Images:
         except Exception as error:
             self.marker.note_failed(0, error)  # The first image tries again.
 
-    def _found(self, num_bytes: int) -> list[tuple[str, int, int, int]]:
+    def _found(self, num_bytes: int) -> list[Room]:
         """Return what `num_arenas` needs to know of all ranks. **Collective**."""
         have = sum(slot.arena.num_bytes for slot in self.stager.pool.slots if slot.arena is not None)
-        return self._peers.gather((host_id(), num_bytes, have, free_bytes()))
+        return self._peers.gather(Room(host_id(), num_bytes, have, free_bytes(), reserve_bytes(), oom_kills()))
 
     def report(self) -> tuple[int, ...]:
         """Return what this rank reports to the others with its plan, as numbers of which the maximum counts."""
@@ -161,15 +181,20 @@ class Images:
             return ()
         is_off = self.marker.has_failed or self.tier.is_off
         of_pool = self.stager.pool.report()
-        return (is_off, *((of_pool[0] or self.stager.is_preparing, *of_pool[1:]) if of_pool else ()))
+        short = not self._is_off and is_short()
+        return (is_off, short, *((of_pool[0] or self.stager.is_preparing, *of_pool[1:]) if of_pool else ()))
 
     def agree(self, highest: Sequence[int]) -> bool:
         """Note the maximum over all ranks of their reports; return whether an image can be staged on all of them."""
         if not highest:
             return True
-        if highest[0] and not self._is_off:
+        off, short, *of_pool = highest
+        has_spare = self.stager.pool.agree(of_pool)
+        if off and not self._is_off:
             self._end("a rank cannot make or keep them")
-        has_spare = self.stager.pool.agree(highest[1:])
+        if short and not self._is_off:
+            self._end("training needs their memory. Unset checkpoint.memory_interval, or give the job more")
+            self._have_slots(1)
         if self.stager.pool.complete > self._former.step:
             self._former.free_later()
         return has_spare and not self._is_off
@@ -199,8 +224,7 @@ class Images:
                 if planned.differs is not None:
                     return self._end(f"{planned.differs}")
                 if not self.agree(planned.agreed):
-                    busy = "its memory is being made" if self.stager.is_preparing else "earlier ones are being read"
-                    return self._note_missed(step, busy)
+                    return self._note_missed(step, self._reason())
                 self._note_staged(step)
                 image = planned.image()
                 check = self._watch(image.file, [item.index.fqn for item in image.plan.items])
@@ -219,12 +243,12 @@ class Images:
         all ranks have: what is then free may be the only image that is complete. A rank with one arena waits, too: a
         digest of the copy in it may be under way.
         """
-        if len(self.stager.pool.slots) == 1:
-            self.stager.pool.wait_until_unread(self.timeout_seconds)
-        elif len(agreed) > 1 and agreed[1]:
+        if len(agreed) > _OF_RANK and agreed[_OF_RANK]:
             self.stager.pool.wait_until_unread(self.timeout_seconds)
             agreed = self._peers.max_over_ranks(*self.report())
         self.agree(agreed)
+        if len(self.stager.pool.slots) == 1:
+            self.stager.pool.wait_until_unread(self.timeout_seconds)
         self._note_staged(step)
 
     def note_staged(self, image: Image) -> None:
@@ -263,6 +287,11 @@ class Images:
             if slot.arena is not None:
                 slot.arena.is_kept = False
         self._former.forget_keeper()
+
+    def _reason(self) -> str:
+        if self._is_off:
+            return "no more are made"
+        return "its memory is being made" if self.stager.is_preparing else "earlier ones are being read"
 
     def _note_missed(self, step: int, reason: str) -> None:
         logger.debug("Step %d gets no image: %s", step, reason)

@@ -75,6 +75,10 @@ class Slot:
         return self.num_readers > 0
 
 
+def _has(slot: Slot, step: int) -> bool:
+    return slot.is_valid and slot.step == step
+
+
 class Pool:
     """The slots of this rank, one at first. Any thread, if not said otherwise."""
 
@@ -91,6 +95,21 @@ class Pool:
         """Have at least `num_slots`. Main thread; all ranks, with the same number."""
         with self._changed:
             self.slots += [Slot() for _ in range(num_slots - len(self.slots))]
+
+    def shrink(self, num_slots: int, seconds: float) -> list[tuple[StagingArena, bool]]:
+        """Have at most `num_slots`; return the arenas of the others, and whether each is still read after `seconds`.
+
+        What stays is read, or has the image that all ranks have. Main thread; all ranks, with the same number.
+        """
+        with self._changed:
+            if len(self.slots) <= num_slots:
+                return []
+            first = sorted(self.slots, key=lambda slot: (slot.is_read, _has(slot, self.complete)), reverse=True)
+            self.slots, others = first[:num_slots], first[num_slots:]
+            self._changed.wait_for(lambda: not any(slot.is_read for slot in others), seconds)
+            for slot in others:
+                slot.is_valid, slot.num_copies = False, slot.num_copies + 1
+            return [(slot.arena, slot.is_read) for slot in others if slot.arena is not None]
 
     def report(self) -> tuple[int, ...]:
         """Return what this rank reports to the others, as numbers of which the highest over all ranks counts.

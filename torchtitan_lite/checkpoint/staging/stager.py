@@ -129,6 +129,14 @@ class Stager:
 
         return self._in_a_thread(adopt).result()
 
+    def shrink(self, num_slots: int, seconds: float) -> None:
+        """Have at most `num_slots`, and free the others' arenas once they are not read, after `seconds` at most."""
+        if len(self.pool.slots) > num_slots:
+            self.finish_preparation()
+        for arena, is_read in self.pool.shrink(num_slots, seconds):
+            self._give_up(arena)
+            arena.close(is_unused=not is_read)
+
     def close(self) -> None:
         """Free the arenas that no keeper holds; the next `take` makes a new one. Idempotent."""
         self.finish_preparation()
