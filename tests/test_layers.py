@@ -3,16 +3,12 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-PACKAGE = "torchtitan_lite"
+from tests.source_modules import PACKAGE, ROOT, Module, dotted, is_in, modules_of
 
 LAYERS = {
     "__init__": 0,
@@ -20,6 +16,7 @@ LAYERS = {
     "log": 0,
     "collection": 0,
     "faults": 1,
+    "torch_private": 1,
     "config": 2,
     "disk": 2,
     "store": 3,
@@ -120,66 +117,7 @@ DANGEROUS_ON_DISK = (
 CHOICES = ("async_mode", "interval_type", "export_dtype", "keep_latest_k", "when_busy")
 
 
-@dataclass(frozen=True)
-class Module:
-    """One source file; `name` is without that of the package, as in "store.layout"."""
-
-    path: Path
-
-    @cached_property
-    def name(self) -> str:
-        parts = self.path.relative_to(ROOT / PACKAGE).with_suffix("").parts
-        return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
-
-    @cached_property
-    def tree(self) -> ast.Module:
-        return ast.parse(self.path.read_text(encoding="utf-8"))
-
-    @cached_property
-    def bindings(self) -> dict[str, str]:
-        """Return the full name of each imported one: {"dist": "torch.distributed", "Path": "pathlib.Path"}."""
-        found: dict[str, str] = {}
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Import):
-                found |= {
-                    a.asname or a.name.split(".")[0]: a.name if a.asname else a.name.split(".")[0] for a in node.names
-                }
-            elif isinstance(node, ast.ImportFrom):
-                found |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
-        return found
-
-    def at(self, node: ast.AST, finding: str) -> str:
-        return f"{self.path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}: {finding}"
-
-    def imports(self) -> Iterator[tuple[ast.AST, str]]:
-        """Yield every import in the file, also those in functions."""
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Import):
-                yield from ((node, alias.name) for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):
-                assert node.level == 0, self.at(node, "relative import")
-                yield from ((node, f"{node.module}.{alias.name}") for alias in node.names)
-
-    def uses(self) -> Iterator[tuple[ast.expr, str]]:
-        """Yield every use of an imported name, in full: `dist.barrier` is "torch.distributed.barrier"."""
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Attribute | ast.Name):
-                base, *attributes = _dotted(node).split(".")
-                if base in self.bindings:
-                    yield node, ".".join((self.bindings[base], *attributes))
-
-
-def _dotted(node: ast.expr) -> str:
-    if isinstance(node, ast.Attribute):
-        return f"{_dotted(node.value)}.{node.attr}"
-    return node.id if isinstance(node, ast.Name) else "?"
-
-
-MODULES = [Module(path) for path in sorted((ROOT / PACKAGE).rglob("*.py"))]
-
-
-def is_in(name: str, packages: Iterable[str]) -> bool:
-    return any(name == package or name.startswith(package + ".") for package in packages)
+MODULES = modules_of(ROOT / PACKAGE)
 
 
 def part_of(module_name: str) -> str:
@@ -303,7 +241,7 @@ def _renames_a_path(module: Module, node: ast.AST) -> bool:
         and node.func.attr in ("rename", "replace")
         and len(node.args) == 1
         and not node.keywords
-        and not is_in(module.bindings.get(_dotted(node.func).split(".")[0], ""), ["dataclasses", "copy"])
+        and not is_in(module.bindings.get(dotted(node.func).split(".")[0], ""), ["dataclasses", "copy"])
     )
 
 

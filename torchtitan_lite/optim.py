@@ -21,6 +21,7 @@ from torchtitan_lite.config.job_config import DecayType, LRScheduler, Optimizer
 from torchtitan_lite.distributed.reduce import norm_over_group
 from torchtitan_lite.errors import TrainingDiverged
 from torchtitan_lite.log import counted, logger
+from torchtitan_lite.torch_private import set_last_lr
 
 FUSED_DEVICES = {"cpu", "cuda", "mps", "xpu"}
 """Device types for which torch has fused Adam kernels."""
@@ -123,7 +124,7 @@ def apply_hyperparameters(
         rates: list[float | Tensor] = [config.lr * factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group.update(settings, initial_lr=config.lr, lr=rate)
-        scheduler._last_lr = rates  # get_last_lr returns it, and there is no other way to set it.
+        set_last_lr(scheduler, rates)  # get_last_lr returns it, and there is no other way to set it.
 
 
 def clip_grad_norm_(

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
@@ -35,6 +34,7 @@ from torchtitan_lite.disk.digest import DIGEST_BYTES, FileRecord, num_blocks
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest, Table
+from torchtitan_lite.torch_private import storage_info
 
 Figures = dict[str, float]
 T = TypeVar("T")
@@ -232,7 +232,7 @@ def _results(rank: int, plan: SavePlan) -> list[WriteResult]:
     for item in plan.items:
         assert item.tensor_data is not None
         size = item.tensor_data.chunk.sizes.numel() * 4 + 1100
-        results.append(WriteResult(item.index, size, _StorageInfo(name, at, size)))
+        results.append(WriteResult(item.index, size, storage_info()(name, at, size)))
         at += size
     return results
 

@@ -27,6 +27,7 @@ from torchtitan_lite.data.rank_state import RESTART_DATA, pack, unpack
 from torchtitan_lite.data.sampler_draws import replayed_sampler
 from torchtitan_lite.errors import ConfigError, ExtraMissing
 from torchtitan_lite.log import counted
+from torchtitan_lite.torch_private import iterator_of, workers_of
 
 
 class StatefulDataLoaderAdapter:
@@ -110,8 +111,8 @@ def _end_workers(iterators: weakref.WeakSet[Any], loader: weakref.ref[Any], pid:
     if os.getpid() != pid:
         return
     # The loader itself makes an iterator if its state is read before the first iteration.
-    for iterator in {*iterators, getattr(loader(), "_iterator", None)}:
-        _kill(getattr(iterator, "_workers", ()))
+    for iterator in {*iterators, iterator_of(loader())}:
+        _kill(workers_of(iterator))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]  # not listed as exported
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
@@ -25,6 +25,7 @@ from torchtitan_lite.distributed.overdue import if_overdue
 from torchtitan_lite.distributed.simulated import init_simulated_ranks
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
+from torchtitan_lite.torch_private import set_timeout
 
 DESTROY_SECONDS = 20.0
 """How long destroying the groups may take after an error before the process exits regardless."""
@@ -64,12 +65,10 @@ def shorten_timeouts(mesh: DeviceMesh, config: Comm) -> None:
 
     Call it after the first step. **Collective**.
     """
-    from torch.distributed.distributed_c10d import _set_pg_timeout
-
     # The short time-out must not hit a rank that is still in its first step.
     dist.barrier()
     for group in (None, *mesh.get_all_groups()):
-        _set_pg_timeout(timedelta(seconds=config.train_timeout_seconds), group)
+        set_timeout(group, timedelta(seconds=config.train_timeout_seconds))
 
 
 def _open(config: Comm) -> World:

@@ -11,18 +11,17 @@ from datetime import timedelta
 from functools import cached_property
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch does not list it as exported
 
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.distributed.groups import GROUP_DESC
 from torchtitan_lite.distributed.peers import Peers
+from torchtitan_lite.torch_private import register_fake_backend
 
 
 def init_simulated_ranks(num_ranks: int) -> None:
     """Open a default process group in which this process is rank 0 of `num_ranks`."""
-    # The import registers torch's backend "fake".
-    import torch.testing._internal.distributed.fake_pg  # noqa: F401  # imported for its effect
-
+    register_fake_backend()
     dist.init_process_group(backend="fake", rank=0, world_size=num_ranks, store=HashStore())
 
 

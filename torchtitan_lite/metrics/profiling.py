@@ -17,6 +17,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from torchtitan_lite.config.job_config import Profiling
 from torchtitan_lite.log import logger
+from torchtitan_lite.torch_private import memory_snapshot, record_memory_history
 
 MAX_MEMORY_EVENTS = 100_000
 """Allocations and frees that a memory snapshot keeps."""
@@ -62,7 +63,7 @@ class Profiler:
         if self._records_memory:
             if isinstance(error, torch.OutOfMemoryError):
                 self._write_snapshot(f"iteration_{self._step}_exit")
-            torch.cuda.memory._record_memory_history(enabled=None)
+            record_memory_history(max_events=0)
             self._records_memory = False
 
     def _start_cycle(self) -> None:
@@ -100,7 +101,7 @@ class Profiler:
             if self._rank == 0:
                 logger.warning("profiling.enable_memory_snapshot has no effect: there is no CUDA device")
             return
-        torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS)
+        record_memory_history(max_events=MAX_MEMORY_EVENTS)
         self._records_memory = True
 
     def _write_snapshot(self, name: str) -> None:
@@ -108,7 +109,7 @@ class Profiler:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("wb") as file:
-                pickle.dump(torch.cuda.memory._snapshot(), file)
+                pickle.dump(memory_snapshot(), file)
         except OSError as error:
             logger.warning("Could not write the memory snapshot of step %d to %s: %s", self._step, path, error)
         else:

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format.shards import part_of
+from torchtitan_lite.torch_private import WRAPPED_FOR_RECOMPUTING
 
 _CHUNK = 1 << 20  # elements at a time; about 40 MiB of int64 temporaries
 _FIELD_MEAN = 12 * 65535 // 2
@@ -43,7 +43,7 @@ class Normal:
 def init_parameters(model: nn.Module, seed: int, distribution: Callable[[str], Normal]) -> None:
     """Fill every parameter with the values of `seed`, from `distribution(fqn)`. **Any rank**, no communication."""
     for name, parameter in model.named_parameters():
-        fqn = name.replace(_CHECKPOINT_PREFIX, "")
+        fqn = name.replace(WRAPPED_FOR_RECOMPUTING, "")
         _fill(fqn, parameter, _key(seed, fqn), distribution(fqn))
 
 

@@ -12,19 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from torchtitan_lite.config.job_config import ActivationCheckpoint
+from torchtitan_lite.torch_private import expensive_operators, recomputing
 
-EXPENSIVE: set[Callable[..., Any]] = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
-}
+EXPENSIVE: set[Callable[..., Any]] = {torch.ops.aten.mm.default, *expensive_operators()}
 
 
 def apply_activation_checkpointing(
@@ -40,7 +33,7 @@ def apply_activation_checkpointing(
         settings["context_fn"] = keep_expensive_results
     for number, (name, block) in enumerate(list(layers.named_children()), start=1):
         if number % every == 0:
-            layers.register_module(name, checkpoint_wrapper(block, **settings))
+            layers.register_module(name, recomputing(block, **settings))
 
 
 def keep_expensive_results() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -20,7 +20,7 @@ from torchtitan_lite.parallelisms.pipeline_llama import Activations, build_sched
 from torchtitan_lite.parallelisms.plan import LlamaSizes, Plan
 
 if TYPE_CHECKING:
-    from torch.distributed.pipelining.schedules import _PipelineSchedule
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 Timer = Callable[[str], AbstractContextManager[None]]
 
@@ -93,7 +93,9 @@ class Accumulating:
 class Pipelined:
     """Run the stages of one rank. The schedule's losses, over all local batches, add up to the mean."""
 
-    def __init__(self, schedule: _PipelineSchedule, timer: Timer, *, has_first: bool, has_last: bool) -> None:
+    def __init__(
+        self, schedule: PipelineScheduleSingle | PipelineScheduleMulti, timer: Timer, *, has_first: bool, has_last: bool
+    ) -> None:
         self._schedule, self._timer = schedule, timer
         self._has_first, self._has_last = has_first, has_last
 

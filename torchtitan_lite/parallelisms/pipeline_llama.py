@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,7 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted
 
 if TYPE_CHECKING:
-    from torch.distributed.pipelining.schedules import _PipelineSchedule
-    from torch.distributed.pipelining.stage import _PipelineStageBase
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 INTERLEAVED = "Interleaved1F1B"
 INTERLEAVED_STAGES = 2
@@ -130,7 +129,7 @@ def build_schedule(
     num_microbatches: int,
     activations: Activations,
     device: torch.device,
-) -> _PipelineSchedule:
+) -> PipelineScheduleSingle | PipelineScheduleMulti:
     """Return the schedule that runs this rank's `parts`, the modules of `stages`, over their micro-batches.
 
     Backward differentiates the sum of all `loss`es, not their mean.
@@ -138,7 +137,7 @@ def build_schedule(
     # Imported only here: it takes a quarter of a second, and most runs have no pipeline.
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-    built: list[_PipelineStageBase] = [
+    built: list[Any] = [  # torch asks for a list of a private class.
         PipelineStage(part, stage.index, stage.num_stages, device, *activations.examples(stage), group=mesh.get_group())
         for part, stage in zip(parts, stages, strict=True)
     ]

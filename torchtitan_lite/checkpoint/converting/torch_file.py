@@ -22,6 +22,7 @@ from torchtitan_lite.checkpoint.converting.new_file import Advance, Elements, Pa
 from torchtitan_lite.checkpoint.examining.tensor_stream import Stream
 from torchtitan_lite.checkpoint.format.torch_item import ALIGNMENT
 from torchtitan_lite.errors import TorchtitanLiteError
+from torchtitan_lite.torch_private import storage_kind
 
 _LIMIT = 0xFFFFFFFF
 _ROOT = "archive/"
@@ -176,9 +177,8 @@ def _reference(tensor: Tensor, number: int) -> _Call:
     # The pickled form depends on the dtype: reduce an empty tensor with torch, then insert storage, shape and strides.
     empty = torch.empty(0, dtype=tensor.dtype)
     rebuild, (held, _, _, _, grad, hooks, *rest) = empty.__reduce_ex__(2)  # type: ignore[no-untyped-call]  # untyped in torch
-    untyped = isinstance(held, UntypedStorage)
-    kind = UntypedStorage if untyped else getattr(torch, held._pickle_storage_type())
+    kind = storage_kind(held)
     numel = torch.Size(tensor.shape).numel()
-    storage = _Storage(kind, number, numel * tensor.dtype.itemsize if untyped else numel)
+    storage = _Storage(kind, number, numel * tensor.dtype.itemsize if kind is UntypedStorage else numel)
     strides = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").stride()
     return _Call(rebuild, (storage, 0, tensor.shape, strides, grad, hooks, *rest))

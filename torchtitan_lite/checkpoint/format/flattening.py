@@ -35,6 +35,26 @@ def flatten(state: Mapping[str, Any]) -> tuple[State, Branch]:
     return walk.flat, walk.mapping(state, "")
 
 
+def flat_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors in nested mappings and lists under DCP's names; in a tuple, as in other objects, are none.
+
+    Raises ValueError for two tensors with the same name.
+    """
+    found: dict[str, torch.Tensor] = {}
+    left: list[tuple[str, Any]] = [(str(key), value) for key, value in state.items()][::-1]
+    while left:
+        name, value = left.pop()
+        if isinstance(value, torch.Tensor):
+            if name in found:
+                raise ValueError(f"two tensors of the state are called {name!r} in a checkpoint")
+            found[name] = value
+        elif isinstance(value, Mapping):
+            left += [(f"{name}.{key}", inner) for key, inner in value.items()][::-1]
+        elif isinstance(value, list):
+            left += [(f"{name}.{number}", inner) for number, inner in enumerate(value)][::-1]
+    return found
+
+
 class _Walk:
     """Walks through a state and collects its entries in `flat`."""
 

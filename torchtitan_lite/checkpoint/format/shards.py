@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from torchtitan_lite.torch_private import chunks_of, lists_its_chunks, shard_at
+
 Shape = tuple[int, ...]
 
 
@@ -66,8 +68,8 @@ def parts_of(name: str, tensor: torch.Tensor) -> Iterator[Part]:
     if tensor.device_mesh.get_coordinate() is None:
         return
     if knows_its_parts(tensor):
-        for chunk in tensor.__create_chunk_list__():  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            memory = tensor.__get_tensor_shard__(MetadataIndex(name, chunk.offsets))  # type: ignore[no-untyped-call]
+        for chunk in chunks_of(tensor):
+            memory = shard_at(tensor, MetadataIndex(name, chunk.offsets))
             yield _checked(name, tensor, Box(tuple(chunk.offsets), tuple(chunk.sizes)), memory.detach())
         return
     yield part_of(name, tensor)
@@ -84,9 +86,19 @@ def part_of(name: str, tensor: DTensor) -> Part:
     return _checked(name, tensor, box, tensor.to_local().detach())
 
 
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory that this rank has of `tensor`, which may be a plain one."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if torch.is_grad_enabled():  # Then `to_local` makes a new view, under autograd.
+        with torch.no_grad():
+            return tensor.to_local()
+    return tensor.to_local()
+
+
 def knows_its_parts(tensor: DTensor) -> bool:
     """Return whether the local tensor of `tensor` itself reports to DCP which parts it holds, maybe several."""
-    return hasattr(tensor._local_tensor, "__create_chunk_list__")
+    return lists_its_chunks(local_of(tensor))
 
 
 def _checked(name: str, tensor: DTensor, box: Box, memory: torch.Tensor) -> Part:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -18,6 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from torchtitan_lite.checkpoint.format import dtypes
 from torchtitan_lite.checkpoint.format.contents import Contents, Item
+from torchtitan_lite.torch_private import storage_info
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in dtypes.DTYPES if hasattr(torch, name)}
 """Those of `dtypes.DTYPES` that this version of torch has, by name. Contents made with them have torch's dtypes."""
@@ -26,14 +26,15 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in dtypes.
 def to_metadata(contents: Contents) -> Metadata:
     """Return `contents`, made with `DTYPES`, as DCP's metadata."""
     described: dict[str, Any] = {key: BytesStorageMetadata() for key in contents.objects}
-    where: dict[MetadataIndex, _StorageInfo] = {}
+    where: dict[MetadataIndex, Any] = {}
+    of_item = storage_info()
     for key, stored in contents.objects.items():
-        where[MetadataIndex(key)] = _StorageInfo(*(stored.item or ("", 0, 0)))
+        where[MetadataIndex(key)] = of_item(*(stored.item or ("", 0, 0)))
     for key, tensor in contents.tensors.items():
         chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in tensor.chunks]
         described[key] = TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape), chunks)
         for index, chunk in enumerate(tensor.chunks):
             nbytes = chunk.numel * tensor.dtype.itemsize
             place = chunk.item or Item(chunk.file, chunk.at or 0, nbytes)
-            where[MetadataIndex(key, chunk.offsets, index)] = _StorageInfo(*place)
+            where[MetadataIndex(key, chunk.offsets, index)] = of_item(*place)
     return Metadata(described, planner_data=dict(contents.paths), storage_data=where, storage_meta=StorageMeta())

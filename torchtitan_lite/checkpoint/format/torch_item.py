@@ -19,7 +19,9 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
-from torch.storage import TypedStorage, UntypedStorage
+from torch.storage import UntypedStorage
+
+from torchtitan_lite.torch_private import storage_kind
 
 ALIGNMENT = 64
 """Bytes. Items start at multiples of it in a file, and a tensor's elements at multiples of it in an item."""
@@ -169,12 +171,10 @@ class _TensorPickler(pickle.Pickler):
         self._numel, self._itemsize = numel, itemsize
 
     def persistent_id(self, obj: Any) -> Any:
-        if isinstance(obj, TypedStorage):
-            kind = getattr(torch, obj._pickle_storage_type())  # type: ignore[no-untyped-call]  # as above
-            return ("storage", kind, "0", "cpu", self._numel)
-        if isinstance(obj, UntypedStorage):
-            return ("storage", UntypedStorage, "0", "cpu", self._numel * self._itemsize)
-        return None
+        kind = storage_kind(obj)
+        if kind is None:
+            return None
+        return ("storage", kind, "0", "cpu", self._numel * (self._itemsize if kind is UntypedStorage else 1))
 
 
 class _EmptyBytesPickler(pickle._Pickler):

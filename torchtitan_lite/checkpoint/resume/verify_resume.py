@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor
 
+from torchtitan_lite.checkpoint.format.flattening import flat_tensors
 from torchtitan_lite.checkpoint.format.shards import Shape, parts_of
 from torchtitan_lite.checkpoint.format.tensor_digest import Digest, digest_chunk, finish
 from torchtitan_lite.distributed.peers import Peers
@@ -48,7 +48,7 @@ def _shares(
     state: dict[str, Any], expected: Mapping[str, str]
 ) -> tuple[dict[str, dict[Shape, Digest]], dict[str, tuple[torch.dtype, Shape]]]:
     """Return this rank's part of each tensor's sum, and each tensor's dtype and shape."""
-    tensors = {key: t for key, t in flatten_state_dict(state)[0].items() if isinstance(t, torch.Tensor)}
+    tensors = flat_tensors(state)
     own = {key: _own(key, tensor) for key, tensor in tensors.items() if key in expected}
     return own, {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
 

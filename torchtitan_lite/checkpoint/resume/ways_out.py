@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 
 from torchtitan_lite.checkpoint.format.key_report import SHOWN, KeyReport
+from torchtitan_lite.checkpoint.format.shards import local_of
 from torchtitan_lite.checkpoint.state.optimizer_state import SETTINGS, STATE, split_key
 
 
@@ -107,7 +108,7 @@ def _ties(missing: Sequence[str], model: Mapping[str, torch.Tensor], names: Coll
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int] | None:
-    local = getattr(tensor, "_local_tensor", tensor)
+    local = local_of(tensor)
     begin = local.untyped_storage().data_ptr()
     return (begin, int(local.storage_offset())) if begin and local.numel() else None
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
+from torch.nn.utils import get_total_norm
 
 _MAX_ELEMENTS = 4096
 _MAX_TENSORS = 1024
@@ -34,9 +35,9 @@ def names_with_nan(items: Sequence[WriteItem], tensors: Sequence[torch.Tensor], 
             samples.setdefault((part.dtype, part.device), []).append((items[number].index.fqn, part))
     found: dict[str, None] = {}
     for of_a_kind in samples.values():
-        # A norm is NaN if one element is, and one call computes all norms.
-        norms = torch.stack(torch._foreach_norm([part for _, part in of_a_kind]))
-        found |= dict.fromkeys(of_a_kind[index][0] for index in norms.isnan().nonzero().flatten().tolist())
+        # A norm is NaN if one element is, and one call computes that of all; which they are matters only then.
+        if get_total_norm([part for _, part in of_a_kind]).isnan():
+            found |= dict.fromkeys(name for name, part in of_a_kind if part.isnan().any())
     return [*found]
 
 

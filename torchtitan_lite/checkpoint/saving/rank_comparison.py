@@ -20,7 +20,7 @@ import xxhash
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.checkpoint.format.shards import knows_its_parts, parts_of
+from torchtitan_lite.checkpoint.format.shards import knows_its_parts, local_of, parts_of
 from torchtitan_lite.checkpoint.saving.distances import Distance, joint, relative, squares
 from torchtitan_lite.checkpoint.saving.shared_items import SharedItems
 from torchtitan_lite.disk.forks import forget_in_children
@@ -234,7 +234,7 @@ def _memory(flat: State, key: str, offsets: tuple[int, ...]) -> torch.Tensor:
     elif knows_its_parts(value):
         found = next(part.memory for part in parts_of(key, value) if tuple(part.offsets) == offsets)
     else:
-        found = value._local_tensor
+        found = local_of(value)
     return found.detach().resolve_conj().resolve_neg()
 
 

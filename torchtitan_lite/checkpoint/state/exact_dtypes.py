@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
 from typing import Any
 
@@ -29,7 +29,7 @@ def exact_dtypes(optimizer: Any, state_dict: Mapping[str, Any] | None = None) ->
     noted: list[dict[str, Any]] = []
     with ExitStack() as stack:
         for each in held:
-            if hasattr(each, "_optimizer_load_state_dict_pre_hooks"):  # Some wrappers do not call Optimizer.__init__.
+            with suppress(AttributeError):  # Some have no hooks: wrappers that do not call Optimizer.__init__.
                 noted.append(stack.enter_context(_exact_dtypes(each)))
         yield
     if state_dict is not None and isinstance(optimizer, Optimizer) and not any(noted):

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from torchtitan_lite.log import logger
+from torchtitan_lite.torch_private import version_of
 
 _SHOWN = 4
 _MAX_PARTS = 1000
@@ -115,7 +116,7 @@ def _values(attribute: Any) -> list[Any]:
         elif isinstance(value, np.ndarray):
             values.append((value.shape, value.reshape(-1)[:_MAX_PARTS].tolist()))
         elif type(value) is torch.Tensor and not value.requires_grad and not value.is_inference():
-            values.append(value._version)
+            values.append(version_of(value))
     return values
 
 

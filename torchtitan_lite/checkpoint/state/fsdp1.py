@@ -14,15 +14,10 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictType,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.torch_private import contiguities_of_fsdp1, mesh_of_fsdp1, open_contexts_of_fsdp1, sharded_by_fsdp1
 
 
 def is_fsdp1(module: nn.Module) -> bool:
@@ -43,9 +38,7 @@ def sharded_state_dicts(module: nn.Module) -> Iterator[None]:
         # Warnings that torch's own code causes.
         warnings.filterwarnings("ignore", message="FSDP.state_dict_type", category=FutureWarning)
         warnings.filterwarnings("ignore", module=r"torch\.distributed\.", category=UserWarning)
-        with FullyShardedDataParallel.state_dict_type(
-            module, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig()
-        ):
+        with sharded_by_fsdp1(module):
             try:
                 yield
             except BaseException as error:
@@ -70,7 +63,7 @@ def refuse_without_mesh(parts: Sequence[nn.Module]) -> None:
             if not isinstance(module, FullyShardedDataParallel):
                 continue
             is_sharded = module.sharding_strategy is not ShardingStrategy.NO_SHARD
-            if is_sharded and getattr(module, "_device_mesh", None) is None:
+            if is_sharded and mesh_of_fsdp1(module) is None:
                 raise ConfigError(
                     f"model: {name or 'the model'} is wrapped by FullyShardedDataParallel without a device mesh, and "
                     "its shards cannot be saved. Pass device_mesh=init_device_mesh(device_type, (world_size,)) to it, "
@@ -85,14 +78,14 @@ def like_of_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def names_in_another_order(module: nn.Module) -> list[str]:
-    """Return the raw names of parameters that are not contiguous, such as channels_last (torch 2.11 to 2.13)."""
-    names = []
-    for prefix, each in module.named_modules():
-        handle = getattr(each, "_handle", None) if isinstance(each, FullyShardedDataParallel) else None
-        flat = getattr(handle, "flat_param", None)
-        kept = zip(getattr(flat, "_fqns", ()), getattr(flat, "_contiguities", ()), strict=False)
-        names += [f"{prefix}.{name}" if prefix else name for name, is_contiguous in kept if not is_contiguous]
-    return names
+    """Return the raw names of parameters that are not contiguous, such as channels_last."""
+    return [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, each in module.named_modules()
+        if isinstance(each, FullyShardedDataParallel)
+        for name, is_contiguous in contiguities_of_fsdp1(each)
+        if not is_contiguous
+    ]
 
 
 def _shard_again(module: nn.Module) -> None:
@@ -101,7 +94,7 @@ def _shard_again(module: nn.Module) -> None:
     Seen in torch 2.11 to 2.13.
     """
     for each in reversed(list(module.modules())):
-        open_contexts = getattr(each, "_unshard_params_ctx", {}) if isinstance(each, FullyShardedDataParallel) else {}
+        open_contexts = open_contexts_of_fsdp1(each) if isinstance(each, FullyShardedDataParallel) else {}
         while open_contexts:
             open_contexts.popitem()[1].__exit__(None, None, None)
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_lite.log import logger
+from torchtitan_lite.torch_private import holds_unsharded_gradients
 
 _MARK = "_torchtitan_lite_found_by"
 _BY_A_STEP = "step"
@@ -72,7 +73,7 @@ class GradientWatch:
     def _has_unsharded(self) -> bool:
         """Return whether a module of `fully_shard` holds gradients that it has not reduced yet."""
         modules = chain(*(part.modules() for part in self._parts))
-        return any(_holds_unsharded(module) for module in modules if isinstance(module, FSDPModule))
+        return any(holds_unsharded_gradients(module) for module in modules if isinstance(module, FSDPModule))
 
 
 def _gradients(optimizer: Any) -> Iterator[torch.Tensor]:
@@ -94,16 +95,3 @@ def _mark(gradients: Iterable[torch.Tensor], by: str) -> None:
     for gradient in gradients:
         with suppress(AttributeError):  # A subclass may take none.
             setattr(gradient, _MARK, by)
-
-
-def _holds_unsharded(module: FSDPModule) -> bool:
-    # torch has no public way to ask; where the names are others, nothing is found.
-    state = getattr(module, "_get_fsdp_state", lambda: None)()
-    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-    for parameter in chain(*(getattr(group, "fsdp_params", ()) for group in groups)):
-        unsharded = getattr(parameter, "_unsharded_param", None)
-        if getattr(parameter, "unsharded_accumulated_grad", None) is not None:
-            return True
-        if unsharded is not None and unsharded.grad is not None:
-            return True
-    return False

@@ -18,11 +18,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan_lite.checkpoint.format.shards import local_of
+from torchtitan_lite.torch_private import has_load_hooks, loads_in_its_own_way
+
 
 @contextmanager
 def no_mixing(root: nn.Module) -> Iterator[None]:
     """Within this context, keep `root.load_state_dict` from copying one live tensor into another while both change."""
-    rewriting = {id(each): each for each in root.modules() if _rewrites(each)}
+    rewriting = {id(each): each for each in root.modules() if loads_in_its_own_way(each) or has_load_hooks(each)}
     live = _Live(root) if rewriting else None
     handles = [
         module.register_load_state_dict_pre_hook(live.clone_strays)  # type: ignore[no-untyped-call]  # torch's is not typed
@@ -53,25 +56,18 @@ class _Live:
                 state_dict[key] = value.clone()
 
 
-def _rewrites(module: nn.Module) -> bool:
-    if isinstance(module, torch.jit.ScriptModule):
-        return False
-    has_its_own_way = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
-    return has_its_own_way or bool(module._load_state_dict_pre_hooks)
-
-
 def _is_same_view(a: torch.Tensor, b: torch.Tensor | None) -> bool:
     if b is None or isinstance(a, DTensor) != isinstance(b, DTensor):
         return False
     if isinstance(a, DTensor) and isinstance(b, DTensor):
         if a.placements != b.placements or a.shape != b.shape:
             return False
-        a, b = a._local_tensor, b._local_tensor
+        a, b = local_of(a), local_of(b)
     return (a.dtype, a.shape, a.stride(), a.data_ptr()) == (b.dtype, b.shape, b.stride(), b.data_ptr())
 
 
 def _storage(tensor: torch.Tensor) -> int:
     try:
-        return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage().data_ptr()
+        return local_of(tensor).untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # Wrapper subclasses over other tensors have no memory of their own.
         return 0

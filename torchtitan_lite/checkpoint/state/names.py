@@ -18,16 +18,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.torch_private import COMPILED, WRAPPED_BY_FSDP1, WRAPPED_FOR_RECOMPUTING, is_compiled
 
 EXTRA_STATE = "_extra_state"
 """Last component of the key under which `get_extra_state` of a module is saved."""
-_CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module."
 
 
 def clean_names(module: nn.Module, raw_names: Iterable[str]) -> dict[str, str]:
     """Return the plain name of each of `raw_names`, which are keys of `module`'s state dict or names of parameters."""
     known: dict[str, tuple[list[str], Any]] = {"": ([], module)}
-    return {raw: ".".join(_walked(raw.replace(_CHECKPOINT_WRAPPED, ""), known)[0]) for raw in raw_names}
+    return {raw: ".".join(_walked(raw.replace(WRAPPED_FOR_RECOMPUTING, ""), known)[0]) for raw in raw_names}
 
 
 def named_parameters(parts: Sequence[nn.Module]) -> dict[torch.Tensor, tuple[str, ...]]:
@@ -105,5 +105,5 @@ def _wrapper_attribute(module: Any) -> str:
     if isinstance(module, DistributedDataParallel):
         return "module"
     if isinstance(module, FullyShardedDataParallel):
-        return "_fsdp_wrapped_module"
-    return "_orig_mod" if isinstance(module, torch._dynamo.eval_frame.OptimizedModule) else ""
+        return WRAPPED_BY_FSDP1
+    return COMPILED if is_compiled(module) else ""

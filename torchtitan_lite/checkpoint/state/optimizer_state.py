@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from torchtitan_lite.checkpoint.format.shards import local_of
 from torchtitan_lite.checkpoint.state.memory_order import ORDERS, Path, order_of, orders_in
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError
 
@@ -181,7 +182,7 @@ def _refuse_local(where: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
         return
     if not isinstance(like, DTensor) or tensor.numel() <= 1 or like.device_mesh.size() == 1:
         return
-    own, whole = like._local_tensor.shape, like.shape
+    own, whole = local_of(like).shape, like.shape
     cut = {size for size, of_whole in zip(own, whole, strict=True) if size != of_whole}
     # Any size that only this rank's part has is one that the optimizer took from it, as of statistics of its rows.
     if any(p.is_shard() for p in like.placements) and (tensor.shape in (own, whole) or cut & {*tensor.shape}):

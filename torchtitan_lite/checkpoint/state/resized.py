@@ -7,7 +7,6 @@ Whether it takes that is tried on a copy before anything is read.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +14,13 @@ import torch
 from torch import nn
 
 from torchtitan_lite.checkpoint.format.key_report import TensorLike
+from torchtitan_lite.torch_private import (
+    buffers_of,
+    load_alone,
+    loads_in_its_own_way,
+    version_of_module,
+    without_children,
+)
 
 State = dict[str, Any]
 
@@ -34,7 +40,7 @@ def resized_buffers(root: nn.Module, raw: State, stored: Mapping[str, TensorLike
             module = root.get_submodule(path)
         except AttributeError:  # A key that a hook made.
             continue
-        if name in module._buffers and _loads_in_its_own_way(module):
+        if name in buffers_of(module) and loads_in_its_own_way(module):
             found.setdefault(path, {})[name] = torch.empty(like.shape, dtype=like.dtype, device=own.device)
     return {
         f"{path}.{name}" if path else name: value
@@ -44,26 +50,17 @@ def resized_buffers(root: nn.Module, raw: State, stored: Mapping[str, TensorLike
     }
 
 
-def _loads_in_its_own_way(module: nn.Module) -> bool:
-    if isinstance(module, torch.jit.ScriptModule):
-        return False
-    return type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
-
-
 def _takes(module: nn.Module, raw: State, path: str, values: State) -> bool:
     """Return whether `module`, without its children, loads `values` beside its other buffers. Changes nothing."""
     prefix = f"{path}." if path else ""
-    probe = copy.copy(module)
-    own = {name: None if each is None else each.clone() for name, each in module._buffers.items()}
-    vars(probe).update(_buffers=own, _parameters={}, _modules={})
+    own = {name: None if each is None else each.clone() for name, each in buffers_of(module).items()}
+    probe = without_children(module, own)
     given = {f"{prefix}{name}": each for name, each in own.items() if f"{prefix}{name}" in raw}
     given |= {f"{prefix}{name}": torch.zeros_like(each) for name, each in values.items()}
-    errors: list[str] = []
-    metadata = getattr(raw, "_metadata", {}).get(path, {})
     try:
         with torch.no_grad():
-            probe._load_from_state_dict(given, prefix, metadata, True, [], [], errors)
+            errors = load_alone(probe, given, prefix, version_of_module(raw, path))
     except Exception:  # The comparison of all keys then names it.
         return False
-    shapes = {name: None if each is None else each.shape for name, each in probe._buffers.items()}
+    shapes = {name: None if each is None else each.shape for name, each in buffers_of(probe).items()}
     return not errors and all(shapes.get(name) == each.shape for name, each in values.items())

@@ -16,6 +16,7 @@ import torch
 
 from torchtitan_lite.checkpoint.state.optimizer_state import PARAMETERS
 from torchtitan_lite.errors import CheckpointMismatch
+from torchtitan_lite.torch_private import inner_schedulers
 
 CLASS = "_class"
 """The key of the scheduler's class."""
@@ -92,8 +93,8 @@ class LRSchedulerWrapper:
 
 def class_name(scheduler: Any) -> str:
     """Return the name of the class of `scheduler`, with those of its inner schedulers."""
-    parts = getattr(scheduler, "_schedulers", None)
-    inner = f"({', '.join(map(class_name, parts))})" if isinstance(parts, list | tuple) else ""
+    parts = inner_schedulers(scheduler)
+    inner = f"({', '.join(map(class_name, parts))})" if parts is not None else ""
     return type(scheduler).__name__ + inner
 
 

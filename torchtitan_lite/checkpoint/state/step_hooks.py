@@ -7,6 +7,8 @@ a snapshot; and what a step takes in, and what was there when it ended, is seen 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 from torch.optim import Optimizer
@@ -28,9 +30,11 @@ class StepHooks:
     def start(self) -> None:
         """Call from now on. Idempotent."""
         if not self._handles:
-            hooked = [inner for each in self._optimizers for inner in _with_wrapped(each) if _takes_hooks(inner)]
-            self._handles = [each.register_step_pre_hook(self._before_step) for each in hooked]
-            self._handles += [each.register_step_post_hook(self._after_step) for each in hooked if self._after]
+            for each in chain.from_iterable(map(_with_wrapped, self._optimizers)):
+                with suppress(AttributeError):  # Some have no hooks: wrappers that do not call Optimizer.__init__.
+                    self._handles.append(each.register_step_pre_hook(self._before_step))
+                    if self._after:
+                        self._handles.append(each.register_step_post_hook(self._after_step))
 
     def close(self) -> None:
         """Remove the hooks from the optimizers. Idempotent."""
@@ -50,7 +54,3 @@ class StepHooks:
 def _with_wrapped(optimizer: Any) -> list[Any]:
     """Return `optimizer` and the optimizers that it wraps: a wrapper may step without running its own hooks."""
     return [optimizer, *(value for value in vars(optimizer).values() if isinstance(value, Optimizer))]
-
-
-def _takes_hooks(optimizer: Any) -> bool:
-    return isinstance(getattr(optimizer, "_optimizer_step_pre_hooks", None), dict)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchtitan_lite.log import logger
+from torchtitan_lite.torch_private import non_persistent_buffers
 
 _SAMPLED = 1024
 """Elements of a buffer that are compared: tables of positions are long, and a change of one is a change of all."""
@@ -63,8 +64,10 @@ class UnsavedWatch:
 
 
 def _of_buffers(name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
-    for key in module._non_persistent_buffers_set:
-        buffer = module._buffers.get(key)
+    names = non_persistent_buffers(module)
+    buffers = dict(module.named_buffers(recurse=False, remove_duplicate=False)) if names else {}
+    for key in names:
+        buffer = buffers.get(key)
         if type(buffer) is torch.Tensor and buffer.layout is torch.strided and not buffer.is_meta and buffer.numel():
             # As bytes: NaN is not equal to itself.
             sample = buffer.detach().reshape(-1)[:_SAMPLED].resolve_conj().resolve_neg().cpu().contiguous()
