@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # Works in a clone that is not installed.
 
-from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder  # noqa: E402  # after the line above
+from torchtitan_lite.checkpoint.format.metadata_file import metadata_bytes  # noqa: E402  # after the line above
+from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder  # noqa: E402  # as above
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint  # noqa: E402  # as above
 from torchtitan_lite.checkpoint.state.train_state import TrainState  # noqa: E402  # as above
 from torchtitan_lite.disk.block_reader import BlockReader  # noqa: E402  # as above
@@ -37,6 +37,7 @@ from torchtitan_lite.disk.digest import DIGEST_BYTES  # noqa: E402  # as above
 from torchtitan_lite.distributed.peers import Peers  # noqa: E402  # as above
 from torchtitan_lite.errors import TorchtitanLiteError  # noqa: E402  # as above
 from torchtitan_lite.store import layout  # noqa: E402  # as above
+from torchtitan_lite.torch_private import storage_info  # noqa: E402  # as above
 
 ADDED_FILE = "__torchtitan.distcp"
 STEP = "train_state.step"
@@ -107,12 +108,12 @@ def _add(metadata: Any, added: dict[str, Any], folder: Path) -> None:
     with (folder / ADDED_FILE).open("wb") as file:
         for key, value in added.items():
             item = _saved(value).getvalue()
-            places[MetadataIndex(key)] = _StorageInfo(ADDED_FILE, file.tell(), len(item))  # words: kept
+            places[MetadataIndex(key)] = storage_info()(ADDED_FILE, file.tell(), len(item))  # words: kept
             file.write(item)
     described = {key: metadata.state_dict_metadata[key] for key in kept} | dict.fromkeys(added, BytesStorageMetadata())
     paths = {key: metadata.planner_data[key] for key in kept} | {key: tuple(key.split(".")) for key in added}
     whole = dataclasses.replace(metadata, state_dict_metadata=described, planner_data=paths, storage_data=places)
-    (folder / layout.METADATA).write_bytes(pickle.dumps(whole))
+    (folder / layout.METADATA).write_bytes(metadata_bytes(whole))
 
 
 if __name__ == "__main__":

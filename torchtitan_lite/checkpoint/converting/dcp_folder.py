@@ -8,13 +8,12 @@ the first file.
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -31,11 +30,13 @@ from torchtitan_lite.checkpoint.examining.tensor_stream import Stream
 from torchtitan_lite.checkpoint.format.chunk_runs import with_runs
 from torchtitan_lite.checkpoint.format.description import DCP_VERSION
 from torchtitan_lite.checkpoint.format.file_image import FileLayout
+from torchtitan_lite.checkpoint.format.metadata_file import metadata_bytes
 from torchtitan_lite.checkpoint.format.torch_item import OBJECT_GRAIN
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.errors import ConfigError, TorchtitanLiteError
 from torchtitan_lite.store import layout
+from torchtitan_lite.torch_private import storage_info
 
 
 class Piece(NamedTuple):
@@ -70,7 +71,7 @@ def write_checkpoint(folder: Path, state: NewState, num_files: int, stream: Stre
         name = layout.data_file(number, 0)
         parts = _place(name, pieces, objects, state.tensors, written, places)
         written.files[name] = write_new(folder / name, parts, stream, advance)
-    metadata = pickle.dumps(_metadata(state, written, places))
+    metadata = metadata_bytes(_metadata(state, written, places))
     DISK.write_file(folder / layout.METADATA, metadata)
     for name, record in written.files.items():
         read_back(folder / name, record, stream.reader, advance)
@@ -140,7 +141,7 @@ def _place(
         tensor, cut = tensors[piece.key], piece.cut
         chunks = written.tensors[piece.key]["chunks"]
         index = MetadataIndex(piece.key, torch.Size(cut.offsets), len(chunks))
-        places[index] = _StorageInfo(name, place.item_at, place.item_bytes)
+        places[index] = storage_info()(name, place.item_at, place.item_bytes)
         chunks.append([name, place.data_at, list(cut.offsets), list(cut.sizes)])
         parts.append(layout_of_file.frames[number].head)
         if piece.num_bytes:
@@ -148,7 +149,7 @@ def _place(
         parts.append(layout_of_file.tails[number])
     at = layout_of_file.end
     for key, stored in objects.items():
-        places[MetadataIndex(key)] = _StorageInfo(name, at, len(stored.item))
+        places[MetadataIndex(key)] = storage_info()(name, at, len(stored.item))
         plain = {"value": stored.plain} if stored.is_plain else {"item": [name, at, len(stored.item)]}
         written.objects[key] = plain
         item = stored.item + bytes(-len(stored.item) % OBJECT_GRAIN)

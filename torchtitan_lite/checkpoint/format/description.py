@@ -9,20 +9,20 @@ the bytes of DCP's metadata are reused.
 from __future__ import annotations
 
 import dataclasses
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
 from torchtitan_lite.checkpoint.format.chunk_runs import format_version, with_runs
 from torchtitan_lite.checkpoint.format.file_image import FileLayout
+from torchtitan_lite.checkpoint.format.metadata_file import metadata_bytes
 from torchtitan_lite.checkpoint.format.structure import Branch, encode
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.store.manifest import Table
+from torchtitan_lite.torch_private import storage_info
 
 DCP_VERSION = "1.0.0"
 """The `Metadata.version` that DCP's own writer sets."""
@@ -65,9 +65,10 @@ class Description:
         self.of_dcp = dataclasses.replace(metadata, storage_data={}, version=DCP_VERSION)
         """DCP's metadata with the places of tensors; `metadata` adds those of objects."""
         tensors: dict[str, dict[str, Any]] = {}
+        of_item = storage_info()
         for file in files:
             for item, place in zip(file.items, file.layout.places, strict=True):
-                self.of_dcp.storage_data[item.index] = _StorageInfo(file.name, place.item_at, place.item_bytes)
+                self.of_dcp.storage_data[item.index] = of_item(file.name, place.item_at, place.item_bytes)
                 self._add_chunk(tensors, item, [file.name, place.data_at])
         self.tensors = Table(with_runs(tensors))
         self.structure = Table({"root": encode(structure)})
@@ -85,9 +86,10 @@ class Description:
         """Return DCP's metadata of a save whose objects are `placed`: what it was, if these are where they were."""
         where = tuple((each.key, each.file, each.at, each.num_bytes) for each in placed)
         if where != self._objects:
-            places = {MetadataIndex(key): _StorageInfo(file, at, size) for key, file, at, size in where}
+            of_item = storage_info()
+            places = {MetadataIndex(key): of_item(file, at, size) for key, file, at, size in where}
             whole = dataclasses.replace(self.of_dcp, storage_data=self.of_dcp.storage_data | places)
-            pickled = pickle.dumps(whole)
+            pickled = metadata_bytes(whole)
             self._objects, self._metadata = where, PickledMetadata(pickled, FileRecord.of(pickled))
         return self._metadata
 
