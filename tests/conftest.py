@@ -17,6 +17,7 @@ from tests.examples import THOROUGH
 from tests.keepers import memory_tier as memory_tier  # fixtures of every test
 from tests.ranks import four_ranks as four_ranks
 from tests.ranks import two_ranks as two_ranks
+from torchtitan_lite.collection import freeze_imported
 
 # No deadline: it would assert a time, which fails on a shared machine. CI always draws the same examples.
 settings.register_profile("ours", deadline=None, print_blob=True, derandomize="CI" in os.environ)
@@ -53,7 +54,7 @@ def _kind(item: pytest.Item) -> int:
 def few_objects_to_collect() -> None:
     """Exclude what was imported so far from collections: a load collects twice, which took most of a small test."""
     gc.collect()
-    gc.freeze()
+    freeze_imported()
 
 
 @pytest.fixture(autouse=True)

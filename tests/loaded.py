@@ -4,7 +4,6 @@ From here on warnings are errors, except those that torch excludes at its import
 Processes that run a script undo that with `warn_as_python_does`. No collection of garbage looks at what was imported.
 """
 
-import gc
 import warnings
 
 warnings.simplefilter("error")
@@ -17,10 +16,11 @@ import torch.distributed.fsdp  # noqa: E402
 import torch.distributed.tensor.parallel  # noqa: E402, F401
 
 import torchtitan_lite.trainer  # noqa: E402, F401
+from torchtitan_lite.collection import freeze_imported  # noqa: E402
 
 # As train.py does. A load collects twice: 0.15 s each over the objects of the imports, and in every process that is
 # forked the collection would copy their pages.
-gc.freeze()
+freeze_imported()
 
 
 def warn_as_python_does() -> None:

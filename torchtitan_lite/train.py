@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import gc
 import signal
 import sys
 import threading
@@ -14,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from torchtitan_lite import faults, log
-from torchtitan_lite.collection import no_collection
+from torchtitan_lite.collection import freeze_imported, no_collection
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.config.manager import parse_config_or_exit
 from torchtitan_lite.distributed.environment import fault_spec, launched
@@ -46,14 +45,14 @@ def main(arguments: list[str] | None = None) -> int:
 def _import() -> Callable[[Callable[..., int]], Callable[..., int | None]]:
     """Import what a job needs. Return torchrun's `record`."""
     with no_collection():  # Imports leave almost no garbage, and collections take a fifth of their time.
-        import torch._dynamo  # noqa: F401  # Otherwise imported by torch's first optimizer, in the middle of the start.
         from torch.distributed.elastic.multiprocessing.errors import record
 
         import torchtitan_lite.trainer  # noqa: F401
+        from torchtitan_lite.torch_private import load_compiler
 
-        # The 500,000 objects so far stay: no collection looks at them, which takes 0.2 s. The first one would come as
-        # soon as collections are on again.
-        gc.freeze()
+        load_compiler()  # Otherwise torch's first optimizer does, in the middle of the start.
+
+        freeze_imported()  # The first collection would come as soon as collections are on again.
     return record
 
 

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from tests.zoo.run import Case, Run, quiet
 from tests.zoo.snapshot import assembled, difference, of_flat_pieces
+from torchtitan_lite.collection import freeze_imported
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError, SaveFailed
 
 EQUAL, WARNED, REFUSED, NOT_OFFERED, DIFFERS = "equal", "warned", "refused", "not offered by torch", "DIFFERS"
@@ -56,7 +57,7 @@ def on_rank(rank: int, action: str, arguments: dict[str, Any]) -> Outcome:
 @cache
 def _freeze() -> None:
     """Exclude torch's objects from garbage collection: a load collects twice, half of the time of a small case."""
-    gc.freeze()
+    freeze_imported()
 
 
 def save(rank: int, folder: Path, case: Case) -> Outcome:
