@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 from tests.checkpoint.small_run import job_config, same
 from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.errors import ConfigError, SaveFailed
+from torchtitan_lite.errors import CheckpointMismatch, ConfigError, SaveFailed
 
 
 class Held:
@@ -240,3 +241,51 @@ def test_tensors_whose_elements_are_no_whole_bytes_are_refused_by_name(tmp_path:
         pytest.raises(SaveFailed, match=r"held\.value is a tensor of torch\.uint4, which a checkpoint cannot hold"),
     ):
         manager.save(1, force=True)
+
+
+def piece(rows: int = 2) -> torch.Tensor:
+    """Return a plain tensor that describes itself as rows of a larger one, as a CheckpointableTensor of torch does."""
+    tensor: Any = torch.ones(rows, 2)
+    tensor.global_shape, tensor.global_offsets = (2 * rows, 2), ((rows, 0),)
+    tensor.local_offsets, tensor.local_sizes = ((0, 0),), ((rows, 2),)
+    found: torch.Tensor = tensor
+    return found
+
+
+PIECES = r"CheckpointableTensor, the pieces at \[\(2, 0\)\] of a tensor of shape \[4, 2\](.|\n)*DTensor\.from_local"
+
+
+@pytest.mark.skipif(not hasattr(torch.distributed.checkpoint, "CheckpointableTensor"), reason="torch 2.14 and later")
+def test_torch_knows_a_piece_as_its_own() -> None:
+    assert isinstance(piece(), torch.distributed.checkpoint.CheckpointableTensor)
+
+
+def test_a_parameter_that_is_a_piece_of_a_larger_one_is_refused_at_construction(tmp_path: Path) -> None:
+    """A state dict leaves out what describes it, so a save would take it for all of the tensor."""
+    model: Any = nn.Linear(2, 2)
+    for name in ("global_shape", "global_offsets", "local_offsets", "local_sizes"):
+        setattr(model.weight, name, getattr(piece(), name))
+    with pytest.raises(ConfigError, match=r"model: weight is a " + PIECES):
+        managed(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_state_that_is_a_piece_of_a_larger_tensor_is_refused_at_the_first_save(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        managed(tmp_path, model, optimizer, held=Held(piece())) as manager,
+        pytest.raises(SaveFailed, match=r"held\.value is a " + PIECES),
+    ):
+        manager.save(1, force=True)
+
+
+def test_a_state_that_became_a_piece_of_a_larger_tensor_is_refused_at_the_load(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with managed(tmp_path, model, optimizer, held=Held(torch.ones(2, 2))) as manager:
+        manager.save(1, force=True)
+    with (
+        managed(tmp_path, model, optimizer, held=Held(piece())) as manager,
+        pytest.raises(CheckpointMismatch, match=r"held\.value is a " + PIECES),
+    ):
+        manager.load()

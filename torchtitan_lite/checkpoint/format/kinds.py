@@ -1,8 +1,8 @@
 """Compare how two values are made, without the values of their numbers and strings.
 
 Code that rebuilds a state uses this to prove that the result is the original: the same types at every
-level, and containers with the same keys in the same order. Also here: the check for tensors that a load
-cannot write into.
+level, and containers with the same keys in the same order. Also here: the checks for tensors that a load
+cannot write into, or that are pieces of others.
 """
 
 from __future__ import annotations
@@ -59,6 +59,24 @@ def is_expanded(tensor: torch.Tensor) -> bool:
     return 0 in tensor.stride() and any(
         step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
     )
+
+
+def refuse_piece(name: str, tensor: torch.Tensor) -> None:
+    """Raise TypeError, naming the tensor, if it says of itself that it is a piece of a larger one.
+
+    torch 2.14 and later know it as `torch.distributed.checkpoint.CheckpointableTensor`. A state dict of a module leaves
+    that out, and no optimizer gives it to its state: then each rank would have another tensor of the same name.
+    """
+    if all(hasattr(tensor, each) for each in _OF_PIECES):
+        raise TypeError(
+            f"{name} is a CheckpointableTensor, the pieces at {[*tensor.global_offsets]} of a tensor of shape "  # type: ignore[attr-defined]  # asked for above
+            f"{[*tensor.global_shape]}, and a checkpoint has a DTensor for such a tensor: make it one with "  # type: ignore[attr-defined]  # as above
+            "DTensor.from_local(tensor, mesh, placements)."
+        )
+
+
+_OF_PIECES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+"""The attributes of a CheckpointableTensor."""
 
 
 def refuse_expanded(tensors: Mapping[str, torch.Tensor]) -> None:

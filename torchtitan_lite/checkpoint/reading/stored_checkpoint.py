@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format.contents import Contents
+from torchtitan_lite.checkpoint.format.flattening import flat_tensors
 from torchtitan_lite.checkpoint.format.key_report import KeyReport, TensorLike, compare_tensors, merged
+from torchtitan_lite.checkpoint.format.kinds import refuse_piece
 from torchtitan_lite.checkpoint.format.older_structure import Untyped, retyped
 from torchtitan_lite.checkpoint.format.shards import parts_of
 from torchtitan_lite.checkpoint.format.structure import rebuild, without
@@ -185,7 +186,12 @@ class StoredCheckpoint:
 
     def _sharded(self, name: str, own: State) -> dict[str, DTensor]:
         """Return the sharded tensors of `own` by flat key. Raises `CheckpointMismatch` if the checkpoint's differ."""
-        live, _ = flatten_state_dict({name: own})
+        live = flat_tensors({name: own})
+        try:
+            for key, value in live.items():
+                refuse_piece(key, value)
+        except TypeError as error:
+            raise CheckpointMismatch(str(self.path), f"  {error}") from None
         sharded = {key: value for key, value in live.items() if isinstance(value, DTensor)}
         tensors = self.contents.tensors
         stored = {

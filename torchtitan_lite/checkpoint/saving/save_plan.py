@@ -30,8 +30,8 @@ from torchtitan_lite.checkpoint.format.dtypes import DTYPES
 from torchtitan_lite.checkpoint.format.file_image import FileLayout, Spec
 from torchtitan_lite.checkpoint.format.flattening import flatten
 from torchtitan_lite.checkpoint.format.joint_structure import joint
-from torchtitan_lite.checkpoint.format.kinds import difference
-from torchtitan_lite.checkpoint.format.shards import knows_its_parts, part_of
+from torchtitan_lite.checkpoint.format.kinds import difference, refuse_piece
+from torchtitan_lite.checkpoint.format.shards import knows_its_parts, local_of, part_of
 from torchtitan_lite.checkpoint.format.structure import Branch, decode, encode, paths_of, rebuild
 from torchtitan_lite.checkpoint.saving.balance import balanced
 from torchtitan_lite.checkpoint.saving.object_items import ObjectItems
@@ -241,6 +241,7 @@ def _flattened(state: State, check: Callable[[], None] | None) -> tuple[State, B
     return flatten(state)
 
 
+@torch.no_grad()  # Where `local_of` returns the memory itself.
 def _examined(flat: State, structure: Branch, last: _Examined | None) -> _Examined:
     """Return what is examined of `flat`: `last` itself, if that is the same. Raises as `_entry`."""
     if last is not None and structure == last.structure and _are_entries_of(flat, last.entries):
@@ -283,7 +284,8 @@ def _entry(key: str, value: Any) -> tuple[Any, ...]:
     """
     if not isinstance(value, torch.Tensor):
         return (key,)
-    local = value._local_tensor if isinstance(value, DTensor) else value
+    refuse_piece(key, value)
+    local = local_of(value)
     if local.is_nested or (str(local.dtype).removeprefix("torch.") not in DTYPES and not local.is_quantized):
         what = "nested tensor" if local.is_nested else f"tensor of {local.dtype}"
         raise TypeError(f"{key} is a {what}, which a checkpoint cannot hold. Return dense tensors of other dtypes.")

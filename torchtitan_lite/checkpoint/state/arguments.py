@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
+from torchtitan_lite.checkpoint.format.kinds import refuse_piece
 from torchtitan_lite.checkpoint.state import fsdp1
 from torchtitan_lite.config.job_config import EXCLUDABLE_STATES, Checkpoint, JobConfig
 from torchtitan_lite.errors import ConfigError
@@ -106,7 +108,10 @@ def checked_step(call: str, given: object, least: int = 0) -> int:
 
 
 def model_parts(given: object, spelt: Spelling = OF_CONSTRUCTOR) -> list[nn.Module]:
-    """Return the modules of `model_parts`; raise ConfigError for anything else, and for FSDP1 without a mesh."""
+    """Return the modules of `model_parts`; raise ConfigError for anything else.
+
+    Also for FSDP1 without a mesh, and for parameters that are pieces of larger tensors.
+    """
     if isinstance(given, Mapping) and not isinstance(given, nn.Module):
         raise ConfigError(
             f"{spelt.model}: expected a module or a list of modules, found {_kind(given)}. Put several models into an "
@@ -119,7 +124,17 @@ def model_parts(given: object, spelt: Spelling = OF_CONSTRUCTOR) -> list[nn.Modu
         if not isinstance(part, nn.Module):
             raise _wrong(_one_of(spelt.model, at, given, parts), "a module", part, spelt)
     fsdp1.refuse_without_mesh(parts)
+    _refuse_pieces(parts)
     return parts
+
+
+def _refuse_pieces(parts: Sequence[nn.Module]) -> None:
+    for part in parts:
+        for name, tensor in chain(part.named_parameters(), part.named_buffers()):
+            try:
+                refuse_piece(f"model: {name}", tensor)
+            except TypeError as error:
+                raise ConfigError(str(error)) from None
 
 
 def optimizers(given: object, spelt: Spelling = OF_CONSTRUCTOR) -> list[Optimizer]:
