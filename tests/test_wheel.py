@@ -6,49 +6,166 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
+from torchtitan_lite import __version__
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 ROOT = Path(__file__).parents[1]
-pytestmark = pytest.mark.slow  # A build, an install and two cold starts of the trainer: about 20 s.
+MAX_WHEEL_BYTES = 1_000_000
+MYPY = shutil.which("mypy", path=f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}")
+
+pytestmark = pytest.mark.slow  # A build, an install and a dozen cold starts of Python with torch: about a minute.
+
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
+OFFLINE = ("--no-deps", "--no-index")
+TRAIN = ("torchtitan-lite-train", "--job.config_file", "llama_debug.toml")
+SHORT = ("--checkpoint.interval=2", "--checkpoint.async_mode=async_with_pinned_mem", "--metrics.log_freq=1")
+ADAPTED = "from torchtitan_lite.data.adapters import StatefulDataLoaderAdapter as A; A(None, rank=0, num_ranks=1)"
+WITHOUT = {
+    "torchdata": ("torchdata", ["python", "-c", ADAPTED]),
+    "tokenizers": ("tokenizers", [*TRAIN, "--model.tokenizer_path={folder}"]),
+    "parquet": ("pyarrow", [*TRAIN, "--training.dataset=parquet", "--training.dataset_path={folder}/*.parquet"]),
+    "datasets": ("datasets", [*TRAIN, "--training.dataset=huggingface", "--training.dataset_path={folder}"]),
+    "report": ("jinja2", ["torchtitan-lite", "report", "{trained}/outputs", "--out", "{folder}/report.html"]),
+    "safetensors": ("safetensors", ["torchtitan-lite", "export", "{trained}/outputs", "{folder}/out"]),
+    "wandb": ("wandb", [*TRAIN, "--metrics.enable_wandb"]),
+}
+"""The package of each extra, and a command that needs it."""
+
+ABSENT = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == {package!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Absent())
+"""
+
+USER_PROGRAM = """
+from pathlib import Path
+
+import torch
+from torch import nn
+from typing_extensions import assert_type
+
+from torchtitan_lite import log
+from torchtitan_lite.checkpoint import CheckpointManager, CheckpointReader, PerRank, Stateful, TrainState, load_model
+from torchtitan_lite.errors import CheckpointNotFound
 
 
-def run(*command: str | Path, cwd: Path, **environment: str) -> str:
+class Position:
+    def __init__(self) -> None:
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.position = state_dict["position"]
+
+
+def train(steps: int, folder: Path) -> int:
+    log.setup()
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    progress, loader = TrainState(), Position()
+    data: Stateful = loader
+    own = PerRank(Position())
+    with CheckpointManager.for_loop(
+        model=model, optimizer=optimizer, dataloader=data, states={"train_state": progress, "own": own}, folder=folder
+    ) as manager:
+        assert_type(manager.load(), bool)
+        manager.reset()
+        while progress.step < steps and not manager.preempted_by:
+            progress.step += 1
+            manager.save(progress.step, force=progress.step == steps, metrics={"loss": torch.tensor(1.0)})
+    assert_type(manager.loaded_step, int | None)
+    return assert_type(progress.step, int)
+
+
+def read(folder: Path, module: nn.Module) -> CheckpointReader | None:
+    try:
+        load_model(module, folder)
+        return assert_type(CheckpointReader(folder), CheckpointReader)
+    except CheckpointNotFound as error:
+        print(error.step)
+        return None
+"""
+
+
+def run(*command: str | Path, cwd: Path, code: int = 0, **environment: str) -> str:
     done = subprocess.run(
         command, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, check=False, timeout=300
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
+def run_installed(installed: Path, *command: str, cwd: Path, code: int = 0, before: str = "") -> str:
+    """Run a command of the installed package, or python; the folder `before` is first on its path."""
+    name, *arguments = command
+    program = [] if name == "python" else [installed / "bin" / name]
+    path = f"{before}:{installed}" if before else str(installed)
+    return run(sys.executable, *program, *arguments, cwd=cwd, code=code, PYTHONPATH=path, OMP_NUM_THREADS="1")
+
+
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the package as the wheel has it, and nothing of the clone."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this clone."""
     folder = tmp_path_factory.mktemp("wheel")
     left_out = shutil.ignore_patterns("__pycache__", "*.egg-info")
     shutil.copytree(ROOT / "torchtitan_lite", folder / "clone" / "torchtitan_lite", ignore=left_out)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / "clone")
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
-    offline = ("--no-deps", "--no-index")
-    run(*pip, "wheel", *offline, "--no-build-isolation", "-w", folder, folder / "clone", cwd=folder)
-    (wheel,) = folder.glob("*.whl")
-    run(*pip, "install", *offline, "--target", folder / "site", wheel, cwd=folder)
-    return folder / "site"
+    run(*PIP, "wheel", *OFFLINE, "--no-build-isolation", "-w", folder, folder / "clone", cwd=folder)
+    (built,) = folder.glob("*.whl")
+    return built
 
 
-def test_the_installed_command_trains_and_resumes_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
-    train = (sys.executable, installed / "bin" / "torchtitan-lite-train", "--job.config_file", "llama_debug.toml")
-    short = ("--checkpoint.interval=2", "--checkpoint.async_mode=async_with_pinned_mem", "--metrics.log_freq=1")
-    paths = {"PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"}
-    first = run(*train, *short, "--training.steps=2", cwd=tmp_path, **paths)
-    assert "Training completed" in first
-    second = run(*train, *short, "--training.steps=3", cwd=tmp_path, **paths)
-    assert "Loading the checkpoint at step 2." in second
-    assert (tmp_path / "outputs" / "checkpoint" / "step-3" / "manifest.json").is_file()
-    listed = run(sys.executable, installed / "bin" / "torchtitan-lite", "ls", "outputs", cwd=tmp_path, **paths)
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the package as the wheel has it, and nothing of the clone."""
+    folder = tmp_path_factory.mktemp("installed")
+    run(*PIP, "install", *OFFLINE, "--target", folder, wheel, cwd=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder, empty before, in which the installed command trained two steps."""
+    folder = tmp_path_factory.mktemp("trained")
+    logged = run_installed(installed, *TRAIN, *SHORT, "--training.steps=2", cwd=folder)
+    assert "Training completed" in logged
+    return folder
+
+
+def test_the_installed_command_trains_and_resumes_in_an_empty_folder(installed: Path, trained: Path) -> None:
+    resumed = run_installed(installed, *TRAIN, *SHORT, "--training.steps=3", cwd=trained)
+    assert "Loading the checkpoint at step 2." in resumed
+    assert (trained / "outputs" / "checkpoint" / "step-3" / "manifest.json").is_file()
+    listed = run_installed(installed, "torchtitan-lite", "ls", "outputs", cwd=trained)
     assert listed.startswith("outputs/checkpoint: 2 checkpoints, ")
+
+
+def test_the_wheel_is_small_and_has_the_files_of_the_package_and_no_others(wheel: Path) -> None:
+    about = f"torchtitan_lite-{__version__}.dist-info"
+    kinds = ("**/*.py", "py.typed", "report/page.*", "train_configs/*.toml")
+    package = ROOT / "torchtitan_lite"
+    expected = {f"torchtitan_lite/{path.relative_to(package)}" for kind in kinds for path in package.glob(kind)}
+    expected |= {f"{about}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt")}
+    expected |= {f"{about}/licenses/LICENSE"}
+    assert set(zipfile.ZipFile(wheel).namelist()) == expected
+    assert wheel.stat().st_size <= MAX_WHEEL_BYTES
 
 
 def test_the_wheel_has_the_types_and_every_configuration(installed: Path) -> None:
@@ -58,3 +175,35 @@ def test_the_wheel_has_the_types_and_every_configuration(installed: Path) -> Non
     assert sorted(path.name for path in (package / "train_configs").glob("*.toml")) == names
     for name in names:
         assert (package / "train_configs" / name).read_bytes() == (ROOT / "train_configs" / name).read_bytes()
+
+
+def test_every_extra_of_the_package_is_tried_without() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(WITHOUT) == extras.keys() - {"docs", "test", "dev"}
+
+
+@pytest.mark.parametrize("extra", WITHOUT)
+def test_without_an_extra_one_sentence_says_how_to_install_it(
+    extra: str, installed: Path, trained: Path, tmp_path: Path
+) -> None:
+    package, command = WITHOUT[extra]
+    (tmp_path / "sitecustomize.py").write_text(ABSENT.format(package=package))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "a.parquet").touch()
+    given = [word.format(folder=tmp_path, trained=trained) for word in command]
+    said = run_installed(installed, *given, cwd=tmp_path, code=1, before=str(tmp_path))
+    sentence = f"{package} is not installed. Install it with: pip install 'torchtitan-lite[{extra}]'"
+    assert said.count(sentence) == 1
+    assert said.endswith(f"{sentence}\n")
+    assert ("Traceback" in said) == (command[0] == "python"), "a command shows none, a program of your own does"
+
+
+@pytest.mark.skipif(MYPY is None, reason="needs mypy: scripts/check.sh installs it")
+def test_a_strict_type_checker_sees_the_types_of_the_installed_package(installed: Path, tmp_path: Path) -> None:
+    assert MYPY is not None
+    check = (MYPY, "--strict", "--python-executable", sys.executable, "--cache-dir", str(tmp_path / "cache"))
+    (tmp_path / "right.py").write_text(USER_PROGRAM)
+    (tmp_path / "wrong.py").write_text(USER_PROGRAM.replace("manager.save(progress.step", "manager.save('three'"))
+    assert run(*check, "right.py", cwd=tmp_path, PYTHONPATH=str(installed)).startswith("Success")
+    said = run(*check, "wrong.py", cwd=tmp_path, code=1, PYTHONPATH=str(installed))
+    assert 'Argument 1 to "save" of "CheckpointManager" has incompatible type "str"; expected "int"' in said
