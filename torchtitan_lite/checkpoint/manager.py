@@ -40,6 +40,7 @@ from torchtitan_lite.disk.forks import forget_in_children
 from torchtitan_lite.distributed.missing_ranks import named_if_they_miss
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.distributed.step_consensus import StepConsensus
+from torchtitan_lite.distributed.tried_torch import report_later_torch
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.housekeeping import OnEvent
 from torchtitan_lite.store.retention import RetentionPolicy
@@ -113,6 +114,7 @@ class CheckpointManager:
         """The signal that the ranks agreed to leave for, after `save` saved or before training; 0 for none."""
         if self._config.enable_checkpoint:
             logger.info("Checkpointing active. Checkpoints will be loaded from and saved to %s", self._store.root)
+        report_later_torch(self._peers.rank)
 
     @classmethod
     def for_loop(
