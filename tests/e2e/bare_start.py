@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tests.e2e.jobs import free_port, rank_variables, read_lines, send
+from tests.e2e.jobs import read_lines, send
 from tests.e2e.random_kills import Order, is_, run_rank
 from tests.forked import Forked
 
@@ -22,9 +22,7 @@ class BareStart:
     def __init__(self, order: Order, number: int) -> None:
         order.folder.mkdir(parents=True, exist_ok=True)
         self.order, self.number = order, number
-        port = str(free_port())
-        variables = [rank_variables(rank, order.ranks, port) for rank in range(order.ranks)]
-        self._ranks = [Forked(run_rank, order, number, each) for each in variables]
+        self._ranks = [Forked(run_rank, order, number, rank) for rank in range(order.ranks)]
 
     def lines(self, rank: int) -> list[dict[str, Any]]:
         """Return what `rank` recorded, in order."""

@@ -103,7 +103,7 @@ def start(
     log = dump_folder.with_suffix(".log")
     base = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
     port = str(free_port())
-    environments = [base | (rank_variables(rank, ranks, port) if ranks > 1 else {}) for rank in range(ranks)]
+    environments = [base | (_rank_variables(rank, ranks, port) if ranks > 1 else {}) for rank in range(ranks)]
     log.write_text("")
     processes: list[Process]
     if torchrun is not None:
@@ -163,8 +163,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def rank_variables(rank: int, ranks: int, port: str) -> dict[str, str]:
-    """Return the variables that torchrun would set for `rank`."""
+def _rank_variables(rank: int, ranks: int, port: str) -> dict[str, str]:
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

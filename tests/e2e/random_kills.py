@@ -16,7 +16,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from tests.e2e.jobs import children, command_line, read_lines, send
 from tests.e2e.sharded_run import RANKS, ShardedRun
 from tests.forked import Forked
 from tests.keepers import keepers_in
+from tests.ranks import join_group
 from torchtitan_lite import log
 from torchtitan_lite.config.job_config import Comm
 from torchtitan_lite.distributed.process_group import process_group
@@ -257,12 +258,20 @@ def _agent(order: Order, number: int) -> None:
         os._exit(code)
 
 
-def run_rank(order: Order, number: int, variables: dict[str, str]) -> None:
-    """Run one rank of start `number` without an agent, with the `variables` that one would set."""
-    os.environ |= variables | {"TORCHELASTIC_RESTART_COUNT": "0"}
+def run_rank(order: Order, number: int, rank: int) -> None:
+    """Run one rank of start `number` without an agent: the ranks meet at a file, because a port may be taken."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(order.ranks), "TORCHELASTIC_RESTART_COUNT": "0"}
     _look_like_a_job(order)
-    _rank(order, number)
+    _rank(order, number, _meet_at(order.folder / f"rendezvous{number}", rank, order.ranks))
     os._exit(0)  # Skips the shutdown of an interpreter with torch, which takes a second.
+
+
+@contextmanager
+def _meet_at(rendezvous: Path, rank: int, ranks: int) -> Iterator[None]:
+    join_group(rank, ranks, rendezvous)
+    yield
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def _look_like_a_job(order: Order) -> None:
@@ -274,8 +283,8 @@ def _look_like_a_job(order: Order) -> None:
     os.dup2(output, 2)
 
 
-def _rank(order: Order, number: int) -> None:
-    """Run one rank of one start, from its fork to its exit."""
+def _rank(order: Order, number: int, group: AbstractContextManager[object] | None = None) -> None:
+    """Run one rank of one start, from its fork to its exit; without `group` in the one of the agent."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     gc.freeze()  # As train.py does: a collection would copy every page of the server that this process shares.
     torch.set_num_threads(1)
@@ -289,7 +298,7 @@ def _rank(order: Order, number: int) -> None:
 
     write("begun", 0, pid=os.getpid())
     try:
-        with process_group(Comm(init_timeout_seconds=60)):
+        with group or process_group(Comm(init_timeout_seconds=60)):
             _train(order, rank, write)
     except BaseException:
         traceback.print_exc()
