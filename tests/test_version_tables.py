@@ -1,4 +1,4 @@
-"""scripts/test_versions.py counts tests, prints its tables, and knows the versions that are supported."""
+"""The tables that scripts/test_versions.py prints, and the versions that it knows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.test_versions import VERSIONS, Row, counted, minor, ours, table_of_tests, tables_of_round_trips
+from scripts.version_tables import VERSIONS, Row, counted, minor, ours, table_of_tests, tables_of_round_trips
 from torchtitan_lite.distributed.tried_torch import LATEST_TRIED, OLDEST_TRIED, minor_version
 
 ROOT = Path(__file__).parents[1]

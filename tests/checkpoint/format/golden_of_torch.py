@@ -8,6 +8,7 @@ as in `golden_run`.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 import sys
@@ -193,4 +194,5 @@ def _compare(found: dict[str, Any], wanted: dict[str, Tensor]) -> None:
 
 
 if __name__ == "__main__":
+    logging.disable()  # DCP logs the traceback of what it cannot read.
     json.dump(report(), sys.stdout)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.test_versions import VERSIONS
+from scripts.version_tables import VERSIONS
 from tests.checkpoint.format.golden_of_torch import TOOLS, folder_of, folders, outcome
 from torchtitan_lite.store.manifest import Manifest
 
