@@ -66,6 +66,11 @@ class Pair:
         return self.longest / self.longest_without
 
     @property
+    def slowdown(self) -> float:
+        """Of a step beside a save; by steps of the same process, because a machine drifts from one to the next."""
+        return self.beside / self.without
+
+    @property
     def is_stalled(self) -> bool:
         """Whether a step beside a save was a stall, and none without was."""
         return self.longest > STALL_SECONDS >= self.longest_without
@@ -99,7 +104,8 @@ def main() -> int:
             pair = found[cell][-1]
             print(
                 f"round {number}, {cell.hogs} hogs, {cell.mode}, {cell.version}: longest step"
-                f" {pair.longest:.3f} s, without a save {pair.longest_without:.3f} s",
+                f" {pair.longest:.3f} s, without a save {pair.longest_without:.3f} s; median {pair.beside:.4f} s beside"
+                f" a save, {pair.without:.4f} s without; save {pair.background:.3f} s",
                 file=sys.stderr,
             )
     print("\n".join([*_longest_lines(found), "", *_beside_lines(found)]))
@@ -123,15 +129,17 @@ def _beside_lines(found: dict[Cell, list[Pair]]) -> Iterator[str]:
         if cell.mode == "disabled":
             continue  # Its saves are over when they return.
         beside = statistics.median(pair.beside for pair in pairs)
-        slower = _figure([pair.beside / pair.without for pair in pairs])
+        slower = _figure([pair.slowdown for pair in pairs])
         background = statistics.median(pair.background for pair in pairs)
         yield f"{_name(cell)}{beside:15.4f}{slower:>20}{background:9.3f}"
         others = found.get(cell._replace(version="other"), ())
         if cell.version == "this" and others:
             both = list(zip(pairs, others, strict=True))
             steps = _figure([ours.beside / other.beside for ours, other in both])
+            slower = _figure([ours.slowdown / other.slowdown for ours, other in both])
             saves = _figure([ours.background / other.background for ours, other in both])
-            yield f"{'':5}this / other: step beside {steps}, save {saves}"
+            yield f"{'':5}this / other: step beside {steps}, save {saves},"
+            yield f"{'':19}step beside / without a save {slower}"
 
 
 def _name(cell: Cell) -> str:
