@@ -95,7 +95,7 @@ def limited(free: int, kills: str = "") -> dict[str, str]:
 
 
 def test_what_a_process_had_more_at_its_peak_is_reserved_and_a_part_of_that_peak(tmp_path: Path) -> None:
-    assert reserve_bytes(tree(tmp_path, limited(GIB))) == 2 * GIB + 6 * GIB // 20
+    assert reserve_bytes(tree(tmp_path, limited(GIB))) == 2 * GIB + 6 * GIB // 2
     assert reserve_bytes(tmp_path / "none") == 0
 
 
