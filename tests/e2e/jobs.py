@@ -32,6 +32,13 @@ TINY = [
 ]
 
 
+CONFIG = {
+    **{"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 260, "rms_norm_eps": 1e-5},
+    **{"rope_theta": 500000.0, "max_position_embeddings": 8192},
+}
+"""A config.json of a Llama, as a model in Hugging Face's format has it."""
+
 Process = subprocess.Popen[str] | Forked
 
 

@@ -8,13 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli.command import command
-from tests.e2e.jobs import run, start
+from tests.e2e.jobs import CONFIG, run, start
 
-CONFIG = {
-    **{"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 260, "rms_norm_eps": 1e-5},
-    **{"rope_theta": 500000.0, "max_position_embeddings": 8192},
-}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 STEPS = "--training.steps=2"
 

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.cgroups import memory_group as memory_group
-from tests.e2e.jobs import TINY, Job, send
+from tests.e2e.jobs import CONFIG, TINY, Job, send
 from tests.e2e.random_kills import KilledJob, Order, killed_job
-from tests.e2e.test_config_path import CONFIG
 from tests.forked import REPO
 from tests.keepers import has_ended
 
