@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import reduction
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Protocol
 
@@ -88,7 +88,7 @@ class Line:
         """Return the answer of process `pid` to a request, made from the number of `arena`. Raises `LineBroken`."""
         with self._lock:
             try:
-                self._connection.send(request(self._share(arena, pid)))
+                self._connection.send(request(self._share(arena)))
                 return self._receive(pid, is_stopped)
             except (EOFError, OSError) as error:
                 raise LineBroken(f"ended ({type(error).__name__})") from error
@@ -109,7 +109,7 @@ class Line:
         self._connection.close()
         self._arenas = []
 
-    def _share(self, arena: Arena, pid: int) -> int:
+    def _share(self, arena: Arena) -> int:
         """Return the number of `arena`, after sending its descriptor if the process does not have it."""
         self._arenas = [each if each is not None and each.fd >= 0 else None for each in self._arenas]
         for number, known in enumerate(self._arenas):
@@ -119,8 +119,16 @@ class Line:
         number = len(self._arenas) - 1
         live = tuple(at for at, each in enumerate(self._arenas) if each is not None)
         self._connection.send(UseArena(number, arena.num_bytes, live))
-        send_handle(self._connection, arena.fd, pid)
+        self._send_descriptor(arena.fd)
         return number
+
+    def _send_descriptor(self, fd: int) -> None:
+        """Send `fd` as `reduction.send_handle` does, but without a second descriptor that a fork could inherit."""
+        end = socket.socket(fileno=self._connection.fileno())
+        try:
+            reduction.sendfds(end, [fd])
+        finally:
+            end.detach()
 
     def _receive(self, pid: int, is_stopped: Callable[[int], bool]) -> FileRecord | Exception:
         deadline = time.monotonic() + self._timeout_seconds
@@ -143,7 +151,7 @@ def answer_all(socket_fd: int) -> None:
                 if isinstance(message, UseArena):
                     for number in arenas.keys() - {*message.live}:
                         del arenas[number]
-                    arenas[message.number] = _map(recv_handle(connection), message.num_bytes)
+                    arenas[message.number] = _map(reduction.recv_handle(connection), message.num_bytes)
                 else:
                     connection.send(_answer(message, arenas[message.arena]))
             except (EOFError, ConnectionError):
