@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -212,6 +213,7 @@ WRAPPED_FOR_RECOMPUTING = "_checkpoint_wrapped_module."
 
 def load_compiler() -> None:
     """Import torch's compiler, which the first optimizer imports otherwise."""
+    import_module("torch._dynamo")
 
 
 def recomputing(module: nn.Module, **settings: Any) -> nn.Module:
@@ -292,7 +294,7 @@ def set_timeout(group: dist.ProcessGroup | None, timeout: timedelta) -> None:
 def register_fake_backend() -> None:
     """Register the backend "fake", a process group that carries no data. Raise ConfigError if torch has none."""
     try:
-        import torch.testing._internal.distributed.fake_pg  # imported for its effect
+        import_module("torch.testing._internal.distributed.fake_pg")
     except ImportError as error:
         raise ConfigError(f"comm.simulated_ranks: torch {torch.__version__} has no fake process group.") from error
 
