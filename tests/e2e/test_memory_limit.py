@@ -66,7 +66,6 @@ def test_a_job_that_fits_without_images_is_not_killed_for_them_and_one_line_says
     assert not oom_kills(memory_group), lines
     assert not any(map(LINE.findall, without))
     assert all(len(each) <= 1 for each in lines), lines
-    print(f"{mode}, {factor} x {peak >> 20} MiB: {lines}")
 
 
 def _starts(folder: Path, name: str, group: Path, number: int, mode: str, *, memory_interval: int) -> Iterator[str]:
@@ -79,9 +78,11 @@ def _starts(folder: Path, name: str, group: Path, number: int, mode: str, *, mem
         log = folder / f"{name}-{start}.log"
         with log.open("w") as file:
             job = Job([subprocess.Popen([*within, *command], cwd=REPO, stdout=file, stderr=file)], folder / name, log)
-        before = max(job.losses(), default=0)
-        job.wait_until(lambda job, last=before + STEPS: max(job.losses(), default=0) >= last)
-        job.kill()
+        try:
+            last = max(job.losses(), default=0) + STEPS
+            job.wait_until(lambda job, last=last: max(job.losses(), default=0) >= last)
+        finally:
+            job.kill()
         yield job.log
 
 

@@ -66,18 +66,15 @@ def is_short(root: Path = Path("/")) -> bool:
 
 
 def reserve_bytes(root: Path = Path("/")) -> int:
-    """Return the bytes that this process may take again, beside what it has now: up to its peak, and a part of that."""
+    """Return how many more bytes this process may take: up to its peak so far, and a part of that peak."""
     peak, growth = _own_bytes(root)
     return growth + int(_GROWTH * peak)
 
 
 def _own_bytes(root: Path) -> tuple[int, int]:
     """Return the most that this process had, and how much less it has now; 0 where the system does not say."""
-    found = {name: value for name, _, value in (line.partition(":") for line in _lines(root / "proc/self/status"))}
-    try:
-        peak, now = (int(found[name].split()[0]) * 1024 for name in ("VmHWM", "VmRSS"))
-    except (KeyError, IndexError, ValueError):
-        return 0, 0
+    found = _figures(root / "proc/self/status")
+    peak, now = (1024 * (_number(found.get(name, "")) or 0) for name in ("VmHWM:", "VmRSS:"))
     return peak, max(0, peak - now)
 
 
@@ -85,8 +82,8 @@ def oom_kills(root: Path = Path("/")) -> int:
     """Return how many processes the kernel has killed because the innermost cgroup with a limit was full."""
     for folder, is_v2 in _cgroups(_text(root / "proc/self/cgroup"), _text(root / "proc/self/mountinfo"), root):
         if _free_in(folder, is_v2) < _V1_UNLIMITED:
-            lines = _lines(folder / ("memory.events" if is_v2 else "memory.oom_control"))
-            return sum(_number(value) or 0 for name, _, value in map(_split, lines) if name == "oom_kill")
+            found = _figures(folder / ("memory.events" if is_v2 else "memory.oom_control"))
+            return _number(found.get("oom_kill", "")) or 0
     return 0
 
 
@@ -157,7 +154,7 @@ def _free_in(folder: Path, is_v2: bool) -> int:
         return _V1_UNLIMITED
     prefix = "" if is_v2 else "total_"
     wanted = (f"{prefix}active_file", f"{prefix}inactive_file")
-    stat = dict(line.split()[:2] for line in _text(folder / "memory.stat").splitlines() if len(line.split()) >= 2)
+    stat = _figures(folder / "memory.stat")
     return limit - usage + sum(_number(stat.get(name, "0")) or 0 for name in wanted)
 
 
@@ -165,12 +162,10 @@ def _number(text: str) -> int | None:
     return int(text) if text.strip().isdecimal() else None
 
 
-def _split(line: str) -> tuple[str, str, str]:
-    return line.partition(" ")
-
-
-def _lines(path: Path) -> list[str]:
-    return _text(path).splitlines()
+def _figures(path: Path) -> dict[str, str]:
+    """Return the second word of each line of a file by the first."""
+    lines = map(str.split, _text(path).splitlines())
+    return {words[0]: words[1] for words in lines if len(words) > 1}
 
 
 def _text(path: Path) -> str:

@@ -155,7 +155,7 @@ class Images:
             logger.warning("No images in memory every %s: the state cannot be saved. The first save says why", every)
         else:
             reason = (
-                f"two copies of the state ({size} on each rank) do not fit into the memory of each host beside "
+                f"two copies of the state ({size} on each rank) do not fit into the memory of each host next to "
                 f"training{why}. Unset checkpoint.memory_interval, or give the job more memory"
             )
             logger.warning("No images in memory every %s: %s", every, reason)
@@ -224,7 +224,7 @@ class Images:
                 if planned.differs is not None:
                     return self._end(f"{planned.differs}")
                 if not self.agree(planned.agreed):
-                    return self._note_missed(step, self._reason())
+                    return self._note_missed(step, self._why_missed())
                 self._note_staged(step)
                 image = planned.image()
                 check = self._watch(image.file, [item.index.fqn for item in image.plan.items])
@@ -288,7 +288,7 @@ class Images:
                 slot.arena.is_kept = False
         self._former.forget_keeper()
 
-    def _reason(self) -> str:
+    def _why_missed(self) -> str:
         if self._is_off:
             return "no more are made"
         return "its memory is being made" if self.stager.is_preparing else "earlier ones are being read"
