@@ -1,9 +1,9 @@
-"""Measure steps of training beside saves while other processes keep the cores busy, in one or two versions.
+"""Measure steps of training during saves while other processes keep the cores busy, in one or two versions.
 
     python scripts/bench_priority.py --hogs 2 4 8 --pairs 5
     python scripts/bench_priority.py --hogs 0 --params 20 --pairs 5 --against ../older-checkout
 
-A pair is one process that trains with saves and without, in random order, beside `--hogs` processes of normal priority
+A pair is one process that trains with saves and without, in random order, next to `--hogs` processes of normal priority
 that spin. Each round measures a pair of every number of hogs, mode and version, in a new order. A step is everything
 between two saves that are due; of the time in `save` itself it has only what a call costs that saves nothing. It is
 beside a save if it began before the commit. Figures are medians over the pairs, with the lowest and the highest.

@@ -52,7 +52,7 @@ class Environment:
     def remove(self) -> None:
         shutil.rmtree(self.root)
 
-    def test(self, arguments: Sequence[str]) -> str:
+    def outcome(self, arguments: Sequence[str]) -> str:
         """Run the tests, with their output in a log file next to the environment. Return what pytest counted."""
         return counted(self._run_tests(["-q", *arguments]))
 
@@ -84,7 +84,7 @@ def main() -> int:
             if options.round_trips and is_made:
                 reports[minor(version)] = environment.report()
             else:
-                outcome = environment.test(options.arguments) if is_made else "error: it could not be installed"
+                outcome = environment.outcome(options.arguments) if is_made else "error: it could not be installed"
                 tests = " ".join(options.arguments) or "fast"
                 rows.append(Row(version, environment.python_version, tests, outcome, commit()))
             if not options.keep:
