@@ -26,8 +26,8 @@ from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.format.description import Description, PickledMetadata
 from torchtitan_lite.checkpoint.format.flattening import flatten
 from torchtitan_lite.checkpoint.format.structure import encode
+from torchtitan_lite.checkpoint.planning.save_plan import _Answers
 from torchtitan_lite.checkpoint.reading.own_plan import overlaps
-from torchtitan_lite.checkpoint.saving.save_plan import _Answers
 from torchtitan_lite.checkpoint.saving.writer import RankFile
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.disk.digest import DIGEST_BYTES, FileRecord, num_blocks

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from torch import nn
 
-from tests.checkpoint.memory.image_runs import held, images_of, start
-from tests.checkpoint.memory.image_runs import step as step_with_image
+from tests.checkpoint.images.image_runs import held, images_of, start
+from tests.checkpoint.images.image_runs import step as step_with_image
 from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint import CheckpointManager, TrainState, load_model
 from torchtitan_lite.checkpoint.format.file_image import FileImage

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.memory.cards import CARD
+from tests.checkpoint.images.cards import CARD
 from tests.cli.conftest import Said
-from torchtitan_lite.checkpoint.memory.mark import Mark
+from torchtitan_lite.checkpoint.staging.mark import Mark
 from torchtitan_lite.keeper.client import Keeper
 from torchtitan_lite.store.lineage import Lineage
 

@@ -19,14 +19,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tests import keepers
-from tests.checkpoint.memory.spoiled import keeper_of, other_bytes
+from tests.checkpoint.images.spoiled import keeper_of, other_bytes
 from tests.e2e.bare_start import DEADLINE_SECONDS, GRACE_SECONDS, BareStart
 from tests.e2e.drawn_run import DrawnRun, Leg, draw
 from tests.e2e.jobs import send
 from tests.e2e.promises import ALL_DAMAGED, Command, Expected, Promises
 from tests.e2e.random_kills import Order
 from tests.forked import Forked
-from torchtitan_lite.checkpoint.memory.mark import read_mark
+from torchtitan_lite.checkpoint.staging.mark import read_mark
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointInfo
 

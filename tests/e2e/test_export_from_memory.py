@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.checkpoint.memory.spoiled import steps_in
+from tests.checkpoint.images.spoiled import steps_in
 from tests.e2e.jobs import run, start
 from tests.keepers import processes_of
 

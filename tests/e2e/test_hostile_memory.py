@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.memory.spoiled import HOW, fill, other_version, spoil, steps_in
+from tests.checkpoint.images.spoiled import HOW, fill, other_version, spoil, steps_in
 from tests.e2e.jobs import Job, run, start
 from tests.keepers import processes_of
 

@@ -118,7 +118,7 @@ def resume_between(rank: int, cell: RanksCell, folder: Path, runtime: str) -> Ou
             with _manager(again, cell, folder) as manager:
                 if not manager.load() or manager.loaded_step != SAVED_AT:
                     return Outcome(DIFFERS, f"step {SAVED_AT} was not loaded but {manager.loaded_step}")
-                is_image = manager._saves.origin.resumed_from_memory is not None
+                is_image = manager._maker.origin.image_of >= 0
             different = difference(expected["held"], snapshot(again), "after the load")
             resumed = []
             if not different and not kind.gets_lowest:
@@ -149,7 +149,7 @@ def snapshot(run: Trick) -> dict[str, Any]:
 
 def _finish_images(manager: CheckpointManager) -> None:
     """Wait until the next image finds an arena, and the last one is complete: a start in haste skips some."""
-    if (images := manager._memory.images) is not None:
+    if (images := getattr(manager._images, "images", None)) is not None:
         images.stager.finish_preparation()
         manager.maybe_wait_for_staging()
         assert images.wait(60)

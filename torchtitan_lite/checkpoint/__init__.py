@@ -12,7 +12,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchtitan_lite.checkpoint.hugging_face.description import HuggingFaceModel, Place
+    from torchtitan_lite.checkpoint.hugging_face.described import Place
+    from torchtitan_lite.checkpoint.hugging_face.description import HuggingFaceModel
     from torchtitan_lite.checkpoint.manager import CheckpointManager
     from torchtitan_lite.checkpoint.reading.reader import CheckpointReader
     from torchtitan_lite.checkpoint.resume.evaluation import load_model
@@ -35,7 +36,7 @@ _HOMES = {
     "CheckpointManager": "torchtitan_lite.checkpoint.manager",
     "CheckpointReader": "torchtitan_lite.checkpoint.reading.reader",
     "HuggingFaceModel": "torchtitan_lite.checkpoint.hugging_face.description",
-    "Place": "torchtitan_lite.checkpoint.hugging_face.description",
+    "Place": "torchtitan_lite.checkpoint.hugging_face.described",
     "PerRank": "torchtitan_lite.checkpoint.state.per_rank",
     "Stateful": "torchtitan_lite.checkpoint.state.stateful",
     "TrainState": "torchtitan_lite.checkpoint.state.train_state",

@@ -19,13 +19,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchtitan_lite.checkpoint.hugging_face.description import HuggingFaceModel
 from torchtitan_lite.checkpoint.one_opener import OneOpener
 from torchtitan_lite.checkpoint.parts import Seams, build_parts
 from torchtitan_lite.checkpoint.resume.ending import Ended
 from torchtitan_lite.checkpoint.resume.initial_import import ImportWeights
-from torchtitan_lite.checkpoint.resume.load_source import LoadSource, latest_step
+from torchtitan_lite.checkpoint.resume.load_source import latest_step
 from torchtitan_lite.checkpoint.resume.resume_report import ResumeReport
+from torchtitan_lite.checkpoint.resume.source import LoadSource
+from torchtitan_lite.checkpoint.run_end import LastFormat
 from torchtitan_lite.checkpoint.saving.measured import Metrics, check_metrics
 from torchtitan_lite.checkpoint.saving.savers import Saver
 from torchtitan_lite.checkpoint.schedule.failures import Past
@@ -80,7 +81,7 @@ class CheckpointManager:
         peers: Peers | None = None,
         preemption: PreemptionWatch | None = None,
         topology: str | None = None,
-        hugging_face: HuggingFaceModel | None = None,
+        hugging_face: LastFormat | None = None,
         import_weights: ImportWeights | None = None,
         ranks_may_differ: bool = False,
         clock: Callable[[], float] = time.monotonic,
@@ -97,15 +98,15 @@ class CheckpointManager:
             ranks_may_differ=ranks_may_differ,
         )
         self._parts, self._config, self._peers, self._own_groups = parts, parts.config, parts.peers, parts.own_groups
-        self._run, self._store, self._saver, self._memory = parts.run, parts.store, parts.saver, parts.memory
+        self._run, self._store, self._saver, self._images = parts.run, parts.store, parts.saver, parts.images
         self._preemption, self._departure, self._end = parts.preemption, parts.departure, parts.end_of_run
-        self._housekeeping, self._in_flight, self._saves = parts.housekeeping, parts.in_flight, parts.saves
+        self._housekeeping, self._waiter, self._maker = parts.housekeeping, parts.waiter, parts.maker
         self._comparison = parts.comparison
         self._first_save, self._initial_import = parts.first_save, parts.initial_import
-        self._load, self._step_saves = parts.load, parts.step_saves
+        self._load, self._decider = parts.load, parts.decider
         before = (lambda _: self.maybe_wait_for_staging(), parts.run.before_step)
         self._hooks = StepHooks(parts.run.optimizers, before, [parts.run.gradients.after_step])
-        self._opener = OneOpener(parts.folders, parts.preemption, ref(parts.in_flight), WeakMethod(self.close))
+        self._opener = OneOpener(parts.folders, parts.preemption, ref(parts.waiter), WeakMethod(self.close))
         self._is_open = self._has_started_saver = False
         forget_in_children(self._forget)
         self.loaded_step: int | None = None
@@ -126,7 +127,7 @@ class CheckpointManager:
         dataloader: Stateful | None = None,
         states: Mapping[str, Stateful | dict[Any, Any]] | None = None,
         folder: str | os.PathLike[str] = "outputs/checkpoint",
-        hugging_face: HuggingFaceModel | None = None,
+        hugging_face: LastFormat | None = None,
         ranks_may_differ: bool = False,
         on_event: OnEvent | None = None,
         **checkpoint: Any,
@@ -172,8 +173,8 @@ class CheckpointManager:
         step = arguments.checked_step("load", step, -1)
         if not self._opened(again=True, step=step):
             return False
-        self._in_flight.settle()
-        self._memory.settle()
+        self._waiter.settle()
+        self._images.settle()
         self._comparison.wait()
         self._housekeeping.wait(self._config.timeout_seconds)
         if step == -1:
@@ -182,8 +183,8 @@ class CheckpointManager:
         self._first_save.allow()
         if source is not None:
             self._continue_from(source)
-        self._memory.take_over(self._load.take_over(source))
-        self._saves.restart_clock()
+        self._images.take_over(source)
+        self._maker.restart_clock()
         self.preempted_by = self._departure.untrained(self.loaded_step or 0)
         return source is not None
 
@@ -217,13 +218,13 @@ class CheckpointManager:
         if not self._opened():
             return False
         self._run.at_step()
-        self._saves.note_metrics(metrics or {})
+        self._maker.note_metrics(metrics or {})
         self._first_save.check()
         self._start_processes("save")
-        saved, self.preempted_by = self._step_saves.end_of_step(curr_step, last=force, now=now)
+        saved, self.preempted_by = self._decider.end_of_step(curr_step, last=force, now=now)
         if force and saved:
             self._end.write_hugging_face(curr_step)
-            self._memory.finish()
+            self._images.finish()
         return saved
 
     def wait(self) -> int:
@@ -233,13 +234,13 @@ class CheckpointManager:
         """
         if not self._opened():
             return -1
-        self._in_flight.settle()
-        return self._peers.on_coordinator(lambda: -1 if (last := self._in_flight.last_durable) is None else last)
+        self._waiter.settle()
+        return self._peers.on_coordinator(lambda: -1 if (last := self._waiter.last_durable) is None else last)
 
     def maybe_wait_for_staging(self) -> None:
         """Wait until the state may change: call right before the optimizer's step. Any rank; raises `SaveFailed`."""
-        self._in_flight.wait_for_staging()
-        self._memory.wait_for_staging()
+        self._waiter.wait_for_staging()
+        self._images.wait_for_staging()
         self._comparison.wait()
 
     def reset(self) -> None:
@@ -250,10 +251,10 @@ class CheckpointManager:
         """
         if self._opened():
             self._first_save.check()
-            if self._saves.origin.resumed_from_memory is None:  # Else the arenas are there, and the rest can wait.
+            if not self._maker.has_loaded_image:  # Else the arenas are there, and the rest can wait.
                 self._start_processes("reset")
-                self._saves.prepare(self.loaded_step or 0, now=False)
-        self._saves.restart_clock()
+                self._maker.prepare(self.loaded_step or 0, now=False)
+        self._maker.restart_clock()
 
     def latest_step(self) -> int:
         """Wait for the save in flight; return the latest committed step of the run, full or weights only, -1 for none.
@@ -262,7 +263,7 @@ class CheckpointManager:
         """
         if not self._opened():
             return -1
-        self._in_flight.settle()
+        self._waiter.settle()
         return self._peers.on_coordinator(lambda: latest_step(self._store, self._config))
 
     def ended(self) -> Ended | None:
@@ -284,7 +285,7 @@ class CheckpointManager:
         """
         ended, lacks_hugging_face = self._end.found() if self._opened() else (None, False)
         if ended is not None:
-            self._memory.finish()
+            self._images.finish()
             if lacks_hugging_face:
                 self._end.write_hugging_face(ended.step)
 
@@ -297,8 +298,8 @@ class CheckpointManager:
         step = arguments.checked_step("finish", step)
         if self._opened() and not self._config.load_only:
             self._first_save.check()
-            if self._step_saves.finish(step, leaving_for=self.preempted_by):
-                self._memory.finish()
+            if self._decider.finish(step, leaving_for=self.preempted_by):
+                self._images.finish()
                 self._end.write_missing(step)
 
     def close(self) -> None:
@@ -350,7 +351,7 @@ class CheckpointManager:
 
         Right before the loop or after its first step: their starts would take a core from a load, or from a copy.
         """
-        self._memory.begin_keeping()
+        self._images.begin_keeping()
         if not (self._has_started_saver or self._config.load_only):
             self._has_started_saver = True
             with named_if_they_miss(f"the first {caller}() of the checkpoint manager"):
@@ -361,12 +362,11 @@ class CheckpointManager:
         self._is_open, self._own_groups = False, []
 
     def _continue_from(self, source: LoadSource) -> None:
-        on_disk = None if source.memory is None else source.memory.on_disk
-        self._saves.continue_from(source.lineage, source.loaded, on_disk)
-        self._in_flight.forget_lineage()
+        self._maker.continue_from(source.lineage, source.loaded, source.on_disk, source.image_of)
+        self._waiter.forget_lineage()
         self.loaded_step = source.continues_at
-        if not source.initial and not source.has_nan and source.memory is None:
+        if source.is_proof:
             self._housekeeping.note_good(source.step)
-        if self._memory.images is None:
-            self._saves.secure(source.step)  # Before it goes: this start keeps nothing in memory.
-        self._step_saves.continue_from(source.continues_at)
+        if not self._images.keeps_copies:
+            self._maker.secure(source.step)  # Before it goes: this start keeps nothing in memory.
+        self._decider.continue_from(source.continues_at)

@@ -16,26 +16,25 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchtitan_lite.checkpoint.hugging_face.description import HuggingFaceModel
-from torchtitan_lite.checkpoint.hugging_face.last_save import build_last_save
+from torchtitan_lite.checkpoint.context import RunContext
+from torchtitan_lite.checkpoint.no_images import NoImages
 from torchtitan_lite.checkpoint.one_folder import refuse_where_not_shared
 from torchtitan_lite.checkpoint.one_opener import OneOpener
+from torchtitan_lite.checkpoint.planning.rank_comparison import RankComparison
+from torchtitan_lite.checkpoint.planning.replicas import build_replicas
+from torchtitan_lite.checkpoint.planning.save_plan import PlanCache
 from torchtitan_lite.checkpoint.resume.first_save import FirstSave
 from torchtitan_lite.checkpoint.resume.initial_import import ImportWeights, InitialImport
 from torchtitan_lite.checkpoint.resume.load_source import new_run
 from torchtitan_lite.checkpoint.resume.run_load import RunLoad
 from torchtitan_lite.checkpoint.resume.wrong_folder import refuse_wrong_folders
-from torchtitan_lite.checkpoint.run_end import RunEnd
+from torchtitan_lite.checkpoint.run_end import LastFormat, RunEnd, build_last_save
 from torchtitan_lite.checkpoint.saving.auto_interval import build_auto_interval
+from torchtitan_lite.checkpoint.saving.decider import SaveDecider
 from torchtitan_lite.checkpoint.saving.departure import Departure
-from torchtitan_lite.checkpoint.saving.in_flight import InFlight, build_in_flight
-from torchtitan_lite.checkpoint.saving.rank_comparison import RankComparison
-from torchtitan_lite.checkpoint.saving.replicas import build_replicas
-from torchtitan_lite.checkpoint.saving.run_memory import RunMemory, build_run_memory
-from torchtitan_lite.checkpoint.saving.run_saves import RunSaves
-from torchtitan_lite.checkpoint.saving.save_plan import PlanCache
+from torchtitan_lite.checkpoint.saving.maker import SaveMaker, Savers
 from torchtitan_lite.checkpoint.saving.savers import Saver, SyncSaver, build_saver
-from torchtitan_lite.checkpoint.saving.step_saves import StepSaves
+from torchtitan_lite.checkpoint.saving.waiter import SaveWaiter, build_waiter
 from torchtitan_lite.checkpoint.saving.writer import Origin
 from torchtitan_lite.checkpoint.schedule.failures import Past
 from torchtitan_lite.checkpoint.schedule.interval import SavePolicy, build_save_policy
@@ -45,6 +44,7 @@ from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.checkpoint.state.stateful import Stateful
 from torchtitan_lite.checkpoint.state.step_hooks import StepHooks
 from torchtitan_lite.config.job_config import Checkpoint, JobConfig
+from torchtitan_lite.distributed.environment import memory_is_off
 from torchtitan_lite.distributed.missing_ranks import named_if_they_miss
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.distributed.step_consensus import StepConsensus
@@ -97,17 +97,17 @@ class Parts:
     folders: RunFolders
     store: CheckpointStore
     saver: Saver
-    memory: RunMemory
+    images: NoImages
     preemption: PreemptionWatch
     housekeeping: Housekeeping
-    in_flight: InFlight
+    waiter: SaveWaiter
     comparison: RankComparison
-    saves: RunSaves
+    maker: SaveMaker
     departure: Departure
     first_save: FirstSave
     initial_import: InitialImport
     load: RunLoad
-    step_saves: StepSaves
+    decider: SaveDecider
     end_of_run: RunEnd
 
     def start(self, hooks: StepHooks, opener: OneOpener, step: int) -> None:
@@ -125,7 +125,7 @@ class Parts:
         if not self.config.load_only:
             refuse_where_not_shared(self.folders, tokens, self.peers, timeout_seconds=self.config.timeout_seconds)
             self.end_of_run.refuse_foreign_folder()
-            self.saves.origin = self.memory.begin(self.saves.origin)
+            self.maker.origin = self.images.begin(self.maker.origin)
 
     def end(self, hooks: StepHooks, opener: OneOpener) -> None:
         """Wait for the save in flight, end threads and processes, and give the folders up, whatever of it fails."""
@@ -135,12 +135,12 @@ class Parts:
             in_reverse.callback(self.first_save.leave, self.folders.fence(self.folders.checkpoints))
             in_reverse.callback(self.preemption.close)
             in_reverse.callback(self.housekeeping.close, self.config.timeout_seconds)
-            in_reverse.callback(self.memory.leave)
+            in_reverse.callback(self.images.leave)
             in_reverse.callback(self._close_saver)
-            in_reverse.callback(self.memory.close)
+            in_reverse.callback(self.images.close)
             in_reverse.callback(hooks.close)
-            in_reverse.callback(self.in_flight.settle)
-            in_reverse.callback(self.step_saves.drain)
+            in_reverse.callback(self.waiter.settle)
+            in_reverse.callback(self.decider.drain)
 
     def _take_folders(self, step: int) -> list[str]:
         refuse_wrong_folders(self.folders, self.config, step)
@@ -157,52 +157,65 @@ def build_parts(
     seams: Seams,
     *,
     topology: str | None,
-    hugging_face: HuggingFaceModel | None,
+    hugging_face: LastFormat | None,
     import_weights: ImportWeights | None,
     ranks_may_differ: bool,
 ) -> Parts:
     """Return the parts for the run of `objects`. Raises ConfigError for one that is something else. Any rank."""
     dataloader, *_, states = objects
     arguments.check_arguments(dataloader, states, job_config)
-    config, clock = job_config.checkpoint, seams.clock
-    on_event = whose_errors_are_logged(seams.on_event or ignore_event)
+    config = job_config.checkpoint
     timeout, lineage = timedelta(seconds=config.timeout_seconds), new_run()
     peers, consensus = seams.peers or Peers(timeout), seams.consensus or StepConsensus(timeout)
+    context = RunContext(config, peers, seams.clock, whose_errors_are_logged(seams.on_event or ignore_event))
     topology = topology or f"{peers.world_size} ranks"
     run = RunState(*objects, config.save_trained_only)
     folders = RunFolders(job_config, lineage.run_id, seams.store)
     comparison = RankComparison(peers, may_differ=ranks_may_differ)
-    store = folders.checkpoints
     plans = PlanCache(peers, build_replicas(run.model.parameter_names, run.small), comparison)
-    memory = build_run_memory(config, store, plans, peers, clock, on_event)
-    saver, at_once = seams.saver or build_saver(config, peers, plans, memory.images), SyncSaver(peers, plans)
+    images = build_images(folders.checkpoints, plans, context)
+    saver = seams.saver or build_saver(config, peers, plans, images.copying, images.process)
     watch = seams.preemption or PreemptionWatch(config.preemption_signals, config.preemption_grace_seconds)
-    housekeeping = build_housekeeping(config, seams.retention or build_retention(config), on_event)
-    in_flight = build_in_flight(config, peers, housekeeping, clock, on_event)
+    retention = seams.retention or build_retention(config)
+    housekeeping = build_housekeeping(config, retention, context.on_event)
+    waiter = build_waiter(housekeeping, context)
     origin = Origin(lineage, topology, job_config.to_dict(), config.tensor_digests)
-    saves = RunSaves(run, folders, in_flight, saver, at_once, config, origin, peers, clock, on_event, memory.images)
-    departure = Departure(watch, saves, in_flight, peers, on_event)
+    savers = Savers(saver, SyncSaver(peers, plans))
+    maker = SaveMaker(run, folders, waiter, savers, origin, context, images.listener)
+    departure = Departure(watch, maker, waiter, context)
     policy = seams.save_policy or build_save_policy(config)
-    auto = build_auto_interval(config, in_flight, peers, clock, seams.past or Past, on_event)
-    last_save = build_last_save(job_config, run, hugging_face, folders, peers, clock, on_event)
+    auto = build_auto_interval(waiter, seams.past or Past, context)
+    last_save = build_last_save(hugging_face, job_config, run, folders, context)
     return Parts(
         config=config,
         run=run,
         peers=peers,
         own_groups=[each for each in (peers, consensus) if each not in (seams.peers, seams.consensus)],
         folders=folders,
-        store=store,
+        store=folders.checkpoints,
         saver=saver,
-        memory=memory,
+        images=images,
         preemption=watch,
         housekeeping=housekeeping,
-        in_flight=in_flight,
+        waiter=waiter,
         comparison=comparison,
-        saves=saves,
+        maker=maker,
         departure=departure,
-        first_save=FirstSave(store, config, peers),
-        initial_import=InitialImport(store, config, import_weights, peers, clock, on_event),
-        load=RunLoad(run, folders, job_config, topology, peers, clock, on_event, memory.tier),
-        step_saves=StepSaves(policy, config, saves, in_flight, watch, departure, consensus, auto, peers),
-        end_of_run=RunEnd(job_config, folders, saves, last_save, peers),
+        first_save=FirstSave(folders.checkpoints, config, peers),
+        initial_import=InitialImport(folders.checkpoints, import_weights, context),
+        load=RunLoad(run, folders, job_config, topology, images.sources, context),
+        decider=SaveDecider(policy, maker, waiter, departure, consensus, auto, context),
+        end_of_run=RunEnd(job_config, folders, maker, last_save, peers),
     )
+
+
+def build_images(store: CheckpointStore, plans: PlanCache, context: RunContext) -> NoImages:
+    """Return what the run keeps in memory: nothing unless it is a run that saves, and the memory is to be kept."""
+    config = context.config
+    is_no_run = not config.enable_checkpoint or config.load_only or config.create_seed_checkpoint or config.dry_run
+    if is_no_run or not config.memory_ttl_seconds or memory_is_off():
+        return NoImages()
+    # Imported only where it is used: a run without it loads none of it.
+    from torchtitan_lite.checkpoint.images.run_images import build_run_images
+
+    return build_run_images(store, plans, context)

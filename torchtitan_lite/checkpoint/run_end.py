@@ -7,23 +7,54 @@ nothing on disk. Every method is **collective**, and the caller has taken the fo
 
 from __future__ import annotations
 
-from torchtitan_lite.checkpoint.hugging_face.last_save import LastSave
+from pathlib import Path
+from typing import Protocol
+
+from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.resume.ending import Ended, ended_run, export_of
-from torchtitan_lite.checkpoint.saving.run_saves import RunSaves
+from torchtitan_lite.checkpoint.saving.maker import SaveMaker
+from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.distributed.peers import Peers
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.store.manifest import CheckpointInfo
 from torchtitan_lite.store.run_folders import RunFolders
 
 
+class LastExport(Protocol):
+    """The weights of a run's last step in a format of other libraries, made from the committed checkpoint."""
+
+    root: Path
+    """The folder of all steps in that format."""
+
+    def refuse_foreign_folder(self) -> None:
+        """Raise ConfigError if something that no run wrote has the place of the last step. Any rank."""
+
+    def made(self, checkpoint: CheckpointInfo) -> bool:
+        """Return whether the complete export of `checkpoint` is there. **Coordinator only**."""
+        ...
+
+    def write(self, step: int) -> None:
+        """Write the export of the committed checkpoint of `step`, durable on return. **Collective**."""
+
+
+class LastFormat(Protocol):
+    """Knows how a model is written in a format of other libraries, such as a `HuggingFaceModel`."""
+
+    def last_export(self, config: JobConfig, run: RunState, folders: RunFolders, context: RunContext) -> LastExport:
+        """Return what writes the last step of `run`. Any rank."""
+        ...
+
+
 class RunEnd:
-    """The end of the run in `folders`; `last_save` is None if the run ends without Hugging Face's format."""
+    """The end of the run in `folders`; `last_save` is None if the run ends in no format of other libraries."""
 
     def __init__(
-        self, config: JobConfig, folders: RunFolders, saves: RunSaves, last_save: LastSave | None, peers: Peers
+        self, config: JobConfig, folders: RunFolders, maker: SaveMaker, last_save: LastExport | None, peers: Peers
     ) -> None:
         self._config = config
         self._folders = folders
-        self._saves = saves
+        self._maker = maker
         self._last_save = last_save
         self._peers = peers
 
@@ -45,9 +76,9 @@ class RunEnd:
         """Write what the last `step`, now the state, still lacks. Under the lease; durable, raises `SaveFailed`."""
         store, export, last_save = self._folders.checkpoints, self._folders.exports, self._last_save
         if export is not None and self._peers.on_coordinator(
-            lambda: export_of(step, self._saves.origin.lineage.run_id, export, self._config) is None
+            lambda: export_of(step, self._maker.origin.lineage.run_id, export, self._config) is None
         ):
-            self._saves.export(step)
+            self._maker.export(step)
         if last_save is not None and not self._peers.on_coordinator(lambda: last_save.made(store.get(step))):
             last_save.write(step)
 
@@ -58,3 +89,18 @@ class RunEnd:
         if ended is None or ended.last is None or self._last_save is None:
             return ended, False
         return ended.also_in(self._last_save.root), not self._last_save.made(ended.last)
+
+
+def build_last_save(
+    format: LastFormat | None, config: JobConfig, run: RunState, folders: RunFolders, context: RunContext
+) -> LastExport | None:
+    """Return the last export of `run` in `format`, None if `config` wants none. Raises ConfigError without `format`."""
+    section = config.checkpoint
+    if not section.last_save_in_hf or not section.enable_checkpoint or section.create_seed_checkpoint:
+        return None
+    if format is None:
+        raise ConfigError(
+            "checkpoint.last_save_in_hf: nothing says where the tensors of this model are in Hugging Face's files. "
+            "Pass hugging_face=HuggingFaceModel(config, places); docs/own_loop.md shows one."
+        )
+    return format.last_export(config, run, folders, context)

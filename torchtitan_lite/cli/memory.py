@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from torchtitan_lite.checkpoint.memory.card import Card
-from torchtitan_lite.checkpoint.memory.mark import UnusableMark, read_mark
+from torchtitan_lite.checkpoint.images.card import Card
+from torchtitan_lite.checkpoint.staging.mark import UnusableMark, read_mark
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.target import folder_of_checkpoints, local, names_step

@@ -19,7 +19,8 @@ from torchtitan_lite.checkpoint.converting import new_output
 from torchtitan_lite.checkpoint.converting.new_file import Advance
 from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, open_checkpoint
 from torchtitan_lite.checkpoint.examining.tensor_stream import SLICE_BYTES
-from torchtitan_lite.checkpoint.hugging_face.description import HuggingFaceModel, Place
+from torchtitan_lite.checkpoint.hugging_face.described import Place
+from torchtitan_lite.checkpoint.hugging_face.description import HuggingFaceModel
 from torchtitan_lite.checkpoint.hugging_face.writing import Planned, plan, write, write_rest, write_shards
 from torchtitan_lite.errors import CheckpointUnreadable, ConfigError
 

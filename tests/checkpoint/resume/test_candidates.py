@@ -14,7 +14,7 @@ import pytest
 from tests.checkpoint.small_run import Events
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.resume.fallback import Candidates
-from torchtitan_lite.checkpoint.resume.load_source import LoadSource
+from torchtitan_lite.checkpoint.resume.source import LoadSource
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.distributed.peers import Peers

@@ -24,7 +24,8 @@ from tests.data.numbered import Numbered, loader
 from tests.examples import examples
 from tests.store.crashing import NEVER, Contents, Crash, Cut, contents, steps_of
 from tests.store.purges import to_purge
-from torchtitan_lite.checkpoint.resume.load_source import LoadSource, choose_source, new_run
+from torchtitan_lite.checkpoint.resume.load_source import choose_source, new_run
+from torchtitan_lite.checkpoint.resume.source import LoadSource
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.data.loader import TokenLoader
 from torchtitan_lite.disk.digest import FileRecord

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from torchtitan_lite.checkpoint.resume.load_source import LoadSource, choose_source, new_run
+from torchtitan_lite.checkpoint.resume.load_source import choose_source, new_run
+from torchtitan_lite.checkpoint.resume.source import LoadSource
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import CheckpointMismatch, CheckpointNotFound

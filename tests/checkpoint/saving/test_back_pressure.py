@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.small_run import Lent
-from torchtitan_lite.checkpoint.saving.content import write_in_place
+from torchtitan_lite.checkpoint.saving.content import Copying, write_in_place
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, State, ThreadSaver
 from torchtitan_lite.checkpoint.saving.writer import Target
 from torchtitan_lite.checkpoint.staging.stager import Staged, build_stager
@@ -22,7 +22,7 @@ class SlowDisk:
     def __init__(self) -> None:
         self.may_write = threading.Event()
         self.stager = build_stager()
-        self.saver = ThreadSaver(Peers(timedelta(seconds=60)), stager=self.stager, write=self._write)
+        self.saver = ThreadSaver(Peers(timedelta(seconds=60)), copying=Copying(self.stager), write=self._write)
 
     def _write(self, path: Path, staged: Staged, target: Target) -> FileRecord:
         assert self.may_write.wait(60)

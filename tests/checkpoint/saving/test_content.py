@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 
 from tests.checkpoint.small_run import target
-from torchtitan_lite.checkpoint.saving.content import Copies, write_in_place
-from torchtitan_lite.checkpoint.saving.save_plan import PlanCache
+from torchtitan_lite.checkpoint.images.pool import Pool
+from torchtitan_lite.checkpoint.planning.save_plan import PlanCache
+from torchtitan_lite.checkpoint.saving.content import Copies, Copying, write_in_place
 from torchtitan_lite.checkpoint.staging.copiers import HostCopier
 from torchtitan_lite.checkpoint.staging.stager import Stager
 from torchtitan_lite.checkpoint.staging.watch import DO_NOT_WATCH
@@ -19,9 +20,10 @@ from torchtitan_lite.store.store import CheckpointStore
 
 def test_a_save_whose_end_is_noted_after_the_next_one_began_releases_its_own_copy(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
-    stager = Stager(HostCopier(), pin=False)
-    stager.pool.resize(3)
-    copies = Copies(stager, write_in_place, DO_NOT_WATCH)
+    pool = Pool()
+    pool.resize(3)
+    stager = Stager(HostCopier(), pin=False, pool=pool)
+    copies = Copies(Copying(stager), write_in_place, DO_NOT_WATCH)
     image = PlanCache(Peers(timedelta(seconds=60))).plan({"w": torch.zeros(3)}).image()
     for step in (1, 2):
         copies.content(image, target(store, step))

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from tests.checkpoint.small_run import Lent, target
 from tests.disks import FailingDisk
 from tests.forked import run_code
+from torchtitan_lite.checkpoint.saving.content import Copying
 from torchtitan_lite.checkpoint.saving.savers import (
     PendingSave,
     ProcessSaver,
@@ -133,7 +134,7 @@ class StuckDisk(Durable):
 
 def test_a_prepared_arena_has_room_for_the_objects_too(store: CheckpointStore) -> None:
     stager = Stager(HostCopier(), pin=False)
-    saver = ThreadSaver(PEERS, stager=stager)
+    saver = ThreadSaver(PEERS, copying=Copying(stager))
     state = {"weight": torch.ones(3), "settings": {f"group {n}": [n] * 40 for n in range(8000)}}
     saver.prepare(lambda: state)
     stager.finish_preparation()
@@ -225,6 +226,7 @@ from pathlib import Path
 import torch
 from tests.checkpoint.small_run import target
 from torchtitan_lite.checkpoint.format.file_image import FileImage, FileLayout
+from torchtitan_lite.checkpoint.saving.content import Copying
 from torchtitan_lite.checkpoint.saving.savers import ThreadSaver
 from torchtitan_lite.checkpoint.staging.copiers import HostCopier
 from torchtitan_lite.checkpoint.staging.stager import Stager
@@ -241,7 +243,7 @@ class Held(Durable):
 
 disk = Held()
 stager = Stager(HostCopier(), pin=False)
-saver = ThreadSaver(Peers(timedelta(seconds=60)), stager=stager)
+saver = ThreadSaver(Peers(timedelta(seconds=60)), copying=Copying(stager))
 pending = saver.save({"weight": torch.ones(4 << 20)}, target(CheckpointStore(Path("checkpoint"), durable=disk), 1))
 saver.prepare(lambda: {"weight": torch.ones(16 << 20)})
 stager.take(FileImage(FileLayout([]), []))  # Waits until the prepared arena is there.

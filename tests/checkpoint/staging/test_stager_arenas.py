@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from torchtitan_lite.checkpoint.format.file_image import FileImage, FileLayout
+from torchtitan_lite.checkpoint.images.image_stager import ImageStager, build_image_stager
+from torchtitan_lite.checkpoint.images.pool import Pool
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.copiers import Copied, CudaCopier, HostCopier
 from torchtitan_lite.checkpoint.staging.stager import Stager, build_stager
@@ -28,8 +30,13 @@ class Failing(HostCopier):
 
 
 @pytest.fixture
-def stager() -> Iterator[Stager]:
-    stager = Stager(HostCopier(), pin=False)
+def pool() -> Pool:
+    return Pool()
+
+
+@pytest.fixture
+def stager(pool: Pool) -> Iterator[Stager]:
+    stager = Stager(HostCopier(), pin=False, pool=pool)
     yield stager
     stager.close()
 
@@ -40,8 +47,9 @@ def image(num_elements: int = 1000) -> FileImage:
 
 
 def test_a_copy_that_fails_leaves_its_arena_to_the_next_one() -> None:
-    stager = Stager(Failing(), pin=False)
-    stager.pool.resize(2)
+    pool = Pool()
+    pool.resize(2)
+    stager = Stager(Failing(), pin=False, pool=pool)
     with pytest.raises(MemoryError, match="no room"):
         stager.take(image(), 1)
     assert not any(slot.is_read for slot in stager.pool.slots)
@@ -62,16 +70,15 @@ def test_an_arena_is_of_whole_huge_pages_and_has_room_for_objects_that_grow(stag
     assert 0 < arena.num_bytes - found.num_bytes <= 2 * HUGE_PAGE_BYTES
 
 
-def test_arenas_have_marks_only_if_they_are_wanted(stager: Stager) -> None:
+def test_only_arenas_for_later_starts_have_marks(stager: Stager) -> None:
     assert stager.take(image()).arena.mark is None
-    for marks in (False, True):
-        with_marks = build_stager(marks=marks)
-        assert (with_marks.take(image()).arena.mark is not None) == marks
-        with_marks.close()
+    for_later = build_image_stager(lambda arena: None)
+    assert for_later.take(image()).arena.mark is not None
+    for_later.close()
 
 
-def test_every_slot_that_has_too_little_room_is_prepared_and_the_others_stay(stager: Stager) -> None:
-    stager.pool.resize(3)
+def test_every_slot_that_has_too_little_room_is_prepared_and_the_others_stay(stager: Stager, pool: Pool) -> None:
+    pool.resize(3)
     staged = stager.take(image(), 1)
     first = staged.arena
     stager.pool.release(staged.slot)
@@ -89,8 +96,8 @@ def test_every_slot_that_has_too_little_room_is_prepared_and_the_others_stay(sta
     assert first.fd == -1
 
 
-def test_a_closed_stager_has_freed_every_arena(stager: Stager) -> None:
-    stager.pool.resize(2)
+def test_a_closed_stager_has_freed_every_arena(stager: Stager, pool: Pool) -> None:
+    pool.resize(2)
     arenas = [stager.take(image(), step).arena for step in (1, 2)]
     stager.close()
     assert [arena.fd for arena in arenas] == [-1, -1]
@@ -101,7 +108,7 @@ def test_what_goes_wrong_while_an_arena_is_made_is_raised_where_it_is_taken() ->
     def refuse(arena: StagingArena) -> None:
         raise OSError("the keeper does not let go of it")
 
-    stager = Stager(HostCopier(), pin=False, give_up=refuse)
+    stager = ImageStager(HostCopier(), pin=False, let_go=refuse)
     staged = stager.take(image())
     first = staged.arena
     stager.pool.release(staged.slot)

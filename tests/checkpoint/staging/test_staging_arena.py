@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchtitan_lite.checkpoint.memory.mark import Mark
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
+from torchtitan_lite.checkpoint.staging.mark import Mark
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (2, 3), ()])

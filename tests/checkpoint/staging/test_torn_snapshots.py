@@ -13,6 +13,7 @@ import torch
 from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.small_run import target
 from torchtitan_lite.checkpoint.format.file_image import FileImage
+from torchtitan_lite.checkpoint.saving.content import Copying
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, State, ThreadSaver
 from torchtitan_lite.checkpoint.saving.writer import Target
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
@@ -84,7 +85,7 @@ class Disturbed(HostCopier):
 
 def test_a_tensor_that_changed_while_it_was_staged_is_named_and_not_committed(tmp_path: Path) -> None:
     state = {"model": {"calm": torch.zeros(5000), "volatile": torch.zeros(3, 4).T}}
-    saver = ThreadSaver(PEERS, stager=Stager(Disturbed(state["model"]["volatile"]), pin=False), watch=watch)
+    saver = ThreadSaver(PEERS, copying=Copying(Stager(Disturbed(state["model"]["volatile"]), pin=False)), watch=watch)
     store = CheckpointStore(tmp_path / "checkpoint")
     failure = saver.save(state, target(store, 1)).durable.exception(DEADLINE_SECONDS)
     assert isinstance(failure, SaveFailed)

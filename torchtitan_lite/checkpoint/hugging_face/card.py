@@ -14,7 +14,7 @@ from typing import Any
 import torchtitan_lite
 from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, Origin
 from torchtitan_lite.checkpoint.examining.tensor_stream import Stream
-from torchtitan_lite.checkpoint.hugging_face.description import HuggingFaceModel
+from torchtitan_lite.checkpoint.hugging_face.described import DescribedModel
 
 TOKENIZER = "tokenizer.json"
 _WRITE_TEXT = ("ForCausalLM", "LMHeadModel")
@@ -45,7 +45,7 @@ def model_card(
     name: str,
     opened: OpenedCheckpoint,
     stream: Stream,
-    model: HuggingFaceModel,
+    model: DescribedModel,
     facts: Mapping[str, str],
     *,
     of_trainer: bool,

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from torchtitan_lite.checkpoint.hugging_face.described import Place
 
-class Place(NamedTuple):
-    """One tensor in Hugging Face's files."""
-
-    name: str
-    """Its name in their files."""
-    shape: tuple[int, ...]
-    """Its shape there, which is that of the whole tensor in the model, too."""
-    rotary_head_dim: int | None = None
-    """Rows of one head, if the rows of each head are in another order there: `rotary_rows` has the two orders."""
+if TYPE_CHECKING:
+    from torchtitan_lite.checkpoint.context import RunContext
+    from torchtitan_lite.checkpoint.hugging_face.last_export import HuggingFaceExport
+    from torchtitan_lite.checkpoint.state.run_state import RunState
+    from torchtitan_lite.config.job_config import JobConfig
+    from torchtitan_lite.store.run_folders import RunFolders
 
 
 @dataclass(frozen=True)
@@ -36,3 +34,15 @@ class HuggingFaceModel:
     """Our names of further tensors, which are not written."""
     tokenizer: str = ""
     """Fingerprint of the tokenizer whose files these are, to compare with that of the run's data; "" for any."""
+
+    def last_export(
+        self, config: JobConfig, run: RunState, folders: RunFolders, context: RunContext
+    ) -> HuggingFaceExport:
+        """Return what writes the weights of the last step of `run`: the manager asks for it. Any rank.
+
+        Raises ConfigError if a parameter has no place, ExtraMissing if the package safetensors is not installed.
+        """
+        # What writes the files loads much that a run without them does not need.
+        from torchtitan_lite.checkpoint.hugging_face.last_export import build_last_export
+
+        return build_last_export(self, config, run, folders, context)

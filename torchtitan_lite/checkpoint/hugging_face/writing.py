@@ -30,7 +30,7 @@ from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint
 from torchtitan_lite.checkpoint.examining.tensor_stream import Stream, TensorStream
 from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.hugging_face.card import model_card
-from torchtitan_lite.checkpoint.hugging_face.description import HuggingFaceModel
+from torchtitan_lite.checkpoint.hugging_face.described import DescribedModel
 from torchtitan_lite.checkpoint.hugging_face.rotary_rows import ReorderedStream
 from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.errors import ConfigError
@@ -64,7 +64,7 @@ class Planned:
 
 def plan(
     opened: OpenedCheckpoint,
-    model: HuggingFaceModel,
+    model: DescribedModel,
     *,
     name: str,
     dtype: str = "",
@@ -93,7 +93,7 @@ def plan(
     return Planned(shards, files, stream)
 
 
-def misfit(model: HuggingFaceModel, contents: Contents, keys: Sequence[ModelKey]) -> str:
+def misfit(model: DescribedModel, contents: Contents, keys: Sequence[ModelKey]) -> str:
     """Return, in a few words, where `keys` of `contents` are not the tensors of `model`; "" if they are."""
     found = {each.name: each.key for each in keys}
     missing = [name for name in model.places if name not in found]
@@ -109,7 +109,7 @@ def misfit(model: HuggingFaceModel, contents: Contents, keys: Sequence[ModelKey]
     return listed(findings, "; ")
 
 
-def stream_of(opened: OpenedCheckpoint, model: HuggingFaceModel, keys: Iterable[ModelKey]) -> Stream:
+def stream_of(opened: OpenedCheckpoint, model: DescribedModel, keys: Iterable[ModelKey]) -> Stream:
     """Return what reads the tensors of `opened` with their rows in the order of Hugging Face's."""
     stream = TensorStream(opened.folder, opened.contents, opened.manifest.files if opened.manifest is not None else {})
     head_dims = {each.key: model.places[each.name].rotary_head_dim for each in keys}
@@ -145,7 +145,7 @@ def facts_of(contents: Contents, keys: Iterable[ModelKey], tensors: Sequence[New
 
 def write(
     opened: OpenedCheckpoint,
-    model: HuggingFaceModel,
+    model: DescribedModel,
     out: Path,
     progress: Progress,
     *,

@@ -7,8 +7,9 @@ checkpoint is skipped and stays where it is, for the job that owns the folder to
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ from torch import nn
 
 from torchtitan_lite.checkpoint.resume.fallback import Candidates
 from torchtitan_lite.checkpoint.resume.initial_path import checked_initial_path
-from torchtitan_lite.checkpoint.resume.load_source import LoadSource, new_run
+from torchtitan_lite.checkpoint.resume.load_source import new_run
 from torchtitan_lite.checkpoint.resume.restore import Restore
+from torchtitan_lite.checkpoint.resume.source import LoadSource
 from torchtitan_lite.checkpoint.state import arguments, fsdp1
-from torchtitan_lite.checkpoint.state.stateful import ModelWrapper, OptimizerWrapper
+from torchtitan_lite.checkpoint.state.stateful import ModelWrapper, OptimizerWrapper, Stateful
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.config.own_loop import loop_config
 from torchtitan_lite.distributed.peers import Peers
@@ -29,6 +31,15 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.housekeeping import ignore_event
 from torchtitan_lite.store.run_folders import usable
 from torchtitan_lite.store.store import CheckpointStore
+
+
+@dataclass
+class _ModelAlone:
+    """The owners of the state in a program that has a model and nothing else."""
+
+    model: ModelWrapper
+    optimizer: OptimizerWrapper
+    small: Mapping[str, Stateful] = field(default_factory=dict)
 
 
 def load_model(
@@ -50,17 +61,13 @@ def load_model(
     if config.checkpoint.save_trained_only:
         fsdp1.refuse_trained_only(parts)
     wrapper = ModelWrapper(parts, trained_only=config.checkpoint.save_trained_only)
-    optimizer = OptimizerWrapper(parts, [], {})
+    owners = _ModelAlone(wrapper, OptimizerWrapper(parts, [], {}))
     peers = Peers(timedelta(seconds=config.checkpoint.timeout_seconds))
     candidates = Candidates(
         CheckpointStore(Path(folder)), step, config.checkpoint, peers, ignore_event, is_exact=step != -1, choose=_choose
     )
     with closing(peers):
-        source = candidates.take(
-            lambda source: Restore(
-                source, config, peers, model=wrapper, optimizer=optimizer, small_states={}, topology=""
-            ).run()
-        )
+        source = candidates.take(lambda source: Restore(source, config, peers, owners, topology="").run())
     assert source is not None, "a folder without checkpoints is refused, and so is one in which all are damaged"
     return source.step
 

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchtitan_lite import faults
-from torchtitan_lite.checkpoint.resume.from_memory import prefer_memory
-from torchtitan_lite.checkpoint.resume.held_images import HeldImages, Key
-from torchtitan_lite.checkpoint.resume.load_source import InMemory, LoadSource, choose_source
+from torchtitan_lite.checkpoint.resume.load_source import choose_source
+from torchtitan_lite.checkpoint.resume.source import LoadSource, Sources
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import (
@@ -55,8 +54,8 @@ class Candidates:
     """Whether `wanted` means that very step, not the latest one of a branch that began there."""
     choose: Callable[..., LoadSource | None] = choose_source
     """Chooses the next candidate; called as `choose_source` is."""
-    images: HeldImages | None = None
-    """What is in memory, which goes before the disk; None for the disk only."""
+    sources: Sources = field(default_factory=Sources)
+    """What else there is to load; it goes before the disk."""
     damaged: dict[int, CheckpointDamaged] = field(default_factory=dict)
     """Damaged checkpoints found so far, by step; the same on every rank."""
     _chosen: tuple[int, ...] | None = field(default=None, init=False, repr=False)
@@ -75,8 +74,7 @@ class Candidates:
             try:
                 load(source)
             except (CheckpointDamaged, CheckpointUnsafe, CheckpointUnreadable) as error:
-                if source.memory is not None:
-                    self._leave_out(source, source.memory, error)
+                if self.sources.drop(source, error):
                     continue
                 if self._is_gone(source):
                     self._warn("Step %d was removed during the load: choosing again", source.step)
@@ -146,24 +144,9 @@ class Candidates:
         if self.wanted == -1 and damaged and (source is None or source.initial):
             # A fresh start over damaged checkpoints would hide the damage.
             source = None
-        if self.images is not None and (in_memory := self._in_memory(source)) is not source:
-            return in_memory, damaged
         self._chosen = None if source is None else _identity(source.path)
-        return source, damaged
-
-    def _in_memory(self, source: LoadSource | None) -> LoadSource | None:
-        """Return the images that go before `source`, what the disk has; else `source`."""
-        assert self.images is not None
-        return prefer_memory(self.images, self.store, source, self.wanted, self.config, is_exact=self.is_exact)
-
-    def _leave_out(self, source: LoadSource, memory: InMemory, error: CheckpointError) -> None:
-        """Take the images of `source` for damaged, on every rank."""
-        assert self.images is not None
-        self.images.left_out.add(Key.of_source(memory))
-        found = (getattr(error, name, "") for name in ("summary", "finding", "cause"))
-        finding = next(filter(None, found), "") or str(error)
-        self._warn("The image of step %d in memory is not loaded: %s. Trying what is next", source.step, finding)
-        self.on_event("image_skipped", source.step, finding=finding)
+        preferred = self.sources.preferred(source, self.store, self.wanted, self.config, is_exact=self.is_exact)
+        return preferred, damaged
 
     def _refuse_what_may_be_newer(self, source: LoadSource | None) -> None:
         """Raise for an unreadable step after `source`: to resume without it might lose it."""

@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torchtitan_lite.config.job_config import Checkpoint
-from torchtitan_lite.distributed.peers import Peers
+from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger, readable_bytes
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.housekeeping import OnEvent
 from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.run_folders import usable
 from torchtitan_lite.store.store import CheckpointStore
@@ -29,25 +27,21 @@ _BY_COMMAND = (
 
 
 class InitialImport:
-    """Imports into `store` with `import_weights`. Raises ConfigError if `config` wants an import and that is None."""
+    """Imports into `store` with `import_weights`. Raises ConfigError if the run wants an import and that is None."""
 
     def __init__(
         self,
         store: CheckpointStore,
-        config: Checkpoint,
         import_weights: ImportWeights | None,
-        peers: Peers,
-        clock: Callable[[], float],
-        on_event: OnEvent,
+        context: RunContext,
     ) -> None:
+        config = context.config
         if config.initial_load_in_hf and config.enable_checkpoint and import_weights is None:
             raise ConfigError(f"checkpoint.initial_load_in_hf: only the trainer knows its model's names. {_BY_COMMAND}")
         self._store = store
         self._config = config
         self._import_weights = import_weights
-        self._peers = peers
-        self._clock = clock
-        self._on_event = on_event
+        self._peers, self._clock, self._on_event = context.peers, context.clock, context.on_event
 
     def due(self) -> Path | None:
         """Return what the load would import first; None if the run has a checkpoint, or imports none. **Collective**.

@@ -13,14 +13,13 @@ from __future__ import annotations
 import dataclasses
 import uuid
 from collections.abc import Collection
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.checkpoint.resume.initial_path import checked_initial_path
 from torchtitan_lite.checkpoint.resume.seed import is_seed
-from torchtitan_lite.checkpoint.schedule.interval import BEGINNING, NOTHING_AT_RISK, AtRisk, Tick
+from torchtitan_lite.checkpoint.resume.source import LoadSource
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import CheckpointMismatch, CheckpointUnreadable
 from torchtitan_lite.store import layout
@@ -30,85 +29,6 @@ from torchtitan_lite.store.manifest_fields import NAN_IN, TRAINED_SECONDS
 from torchtitan_lite.store.store import CheckpointStore
 
 _TRAIN_STATE = "train_state"
-
-
-@dataclass(frozen=True)
-class InMemory:
-    """The images that a load reads: the same value on every rank, each of which has descriptors of its own."""
-
-    manifest: bytes
-    """As the coordinator put it together."""
-    step: int
-    start: str
-    """The id of the start that made them."""
-    copy: int
-    """Which of the copies that it made."""
-    is_spread: bool = False
-    """Whether each rank has only the images of its own host."""
-    is_last_resort: bool = False
-    """Whether the disk has no full checkpoint of the run: then all of it is verified before anything is loaded."""
-    is_copy: bool = False
-    """Whether the disk has the same checkpoint."""
-    on_disk: Tick = BEGINNING
-    """The latest step of the run that the disk has, with the seconds of training up to it; zeros for none."""
-
-
-@dataclass(frozen=True)
-class LoadSource:
-    """A checkpoint to load."""
-
-    path: Path
-    """Its folder; where it would be, if it is only in memory."""
-    step: int
-    """The step that the run resumes from; 0 if it starts from scratch with these weights."""
-    model_only: bool
-    lineage: Lineage
-    """Lineage of the run that resumes from it."""
-    nbytes: int = 0
-    initial: bool = False
-    """Whether it is from another run, to start a new one."""
-    is_explicit: bool = False
-    """Whether the user named it by step or path: no other one may replace it."""
-    topology: str = ""
-    """Topology of the run that saved it; empty if unknown."""
-    config: dict[str, Any] = field(default_factory=dict)
-    """Configuration of the run that saved it; empty if unknown."""
-    tensor_digests: dict[str, str] = field(default_factory=dict)
-    """Digest of each tensor by key; empty if it has none."""
-    excluded: tuple[str, ...] = ()
-    """States that this load does not change."""
-    has_nan: bool = False
-    """Whether NaN was seen in its weights when they were saved."""
-
-    found_at: int | None = None
-    """The step at which it was saved, if the new run does not resume from there; else None."""
-
-    memory: InMemory | None = None
-    """The images to read in place of the folder; None to read the folder."""
-
-    trained_seconds: float = 0.0
-    """That its run had trained, in all its starts; 0 if unknown, and for the checkpoint of another run."""
-
-    @property
-    def saved_at(self) -> int:
-        """The step at which it was saved."""
-        return self.step if self.found_at is None else self.found_at
-
-    @property
-    def continues_at(self) -> int | None:
-        """The step that the run resumes from; None if it counts from the start."""
-        begins_to_count = self.lineage.counts_again and self.memory is None  # An image is of the new count.
-        return None if begins_to_count or (self.initial and self.model_only) else self.step
-
-    @property
-    def loaded(self) -> Tick:
-        """The moment of the run at which it resumes."""
-        return Tick(self.continues_at or 0, self.trained_seconds)
-
-    @property
-    def at_risk(self) -> AtRisk:
-        """The training in it that the disk lacks."""
-        return NOTHING_AT_RISK if self.memory is None else AtRisk.between(self.memory.on_disk, self.loaded)
 
 
 def new_run() -> Lineage:

@@ -11,18 +11,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from torchtitan_lite.checkpoint.format.key_report import KeyReport, TensorLike
 from torchtitan_lite.checkpoint.reading.files import Files
-from torchtitan_lite.checkpoint.reading.folder import Verify
 from torchtitan_lite.checkpoint.reading.load_rules import LoadRules, build_load_rules, unmatched_globs
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.reading.torchtitan_states import as_ours, why_it_begins_fresh
-from torchtitan_lite.checkpoint.resume.load_source import LoadSource, choose_source
+from torchtitan_lite.checkpoint.resume.load_source import choose_source
 from torchtitan_lite.checkpoint.resume.resume_report import ResumeReport
+from torchtitan_lite.checkpoint.resume.source import LoadSource
 from torchtitan_lite.checkpoint.resume.verify_resume import verify
 from torchtitan_lite.checkpoint.resume.ways_out import built_otherwise, other_groups, ways_out
 from torchtitan_lite.checkpoint.state.begun_loader import forget_iterator
@@ -65,8 +65,23 @@ def _chosen(store: CheckpointStore, config: Checkpoint) -> LoadSource | None:
         return choose_source(store, config.load_step, config)
 
 
+class Owners(Protocol):
+    """The objects that take the state back."""
+
+    @property
+    def model(self) -> ModelWrapper: ...
+
+    @property
+    def optimizer(self) -> OptimizerWrapper: ...
+
+    @property
+    def small(self) -> Mapping[str, Stateful]:
+        """All further states, by name."""
+        ...
+
+
 class Restore:
-    """Loads `source` into a run's objects, in the order that the module describes. Every method is **collective**.
+    """Loads `source` into its `owners`, in the order that the module describes. Every method is **collective**.
 
     Its bytes come from `files` if they are given, else from its folder.
     """
@@ -76,32 +91,28 @@ class Restore:
         source: LoadSource,
         config: JobConfig,
         peers: Peers,
+        owners: Owners,
         *,
-        model: ModelWrapper,
-        optimizer: OptimizerWrapper,
-        small_states: Mapping[str, Stateful],
         topology: str,
         files: Files | None = None,
     ) -> None:
-        excluded = source.excluded
+        excluded, optimizer = source.excluded, owners.optimizer
         everything = not source.model_only
         self._source = source
         self._config = config
         self._peers = peers
         self._topology = topology
-        self._model = model
+        self._model = owners.model
         self._optimizer = optimizer if optimizer and everything and "optimizer" not in excluded else None
         self._model_state: dict[str, Any] = {}
         self._slots: dict[str, Slot] = {}
         peers.together(self._read_owners)
-        self._small = {name: s for name, s in small_states.items() if everything and name not in excluded}
+        self._small = {name: s for name, s in owners.small.items() if everything and name not in excluded}
         self._restores_rng = everything and RNG not in excluded
         # The initial weights of a new run may have any precision: an export has another one than training.
         self._cast = source.initial
-        # Nothing but the digests of an image shows that it is whole.
-        verify: Verify = "full" if source.memory is not None else config.checkpoint.verify_on_load
         rules = build_load_rules(config.checkpoint)
-        self._stored = StoredCheckpoint(source.path, peers, rules, verify=verify, files=files)
+        self._stored = StoredCheckpoint(source.path, peers, rules, verify=source.verify(config.checkpoint), files=files)
 
     def _read_owners(self) -> None:
         self._model_state = self._model.state_dict()

@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from torchtitan_lite.checkpoint.saving.in_flight import InFlight
+from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.saving.save_costs import SaveCosts
+from torchtitan_lite.checkpoint.saving.waiter import SaveWaiter
 from torchtitan_lite.checkpoint.schedule.failures import Past, mtbf_hours, prior_hours
 from torchtitan_lite.checkpoint.schedule.optimum import Caps, Choice, Conflict, SaveCost, choose, most_lost_seconds
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.log import logger
-from torchtitan_lite.store.housekeeping import OnEvent
 
 FIRST_SECONDS = 60.0
 """Until the first save, whose cost nothing is known of."""
@@ -32,17 +32,15 @@ class AutoInterval:
         costs: SaveCosts,
         caps: Caps,
         mtbf: Callable[[float], float],
-        peers: Peers,
-        clock: Callable[[], float],
-        on_event: OnEvent,
+        context: RunContext,
     ) -> None:
         self._costs = costs
         self._caps = caps
         self._mtbf = mtbf
-        self._peers = peers
-        self._clock = clock
-        self._on_event = on_event
-        self._began = clock()
+        self._peers = context.peers
+        self._clock = context.clock
+        self._on_event = context.on_event
+        self._began = context.clock()
         self._seconds = min(FIRST_SECONDS, caps.max_lost_seconds / 2)
         self._cost: SaveCost | None = None
         self._logged: Choice | None = None
@@ -112,19 +110,15 @@ class FixedInterval:
 
 
 def build_auto_interval(
-    config: Checkpoint,
-    in_flight: InFlight,
-    peers: Peers,
-    clock: Callable[[], float],
-    past: Callable[[], Past],
-    on_event: OnEvent,
+    waiter: SaveWaiter, past: Callable[[], Past], context: RunContext
 ) -> AutoInterval | FixedInterval:
-    """Return what chooses the interval of a run with `config`. `past` is called once, on the coordinator."""
+    """Return what chooses the interval of a run. `past` is called once, on the coordinator."""
+    config = context.config
     if config.interval_type != "auto":
         return FixedInterval()
     caps = Caps(config.max_lost_seconds or math.inf, config.max_overhead or math.inf)
-    costs = SaveCosts(in_flight, clock)
-    return AutoInterval(costs, caps, _build_mtbf(config, peers, past), peers, clock, on_event)
+    costs = SaveCosts(waiter, context.clock)
+    return AutoInterval(costs, caps, _build_mtbf(config, context.peers, past), context)
 
 
 def _build_mtbf(config: Checkpoint, peers: Peers, past: Callable[[], Past]) -> Callable[[float], float]:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from torchtitan_lite import faults
-from torchtitan_lite.checkpoint.saving.image import Image
-from torchtitan_lite.checkpoint.saving.images import Images
-from torchtitan_lite.checkpoint.saving.rank_image import RankImage
+from torchtitan_lite.checkpoint.planning.rank_image import RankImage
+from torchtitan_lite.checkpoint.saving.copy_listener import CopyListener, CopyOfSave
 from torchtitan_lite.checkpoint.saving.writer import RankContent, Target
-from torchtitan_lite.checkpoint.staging.pool import Slot
-from torchtitan_lite.checkpoint.staging.stager import Staged, Stager
+from torchtitan_lite.checkpoint.staging.slots import Slot
+from torchtitan_lite.checkpoint.staging.stager import Staged, Stager, build_stager
 from torchtitan_lite.checkpoint.staging.watch import StagingWatch
 from torchtitan_lite.disk.block_writer import Bounced, InPlace, write_blocks
 from torchtitan_lite.disk.digest import FileRecord
@@ -47,15 +46,24 @@ def _wait_for_devices(tensors: Sequence[torch.Tensor]) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
+@dataclass(frozen=True)
+class Copying:
+    """Where copies are made, and who else uses them: by default no one."""
+
+    stager: Stager = field(default_factory=build_stager)
+    listener: CopyListener = field(default_factory=CopyListener)
+    digests: bool = False
+    """Whether a copy comes with its digests, if that is possible; else who writes it takes them."""
+    timeout_seconds: float = 0.0
+    """How long a copy waits for an arena that may be overwritten."""
+
+
 class Copies:
-    """Copies images into the arenas of `stager`; `write` writes a file from there, `watch` checks each copy.
+    """Copies images as `copying` says; `write` writes a file from the copy, `watch` checks each copy."""
 
-    With `images` each copy becomes an image in memory, whether or not its file is written.
-    """
-
-    def __init__(self, stager: Stager, write: WriteStaged, watch: StagingWatch, images: Images | None = None) -> None:
-        self.stager = stager
-        self.images = images
+    def __init__(self, copying: Copying, write: WriteStaged, watch: StagingWatch) -> None:
+        self.stager, self.listener = copying.stager, copying.listener
+        self._copying = copying
         self._write = write
         self._watch = watch
         self._written: deque[Slot] = deque()
@@ -67,11 +75,9 @@ class Copies:
         With one arena the copy replaces the last one, which must be written by now.
         """
         faults.point("stage", step=target.step)
-        began = self.images.now() if self.images is not None else 0.0
         compare = self._watch(image.file, [item.index.fqn for item in image.plan.items])
-        seconds = self.images.timeout_seconds if self.images is not None else 0.0
-        at_once = self.images is not None and self.images.are_made_at_once
-        staged = self.stager.take(image.file, target.step, seconds, digests=at_once)
+        seconds, digests = self._copying.timeout_seconds, self._copying.digests
+        staged = self.stager.take(image.file, target.step, seconds, digests=digests)
         self._written.append(staged.slot)
         # Without the image, so that tensors which are copies of the state's own can go as soon as they are staged.
         content = RankContent(
@@ -82,40 +88,12 @@ class Copies:
             write=lambda path: self._write(path, staged, target),
             wait=lambda: compare(staged),
         )
-        if self.images is None:
-            return content
-        kept = Image(target.step, target.origin, image.plan, image.objects, staged, began, copy=self.images.num_staged)
-        return self._also_kept(content, kept)
+        return self.listener.copied(CopyOfSave(target, image.plan, image.objects, staged), content)
 
     def release(self) -> None:
         """Note that a save is over: no write needs the earliest copy any more. Any thread."""
         with suppress(IndexError):  # That save failed before it had a copy.
             self.stager.pool.release(self._written.popleft())
-
-    def _also_kept(self, content: RankContent, image: Image) -> RankContent:
-        """Return `content`, whose copy also becomes an image: before its write, or by it."""
-        images = self.images
-        assert images is not None
-
-        def wait() -> None:
-            content.wait()
-            images.note_staged(image)
-            if images.are_made_at_once:
-                self.stager.pool.add_reader(image.staged.slot)
-                images.marker.mark_later(image)
-
-        def write(path: Path) -> FileRecord:
-            if images.are_made_at_once:
-                return content.write(path)
-            try:
-                record = content.write(path)
-            except Exception:
-                images.marker.digest_here(image)
-                raise
-            images.marker.mark(image, record)
-            return record
-
-        return dataclasses.replace(content, wait=wait, write=write)
 
 
 def write_in_place(path: Path, staged: Staged, target: Target) -> FileRecord:

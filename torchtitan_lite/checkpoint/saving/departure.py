@@ -7,26 +7,32 @@ from __future__ import annotations
 
 import signal
 
-from torchtitan_lite.checkpoint.saving.in_flight import InFlight
-from torchtitan_lite.checkpoint.saving.run_saves import RunSaves
+from torchtitan_lite.checkpoint.context import RunContext
+from torchtitan_lite.checkpoint.saving.maker import SaveMaker
+from torchtitan_lite.checkpoint.saving.waiter import SaveWaiter
 from torchtitan_lite.checkpoint.schedule.leaving import Leaving, how_to_leave
 from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
-from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.log import logger
-from torchtitan_lite.store.housekeeping import OnEvent
 
 
 class Departure:
     """Makes all ranks leave together for a signal that one of them received."""
 
-    def __init__(
-        self, preemption: PreemptionWatch, saves: RunSaves, in_flight: InFlight, peers: Peers, on_event: OnEvent
-    ) -> None:
+    def __init__(self, preemption: PreemptionWatch, maker: SaveMaker, waiter: SaveWaiter, context: RunContext) -> None:
         self._preemption = preemption
-        self._saves = saves
-        self._in_flight = in_flight
-        self._peers = peers
-        self._on_event = on_event
+        self._maker = maker
+        self._waiter = waiter
+        self._peers = context.peers
+        self._on_event = context.on_event
+
+    @property
+    def received(self) -> int:
+        """Return the signal that this rank received, 0 for none. Any rank."""
+        return self._preemption.received
+
+    def leave(self) -> None:
+        """Note that the ranks have agreed to leave: from now on the grace period counts for all. Any rank."""
+        self._preemption.leave()
 
     def untrained(self, step: int) -> int:
         """Return the signal for which the ranks leave before they train anything after `step`; 0 for none."""
@@ -40,13 +46,13 @@ class Departure:
     def after(self, step: int, received: int) -> bool:
         """Save what the grace period has time for, and report that the ranks leave for the signal `received`.
 
-        Returns whether `step` is durable; if not, the save that was in flight is. Raises as `RunSaves.full` does.
+        Returns whether `step` is durable; if not, the save that was in flight is. Raises as `SaveMaker.full` does.
         """
-        awaited = self._in_flight.step
-        self._in_flight.outcome()  # Whether it failed or not, the ranks leave.
+        awaited = self._waiter.step
+        self._waiter.outcome()  # Whether it failed or not, the ranks leave.
         if self._how(step, awaited) is Leaving.AFTER_A_SAVE:
-            self._saves.full(step)
-        saved = self._peers.on_coordinator(lambda: self._in_flight.last_durable)
+            self._maker.full(step)
+        saved = self._peers.on_coordinator(lambda: self._waiter.last_durable)
         assert saved is not None, "each way to leave has a durable save"
         if saved != step:
             logger.warning("The grace period is too short to save step %d; the next start trains it again", step)
@@ -56,7 +62,7 @@ class Departure:
 
     def _how(self, step: int, awaited: int | None) -> Leaving:
         left = min(self._peers.gather(self._preemption.seconds_left()))  # Perhaps only one rank received the signal.
-        done = self._in_flight
+        done = self._waiter
         return self._peers.on_coordinator(
             lambda: how_to_leave(
                 step, durable=done.last_durable, awaited=awaited, seconds_left=left, save_seconds=done.last_seconds

@@ -21,11 +21,12 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from torchtitan_lite.checkpoint.saving.content import Copies, WriteStaged, live_content, write_in_place
-from torchtitan_lite.checkpoint.saving.images import Images
-from torchtitan_lite.checkpoint.saving.save_plan import PlanCache
+from torchtitan_lite.checkpoint.planning.rank_image import RankImage
+from torchtitan_lite.checkpoint.planning.save_plan import PlanCache
+from torchtitan_lite.checkpoint.saving.content import Copies, Copying, WriteStaged, live_content, write_in_place
+from torchtitan_lite.checkpoint.saving.copy_listener import CopyListener
 from torchtitan_lite.checkpoint.saving.writer import RankContent, Target, commit
-from torchtitan_lite.checkpoint.staging.stager import Staged, Stager, build_stager
+from torchtitan_lite.checkpoint.staging.stager import Staged
 from torchtitan_lite.checkpoint.staging.watch import DO_NOT_WATCH, StagingWatch, build_staging_watch
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.config.job_config import Checkpoint
@@ -56,7 +57,7 @@ class PendingSave:
 
 
 class SavesStates(Protocol):
-    """Begins saves: the part of a saver that `InFlight` uses."""
+    """Begins saves: the part of a saver that `SaveWaiter` uses."""
 
     def save(self, state: State, target: Target) -> PendingSave:
         """Begin to save `state` as `target`. **Collective**."""
@@ -87,55 +88,15 @@ class Saver(SavesStates, Protocol):
 
 
 class StateSaver:
-    """Saves at once from the live tensors; with `copies`, in a thread from a copy, which a `process` may write.
+    """Plans in the caller's thread, and commits where `_run` runs it what `_content` gives."""
 
-    All three plan in the caller's thread and commit where the save runs.
-    """
-
-    def __init__(
-        self,
-        peers: Peers,
-        plans: PlanCache | None,
-        copies: Copies | None = None,
-        process: WriterProcess | None = None,
-    ) -> None:
+    def __init__(self, peers: Peers, plans: PlanCache | None, listener: CopyListener) -> None:
         self._peers = peers
         self._plans = plans or PlanCache(peers)
-        self._copies = copies
-        self._images = None if copies is None else copies.images
-        self._process = process
-        self._under_way: Future[CheckpointInfo | None] = _done(None)
-        self._content = live_content if copies is None else copies.content
-        self._run: Run = _at_once if copies is None else _in_thread
+        self._listener = listener
 
     def start(self) -> None:
-        """Start the writer process, if there is one. Idempotent, main thread."""
-        if self._process is not None:
-            self._process.start()
-
-    def prepare(self, get_state: Callable[[], State]) -> None:
-        """Plan for states like `get_state()` and allocate an arena for them; without copies, do nothing. Collective."""
-        if self._copies is None:
-            return
-        num_bytes = -1
-        try:
-            num_bytes = self._plans.plan(get_state()).image().file.num_bytes
-        except Exception as error:
-            logger.debug("No plan for saves yet: %s", error)
-        if self._images is not None:
-            self._images.make_room(num_bytes)
-        # A larger arena replaces the present one, from which the thread of a save under way still writes.
-        if num_bytes >= 0 and self._under_way.done():
-            self._copies.stager.prepare(num_bytes)
-
-    def compare_alongside(self, get_state: Callable[[], State]) -> None:
-        """Begin to compare the ranks in a thread; without copies the first save does it. **Collective**."""
-        if self._copies is None:
-            return
-        try:
-            self._plans.compare_alongside(get_state)
-        except Exception as error:
-            logger.debug("The ranks are compared in the first save: %s", error)
+        """Do nothing: nothing takes long to start."""
 
     def save(self, state: State, target: Target) -> PendingSave:
         """Plan, take the content, and commit it: here, or in a thread. **Collective**, main thread.
@@ -147,14 +108,12 @@ class StateSaver:
         # What is made of thousands of tensors here is gone when this returns, unless a collection makes it grow old.
         with no_collection():
             try:
-                numbers = () if self._images is None else self._images.report()
-                planned = self._plans.plan(state, lambda: self._check(target), numbers=numbers)
+                planned = self._plans.plan(state, lambda: self._check(target), numbers=self._listener.numbers())
             except Exception as error:
                 return refused(target.step, error)
             if planned.differs is not None and not target.writes_anyway:
                 raise planned.differs
-            if self._images is not None:
-                self._images.note_save(target.step, planned.agreed)
+            self._listener.agreed(target.step, planned.agreed)
             try:
                 content = self._content(planned.image(), target)
             except Exception as error:
@@ -163,35 +122,19 @@ class StateSaver:
         group = self._peers.group
         staged: Future[None] = Future()
         durable = self._run(lambda: self._finish(content, failure, staged, target, group))
-        if self._copies is not None:
-            self._under_way = durable
-            durable.add_done_callback(self._note_over)
         return PendingSave(target.step, staged, durable, planned.differs)
 
-    def close(self, timeout_seconds: float) -> None:
-        """Give the arena back and end the process, after the save under way or after that time. Idempotent."""
-        if wait_for([self._under_way], timeout_seconds).not_done:
-            logger.warning("A save is still being written after %.0f s; closing without it", timeout_seconds)
-        else:
-            self._under_way = _done(None)  # The traceback of a failure keeps references, also to the copy.
-            if self._copies is not None:
-                self._copies.stager.close()
-        if self._process is not None:
-            self._process.close()
-
-    def _note_over(self, durable: Future[CheckpointInfo | None]) -> None:
-        assert self._copies is not None
-        self._copies.release()
-        if self._images is not None and durable.exception() is None:
-            self._images.note_durable(durable.result())
-
     def _check(self, target: Target) -> None:
-        if not self._under_way.done():
-            # The caller stopped waiting for that save, and its copy must not change while it is being written.
-            raise SaveFailed(target.step, f"on rank {self._peers.rank} the save before it is still being written")
-        if self._process is not None:
-            self._process.start()  # Again, if it died: a failure raised here fails the save on every rank.
+        """Raise for a save that cannot succeed: what is raised here fails the save on every rank."""
         target.check()
+
+    def _content(self, image: RankImage, target: Target) -> RankContent:
+        """Return what is written of `image`. Main thread."""
+        raise NotImplementedError
+
+    def _run(self, commit: Callable[[], CheckpointInfo | None]) -> Future[CheckpointInfo | None]:
+        """Return the outcome of `commit`, which runs here or in a thread."""
+        raise NotImplementedError
 
     def _finish(
         self,
@@ -215,28 +158,97 @@ class SyncSaver(StateSaver):
     """Saves while the caller waits, from the live tensors: no copy, so no additional memory."""
 
     def __init__(self, peers: Peers, plans: PlanCache | None = None) -> None:
-        super().__init__(peers, plans)
+        super().__init__(peers, plans, CopyListener())
+
+    def prepare(self, get_state: Callable[[], State]) -> None:
+        """Do nothing: there is no copy to allocate for."""
+
+    def compare_alongside(self, get_state: Callable[[], State]) -> None:
+        """Do nothing: the save compares the ranks, because training waits for it anyway."""
+
+    def close(self, timeout_seconds: float) -> None:
+        """Do nothing: nothing is under way."""
+
+    def _content(self, image: RankImage, target: Target) -> RankContent:
+        return live_content(image, target)
+
+    def _run(self, commit: Callable[[], CheckpointInfo | None]) -> Future[CheckpointInfo | None]:
+        return _at_once(commit)
 
 
-class ThreadSaver(StateSaver):
-    """Copies the state while the caller waits; a thread then writes the copy by `write`."""
+class CopyingSaver(StateSaver):
+    """Copies the state while the caller waits; a thread then writes the copy and commits."""
+
+    def __init__(self, peers: Peers, plans: PlanCache | None, copies: Copies) -> None:
+        super().__init__(peers, plans, copies.listener)
+        self._copies = copies
+        self._under_way: Future[CheckpointInfo | None] = _done(None)
+
+    def prepare(self, get_state: Callable[[], State]) -> None:
+        """Plan for states like `get_state()` and allocate an arena for them. **Collective**."""
+        num_bytes = -1
+        try:
+            num_bytes = self._plans.plan(get_state()).image().file.num_bytes
+        except Exception as error:
+            logger.debug("No plan for saves yet: %s", error)
+        self._listener.sized(num_bytes)
+        # A larger arena replaces the present one, from which the thread of a save under way still writes.
+        if num_bytes >= 0 and self._under_way.done():
+            self._copies.stager.prepare(num_bytes)
+
+    def compare_alongside(self, get_state: Callable[[], State]) -> None:
+        """Begin to compare the ranks in a thread. **Collective**."""
+        try:
+            self._plans.compare_alongside(get_state)
+        except Exception as error:
+            logger.debug("The ranks are compared in the first save: %s", error)
+
+    def close(self, timeout_seconds: float) -> None:
+        """Give the arena back, after the save under way or after that time. Idempotent."""
+        if wait_for([self._under_way], timeout_seconds).not_done:
+            logger.warning("A save is still being written after %.0f s; closing without it", timeout_seconds)
+        else:
+            self._under_way = _done(None)  # The traceback of a failure keeps references, also to the copy.
+            self._copies.stager.close()
+
+    def _check(self, target: Target) -> None:
+        if not self._under_way.done():
+            # The caller stopped waiting for that save, and its copy must not change while it is being written.
+            raise SaveFailed(target.step, f"on rank {self._peers.rank} the save before it is still being written")
+        self.start()  # Again, if a process died.
+        super()._check(target)
+
+    def _content(self, image: RankImage, target: Target) -> RankContent:
+        return self._copies.content(image, target)
+
+    def _run(self, commit: Callable[[], CheckpointInfo | None]) -> Future[CheckpointInfo | None]:
+        self._under_way = durable = _in_thread(commit)
+        durable.add_done_callback(self._note_over)
+        return durable
+
+    def _note_over(self, durable: Future[CheckpointInfo | None]) -> None:
+        self._copies.release()
+        if durable.exception() is None:
+            self._listener.durable(durable.result())
+
+
+class ThreadSaver(CopyingSaver):
+    """The thread writes the copy by `write`."""
 
     def __init__(
         self,
         peers: Peers,
         plans: PlanCache | None = None,
         *,
-        stager: Stager | None = None,
         write: WriteStaged = write_in_place,
         watch: StagingWatch = DO_NOT_WATCH,
-        images: Images | None = None,
+        copying: Copying | None = None,
     ) -> None:
-        stager = stager or (build_stager() if images is None else images.stager)
-        super().__init__(peers, plans, Copies(stager, write, watch, images))
+        super().__init__(peers, plans, Copies(copying or Copying(), write, watch))
 
 
-class ProcessSaver(StateSaver):
-    """Copies the state while the caller waits into memory that a writer process maps, too; that process writes it."""
+class ProcessSaver(CopyingSaver):
+    """A writer process, which maps the copy, too, writes it: `process`, or one of its own."""
 
     def __init__(
         self,
@@ -246,37 +258,49 @@ class ProcessSaver(StateSaver):
         *,
         plans: PlanCache | None = None,
         watch: StagingWatch = DO_NOT_WATCH,
-        images: Images | None = None,
+        copying: Copying | None = None,
+        process: WriterProcess | None = None,
     ) -> None:
-        process = None if images is None else images.process
         self.process = process or WriterProcess(timeout_seconds, ignored_signals, rank=peers.rank)
-        stager = build_stager() if images is None else images.stager
-        super().__init__(peers, plans, Copies(stager, self._write_in_process, watch, images), self.process)
+        super().__init__(peers, plans, Copies(copying or Copying(), self._write_in_process, watch))
+
+    def start(self) -> None:
+        """Start the writer process, unless it lives. Main thread."""
+        self.process.start()
+
+    def close(self, timeout_seconds: float) -> None:
+        """Give the arena back and end the process, after the save under way or after that time. Idempotent."""
+        super().close(timeout_seconds)
+        self.process.close()
 
     def _write_in_process(self, path: Path, staged: Staged, target: Target) -> FileRecord:
         return self.process.write(path, staged.arena, staged.num_bytes, target.step, staged.record)
 
 
 def build_saver(
-    config: Checkpoint, peers: Peers, plans: PlanCache | None = None, images: Images | None = None
+    config: Checkpoint,
+    peers: Peers,
+    plans: PlanCache | None = None,
+    copying: Copying | None = None,
+    process: WriterProcess | None = None,
 ) -> Saver:
-    """Return the saver of `config.async_mode`, whose copies become `images`."""
+    """Return the saver of `config.async_mode`, which copies as `copying` says; `process` writes where one does."""
     if config.async_mode == "disabled":
         return SyncSaver(peers, plans)
     watch = build_staging_watch(config)
     if config.async_mode == "async":
-        return ThreadSaver(peers, plans, watch=watch, images=images)
+        return ThreadSaver(peers, plans, watch=watch, copying=copying)
     if not torch.cuda.is_available():
         logger.info("async_with_pinned_mem: no accelerator found, staging into shared memory that is not pinned")
     return ProcessSaver(
-        peers, config.timeout_seconds, config.preemption_signals, plans=plans, watch=watch, images=images
+        peers,
+        config.timeout_seconds,
+        config.preemption_signals,
+        plans=plans,
+        watch=watch,
+        copying=copying,
+        process=process,
     )
-
-
-class Run(Protocol):
-    """Runs `work` and returns its outcome, which may be a `CheckpointError`."""
-
-    def __call__(self, work: Callable[[], T], /) -> Future[T]: ...
 
 
 def _at_once(work: Callable[[], T]) -> Future[T]:

@@ -27,9 +27,9 @@ import torchtitan_lite
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.format.description import Description, PlacedObject
 from torchtitan_lite.checkpoint.format.tensor_digest import Digest, digest_chunk, finish
+from torchtitan_lite.checkpoint.planning.rank_image import RankPlan
 from torchtitan_lite.checkpoint.saving.agreed_planner import AgreedPlanner
 from torchtitan_lite.checkpoint.saving.nan_check import names_with_nan
-from torchtitan_lite.checkpoint.saving.rank_image import RankPlan
 from torchtitan_lite.checkpoint.schedule.interval import NOTHING_AT_RISK, AtRisk
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.distributed import dcp
@@ -56,8 +56,8 @@ class Origin:
     """What the run measured at the step that is saved, all finite."""
     start: str = ""
     """The id of this start of the job, with which images in memory are compared; empty if it keeps none."""
-    resumed_from_memory: int | None = None
-    """The step of the image that this start resumed from; None if it loaded from disk, or nothing."""
+    image_of: int = -1
+    """The step of the image in memory that this start resumed from; -1 if it loaded from disk, or nothing."""
     trained_seconds: float = 0.0
     """That the run had trained, in all its starts, when the state was made."""
     at_risk: AtRisk = NOTHING_AT_RISK
@@ -257,9 +257,8 @@ def versions() -> dict[str, str]:
 
 def _of_start(origin: Origin) -> dict[str, Any]:
     """Return what only a start that keeps images records: later ones compare images with it."""
-    resumed = origin.resumed_from_memory
     of_images = {START: origin.start, TRAINED_SECONDS: origin.trained_seconds} if origin.start else {}
-    return of_images | ({} if resumed is None else {RESUMED_FROM_MEMORY: resumed})
+    return of_images | ({RESUMED_FROM_MEMORY: origin.image_of} if origin.image_of >= 0 else {})
 
 
 def _tensor_digests(files: Sequence[RankFile], description: Description) -> dict[str, str]:

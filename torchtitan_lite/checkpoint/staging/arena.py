@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from torchtitan_lite.checkpoint.format.file_image import FileLayout
-from torchtitan_lite.checkpoint.memory.mark import Mark
+from torchtitan_lite.checkpoint.staging.mark import Mark
 from torchtitan_lite.disk.forks import forget_in_children
 from torchtitan_lite.disk.shared_memory import address_of, allocate, map_shared
 from torchtitan_lite.log import logger

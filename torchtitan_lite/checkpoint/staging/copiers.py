@@ -173,3 +173,8 @@ def _pieces(image: FileImage, numbers: Sequence[int]) -> Iterator[tuple[torch.Te
         tensor, place = image.tensors[number], image.layout.places[number]
         for begin in range(0, place.data_bytes, _PIECE_BYTES):
             yield tensor, begin, min(begin + _PIECE_BYTES, place.data_bytes), place
+
+
+def build_copier() -> Copier:
+    """Return the copier for this machine."""
+    return CudaCopier() if torch.cuda.is_available() else HostCopier()

@@ -1,9 +1,9 @@
 """Copy the state into memory that training does not change.
 
 The copy is the image of this rank's file, so a writer can give the memory to the disk as it is, without gathering.
-The arenas that hold images are kept from save to save, and are made and allocated before the first one: page faults
-cost far more than the copy. They are pinned if there is an accelerator. One image is staged at a time: pool.py says
-into which arena, and copiers.py how it is copied.
+The arenas that hold copies are kept from save to save, and are made and allocated before the first one: page faults
+cost far more than the copy. They are pinned if there is an accelerator. One copy is made at a time: slots.py says
+into which arena, and copiers.py how.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import TypeVar
 import torch
 
 from torchtitan_lite.checkpoint.format.file_image import FileImage, FileLayout
-from torchtitan_lite.checkpoint.memory.mark import Mark
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
-from torchtitan_lite.checkpoint.staging.copiers import Copier, CudaCopier, HostCopier
-from torchtitan_lite.checkpoint.staging.pool import Pool, Slot
+from torchtitan_lite.checkpoint.staging.copiers import Copier, build_copier
+from torchtitan_lite.checkpoint.staging.mark import Mark
+from torchtitan_lite.checkpoint.staging.slots import Slot, Slots
 from torchtitan_lite.disk.digest import FileRecord
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class Staged:
     wait: Callable[[], None]
     """Blocks until the whole image is in the arena. Any thread."""
     slot: Slot
-    """The arena's place in the pool; its reader is who took the image."""
+    """The arena's place in the pool; its reader is who took the copy."""
     number: int
     """Which of the copies in that place this is."""
     record: FileRecord | None = None
@@ -52,31 +52,14 @@ class Staged:
         return [self.arena.tensor(place.data_at, dtype, shape) for place, (dtype, shape) in places]
 
 
-def _nothing(arena: StagingArena) -> None:
-    """Do nothing about an arena that is given up."""
-
-
 class Stager:
-    """Copies images into the arenas of `pool`, which it keeps from save to save.
+    """Copies images into the arenas of `pool`, which it keeps from save to save."""
 
-    With `marks` each arena has a mark, so that later starts can use its image. `give_up` is called with an arena before
-    another one takes its place: a keeper must let go of it.
-    """
-
-    def __init__(
-        self,
-        copier: Copier,
-        *,
-        pin: bool,
-        marks: bool = False,
-        give_up: Callable[[StagingArena], None] = _nothing,
-    ) -> None:
+    def __init__(self, copier: Copier, *, pin: bool, pool: Slots | None = None) -> None:
         self._copier = copier
         self._pin = pin
-        self._marks = marks
-        self._give_up = give_up
         self._preparation: Future[None] | None = None
-        self.pool = Pool()
+        self.pool = pool or Slots()
 
     @property
     def can_digest(self) -> bool:
@@ -115,30 +98,8 @@ class Stager:
             wait_for([self._preparation])  # Its error is ignored: the save makes the arena again and raises it.
             self._preparation = None
 
-    def adopt(self, descriptors: Sequence[tuple[int, int]]) -> list[StagingArena]:
-        """Return the arenas in `descriptors` (memory, mark), which they own; `pool.adopt` puts them to use.
-
-        Closes those of now: the descriptors may be of the same memory, and two arenas of it would overwrite each other.
-        """
-        self.finish_preparation()
-        for arena, _ in self.pool.clear():
-            arena.close(is_unused=False)  # A save that the caller stopped waiting for may still be written from it.
-
-        def adopt() -> list[StagingArena]:
-            return [StagingArena.adopted(fd, mark_fd, pin=self._pin) for fd, mark_fd in descriptors]
-
-        return self._in_a_thread(adopt).result()
-
-    def shrink(self, num_slots: int, seconds: float) -> None:
-        """Have at most `num_slots`, and free the others' arenas once they are not read, after `seconds` at most."""
-        if len(self.pool.slots) > num_slots:
-            self.finish_preparation()
-        for arena, is_read in self.pool.shrink(num_slots, seconds):
-            self._give_up(arena)
-            arena.close(is_unused=not is_read)
-
     def close(self) -> None:
-        """Free the arenas that no keeper holds; the next `take` makes a new one. Idempotent."""
+        """Free the arenas, but none that a keeper holds; the next `take` makes a new one. Idempotent."""
         self.finish_preparation()
         for arena, is_read in self.pool.clear():
             arena.close(is_unused=not is_read)
@@ -178,28 +139,26 @@ class Stager:
 
     def _make(self, slot: Slot, num_bytes: int) -> None:
         if slot.arena is not None:
-            self._give_up(slot.arena)
-            slot.arena.close()  # Before the new one is made: there may be no memory for two.
+            self._give_up(slot.arena)  # Before the new one is made: there may be no memory for two.
         slot.arena = None
-        mark = _new_mark() if self._marks else None
-        arena = StagingArena(-(-(num_bytes + _GRAIN_BYTES) // _GRAIN_BYTES) * _GRAIN_BYTES, pin=self._pin, mark=mark)
+        num_grains = -(-(num_bytes + _GRAIN_BYTES) // _GRAIN_BYTES)
+        arena = StagingArena(num_grains * _GRAIN_BYTES, pin=self._pin, mark=self._new_mark())
         arena.allocate()
         slot.arena = arena
 
-
-def _new_mark() -> Mark | None:
-    """Return a mark; None where the system has no memfds: then the arena is a temporary file, and no image."""
-    try:
-        return Mark()
-    except (AttributeError, OSError):
+    def _new_mark(self) -> Mark | None:
+        """Return what says to a later start that an arena has an image: here no arena has one."""
         return None
+
+    def _give_up(self, arena: StagingArena) -> None:
+        """Free an arena that another one replaces."""
+        arena.close()
 
 
 def _has_room(slot: Slot, num_bytes: int) -> bool:
     return slot.arena is not None and num_bytes <= slot.arena.num_bytes
 
 
-def build_stager(*, marks: bool = False, give_up: Callable[[StagingArena], None] = _nothing) -> Stager:
+def build_stager() -> Stager:
     """Return the stager for this machine: pinned memory and CUDA streams if there is CUDA."""
-    on_cuda = torch.cuda.is_available()
-    return Stager(CudaCopier() if on_cuda else HostCopier(), pin=on_cuda, marks=marks, give_up=give_up)
+    return Stager(build_copier(), pin=torch.cuda.is_available())

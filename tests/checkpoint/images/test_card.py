@@ -1,0 +1,90 @@
+"""The limits of a card: the smallest and the largest values that it may have, and what is refused beyond them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.images.cards import CARD
+from torchtitan_lite.checkpoint.images.card import Card
+from torchtitan_lite.checkpoint.images.commits import Commit
+from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.store.manifest import Table
+
+
+def card(**changes: Any) -> Card:
+    return dataclasses.replace(CARD, tensors=None, structure=None, objects=Table({}), **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rank": 0, "world_size": 1, "step": 0, "file": "", "record": FileRecord(0)},
+        {"latest": Commit(0, "")},
+        {"latest": None},
+        {"latest": Commit(5, "d", 1 << 62, "r1"), "before": tuple(Commit(step, "d", step) for step in range(4))},
+        {"start": "s" * 64, "folder_id": "", "latest": Commit(5, "d" * 64)},
+        {"versions": {}, "config": {"a": {"b": [1, None, "é"]}}, "topology": "", "created_at": 0.0},
+        {"record": FileRecord.of(bytes((2 << 20) + 1))},
+    ],
+)
+def test_a_card_at_its_limits_is_read_as_it_was_written(changes: dict[str, Any]) -> None:
+    found = Card.parse(card(**changes).to_bytes())
+    assert dataclasses.replace(found, objects=Table({})) == dataclasses.replace(card(**changes), objects=found.objects)
+    commits = [changes.get("latest"), *changes.get("before", ())]
+    for commit, again in zip(commits, [found.latest, *found.before], strict=True):
+        if commit is not None and again is not None:
+            assert dataclasses.astuple(again) == dataclasses.astuple(commit)
+
+
+def test_a_card_of_a_version_that_knew_one_commit_only_is_read() -> None:
+    data = CARD.to_bytes().replace(b',"before":[]', b"").replace(b',"metadata_ns":0', b"")
+    data = data.replace(b',"run_id":""', b"")
+    data = data.replace(b',"trained_seconds":3.5', b"")
+    assert b"before" not in data and b"metadata_ns" not in data and b'"run_id":""' not in data
+    found = Card.parse(data)
+    assert (found.latest, found.before, found.trained_seconds) == (CARD.latest, (), 0.0)
+
+
+def test_a_number_that_is_none_is_neither_written_nor_read() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        card(config={"lr": float("nan")}).to_bytes()
+    data = card(config={"lr": 0.5}).to_bytes()
+    for constant in (b"NaN", b"Infinity", b"-Infinity"):
+        with pytest.raises(ValueError, match=constant.decode()):
+            Card.parse(data.replace(b"0.5", constant))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "finding"),
+    [
+        (b'"size":3', b'"size":-1', "size: expected at least 0"),
+        (b'"world_size":2', b'"world_size":0', "world_size: expected at least 1"),
+        (b'"rank":1', b'"rank":-1', "rank: expected at least 0"),
+        (b'"rank":1', b'"rank":3', "rank 3 of 2"),
+        (b'"latest":{"step":5', b'"latest":{"step":-1', "step: expected at least 0"),
+        (b'"latest":{"step":5', b'"latest":{"step":"5"', "step: expected int"),
+        (b'"metadata_ns":0', b'"metadata_ns":-1', "metadata_ns: expected at least 0"),
+        (b'"before":[]', b'"before":{}', "before: expected list"),
+        (b'"before":[]', b'"before":[7]', "commit"),
+        (b'"start":"a1"', b'"start":"' + b"s" * 65 + b'"', "start: expected at most 64 letters"),
+        (b'"start":"a1"', b'"start":"\\u00e9"', "start: expected at most 64 letters"),
+        (b'"folder_id":"f1"', b'"folder_id":null', "folder_id: expected str"),
+        (b'"torch":"2.13"', b'"torch":2', "torch: expected str"),
+        (b'"trained_seconds":3.5', b'"trained_seconds":1e999', "trained_seconds: expected seconds"),
+        (b'"created_at":1.5', b'"created_at":"now"', "created_at: expected float"),
+    ],
+)
+def test_what_is_beyond_a_limit_is_refused_by_name(before: bytes, after: bytes, finding: str) -> None:
+    data = CARD.to_bytes()
+    assert before in data
+    with pytest.raises(ValueError, match=finding):
+        Card.parse(data.replace(before, after))
+
+
+@pytest.mark.parametrize("first", [b"[]", b"7", b'"a"', b"null"])
+def test_a_card_that_begins_with_no_object_is_refused(first: bytes) -> None:
+    with pytest.raises(ValueError, match="its first line is not a JSON object"):
+        Card.parse(first + b"\n{}\n\n")

@@ -1,0 +1,71 @@
+"""An image that a start refuses: the error names it, not a folder that does not exist, and says how to leave it out."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.checkpoint.images.spoiled import steps_in
+from torchtitan_lite.checkpoint import CheckpointManager
+from torchtitan_lite.distributed.environment import runtime_folder
+from torchtitan_lite.errors import CheckpointMismatch
+from torchtitan_lite.keeper.client import Keeper
+
+pytestmark = pytest.mark.usefixtures("memory_tier")
+
+
+def loop(folder: Path, width: int, *, steps: int, load: int = -1, **checkpoint: object) -> int | None:
+    """Train a model of `width` to `steps`, with an image of each step from the second; return what it loaded."""
+    model = nn.Linear(3, width)
+    optimizer = torch.optim.AdamW(model.parameters())
+    settings = {"interval": 1000, "async_mode": "async", "memory_interval": 1, **checkpoint}
+    with CheckpointManager.for_loop(model=model, optimizer=optimizer, folder=folder, **settings) as manager:
+        manager.load(load)
+        for step in range((manager.loaded_step or 0) + 1, steps + 1):
+            model(torch.ones(3)).sum().backward()
+            optimizer.step()
+            manager.save(step)
+            images = manager._images.images
+            assert images is not None
+            images.stager.finish_preparation()
+            assert images.wait(60)
+        return manager.loaded_step
+
+
+def test_an_image_of_another_model_is_named_with_the_way_to_leave_it_out(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    loop(folder, 4, steps=3)
+    with pytest.raises(CheckpointMismatch) as refusal:
+        loop(folder, 5, steps=3)
+    text = str(refusal.value)
+    assert text.startswith("the image of step 3 in memory does not fit this run:\n")
+    assert "step-3" not in text
+    assert "weight: shape [4, 3] in the checkpoint" in text
+    assert f"torchtitan-lite memory {folder} --end" in text
+    assert not refusal.value.reported_elsewhere
+    assert steps_in(folder)[-1] == 3, "the image stays for a start that fits"
+    assert Keeper(folder, 60.0, runtime=runtime_folder()).end() == ()
+    assert loop(folder, 5, steps=2) is None
+
+
+def test_a_refused_image_that_is_a_copy_of_a_step_on_disk_is_named_as_that_step(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    loop(folder, 4, steps=2, interval=2)
+    with pytest.raises(CheckpointMismatch, match="run/step-2 does not fit") as refusal:
+        loop(folder, 5, steps=2)
+    assert "--end" not in str(refusal.value)
+
+
+def test_a_refused_load_leaves_no_descriptor_open(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    loop(folder, 4, steps=3)
+    before = len([*Path("/proc/self/fd").iterdir()])
+    for _ in range(2):
+        with pytest.raises(CheckpointMismatch):
+            loop(folder, 5, steps=3)
+    gc.collect()
+    assert len([*Path("/proc/self/fd").iterdir()]) == before

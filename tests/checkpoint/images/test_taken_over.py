@@ -1,0 +1,90 @@
+"""What the start before left at the keeper becomes the memory of this one, each arena once, whatever was cut short."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.images.spoiled import empty, fill, keeper_of, other_bytes, spoil
+from tests.checkpoint.images.starts import KILLED, run
+from tests.keepers import has_one_keeper_at_most, processes_of
+
+pytestmark = pytest.mark.usefixtures("memory_tier")
+
+
+def arenas(folder: Path) -> list[int]:
+    """Return the inode of each arena at the keeper, for each name that it has."""
+    with keeper_of(folder) as (_, held):
+        return [os.fstat(each.arena_fd).st_ino for each in held]
+
+
+def keep_twice(folder: Path) -> None:
+    """Keep what is held under second names, like a start that is killed before it drops the names of the one before."""
+    with keeper_of(folder) as (keeper, held):
+        for each in held:
+            keeper.keep(f"zz{each.name}", (each.arena_fd, each.mark_fd))
+
+
+def test_memory_with_two_names_is_taken_over_once_and_its_image_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    first = run(folder, 5)
+    keep_twice(folder)
+    assert run(folder, first.ready).loaded == (first.ready, "memory")  # It trains nothing.
+    left = arenas(folder)
+    assert len(left) == len({*left}) <= 3
+    assert run(folder, 7).loaded == (first.ready, "memory")
+
+
+def test_a_start_without_an_interval_takes_over_the_memory_of_one_image(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    first = run(folder, 5)
+    assert len(arenas(folder)) > 1
+    assert run(folder, first.ready, memory_interval=0).loaded == (first.ready, "memory")
+    assert len(arenas(folder)) == 1
+
+
+def test_what_is_no_image_is_ignored_with_one_line_and_makes_room(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    first = run(folder, 5)
+    spoil(folder, [first.ready], other_bytes)
+    spoil(folder, [first.ready - 1], empty)
+    fill(folder)
+    second = run(folder, 6)
+    assert (second.loaded, second.error) == ((first.ready - 2, "memory"), "")
+    assert second.log.count("Ignored in memory") == 1
+    assert second.ready == 6
+    assert len(arenas(folder)) <= 3
+
+
+LONGEST_SECONDS = 0.1
+"""From the load to the kill: a hundred steps, while images are copied, digested and marked."""
+
+
+@pytest.mark.parametrize(
+    "starts",
+    [10, pytest.param(100, marks=pytest.mark.slow)],  # 100 take 19 s.
+)
+def test_many_restarts_lose_no_image_and_leave_no_process_and_no_memory(
+    starts: int, tmp_path: Path, memory_tier: Path
+) -> None:
+    folder, moments = tmp_path / "run", random.Random(starts)
+    reported, weights, before = 0, {}, ""
+    for number in range(starts):
+        start = run(folder, 1_000_000, interval=50, kill_after=moments.uniform(0.0, LONGEST_SECONDS))
+        assert (start.code, start.error) == (KILLED, "")
+        resumed = start.loaded[0] if start.loaded is not None else 0
+        assert resumed >= reported, f"start {number}: step {reported} was reported\n{before}\n---\n{start.log}"
+        assert all(weights.get(step, weight) == weight for step, weight in start.weights.items())
+        weights |= start.weights
+        reported, before = max(reported, start.ready, resumed), start.log
+        assert len({*arenas(folder)}) <= 3
+        assert has_one_keeper_at_most(memory_tier)
+    last = max(weights) + 1
+    assert run(folder, last, kills=False, finishes=True).code == 0
+    assert processes_of(memory_tier) == []
+    straight = run(tmp_path / "straight", last, memory_ttl_seconds=0.0, memory_interval=0, kills=False).weights
+    assert weights == {step: straight[step] for step in weights}
+    assert len(weights) == last - 1, "no step was left out"

@@ -1,0 +1,91 @@
+"""Put a manifest together from the cards of all images of one step.
+
+The cards were written by processes that are gone, perhaps by ones that someone else started: what does not fit together
+is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchtitan_lite.checkpoint.images.card import Card
+from torchtitan_lite.collection import no_collection
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.manifest import CheckpointKind, Manifest, Table
+from torchtitan_lite.store.manifest_fields import TRAINED_SECONDS
+
+
+def assembled(cards: Sequence[Card]) -> Manifest:
+    """Return the manifest of the checkpoint whose images the `cards` describe. Raise ValueError if they do not fit.
+
+    It has no `.metadata` among its files, and no digests of tensors.
+    """
+    by_rank = sorted(cards, key=lambda card: card.rank)
+    if not by_rank:
+        raise ValueError("there are no cards")
+    first = by_rank[0]
+    if [card.rank for card in by_rank] != [*range(first.world_size)]:
+        found = ", ".join(str(card.rank) for card in by_rank)
+        raise ValueError(f"expected the cards of ranks 0 to {first.world_size - 1}, found those of {found:.200}")
+    for card in by_rank:
+        _check(card, first)
+    if first.tensors is None or first.structure is None or not first.structure:
+        raise ValueError("the card of rank 0 has no tables of tensors and containers")
+    return Manifest(
+        step=first.step,
+        kind=CheckpointKind.FULL,
+        created_at=first.created_at,
+        world_size=first.world_size,
+        versions=dict(first.versions),
+        files={card.file: card.record for card in by_rank if card.file},
+        lineage=first.lineage,
+        tensors=first.tensors,
+        objects=_objects(by_rank),
+        structure=first.structure,
+        extra={
+            "topology": first.topology,
+            "config": dict(first.config),
+            "start": first.start,
+            TRAINED_SECONDS: first.trained_seconds,
+        },
+    )
+
+
+def same_contents(on_disk: Manifest, in_memory: Manifest) -> bool:
+    """Return whether both describe the same checkpoint, byte by byte."""
+    files = {name: record for name, record in on_disk.files.items() if name != layout.METADATA}
+    return files == in_memory.files and all(
+        dict(getattr(on_disk, table)) == dict(getattr(in_memory, table)) for table in ("objects", "tensors")
+    )
+
+
+def _objects(by_rank: Sequence[Card]) -> Table:
+    """Return the objects of all cards in one table. Raise ValueError if two ranks have the same one.
+
+    There may be a million. Their text is put together as it is, and parsed only to find those that are there twice.
+    """
+    having = [card for card in by_rank if card.objects]
+    if len(having) < 2:
+        return having[0].objects if having else Table()
+    keys: set[str] = set()
+    for card in having:
+        with no_collection():
+            own = set(card.objects)
+        if not keys.isdisjoint(own):
+            raise ValueError(f"rank {card.rank}: {min(keys & own)!r:.100} is an object of another rank, too")
+        keys |= own
+    inside = (card.objects.text.strip()[1:-1] for card in having)
+    return Table.of_text(b"{" + b",".join(inside) + b"}", "card")
+
+
+def _check(card: Card, first: Card) -> None:
+    """Raise ValueError unless `card` is of the same step of the same start as `first`, the card of rank 0."""
+    for name in ("step", "copy", "start", "world_size", "folder_id", "topology"):
+        if (found := getattr(card, name)) != (expected := getattr(first, name)):
+            raise ValueError(f"rank {card.rank}: {name}: expected {expected!r:.80}, found {found!r:.80}")
+    if (card.lineage.run_id, card.lineage.branch_point) != (first.lineage.run_id, first.lineage.branch_point):
+        raise ValueError(f"rank {card.rank}: it is of run {card.lineage.run_id}, rank 0 of {first.lineage.run_id}")
+    if card.file and layout.rank_of(card.file) != card.rank:
+        raise ValueError(f"rank {card.rank}: {card.file!r:.80} is not the name of its file")
+    if not card.file and card.record.size:
+        raise ValueError(f"rank {card.rank}: its file of {card.record.size} bytes has no name")

@@ -1,0 +1,85 @@
+"""One copy of the state on its way to being an image, and the card that describes it to later starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torchtitan_lite.checkpoint.format.description import PlacedObject, table_of_objects
+from torchtitan_lite.checkpoint.images.card import Card
+from torchtitan_lite.checkpoint.images.commits import Commit
+from torchtitan_lite.checkpoint.images.tier import Tier
+from torchtitan_lite.checkpoint.planning.rank_image import RankPlan
+from torchtitan_lite.checkpoint.saving.writer import Origin, versions
+from torchtitan_lite.checkpoint.staging.mark import Mark, read_mark
+from torchtitan_lite.checkpoint.staging.stager import Staged
+from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.distributed.peers import Peers
+from torchtitan_lite.log import logger
+
+
+@dataclass
+class Image:
+    """A copy under way to becoming an image."""
+
+    step: int
+    origin: Origin
+    plan: RankPlan
+    objects: Sequence[PlacedObject]
+    staged: Staged
+    began_seconds: float
+    copy: int
+    """Which copy of this start it is."""
+    check: Callable[[Staged], None] = lambda staged: staged.wait()
+    """Waits until the copy is complete; raises if the state changed meanwhile."""
+    created_at: float = field(default_factory=time.time)
+    stall_seconds: float = 0.0
+
+    def card(self, record: FileRecord, tier: Tier, peers: Peers) -> Card:
+        """Return the card of this image, whose digests are `record`, as one of `tier`. Not collective."""
+        described = self.plan.description
+        return Card(
+            rank=peers.rank,
+            world_size=peers.world_size,
+            step=self.step,
+            copy=self.copy,
+            start=tier.start,
+            folder_id=tier.folder_id,
+            lineage=self.origin.lineage,
+            latest=tier.latest,
+            before=tier.commits[:-1],
+            created_at=self.created_at,
+            trained_seconds=self.origin.trained_seconds,
+            topology=self.origin.topology,
+            versions=versions(),
+            config=self.origin.config,
+            file=self.plan.file_name if record.size else "",
+            record=record,
+            objects=table_of_objects(self.objects),
+            tensors=None if described is None else described.tensors,
+            structure=None if described is None else described.structure,
+        )
+
+
+def record_of(staged: Staged) -> FileRecord:
+    """Return the digests of what is in the arena, taken in this thread."""
+    return FileRecord.of(staged.arena.memory[: staged.num_bytes])
+
+
+def renew_card(mark: Mark, commits: tuple[Commit, ...], rank: int) -> None:
+    """Write into the card of a valid image of `rank` that `commits` are the latest checkpoints on disk now.
+
+    Else the image would count again where its owner deletes that checkpoint, to roll back to the one before. A card
+    that cannot be renewed is given up.
+    """
+    try:
+        marked = read_mark(mark.fd)
+        if marked is not None:
+            latest, before = commits[-1] if commits else None, commits[:-1]
+            card = dataclasses.replace(Card.parse(marked.card), latest=latest, before=before)
+            mark.set(marked.step, marked.num_bytes, card.to_bytes())
+    except (ValueError, OSError) as error:
+        logger.warning("An image in memory of rank %d is given up: %s", rank, error)
+        mark.clear()

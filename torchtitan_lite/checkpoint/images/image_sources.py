@@ -1,0 +1,108 @@
+"""The images that a start finds in memory, as sources of its load: one more kind beside the checkpoints on disk.
+
+A load looks once, takes at most one copy, and then takes the memory over, or closes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torchtitan_lite.checkpoint.context import RunContext
+from torchtitan_lite.checkpoint.images.from_memory import prefer_memory
+from torchtitan_lite.checkpoint.images.held_images import HeldImages
+from torchtitan_lite.checkpoint.images.image_bytes import lent_parts, verify_images
+from torchtitan_lite.checkpoint.images.image_source import ImageSource
+from torchtitan_lite.checkpoint.images.tier import TakenOver, Tier
+from torchtitan_lite.checkpoint.reading.files import Files
+from torchtitan_lite.checkpoint.resume.source import LoadSource, Sources
+from torchtitan_lite.config.job_config import Checkpoint
+from torchtitan_lite.errors import CheckpointError, CheckpointMismatch
+from torchtitan_lite.log import logger
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.manifest import Manifest
+from torchtitan_lite.store.store import CheckpointStore
+
+
+class ImageSources(Sources):
+    """What the keepers of all hosts hold for the run of `tier`."""
+
+    def __init__(self, tier: Tier, context: RunContext) -> None:
+        self._tier = tier
+        self._peers = context.peers
+        self._on_event = context.on_event
+        self._held = HeldImages(None, "", context.peers)
+
+    def look(self, topology: str) -> None:
+        keeper = None if self._tier.is_off else self._tier.keeper
+        self._held = HeldImages(keeper, self._tier.start, self._peers)
+        self._held.look(topology=topology)
+
+    def preferred(
+        self, chosen: LoadSource | None, store: CheckpointStore, wanted: int, config: Checkpoint, *, is_exact: bool
+    ) -> LoadSource | None:
+        return prefer_memory(self._held, store, chosen, wanted, config, is_exact=is_exact)
+
+    def drop(self, source: LoadSource, error: CheckpointError) -> bool:
+        if not isinstance(source, ImageSource):
+            return False
+        self._held.left_out.add(source.key)
+        found = (getattr(error, name, "") for name in ("summary", "finding", "cause"))
+        finding = next(filter(None, found), "") or str(error)
+        if self._peers.is_coordinator:
+            logger.warning(
+                "The image of step %d in memory is not loaded: %s. Trying what is next", source.step, finding
+            )
+        self._on_event("image_skipped", source.step, finding=finding)
+        return True
+
+    @contextmanager
+    def opened(self, source: LoadSource, root: Path) -> Iterator[Files | None]:
+        """Yield the files of the images on this host; they are unmapped after the block."""
+        if not isinstance(source, ImageSource):
+            yield None
+            return
+        peers = self._peers
+        manifest = Manifest.parse(source.manifest, str(source.path / layout.MANIFEST))
+        files = self._held.files(source.key, manifest, is_spread=source.is_spread)
+        try:
+            if source.is_spread:
+                files.borrow(peers.gather_made(lambda: lent_parts(source, files)))
+            if source.is_last_resort:
+                # What a load has changed, nothing on disk could put right.
+                peers.together(lambda: verify_images(source, files, peers.rank, peers.world_size))
+            yield files
+        except CheckpointMismatch as error:
+            if source.is_copy:
+                raise  # The step on disk does not fit either.
+            raise _of_image(error, source, root) from None
+        finally:
+            files.close()
+
+    def taken_over(self, source: LoadSource | None) -> TakenOver | None:
+        """Return what this rank takes over from the start before, after a load of `source`; None for nothing.
+
+        The caller owns the descriptors. The same on every rank whether it is None.
+        """
+        held, self._held = self._held, HeldImages(None, "", self._peers)
+        if not held.are_any:
+            return None
+        return held.shared_out(source.key if isinstance(source, ImageSource) else None)
+
+    def close(self) -> None:
+        """Close the images: no load takes them over. The keeper has them for the next start."""
+        self._held.close()
+        self._held = HeldImages(None, "", self._peers)
+
+
+def _of_image(error: CheckpointMismatch, source: LoadSource, root: Path) -> CheckpointMismatch:
+    """Return `error` about the image `source` of the folder `root`, with the image's name and how to leave it out."""
+    path = f"the image of step {source.step} in memory" if error.path == str(source.path) else error.path
+    way_out = (
+        f"  It was read from memory. To load from disk, or to begin from scratch if nothing is there, free it: "
+        f"torchtitan-lite memory {root} --end"
+    )
+    named = CheckpointMismatch(path, f"{error.report}\n{way_out}")
+    named.origin_rank, named.reported_elsewhere = error.origin_rank, error.reported_elsewhere
+    return named

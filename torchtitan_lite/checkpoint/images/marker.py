@@ -1,0 +1,147 @@
+"""Makes images of complete copies: digests each, has the keeper hold its memory, and sets its mark.
+
+Nothing of that is done in the thread that trains, except for digests that come with a copy. What goes wrong is a
+warning, never a failed save. A copy that was overwritten meanwhile becomes no image, and a commit that happens
+meanwhile gets into the cards of all images.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from torchtitan_lite import faults
+from torchtitan_lite.checkpoint.context import RunContext
+from torchtitan_lite.checkpoint.images.image import Image, record_of, renew_card
+from torchtitan_lite.checkpoint.images.pool import Pool
+from torchtitan_lite.checkpoint.images.tier import Tier
+from torchtitan_lite.checkpoint.staging.arena import StagingArena
+from torchtitan_lite.disk.background import Background
+from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.disk.writer_process import WriterProcess
+from torchtitan_lite.log import logger
+
+MAX_FAILED = 3
+
+
+class Marker:
+    """Makes images of the copies in the arenas of `pool`, for `tier`. Any thread.
+
+    Copies that come without digests get them from `process`; without one, from this process.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        pool: Pool,
+        process: WriterProcess | None,
+        context: RunContext,
+    ) -> None:
+        self._tier, self._pool, self._process, self._peers = tier, pool, process, context.peers
+        self._clock, self._on_event = context.clock, context.on_event
+        self._background = Background("images")
+        self._lock = threading.Lock()
+        self._num_failed = 0
+        self._joined: int | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Return whether so many images have failed in a row that no more are to be made."""
+        return self._num_failed >= MAX_FAILED
+
+    def start_process(self) -> None:
+        """Start the process that digests, if there is one, unless it lives. Main thread."""
+        if self._process is not None:
+            self._process.start()
+
+    def helpers(self) -> list[int]:
+        """Return the pids of the processes that map the arenas, too."""
+        self._joined = self._process.pid if self._process is not None else None
+        return [] if self._joined is None else [self._joined]
+
+    def mark_later(self, image: Image) -> None:
+        """Digest and mark `image`, once it is copied, in a thread, which releases its arena then."""
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+        def work() -> None:
+            if device is not None:
+                torch.cuda.set_device(device)  # A new thread begins with device 0.
+            try:
+                self._finish(image)
+            finally:
+                self._pool.release(image.staged.slot)
+
+        self._background.run(image.copy, work)
+
+    def digest_here(self, image: Image) -> None:
+        """Digest and mark `image` in this thread and process: its disk write failed. Raises nothing."""
+        self.mark(image, record_of(image.staged))
+
+    def mark(self, image: Image, record: FileRecord) -> bool:
+        """Make `image` valid if the keeper holds it; `record` are its digests. Raises nothing."""
+        try:
+            return self._mark(image, record)
+        except Exception as error:
+            self.note_failed(image.step, error)
+            return False
+
+    def renew_cards(self) -> None:
+        """Write into the cards of all images which checkpoints are the latest on disk now."""
+        self._pool.for_each_valid(self._renew_card)
+
+    def note_failed(self, step: int, error: Exception) -> None:
+        """Note that `step` got no image, because of `error`."""
+        with self._lock:
+            self._num_failed += 1
+            number = self._num_failed
+        if number <= MAX_FAILED:
+            logger.warning("Step %d has no image in memory of rank %d: %s", step, self._peers.rank, error)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait up to `seconds` until no copy is being digested; return whether that is so."""
+        return self._background.wait(seconds)
+
+    def close(self, seconds: float) -> None:
+        """Wait up to `seconds` for the digest under way, and stop. Idempotent."""
+        if not self._background.close(seconds):
+            logger.warning("An image is still being digested after %.0f s; closing without it", seconds)
+
+    def _finish(self, image: Image) -> None:
+        try:
+            image.check(image.staged)
+            record = image.staged.record or self._digested(image)
+        except Exception as error:
+            self.note_failed(image.step, error)
+        else:
+            self.mark(image, record)
+
+    def _digested(self, image: Image) -> FileRecord:
+        if self._process is None:
+            return record_of(image.staged)
+        return self._process.digest(image.staged.arena, image.staged.num_bytes, image.step)
+
+    def _mark(self, image: Image, record: FileRecord) -> bool:
+        faults.point("mark", step=image.step)
+        staged, mark = image.staged, image.staged.arena.mark
+        if not self._tier.keep(staged.arena):
+            return False
+        assert mark is not None, "the keeper holds it"
+        if self._process is not None and self._process.pid != self._joined:
+            self._tier.join_again(self.helpers())  # Not before: the keeper may not have started by then.
+        card = image.card(record, self._tier, self._peers)
+        data = card.to_bytes()
+        if not self._pool.validate(staged.slot, staged.number, lambda: mark.set(image.step, staged.num_bytes, data)):
+            return False
+        if card.latest != self._tier.latest:  # A save was committed meanwhile.
+            self.renew_cards()
+        with self._lock:
+            self._num_failed = 0
+        seconds = self._clock() - image.began_seconds
+        figures = {"seconds": seconds, "stall_seconds": image.stall_seconds, **image.origin.at_risk.figures}
+        self._on_event("image_ready", image.step, **figures)
+        return True
+
+    def _renew_card(self, arena: StagingArena) -> None:
+        assert arena.mark is not None, "a valid image has one"
+        renew_card(arena.mark, self._tier.commits, self._peers.rank)

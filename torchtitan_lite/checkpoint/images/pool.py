@@ -1,0 +1,167 @@
+"""The arenas of a rank that keeps images, and which of them the next copy goes to.
+
+With one arena each image replaces the last one, which must be written by then. With more, an arena is not overwritten
+while a disk write or a digest reads it, nor while it has the latest image that all ranks are known to have complete.
+So, whenever the job is killed, there is one step whose image every rank has. Which step that is, and whether a rank has
+no arena to spare, the ranks find out in the exchange that each image needs anyway: `report` goes in, `agree` takes what
+comes out. The rule itself is in pure functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torchtitan_lite.checkpoint.staging.arena import StagingArena
+from torchtitan_lite.checkpoint.staging.slots import NO_STEP, Slot, Slots
+
+NUM_RECENT = 3
+"""Steps in a report: of more than there are arenas no rank has an image."""
+
+
+class Seen(Protocol):
+    """What the rule needs to know of an arena."""
+
+    @property
+    def step(self) -> int:
+        """The step staged last; `NO_STEP` for none."""
+        ...
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the image of that step is complete here."""
+        ...
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a disk write or a digest still needs it."""
+        ...
+
+
+def choose(arenas: Sequence[Seen], complete: int) -> int | None:
+    """Return the number of the arena to overwrite, None for none, if all ranks have the image of step `complete`."""
+    if len(arenas) == 1:
+        return 0
+    spare = [
+        number
+        for number, arena in enumerate(arenas)
+        if not arena.is_read and not (arena.is_valid and arena.step == complete)
+    ]
+    return min(spare, key=lambda number: (arenas[number].is_valid, arenas[number].step), default=None)
+
+
+def is_busy(arenas: Sequence[Seen]) -> bool:
+    """Return whether `choose` could return None, whichever image the ranks find to be complete."""
+    spare = [arena for arena in arenas if not arena.is_read]
+    return not spare or (len(arenas) > 1 and len(spare) == 1 and spare[0].is_valid)
+
+
+def _has(slot: Slot, step: int) -> bool:
+    return slot.is_valid and slot.step == step
+
+
+class Pool(Slots):
+    """The slots of this rank, one at first. Any thread, if not said otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.complete = NO_STEP
+        """The latest step whose image every rank has, as far as the ranks have found out."""
+        self._recent: list[int] = []
+        self._still_read: dict[tuple[int, int], Slot] = {}
+        """The slots that were read at the last `clear`, by the memory that they had."""
+
+    def resize(self, num_slots: int) -> None:
+        """Have at least `num_slots`. Main thread; all ranks, with the same number."""
+        with self._changed:
+            self.slots += [Slot() for _ in range(num_slots - len(self.slots))]
+
+    def shrink(self, num_slots: int, seconds: float) -> list[tuple[StagingArena, bool]]:
+        """Have at most `num_slots`; return the arenas of the others, and whether each is still read after `seconds`.
+
+        What stays is read, or has the image that all ranks have. Main thread; all ranks, with the same number.
+        """
+        with self._changed:
+            if len(self.slots) <= num_slots:
+                return []
+            first = sorted(self.slots, key=lambda slot: (slot.is_read, _has(slot, self.complete)), reverse=True)
+            self.slots, others = first[:num_slots], first[num_slots:]
+            self._changed.wait_for(lambda: not any(slot.is_read for slot in others), seconds)
+            for slot in others:
+                slot.is_valid, slot.num_copies = False, slot.num_copies + 1
+            return [(slot.arena, slot.is_read) for slot in others if slot.arena is not None]
+
+    def report(self) -> tuple[int, ...]:
+        """Return what this rank reports to the others, as numbers of which the highest over all ranks counts.
+
+        Nothing with one arena. Else whether there may be none to spare, and of each of the last steps whether its image
+        is not complete here.
+        """
+        if len(self.slots) == 1:
+            return ()
+        with self._changed:
+            here = {slot.step for slot in self.slots if slot.is_valid}
+            return (is_busy(self.slots), *(step not in here for step in self._last_steps()))
+
+    def agree(self, highest: Sequence[int]) -> bool:
+        """Note the maximum over all ranks of what they reported; return whether each has an arena to spare."""
+        if not highest:
+            return True
+        busy, *lacking = highest
+        with self._changed:
+            found = [step for step, lacks in zip(self._last_steps(), lacking, strict=True) if not lacks]
+            self.complete = found[-1] if found else self.complete
+        return not busy
+
+    def note_staged(self, step: int) -> None:
+        """Note that the ranks are about to stage `step`, each that can. Main thread; all ranks."""
+        with self._changed:
+            self._recent = [*(each for each in self._recent if each != step), step][-NUM_RECENT:]
+
+    def validate(self, slot: Slot, number: int, mark: Callable[[], None]) -> bool:
+        """Call `mark`, after which the image in `slot` is valid; but not if copy `number` was overwritten since.
+
+        Returns whether it is valid. Else a mark could be set beside the bytes of a later step.
+        """
+        with self._changed:
+            if slot.num_copies != number:
+                return False
+            mark()
+            slot.is_valid = True
+            self._changed.notify_all()
+            return True
+
+    def for_each_valid(self, act: Callable[[StagingArena], None]) -> None:
+        """Call `act` with each arena whose image is complete here; none is overwritten meanwhile. Any thread."""
+        with self._changed:
+            for slot in self.slots:
+                if slot.is_valid and slot.arena is not None:
+                    act(slot.arena)
+
+    def clear(self) -> list[tuple[StagingArena, bool]]:
+        with self._changed:
+            self._still_read = {slot.arena.identity: slot for slot in self.slots if slot.arena and slot.is_read}
+            self.complete = NO_STEP
+            return super().clear()
+
+    def adopt(self, arenas: Sequence[tuple[StagingArena, int]], steps: Sequence[int]) -> None:
+        """Use `arenas`, each with the step of its valid image or `NO_STEP`, after `clear`.
+
+        `steps`: of all ranks, all of them. Memory that was still read before `clear` is still read. Main thread; all
+        ranks.
+        """
+        self.resize(len(arenas))
+        with self._changed:
+            for number, (arena, step) in enumerate(arenas):
+                slot = self.slots[number] = self._still_read.pop(arena.identity, self.slots[number])
+                slot.arena, slot.step, slot.is_valid = arena, step, step != NO_STEP
+            self._still_read = {}
+            self._recent = sorted({step for step in steps if step != NO_STEP})[-NUM_RECENT:]
+
+    def _free_slot(self) -> Slot | None:
+        number = choose(self.slots, self.complete)
+        return None if number is None else self.slots[number]
+
+    def _last_steps(self) -> list[int]:
+        """Return the last steps that were staged, `NO_STEP` where there are fewer."""
+        return [NO_STEP] * (NUM_RECENT - len(self._recent)) + self._recent

@@ -1,0 +1,302 @@
+"""Whether the ranks that hold one parameter, or one optimizer state, hold the same values of it.
+
+A checkpoint has one value of each name, and a plan spreads the names over the ranks that hold them. Where these ranks
+differ (experts or pipeline stages under equal names, averages that are due, a forgotten DDP) that would be a state that
+no rank ever had. So each rank digests all that it shares once a start: alongside the training after the first
+step, or in the first save if that comes earlier or has no copies. Every save and image compares a sample of it, within
+the exchange of the plan. Where ranks differ, all comes from the lowest rank of each group of holders from then on: by
+the last bits, as reductions in no fixed order give them, with one warning; by more, with `RanksDiffer`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+import xxhash
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.tensor import DTensor
+
+from torchtitan_lite.checkpoint.format.shards import knows_its_parts, local_of, parts_of
+from torchtitan_lite.checkpoint.planning.distances import Distance, joint, relative, squares
+from torchtitan_lite.checkpoint.planning.shared_items import SharedItems
+from torchtitan_lite.disk.forks import forget_in_children
+from torchtitan_lite.distributed.peers import Peers
+from torchtitan_lite.errors import RanksDiffer
+from torchtitan_lite.log import logger
+
+SAMPLED_ITEMS = 64
+"""Items of a group that a save samples; where there are more, each save takes others."""
+OWN_NAMES = (
+    "If each rank has its own (experts, stages of a pipeline), give it a name of its own there, as in "
+    'nn.ModuleDict({f"rank{rank}": module}), and make the optimizer of that'
+)
+OTHER_WAYS = (
+    "If they are averaged now and then, average parameters and optimizer states before the save. If the lowest rank's "
+    "are meant, give the manager ranks_may_differ=True"
+)
+PIECE_BYTES = 16 << 20
+"""Bytes of a tensor that are copied at once where it has to be copied: off an accelerator, to another rank."""
+
+State = dict[str, Any]
+_NONE = -(1 << 62)
+"""What a rank reports for a group that it is not in: below every digest and every negative one."""
+
+
+class RankComparison:
+    """Compares what ranks share. With `may_differ` it compares nothing, and all comes from the lowest ranks."""
+
+    def __init__(self, peers: Peers, *, may_differ: bool = False) -> None:
+        self._peers = peers
+        self._may_differ = may_differ
+        self.takes_lowest = may_differ
+        """Whether all that ranks share comes from the lowest rank of each group. The same on all ranks."""
+        self._groups: list[tuple[SharedItems, list[tuple[str, tuple[int, ...]]]]] = []
+        """What this rank shares: for each group its items, as key and offsets."""
+        self._num_groups = 0
+        self._num_compared = 0
+        """Counts the exchanges, so that all ranks sample the same items."""
+        self._is_complete = False
+        """Whether all that is shared was compared in this start, not only samples."""
+        self._has_warned = False
+        self._digesting: Future[list[int]] | None = None
+        forget_in_children(self._forget)
+
+    def use(self, shared: Sequence[SharedItems], num_groups: int, items: Sequence[WriteItem]) -> None:
+        """Compare `shared` from now on, of the `items` of this rank's new plan. Any rank."""
+        self.wait()
+        self._digesting = None
+        if not self._may_differ:
+            self._num_groups = num_groups
+            self._groups = [(each, [_place(items[number]) for number in each.numbers]) for each in shared]
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is something to digest that was not digested in this start. The same on all ranks."""
+        return self._num_groups > 0 and not self._is_complete and self._digesting is None
+
+    def digest_alongside(self, flat: State) -> None:
+        """Begin to digest in a thread all of `flat` that is shared, which must not change before `wait` returned.
+
+        Any rank.
+        """
+        ready = [torch.cuda.current_stream(device).record_event() for device in _devices(flat)]
+        future: Future[list[int]] = Future()
+        self._digesting = future
+
+        def work() -> None:
+            try:
+                for event in ready:
+                    event.synchronize()
+                future.set_result(self._complete_digests(flat))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=work, name="compare ranks", daemon=True).start()
+
+    def wait(self) -> None:
+        """Wait until the state may change, as far as digests go. Any rank."""
+        if self._digesting is not None:
+            self._digesting.exception()
+
+    def no_report(self) -> tuple[int, ...]:
+        """Return what a rank reports that has nothing to compare: as many numbers as `report` returns."""
+        return (_NONE,) * (2 * self._num_groups)
+
+    def report(self, flat: State) -> tuple[int, ...]:
+        """Return two numbers a group, of which the maximum over the ranks counts: a digest of a sample, and minus it.
+
+        Until all was compared, it is one of everything. Any rank.
+        """
+        numbers = [*self.no_report()]
+        complete = [] if self._is_complete else self._digests_of_all(flat)
+        for at, (shared, items) in enumerate(self._groups):
+            digest = xxhash.xxh3_64(_joined(self._sampled(flat, shared, items)).numpy().data)
+            if complete:
+                digest.update(complete[at].to_bytes(8, "big"))
+            number = digest.intdigest() >> 2
+            numbers[2 * shared.group : 2 * shared.group + 2] = number, -number
+        return tuple(numbers)
+
+    def settle(self, flat: State, highest: Sequence[int] | None) -> RanksDiffer | None:
+        """Return what is wrong with `flat`, None if a checkpoint can have it. **Collective**.
+
+        `highest` are the maxima of the reports of all ranks; None: they report here. Warns, on the coordinator, the
+        first time that ranks differ by rounding.
+        """
+        if not self._num_groups:
+            return None
+        if highest is None:
+            highest = self._peers.max_over_ranks(*self._peers.together(lambda: self.report(flat)))
+        found = None
+        if any(highest[at] != -highest[at + 1] for at in range(0, len(highest), 2)):
+            found = self._looked_at(flat)
+        self._num_compared += 1
+        self._is_complete, self._digesting = True, None
+        return found
+
+    def _looked_at(self, flat: State) -> RanksDiffer | None:
+        """Find out which items differ, and how much. **Collective**."""
+        only_samples = self._has_warned
+        tensors = self._by_place(flat, only_samples=only_samples)
+        digests = self._peers.together(lambda: {place: _digest(tensor) for place, (_, tensor) in tensors.items()})
+        suspicious = self._peers.scatter_answers(digests, _that_differ)
+        differing = {place: tensors[place] for place in sorted(suspicious)}
+        if not self._peers.max_over_ranks(len(differing))[0]:
+            return None  # Digests were of another moment: a loop changed the state meanwhile.
+        samples = {place: (key, _sample(tensor, PIECE_BYTES // 256)) for place, (key, tensor) in differing.items()}
+        found = self._peers.scatter_answers(self._distances(samples), joint)
+        if not found.is_far and not only_samples:
+            found = self._peers.scatter_answers(self._distances(differing), joint)
+        self.takes_lowest = True
+        if found.is_far:
+            return RanksDiffer(str(found), f"{OWN_NAMES}. {OTHER_WAYS}")
+        if not self._has_warned and self._peers.is_coordinator:
+            logger.warning(
+                "Ranks hold slightly different values of %s. From now on all parameters and optimizer states that "
+                "ranks share are saved from the lowest rank that has them. Reductions in no fixed order can be the "
+                "cause",
+                found,
+            )
+        self._has_warned = True
+        return None
+
+    def _by_place(self, flat: State, *, only_samples: bool) -> dict[tuple[int, int], tuple[str, torch.Tensor]]:
+        """Return name and memory of each item that this rank shares, or samples of some, by group and number in it."""
+        found: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
+        for shared, items in self._groups:
+            chosen = self._chosen(items) if only_samples else range(len(items))
+            tensors = self._sampled(flat, shared, items) if only_samples else [_memory(flat, *item) for item in items]
+            found |= {(shared.group, at): (items[at][0], tensor) for at, tensor in zip(chosen, tensors, strict=True)}
+        return found
+
+    def _distances(self, tensors: Mapping[tuple[int, int], tuple[str, torch.Tensor]]) -> list[Distance]:
+        """Return the distances of this rank's `tensors` from those of the lowest ranks. **Collective**.
+
+        In each group the lowest rank's values go from rank to rank, so no rank sends more than its own.
+        """
+        groups = {shared.group: shared for shared, _ in self._groups}
+        found = []
+        for (group, _), (key, tensor) in tensors.items():  # In the same order everywhere, so no two ranks wait in turn.
+            shared = groups[group]
+            total = [0.0, 0.0, 0.0]
+            for piece in _pieces(tensor):
+                theirs = self._peers.pass_on(piece, shared.previous, shared.next)
+                if shared.previous is not None:
+                    total = [a + b for a, b in zip(total, squares(piece, theirs, tensor.dtype), strict=True)]
+            if shared.previous is not None:
+                found.append(Distance(key, shared.lowest, self._peers.rank, relative(*total)))
+        return found
+
+    def _digests_of_all(self, flat: State) -> list[int]:
+        if self._digesting is not None and self._digesting.exception() is None:
+            return self._digesting.result()
+        return self._complete_digests(flat)
+
+    def _complete_digests(self, flat: State) -> list[int]:
+        """Return a digest a group, of all that this rank shares."""
+        digests = []
+        for _, items in self._groups:
+            digest = xxhash.xxh3_64()
+            for key, offsets in items:
+                digest.update(_digest(_memory(flat, key, offsets)).to_bytes(8, "big"))
+            digests.append(digest.intdigest())
+        return digests
+
+    def _chosen(self, items: Sequence[Any]) -> range:
+        every = -(-len(items) // SAMPLED_ITEMS)
+        return range(self._num_compared % every, len(items), every)
+
+    def _sampled(
+        self, flat: State, shared: SharedItems, items: Sequence[tuple[str, tuple[int, ...]]]
+    ) -> list[torch.Tensor]:
+        chosen = self._chosen(items)
+        num_bytes = shared.sample_bytes // len(chosen)
+        return [_sample(_memory(flat, *items[at]), num_bytes) for at in chosen]
+
+    def _forget(self) -> None:
+        """Wait for no thread, in a child that was just forked: it belongs to its parent."""
+        self._digesting = None
+
+
+def _place(item: WriteItem) -> tuple[str, tuple[int, ...]]:
+    return item.index.fqn, tuple(item.index.offset or ())
+
+
+def _memory(flat: State, key: str, offsets: tuple[int, ...]) -> torch.Tensor:
+    """Return this rank's part of the tensor `key` that begins at `offsets`."""
+    value = flat[key]
+    if not isinstance(value, DTensor):
+        found: torch.Tensor = value
+    elif knows_its_parts(value):
+        found = next(part.memory for part in parts_of(key, value) if tuple(part.offsets) == offsets)
+    else:
+        found = local_of(value)
+    return found.detach().resolve_conj().resolve_neg()
+
+
+def _devices(flat: State) -> set[torch.device]:
+    tensors = (value for value in flat.values() if isinstance(value, torch.Tensor))
+    return {tensor.device for tensor in tensors if tensor.is_cuda}
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers of the size of an element: strides and `take` work on them, whatever the dtype."""
+
+
+_LINE_BYTES = 64
+
+
+def _sample(memory: torch.Tensor, num_bytes: int) -> torch.Tensor:
+    """Return elements of `memory` at even distances, about `num_bytes` of them and at least one.
+
+    Where it is contiguous, as many beside each as a line of the processor's cache has: they cost nothing more.
+    """
+    if memory.is_contiguous():
+        run = max(1, _LINE_BYTES // memory.element_size())
+        if memory.numel() <= run:
+            return memory.reshape(-1)
+        return memory.reshape(-1).unfold(0, run, max(run, -(-memory.numel() // max(1, num_bytes // _LINE_BYTES))))
+    step = max(1, -(-memory.numel() * memory.element_size() // max(num_bytes, memory.element_size())))
+    if (word := _WORDS.get(memory.element_size())) is None:
+        return memory.reshape(-1)[::step]
+    at = torch.arange(0, memory.numel(), step, device=memory.device)
+    return torch.take(memory.view(word), at).view(memory.dtype)  # Without a copy of the whole, as reshape makes.
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the bytes of `tensors`, one after another, in the host's memory."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(_as_bytes(tensor))
+    return torch.cat([torch.cat(of_device).cpu() for of_device in by_device.values()])
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the bytes of `tensor` in pieces in the host's memory."""
+    for piece in torch.split(_as_bytes(tensor), PIECE_BYTES):
+        yield piece.cpu()
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    """Return a digest of the elements of `tensor`."""
+    digest = xxhash.xxh3_64()
+    for piece in _pieces(tensor):
+        digest.update(piece.numpy().data)
+    return digest.intdigest()
+
+
+def _that_differ(per_rank: list[dict[tuple[int, int], int]]) -> list[list[tuple[int, int]]]:
+    """Return for each rank the places among its own where ranks have different digests."""
+    first: dict[tuple[int, int], int] = {}
+    differing = {
+        place for digests in per_rank for place, digest in digests.items() if first.setdefault(place, digest) != digest
+    }
+    return [[place for place in digests if place in differing] for digests in per_rank]

@@ -1,0 +1,127 @@
+"""A checkpoint to load: on disk, or offered by whoever keeps copies in memory.
+
+`Sources` is that seam: by default nothing is in memory. `images/` is the only one that offers more; its sources are
+`LoadSource`s that answer some of the questions below in another way.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lite.checkpoint.reading.files import Files
+from torchtitan_lite.checkpoint.reading.folder import Verify
+from torchtitan_lite.checkpoint.schedule.interval import AtRisk, Tick
+from torchtitan_lite.config.job_config import Checkpoint
+from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.store.lineage import Lineage
+from torchtitan_lite.store.store import CheckpointStore
+
+
+@dataclass(frozen=True)
+class LoadSource:
+    """A checkpoint to load."""
+
+    path: Path
+    """Its folder; where it would be, if it is only in memory."""
+    step: int
+    """The step that the run resumes from; 0 if it starts from scratch with these weights."""
+    model_only: bool
+    lineage: Lineage
+    """Lineage of the run that resumes from it."""
+    nbytes: int = 0
+    initial: bool = False
+    """Whether it is from another run, to start a new one."""
+    is_explicit: bool = False
+    """Whether the user named it by step or path: no other one may replace it."""
+    topology: str = ""
+    """Topology of the run that saved it; empty if unknown."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Configuration of the run that saved it; empty if unknown."""
+    tensor_digests: dict[str, str] = field(default_factory=dict)
+    """Digest of each tensor by key; empty if it has none."""
+    excluded: tuple[str, ...] = ()
+    """States that this load does not change."""
+    has_nan: bool = False
+    """Whether NaN was seen in its weights when they were saved."""
+
+    found_at: int | None = None
+    """The step at which it was saved, if the new run does not resume from there; else None."""
+
+    trained_seconds: float = 0.0
+    """That its run had trained, in all its starts; 0 if unknown, and for the checkpoint of another run."""
+
+    @property
+    def saved_at(self) -> int:
+        """The step at which it was saved."""
+        return self.step if self.found_at is None else self.found_at
+
+    @property
+    def continues_at(self) -> int | None:
+        """The step that the run resumes from; None if it counts from the start."""
+        return None if self.lineage.counts_again or (self.initial and self.model_only) else self.step
+
+    @property
+    def loaded(self) -> Tick:
+        """The moment of the run at which it resumes."""
+        return Tick(self.continues_at or 0, self.trained_seconds)
+
+    @property
+    def on_disk(self) -> Tick:
+        """The latest moment of the run that the disk has."""
+        return self.loaded
+
+    @property
+    def at_risk(self) -> AtRisk:
+        """The training in it that the disk lacks."""
+        return AtRisk.between(self.on_disk, self.loaded)
+
+    @property
+    def is_proof(self) -> bool:
+        """Whether a load of it proves that the step on disk is good."""
+        return not self.initial and not self.has_nan
+
+    @property
+    def image_of(self) -> int:
+        """The step of the image in memory that it is; -1 if its bytes are on disk."""
+        return -1
+
+    @property
+    def origin(self) -> str:
+        """Where its bytes are, as events name it."""
+        return "disk"
+
+    @property
+    def remark(self) -> str:
+        """What the log adds to its load."""
+        return ""
+
+    def verify(self, config: Checkpoint) -> Verify:
+        """Return how much of it is verified."""
+        return config.verify_on_load
+
+
+class Sources:
+    """What there is to load besides the checkpoints on disk: nothing."""
+
+    def look(self, topology: str) -> None:
+        """Find what a run of `topology` could load. Before a choice; **collective**."""
+
+    def preferred(
+        self, chosen: LoadSource | None, store: CheckpointStore, wanted: int, config: Checkpoint, *, is_exact: bool
+    ) -> LoadSource | None:
+        """Return what goes before `chosen`, which `store` has for `wanted`; else `chosen`. **Coordinator only**."""
+        return chosen
+
+    def drop(self, source: LoadSource, error: CheckpointError) -> bool:
+        """Return whether `source` was offered here; it is damaged then, and not offered again. **Collective**."""
+        return False
+
+    def opened(self, source: LoadSource, root: Path) -> AbstractContextManager[Files | None]:
+        """Return a context with the files of `source`, None for those in its folder. **Collective**."""
+        return nullcontext(None)
+
+    def close(self) -> None:
+        """Forget what `look` found: nothing of it was loaded."""

@@ -1,0 +1,273 @@
+"""The saves of a run: one at a time, in the background or durable on return.
+
+The caller decides when to save. Every method is **collective** unless it says otherwise, because the ranks
+make their states together: a state that fails on one rank fails the save on all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+from torchtitan_lite.checkpoint.context import RunContext
+from torchtitan_lite.checkpoint.saving.copy_listener import CopyListener
+from torchtitan_lite.checkpoint.saving.export import DTYPES, weights_only
+from torchtitan_lite.checkpoint.saving.measured import Metrics, finite
+from torchtitan_lite.checkpoint.saving.savers import PendingSave, Saver, SavesStates, refused
+from torchtitan_lite.checkpoint.saving.trained_clock import TrainedClock
+from torchtitan_lite.checkpoint.saving.waiter import SaveWaiter
+from torchtitan_lite.checkpoint.saving.writer import Origin, Target
+from torchtitan_lite.checkpoint.schedule.interval import BEGINNING, AtRisk, Tick
+from torchtitan_lite.checkpoint.state.run_state import RunState, State
+from torchtitan_lite.distributed.missing_ranks import named_if_they_miss
+from torchtitan_lite.errors import ConfigError, SaveFailed
+from torchtitan_lite.log import logger
+from torchtitan_lite.store.lineage import Lineage
+from torchtitan_lite.store.manifest import CheckpointKind
+from torchtitan_lite.store.run_folders import RunFolders
+from torchtitan_lite.store.store import CheckpointStore
+
+T = TypeVar("T")
+
+
+class Savers(NamedTuple):
+    """The two ways in which a run saves."""
+
+    in_background: Saver
+    at_once: Saver
+    """For a save that the caller waits for."""
+
+
+class SaveMaker:
+    """Makes the states of `run` and saves them into `folders`; `waiter` follows each save to its end."""
+
+    def __init__(
+        self,
+        run: RunState,
+        folders: RunFolders,
+        waiter: SaveWaiter,
+        savers: Savers,
+        origin: Origin,
+        context: RunContext,
+        listener: CopyListener,
+    ) -> None:
+        self._run = run
+        self._listener = listener
+        self._folders = folders
+        self._waiter = waiter
+        self._saver, self._at_once = savers
+        self._config, self._peers, self._on_event = context.config, context.peers, context.on_event
+        self._trained = TrainedClock(context.clock)
+        self._is_prepared = self._is_compared = False
+        self._metrics: Metrics = {}
+        self.origin = origin
+        """Recorded in what is saved from now on; the parent step, though, is the last durable one."""
+        self.last = self._begun = self._on_disk = BEGINNING
+        """When the last save that counts for the policies began, or was skipped: after a load the one on disk."""
+
+    @property
+    def on_disk(self) -> Tick:
+        """The moment of the latest state that is durable. Any rank."""
+        if self._waiter.last_durable == self._begun.step:
+            self._on_disk = self._begun
+        return self._on_disk
+
+    def now(self, step: int) -> Tick:
+        """Return the moment of `step`, which has just been trained. Any rank."""
+        return Tick(step, self._trained.seconds)
+
+    @property
+    def has_loaded_image(self) -> bool:
+        """Return whether this start resumed from an image in memory. Any rank."""
+        return self.origin.image_of >= 0
+
+    def continue_from(self, lineage: Lineage, loaded: Tick, on_disk: Tick, image_of: int) -> None:
+        """Record `lineage` in what is saved from now on: a state of it, of the moment `loaded`, was. Any rank.
+
+        `on_disk` is the latest moment that the disk has: what lies between is owed. `image_of` as in `Origin`.
+        """
+        self.origin = dataclasses.replace(self.origin, lineage=lineage, image_of=image_of)
+        self._trained.continue_from(loaded.seconds)
+        self.last = self._begun = self._on_disk = on_disk
+
+    def restart_clock(self) -> None:
+        """Leave out of the seconds of training what has passed since the last step or load. Any rank."""
+        self._trained.restart()
+
+    def note_step(self) -> None:
+        """Note that a step was trained. Any rank."""
+        self._trained.note_step()
+
+    def note_metrics(self, metrics: Metrics) -> None:
+        """Record `metrics` in what is saved from now on: the loop measured them at this step. Any rank."""
+        self._metrics = metrics
+
+    def begin(self, step: int) -> None:
+        """Begin a full save in the background; nothing may be in flight."""
+        self._begin(step, self._full, CheckpointKind.FULL, self._folders.checkpoints, self._saver)
+
+    def note_not_saved(self, step: int) -> None:
+        """Let the listener copy the state of `step`, which is not saved. Fails no save and no run."""
+        if self._listener.not_saved(step, self._full, lambda: self._origin(step, {})):
+            self._look_back(step)
+
+    def full(self, step: int) -> None:
+        """Save in full, durable on return; nothing may be in flight. Raises `SaveFailed` if a second try fails, too.
+
+        Raises `RanksDiffer` after the lowest ranks' state was saved.
+        """
+        self._and_wait(step, self._full, CheckpointKind.FULL, self._folders.checkpoints)
+
+    def last_of_all(self, step: int) -> None:
+        """Save the last step as `config` says, in full, only its weights or both; durable and raises as `full`."""
+        config, exports = self._config, self._folders.exports
+        if config.create_seed_checkpoint:
+            self._and_wait(step, self._run.seed, CheckpointKind.FULL, self._folders.checkpoints)
+            logger.info("Created seed checkpoint")
+            return
+        if not config.model_weights_only or exports is not None:
+            logger.info("Saving a full checkpoint at last step, step %d.", step)
+            self.full(step)
+        if config.model_weights_only or exports is not None:
+            self.export(step)
+
+    def secure(self, step: int) -> None:
+        """Save `step` in full if it was loaded from memory and is not on disk. Durable; raises as `full`."""
+        if self.origin.image_of == step and not self.is_saved(step, loaded=step):
+            self.full(step)
+
+    def is_saved(self, step: int, *, loaded: int | None) -> bool:
+        """Return whether the state of `step` is durable: saved last since the load of step `loaded`, or that one.
+
+        A checkpoint of the same number may be another branch's. Nothing may be in flight.
+        """
+
+        def is_durable() -> bool:
+            durable = self._waiter.last_durable
+            return durable == step if durable is not None else loaded == step and self._is_saved_in_full(step)
+
+        return self._peers.on_coordinator(is_durable)
+
+    def export(self, step: int) -> None:
+        """Save only the weights, durable on return. Raises as `full` does."""
+        if self._folders.exports is None and self._peers.on_coordinator(lambda: self._is_saved_in_full(step)):
+            logger.warning(
+                "Step %d keeps its full checkpoint and gets no export, which would replace it. "
+                "Set --checkpoint.export_folder to have both",
+                step,
+            )
+            return
+        dtype = DTYPES[self._config.export_dtype]
+        logger.info("Saving a model weights only checkpoint in %s at last step, step %d.", dtype, step)
+        store = self._folders.exports or self._folders.checkpoints
+        self._and_wait(
+            step, lambda: weights_only(self._run.model.state_dict(), dtype), CheckpointKind.WEIGHTS_ONLY, store
+        )
+
+    def skip(self, step: int, in_flight: int) -> bool:
+        """Skip the save of `step`, because that of step `in_flight` is still being written; return False."""
+        logger.warning("Step %d is not saved: the save of step %d is still being written", step, in_flight)
+        self._on_event("save_skipped", step, in_flight=in_flight)
+        self.last = self.now(step)
+        return False
+
+    def prepare(self, step: int, *, now: bool) -> None:
+        """Prepare the saver before the first save is due: `now`, or if the optimizers of all ranks have state.
+
+        Before its first step an optimizer has no state to plan for.
+        """
+        if self._is_prepared or self._config.load_only:
+            return
+        if now or self._peers.max_over_ranks(not self._run.optimizer.has_state()) == (0,):
+            self._is_prepared = True
+            self._saver.prepare(lambda: self._together(step, self._full))
+
+    def compare_alongside(self, step: int) -> None:
+        """Begin to compare what ranks share, alongside the training that follows `step`, once a start."""
+        if not self._is_compared:
+            self._is_compared = True
+            self._saver.compare_alongside(lambda: self._together(step, self._full))
+
+    def _full(self) -> State:
+        return self._run.full(self._peers.rank)
+
+    def _is_saved_in_full(self, step: int) -> bool:
+        committed = self._folders.checkpoints.committed()
+        return any(info.step == step and info.kind is CheckpointKind.FULL for info in committed)
+
+    def _and_wait(
+        self, step: int, make_state: Callable[[], State], kind: CheckpointKind, store: CheckpointStore
+    ) -> None:
+        failure: SaveFailed | None = None
+        for _ in range(2):
+            self._begin(step, make_state, kind, store, self._at_once)
+            failure = self._waiter.outcome()
+            if failure is None:
+                if self._waiter.differs is not None:
+                    raise self._waiter.differs
+                return
+        assert failure is not None
+        raise failure
+
+    def _begin(
+        self, step: int, make_state: Callable[[], State], kind: CheckpointKind, store: CheckpointStore, saver: Saver
+    ) -> None:
+        state: State = {}
+        metrics: dict[str, float] = {}
+        begins: SavesStates = saver
+        begun = self.now(step)
+        try:
+            state, metrics = self._together(step, lambda: (make_state(), finite(self._metrics)))
+        except SaveFailed as error:
+            begins = _Refusal(error)
+        self._waiter.begin(
+            step,
+            state,
+            kind,
+            store,
+            begins,
+            self._origin(step, metrics),
+            self._folders.fence(store),
+            writes_anyway=saver is self._at_once,
+        )
+        self._begun, self.last = begun, self.now(step)
+        self._look_back(step)
+
+    def _look_back(self, step: int) -> None:
+        if self._peers.is_coordinator:
+            self._run.after_save(step)
+
+    def _origin(self, step: int, metrics: dict[str, float]) -> Origin:
+        durable, lineage, now = self._waiter.last_durable, self.origin.lineage, self.now(step)
+        if durable is not None:
+            lineage = dataclasses.replace(lineage, parent_step=durable)
+        at_risk = AtRisk.between(self.on_disk, now)
+        return dataclasses.replace(
+            self.origin, lineage=lineage, metrics=metrics, trained_seconds=max(0.0, float(now.seconds)), at_risk=at_risk
+        )
+
+    def _together(self, step: int, make_here: Callable[[], T]) -> T:
+        """Return what `make_here` does. If one rank cannot, that is a failed save, or wrong usage, on every rank."""
+
+        def make() -> T:
+            try:
+                return make_here()
+            except ConfigError:
+                raise
+            except Exception as error:
+                raise SaveFailed(step, f"rank {self._peers.rank}: {type(error).__name__}: {error}") from error
+
+        with named_if_they_miss(f"save({step})"):
+            return self._peers.together(make)
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """Saves nothing, because one rank could not make its state."""
+
+    error: SaveFailed
+
+    def save(self, state: State, target: Target) -> PendingSave:
+        return refused(target.step, self.error)

@@ -1,0 +1,315 @@
+"""The save in flight, and how the last saves ended.
+
+At most one save is in flight. It is settled once it is durable or has failed. Retention runs after a
+durable one, so that it counts only durable checkpoints. A failed one is reported, counted and dropped;
+only `max_failed_saves` failures in a row end the run. Each rank sees success when it polls; a failure
+goes through the step flags first, so that all ranks act on it in the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import wait as wait_for
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from torchtitan_lite import faults
+from torchtitan_lite.checkpoint.context import RunContext
+from torchtitan_lite.checkpoint.saving.savers import PendingSave, SavesStates, State
+from torchtitan_lite.checkpoint.saving.writer import Origin, Target, free
+from torchtitan_lite.disk.at_exit import end_at_exit, is_finished
+from torchtitan_lite.disk.forks import forget_in_children
+from torchtitan_lite.distributed.peers import Peers
+from torchtitan_lite.errors import LeaseLost, RanksDiffer, SaveFailed
+from torchtitan_lite.log import logger, readable_bytes
+from torchtitan_lite.store.housekeeping import Housekeeping, OnEvent
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
+from torchtitan_lite.store.store import CheckpointStore
+
+
+@dataclass
+class _Save:
+    """One save, until it is settled."""
+
+    pending: PendingSave
+    kind: CheckpointKind
+    store: CheckpointStore
+    fence: Callable[[], None]
+    began_seconds: float
+    stall_seconds: float = 0.0
+    durable_seconds: float = 0.0
+    is_given_up: bool = False
+    """Whether the loop waited for its staging as long as for a whole save: no code waits for it again."""
+    slowest: dict[str, float] = field(default_factory=dict)
+    """On the coordinator, which rank took longest to write its file, and how long: figures of the event."""
+    over: Future[None] = field(default_factory=Future)
+    """Done when retention, or the removal of a failed save's leftovers, is over, too. Threads that wait for `durable`
+    may wake before that."""
+
+
+class SaveWaiter:
+    """Waits for the save in flight, if any. `timeout_seconds` bounds each wait, `exit_seconds` the one at exit."""
+
+    def __init__(
+        self,
+        peers: Peers,
+        housekeeping: Housekeeping,
+        *,
+        timeout_seconds: float,
+        max_failed_saves: int,
+        clock: Callable[[], float],
+        on_event: OnEvent,
+        exit_seconds: float | None = None,
+    ) -> None:
+        self._peers = peers
+        self._exit_seconds = timeout_seconds if exit_seconds is None else exit_seconds
+        self._housekeeping = housekeeping
+        self._timeout_seconds = timeout_seconds
+        self._max_failed_saves = max_failed_saves
+        self._clock = clock
+        self._on_event = on_event
+        self._save: _Save | None = None
+        self._failed_in_a_row = 0
+        self.differs: RanksDiffer | None = None
+        """What is wrong with the state that was saved last, although it was written."""
+        self.last_durable: int | None = None
+        """The last step that became durable."""
+        self.last_seconds: float | None = None
+        """Seconds from the beginning of that save until it was durable."""
+        forget_in_children(self.forget)
+
+    @property
+    def step(self) -> int | None:
+        """The step of the save in flight, None for none. Any rank."""
+        return None if self._save is None else self._save.pending.step
+
+    @property
+    def failed(self) -> bool:
+        """Whether the save in flight has failed, as far as this rank knows. Any rank."""
+        return self._save is not None and _failed(self._save.pending.durable)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether the save in flight is neither durable nor failed on this rank. Any rank."""
+        return self._save is not None and not self._save.pending.durable.done()
+
+    def begin(
+        self,
+        step: int,
+        state: State,
+        kind: CheckpointKind,
+        store: CheckpointStore,
+        saver: SavesStates,
+        origin: Origin,
+        fence: Callable[[], None] = free,
+        *,
+        writes_anyway: bool = False,
+    ) -> None:
+        """Begin to save `state`; nothing may be in flight. **Collective**.
+
+        Raises `RanksDiffer`, or with `writes_anyway` keeps it in `differs`. `fence` raises `LeaseLost` if the folder no
+        longer belongs to this job. The coordinator calls it before it touches anything there, and before the commit.
+        """
+        assert self._save is None, "settle() comes first"
+        began = self._clock()
+        self._on_event("save_started", step, kind=kind.value, **origin.at_risk.figures)
+        faults.set_step(step)
+        faults.point("save")
+        slowest: dict[str, float] = {}
+        target = Target(
+            store,
+            step,
+            kind,
+            origin,
+            fence=fence,
+            check=lambda: self._preflight(step, kind, store, fence),
+            writes_anyway=writes_anyway,
+            note_slowest=lambda rank, seconds: slowest.update(slowest_rank=rank, slowest_seconds=seconds),
+        )
+        try:
+            pending = saver.save(state, target)
+        except RanksDiffer as error:
+            self._on_event("save_failed", step, reason=str(error), in_a_row=self._failed_in_a_row)
+            raise
+        self.differs = pending.differs
+        save = _Save(pending, kind, store, fence, began_seconds=began, slowest=slowest)
+        save.pending.durable.add_done_callback(lambda _: self._when_over(save))
+        save.stall_seconds = self._clock() - began
+        self._save = save
+        if not save.over.done():
+            end_at_exit(self)
+        self._on_event("staged", step, stall_seconds=save.stall_seconds)
+
+    def forget_lineage(self) -> None:
+        """Forget the last durable step, because another checkpoint was loaded: it is no step of that run. Any rank."""
+        self.last_durable = None
+
+    def forget(self) -> None:
+        """Drop the save in flight, in a child that was just forked: the thread that saves belongs to its parent."""
+        self._save = None
+        is_finished(self)
+
+    def end_at_exit(self) -> None:
+        """Wait for the save in flight at the interpreter's exit, and log how it ended. Any rank."""
+        if (save := self._save) is None:
+            return
+        self._save = None
+        step, seconds, began = save.pending.step, self._exit_seconds, self._clock()
+        if not save.over.done():
+            logger.warning(
+                "The checkpoint manager was not closed: waiting up to %.0f s for the save of step %d. "
+                "Use it in a with statement, or call close()",
+                seconds,
+                step,
+            )
+            wait_for([save.over], seconds)
+        if not save.pending.durable.done():
+            logger.warning("Step %d is not saved: its save was not over after %.0f s", step, seconds)
+        elif (failure := save.pending.durable.exception()) is not None:
+            logger.warning("Step %d is not saved: %s", step, next(iter(str(failure).splitlines()), ""))
+        else:
+            self._report_saved(save)
+            self._housekeeping.close(max(0.0, seconds - (self._clock() - began)))
+
+    def wait_for_staging(self) -> None:
+        """Wait until the state may change. Any rank. Raises `SaveFailed` after `timeout_seconds`.
+
+        The state of this rank alone may not change then, so the rank has to leave; the others wait for it in training.
+        """
+        if self._save is not None and not self._save.pending.staged.done():
+            began = self._clock()
+            try:
+                self._save.pending.staged.result(self._seconds_for(self._save))
+            except FutureTimeout:
+                self._save.is_given_up = True
+                seconds = f"{self._timeout_seconds:.0f} s (checkpoint.timeout_seconds)"
+                raise SaveFailed(self._save.pending.step, f"not staged after {seconds}") from None
+            self._save.stall_seconds += self._clock() - began
+
+    def poll(self) -> None:
+        """Settle a save that has become durable; return at once. Any rank."""
+        if self._save is not None and self._save.over.done() and not self.failed:
+            self.settle()
+
+    def settle(self) -> SaveFailed | None:
+        """Wait until nothing is in flight; return the save's failure, None if it is durable or there was none.
+
+        Each rank waits by itself and gets the same result. Raises the failure if it is number `max_failed_saves` in a
+        row.
+        """
+        failure = self.outcome()
+        if failure is not None and self._failed_in_a_row >= self._max_failed_saves:
+            raise failure
+        return failure
+
+    def outcome(self) -> SaveFailed | None:
+        """Wait as `settle` does, and return the failure however many there were in a row."""
+        if self._save is None:
+            return None
+        save, began = self._save, self._clock()
+        # While the save is in flight here: Ctrl-C may end these waits, and the next call waits again.
+        with suppress(FutureTimeout):
+            save.pending.durable.exception(self._seconds_for(save))
+            wait_for([save.over], self._timeout_seconds)
+        self._save = None
+        is_finished(self)
+        failure = _outcome(save.pending, self._timeout_seconds)
+        if not save.pending.durable.done():
+            self._peers.is_group_in_doubt = True  # The save's thread may hang in a collective of the group.
+        save.stall_seconds += self._clock() - began
+        if failure is None:
+            self._failed_in_a_row = 0
+            self.last_durable, self.last_seconds = save.pending.step, save.durable_seconds
+            self._report_saved(save)
+        else:
+            self._failed_in_a_row += 1
+            self._report_failed(save, failure)
+        return failure
+
+    def _seconds_for(self, save: _Save) -> float:
+        return 0.0 if save.is_given_up else self._timeout_seconds
+
+    def _when_over(self, save: _Save) -> None:
+        """Run retention or cleanup, in the thread that saved, as soon as the save is over."""
+        save.durable_seconds = self._clock() - save.began_seconds
+        try:
+            if not self._peers.is_coordinator:
+                return
+            if _failed(save.pending.durable):
+                if not isinstance(save.pending.durable.exception(), LeaseLost):
+                    self._housekeeping.abandon(save.pending.step, save.store)
+                return
+            if (committed := save.pending.durable.result()) is not None:
+                self._housekeeping.note_committed(committed, save.store)
+            self._housekeeping.purge_when_there_is_time(save.store, save.fence)
+        finally:
+            save.over.set_result(None)
+
+    def _preflight(self, step: int, kind: CheckpointKind, store: CheckpointStore, fence: Callable[[], None]) -> None:
+        """Raise for a save that would fail half-way: the folder belongs to another job, or the disk has no room."""
+        if self._peers.is_coordinator:
+            fence()  # First: making room, and then staging, remove what another job's save has staged.
+            self._housekeeping.make_sure_of_room(step, kind, store)
+
+    def _report_saved(self, save: _Save) -> None:
+        committed = save.pending.durable.result()
+        if committed is None:
+            return  # The coordinator reports it.
+        step, stall, nbytes = save.pending.step, save.stall_seconds, committed.nbytes
+        logger.info(
+            "Saved step %d: %s in %.2f s (blocked %.3f s)%s",
+            step,
+            readable_bytes(nbytes),
+            save.durable_seconds,
+            stall,
+            ", weights only" if save.kind is CheckpointKind.WEIGHTS_ONLY else "",
+        )
+        self._on_event(
+            "committed",
+            step,
+            kind=save.kind.value,
+            bytes=nbytes,
+            seconds=save.durable_seconds,
+            stall_seconds=stall,
+            **save.slowest,
+        )
+
+    def _report_failed(self, save: _Save, failure: SaveFailed) -> None:
+        limit = self._max_failed_saves
+        logger.error("%s (failed save %d of at most %d in a row)", failure, self._failed_in_a_row, limit)
+        self._on_event("save_failed", save.pending.step, reason=failure.cause, in_a_row=self._failed_in_a_row)
+
+
+def _failed(durable: Future[CheckpointInfo | None]) -> bool:
+    return durable.done() and durable.exception() is not None
+
+
+def _outcome(pending: PendingSave, timeout_seconds: float) -> SaveFailed | None:
+    """Return the failure of `pending`, None if it is durable. Raises `LeaseLost`: no further try can succeed.
+
+    The caller has waited for `timeout_seconds`.
+    """
+    if not pending.durable.done():
+        return SaveFailed(pending.step, f"not durable after {timeout_seconds:.0f} s (checkpoint.timeout_seconds)")
+    failure = pending.durable.exception()
+    if isinstance(failure, LeaseLost):
+        raise failure
+    if failure is None or isinstance(failure, SaveFailed):
+        return failure
+    return SaveFailed(pending.step, f"{type(failure).__name__}: {failure}")
+
+
+def build_waiter(housekeeping: Housekeeping, context: RunContext) -> SaveWaiter:
+    """Return the `SaveWaiter` of a run."""
+    config = context.config
+    return SaveWaiter(
+        context.peers,
+        housekeeping,
+        timeout_seconds=config.timeout_seconds,
+        max_failed_saves=config.max_failed_saves,
+        clock=context.clock,
+        on_event=context.on_event,
+        exit_seconds=min(config.preemption_grace_seconds, config.timeout_seconds),
+    )
