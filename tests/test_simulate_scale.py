@@ -81,7 +81,7 @@ COMPARE_TABLES = """
 import pickle
 from scale_simulation.plans import mesh_of, plans, state_of
 from scale_simulation.tables import table_of
-from torchtitan_lite.checkpoint.planning.save_plan import _Answers
+from torchtitan_lite.checkpoint.planning.plan_cache import _Answers
 
 state = state_of("debugmodel")
 for ranks in (8, 130):

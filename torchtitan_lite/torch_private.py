@@ -23,8 +23,6 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from torchtitan_lite.errors import ConfigError
 
-State = dict[str, Any]
-
 
 class Name(NamedTuple):
     """A name of torch without a promise."""
@@ -156,13 +154,13 @@ def without_children(module: nn.Module, buffers: Mapping[str, torch.Tensor | Non
     return alone
 
 
-def version_of_module(state_dict: Mapping[str, Any], path: str) -> State:
+def version_of_module(state_dict: Mapping[str, Any], path: str) -> dict[str, Any]:
     """Return what a module's `state_dict` says about the version of the module at `path`."""
-    version: State = getattr(state_dict, "_metadata", {}).get(path, {})
+    version: dict[str, Any] = getattr(state_dict, "_metadata", {}).get(path, {})
     return version
 
 
-def load_alone(module: nn.Module, state_dict: State, prefix: str, version: State) -> list[str]:
+def load_alone(module: nn.Module, state_dict: dict[str, Any], prefix: str, version: dict[str, Any]) -> list[str]:
     """Have `module`, without its children, load the keys of `state_dict` under `prefix`. Return its errors."""
     errors: list[str] = []
     module._load_from_state_dict(state_dict, prefix, version, True, [], [], errors)

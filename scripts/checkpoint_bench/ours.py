@@ -13,13 +13,14 @@ import torch
 
 from checkpoint_bench.contenders import Pending
 from checkpoint_bench.states import BenchState, llama_args
+from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.reading.files import Files
 from torchtitan_lite.checkpoint.reading.folder import Verify
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
-from torchtitan_lite.checkpoint.saving.savers import PendingSave, Saver, State, build_saver
-from torchtitan_lite.checkpoint.saving.writer import Origin, Target
-from torchtitan_lite.checkpoint.state.optimizer_state import Slot, by_name
+from torchtitan_lite.checkpoint.saving.savers import PendingSave, Saver, build_saver
+from torchtitan_lite.checkpoint.saving.writer import Origin, SaveTarget
+from torchtitan_lite.checkpoint.state.optimizer_state import ParameterSlot, by_name
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.config.job_config import AsyncMode, Checkpoint, Job, JobConfig
 from torchtitan_lite.disk import block_writer
@@ -48,11 +49,12 @@ def load(target: BenchState, folder: Path, peers: Peers, verify: Verify, files: 
     stored.read_model(target.model)
 
 
-def _slots(target: BenchState) -> dict[str, Slot]:
+def _slots(target: BenchState) -> dict[str, ParameterSlot]:
     """Return the parameters of the optimizer in `target` with their live state."""
     states, settings = by_name(target.optimizer, target.model.keys())
     return {
-        name: Slot((name,), (0, 0), target.model[name], settings.get(name, {}), state) for name, state in states.items()
+        name: ParameterSlot((name,), (0, 0), target.model[name], settings.get(name, {}), state)
+        for name, state in states.items()
     }
 
 
@@ -167,7 +169,7 @@ class _Recording:
     def prepare(self, get_state: Callable[[], State]) -> None:
         self._saver.prepare(get_state)
 
-    def save(self, state: State, target: Target) -> PendingSave:
+    def save(self, state: State, target: SaveTarget) -> PendingSave:
         self.last = self._saver.save(state, target)
         return self.last
 
@@ -175,10 +177,10 @@ class _Recording:
         self._saver.close(timeout_seconds)
 
 
-def target(folder: Path) -> Target:
+def target(folder: Path) -> SaveTarget:
     """Return the target for step 1 in `folder`."""
     origin = Origin(Lineage("bench"), topology="bench", config={})
-    return Target(CheckpointStore(folder), 1, CheckpointKind.FULL, origin)
+    return SaveTarget(CheckpointStore(folder), 1, CheckpointKind.FULL, origin)
 
 
 @contextmanager

@@ -26,9 +26,9 @@ from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.format.description import Description, PickledMetadata
 from torchtitan_lite.checkpoint.format.flattening import flatten
 from torchtitan_lite.checkpoint.format.structure import encode
-from torchtitan_lite.checkpoint.planning.save_plan import _Answers
+from torchtitan_lite.checkpoint.planning.plan_cache import _Answers
 from torchtitan_lite.checkpoint.reading.own_plan import overlaps
-from torchtitan_lite.checkpoint.saving.writer import RankFile
+from torchtitan_lite.checkpoint.saving.writer import WrittenFile
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.disk.digest import DIGEST_BYTES, FileRecord, num_blocks
 from torchtitan_lite.store import layout
@@ -165,7 +165,7 @@ def _records(mesh: Mesh, all_bytes: int) -> list[bytes]:
         for rank in range(mesh.size)
         for data in (
             pickle.dumps(SavePlan([])),
-            pickle.dumps([RankFile(layout.data_file(rank, 0), FileRecord(size, _blocks(size)), [])]),
+            pickle.dumps([WrittenFile(layout.data_file(rank, 0), FileRecord(size, _blocks(size)), [])]),
         )
     ]
 

@@ -15,7 +15,7 @@ import torch
 
 from scale_simulation.plans import GENERATOR_SHAPE, GENERATORS, Mesh, Planned, Shape, box_of
 from torchtitan_lite.checkpoint.format import chunk_runs
-from torchtitan_lite.checkpoint.format.file_image import FileLayout
+from torchtitan_lite.checkpoint.format.file_data import FileLayout
 from torchtitan_lite.store import layout
 
 Entries = dict[str, dict[str, Any]]

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.checkpoint.saving.savers import PendingSave, Saver, State
-from torchtitan_lite.checkpoint.saving.writer import Origin, Target
+from torchtitan_lite.checkpoint.saving.savers import PendingSave, Saver
+from torchtitan_lite.checkpoint.saving.writer import Origin, SaveTarget
 from torchtitan_lite.checkpoint.state.train_state import TrainState
 from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig
 from torchtitan_lite.store import layout
@@ -242,16 +243,16 @@ class Lent:
     def compare_alongside(self, get_state: Callable[[], State]) -> None:
         self._saver.compare_alongside(get_state)
 
-    def save(self, state: State, target: Target) -> PendingSave:
+    def save(self, state: State, target: SaveTarget) -> PendingSave:
         return self._saver.save(state, target)
 
     def close(self, timeout_seconds: float) -> None:
         """Do nothing: the owner closes the saver."""
 
 
-def target(store: CheckpointStore, step: int, kind: CheckpointKind = CheckpointKind.FULL) -> Target:
+def target(store: CheckpointStore, step: int, kind: CheckpointKind = CheckpointKind.FULL) -> SaveTarget:
     """Return the target of one save into `store`."""
-    return Target(store, step, kind, ORIGIN)
+    return SaveTarget(store, step, kind, ORIGIN)
 
 
 def fqns(names: Sequence[str], prefix: str) -> set[str]:

@@ -16,9 +16,10 @@ from torch import nn
 
 from tests.checkpoint.conftest import StartRun
 from tests.ranks import on_two_ranks
+from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.checkpoint.saving.savers import PendingSave, State, SyncSaver
-from torchtitan_lite.checkpoint.saving.writer import Target
+from torchtitan_lite.checkpoint.saving.savers import PendingSave, SyncSaver
+from torchtitan_lite.checkpoint.saving.writer import SaveTarget
 from torchtitan_lite.config.own_loop import loop_config
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import SaveFailed
@@ -91,7 +92,7 @@ class HangingSaver(SyncSaver):
         super().__init__(Peers(timedelta(seconds=60)))
         self.waits: list[float | None] = []
 
-    def save(self, state: State, target: Target) -> PendingSave:
+    def save(self, state: State, target: SaveTarget) -> PendingSave:
         return PendingSave(target.step, Never(self.waits), Future())
 
     def close(self, timeout_seconds: float) -> None:

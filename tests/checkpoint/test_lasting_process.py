@@ -14,7 +14,7 @@ from tests.checkpoint.images.image_runs import held, images_of, start
 from tests.checkpoint.images.image_runs import step as step_with_image
 from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint import CheckpointManager, TrainState, load_model
-from torchtitan_lite.checkpoint.format.file_image import FileImage
+from torchtitan_lite.checkpoint.format.file_data import FileData
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.copiers import Copied, HostCopier
 
@@ -110,7 +110,7 @@ class LateCopier:
     def __init__(self) -> None:
         self._is_copied = threading.Event()
 
-    def copy(self, image: FileImage, arena: StagingArena, *, digests: bool) -> Copied:
+    def copy(self, image: FileData, arena: StagingArena, *, digests: bool) -> Copied:
         def wait() -> None:
             if threading.current_thread() is not threading.main_thread() and self._is_copied.wait(1.0):
                 return

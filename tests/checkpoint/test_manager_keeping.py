@@ -14,8 +14,9 @@ import pytest
 
 from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.small_run import Clock, SmallRun
-from torchtitan_lite.checkpoint.saving.savers import PendingSave, State, SyncSaver
-from torchtitan_lite.checkpoint.saving.writer import Target
+from torchtitan_lite.checkpoint.format.flattening import State
+from torchtitan_lite.checkpoint.saving.savers import PendingSave, SyncSaver
+from torchtitan_lite.checkpoint.saving.writer import SaveTarget
 from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import FolderInUse
@@ -61,7 +62,7 @@ class StuckSaver(SyncSaver):
         self.num_waits = 0
         self._staged = staged
 
-    def save(self, state: State, target: Target) -> PendingSave:
+    def save(self, state: State, target: SaveTarget) -> PendingSave:
         staged: Future[None] = Future()
         wait = staged.result
 

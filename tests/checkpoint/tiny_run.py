@@ -24,8 +24,9 @@ from torch.distributed.tensor import DTensor
 
 from tests.checkpoint.small_run import Lent, Run, job_config, same
 from tests.ranks import LASTING
-from torchtitan_lite.checkpoint.saving.savers import PendingSave, ProcessSaver, Saver, State, build_saver
-from torchtitan_lite.checkpoint.saving.writer import Target
+from torchtitan_lite.checkpoint.format.flattening import State
+from torchtitan_lite.checkpoint.saving.savers import PendingSave, ProcessSaver, Saver, build_saver
+from torchtitan_lite.checkpoint.saving.writer import SaveTarget
 from torchtitan_lite.checkpoint.schedule.interval import AnyOf, AtStep, SavePolicy
 from torchtitan_lite.checkpoint.state.stateful import ModelWrapper, OptimizerWrapper, Stateful
 from torchtitan_lite.config.job_config import Checkpoint
@@ -139,7 +140,7 @@ class ObservedSaver:
     def compare_alongside(self, get_state: Callable[[], State]) -> None:
         self.inner.compare_alongside(get_state)
 
-    def save(self, state: State, target: Target) -> PendingSave:
+    def save(self, state: State, target: SaveTarget) -> PendingSave:
         self._over.clear()
         durable: Future[Any] = Future()
         watched = _WatchedStore(target.store, self.before_write)

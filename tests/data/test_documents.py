@@ -11,7 +11,7 @@ import pytest
 from torchtitan_lite.config.job_config import Training
 from torchtitan_lite.data.documents import (
     SAMPLED_BYTES,
-    JsonLines,
+    JsonDocuments,
     TextFiles,
     build_documents,
     matching_files,
@@ -82,7 +82,7 @@ def test_a_file_that_shrinks_during_the_run_is_noticed(tmp_path: Path) -> None:
 
 
 def test_each_json_line_is_a_document_and_blank_lines_are_skipped(tmp_path: Path) -> None:
-    documents = JsonLines(
+    documents = JsonDocuments(
         write_jsonl(tmp_path / "d.jsonl", '{"text": "höi"}', "", '{"n": 1, "text": "two\\nlines"}'), "text"
     )
     assert documents.lengths.tolist() == [4, 9]
@@ -102,7 +102,7 @@ def test_each_json_line_is_a_document_and_blank_lines_are_skipped(tmp_path: Path
 def test_a_bad_json_line_is_named_by_file_and_line(tmp_path: Path, line: str, finding: str) -> None:
     paths = write_jsonl(tmp_path / "d.jsonl", json.dumps({"text": "fine"}), line)
     with pytest.raises(ConfigError, match=rf"d\.jsonl:2: {finding}"):
-        JsonLines(paths, "text")
+        JsonDocuments(paths, "text")
 
 
 def test_a_corpus_that_moved_as_a_whole_is_the_same(tmp_path: Path) -> None:
@@ -129,6 +129,6 @@ def test_the_head_and_the_tail_of_a_large_file_are_in_the_digest(tmp_path: Path)
 
 
 def test_the_whole_of_a_jsonl_file_is_in_the_digest(tmp_path: Path) -> None:
-    first = JsonLines(write_jsonl(tmp_path / "d.jsonl", '{"text": "a"}', '{"text": "b"}'), "text").fingerprint
-    second = JsonLines(write_jsonl(tmp_path / "d.jsonl", '{"text": "a"}', '{"text": "c"}'), "text").fingerprint
+    first = JsonDocuments(write_jsonl(tmp_path / "d.jsonl", '{"text": "a"}', '{"text": "b"}'), "text").fingerprint
+    second = JsonDocuments(write_jsonl(tmp_path / "d.jsonl", '{"text": "a"}', '{"text": "c"}'), "text").fingerprint
     assert first.digest != second.digest

@@ -13,7 +13,7 @@ import torch
 from tests.data.bpe import TEXTS, write_tokenizer
 from torchtitan_lite.config.job_config import Job, JobConfig, Training
 from torchtitan_lite.data.loader import build_dataloader
-from torchtitan_lite.data.progress import Progress
+from torchtitan_lite.data.progress import EpochProgress
 from torchtitan_lite.data.stream import StreamLoader
 from torchtitan_lite.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from torchtitan_lite.errors import ConfigError, CorpusChanged
@@ -96,7 +96,7 @@ def test_a_resume_on_the_same_ranks_continues_with_the_next_token_over_epochs(
 
 def test_an_epoch_is_counted_and_its_length_is_not_known(folder: Path) -> None:
     one = loader(folder)
-    assert one.progress == Progress(0, None)
+    assert one.progress == EpochProgress(0, None)
     tokens(one, 150)
     assert one.progress.epoch > 0 and one.progress.fraction is None
 

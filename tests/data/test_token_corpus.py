@@ -21,7 +21,7 @@ from tests.disks import make_read_only, small_disk
 from tests.forked import Forked
 from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig, Training
 from torchtitan_lite.data.dataset import ByteCorpus
-from torchtitan_lite.data.documents import JsonLines, build_documents
+from torchtitan_lite.data.documents import JsonDocuments, build_documents
 from torchtitan_lite.data.loader import build_dataloader
 from torchtitan_lite.data.texts import PIECE_BYTES, Lines, ParquetColumns, WholeFiles, build_texts
 from torchtitan_lite.data.token_corpus import TokenCorpus
@@ -87,7 +87,7 @@ def test_bytes_of_parquet_are_those_of_the_same_lines_of_json(tmp_path: Path) ->
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
     parquet = ParquetColumns(write_parquet(tmp_path / "a.parquet"), "text")
     found = TokenCorpus(parquet, ByteTokenizer(), tmp_path / "kept", writes=True)
-    assert stream(found) == stream(ByteCorpus(JsonLines([tmp_path / "a.jsonl"], "text")))
+    assert stream(found) == stream(ByteCorpus(JsonDocuments([tmp_path / "a.jsonl"], "text")))
 
 
 def test_where_bos_and_eos_are_one_token_it_only_follows_each_document(tmp_path: Path) -> None:

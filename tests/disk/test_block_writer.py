@@ -25,8 +25,8 @@ from torchtitan_lite import faults
 from torchtitan_lite.disk.block_writer import (
     ALIGNMENT,
     Bounced,
+    FileSource,
     InPlace,
-    Source,
     aligned,
     write_blocks,
 )
@@ -60,7 +60,7 @@ def bounced(data: bytes) -> Bounced:
     return Bounced(len(data), fill)
 
 
-SOURCES: dict[str, Callable[[bytes], Source]] = {"in place": in_place, "bounced": bounced}
+SOURCES: dict[str, Callable[[bytes], FileSource]] = {"in place": in_place, "bounced": bounced}
 
 
 def is_direct(fd: int) -> bool:
@@ -337,7 +337,7 @@ def test_what_the_source_raises_is_raised_and_ends_all_threads(base: Path) -> No
         def reader(self) -> None:
             raise MemoryError("no room for a buffer")
 
-    source: Source = Unreadable()  # type: ignore[assignment]  # the result is never used
+    source: FileSource = Unreadable()  # type: ignore[assignment]  # the result is never used
     with nothing_left_over(), pytest.raises(MemoryError, match="no room for a buffer"):
         write_blocks(base / "file", source, threads=4)
 

@@ -18,8 +18,8 @@ import torch
 from tests.checkpoint.small_run import target
 from torchtitan_lite.checkpoint.saving.content import write_in_place
 from torchtitan_lite.checkpoint.saving.savers import ThreadSaver
-from torchtitan_lite.checkpoint.saving.writer import Target
-from torchtitan_lite.checkpoint.staging.stager import Staged
+from torchtitan_lite.checkpoint.saving.writer import SaveTarget
+from torchtitan_lite.checkpoint.staging.stager import StagedCopy
 from torchtitan_lite.disk.background import NICE, Background, give_way
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.distributed.peers import Peers
@@ -91,7 +91,7 @@ def test_no_thread_is_lowered_while_a_thread_writes_a_save(tmp_path: Path) -> No
     before = _nice_of_this_thread()
     while_writing: list[set[int]] = []
 
-    def write(path: Path, staged: Staged, of: Target) -> FileRecord:
+    def write(path: Path, staged: StagedCopy, of: SaveTarget) -> FileRecord:
         while_writing.append(_nice_of_all_threads())
         return write_in_place(path, staged, of)
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.descriptors import num_open_of
 from tests.examples import examples
 from torchtitan_lite.keeper import messages
-from torchtitan_lite.keeper.contents import EMPTY_SECONDS, Contents
+from torchtitan_lite.keeper.contents import EMPTY_SECONDS, KeeperContents
 
 TTL_SECONDS = 10.0
 NAMES, MEMBERS, STARTS = st.sampled_from("abc"), st.sampled_from("mno"), st.sampled_from("st")
@@ -33,7 +33,7 @@ class Keeping(RuleBasedStateMachine):
         self.is_finished = self.is_terminated = False
         gc.disable()  # Else what other tests left would be closed meanwhile.
         self.before = num_open_of("arena", "mark")
-        self.contents = Contents(TTL_SECONDS, self.watched.add, self.watched.remove, lambda: self.now)
+        self.contents = KeeperContents(TTL_SECONDS, self.watched.add, self.watched.remove, lambda: self.now)
 
     def ask(self, what: str, fds: tuple[int, ...] = (), **fields: Any) -> dict[str, Any]:
         answer = self.contents.answer({"what": what, **fields}, list(fds))
@@ -155,7 +155,7 @@ TestKeeping = Keeping.TestCase
 
 
 def test_a_refused_request_leaves_its_descriptors_to_the_caller() -> None:
-    contents = Contents(TTL_SECONDS, set().add, set().remove)
+    contents = KeeperContents(TTL_SECONDS, set().add, set().remove)
     pidfd = os.pidfd_open(os.getpid())
     with pytest.raises(messages.BadMessage):
         contents.answer({"what": "keep", "name": "a", "start": "s"}, [pidfd, pidfd])

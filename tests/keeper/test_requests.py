@@ -10,7 +10,7 @@ import pytest
 
 from tests.descriptors import num_open
 from torchtitan_lite.keeper import messages
-from torchtitan_lite.keeper.contents import Answer, Contents
+from torchtitan_lite.keeper.contents import Answer, KeeperContents
 from torchtitan_lite.keeper.messages import MAX_ENTRIES, MAX_TTL_SECONDS, BadMessage
 
 TTL_SECONDS = 10.0
@@ -22,7 +22,7 @@ class Asked:
     def __init__(self) -> None:
         self.now = 0.0
         self.watched: list[int] = []
-        self.contents = Contents(TTL_SECONDS, self.watched.append, self.watched.remove, lambda: self.now)
+        self.contents = KeeperContents(TTL_SECONDS, self.watched.append, self.watched.remove, lambda: self.now)
 
     def __call__(self, what: str, fds: tuple[int, ...] = (), **fields: Any) -> Answer:
         answer = self.contents.answer({"what": what, **fields}, list(fds))

@@ -20,9 +20,9 @@ from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.no_images import NoImages
 from torchtitan_lite.checkpoint.one_folder import refuse_where_not_shared
 from torchtitan_lite.checkpoint.one_opener import OneOpener
+from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
 from torchtitan_lite.checkpoint.planning.rank_comparison import RankComparison
 from torchtitan_lite.checkpoint.planning.replicas import build_replicas
-from torchtitan_lite.checkpoint.planning.save_plan import PlanCache
 from torchtitan_lite.checkpoint.resume.first_save import FirstSave
 from torchtitan_lite.checkpoint.resume.initial_import import ImportWeights, InitialImport
 from torchtitan_lite.checkpoint.resume.load_source import new_run

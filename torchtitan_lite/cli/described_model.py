@@ -57,7 +57,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Described:
+class DescribedCheckpoint:
     """The model of a checkpoint."""
 
     model: HuggingFaceModel
@@ -67,7 +67,7 @@ class Described:
     """For the person."""
 
 
-def described(opened: OpenedCheckpoint, given: Given) -> Described:
+def described(opened: OpenedCheckpoint, given: Given) -> DescribedCheckpoint:
     """Return the model in `opened`. Raise ConfigError, with what is missing or does not fit."""
     if given.tokenizer and given.no_tokenizer:
         raise ConfigError("--tokenizer and --no-tokenizer: expected one of them")
@@ -88,7 +88,7 @@ def described(opened: OpenedCheckpoint, given: Given) -> Described:
     files = _named_tokenizer(given.tokenizer).files() if given.tokenizer else {}
     files |= {GENERATION: generation_config(config.get("bos_token_id"), config.get("eos_token_id"))}
     model = HuggingFaceModel(config, places, files, left_out)
-    return Described(model, False, [] if given.tokenizer or given.no_tokenizer else [_without_tokenizer()])
+    return DescribedCheckpoint(model, False, [] if given.tokenizer or given.no_tokenizer else [_without_tokenizer()])
 
 
 def read_config(given: str, name: str = "config.json") -> dict[str, Any]:
@@ -104,7 +104,7 @@ def read_config(given: str, name: str = "config.json") -> dict[str, Any]:
     return {key: value for key, value in document.items() if key != "_name_or_path"}
 
 
-def _llama(opened: OpenedCheckpoint, keys: list[ModelKey], given: Given) -> Described:
+def _llama(opened: OpenedCheckpoint, keys: list[ModelKey], given: Given) -> DescribedCheckpoint:
     """Return the model of `train.py`: of the sizes in a given config.json, else of the recorded ones."""
     notes = []
     imported = _imported_args(opened)
@@ -135,7 +135,7 @@ def _llama(opened: OpenedCheckpoint, keys: list[ModelKey], given: Given) -> Desc
         )
     if tokenizer is None and not given.no_tokenizer:
         notes.append(_without_tokenizer())
-    return Described(model, bool(opened.config) and not given.config, notes)
+    return DescribedCheckpoint(model, bool(opened.config) and not given.config, notes)
 
 
 def _copies(opened: OpenedCheckpoint, model: HuggingFaceModel, keys: list[ModelKey]) -> list[str]:

@@ -100,9 +100,9 @@ class Export:
             return self._adapter(opened, out, screen)
         if self.format == "hf":
             return self._model(opened, out, most, screen)
-        from torchtitan_lite.checkpoint.converting.exporting import Wanted, export
+        from torchtitan_lite.checkpoint.converting.exporting import ExportRequest, export
 
-        wanted = Wanted(self.format, self.dtype, most, self.include, self.exclude)
+        wanted = ExportRequest(self.format, self.dtype, most, self.include, self.exclude)
         return export(opened, out, wanted, screen.progress)
 
     def _model(self, opened: OpenedCheckpoint, out: Path, most: int | None, screen: Screen) -> Exported:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, Origin, open_checkpoint
+from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, WrittenBy, open_checkpoint
 from torchtitan_lite.checkpoint.examining.summary import (
-    Part,
     Row,
+    StatePart,
     bytes_by_file,
     matching,
     part_name,
@@ -43,9 +43,9 @@ _MOST_ROWS = 40
 """Of tensors, unless --tensors names them."""
 _BAR_COLUMNS = 32
 _ORIGINS = {
-    Origin.OURS: "",
-    Origin.TORCHTITAN: ", by torchtitan, without a manifest",
-    Origin.DCP: ", by plain DCP, without a manifest",
+    WrittenBy.OURS: "",
+    WrittenBy.TORCHTITAN: ", by torchtitan, without a manifest",
+    WrittenBy.DCP: ", by plain DCP, without a manifest",
 }
 _KINDS = {CheckpointKind.FULL: "full", CheckpointKind.WEIGHTS_ONLY: "weights-only"}
 
@@ -228,7 +228,7 @@ def changed_settings(config: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _totals(parts: Sequence[Part]) -> Iterator[str]:
+def _totals(parts: Sequence[StatePart]) -> Iterator[str]:
     yield number(sum(part.num_tensors for part in parts))
     yield number(sum(part.num_elements for part in parts))
     yield size(sum(part.nbytes for part in parts))

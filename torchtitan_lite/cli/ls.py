@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from torchtitan_lite.checkpoint.examining.inventory import USABLE, Entry, inventory
-from torchtitan_lite.checkpoint.examining.opened import Origin
+from torchtitan_lite.checkpoint.examining.inventory import USABLE, ListedCheckpoint, inventory
+from torchtitan_lite.checkpoint.examining.opened import WrittenBy
 from torchtitan_lite.checkpoint.examining.retention_outlook import keep_keys, outlook
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
@@ -67,7 +67,7 @@ class Ls:
 @dataclass(frozen=True)
 class _Found:
     root: Path
-    entries: Sequence[Entry]
+    entries: Sequence[ListedCheckpoint]
     now: float
     holder: Holder | None
     pinned: frozenset[int]
@@ -76,7 +76,7 @@ class _Found:
     verdicts: dict[int, Verdict]
 
     @classmethod
-    def of(cls, root: Path, entries: Sequence[Entry], now: float) -> _Found:
+    def of(cls, root: Path, entries: Sequence[ListedCheckpoint], now: float) -> _Found:
         pinned, error = frozenset[int](), ""
         try:
             pinned = Pins(root).read()
@@ -88,16 +88,16 @@ class _Found:
         return cls(root, entries, now, _holder(root), pinned, error, keys, verdicts)
 
     @property
-    def latest(self) -> Entry | None:
+    def latest(self) -> ListedCheckpoint | None:
         """The one that a job resumes from; None if there is none."""
         full = [each for each in self.entries if each.info is not None and each.kind is CheckpointKind.FULL]
         return full[-1] if full else None
 
-    def goes(self, entry: Entry) -> bool:
+    def goes(self, entry: ListedCheckpoint) -> bool:
         verdict = self.verdicts.get(entry.step) if entry.info is not None and entry.step is not None else None
         return verdict is not None and verdict.goes
 
-    def is_pinned(self, entry: Entry) -> bool:
+    def is_pinned(self, entry: ListedCheckpoint) -> bool:
         return entry.step in self.pinned and layout.parse_step(entry.name) is not None
 
     def to_json(self) -> dict[str, Any]:
@@ -131,7 +131,7 @@ class _Found:
             parts += ["", Text(f"Nothing is removed: {self.pins_error}")]
         return Group(*parts)
 
-    def _row(self, entry: Entry) -> tuple[str, ...]:
+    def _row(self, entry: ListedCheckpoint) -> tuple[str, ...]:
         return (
             entry.name if entry.step is None else str(entry.step),
             _KINDS[entry.kind] if entry.kind else "",
@@ -141,7 +141,7 @@ class _Found:
             ", ".join(self._notes(entry)),
         )
 
-    def _notes(self, entry: Entry) -> Iterator[str]:
+    def _notes(self, entry: ListedCheckpoint) -> Iterator[str]:
         if entry is self.latest:
             yield "latest"
         if self.is_pinned(entry):
@@ -155,7 +155,7 @@ class _Found:
             what = "verified" if entry.verified.depth == FULL else "sizes verified"
             yield f"DAMAGED, found {ago} ago" if entry.verified.num_findings else f"{what} {ago} ago"
 
-    def _others(self, entries: Sequence[Entry]) -> Table:
+    def _others(self, entries: Sequence[ListedCheckpoint]) -> Table:
         table = _new_table()
         table.add_column("name", overflow="fold")
         table.add_column("size", justify="right", no_wrap=True)
@@ -168,7 +168,7 @@ class _Found:
             table.add_row(entry.name, size(entry.nbytes), age(self.now - entry.created_at), what)
         return table
 
-    def _json_of(self, entry: Entry) -> dict[str, Any]:
+    def _json_of(self, entry: ListedCheckpoint) -> dict[str, Any]:
         verdict = self.verdicts.get(entry.step) if entry.info is not None and entry.step is not None else None
         checked = entry.verified
         return {
@@ -215,23 +215,25 @@ def _new_table(with_header: bool = True) -> Table:
     return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=with_header, header_style="")
 
 
-def _total(entries: Sequence[Entry]) -> str:
+def _total(entries: Sequence[ListedCheckpoint]) -> str:
     return size(sum(entry.nbytes for entry in entries))
 
 
-def _by_run(entries: Sequence[Entry]) -> list[tuple[str, list[Entry]]]:
+def _by_run(entries: Sequence[ListedCheckpoint]) -> list[tuple[str, list[ListedCheckpoint]]]:
     """Return the entries of each run under its title, by the first step of each; those without a manifest are last."""
-    groups: dict[str, list[Entry]] = {}
+    groups: dict[str, list[ListedCheckpoint]] = {}
     for entry in sorted(entries, key=lambda entry: entry.lineage is None):
         groups.setdefault(_title(entry), []).append(entry)
     return list(groups.items())
 
 
-def _title(entry: Entry) -> str:
-    if entry.lineage is None and entry.origin is Origin.OURS:
+def _title(entry: ListedCheckpoint) -> str:
+    if entry.lineage is None and entry.origin is WrittenBy.OURS:
         return "Under names that no job looks for"
     if entry.lineage is None:
-        return "Without a manifest: saved by torchtitan" if entry.origin is Origin.TORCHTITAN else "Without a manifest"
+        return (
+            "Without a manifest: saved by torchtitan" if entry.origin is WrittenBy.TORCHTITAN else "Without a manifest"
+        )
     begun = entry.lineage.branch_point
     return f"Run {entry.lineage.run_id}" + (f", rolled back to step {begun}" if begun is not None else "")
 

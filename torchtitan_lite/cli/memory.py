@@ -23,7 +23,7 @@ from torchtitan_lite.cli.target import folder_of_checkpoints, local, names_step
 from torchtitan_lite.cli.words import age, size
 from torchtitan_lite.distributed.environment import runtime_folder
 from torchtitan_lite.errors import CheckpointNotFound, ConfigError, FolderInUse
-from torchtitan_lite.keeper.client import Described, Held, Keeper
+from torchtitan_lite.keeper.client import HeldMemory, Keeper, KeeperDescription
 from torchtitan_lite.log import counted
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class _Image:
     """Why there is no card; empty if there is one."""
 
     @classmethod
-    def of(cls, held: Held) -> _Image:
+    def of(cls, held: HeldMemory) -> _Image:
         card, num_bytes, finding = None, 0, ""
         try:
             marked = read_mark(held.mark_fd)
@@ -109,7 +109,7 @@ class _Image:
 @dataclass(frozen=True)
 class _Found:
     root: Path
-    keeper: Described | None
+    keeper: KeeperDescription | None
     images: Sequence[_Image]
     now: float
 

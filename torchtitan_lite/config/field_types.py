@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, get_type_hints
 
-from torchtitan_lite.config.kinds import Kind, in_words
+from torchtitan_lite.config.kinds import ValueKind, in_words
 from torchtitan_lite.errors import ConfigError
 
 
@@ -39,16 +39,16 @@ def check_sections(config: object) -> None:
             )
 
 
-def _kinds(section: type) -> dict[str, Kind]:
+def _kinds(section: type) -> dict[str, ValueKind]:
     hints = _hints(section)
-    return {field.name: Kind.of(hints[field.name]) for field in fields(section)}
+    return {field.name: ValueKind.of(hints[field.name]) for field in fields(section)}
 
 
 def _hints(section: type) -> dict[str, Any]:
     return get_type_hints(section)
 
 
-def _converted(value: Any, kind: Kind) -> Any:
+def _converted(value: Any, kind: ValueKind) -> Any:
     """Return `value` as the field holds it, or None if it is not of the kind."""
     if kind.base is str and isinstance(value, os.PathLike):
         value = os.fspath(value)
@@ -60,7 +60,7 @@ def _converted(value: Any, kind: Kind) -> Any:
     return value if is_of_kind else None
 
 
-def _found(value: Any, kind: Kind) -> str:
+def _found(value: Any, kind: ValueKind) -> str:
     if kind.base is tuple and isinstance(value, str):
         return f"the string {value!r}. Write ({value!r},), with the comma"
     return in_words(value, kind.base)

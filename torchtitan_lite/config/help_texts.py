@@ -24,7 +24,7 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
-from torchtitan_lite.config.kinds import Kind
+from torchtitan_lite.config.kinds import ValueKind
 
 Hint = Callable[[object], str]
 """From the default of an option to what its help ends in, as "(default: 3)"; the empty string for nothing."""
@@ -57,7 +57,7 @@ def add_help_texts(registry: ConstructorRegistry, hint: Hint) -> None:
 def _field(field: dataclasses.Field[Any], kind: Any, doc: str | None, hint: Hint) -> StructFieldSpec:
     if field.default is dataclasses.MISSING:  # A section, or an argument that must be given.
         return StructFieldSpec(field.name, kind, MISSING_NONPROP, helptext=doc)
-    metavar = f"{Kind.of(kind).base.__name__.upper()}|None" if get_origin(kind) is UnionType else None
+    metavar = f"{ValueKind.of(kind).base.__name__.upper()}|None" if get_origin(kind) is UnionType else None
     described: Any = Annotated[kind, tyro.conf.arg(help_behavior_hint=hint(field.default), metavar=metavar)]
     return StructFieldSpec(field.name, described, field.default, helptext=doc)
 

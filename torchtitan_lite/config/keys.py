@@ -14,7 +14,7 @@ from typing import get_type_hints
 
 from torchtitan_lite.config.aliases import ALIASES, FORMER_SECTIONS_OF_PARALLELISM
 from torchtitan_lite.config.job_config import JobConfig
-from torchtitan_lite.config.kinds import Kind
+from torchtitan_lite.config.kinds import ValueKind
 from torchtitan_lite.config.unsupported import CONVERSION, SECTIONS_OF_CONVERSION, UNSUPPORTED
 from torchtitan_lite.errors import ConfigError
 
@@ -25,8 +25,8 @@ def _sections() -> dict[str, type]:
 
 
 SECTIONS: Mapping[str, type] = _sections()
-KEYS: Mapping[str, Kind] = {
-    f"{section}.{name}": Kind.of(annotation)
+KEYS: Mapping[str, ValueKind] = {
+    f"{section}.{name}": ValueKind.of(annotation)
     for section, cls in SECTIONS.items()
     for name, annotation in get_type_hints(cls).items()
 }
@@ -38,7 +38,7 @@ class Meaning:
     """The key that a name stands for, the kind of value to give under that name, and what its values become."""
 
     key: str
-    kind: Kind
+    kind: ValueKind
     values: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -48,7 +48,7 @@ def meaning_of(name: str) -> Meaning | None:
         return Meaning(name, KEYS[name])
     if name in ALIASES:
         alias = ALIASES[name]
-        return Meaning(alias.key, Kind(bool) if alias.values else KEYS[alias.key], alias.values)
+        return Meaning(alias.key, ValueKind(bool) if alias.values else KEYS[alias.key], alias.values)
     if name in UNSUPPORTED:
         return Meaning(name, UNSUPPORTED[name].kind)
     section, _, key = name.partition(".")

@@ -1,8 +1,8 @@
 """The kind of value that a key takes, in a TOML file and on the command line.
 
-A `Kind` comes from a field's annotation. A TOML value has a type of its own, which must fit: a string is not a number,
-and a number is not a switch. On the command line every value is text. Both become the text that tyro parses, so there
-is one way from text to value.
+A `ValueKind` comes from a field's annotation. A TOML value has a type of its own, which must fit: a string is not a
+number, and a number is not a switch. On the command line every value is text. Both become the text that tyro parses,
+so there is one way from text to value.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TOML_TYPES: dict[type, tuple[type, ...]] = {
 
 
 @dataclass(frozen=True)
-class Kind:
+class ValueKind:
     """The type of a value. `base` is bool, int, float, str or tuple; object accepts anything."""
 
     base: type
@@ -45,7 +45,7 @@ class Kind:
     """Of a tuple, what it holds: str or int."""
 
     @classmethod
-    def of(cls, annotation: Any) -> Kind:
+    def of(cls, annotation: Any) -> ValueKind:
         """Return the kind of a field with this (resolved) annotation."""
         if get_origin(annotation) in (Union, types.UnionType):
             (inner,) = [arm for arm in get_args(annotation) if arm is not type(None)]

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from torchtitan_lite.config.aliases import ALIASES
 from torchtitan_lite.config.help_texts import doc_strings
 from torchtitan_lite.config.keys import KEYS, SECTIONS
-from torchtitan_lite.config.kinds import Kind
+from torchtitan_lite.config.kinds import ValueKind
 from torchtitan_lite.config.unsupported import UNSUPPORTED, Unsupported
 
 _INTRODUCTION = """\
@@ -70,7 +70,7 @@ def _other_names(key: str) -> Iterator[str]:
             yield f"{name} ({values})" if values else name
 
 
-def _kind(kind: Kind) -> str:
+def _kind(kind: ValueKind) -> str:
     named = "list of whole numbers" if kind.element is int else _KINDS[kind.base]
     words = ", ".join(f"`{choice}`" for choice in kind.choices) or named
     return f"{words}, or unset" if kind.optional else words

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torchtitan_lite.config.kinds import Kind, to_text
+from torchtitan_lite.config.kinds import ValueKind, to_text
 from torchtitan_lite.errors import ConfigError
 
 
@@ -30,7 +30,7 @@ class Unsupported:
 
     feature: str
     accepted: tuple[str, ...]
-    kind: Kind
+    kind: ValueKind
 
     def check(self, name: str, text: str, where: str) -> None:
         """Raise ConfigError if `text` turns the feature on."""
@@ -159,9 +159,9 @@ _FEATURES: Mapping[str, Mapping[str, object]] = {
 def _unsupported(feature: str, off: object) -> Unsupported:
     values = off.values if isinstance(off, OneOf) else (off,)
     if not values or values == (None,):
-        return Unsupported(feature, tuple(map(to_text, values)), Kind(object))
+        return Unsupported(feature, tuple(map(to_text, values)), ValueKind(object))
     kind = object if isinstance(values[0], list) else type(values[0])  # Some versions wrote "float8" for ["float8"].
-    return Unsupported(feature, tuple(map(to_text, values)), Kind(kind))
+    return Unsupported(feature, tuple(map(to_text, values)), ValueKind(kind))
 
 
 UNSUPPORTED: Mapping[str, Unsupported] = {

@@ -57,7 +57,7 @@ def build_documents(config: Training) -> Documents:
     if config.dataset == "stdlib":
         return TextFiles(stdlib_sources(), kind=f"stdlib of Python {platform.python_version()}")
     paths = matching_files(config.dataset_path or "")
-    return TextFiles(paths) if config.dataset == "text" else JsonLines(paths, config.dataset_text_key)
+    return TextFiles(paths) if config.dataset == "text" else JsonDocuments(paths, config.dataset_text_key)
 
 
 def stdlib_sources(folder: Path | None = None) -> list[Path]:
@@ -124,7 +124,7 @@ class TextFiles:
         return data
 
 
-class JsonLines:
+class JsonDocuments:
     """Lines of JSON, each of them one document: the text under `key`, as UTF-8. The constructor parses all lines."""
 
     def __init__(self, paths: Sequence[Path], key: str) -> None:

@@ -21,7 +21,7 @@ from torchtitan_lite.data.batch_size import global_batch_size
 from torchtitan_lite.data.dataset import ByteCorpus, Corpus, WindowDataset
 from torchtitan_lite.data.documents import build_documents
 from torchtitan_lite.data.permutation import shuffled
-from torchtitan_lite.data.progress import Progress, progress_at
+from torchtitan_lite.data.progress import EpochProgress, progress_at
 from torchtitan_lite.data.stream import build_stream
 from torchtitan_lite.data.texts import build_texts
 from torchtitan_lite.data.token_corpus import TokenCorpus
@@ -42,7 +42,7 @@ class Loader(Protocol):
         """Positions of this rank's last step in the run's order; empty before the first step."""
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> EpochProgress:
         """Return how far the run is in its data."""
 
     def __next__(self) -> Tensor: ...
@@ -152,7 +152,7 @@ class TokenLoader:
         return self._max_epochs > 0 and end > self._max_epochs * len(self._dataset)
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> EpochProgress:
         """Return how far the run is in its data."""
         return progress_at(self._next_position, len(self._dataset))
 

@@ -26,14 +26,14 @@ _MOST_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True)
-class Digest:
+class ValueDigest:
     """What is kept of a value that is too long."""
 
     size: int
     digest: bytes
 
 
-Copy = bytes | Digest | tuple[str, str, Any]
+Copy = bytes | ValueDigest | tuple[str, str, Any]
 """Equal copies are of equal values; a tuple is of a random generator."""
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
@@ -59,12 +59,12 @@ def copy_of(value: object) -> Copy:
     except (NoValueError, pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
         raise NoValueError(type(value).__name__) from error
     found = file.getvalue()
-    return found if len(found) <= _MOST_BYTES else Digest(len(found), hashlib.blake2b(found).digest())
+    return found if len(found) <= _MOST_BYTES else ValueDigest(len(found), hashlib.blake2b(found).digest())
 
 
 def plain(copy: Copy) -> Any:
     """Return a copy in the form that a checkpoint has. Raise NoValueError if it has none."""
-    if isinstance(copy, Digest):
+    if isinstance(copy, ValueDigest):
         raise NoValueError(f"value of {copy.size / 2**20:.0f} MiB")
     return copy if isinstance(copy, tuple) else _plain(pickle.loads(copy))  # made by copy_of in this process
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Progress(NamedTuple):
+class EpochProgress(NamedTuple):
     """The epoch of the last sample that was taken, and the part of that epoch that is taken, up to 1.0."""
 
     epoch: int = 0
@@ -14,9 +14,9 @@ class Progress(NamedTuple):
     """None where the length of an epoch is not known, as of a stream."""
 
 
-def progress_at(next_position: int, num_samples: int) -> Progress:
+def progress_at(next_position: int, num_samples: int) -> EpochProgress:
     """Return the progress where `next_position` samples were taken, of `num_samples` an epoch."""
     if next_position == 0:
-        return Progress()
+        return EpochProgress()
     epoch, place = divmod(next_position - 1, num_samples)
-    return Progress(epoch, (place + 1) / num_samples)
+    return EpochProgress(epoch, (place + 1) / num_samples)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchtitan_lite.config.job_config import Training
 from torchtitan_lite.data.adapters import HuggingFaceStreamAdapter
-from torchtitan_lite.data.progress import Progress
+from torchtitan_lite.data.progress import EpochProgress
 from torchtitan_lite.data.rank_state import pack, unpack
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.errors import ConfigError, CorpusChanged, ExtraMissing
@@ -110,9 +110,9 @@ class StreamLoader:
         return self._last_positions
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> EpochProgress:
         """Return this rank's epoch: the shares of other ranks may be longer. How far it is in it is not known."""
-        return Progress(self._epoch, None)
+        return EpochProgress(self._epoch, None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's position, and the tokens that were read and not yet taken."""

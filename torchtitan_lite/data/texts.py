@@ -23,7 +23,7 @@ from torchtitan_lite.errors import ConfigError
 PIECE_BYTES = 1 << 22
 
 
-class Piece(NamedTuple):
+class DocumentPiece(NamedTuple):
     """A document, or a part of one."""
 
     text: str
@@ -42,7 +42,7 @@ class Texts(Protocol):
     def check(self) -> None:
         """Raise ConfigError if it is quickly known that a file has no such texts."""
 
-    def pieces(self, path: Path) -> Iterator[Piece]:
+    def pieces(self, path: Path) -> Iterator[DocumentPiece]:
         """Return the texts of one file."""
 
 
@@ -65,7 +65,7 @@ class WholeFiles:
     def check(self) -> None:
         """Accept every file."""
 
-    def pieces(self, path: Path) -> Iterator[Piece]:
+    def pieces(self, path: Path) -> Iterator[DocumentPiece]:
         """Return the file in pieces. Raise ConfigError if it is not UTF-8."""
         size, at, rest, begins = path.stat().st_size, 0, "", True
         decoder = codecs.getincrementaldecoder("utf-8")()
@@ -81,11 +81,11 @@ class WholeFiles:
                     ) from error
                 at += len(data)
                 if not data:
-                    yield Piece(rest, begins, True)
+                    yield DocumentPiece(rest, begins, True)
                     return
                 cut = rest.rfind("\n") + 1 or len(rest)
                 if at < size and cut:
-                    yield Piece(rest[:cut], begins, False, at / size)
+                    yield DocumentPiece(rest[:cut], begins, False, at / size)
                     rest, begins = rest[cut:], False
 
 
@@ -99,14 +99,14 @@ class Lines:
     def check(self) -> None:
         """Accept every file."""
 
-    def pieces(self, path: Path) -> Iterator[Piece]:
+    def pieces(self, path: Path) -> Iterator[DocumentPiece]:
         """Return the text of each line that is not blank. Raise ConfigError for a line without one."""
         size, at = path.stat().st_size, 0
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 at += len(line)
                 if line.strip():
-                    yield Piece(text_of(line, self._key, f"{path}:{number}"), progress=at / size)
+                    yield DocumentPiece(text_of(line, self._key, f"{path}:{number}"), progress=at / size)
 
 
 class ParquetColumns:
@@ -121,10 +121,10 @@ class ParquetColumns:
         for path in self.paths:
             check_column(path, self._key)
 
-    def pieces(self, path: Path) -> Iterator[Piece]:
+    def pieces(self, path: Path) -> Iterator[DocumentPiece]:
         """Return the texts of the column. Raise ConfigError if the file has no such column of text."""
         for text, progress in parquet_texts(path, self._key):
-            yield Piece(text, progress=progress)
+            yield DocumentPiece(text, progress=progress)
 
 
 def content_digest(path: Path) -> str:

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from torchtitan_lite.data.documents import Fingerprint, fingerprint_of, names_in_corpus
 from torchtitan_lite.data.making_lock import making_lock
-from torchtitan_lite.data.texts import Piece, Texts, content_digest
+from torchtitan_lite.data.texts import DocumentPiece, Texts, content_digest
 from torchtitan_lite.data.token_file import TokenFile, TokensDamaged, write_tokens
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.disk import durable
@@ -226,7 +226,7 @@ class TokenCorpus:
                 logger.info("Tokenised %.0f %% of the corpus", percent)
                 note(f"{percent:.0f} %")
 
-    def _pieces(self) -> Iterator[Piece]:
+    def _pieces(self) -> Iterator[DocumentPiece]:
         """Yield the texts of all files; their progress is in bytes of all files."""
         done = 0
         for path, size in zip(self._texts.paths, self._sizes, strict=True):
@@ -234,7 +234,7 @@ class TokenCorpus:
                 yield piece._replace(progress=done + piece.progress * size)
             done += size
 
-    def _marked(self, batch: list[Piece]) -> npt.NDArray[np.uint32]:
+    def _marked(self, batch: list[DocumentPiece]) -> npt.NDArray[np.uint32]:
         bos, eos = self._tokenizer.bos, self._tokenizer.eos
         before = [bos] if bos is not None and bos != eos else []
         after = [eos] if eos is not None else []
@@ -274,8 +274,8 @@ class TokenCorpus:
         return cause
 
 
-def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
+def _batches(pieces: Iterator[DocumentPiece]) -> Iterator[list[DocumentPiece]]:
+    batch: list[DocumentPiece] = []
     characters = 0
     for piece in pieces:
         batch.append(piece)

@@ -29,7 +29,7 @@ ALIGNMENT = 4096
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
-class Source(Protocol):
+class FileSource(Protocol):
     """The contents of a file to write."""
 
     num_bytes: int
@@ -96,7 +96,7 @@ def aligned(num_bytes: int) -> int:
 
 
 def write_blocks(
-    path: Path, source: Source, *, direct: bool = True, threads: int = 0, durable: Durable = DISK
+    path: Path, source: FileSource, *, direct: bool = True, threads: int = 0, durable: Durable = DISK
 ) -> FileRecord:
     """Write the contents of `source` to the new file `path`, synced; return the record of the file.
 
@@ -118,7 +118,7 @@ def write_blocks(
     return source.record or FileRecord(source.num_bytes, b"".join(digests))
 
 
-def _write_all(file: _File, source: Source, threads: int) -> list[bytes]:
+def _write_all(file: _File, source: FileSource, threads: int) -> list[bytes]:
     """Write every request, `threads` at a time; return the block digests of each, nothing if they are known."""
     begins = range(0, source.num_bytes, source.request_bytes)
     digests = [b""] * len(begins)

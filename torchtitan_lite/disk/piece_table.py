@@ -19,7 +19,7 @@ _copy = ctypes.PyDLL(None).memmove
 _copy.argtypes, _copy.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), ctypes.c_void_p
 
 
-class Span(NamedTuple):
+class BlockPieces(NamedTuple):
     """Pieces within one block of a file, by ascending begin: columns of equal length."""
 
     begins: Sequence[int]
@@ -55,14 +55,14 @@ class PieceTable:
         self.addresses += addresses
         self.counts += [count] * len(begins)
 
-    def spans(self) -> Iterator[Span]:
+    def spans(self) -> Iterator[BlockPieces]:
         """Yield the pieces by block, cut where they cross from one block to the next."""
         begins, addresses, counts = self._sorted(*self._cut())
         blocks = [begin // BLOCK_BYTES for begin in begins]
         borders = [number for number, (a, b) in enumerate(pairwise(blocks), 1) if a != b]
         for first, last in pairwise([0, *borders, len(blocks)]):
             if first < last:
-                yield Span(begins[first:last], addresses[first:last], counts[first:last])
+                yield BlockPieces(begins[first:last], addresses[first:last], counts[first:last])
 
     def _cut(self) -> tuple[list[int], list[int], list[int]]:
         """Return the columns with each piece that crosses a border of blocks cut there."""

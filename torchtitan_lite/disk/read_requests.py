@@ -12,7 +12,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from torchtitan_lite.disk.digest import BLOCK_BYTES
-from torchtitan_lite.disk.piece_table import PieceTable, Span
+from torchtitan_lite.disk.piece_table import BlockPieces, PieceTable
 
 REQUEST_BYTES = 4 * BLOCK_BYTES
 """The largest read; a whole number of blocks."""
@@ -47,7 +47,7 @@ class Segment(NamedTuple):
     begin: int
     end: int
     pieces: list[Piece]
-    spans: list[Span]
+    spans: list[BlockPieces]
 
 
 def portions(places: list[memoryview]) -> Iterator[list[memoryview]]:
@@ -134,7 +134,7 @@ def by_block(segment: Segment) -> Iterator[Segment]:
         yield segment
         return
     pieces: dict[int, list[Piece]] = {}
-    spans: dict[int, list[Span]] = {}
+    spans: dict[int, list[BlockPieces]] = {}
     for piece in segment.pieces:
         for part in _split(piece, BLOCK_BYTES):
             pieces.setdefault(part.at // BLOCK_BYTES, []).append(part)

@@ -58,7 +58,7 @@ class Write:
 
 
 @dataclass(frozen=True)
-class Digest:
+class DigestRequest:
     """Requests the record of a file that would be the first `num_bytes` of an arena."""
 
     arena: int
@@ -83,7 +83,7 @@ class Line:
         self._arenas: list[Arena | None] = []
 
     def ask(
-        self, request: Callable[[int], Write | Digest], arena: Arena, pid: int, is_stopped: Callable[[int], bool]
+        self, request: Callable[[int], Write | DigestRequest], arena: Arena, pid: int, is_stopped: Callable[[int], bool]
     ) -> FileRecord | Exception:
         """Return the answer of process `pid` to a request, made from the number of `arena`. Raises `LineBroken`."""
         with self._lock:
@@ -158,9 +158,9 @@ def answer_all(socket_fd: int) -> None:
                 return
 
 
-def _answer(request: Write | Digest, memory: memoryview) -> FileRecord | Exception:
+def _answer(request: Write | DigestRequest, memory: memoryview) -> FileRecord | Exception:
     try:
-        if isinstance(request, Digest):
+        if isinstance(request, DigestRequest):
             return _digested(memory, request)
         faults.set_step(request.step)
         return write_blocks(request.path, InPlace(memory, request.num_bytes, request.record))
@@ -168,7 +168,7 @@ def _answer(request: Write | Digest, memory: memoryview) -> FileRecord | Excepti
         return error
 
 
-def _digested(memory: memoryview, request: Digest) -> FileRecord:
+def _digested(memory: memoryview, request: DigestRequest) -> FileRecord:
     faults.point("digest", step=request.step)
     return FileRecord.of(memory[: request.num_bytes])
 

@@ -24,7 +24,7 @@ from torchtitan_lite import faults, log
 from torchtitan_lite.disk.background import give_way
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.forks import forget_in_children
-from torchtitan_lite.disk.writer_line import Arena, Digest, Line, LineBroken, Write, answer_all
+from torchtitan_lite.disk.writer_line import Arena, DigestRequest, Line, LineBroken, Write, answer_all
 from torchtitan_lite.errors import WriterProcessDied
 
 IGNORED_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
@@ -89,7 +89,7 @@ class WriterProcess:
 
     def digest(self, arena: Arena, num_bytes: int, step: int) -> FileRecord:
         """Return the record of a file that is the first `num_bytes` of `arena`. Raises `WriterProcessDied`."""
-        return self._ask(1, lambda number: Digest(number, num_bytes, step), arena, f"digesting step {step}")
+        return self._ask(1, lambda number: DigestRequest(number, num_bytes, step), arena, f"digesting step {step}")
 
     def close(self) -> None:
         """End the process, by killing it after `STOP_SECONDS`. Idempotent; no write may be under way."""
@@ -118,7 +118,7 @@ class WriterProcess:
         for line in lines or ():
             line.hang_up()
 
-    def _ask(self, which: int, request: Callable[[int], Write | Digest], arena: Arena, doing: str) -> FileRecord:
+    def _ask(self, which: int, request: Callable[[int], Write | DigestRequest], arena: Arena, doing: str) -> FileRecord:
         lines, process = self._lines, self._process
         if lines is None or process is None:
             raise WriterProcessDied(0, doing, "was not started")

@@ -36,7 +36,7 @@ FREE_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldMemory:
     """What a keeper holds under one name. The descriptors are the caller's to close."""
 
     name: str
@@ -51,7 +51,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Described:
+class KeeperDescription:
     """A keeper that answers."""
 
     pid: int
@@ -152,13 +152,13 @@ class Keeper:
                 some = list(names[first : first + messages.MAX_ENTRIES])
                 self._ask({"what": "drop", "names": some}, may_free=True)
 
-    def held(self, start_id: str | None = None) -> list[Held]:
+    def held(self, start_id: str | None = None) -> list[HeldMemory]:
         """Return what the keeper holds, with new descriptors; nothing if there is no keeper.
 
         `start_id` is that of the caller, by default the one of `join`; a start that looks has the full time to live to
         load and join. Takes at most `ANSWER_SECONDS`. Raises `KeeperUnavailable`.
         """
-        found: list[Held] = []
+        found: list[HeldMemory] = []
         try:
             with self._as_unavailable(), suppress(NoKeeper, HungUp), connected(self._path(), ANSWER_SECONDS) as ask:
                 listed, _ = ask({"what": "list", "start": self._start_of(start_id)})
@@ -169,7 +169,7 @@ class Keeper:
                     if len(fds) != messages.MAX_FDS or not all(map(messages.is_shared_memory, fds)):
                         messages.close_all(fds)
                         raise KeeperUnavailable(f"it holds something that is no memory, under {name!r}")
-                    found.append(Held(name, fds[0], fds[1], listed.get("is_mapped") is not False))
+                    found.append(HeldMemory(name, fds[0], fds[1], listed.get("is_mapped") is not False))
         except BaseException:
             for each in found:
                 each.close()
@@ -216,7 +216,7 @@ class Keeper:
             _, fds = self._ask({"what": "finish", "start": self._start_id}, may_free=True, wants_fds=True)
             _wait_for_end(fds)
 
-    def describe(self) -> Described | None:
+    def describe(self) -> KeeperDescription | None:
         """Return what the keeper says of itself; None if there is none. Raises `KeeperUnavailable`."""
         with self._as_unavailable(), suppress(NoKeeper, HungUp):
             return _described(self._ask({"what": "hello"})[0])
@@ -303,12 +303,12 @@ def _names(answer: Mapping[str, Any]) -> list[str]:
     return names
 
 
-def _described(answer: Mapping[str, Any]) -> Described:
+def _described(answer: Mapping[str, Any]) -> KeeperDescription:
     try:
         living = tuple(map(int, answer["living"]))
         left = answer["seconds_left"]
         seconds_left = None if left is None else float(left)
-        return Described(int(answer["pid"]), float(answer["ttl_seconds"]), living, seconds_left)
+        return KeeperDescription(int(answer["pid"]), float(answer["ttl_seconds"]), living, seconds_left)
     except (KeyError, TypeError, ValueError):
         raise messages.BadMessage("it does not describe a keeper") from None
 

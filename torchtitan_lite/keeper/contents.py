@@ -43,7 +43,7 @@ class _Member(NamedTuple):
     pidfd: int
 
 
-class Contents:
+class KeeperContents:
     """Images and processes. `watch` and `unwatch` begin and end the watch of a pidfd, whose end `ended` gets."""
 
     def __init__(

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.keeper import messages
-from torchtitan_lite.keeper.contents import Answer, Contents
+from torchtitan_lite.keeper.contents import Answer, KeeperContents
 
 _IGNORED = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 NAME = "titan-keeper"
@@ -76,7 +76,7 @@ class Server:
         self._path, self._identity = path, _identity(path)
         self._connections: list[socket.socket] = []
         self._selector = selectors.DefaultSelector()
-        self._contents = Contents(ttl_seconds, watch=self._watch_process, unwatch=self._selector.unregister)
+        self._contents = KeeperContents(ttl_seconds, watch=self._watch_process, unwatch=self._selector.unregister)
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._can_watch = self._watch_path()

@@ -24,7 +24,7 @@ _MOMENTS = 2
 
 
 @dataclass(frozen=True)
-class Held:
+class RankFootprint:
     """What the largest of the ranks with the same `stages` holds."""
 
     stages: tuple[Stage, ...]
@@ -45,7 +45,7 @@ class Footprint:
 
     plan: Plan
     num_params: int
-    held: tuple[Held, ...]
+    held: tuple[RankFootprint, ...]
     training: Training
     global_batch_size: int
 
@@ -82,7 +82,7 @@ def footprint(
     """Return what `plan` puts on the ranks; `build_part` returns a stage, sharded, on the meta device. Any rank."""
     dims = plan.dims
     by_pp_rank = [plan.stages_of(rank * dims.dp_degree * dims.tp) for rank in range(dims.pp)]
-    held = [Held(stages, num_local_params(map(build_part, stages))) for stages in by_pp_rank]
+    held = [RankFootprint(stages, num_local_params(map(build_part, stages))) for stages in by_pp_rank]
     return Footprint(plan, num_params, tuple(held), training, global_batch_size)
 
 

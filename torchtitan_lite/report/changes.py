@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan_lite.checkpoint.examining.inventory import Entry
+from torchtitan_lite.checkpoint.examining.inventory import ListedCheckpoint
 from torchtitan_lite.config.drift import Rule, rule_of
 from torchtitan_lite.report.lines import number
 from torchtitan_lite.report.starts import Start
@@ -68,7 +68,7 @@ def without_secrets(text: str) -> str:
 
 
 def configs_of(
-    starts: Sequence[Start], entries: Iterable[Entry], lines: Iterable[Mapping[str, Any]], last: Config
+    starts: Sequence[Start], entries: Iterable[ListedCheckpoint], lines: Iterable[Mapping[str, Any]], last: Config
 ) -> dict[int, Config]:
     """Return the configuration of each start that is known, by its number.
 

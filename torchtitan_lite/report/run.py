@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.checkpoint.examining.inventory import USABLE, Entry, inventory
+from torchtitan_lite.checkpoint.examining.inventory import USABLE, ListedCheckpoint, inventory
 from torchtitan_lite.disk.plain_file import read_plain
 from torchtitan_lite.errors import CheckpointError, CheckpointNotFound, CheckpointUnsafe
 from torchtitan_lite.metrics.accounts import read_accounts
@@ -122,14 +122,14 @@ def _config(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _exports(folder: Path, config: Mapping[str, Any]) -> list[Entry]:
+def _exports(folder: Path, config: Mapping[str, Any]) -> list[ListedCheckpoint]:
     """Return the weights that the run exported into a folder of their own."""
     export_folder = config.get("checkpoint.export_folder")
     root = folder / str(export_folder)
     return inventory(root) if export_folder and root.is_dir() else []
 
 
-def _shards(root: Path, entries: list[Entry]) -> ShardMap | None:
+def _shards(root: Path, entries: list[ListedCheckpoint]) -> ShardMap | None:
     """Return the shard map of the latest full checkpoint, else of the latest one; None without any."""
     usable = [entry for entry in entries if entry.state in USABLE]
     full = [entry for entry in usable if entry.kind is not None and entry.kind.value == "full"]

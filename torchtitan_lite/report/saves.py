@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan_lite.checkpoint.examining.inventory import Entry, State
+from torchtitan_lite.checkpoint.examining.inventory import FolderState, ListedCheckpoint
 from torchtitan_lite.report.starts import Start
 
 LARGEST_RATE = 1e15
@@ -36,16 +36,16 @@ class Fate(enum.Enum):
 
 
 _FATE_OF_STATE = {
-    State.COMMITTED: Fate.KEPT,
-    State.FOREIGN: Fate.KEPT,
-    State.DAMAGED: Fate.DAMAGED,
-    State.UNREADABLE: Fate.DAMAGED,
-    State.NEWER_FORMAT: Fate.DAMAGED,
-    State.QUARANTINED: Fate.QUARANTINED,
-    State.ABANDONED: Fate.ABANDONED,
-    State.SET_ASIDE: Fate.SET_ASIDE,
-    State.BEING_REPLACED: Fate.SET_ASIDE,
-    State.BEING_REMOVED: Fate.PURGED,
+    FolderState.COMMITTED: Fate.KEPT,
+    FolderState.FOREIGN: Fate.KEPT,
+    FolderState.DAMAGED: Fate.DAMAGED,
+    FolderState.UNREADABLE: Fate.DAMAGED,
+    FolderState.NEWER_FORMAT: Fate.DAMAGED,
+    FolderState.QUARANTINED: Fate.QUARANTINED,
+    FolderState.ABANDONED: Fate.ABANDONED,
+    FolderState.SET_ASIDE: Fate.SET_ASIDE,
+    FolderState.BEING_REPLACED: Fate.SET_ASIDE,
+    FolderState.BEING_REMOVED: Fate.PURGED,
 }
 
 
@@ -83,7 +83,7 @@ class Save:
         return bool(self.nbytes) and self.seconds is not None and self.bytes_per_second is None
 
 
-def saves_of(starts: Sequence[Start], entries: Sequence[Entry]) -> list[Save]:
+def saves_of(starts: Sequence[Start], entries: Sequence[ListedCheckpoint]) -> list[Save]:
     """Return the saves of all `starts` in their order, then the `entries` in the folders that none of them made."""
     saves = [save for start in starts for save in _of_start(start, is_last=start is starts[-1])]
     removed, times = _removals(starts), _times(saves)
@@ -129,15 +129,17 @@ def _of_start(start: Start, *, is_last: bool) -> list[Save]:
     return list(saves.values())
 
 
-def _matched(saves: Sequence[Save], entries: Sequence[Entry]) -> tuple[dict[int, Entry], list[Entry]]:
+def _matched(
+    saves: Sequence[Save], entries: Sequence[ListedCheckpoint]
+) -> tuple[dict[int, ListedCheckpoint], list[ListedCheckpoint]]:
     """Return the entry of each save that is still in the folder, by its index, and the entries of no save."""
     by_step: dict[int, list[int]] = {}
     for index, save in enumerate(saves):
         by_step.setdefault(save.step, []).append(index)
-    found: dict[int, Entry] = {}
+    found: dict[int, ListedCheckpoint] = {}
     unknown = []
     for entry in entries:
-        if entry.state is State.HALF_WRITTEN:
+        if entry.state is FolderState.HALF_WRITTEN:
             continue  # The save that wrote it is known as cut off or under way.
         free = [index for index in by_step.get(entry.step or 0, []) if index not in found]
         free = [index for index in free if saves[index].fate is not Fate.FAILED]
@@ -148,7 +150,7 @@ def _matched(saves: Sequence[Save], entries: Sequence[Entry]) -> tuple[dict[int,
     return found, unknown
 
 
-def _distance(save: Save, entry: Entry) -> tuple[bool, float]:
+def _distance(save: Save, entry: ListedCheckpoint) -> tuple[bool, float]:
     """Return how far `entry` is from what `save` wrote: first whether it is of another kind, then in seconds."""
     return entry.kind is not None and entry.kind.value != save.kind, abs(save.time - entry.created_at)
 
@@ -183,7 +185,7 @@ def _slowest(record: Mapping[str, Any]) -> str:
     return f"rank {rank}, {seconds:.3f} s" if isinstance(rank, int) and isinstance(seconds, float) else ""
 
 
-def _of_entry(entry: Entry) -> Save:
+def _of_entry(entry: ListedCheckpoint) -> Save:
     fate = _FATE_OF_STATE.get(entry.state, Fate.CUT)
     kind = entry.kind.value if entry.kind is not None else ""
     return Save(entry.step or 0, entry.created_at, 0, fate, kind, entry.nbytes, note=entry.finding)

@@ -47,9 +47,11 @@ def no_progress(num_bytes: int) -> None:
     pass
 
 
-def in_safetensors(tensors: dict[str, torch.Tensor]) -> list[safetensors_files.NewTensor]:
+def in_safetensors(tensors: dict[str, torch.Tensor]) -> list[safetensors_files.TensorToWrite]:
     return [
-        safetensors_files.NewTensor(key, str(t.dtype).removeprefix("torch."), tuple(t.shape), Elements(key, t.nbytes))
+        safetensors_files.TensorToWrite(
+            key, str(t.dtype).removeprefix("torch."), tuple(t.shape), Elements(key, t.nbytes)
+        )
         for key, t in tensors.items()
     ]
 
@@ -177,7 +179,7 @@ def test_a_large_tensor_is_spread_evenly_over_files() -> None:
 
 def test_shards_are_filled_in_order_and_a_larger_tensor_has_one_of_its_own() -> None:
     sizes = {"a": 40, "b": 30, "c": 200, "d": 50, "e": 50}
-    tensors = [safetensors_files.NewTensor(k, "uint8", (n,), Elements(k, n)) for k, n in sizes.items()]
+    tensors = [safetensors_files.TensorToWrite(k, "uint8", (n,), Elements(k, n)) for k, n in sizes.items()]
     shards = safetensors_files.sharded(tensors, 100)
     assert {name: [tensor.name for tensor in shard] for name, shard in shards.items()} == {
         "model-00001-of-00003.safetensors": ["a", "b"],

@@ -13,10 +13,10 @@ from torch import nn
 
 from tests.checkpoint.small_run import job_config
 from torchtitan_lite.checkpoint.format.contents import Chunk
-from torchtitan_lite.checkpoint.format.file_image import FileImage, FileLayout
+from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.checkpoint.reading.reader import CheckpointReader, Region, Wanted
-from torchtitan_lite.checkpoint.reading.regions import Source
+from torchtitan_lite.checkpoint.reading.reader import CheckpointReader, RankReads, Region
+from torchtitan_lite.checkpoint.reading.regions import StoredBox
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.state.train_state import TrainState
 from torchtitan_lite.distributed.peers import Peers
@@ -64,7 +64,7 @@ def test_an_optimizer_state_of_another_shape_is_left_as_it_is_and_reported(
 
 @pytest.mark.parametrize("box", [((0, 0), (5, 2)), ((3, 0), (2, 2)), ((-1, 0), (1, 2)), ((0,), (4,))], ids=str)
 def test_a_part_that_is_not_inside_its_source_is_refused(box: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
-    source = Source("file", 0, torch.float32, (4, 2), (2, 1))
+    source = StoredBox("file", 0, torch.float32, (4, 2), (2, 1))
     with pytest.raises(ValueError, match=r"is not inside \[4, 2\] of file"):
         source.part(*box)
 
@@ -82,16 +82,16 @@ def test_a_region_that_is_not_inside_its_chunk_is_refused_before_any_read(
     target, other = torch.full((rows, 3), 7.0), torch.full((4, 3), 7.0)
     regions = [Region("model.0.weight", chunk, (0, 0), other), Region("model.0.weight", chunk, offsets, target)]
     with pytest.raises(CheckpointMismatch, match=r"model\.0\.weight: .* is not inside a chunk of \[4, 3\]"):
-        reader.read(Wanted(regions))
+        reader.read(RankReads(regions))
     assert bool((target == 7).all()) and bool((other == 7).all())
 
 
 @pytest.mark.parametrize("other", [torch.zeros(3), torch.zeros(4, dtype=torch.float16), torch.zeros(2, 2)], ids=str)
 def test_a_tensor_with_another_dtype_or_shape_than_in_the_plan_is_refused(other: torch.Tensor) -> None:
     layout = FileLayout([(torch.float32, (4,))])
-    FileImage(layout, [torch.zeros(4)])
+    FileData(layout, [torch.zeros(4)])
     with pytest.raises(ValueError, match=r"where the plan has torch\.float32\[4\]"):
-        FileImage(layout, [other])
+        FileData(layout, [other])
 
 
 def test_a_model_of_another_shape_is_refused_before_any_read(tmp_path: Path) -> None:

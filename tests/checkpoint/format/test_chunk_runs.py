@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_lite.checkpoint.format import chunk_runs
-from torchtitan_lite.checkpoint.format.chunk_runs import ChunkRuns, FileSizes, Run, files_of
+from torchtitan_lite.checkpoint.format.chunk_runs import ChunkRun, ChunkRuns, FileSizes, files_of
 from torchtitan_lite.checkpoint.format.contents import Chunk, Contents, StoredTensor
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES
 from torchtitan_lite.checkpoint.format.stored_tensor import misfit
@@ -253,6 +253,6 @@ def test_a_run_names_its_keys_in_a_damaged_range() -> None:
 
 
 def test_a_box_of_a_run_covers_its_chunks() -> None:
-    run = Run(3, 0, 1, 0, 1, (2, 10), (4, 5))
+    run = ChunkRun(3, 0, 1, 0, 1, (2, 10), (4, 5))
     assert run.box() == Chunk("", 0, (2, 10), (4, 15))
     assert [chunk.offsets for chunk in ChunkRuns((run,))] == [(2, 10), (2, 15), (2, 20)]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from torchtitan_lite.checkpoint.format import tensor_digest
-from torchtitan_lite.checkpoint.format.tensor_digest import BLOCK_WORDS, Digest, digest_chunk, finish
+from torchtitan_lite.checkpoint.format.tensor_digest import BLOCK_WORDS, TensorDigest, digest_chunk, finish
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -22,7 +22,7 @@ DTYPES = [
 MOD = 1 << 64
 
 
-def whole(tensor: torch.Tensor) -> Digest:
+def whole(tensor: torch.Tensor) -> TensorDigest:
     return digest_chunk(tensor, global_shape=tensor.shape, offsets=[0] * tensor.dim())
 
 
@@ -41,7 +41,7 @@ def split_mix(seed: int, position: int) -> int:
     return z ^ (z >> 31)
 
 
-def by_definition(tensor: torch.Tensor) -> Digest:
+def by_definition(tensor: torch.Tensor) -> TensorDigest:
     """Compute the digest as the module's docstring defines it, in plain integers."""
     table_seeds = (0x243F6A8885A308D3, 0x13198A2E03707344)
     multiplier_seeds = (0xA4093822299F31D0, 0x082EFA98EC4E6C89)
@@ -54,12 +54,12 @@ def by_definition(tensor: torch.Tensor) -> Digest:
         )
         for lane in (0, 1)
     ]
-    return Digest(lanes[0] % MOD, lanes[1] % MOD)
+    return TensorDigest(lanes[0] % MOD, lanes[1] % MOD)
 
 
-def sum_over_boxes(tensor: torch.Tensor, cuts: list[list[int]], *, copy: bool) -> Digest:
+def sum_over_boxes(tensor: torch.Tensor, cuts: list[list[int]], *, copy: bool) -> TensorDigest:
     """Return the sum over the grid of boxes between these cuts of each dim; a repeated cut makes empty boxes."""
-    total = Digest.zero()
+    total = TensorDigest.zero()
     for box in itertools.product(*[list(itertools.pairwise(dim_cuts)) for dim_cuts in cuts]):
         local = tensor[tuple(slice(begin, end) for begin, end in box)]
         local = local.clone(memory_format=torch.contiguous_format) if copy else local
@@ -230,12 +230,12 @@ def test_many_threads_digest_at_once() -> None:
 
 
 def test_a_tensor_without_elements_digests_to_zero() -> None:
-    assert whole(torch.empty(0, 5)) == Digest.zero()
+    assert whole(torch.empty(0, 5)) == TensorDigest.zero()
 
 
 @given(st.integers(0, MOD - 1), st.integers(0, MOD - 1))
 def test_a_digest_is_32_digits_and_survives_pickle(lane0: int, lane1: int) -> None:
-    digest = Digest(lane0, lane1)
+    digest = TensorDigest(lane0, lane1)
     assert pickle.loads(pickle.dumps(digest)) == digest
     text = digest.to_hex()
     assert len(text) == 32 and (int(text[:16], 16), int(text[16:], 16)) == (lane0, lane1)

@@ -21,7 +21,7 @@ from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, open_c
 from torchtitan_lite.checkpoint.examining.tensor_stream import SLICE_BYTES
 from torchtitan_lite.checkpoint.hugging_face.described import Place
 from torchtitan_lite.checkpoint.hugging_face.description import HuggingFaceModel
-from torchtitan_lite.checkpoint.hugging_face.writing import Planned, plan, write, write_rest, write_shards
+from torchtitan_lite.checkpoint.hugging_face.writing import PlannedExport, plan, write, write_rest, write_shards
 from torchtitan_lite.errors import CheckpointUnreadable, ConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -90,7 +90,7 @@ def test_the_files_have_their_names_and_order_and_the_dtype_is_in_the_config(
 def test_ranks_share_the_shards_and_the_coordinator_writes_the_rest(
     opened: OpenedCheckpoint, tensors: State, tmp_path: Path
 ) -> None:
-    def planned_by_a_rank() -> Planned:
+    def planned_by_a_rank() -> PlannedExport:
         return plan(opened, MODEL, name="out", dtype="bfloat16", max_shard_bytes=64)
 
     with new_output.new_folder(tmp_path / "out") as folder:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.checkpoint.small_run import SmallRun
-from torchtitan_lite.checkpoint.format.file_image import FileImage
+from torchtitan_lite.checkpoint.format.file_data import FileData
 from torchtitan_lite.checkpoint.images.card import Card
 from torchtitan_lite.checkpoint.images.images import Images
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
@@ -26,7 +26,7 @@ class CopiesOnly:
 
     can_digest = False
 
-    def copy(self, image: FileImage, arena: StagingArena, *, digests: bool) -> Copied:
+    def copy(self, image: FileData, arena: StagingArena, *, digests: bool) -> Copied:
         return HostCopier().copy(image, arena, digests=False)
 
 

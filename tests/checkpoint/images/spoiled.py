@@ -15,12 +15,12 @@ from torchtitan_lite.checkpoint.images.commits import Commit
 from torchtitan_lite.checkpoint.staging import mark
 from torchtitan_lite.checkpoint.staging.mark import PAGE_BYTES, Mark, Marked, read_mark
 from torchtitan_lite.distributed.environment import runtime_folder
-from torchtitan_lite.keeper.client import Held, Keeper
+from torchtitan_lite.keeper.client import HeldMemory, Keeper
 from torchtitan_lite.keeper.messages import MAX_ENTRIES
 
 
 @contextmanager
-def keeper_of(folder: Path) -> Iterator[tuple[Keeper, list[Held]]]:
+def keeper_of(folder: Path) -> Iterator[tuple[Keeper, list[HeldMemory]]]:
     """Yield the keeper of `folder` and what it holds; the descriptors are closed after the block."""
     keeper = Keeper(folder, 60.0, runtime=runtime_folder())
     held = keeper.held()
@@ -37,7 +37,7 @@ def steps_in(folder: Path) -> list[int]:
         return sorted(marked.step for each in held if (marked := read_mark(each.mark_fd)) is not None)
 
 
-def spoil(folder: Path, steps: Collection[int], how: Callable[[Held, Marked], None]) -> None:
+def spoil(folder: Path, steps: Collection[int], how: Callable[[HeldMemory, Marked], None]) -> None:
     """Do `how` to the images of `steps` at the keeper of `folder`; there must be one."""
     with keeper_of(folder) as (_, held):
         found = [(each, marked) for each in held if (marked := read_mark(each.mark_fd)) is not None]
@@ -61,13 +61,13 @@ def fill(folder: Path) -> None:
                 os.close(fd)
 
 
-def other_bytes(held: Held, marked: Marked) -> None:
+def other_bytes(held: HeldMemory, marked: Marked) -> None:
     """Change a byte of a tensor after the mark was set."""
     (byte,) = os.pread(held.arena_fd, 1, marked.num_bytes // 2)
     os.pwrite(held.arena_fd, bytes([byte ^ 1]), marked.num_bytes // 2)
 
 
-def other_record(held: Held, marked: Marked) -> None:
+def other_record(held: HeldMemory, marked: Marked) -> None:
     """Give the card other digests of its file."""
 
     def change(card: Card) -> Card:
@@ -77,12 +77,12 @@ def other_record(held: Held, marked: Marked) -> None:
     _change_card(held, marked, change)
 
 
-def other_commit(held: Held, marked: Marked) -> None:
+def other_commit(held: HeldMemory, marked: Marked) -> None:
     """Let the card know another manifest of the latest step on disk."""
     _change_card(held, marked, lambda card: dataclasses.replace(card, latest=Commit(3, "f" * 32)))
 
 
-def other_version(held: Held, marked: Marked) -> None:
+def other_version(held: HeldMemory, marked: Marked) -> None:
     """Give the mark another format version, with the right digest."""
     fields = mark._FIELDS.pack(
         mark._MAGIC, 9, 0, marked.step, marked.num_bytes, PAGE_BYTES, len(marked.card), bytes(16)
@@ -91,12 +91,12 @@ def other_version(held: Held, marked: Marked) -> None:
         os.pwrite(held.mark_fd, fields + xxhash.xxh3_64_digest(fields), mark._record_at(record))
 
 
-def shorter(held: Held, marked: Marked) -> None:
+def shorter(held: HeldMemory, marked: Marked) -> None:
     """Cut the arena in the middle of its image."""
     os.ftruncate(held.arena_fd, marked.num_bytes // 2)
 
 
-def empty(held: Held, marked: Marked) -> None:
+def empty(held: HeldMemory, marked: Marked) -> None:
     """Leave nothing of the arena and of the mark."""
     os.ftruncate(held.arena_fd, 0)
     os.ftruncate(held.mark_fd, 10)
@@ -105,7 +105,7 @@ def empty(held: Held, marked: Marked) -> None:
 HOW = (other_bytes, other_record, other_commit, other_version, shorter, empty)
 
 
-def _change_card(held: Held, marked: Marked, change: Callable[[Card], Card]) -> None:
+def _change_card(held: HeldMemory, marked: Marked, change: Callable[[Card], Card]) -> None:
     found = Mark(os.dup(held.mark_fd))
     found.set(marked.step, marked.num_bytes, change(Card.parse(marked.card)).to_bytes())
     found.close()

@@ -14,7 +14,7 @@ from tests.checkpoint.small_run import SmallRun
 from tests.logged import logged_warnings
 from torchtitan_lite.checkpoint.images.card import Card
 from torchtitan_lite.checkpoint.staging.mark import Marked, read_mark
-from torchtitan_lite.keeper.client import Held
+from torchtitan_lite.keeper.client import HeldMemory
 
 pytestmark = pytest.mark.usefixtures("memory_tier")
 OPTIONS = {"async_mode": "async", "interval": 100, "memory_interval": 1, "max_failed_saves": 9}
@@ -30,7 +30,7 @@ def two_copies(folder: Path) -> Path:
     return run.root
 
 
-def by_copy(held: list[Held]) -> list[tuple[Held, Marked]]:
+def by_copy(held: list[HeldMemory]) -> list[tuple[HeldMemory, Marked]]:
     """Return the images of step 3, the one that was made first before the other."""
     found = [(each, marked) for each in held if (marked := read_mark(each.mark_fd)) is not None and marked.step == 3]
     assert len(found) == 2
@@ -71,7 +71,7 @@ def test_two_memories_with_the_same_image_are_both_tried(tmp_path: Path, damaged
         for name in ("0", "zz"):
             fds = tuple(_copy_of(fd) for fd in (latest.arena_fd, latest.mark_fd))
             if name == damaged:
-                other_bytes(Held(name, *fds, False), marked)
+                other_bytes(HeldMemory(name, *fds, False), marked)
             keeper.keep(name, fds)
             for fd in fds:
                 os.close(fd)

@@ -17,7 +17,7 @@ from tests.checkpoint.images.starts import run
 from torchtitan_lite.checkpoint.images.held_images import HeldImages
 from torchtitan_lite.distributed.environment import runtime_folder
 from torchtitan_lite.distributed.peers import Peers
-from torchtitan_lite.keeper.client import Held, Keeper
+from torchtitan_lite.keeper.client import HeldMemory, Keeper
 
 pytestmark = pytest.mark.usefixtures("memory_tier")
 
@@ -27,9 +27,10 @@ class KeepsOneMore(Keeper):
 
     has_ended_now = False
 
-    def held(self, start_id: str | None = None) -> list[Held]:
+    def held(self, start_id: str | None = None) -> list[HeldMemory]:
         return [
-            Held(*each, not self.has_ended_now) for each in ((h.name, h.arena_fd, h.mark_fd) for h in super().held())
+            HeldMemory(*each, not self.has_ended_now)
+            for each in ((h.name, h.arena_fd, h.mark_fd) for h in super().held())
         ]
 
     def wait_until_unmapped(self, seconds: float, start_id: str | None = None) -> bool:

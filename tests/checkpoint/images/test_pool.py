@@ -9,12 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_lite.checkpoint.format.file_image import FileImage, FileLayout
+from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout
 from torchtitan_lite.checkpoint.images.image_stager import ImageStager
-from torchtitan_lite.checkpoint.images.pool import NO_STEP, Pool, Slot
+from torchtitan_lite.checkpoint.images.pool import Pool
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.copiers import HostCopier
 from torchtitan_lite.checkpoint.staging.mark import Mark, read_mark
+from torchtitan_lite.checkpoint.staging.slots import NO_STEP, ArenaSlot
 
 
 class Ranks:
@@ -24,8 +25,8 @@ class Ranks:
         self.pools = [Pool() for _ in range(num_ranks)]
         for pool in self.pools:
             pool.resize(num_slots)
-        self.digesting: list[list[tuple[Slot, int]]] = [[] for _ in self.pools]
-        self.writing: list[Slot | None] = [None for _ in self.pools]
+        self.digesting: list[list[tuple[ArenaSlot, int]]] = [[] for _ in self.pools]
+        self.writing: list[ArenaSlot | None] = [None for _ in self.pools]
         self.complete = NO_STEP
 
     def stage(self, step: int, failing: int, *, saves: bool) -> None:
@@ -90,7 +91,7 @@ def test_once_a_step_was_complete_on_all_ranks_one_always_is(
         latest = max(pool.complete for pool in ranks.pools)
 
 
-def _read(pool: Pool) -> list[Slot]:
+def _read(pool: Pool) -> list[ArenaSlot]:
     return [slot for slot in pool.slots if slot.is_read]
 
 
@@ -133,7 +134,7 @@ def test_one_arena_is_taken_again_and_again_and_reports_nothing() -> None:
 
 def test_an_image_is_invalid_before_the_first_byte_of_the_next_one() -> None:
     stager = ImageStager(HostCopier(), pin=False, let_go=lambda arena: None)
-    image = FileImage(FileLayout([(torch.float32, (1000,))]), [torch.zeros(1000)])
+    image = FileData(FileLayout([(torch.float32, (1000,))]), [torch.zeros(1000)])
     arena = stager.take(image).arena
     assert arena.mark is not None
     arena.mark.set(1, image.num_bytes, b"card")
@@ -160,8 +161,8 @@ def test_an_arena_that_is_too_small_is_given_up_before_a_larger_one_is_made() ->
     given_up: list[StagingArena] = []
     stager = ImageStager(HostCopier(), pin=False, let_go=given_up.append)
     small, large = torch.zeros(1000), torch.zeros(2_000_000)
-    first = stager.take(FileImage(FileLayout([(small.dtype, small.shape)]), [small])).arena
-    stager.take(FileImage(FileLayout([(large.dtype, large.shape)]), [large]))
+    first = stager.take(FileData(FileLayout([(small.dtype, small.shape)]), [small])).arena
+    stager.take(FileData(FileLayout([(large.dtype, large.shape)]), [large]))
     assert given_up == [first]
     stager.close()
 

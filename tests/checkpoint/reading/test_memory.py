@@ -16,7 +16,7 @@ from tests.checkpoint.reading.memory import MIB, peak_above_before, status_bytes
 from tests.checkpoint.small_run import Lent, target
 from tests.checkpoint.tiny_run import TinyRun
 from tests.ranks import Ranks
-from torchtitan_lite.checkpoint.format.file_image import FileImage, FileLayout
+from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.saving.savers import ProcessSaver, Saver, SyncSaver, ThreadSaver
 from torchtitan_lite.distributed.peers import Peers
@@ -127,7 +127,7 @@ def test_async_saves_take_one_copy_of_the_state_however_many_they_are(alone: Ran
 
 def test_a_range_of_a_transposed_tensor_is_copied_in_little_memory_however_long_it_is() -> None:
     tensor = torch.ones(1000, 16 * MIB // 1000).t()
-    image = FileImage(FileLayout([(tensor.dtype, tuple(tensor.shape))]), [tensor])
+    image = FileData(FileLayout([(tensor.dtype, tuple(tensor.shape))]), [tensor])
     buffer = memoryview(bytearray(b"\xee" * image.num_bytes))
     assert peak_above_before(lambda: image.fill(buffer, 0, image.num_bytes)) <= 16 * MIB
 

@@ -19,7 +19,7 @@ from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.reading.folder import Verify
 from torchtitan_lite.checkpoint.reading.reader import CheckpointReader
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
-from torchtitan_lite.checkpoint.state.optimizer_state import Slot
+from torchtitan_lite.checkpoint.state.optimizer_state import ParameterSlot
 from torchtitan_lite.checkpoint.state.stateful import OptimizerWrapper
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable, CheckpointUnsafe
@@ -88,7 +88,7 @@ def test_cast_converts_weights_of_another_floating_dtype(tmp_path: Path) -> None
 
 
 def test_all_differences_are_in_one_report(tmp_path: Path) -> None:
-    optimizer = {"a.weight": Slot(("a.weight",), (0, 0), torch.zeros(2, 2), {"lr": 0.1}, {})}
+    optimizer = {"a.weight": ParameterSlot(("a.weight",), (0, 0), torch.zeros(2, 2), {"lr": 0.1}, {})}
     checkpoint = stored(tmp_path, model=model(), optimizer={}, there={"n": 1})
     with pytest.raises(CheckpointMismatch) as refusal:
         checkpoint.check(model() | {"b": torch.ones(1)}, optimizer, ["there", "loader"])

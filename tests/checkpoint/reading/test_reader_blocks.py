@@ -13,7 +13,7 @@ from tests.checkpoint.with_manifest import flip, write_manifest
 from torchtitan_lite.checkpoint.format.torch_item import object_item
 from torchtitan_lite.checkpoint.reading import reader
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
-from torchtitan_lite.checkpoint.reading.reader import CheckpointReader, Region, Wanted
+from torchtitan_lite.checkpoint.reading.reader import CheckpointReader, RankReads, Region
 from torchtitan_lite.disk.block_reader import BlockReader
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
 from torchtitan_lite.disk.piece_table import PieceTable
@@ -82,7 +82,7 @@ def regions(folder: Path, *keys: str, dtype: torch.dtype = torch.uint8) -> list[
     return [Region(key, chunk, (0,), torch.zeros(chunk.sizes, dtype=dtype)) for key, chunk in chunks.items()]
 
 
-def keys_damaged(folder: Path, wanted: Wanted) -> list[str]:
+def keys_damaged(folder: Path, wanted: RankReads) -> list[str]:
     """Read `wanted`, and return the keys that the error for damage names; none if there is no damage."""
     try:
         CheckpointReader(folder).read(wanted)
@@ -110,12 +110,12 @@ def test_damage_is_found_by_a_read_of_its_block_and_named_with_all_keys_in_it(
     folder: Path, at: int, wanted: list[str], affected: list[str]
 ) -> None:
     flip(folder / DATA, at)
-    assert keys_damaged(folder, Wanted(regions(folder, *wanted))) == affected
+    assert keys_damaged(folder, RankReads(regions(folder, *wanted))) == affected
 
 
 def test_damage_of_an_object_is_found_by_a_read_of_it(folder: Path) -> None:
     taken: list[Any] = []
-    wanted = Wanted(objects=[("numbers", taken.append)])
+    wanted = RankReads(objects=[("numbers", taken.append)])
     assert keys_damaged(folder, wanted) == []
     assert taken == [list(range(200))]
     flip(folder / DATA, 3 * BLOCK_BYTES + 10)
@@ -124,8 +124,8 @@ def test_damage_of_an_object_is_found_by_a_read_of_it(folder: Path) -> None:
 
 def test_damage_of_one_file_does_not_name_keys_at_the_same_place_of_another(folder: Path) -> None:
     flip(folder / "__1_0.distcp", 4)
-    assert keys_damaged(folder, Wanted(regions(folder, *PLACES))) == []
-    assert keys_damaged(folder, Wanted(regions(folder, "beside"))) == ["beside"]
+    assert keys_damaged(folder, RankReads(regions(folder, *PLACES))) == []
+    assert keys_damaged(folder, RankReads(regions(folder, "beside"))) == ["beside"]
 
 
 def test_the_rest_is_every_block_without_a_tensor(folder: Path) -> None:
@@ -153,7 +153,7 @@ def test_each_file_of_the_rest_is_verified_by_one_rank(folder: Path, count: int)
 @pytest.mark.parametrize("at", [4 * BLOCK_BYTES + 50, 3 * BLOCK_BYTES + 100_000])
 def test_damage_outside_all_tensors_is_found_in_the_rest(folder: Path, at: int) -> None:
     flip(folder / DATA, at)
-    assert keys_damaged(folder, Wanted(regions(folder, "first", "second", "across", "last"))) == []
+    assert keys_damaged(folder, RankReads(regions(folder, "first", "second", "across", "last"))) == []
     with pytest.raises(CheckpointDamaged, match=f"of {DATA}: "):
         CheckpointReader(folder).verify_rest(0, 1)
     CheckpointReader(folder, "size").verify_rest(0, 1)
@@ -163,11 +163,11 @@ def test_staged_parts_are_read_in_batches_of_bounded_memory(folder: Path, monkey
     monkeypatch.setattr(reader, "BATCH_BYTES", 96)
     wanted = regions(folder, "across", "last", "beside", dtype=torch.float32)
     noting = Noting()
-    CheckpointReader(folder, blocks=noting).read(Wanted(wanted))
+    CheckpointReader(folder, blocks=noting).read(RankReads(wanted))
     assert noting.noted_reads == [(DATA, 2, 96), ("__1_0.distcp", 1, 8)]
     monkeypatch.setattr(reader, "BATCH_BYTES", 95)
     noting = Noting()
-    CheckpointReader(folder, blocks=noting).read(Wanted(wanted))
+    CheckpointReader(folder, blocks=noting).read(RankReads(wanted))
     assert noting.noted_reads == [(DATA, 1, 16), (DATA, 1, 80), ("__1_0.distcp", 1, 8)]
     data = (folder / DATA).read_bytes()
     for region in wanted[:2]:
@@ -178,7 +178,7 @@ def test_staged_parts_are_read_in_batches_of_bounded_memory(folder: Path, monkey
 def test_one_part_that_is_larger_than_a_batch_is_a_batch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "BATCH_BYTES", 1)
     wanted = regions(folder, "first", dtype=torch.float32)
-    CheckpointReader(folder).read(Wanted(wanted))
+    CheckpointReader(folder).read(RankReads(wanted))
     assert wanted[0].target.tolist() == list((folder / DATA).read_bytes()[:BLOCK_BYTES])
 
 

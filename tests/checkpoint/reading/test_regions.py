@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchtitan_lite.checkpoint.format.contents import Chunk, Item
 from torchtitan_lite.checkpoint.reading import regions
-from torchtitan_lite.checkpoint.reading.regions import Source, contiguous_strides, staged, straight, whole
+from torchtitan_lite.checkpoint.reading.regions import StoredBox, contiguous_strides, staged, straight, whole
 from torchtitan_lite.disk.read_requests import GAP_BYTES, Piece
 
 FLOAT = torch.float32
@@ -25,10 +25,10 @@ def file_of(num_elements: int) -> bytes:
     return b"padding" + torch.arange(float(num_elements)).numpy().tobytes()
 
 
-def source(shape: Sequence[int], strides: Sequence[int] | None = None, first: int = 0) -> Source:
+def source(shape: Sequence[int], strides: Sequence[int] | None = None, first: int = 0) -> StoredBox:
     """Return the source of a tensor of `shape` in such a file, starting at the element `first`."""
     strides = contiguous_strides(tuple(shape)) if strides is None else strides
-    return Source("f", 7 + 4 * first, FLOAT, tuple(shape), tuple(strides))
+    return StoredBox("f", 7 + 4 * first, FLOAT, tuple(shape), tuple(strides))
 
 
 def read(pieces: Sequence[Piece], data: bytes) -> None:
@@ -36,7 +36,7 @@ def read(pieces: Sequence[Piece], data: bytes) -> None:
         piece.into[:] = data[piece.at : piece.at + len(piece.into)]
 
 
-def expected(of: Source) -> Tensor:
+def expected(of: StoredBox) -> Tensor:
     """Return the elements of `of` in such a file."""
     count = (of.at - 7) // 4 + of.nbytes // 4
     return torch.arange(float(count)).as_strided(of.shape, of.strides, (of.at - 7) // 4)
@@ -166,7 +166,7 @@ def test_a_parameter_is_read_straight() -> None:
 
 def test_a_conjugated_view_is_not_read_straight() -> None:
     target = torch.zeros(4, dtype=torch.complex64).conj()
-    assert straight(Source("f", 0, torch.complex64, (4,), (1,)), target) is None
+    assert straight(StoredBox("f", 0, torch.complex64, (4,), (1,)), target) is None
 
 
 def test_a_whole_chunk_is_one_piece_if_its_target_has_its_dtype_shape_and_layout() -> None:
@@ -209,7 +209,7 @@ SMALL = 4096
         "overlap",
     ],
 )
-def test_parts_are_small_and_make_up_the_whole(of: Source, target: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_are_small_and_make_up_the_whole(of: StoredBox, target: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(regions, "STAGED_BYTES", SMALL)
     data = file_of((of.at + of.nbytes) // 4 + 1)
     parts = list(staged(of, target))

@@ -14,7 +14,7 @@ from tests.checkpoint.tiny_run import TinyRun, at_steps
 from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.saving.savers import SyncSaver
-from torchtitan_lite.checkpoint.state.optimizer_state import Slot
+from torchtitan_lite.checkpoint.state.optimizer_state import ParameterSlot
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointUnreadable
 
@@ -94,7 +94,7 @@ def test_a_model_that_raises_during_verify_resume(rank: int, tmp_path: Path) -> 
         run.manager.load()
 
 
-class Unplaced(Slot):
+class Unplaced(ParameterSlot):
     """A parameter for whose state there is no memory."""
 
     def empty(self, *_: Any, **__: Any) -> torch.Tensor:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.small_run import Lent
+from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.saving.content import Copying, write_in_place
-from torchtitan_lite.checkpoint.saving.savers import PendingSave, State, ThreadSaver
-from torchtitan_lite.checkpoint.saving.writer import Target
-from torchtitan_lite.checkpoint.staging.stager import Staged, build_stager
+from torchtitan_lite.checkpoint.saving.savers import PendingSave, ThreadSaver
+from torchtitan_lite.checkpoint.saving.writer import SaveTarget
+from torchtitan_lite.checkpoint.staging.stager import StagedCopy, build_stager
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.distributed.peers import Peers
 
@@ -24,7 +25,7 @@ class SlowDisk:
         self.stager = build_stager()
         self.saver = ThreadSaver(Peers(timedelta(seconds=60)), copying=Copying(self.stager), write=self._write)
 
-    def _write(self, path: Path, staged: Staged, target: Target) -> FileRecord:
+    def _write(self, path: Path, staged: StagedCopy, target: SaveTarget) -> FileRecord:
         assert self.may_write.wait(60)
         return write_in_place(path, staged, target)
 
@@ -79,7 +80,7 @@ def test_memory_is_that_of_one_save(start_run: StartRun) -> None:
 class Noting(Lent):
     """Keeps the last save."""
 
-    def save(self, state: State, target: Target) -> PendingSave:
+    def save(self, state: State, target: SaveTarget) -> PendingSave:
         self.pending = super().save(state, target)
         return self.pending
 

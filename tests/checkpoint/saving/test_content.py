@@ -9,7 +9,7 @@ import torch
 
 from tests.checkpoint.small_run import target
 from torchtitan_lite.checkpoint.images.pool import Pool
-from torchtitan_lite.checkpoint.planning.save_plan import PlanCache
+from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
 from torchtitan_lite.checkpoint.saving.content import Copies, Copying, write_in_place
 from torchtitan_lite.checkpoint.staging.copiers import HostCopier
 from torchtitan_lite.checkpoint.staging.stager import Stager
@@ -24,7 +24,7 @@ def test_a_save_whose_end_is_noted_after_the_next_one_began_releases_its_own_cop
     pool.resize(3)
     stager = Stager(HostCopier(), pin=False, pool=pool)
     copies = Copies(Copying(stager), write_in_place, DO_NOT_WATCH)
-    image = PlanCache(Peers(timedelta(seconds=60))).plan({"w": torch.zeros(3)}).image()
+    image = PlanCache(Peers(timedelta(seconds=60))).plan({"w": torch.zeros(3)}).file()
     for step in (1, 2):
         copies.content(image, target(store, step))
     copies.release()  # By the thread of the first save, which runs with the lowest priority.

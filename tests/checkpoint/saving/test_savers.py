@@ -225,7 +225,7 @@ from datetime import timedelta
 from pathlib import Path
 import torch
 from tests.checkpoint.small_run import target
-from torchtitan_lite.checkpoint.format.file_image import FileImage, FileLayout
+from torchtitan_lite.checkpoint.format.file_data import FileImage, FileLayout
 from torchtitan_lite.checkpoint.saving.content import Copying
 from torchtitan_lite.checkpoint.saving.savers import ThreadSaver
 from torchtitan_lite.checkpoint.staging.copiers import HostCopier

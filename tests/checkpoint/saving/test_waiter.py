@@ -15,9 +15,10 @@ import torch
 
 from tests.checkpoint.small_run import ORIGIN, Clock, Events
 from tests.disks import FailingDisk
-from torchtitan_lite.checkpoint.saving.savers import PendingSave, State, SyncSaver
+from torchtitan_lite.checkpoint.format.flattening import State
+from torchtitan_lite.checkpoint.saving.savers import PendingSave, SyncSaver
 from torchtitan_lite.checkpoint.saving.waiter import SaveWaiter
-from torchtitan_lite.checkpoint.saving.writer import Target
+from torchtitan_lite.checkpoint.saving.writer import SaveTarget
 from torchtitan_lite.disk.durable import DISK, Durable
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import LeaseLost, SaveFailed
@@ -38,7 +39,7 @@ class HeldSaver(SyncSaver):
         self.durable: Future[Any] = Future()
         self._save: Callable[[], PendingSave] | None = None
 
-    def save(self, state: State, target: Target) -> PendingSave:
+    def save(self, state: State, target: SaveTarget) -> PendingSave:
         self.staged, self.durable = Future(), Future()
         self._save = lambda: SyncSaver.save(self, state, target)
         return PendingSave(target.step, self.staged, self.durable)
@@ -276,7 +277,7 @@ class Slow(SyncSaver):
         super().__init__(PEERS)
         self._clock = clock
 
-    def save(self, state: State, target: Target) -> PendingSave:
+    def save(self, state: State, target: SaveTarget) -> PendingSave:
         self._clock.seconds += 3
         return super().save(state, target)
 
@@ -434,11 +435,13 @@ def test_only_the_coordinator_checks_for_room(root: Path) -> None:
     Case(root).save(1)
     full = CheckpointStore(root, free_bytes=lambda path: 0)
     for peers, is_refused in ((PEERS, True), (SecondRank(timedelta(seconds=60)), False)):
-        targets: list[Target] = []
+        targets: list[SaveTarget] = []
         saver = HeldSaver()
         save = saver.save
 
-        def noted(state: State, target: Target, save: Any = save, targets: list[Target] = targets) -> PendingSave:
+        def noted(
+            state: State, target: SaveTarget, save: Any = save, targets: list[SaveTarget] = targets
+        ) -> PendingSave:
             targets.append(target)
             pending: PendingSave = save(state, target)
             return pending

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from torchtitan_lite.checkpoint.saving.savers import PendingSave, State
-from torchtitan_lite.checkpoint.saving.writer import Target
+from torchtitan_lite.checkpoint.format.flattening import State
+from torchtitan_lite.checkpoint.saving.savers import PendingSave
+from torchtitan_lite.checkpoint.saving.writer import SaveTarget
 from torchtitan_lite.errors import SaveFailed
 
 
@@ -25,7 +26,7 @@ class GatedSaver:
 
     def compare_alongside(self, get_state: Callable[[], State]) -> None: ...
 
-    def save(self, state: State, target: Target) -> PendingSave:
+    def save(self, state: State, target: SaveTarget) -> PendingSave:
         self._while_blocked()
         staged: Future[None] = Future()
         staged.set_result(None)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from torchtitan_lite.checkpoint.format.file_image import FileImage, FileLayout
+from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout
 from torchtitan_lite.checkpoint.images.image_stager import ImageStager, build_image_stager
 from torchtitan_lite.checkpoint.images.pool import Pool
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
@@ -22,7 +22,7 @@ class Failing(HostCopier):
     def __init__(self) -> None:
         self.num_copies = 0
 
-    def copy(self, image: FileImage, arena: StagingArena, *, digests: bool) -> Copied:
+    def copy(self, image: FileData, arena: StagingArena, *, digests: bool) -> Copied:
         self.num_copies += 1
         if self.num_copies == 1:
             raise MemoryError("no room")
@@ -41,9 +41,9 @@ def stager(pool: Pool) -> Iterator[Stager]:
     stager.close()
 
 
-def image(num_elements: int = 1000) -> FileImage:
+def image(num_elements: int = 1000) -> FileData:
     tensor = torch.zeros(num_elements)
-    return FileImage(FileLayout([(tensor.dtype, tuple(tensor.shape))]), [tensor])
+    return FileData(FileLayout([(tensor.dtype, tuple(tensor.shape))]), [tensor])
 
 
 def test_a_copy_that_fails_leaves_its_arena_to_the_next_one() -> None:
@@ -140,7 +140,7 @@ def test_tensors_in_the_memory_of_the_host_are_copied_beside_an_accelerator_too(
     for tensors in (large, small, large):
         layout = FileLayout([(each.dtype, tuple(each.shape)) for each in tensors])
         for objects in (b"first", b"and others"):  # Of the same layout the bytes around stay from copy to copy.
-            found = FileImage(layout, tensors, objects)
+            found = FileData(layout, tensors, objects)
             staged = stager.take(found, digests=True)
             staged.wait()
             whole = bytearray(found.num_bytes)

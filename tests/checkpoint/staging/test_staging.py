@@ -10,11 +10,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from torchtitan_lite.checkpoint.format.file_image import FileImage, FileLayout
+from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout
 from torchtitan_lite.checkpoint.format.torch_item import object_item
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.copiers import HostCopier
-from torchtitan_lite.checkpoint.staging.stager import Staged, Stager
+from torchtitan_lite.checkpoint.staging.stager import StagedCopy, Stager
 from torchtitan_lite.disk.digest import FileRecord
 
 
@@ -25,16 +25,16 @@ def stager() -> Iterator[Stager]:
     stager.close()
 
 
-def image_of(tensors: list[torch.Tensor], objects: bytes = b"", layout: FileLayout | None = None) -> FileImage:
-    return FileImage(layout or FileLayout([(t.dtype, tuple(t.shape)) for t in tensors]), tensors, objects)
+def image_of(tensors: list[torch.Tensor], objects: bytes = b"", layout: FileLayout | None = None) -> FileData:
+    return FileData(layout or FileLayout([(t.dtype, tuple(t.shape)) for t in tensors]), tensors, objects)
 
 
-def data_of(staged: Staged) -> bytes:
+def data_of(staged: StagedCopy) -> bytes:
     staged.wait()
     return bytes(memoryview(staged.arena.memory)[: staged.num_bytes])
 
 
-def whole(image: FileImage) -> bytes:
+def whole(image: FileData) -> bytes:
     buffer = bytearray(image.num_bytes)
     image.fill(memoryview(buffer), 0, image.num_bytes)
     return bytes(buffer)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from torchtitan_lite.checkpoint.format.file_image import FileImage, FileLayout
+from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout
 from torchtitan_lite.checkpoint.staging.copiers import CudaCopier
-from torchtitan_lite.checkpoint.staging.stager import Staged, Stager
+from torchtitan_lite.checkpoint.staging.stager import StagedCopy, Stager
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -21,11 +21,11 @@ def stager() -> Iterator[Stager]:
     stager.close()
 
 
-def image_of(tensors: list[torch.Tensor], volatile: frozenset[int] = frozenset()) -> FileImage:
-    return FileImage(FileLayout([(t.dtype, tuple(t.shape)) for t in tensors]), tensors, volatile=volatile)
+def image_of(tensors: list[torch.Tensor], volatile: frozenset[int] = frozenset()) -> FileData:
+    return FileData(FileLayout([(t.dtype, tuple(t.shape)) for t in tensors]), tensors, volatile=volatile)
 
 
-def assert_holds(staged: Staged, tensors: list[torch.Tensor]) -> None:
+def assert_holds(staged: StagedCopy, tensors: list[torch.Tensor]) -> None:
     for found, expected in zip(staged.tensors(), tensors, strict=True):
         assert found.contiguous().view(-1).view(torch.uint8).tolist() == (
             expected.cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).tolist()

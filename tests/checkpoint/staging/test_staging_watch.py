@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from torchtitan_lite.checkpoint.format.file_image import FileImage, FileLayout
+from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout
 from torchtitan_lite.checkpoint.staging.copiers import HostCopier
 from torchtitan_lite.checkpoint.staging.stager import Stager
 from torchtitan_lite.checkpoint.staging.watch import StagingWatch, build_staging_watch, watch
@@ -26,7 +26,7 @@ def stager() -> Iterator[Stager]:
 
 def compare(stager: Stager, watch: StagingWatch, tensors: list[torch.Tensor], changed: dict[int, int]) -> None:
     """Watch `tensors`, change the elements `changed` (number of the tensor to element), and compare the copies."""
-    image = FileImage(FileLayout([(each.dtype, tuple(each.shape)) for each in tensors]), tensors)
+    image = FileData(FileLayout([(each.dtype, tuple(each.shape)) for each in tensors]), tensors)
     finish = watch(image, [f"t{number}" for number in range(len(tensors))])
     for number, element in changed.items():
         tensors[number][element] += 1

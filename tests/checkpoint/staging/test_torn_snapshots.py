@@ -12,10 +12,11 @@ import torch
 
 from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.small_run import target
-from torchtitan_lite.checkpoint.format.file_image import FileImage
+from torchtitan_lite.checkpoint.format.file_data import FileData
+from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.saving.content import Copying
-from torchtitan_lite.checkpoint.saving.savers import PendingSave, State, ThreadSaver
-from torchtitan_lite.checkpoint.saving.writer import Target
+from torchtitan_lite.checkpoint.saving.savers import PendingSave, ThreadSaver
+from torchtitan_lite.checkpoint.saving.writer import SaveTarget
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.copiers import Copied, HostCopier
 from torchtitan_lite.checkpoint.staging.stager import Stager
@@ -36,7 +37,7 @@ class StagedWhenAskedFor(ThreadSaver):
         self.seen: list[float] = []
         self.look: Callable[[], float] = lambda: 0.0
 
-    def save(self, state: State, target: Target) -> PendingSave:
+    def save(self, state: State, target: SaveTarget) -> PendingSave:
         pending = super().save(state, target)
         return PendingSave(pending.step, _Asked(self), pending.durable)
 
@@ -78,7 +79,7 @@ class Disturbed(HostCopier):
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
 
-    def copy(self, image: FileImage, arena: StagingArena, *, digests: bool) -> Copied:
+    def copy(self, image: FileData, arena: StagingArena, *, digests: bool) -> Copied:
         self._tensor.add_(1)
         return super().copy(image, arena, digests=digests)
 

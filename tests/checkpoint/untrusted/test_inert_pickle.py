@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_lite.checkpoint.untrusted.inert_pickle import InertPickleError, Instance, Kind, Persistent, parse
+from torchtitan_lite.checkpoint.untrusted.inert_pickle import InertPickleError, Instance, Persistent, PickledName, parse
 
-POINT = Kind("Point")
+POINT = PickledName("Point")
 TABLE: dict[tuple[str, str], object] = {("shapes", "Point"): POINT, ("shapes", "ORIGIN"): "the origin"}
 
 plain = st.recursive(
@@ -102,7 +102,7 @@ def test_every_length_of_a_number_is_read() -> None:
 
 
 def test_a_call_becomes_an_instance_with_its_arguments_items_and_state() -> None:
-    calls: list[tuple[Kind, tuple[Any, ...]]] = []
+    calls: list[tuple[PickledName, tuple[Any, ...]]] = []
     pickled = b"\x80\x04cshapes\nPoint\nK\x03\x85R(K\x01K\x02e(K\x04K\x05u}b."
     point = parse(pickled, TABLE, lambda kind, args: calls.append((kind, args)))
     assert type(point) is Instance
@@ -111,7 +111,7 @@ def test_a_call_becomes_an_instance_with_its_arguments_items_and_state() -> None
 
 
 def test_a_call_that_the_judge_refuses_is_an_error() -> None:
-    def refuse(kind: Kind, args: tuple[Any, ...]) -> None:
+    def refuse(kind: PickledName, args: tuple[Any, ...]) -> None:
         raise InertPickleError(f"{kind.name} of {args}")
 
     with pytest.raises(InertPickleError, match=r"Point of \(3,\)"):
@@ -119,7 +119,7 @@ def test_a_call_that_the_judge_refuses_is_an_error() -> None:
 
 
 def test_an_instance_of_a_real_class_is_parsed_to_its_members() -> None:
-    table = {("collections", "OrderedDict"): Kind("OrderedDict")}
+    table = {("collections", "OrderedDict"): PickledName("OrderedDict")}
     read = parse(pickle.dumps(collections.OrderedDict(a=1), 2), table)
     assert (read.kind.name, read.args, read.members) == ("OrderedDict", (), {"a": 1})
 

@@ -29,7 +29,7 @@ from torchtitan_lite.checkpoint.examining.cut import Cut, number_of
 from torchtitan_lite.checkpoint.examining.tensor_stream import Stream
 from torchtitan_lite.checkpoint.format.chunk_runs import with_runs
 from torchtitan_lite.checkpoint.format.description import DCP_VERSION
-from torchtitan_lite.checkpoint.format.file_image import FileLayout
+from torchtitan_lite.checkpoint.format.file_data import FileLayout
 from torchtitan_lite.checkpoint.format.metadata_file import metadata_bytes
 from torchtitan_lite.checkpoint.format.torch_item import OBJECT_GRAIN
 from torchtitan_lite.disk.digest import FileRecord
@@ -39,7 +39,7 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.torch_private import storage_info
 
 
-class Piece(NamedTuple):
+class NewChunk(NamedTuple):
     """A chunk of a new tensor in one file."""
 
     key: str
@@ -80,7 +80,7 @@ def write_checkpoint(folder: Path, state: NewState, num_files: int, stream: Stre
     return written._replace(tensors=with_runs(written.tensors))
 
 
-def cut_into_files(tensors: Mapping[str, NewTensor], num_files: int) -> list[list[Piece]]:
+def cut_into_files(tensors: Mapping[str, NewTensor], num_files: int) -> list[list[NewChunk]]:
     """Return the pieces of each of `num_files` files, in the order of `tensors` and of equal size up to a row.
 
     Each file gets at least one row that has elements. Raises ConfigError if there are fewer of these than files.
@@ -89,7 +89,7 @@ def cut_into_files(tensors: Mapping[str, NewTensor], num_files: int) -> list[lis
     left = sum(_rows(tensor)[1] for tensor in tensors.values() if tensor.num_bytes)
     if left < num_files and num_files > 1:
         raise ConfigError(f"the tensors are too small for {num_files} files: ask for at most {max(left, 1)}")
-    files: list[list[Piece]] = [[] for _ in range(num_files)]
+    files: list[list[NewChunk]] = [[] for _ in range(num_files)]
     at, number, is_filled = 0, 0, False
     for key, tensor in tensors.items():
         dim, rows = _rows(tensor)
@@ -116,19 +116,19 @@ def _rows(tensor: NewTensor) -> tuple[int | None, int]:
     return dim, 1 if dim is None else tensor.shape[dim]
 
 
-def _piece(key: str, tensor: NewTensor, dim: int | None, begin: int, end: int) -> Piece:
+def _piece(key: str, tensor: NewTensor, dim: int | None, begin: int, end: int) -> NewChunk:
     shape = tensor.shape
     if dim is None:
-        return Piece(key, Cut(0, (0,) * len(shape), shape), tensor.num_bytes)
+        return NewChunk(key, Cut(0, (0,) * len(shape), shape), tensor.num_bytes)
     offsets = (*(0,) * dim, begin, *(0,) * (len(shape) - dim - 1))
     sizes = (*shape[:dim], end - begin, *shape[dim + 1 :])
     first = number_of(offsets, shape) if begin < shape[dim] else 0
-    return Piece(key, Cut(first, offsets, sizes), math.prod(sizes) * tensor.dtype.itemsize)
+    return NewChunk(key, Cut(first, offsets, sizes), math.prod(sizes) * tensor.dtype.itemsize)
 
 
 def _place(
     name: str,
-    pieces: Sequence[Piece],
+    pieces: Sequence[NewChunk],
     objects: Mapping[str, NewObject],
     tensors: Mapping[str, NewTensor],
     written: Written,

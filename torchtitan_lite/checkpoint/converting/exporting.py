@@ -26,7 +26,7 @@ Progress = Callable[[str, int], AbstractContextManager[Advance]]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ExportRequest:
     """What is exported, and how."""
 
     format: Format = "safetensors"
@@ -47,7 +47,7 @@ class Exported:
     """Of the tensors' elements."""
 
 
-def export(opened: OpenedCheckpoint, out: Path, wanted: Wanted, progress: Progress) -> Exported:
+def export(opened: OpenedCheckpoint, out: Path, wanted: ExportRequest, progress: Progress) -> Exported:
     """Write the weights of `opened` to `out`, which must not exist.
 
     Raises ConfigError before anything is written if `wanted` does not fit the checkpoint, what the stream raises for a
@@ -73,7 +73,12 @@ def export(opened: OpenedCheckpoint, out: Path, wanted: Wanted, progress: Progre
 
 
 def _to_safetensors(
-    contents: Contents, keys: Sequence[ModelKey], out: Path, wanted: Wanted, stream: TensorStream, advance: Advance
+    contents: Contents,
+    keys: Sequence[ModelKey],
+    out: Path,
+    wanted: ExportRequest,
+    stream: TensorStream,
+    advance: Advance,
 ) -> list[str]:
     safetensors_files.require_library()
     objects = [each.name for each in keys if each.key in contents.objects]
@@ -83,7 +88,7 @@ def _to_safetensors(
             f"out with --exclude {objects[0]!r}"
         )
     tensors = [
-        safetensors_files.NewTensor(
+        safetensors_files.TensorToWrite(
             each.name,
             dtype_after(contents.tensors[each.key], wanted.dtype),
             contents.tensors[each.key].shape,
@@ -107,7 +112,7 @@ def _to_torch(
     opened: OpenedCheckpoint,
     keys: Sequence[ModelKey],
     out: Path,
-    wanted: Wanted,
+    wanted: ExportRequest,
     stream: TensorStream,
     advance: Advance,
 ) -> list[str]:
@@ -148,7 +153,7 @@ def _to_dcp(
     opened: OpenedCheckpoint,
     keys: Sequence[ModelKey],
     out: Path,
-    wanted: Wanted,
+    wanted: ExportRequest,
     total: int,
     stream: TensorStream,
     advance: Advance,

@@ -22,7 +22,7 @@ from torchtitan_lite.checkpoint.converting.exporting import Progress
 from torchtitan_lite.checkpoint.converting.layouts import Relaid, as_nested, as_ours, as_stored, as_torchtitan
 from torchtitan_lite.checkpoint.converting.new_state import NewState
 from torchtitan_lite.checkpoint.converting.reader import Reader
-from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, Origin, open_checkpoint
+from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, WrittenBy, open_checkpoint
 from torchtitan_lite.checkpoint.examining.tensor_stream import TensorStream
 from torchtitan_lite.checkpoint.format.chunk_runs import format_version
 from torchtitan_lite.disk.durable import DISK
@@ -33,7 +33,7 @@ from torchtitan_lite.store.manifest import Manifest, Table
 Layout = Literal["dcp", "dcp, nested", "torchtitan", "ours"]
 """`dcp, nested` has the optimizer as a list of groups, the others by the names of parameters."""
 
-_SAME = {"dcp": Origin.DCP, "dcp, nested": Origin.DCP, "torchtitan": Origin.TORCHTITAN, "ours": Origin.OURS}
+_SAME = {"dcp": WrittenBy.DCP, "dcp, nested": WrittenBy.DCP, "torchtitan": WrittenBy.TORCHTITAN, "ours": WrittenBy.OURS}
 
 
 @dataclass(frozen=True)

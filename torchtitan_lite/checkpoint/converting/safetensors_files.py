@@ -36,7 +36,7 @@ _MOST_HEADER_BYTES = 100_000_000
 """The library refuses more."""
 
 
-class NewTensor(NamedTuple):
+class TensorToWrite(NamedTuple):
     """A tensor to write."""
 
     name: str
@@ -45,7 +45,7 @@ class NewTensor(NamedTuple):
     elements: Elements
 
 
-def refuse_dtypes(tensors: Sequence[NewTensor]) -> None:
+def refuse_dtypes(tensors: Sequence[TensorToWrite]) -> None:
     """Raise ConfigError, naming the tensors, if the format lacks the dtype of some."""
     lacking = [f"{tensor.name} ({tensor.dtype})" for tensor in tensors if tensor.dtype not in DTYPES]
     if lacking:
@@ -64,9 +64,9 @@ def require_library() -> None:
         raise ExtraMissing.of(error, "safetensors") from None
 
 
-def sharded(tensors: Sequence[NewTensor], most_bytes: int) -> dict[str, list[NewTensor]]:
+def sharded(tensors: Sequence[TensorToWrite], most_bytes: int) -> dict[str, list[TensorToWrite]]:
     """Return the tensors of each file, by its name: at most `most_bytes` in each, or one larger tensor."""
-    shards: list[list[NewTensor]] = [[]]
+    shards: list[list[TensorToWrite]] = [[]]
     room = most_bytes
     for tensor in tensors:
         if shards[-1] and tensor.elements.num_bytes > room:
@@ -80,7 +80,7 @@ def sharded(tensors: Sequence[NewTensor], most_bytes: int) -> dict[str, list[New
 
 
 def write_folder(
-    folder: Path, tensors: Sequence[NewTensor], most_bytes: int, stream: Stream, advance: Advance
+    folder: Path, tensors: Sequence[TensorToWrite], most_bytes: int, stream: Stream, advance: Advance
 ) -> list[str]:
     """Write `tensors` into files in `folder`, and check them; return the names of the files."""
     shards = sharded(tensors, most_bytes)
@@ -92,14 +92,14 @@ def write_folder(
     return [*shards, INDEX]
 
 
-def index_of(shards: Mapping[str, Sequence[NewTensor]]) -> bytes:
+def index_of(shards: Mapping[str, Sequence[TensorToWrite]]) -> bytes:
     """Return the contents of the index of `shards`, by the name of each file."""
     places = {tensor.name: name for name, shard in shards.items() for tensor in shard}
     size = sum(tensor.elements.num_bytes for shard in shards.values() for tensor in shard)
     return (json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=2) + "\n").encode()
 
 
-def write_file(path: Path, tensors: Sequence[NewTensor], stream: Stream, advance: Advance) -> None:
+def write_file(path: Path, tensors: Sequence[TensorToWrite], stream: Stream, advance: Advance) -> None:
     """Write `tensors` into the file `path`, and check it. Raises `TorchtitanLiteError` if the check fails."""
     ordered = sorted(tensors, key=lambda tensor: (-_itemsize(tensor), tensor.name))
     record = write_new(path, [_header(ordered), *(tensor.elements for tensor in ordered)], stream, advance)
@@ -107,7 +107,7 @@ def write_file(path: Path, tensors: Sequence[NewTensor], stream: Stream, advance
     read_back(path, record, stream.reader, advance)
 
 
-def _header(tensors: Sequence[NewTensor]) -> bytes:
+def _header(tensors: Sequence[TensorToWrite]) -> bytes:
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for tensor in tensors:
@@ -121,12 +121,12 @@ def _header(tensors: Sequence[NewTensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _itemsize(tensor: NewTensor) -> int:
+def _itemsize(tensor: TensorToWrite) -> int:
     numel = math.prod(tensor.shape)
     return tensor.elements.num_bytes // numel if numel else 0
 
 
-def _check(path: Path, expected: Mapping[str, NewTensor]) -> None:
+def _check(path: Path, expected: Mapping[str, TensorToWrite]) -> None:
     """Raise unless the library finds `expected` in the file. Reads no elements."""
     from safetensors import SafetensorError, safe_open
 

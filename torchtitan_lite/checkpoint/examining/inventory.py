@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.examining.opened import POSITIONS_OF_TORCHTITAN, Origin, absence, num_writers
+from torchtitan_lite.checkpoint.examining.opened import POSITIONS_OF_TORCHTITAN, WrittenBy, absence, num_writers
 from torchtitan_lite.disk.plain_file import read_plain, size_finding
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnsafe, FormatTooNew
 from torchtitan_lite.log import counted
@@ -37,7 +37,7 @@ _OPTIMIZER = re.compile(_TEXT + rb"optim[a-z_]*\.", re.DOTALL)
 _POSITIONS = re.compile(_TEXT + re.escape(POSITIONS_OF_TORCHTITAN.encode()), re.DOTALL)
 
 
-class State(enum.Enum):
+class FolderState(enum.Enum):
     """Whether a checkpoint can be loaded, or why not."""
 
     COMMITTED = "committed"
@@ -61,23 +61,23 @@ class State(enum.Enum):
     BEING_REMOVED = "being_removed"
 
 
-USABLE = (State.COMMITTED, State.FOREIGN)
+USABLE = (FolderState.COMMITTED, FolderState.FOREIGN)
 """What a job can load by itself or by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class ListedCheckpoint:
     """One checkpoint, or what is left of one."""
 
     name: str
     """Of its folder."""
-    state: State
+    state: FolderState
     step: int | None
     nbytes: int
     """Bytes of its files; of a committed one without its manifest."""
     created_at: float
     """Unix seconds."""
-    origin: Origin | None = None
+    origin: WrittenBy | None = None
     kind: CheckpointKind | None = None
     world_size: int | None = None
     topology: str = ""
@@ -93,7 +93,7 @@ class Entry:
     """What the store knows of a committed one."""
 
 
-def inventory(root: Path) -> list[Entry]:
+def inventory(root: Path) -> list[ListedCheckpoint]:
     """Return what is in the folder of checkpoints `root`, by ascending step; what is not a checkpoint is left out."""
     records = verified_in(root)
     entries = []
@@ -107,17 +107,17 @@ def inventory(root: Path) -> list[Entry]:
     return sorted(entries, key=lambda entry: (entry.step is None, entry.step or 0, entry.state not in USABLE))
 
 
-def _entry(folder: Path) -> Entry | None:
+def _entry(folder: Path) -> ListedCheckpoint | None:
     name = folder.name
     if (step := layout.parse_step(name)) is not None:
         return _of_step(folder, step)
     if (step := layout.parse_staging(name)) is not None:
-        return _rest(folder, State.HALF_WRITTEN, step, absence(folder))
+        return _rest(folder, FolderState.HALF_WRITTEN, step, absence(folder))
     if (pair := layout.parse_trash(name)) is not None:
-        return _rest(folder, State.BEING_REMOVED, pair[0], "it is being removed, or its removal was cut off")
+        return _rest(folder, FolderState.BEING_REMOVED, pair[0], "it is being removed, or its removal was cut off")
     if (pair := layout.parse_replaced(name)) is not None:
         finding = "another checkpoint takes its place; a cut save is cleaned up at the next start of the job"
-        return _rest(folder, State.BEING_REPLACED, pair[0], finding)
+        return _rest(folder, FolderState.BEING_REPLACED, pair[0], finding)
     if (aside := layout.parse_set_aside(name)) is not None:
         return _of_aside(folder, *aside)
     if is_folder(folder) and (folder / layout.METADATA).is_file():
@@ -125,35 +125,37 @@ def _entry(folder: Path) -> Entry | None:
     return None
 
 
-def _of_step(folder: Path, step: int) -> Entry:
+def _of_step(folder: Path, step: int) -> ListedCheckpoint:
     try:
         if not is_folder(folder):
-            return _rest(folder, State.DAMAGED, step, "it is no folder")
+            return _rest(folder, FolderState.DAMAGED, step, "it is no folder")
         manifest = Manifest.of_folder(folder)
         if manifest is None:
             if (finding := absence(folder)) or not (folder / layout.METADATA).is_file():
-                return _rest(folder, State.HALF_WRITTEN, step, finding or f"there is no {layout.METADATA} in it")
+                return _rest(folder, FolderState.HALF_WRITTEN, step, finding or f"there is no {layout.METADATA} in it")
             return _foreign(folder, step)
         if manifest.step != step:
-            return _rest(folder, State.DAMAGED, step, f"{layout.MANIFEST}: it is the manifest of step {manifest.step}")
+            return _rest(
+                folder, FolderState.DAMAGED, step, f"{layout.MANIFEST}: it is the manifest of step {manifest.step}"
+            )
         finding = _missing(folder, manifest)
     except FormatTooNew as error:
         finding = f"it has format version {error.found}, this version reads up to {error.known}"
-        return _rest(folder, State.NEWER_FORMAT, step, finding)
+        return _rest(folder, FolderState.NEWER_FORMAT, step, finding)
     except CheckpointDamaged as error:
-        return _rest(folder, State.DAMAGED, step, error.summary)
+        return _rest(folder, FolderState.DAMAGED, step, error.summary)
     except CheckpointUnsafe as error:
-        return _rest(folder, State.DAMAGED, step, f"{Path(error.path).name}: {error.finding}")
+        return _rest(folder, FolderState.DAMAGED, step, f"{Path(error.path).name}: {error.finding}")
     except FileNotFoundError:
         raise
     except OSError as error:
-        return _rest(folder, State.UNREADABLE, step, error.strerror or str(error))
-    return _managed(folder, manifest, State.DAMAGED if finding else State.COMMITTED, finding)
+        return _rest(folder, FolderState.UNREADABLE, step, error.strerror or str(error))
+    return _managed(folder, manifest, FolderState.DAMAGED if finding else FolderState.COMMITTED, finding)
 
 
-def _of_aside(folder: Path, step: int, why: str) -> Entry:
+def _of_aside(folder: Path, step: int, why: str) -> ListedCheckpoint:
     """Return the entry of a renamed checkpoint, with what its manifest says if that can be read."""
-    state = {"corrupt": State.QUARANTINED, "abandoned": State.ABANDONED}.get(why, State.SET_ASIDE)
+    state = {"corrupt": FolderState.QUARANTINED, "abandoned": FolderState.ABANDONED}.get(why, FolderState.SET_ASIDE)
     finding = {"abandoned": _ROLLED_BACK, "weights": "a full checkpoint took its name"}.get(why)
     finding = finding or (_findings(folder) if why == "corrupt" else "it was in the way of a checkpoint")
     try:
@@ -172,15 +174,15 @@ def _findings(folder: Path) -> str:
         return "it was found damaged"
 
 
-def _managed(folder: Path, manifest: Manifest, state: State, finding: str) -> Entry:
+def _managed(folder: Path, manifest: Manifest, state: FolderState, finding: str) -> ListedCheckpoint:
     info = describe(folder, manifest)
-    return Entry(
+    return ListedCheckpoint(
         name=folder.name,
         state=state,
         step=manifest.step,
         nbytes=manifest.nbytes,
         created_at=manifest.created_at,
-        origin=Origin.OURS,
+        origin=WrittenBy.OURS,
         kind=manifest.kind,
         world_size=manifest.world_size,
         topology=str(manifest.extra.get("topology", "")),
@@ -189,33 +191,35 @@ def _managed(folder: Path, manifest: Manifest, state: State, finding: str) -> En
         metrics=dict(info.metrics),
         finding=finding,
         config=manifest.extra.get("config", {}),
-        info=info if state is State.COMMITTED else None,
+        info=info if state is FolderState.COMMITTED else None,
     )
 
 
-def _foreign(folder: Path, step: int | None) -> Entry:
+def _foreign(folder: Path, step: int | None) -> ListedCheckpoint:
     sizes = _sizes(folder)
     is_copy = step is None and layout.MANIFEST in sizes
     try:
         text = read_description(folder / layout.METADATA, b".")
     except (CheckpointDamaged, CheckpointUnsafe) as error:
-        return _rest(folder, State.DAMAGED, step, error.finding)
-    return Entry(
+        return _rest(folder, FolderState.DAMAGED, step, error.finding)
+    return ListedCheckpoint(
         name=folder.name,
-        state=State.FOREIGN,
+        state=FolderState.FOREIGN,
         step=step,
         nbytes=sum(sizes.values()),
         created_at=(folder / layout.METADATA).lstat().st_mtime,
-        origin=Origin.OURS if is_copy else Origin.TORCHTITAN if _POSITIONS.search(text) else Origin.DCP,
+        origin=WrittenBy.OURS if is_copy else WrittenBy.TORCHTITAN if _POSITIONS.search(text) else WrittenBy.DCP,
         kind=CheckpointKind.FULL if _OPTIMIZER.search(text) else CheckpointKind.WEIGHTS_ONLY,
         world_size=num_writers(sizes) or None,
     )
 
 
-def _rest(folder: Path, state: State, step: int | None, finding: str) -> Entry:
+def _rest(folder: Path, state: FolderState, step: int | None, finding: str) -> ListedCheckpoint:
     nbytes = sum(_sizes(folder).values())
     changed = folder.lstat().st_mtime
-    return Entry(name=folder.name, state=state, step=step, nbytes=nbytes, created_at=changed, finding=finding)
+    return ListedCheckpoint(
+        name=folder.name, state=state, step=step, nbytes=nbytes, created_at=changed, finding=finding
+    )
 
 
 def _sizes(folder: Path) -> dict[str, int]:
@@ -233,7 +237,7 @@ def _missing(folder: Path, manifest: Manifest) -> str:
     return found[0] + (f", and {counted(len(found) - 1, 'more file')}" if len(found) > 1 else "") if found else ""
 
 
-def _with_abandoned(entries: Iterable[Entry]) -> list[Entry]:
+def _with_abandoned(entries: Iterable[ListedCheckpoint]) -> list[ListedCheckpoint]:
     """Return `entries`; those that a committed one abandons have that state, renamed or not, and the reason."""
     entries = list(entries)
     infos = [entry.info for entry in entries if entry.info is not None]
@@ -241,16 +245,16 @@ def _with_abandoned(entries: Iterable[Entry]) -> list[Entry]:
     reasons = {pair: _reason(each.lineage) for each in entries if each.lineage for pair in each.lineage.abandons}
     return [
         _abandoned(entry, reasons)
-        if entry.state is State.ABANDONED or (entry.info is not None and entry.name not in kept)
+        if entry.state is FolderState.ABANDONED or (entry.info is not None and entry.name not in kept)
         else entry
         for entry in entries
     ]
 
 
-def _abandoned(entry: Entry, reasons: Mapping[tuple[int, str], str]) -> Entry:
+def _abandoned(entry: ListedCheckpoint, reasons: Mapping[tuple[int, str], str]) -> ListedCheckpoint:
     pair = (entry.step or 0, entry.lineage.run_id if entry.lineage else "")
     # What abandoned it may be gone by now.
-    return dataclasses.replace(entry, state=State.ABANDONED, info=None, finding=reasons.get(pair, _ROLLED_BACK))
+    return dataclasses.replace(entry, state=FolderState.ABANDONED, info=None, finding=reasons.get(pair, _ROLLED_BACK))
 
 
 def _reason(abandoner: Lineage) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtitan_lite.checkpoint.format.contents import Item, Shape
-from torchtitan_lite.checkpoint.untrusted.inert_pickle import InertPickleError, Kind, parse
+from torchtitan_lite.checkpoint.untrusted.inert_pickle import InertPickleError, PickledName, parse
 from torchtitan_lite.checkpoint.untrusted.stock_item import locate
 from torchtitan_lite.disk.in_threads import in_threads
 from torchtitan_lite.disk.plain_file import opened
@@ -67,10 +67,10 @@ class _Wrong(ValueError):
 
 
 class _AnyName(dict[tuple[str, str], object]):
-    """A table in which every name is a `Kind`."""
+    """A table in which every name is a `PickledName`."""
 
-    def __missing__(self, name: tuple[str, str]) -> Kind:
-        return Kind(".".join(name))
+    def __missing__(self, name: tuple[str, str]) -> PickledName:
+        return PickledName(".".join(name))
 
 
 def check_items(folder: Path, items: Sequence[PlacedItem], on_bytes: Callable[[int], None]) -> CheckedItems:

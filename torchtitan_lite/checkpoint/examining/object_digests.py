@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.checkpoint.format.contents import Item, StoredObject
-from torchtitan_lite.checkpoint.untrusted.inert_pickle import InertPickleError, Instance, Kind, Persistent, parse
+from torchtitan_lite.checkpoint.untrusted.inert_pickle import InertPickleError, Instance, Persistent, PickledName, parse
 from torchtitan_lite.disk.digest import text_digest
 from torchtitan_lite.disk.plain_file import opened
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
@@ -32,10 +32,10 @@ _DICTS = ("collections.OrderedDict", "collections.Counter", "collections.default
 
 
 class _AnyName(dict[tuple[str, str], object]):
-    """A table in which every name is a `Kind`."""
+    """A table in which every name is a `PickledName`."""
 
-    def __missing__(self, name: tuple[str, str]) -> Kind:
-        return Kind(".".join(name))
+    def __missing__(self, name: tuple[str, str]) -> PickledName:
+        return PickledName(".".join(name))
 
 
 def digest_of(folder: Path, key: str, stored: StoredObject) -> tuple[str, str]:
@@ -114,7 +114,7 @@ class _Digests:
             return _digest(type(value).__name__, *(self.of(part, depth) for part in value))
         if type(value) is dict:
             return _digest("dict", *self._pairs(value, depth))
-        if type(value) is Kind:
+        if type(value) is PickledName:
             return _digest("name", value.name)
         if type(value) is Persistent:
             return self._of_storage(value)
@@ -135,7 +135,7 @@ class _Digests:
 
     def _of_storage(self, reference: Persistent) -> str:
         word, kind, name, _, count = reference.id
-        if word != "storage" or type(kind) is not Kind or type(name) is not str or type(count) is not int:
+        if word != "storage" or type(kind) is not PickledName or type(name) is not str or type(count) is not int:
             raise ValueError("it refers to something outside of it")
         return _digest("storage", kind.name, str(count), text_digest([self._read(name)]))
 

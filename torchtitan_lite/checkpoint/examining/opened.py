@@ -30,7 +30,7 @@ POSITIONS_OF_TORCHTITAN = "dataloader.dp_rank_"
 """The prefix of the keys under which torchtitan saves each data-parallel rank's position in the data."""
 
 
-class Origin(enum.Enum):
+class WrittenBy(enum.Enum):
     """What wrote a checkpoint, as far as can be seen."""
 
     OURS = "torchtitan_lite"
@@ -45,7 +45,7 @@ class OpenedCheckpoint:
     """What is known of the checkpoint in `folder` before any tensor is read."""
 
     folder: Path
-    origin: Origin
+    origin: WrittenBy
     contents: Contents
     """Its tensors and objects, checked: the files can hold them, and have the sizes of the manifest."""
     manifest: Manifest | None
@@ -117,12 +117,12 @@ def absence(folder: Path) -> str:
     return f"there is neither {layout.MANIFEST} nor {layout.METADATA} in it"
 
 
-def origin_of(manifest: Manifest | None, objects: Iterable[str]) -> Origin:
+def origin_of(manifest: Manifest | None, objects: Iterable[str]) -> WrittenBy:
     """Return what wrote the checkpoint with these `objects`."""
     if manifest is not None:
-        return Origin.OURS
+        return WrittenBy.OURS
     is_torchtitan = any(key.startswith(POSITIONS_OF_TORCHTITAN) for key in objects)
-    return Origin.TORCHTITAN if is_torchtitan else Origin.DCP
+    return WrittenBy.TORCHTITAN if is_torchtitan else WrittenBy.DCP
 
 
 def kind_of(keys: Iterable[str]) -> CheckpointKind:

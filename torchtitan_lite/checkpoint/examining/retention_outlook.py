@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from torchtitan_lite.checkpoint.examining.inventory import Entry, State
+from torchtitan_lite.checkpoint.examining.inventory import FolderState, ListedCheckpoint
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.store.manifest import CheckpointKind
@@ -20,15 +20,17 @@ _DEFAULTS = Checkpoint()
 _KEYS = [each.name for each in dataclasses.fields(Checkpoint) if each.name.startswith("keep_")]
 
 
-def keep_keys(entries: Iterable[Entry]) -> dict[str, Any]:
+def keep_keys(entries: Iterable[ListedCheckpoint]) -> dict[str, Any]:
     """Return the `keep_` keys of the latest full checkpoint that are not at their defaults, by name."""
-    full = [entry for entry in entries if entry.state is State.COMMITTED and entry.kind is CheckpointKind.FULL]
+    full = [entry for entry in entries if entry.state is FolderState.COMMITTED and entry.kind is CheckpointKind.FULL]
     section = full[-1].config.get("checkpoint") if full else None
     found = {key: section[key] for key in _KEYS if key in section} if isinstance(section, dict) else {}
     return {key: value for key, value in found.items() if value != getattr(_DEFAULTS, key)}
 
 
-def outlook(entries: Iterable[Entry], keys: dict[str, Any], pinned: AbstractSet[int], now: float) -> dict[int, Verdict]:
+def outlook(
+    entries: Iterable[ListedCheckpoint], keys: dict[str, Any], pinned: AbstractSet[int], now: float
+) -> dict[int, Verdict]:
     """Return what retention by `keys` would do with each committed checkpoint, by step; nothing for invalid keys."""
     try:
         policy = build_retention(Checkpoint(**keys))

@@ -18,7 +18,7 @@ _RANK = re.compile(r"^rank\d+$")
 
 
 @dataclass
-class Part:
+class StatePart:
     """A top-level part of the state: everything up to the first dot of its keys."""
 
     name: str
@@ -43,17 +43,17 @@ class Row:
     """Of all of them."""
 
 
-def parts_of(contents: Contents) -> list[Part]:
+def parts_of(contents: Contents) -> list[StatePart]:
     """Return the parts in the order in which they are stored."""
-    parts: dict[str, Part] = {}
+    parts: dict[str, StatePart] = {}
     for key, tensor in contents.tensors.items():
-        part = parts.setdefault(part_name(key), Part(part_name(key)))
+        part = parts.setdefault(part_name(key), StatePart(part_name(key)))
         part.num_tensors += 1
         part.num_elements += math.prod(tensor.shape)
         part.nbytes += tensor.nbytes
         part.dtypes[str(tensor.dtype)] += 1
     for key in contents.objects:
-        parts.setdefault(part_name(key), Part(part_name(key))).num_objects += 1
+        parts.setdefault(part_name(key), StatePart(part_name(key))).num_objects += 1
     return list(parts.values())
 
 

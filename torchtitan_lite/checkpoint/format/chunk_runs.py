@@ -1,9 +1,9 @@
 """The chunks of a tensor as runs: what is regular about them, in place of each of them. Without torch.
 
 Sharding cuts a tensor into chunks of one size, one after another along a dimension, one in the file of each rank and
-mostly at the same byte of it. Such a row of chunks is a `Run`. A table of runs grows with the tensors; one of chunks
-grows with tensors x ranks. The chunks of a run adjoin each other, so together they cover one box, and which of them
-overlap with a part of the tensor follows by arithmetic: both take the same time for a run of any length.
+mostly at the same byte of it. Such a row of chunks is a `ChunkRun`. A table of runs grows with the tensors; one of
+chunks grows with tensors x ranks. The chunks of a run adjoin each other, so together they cover one box, and which of
+them overlap with a part of the tensor follows by arithmetic: both take the same time for a run of any length.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Row = tuple[int, int, int]
 """Number of chunks, first rank, and step of the rank: the files of a run."""
 
 
-class Run(NamedTuple):
+class ChunkRun(NamedTuple):
     """`num_chunks` chunks of `sizes`, one after another along `dim`, from `offsets` on."""
 
     num_chunks: int
@@ -82,7 +82,7 @@ class Run(NamedTuple):
 class ChunkRuns(Sequence[Chunk]):
     """The chunks of `runs`, one run after another. Each chunk is made on access."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[ChunkRun, ...]
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -198,7 +198,7 @@ def encode(chunks: Sequence[Sequence[Any]]) -> list[list[Any]] | None:
         rank = layout.rank_of(file)
         if rank is None or file != layout.data_file(rank, 0):
             return None
-        ranked.append(Run(1, rank, 1, at, 0, tuple(offsets), tuple(sizes)))
+        ranked.append(ChunkRun(1, rank, 1, at, 0, tuple(offsets), tuple(sizes)))
     runs = min((_joined(ranked, dim) for dim in _cut_dims(ranked)), key=len, default=ranked)
     if len(runs) == len(chunks):
         return None
@@ -212,7 +212,7 @@ def decode(value: Any, num_dims: int) -> ChunkRuns:
     return ChunkRuns(tuple(_run(each, num_dims) for each in value))
 
 
-def _run(value: Any, num_dims: int) -> Run:
+def _run(value: Any, num_dims: int) -> ChunkRun:
     expected = "expected a run of [count, [rank, step], at, dim, offsets, sizes]"
     if type(value) is not list or [*map(type, value)] != [int, list, int, int, list, list]:
         raise ValueError(expected)
@@ -226,21 +226,21 @@ def _run(value: Any, num_dims: int) -> Run:
         raise ValueError("a run has a negative number, no chunk, or all its chunks in one file")
     if count > 1 and (dim >= num_dims or sizes[dim] == 0):
         raise ValueError("the chunks of a run do not lie one after another")
-    return Run(count, rank, step, at, dim, tuple(offsets), tuple(sizes))
+    return ChunkRun(count, rank, step, at, dim, tuple(offsets), tuple(sizes))
 
 
-def _cut_dims(ranked: Sequence[Run]) -> list[int]:
+def _cut_dims(ranked: Sequence[ChunkRun]) -> list[int]:
     """Return the dimensions along which the chunks differ in their offsets."""
     return [dim for dim in range(len(ranked[0].offsets)) if len({run.offsets[dim] for run in ranked}) > 1]
 
 
-def _joined(ranked: Sequence[Run], dim: int) -> list[Run]:
+def _joined(ranked: Sequence[ChunkRun], dim: int) -> list[ChunkRun]:
     """Return `ranked`, runs of one chunk, with those joined that adjoin along `dim`."""
 
-    def place(run: Run) -> tuple[Any, ...]:
+    def place(run: ChunkRun) -> tuple[Any, ...]:
         return run.offsets[:dim], run.offsets[dim + 1 :], run.offsets[dim], run.sizes
 
-    runs: list[Run] = []
+    runs: list[ChunkRun] = []
     for each in sorted(ranked, key=place):
         longer = _longer(runs[-1], each, dim) if runs else None
         if longer is None:
@@ -250,7 +250,7 @@ def _joined(ranked: Sequence[Run], dim: int) -> list[Run]:
     return runs
 
 
-def _longer(run: Run, following: Run, dim: int) -> Run | None:
+def _longer(run: ChunkRun, following: ChunkRun, dim: int) -> ChunkRun | None:
     """Return `run` with the chunk `following` at its end; None if it does not belong there."""
     step = following.rank - run.rank - (run.num_chunks - 1) * run.rank_step
     fits = (

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
 from torchtitan_lite.checkpoint.format.chunk_runs import format_version, with_runs
-from torchtitan_lite.checkpoint.format.file_image import FileLayout
+from torchtitan_lite.checkpoint.format.file_data import FileLayout
 from torchtitan_lite.checkpoint.format.metadata_file import metadata_bytes
 from torchtitan_lite.checkpoint.format.structure import Branch, encode
 from torchtitan_lite.disk.digest import FileRecord

@@ -33,7 +33,7 @@ class Box(NamedTuple):
     sizes: Shape
 
 
-class Part(NamedTuple):
+class LocalShard(NamedTuple):
     """Memory of this rank, and the offsets of its first element in the whole tensor."""
 
     offsets: Shape
@@ -57,13 +57,13 @@ def box_of(shape: Shape, mesh: Shape, placements: Sequence[Placement], coordinat
     return Box(tuple(offsets), tuple(sizes))
 
 
-def parts_of(name: str, tensor: torch.Tensor) -> Iterator[Part]:
+def parts_of(name: str, tensor: torch.Tensor) -> Iterator[LocalShard]:
     """Yield each part of `tensor` that this rank has; none if the rank is outside the mesh.
 
     Raises ValueError, which begins with `name`, if the memory does not have the shape that the placements give it.
     """
     if not isinstance(tensor, DTensor):
-        yield Part((0,) * tensor.dim(), tensor.detach())
+        yield LocalShard((0,) * tensor.dim(), tensor.detach())
         return
     if tensor.device_mesh.get_coordinate() is None:
         return
@@ -75,7 +75,7 @@ def parts_of(name: str, tensor: torch.Tensor) -> Iterator[Part]:
     yield part_of(name, tensor)
 
 
-def part_of(name: str, tensor: DTensor) -> Part:
+def part_of(name: str, tensor: DTensor) -> LocalShard:
     """Return the single part of `tensor` that this rank has. Ranks in its mesh only. Raises as `parts_of`."""
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "part_of was called on a rank outside the mesh"
@@ -101,7 +101,7 @@ def knows_its_parts(tensor: DTensor) -> bool:
     return lists_its_chunks(local_of(tensor))
 
 
-def _checked(name: str, tensor: DTensor, box: Box, memory: torch.Tensor) -> Part:
+def _checked(name: str, tensor: DTensor, box: Box, memory: torch.Tensor) -> LocalShard:
     both_are_empty = memory.numel() == 0 and 0 in box.sizes
     if tuple(memory.shape) != box.sizes and not both_are_empty:
         raise ValueError(
@@ -110,7 +110,7 @@ def _checked(name: str, tensor: DTensor, box: Box, memory: torch.Tensor) -> Part
             f"{list(tensor.placements)} of {list(tensor.shape)} gives it {list(box.sizes)} at {list(box.offsets)}. "
             "Make it with fully_shard, parallelize_module or distribute_tensor, or give from_local the whole shape."
         )
-    return Part(box.offsets, memory.reshape(box.sizes))
+    return LocalShard(box.offsets, memory.reshape(box.sizes))
 
 
 def _split_order(dim: int, mesh: Shape, placements: Sequence[Placement]) -> list[int]:

@@ -62,14 +62,14 @@ _Index = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Digest:
+class TensorDigest:
     """Two unsigned 64-bit lanes; digests of disjoint chunks add up to the digest of their union."""
 
     lane0: int
     lane1: int
 
     @classmethod
-    def zero(cls) -> Digest:
+    def zero(cls) -> TensorDigest:
         """Return the digest of no bytes: the start of a sum."""
         return cls(0, 0)
 
@@ -77,11 +77,11 @@ class Digest:
         """Return 32 lower-case hexadecimal digits, lane 0 first."""
         return f"{self.lane0:016x}{self.lane1:016x}"
 
-    def __add__(self, other: Digest) -> Digest:
-        return Digest((self.lane0 + other.lane0) % _LANE, (self.lane1 + other.lane1) % _LANE)
+    def __add__(self, other: TensorDigest) -> TensorDigest:
+        return TensorDigest((self.lane0 + other.lane0) % _LANE, (self.lane1 + other.lane1) % _LANE)
 
 
-def digest_chunk(local: torch.Tensor, *, global_shape: Sequence[int], offsets: Sequence[int]) -> Digest:
+def digest_chunk(local: torch.Tensor, *, global_shape: Sequence[int], offsets: Sequence[int]) -> TensorDigest:
     """Return what the box `local`, at `offsets` in a tensor of `global_shape`, adds to the digest of that tensor.
 
     Any dtype and memory layout, on the CPU. Takes a few MiB of memory, 8 MiB more if `local` is not contiguous.
@@ -92,17 +92,17 @@ def digest_chunk(local: torch.Tensor, *, global_shape: Sequence[int], offsets: S
     if local.numel():
         for piece, piece_offsets in _contiguous_pieces(local.detach(), tuple(offsets)):
             sums += _box(piece, global_shape, piece_offsets)
-    return Digest(*map(int, sums))
+    return TensorDigest(*map(int, sums))
 
 
-def finish(digest: Digest, dtype: torch.dtype, shape: Sequence[int]) -> Digest:
+def finish(digest: TensorDigest, dtype: torch.dtype, shape: Sequence[int]) -> TensorDigest:
     """Return the digest of the tensor from the sum over its chunks; it depends on dtype and shape, too.
 
     Adds the two little-endian halves of the 16-byte BLAKE2b of a text such as `float32[8, 4]`.
     """
     text = f"{str(dtype).removeprefix('torch.')}{[int(size) for size in shape]}"
     key = hashlib.blake2b(text.encode(), digest_size=16).digest()
-    return digest + Digest(int.from_bytes(key[:8], "little"), int.from_bytes(key[8:], "little"))
+    return digest + TensorDigest(int.from_bytes(key[:8], "little"), int.from_bytes(key[8:], "little"))
 
 
 def _check_box(sizes: Sequence[int], global_shape: Sequence[int], offsets: Sequence[int]) -> None:

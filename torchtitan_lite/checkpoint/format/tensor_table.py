@@ -1,7 +1,7 @@
 """The tensors of a checkpoint by key, in columns. Without torch.
 
-Most tensors are one whole chunk: row-major, in one file. Of thousands of these the table keeps once, as a `Kind`, what
-they have in common, and of each one only its kind and where it begins. All others it keeps as they are. The
+Most tensors are one whole chunk: row-major, in one file. Of thousands of these the table keeps once, as a `TensorKind`,
+what they have in common, and of each one only its kind and where it begins. All others it keeps as they are. The
 `StoredTensor` of a key is the same for both, and made at its first use; code that needs thousands reads the columns.
 """
 
@@ -46,7 +46,7 @@ class BadEntry(ValueError):
 
 
 @dataclass(frozen=True, eq=False)
-class Kind:
+class TensorKind:
     """What many tensors that are one whole chunk each have in common."""
 
     dtype: Any
@@ -70,7 +70,7 @@ class TensorTable(Mapping[str, StoredTensor]):
     def __init__(
         self,
         keys: Mapping[str, Any],
-        kinds: Mapping[str, Kind],
+        kinds: Mapping[str, TensorKind],
         places: Mapping[str, int],
         others: Mapping[str, StoredTensor],
     ) -> None:
@@ -88,17 +88,17 @@ class TensorTable(Mapping[str, StoredTensor]):
         """Return `tensors` as a table: itself, if it is one."""
         if isinstance(tensors, cls):
             return tensors
-        kinds: dict[str, Kind] = {}
+        kinds: dict[str, TensorKind] = {}
         places: dict[str, int] = {}
         others: dict[str, StoredTensor] = {}
-        known: dict[tuple[Any, Shape, str], Kind] = {}
+        known: dict[tuple[Any, Shape, str], TensorKind] = {}
         for key, tensor in tensors.items():
             chunk = _whole_chunk(tensor)
             if chunk is None or chunk.at is None:
                 others[key] = tensor
                 continue
             alike = tensor.dtype, tensor.shape, chunk.file
-            kinds[key] = known.get(alike) or known.setdefault(alike, Kind(*alike))
+            kinds[key] = known.get(alike) or known.setdefault(alike, TensorKind(*alike))
             places[key] = chunk.at
         return cls(kinds if not others else dict.fromkeys(tensors), kinds, places, others)
 
@@ -132,9 +132,9 @@ class TensorTable(Mapping[str, StoredTensor]):
         return key in self._keys
 
     @cached_property
-    def places_by_kind(self) -> Mapping[Kind, Sequence[int]]:
+    def places_by_kind(self) -> Mapping[TensorKind, Sequence[int]]:
         """Where the tensors of each kind begin."""
-        found: dict[Kind, list[int]] = {kind: [] for kind in self.kinds.values()}
+        found: dict[TensorKind, list[int]] = {kind: [] for kind in self.kinds.values()}
         for kind, at in zip(self.kinds.values(), self.places.values(), strict=True):
             found[kind].append(at)
         return found
@@ -191,14 +191,14 @@ def as_list(value: Any) -> list[Any]:
     return value
 
 
-def _kind(head: str, tail: str, dtypes: Mapping[str, Any]) -> Kind | None:
+def _kind(head: str, tail: str, dtypes: Mapping[str, Any]) -> TensorKind | None:
     """Return the kind of the entries with these texts around their place; None if they are malformed or not whole."""
     try:
         tensor = _tensor(json.loads(f'{{"dtype":"{head},0,{tail}]]}}'), dtypes)
     except ValueError:
         return None
     chunk = _whole_chunk(tensor)
-    return None if chunk is None else Kind(tensor.dtype, tensor.shape, chunk.file)
+    return None if chunk is None else TensorKind(tensor.dtype, tensor.shape, chunk.file)
 
 
 def _in_runs(rows: Sequence[Sequence[str]], dtypes: Mapping[str, Any]) -> dict[str, StoredTensor] | None:
@@ -210,7 +210,7 @@ def _in_runs(rows: Sequence[Sequence[str]], dtypes: Mapping[str, Any]) -> dict[s
 
 
 def _whole_chunk(tensor: StoredTensor) -> Chunk | None:
-    """Return the chunk of a tensor that is one whole chunk, in the form of a `Kind`."""
+    """Return the chunk of a tensor that is one whole chunk, in the form of a `TensorKind`."""
     if len(tensor.chunks) != 1 or tensor.runs is not None:
         return None
     chunk = tensor.chunks[0]

@@ -19,7 +19,7 @@ from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.hugging_face.card import adapter_card
 from torchtitan_lite.checkpoint.hugging_face.writing import (
     CARD,
-    Planned,
+    PlannedExport,
     facts_of,
     json_bytes,
     listed,
@@ -41,7 +41,7 @@ _RANK_FIRST = ("lora_A", "lora_embedding_A")
 class PlannedAdapter:
     """The files of an adapter, and the names of trained tensors that peft has no place for."""
 
-    files: Planned
+    files: PlannedExport
     left_out: list[str]
 
 
@@ -79,7 +79,7 @@ def plan_adapter(
     # Without the base, every tensor was trained.
     is_trained_only = bool(opened.config.get("checkpoint", {}).get("save_trained_only"))
     left_out = [each.name for each in keys if each.name not in names] if is_trained_only else []
-    return PlannedAdapter(Planned({WEIGHTS: tensors}, files, stream), left_out)
+    return PlannedAdapter(PlannedExport({WEIGHTS: tensors}, files, stream), left_out)
 
 
 def saved_name(name: str, adapter: str, bias: object) -> str:

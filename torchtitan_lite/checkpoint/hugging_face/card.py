@@ -12,14 +12,14 @@ from pathlib import PurePath
 from typing import Any
 
 import torchtitan_lite
-from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, Origin
+from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, WrittenBy
 from torchtitan_lite.checkpoint.examining.tensor_stream import Stream
 from torchtitan_lite.checkpoint.hugging_face.described import DescribedModel
 
 TOKENIZER = "tokenizer.json"
 _WRITE_TEXT = ("ForCausalLM", "LMHeadModel")
 """What the names of classes in transformers end with that generate text."""
-_WRITERS = {Origin.DCP: "PyTorch's DCP", Origin.TORCHTITAN: "torchtitan"}
+_WRITERS = {WrittenBy.DCP: "PyTorch's DCP", WrittenBy.TORCHTITAN: "torchtitan"}
 _TOKENS = "train_state.n_tokens_seen"
 _WITH_TOKENIZER = """\
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -19,7 +19,7 @@ from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.converting import new_output, safetensors_files
 from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, open_checkpoint
 from torchtitan_lite.checkpoint.hugging_face.described import DescribedModel
-from torchtitan_lite.checkpoint.hugging_face.writing import Planned, listed, plan, write_rest, write_shards
+from torchtitan_lite.checkpoint.hugging_face.writing import PlannedExport, listed, plan, write_rest, write_shards
 from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.config.job_config import JobConfig, Training
 from torchtitan_lite.disk.durable import DISK
@@ -124,7 +124,7 @@ class HuggingFaceExport:
         if os.path.lexists(out) and not _record(out):
             raise ConfigError(f"checkpoint.hf_folder: {out} is there, and no run wrote it. Move it away.")
 
-    def _write_share(self, step: int, place: Path) -> Planned:
+    def _write_share(self, step: int, place: Path) -> PlannedExport:
         """Write this rank's shards into `place`. Any rank."""
         opened = open_checkpoint(self._folders.checkpoints.get(step).path)
         self._refuse_other_tokenizer(opened)
@@ -149,7 +149,7 @@ class HuggingFaceExport:
                 f"{recorded.value}, found {now}. Put the old tokenizer back."
             )
 
-    def _complete(self, step: int, planned: Planned, place: Path) -> int:
+    def _complete(self, step: int, planned: PlannedExport, place: Path) -> int:
         """Write all else into `place`, the record last; return the bytes of the folder."""
         write_rest(planned, place)
         sizes = {path.name: path.stat().st_size for path in sorted(place.iterdir())}

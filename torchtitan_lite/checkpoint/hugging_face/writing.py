@@ -25,7 +25,7 @@ from torchtitan_lite.checkpoint.converting import new_output, safetensors_files
 from torchtitan_lite.checkpoint.converting.exporting import Exported, Progress, dtype_after, elements_of
 from torchtitan_lite.checkpoint.converting.model_part import ModelKey, model_keys
 from torchtitan_lite.checkpoint.converting.new_file import Advance
-from torchtitan_lite.checkpoint.converting.safetensors_files import NewTensor
+from torchtitan_lite.checkpoint.converting.safetensors_files import TensorToWrite
 from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint
 from torchtitan_lite.checkpoint.examining.tensor_stream import Stream, TensorStream
 from torchtitan_lite.checkpoint.format.contents import Contents
@@ -43,10 +43,10 @@ _SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedExport:
     """All files of an export."""
 
-    shards: Mapping[str, Sequence[NewTensor]]
+    shards: Mapping[str, Sequence[TensorToWrite]]
     """The tensors of each file of weights, by its name."""
     files: Mapping[str, bytes]
     """The contents of every other file."""
@@ -70,7 +70,7 @@ def plan(
     dtype: str = "",
     max_shard_bytes: int | None = None,
     of_trainer: bool = False,
-) -> Planned:
+) -> PlannedExport:
     """Return the files of the model in `opened`, for the folder `name`. Any rank; changes nothing.
 
     `dtype` is that of floating tensors; "" leaves each as it is. `of_trainer` says that the recorded configuration
@@ -90,7 +90,7 @@ def plan(
     files = {CONFIG: json_bytes({**config, **dict.fromkeys(_DTYPES, main)}), **model.files, CARD: card}
     if len(shards) > 1:
         files[safetensors_files.INDEX] = safetensors_files.index_of(shards)
-    return Planned(shards, files, stream)
+    return PlannedExport(shards, files, stream)
 
 
 def misfit(model: DescribedModel, contents: Contents, keys: Sequence[ModelKey]) -> str:
@@ -117,10 +117,10 @@ def stream_of(opened: OpenedCheckpoint, model: DescribedModel, keys: Iterable[Mo
     return ReorderedStream(stream, turned, "halves") if turned else stream
 
 
-def new_tensors(contents: Contents, names: Mapping[str, str], dtype: str) -> list[NewTensor]:
+def new_tensors(contents: Contents, names: Mapping[str, str], dtype: str) -> list[TensorToWrite]:
     """Return the tensors to write: of each key in `names`, under its name. Raise ConfigError for an odd dtype."""
     tensors = [
-        NewTensor(
+        TensorToWrite(
             name,
             dtype_after(contents.tensors[key], dtype),
             contents.tensors[key].shape,
@@ -132,7 +132,7 @@ def new_tensors(contents: Contents, names: Mapping[str, str], dtype: str) -> lis
     return tensors
 
 
-def facts_of(contents: Contents, keys: Iterable[ModelKey], tensors: Sequence[NewTensor]) -> dict[str, str]:
+def facts_of(contents: Contents, keys: Iterable[ModelKey], tensors: Sequence[TensorToWrite]) -> dict[str, str]:
     """Return what the card says of the tensors: how many parameters, of which dtypes."""
     before = Counter(str(contents.tensors[each.key].dtype) for each in keys)
     after = Counter(tensor.dtype for tensor in tensors)
@@ -163,7 +163,7 @@ def write(
     return write_planned(planned, out, progress)
 
 
-def write_planned(planned: Planned, out: Path, progress: Progress) -> Exported:
+def write_planned(planned: PlannedExport, out: Path, progress: Progress) -> Exported:
     """Write all of `planned` to the folder `out`, which must not exist.
 
     Raises ConfigError if it does, what the stream raises for a checkpoint that is damaged or cannot be read, and
@@ -179,14 +179,14 @@ def write_planned(planned: Planned, out: Path, progress: Progress) -> Exported:
 
 
 def write_shards(
-    planned: Planned, folder: Path, names: Iterable[str], advance: Advance = lambda num_bytes: None
+    planned: PlannedExport, folder: Path, names: Iterable[str], advance: Advance = lambda num_bytes: None
 ) -> None:
     """Write the files of weights in `names` into `folder`, synced and read back. Any rank. Raises as the stream."""
     for name in names:
         safetensors_files.write_file(folder / name, planned.shards[name], planned.stream, advance)
 
 
-def write_rest(planned: Planned, folder: Path) -> None:
+def write_rest(planned: PlannedExport, folder: Path) -> None:
     """Write every file but those of weights into `folder`, synced. Raise OSError."""
     for name, content in planned.files.items():
         DISK.write_file(folder / name, content)
@@ -203,7 +203,7 @@ def listed(names: Sequence[str], separator: str = ", ") -> str:
     return separator.join(names[:_SHOWN]) + more
 
 
-def _main_dtype(tensors: Iterable[NewTensor]) -> str:
+def _main_dtype(tensors: Iterable[TensorToWrite]) -> str:
     """Return the dtype of most elements: that in which the libraries make the model."""
     sizes: Counter[str] = Counter()
     for tensor in tensors:

@@ -68,7 +68,7 @@ class ImageFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chosen:
+class ChosenOnDisk:
     """The checkpoint on disk that a load would take."""
 
     step: int
@@ -100,7 +100,7 @@ class OnDisk:
     is_exact: bool = False
     """Whether that very step is wanted, whatever came after it."""
     new_branch: bool = False
-    chosen: Chosen | None = None
+    chosen: ChosenOnDisk | None = None
     """None if a load would find nothing of this run on disk."""
 
 
@@ -167,7 +167,7 @@ def _has_saved(image: ImageFacts, disk: OnDisk) -> bool:
     return any(commit is not None and commit.run_id == image.run_id for commit in (image.latest, disk.latest))
 
 
-def _why_not_again(image: ImageFacts, chosen: Chosen, disk: OnDisk) -> str:
+def _why_not_again(image: ImageFacts, chosen: ChosenOnDisk, disk: OnDisk) -> str:
     """Return why `image` is not of the run that counts its steps again and has saved nothing yet."""
     if disk.new_branch:
         return "a new branch is wanted"

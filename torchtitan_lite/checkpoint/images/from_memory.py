@@ -9,7 +9,7 @@ import dataclasses
 from typing import Any
 
 from torchtitan_lite.checkpoint.images.assembled import same_contents
-from torchtitan_lite.checkpoint.images.belonging import Chosen, OnDisk, why_not
+from torchtitan_lite.checkpoint.images.belonging import ChosenOnDisk, OnDisk, why_not
 from torchtitan_lite.checkpoint.images.commits import Commit, commit_of, rests_in
 from torchtitan_lite.checkpoint.images.held_images import Complete, HeldImages
 from torchtitan_lite.checkpoint.images.image_source import ImageSource
@@ -71,7 +71,7 @@ def _facts(
         wanted=wanted,
         is_exact=is_exact,
         new_branch=config.new_branch,
-        chosen=Chosen(
+        chosen=ChosenOnDisk(
             step=chosen.step,
             run_id=chosen.lineage.run_id,
             begins_branch=chosen.is_explicit,

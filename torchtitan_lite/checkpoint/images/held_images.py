@@ -26,7 +26,7 @@ from torchtitan_lite.disk.digest import num_blocks
 from torchtitan_lite.disk.mapped_reader import MappedReader
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import KeeperUnavailable
-from torchtitan_lite.keeper.client import Held, Keeper
+from torchtitan_lite.keeper.client import HeldMemory, Keeper
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.manifest import Manifest
 
@@ -50,7 +50,7 @@ class Look(NamedTuple):
 
 @dataclass(frozen=True)
 class _Local:
-    held: Held
+    held: HeldMemory
     image: ImageFacts
     card: Card
 
@@ -79,7 +79,7 @@ class HeldImages:
     """By descending step; coordinator only."""
     left_out: set[ImageKey] = field(default_factory=set, init=False)
     """Those that proved damaged; the same on every rank."""
-    _held: list[Held] = field(default_factory=list, init=False)
+    _held: list[HeldMemory] = field(default_factory=list, init=False)
     """Each memory once."""
     _more_names: dict[str, list[str]] = field(default_factory=dict, init=False)
     """The other names of the same memory, by the name of the one in `_held`."""
@@ -125,8 +125,8 @@ class HeldImages:
         """
         on_host = [rank for rank, look in enumerate(self._looks) if look.host and look.host == self._own_host]
         local = {each.held.name: (key, each) for (key, _), each in self._local.items()}
-        useful: list[tuple[bool, ImageKey, Held]] = []
-        spare: list[Held] = []
+        useful: list[tuple[bool, ImageKey, HeldMemory]] = []
+        spare: list[HeldMemory] = []
         for number, held in enumerate(sorted(self._held, key=lambda each: each.name)):
             key, found = local.get(held.name, (None, None))
             writer = -1 if found is None else found.image.rank
@@ -168,7 +168,7 @@ class HeldImages:
 
     def _list(self, keeper: Keeper) -> None:
         """List what `keeper` holds, unless a process of another start may still write into it."""
-        held: list[Held] = []
+        held: list[HeldMemory] = []
         try:
             held = keeper.held(self.start)
             is_mapped = any(each.is_mapped for each in held)
@@ -206,7 +206,7 @@ class HeldImages:
         if (other := self._local.get(place)) is None or not _is_whole(other):
             self._local[place] = local
 
-    def _drop(self, unused: Sequence[Held]) -> None:
+    def _drop(self, unused: Sequence[HeldMemory]) -> None:
         """Close what is of no use, and have the keeper let go of it: it may leave no room for new images."""
         names = [name for held in unused for name in (held.name, *self._more_names.get(held.name, ()))]
         for held in unused:
@@ -215,13 +215,13 @@ class HeldImages:
             with suppress(KeeperUnavailable):  # Whoever keeps an image next says so.
                 self.keeper.drop(names)
 
-    def _each_once(self, held: Sequence[Held]) -> list[Held]:
+    def _each_once(self, held: Sequence[HeldMemory]) -> list[HeldMemory]:
         """Return one of each memory, and close the others.
 
         A start that was killed between keeping an arena and dropping its older name leaves both. Two arenas of one
         memory would overwrite each other.
         """
-        first: dict[tuple[int, int], Held] = {}
+        first: dict[tuple[int, int], HeldMemory] = {}
         for each in sorted(held, key=lambda each: each.name):
             found = os.fstat(each.arena_fd)
             before = first.setdefault((found.st_dev, found.st_ino), each)
@@ -285,7 +285,7 @@ class HeldImages:
         return Complete(key, image, manifest, is_spread)
 
 
-def _read(held: Held) -> _Local | None:
+def _read(held: HeldMemory) -> _Local | None:
     """Return the image under `held`; None if it is empty. Raise ValueError, `RecursionError` or OSError if unusable."""
     marked = read_mark(held.mark_fd)
     if marked is None:
@@ -307,7 +307,7 @@ def _is_whole(local: _Local) -> bool:
     return True
 
 
-def _is_usable(held: Held) -> bool:
+def _is_usable(held: HeldMemory) -> bool:
     """Return whether an arena and its mark can be mapped and written."""
     try:
         sizes = [os.fstat(fd).st_size for fd in (held.arena_fd, held.mark_fd)]
@@ -317,7 +317,7 @@ def _is_usable(held: Held) -> bool:
     return sizes[0] > 0 and sizes[1] >= PAGE_BYTES and not any(seals)
 
 
-def _clear(held: Held) -> None:
+def _clear(held: HeldMemory) -> None:
     """Make the image under `held`, if there is one, invalid."""
     try:
         mark = Mark(os.dup(held.mark_fd))

@@ -11,10 +11,10 @@ from torchtitan_lite.checkpoint.format.description import PlacedObject, table_of
 from torchtitan_lite.checkpoint.images.card import Card
 from torchtitan_lite.checkpoint.images.commits import Commit
 from torchtitan_lite.checkpoint.images.tier import Tier
-from torchtitan_lite.checkpoint.planning.rank_image import RankPlan
+from torchtitan_lite.checkpoint.planning.rank_file import RankPlan
 from torchtitan_lite.checkpoint.saving.writer import Origin, versions
 from torchtitan_lite.checkpoint.staging.mark import Mark, read_mark
-from torchtitan_lite.checkpoint.staging.stager import Staged
+from torchtitan_lite.checkpoint.staging.stager import StagedCopy
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.log import logger
@@ -28,11 +28,11 @@ class Image:
     origin: Origin
     plan: RankPlan
     objects: Sequence[PlacedObject]
-    staged: Staged
+    staged: StagedCopy
     began_seconds: float
     copy: int
     """Which copy of this start it is."""
-    check: Callable[[Staged], None] = lambda staged: staged.wait()
+    check: Callable[[StagedCopy], None] = lambda staged: staged.wait()
     """Waits until the copy is complete; raises if the state changed meanwhile."""
     created_at: float = field(default_factory=time.time)
     stall_seconds: float = 0.0
@@ -63,7 +63,7 @@ class Image:
         )
 
 
-def record_of(staged: Staged) -> FileRecord:
+def record_of(staged: StagedCopy) -> FileRecord:
     """Return the digests of what is in the arena, taken in this thread."""
     return FileRecord.of(staged.arena.memory[: staged.num_bytes])
 

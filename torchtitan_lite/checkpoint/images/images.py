@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.context import RunContext
+from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.images.former_images import FormerImages, step_in
 from torchtitan_lite.checkpoint.images.image import Image
 from torchtitan_lite.checkpoint.images.image_stager import ImageStager
@@ -29,7 +29,7 @@ from torchtitan_lite.checkpoint.images.room import (
     reserve_bytes,
 )
 from torchtitan_lite.checkpoint.images.tier import Tier
-from torchtitan_lite.checkpoint.planning.save_plan import PlanCache
+from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
 from torchtitan_lite.checkpoint.saving.writer import Origin
 from torchtitan_lite.checkpoint.staging.slots import NO_STEP
 from torchtitan_lite.checkpoint.staging.watch import build_staging_watch
@@ -42,8 +42,6 @@ CLOSE_SECONDS = 30.0
 """How long the digest under way may take when the manager is closed."""
 _OF_RANK = 2
 """The numbers of a report that are not of the pool: that no image can be made, and that memory is short."""
-
-State = dict[str, Any]
 
 
 class Images:
@@ -222,13 +220,13 @@ class Images:
                 if not self.agree(planned.agreed):
                     return self._note_missed(step, self._why_missed())
                 self._note_staged(step)
-                image = planned.image()
-                check = self._watch(image.file, [item.index.fqn for item in image.plan.items])
-                staged = self.stager.take(image.file, step, digests=True)
+                file = planned.file()
+                check = self._watch(file.data, [item.index.fqn for item in file.plan.items])
+                staged = self.stager.take(file.data, step, digests=True)
             except Exception as error:
                 self.marker.note_failed(step, error)
                 return
-        self._last = Image(step, origin, image.plan, image.objects, staged, began, self.num_staged, check)
+        self._last = Image(step, origin, file.plan, file.objects, staged, began, self.num_staged, check)
         self._last.stall_seconds = self._clock() - began
         self.marker.mark_later(self._last)
 

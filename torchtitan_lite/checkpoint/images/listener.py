@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.images.image import Image
 from torchtitan_lite.checkpoint.images.images import Images
 from torchtitan_lite.checkpoint.saving.copy_listener import CopyListener, CopyOfSave
 from torchtitan_lite.checkpoint.saving.writer import Origin, RankContent
-from torchtitan_lite.checkpoint.state.run_state import State
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.store.manifest import CheckpointInfo
 

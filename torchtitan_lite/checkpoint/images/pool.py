@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
-from torchtitan_lite.checkpoint.staging.slots import NO_STEP, Slot, Slots
+from torchtitan_lite.checkpoint.staging.slots import NO_STEP, ArenaSlot, Slots
 
 NUM_RECENT = 3
 """Steps in a report: of more than there are arenas no rank has an image."""
@@ -56,7 +56,7 @@ def is_busy(arenas: Sequence[Seen]) -> bool:
     return not spare or (len(arenas) > 1 and len(spare) == 1 and spare[0].is_valid)
 
 
-def _has(slot: Slot, step: int) -> bool:
+def _has(slot: ArenaSlot, step: int) -> bool:
     return slot.is_valid and slot.step == step
 
 
@@ -68,13 +68,13 @@ class Pool(Slots):
         self.complete = NO_STEP
         """The latest step whose image every rank has, as far as the ranks have found out."""
         self._recent: list[int] = []
-        self._still_read: dict[tuple[int, int], Slot] = {}
+        self._still_read: dict[tuple[int, int], ArenaSlot] = {}
         """The slots that were read at the last `clear`, by the memory that they had."""
 
     def resize(self, num_slots: int) -> None:
         """Have at least `num_slots`. Main thread; all ranks, with the same number."""
         with self._changed:
-            self.slots += [Slot() for _ in range(num_slots - len(self.slots))]
+            self.slots += [ArenaSlot() for _ in range(num_slots - len(self.slots))]
 
     def shrink(self, num_slots: int, seconds: float) -> list[tuple[StagingArena, bool]]:
         """Have at most `num_slots`; return the arenas of the others, and whether each is still read after `seconds`.
@@ -118,7 +118,7 @@ class Pool(Slots):
         with self._changed:
             self._recent = [*(each for each in self._recent if each != step), step][-NUM_RECENT:]
 
-    def validate(self, slot: Slot, number: int, mark: Callable[[], None]) -> bool:
+    def validate(self, slot: ArenaSlot, number: int, mark: Callable[[], None]) -> bool:
         """Call `mark`, after which the image in `slot` is valid; but not if copy `number` was overwritten since.
 
         Returns whether it is valid. Else a mark could be set beside the bytes of a later step.
@@ -158,7 +158,7 @@ class Pool(Slots):
             self._still_read = {}
             self._recent = sorted({step for step in steps if step != NO_STEP})[-NUM_RECENT:]
 
-    def _free_slot(self) -> Slot | None:
+    def _free_slot(self) -> ArenaSlot | None:
         number = choose(self.slots, self.complete)
         return None if number is None else self.slots[number]
 

@@ -17,7 +17,7 @@ from torchtitan_lite.checkpoint.images.images import Images
 from torchtitan_lite.checkpoint.images.listener import ImageListener
 from torchtitan_lite.checkpoint.images.tier import TakenOver, Tier, build_tier
 from torchtitan_lite.checkpoint.no_images import NoImages
-from torchtitan_lite.checkpoint.planning.save_plan import PlanCache
+from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
 from torchtitan_lite.checkpoint.resume.source import LoadSource
 from torchtitan_lite.checkpoint.saving.content import Copying
 from torchtitan_lite.checkpoint.saving.writer import Origin

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtitan_lite.checkpoint.format.contents import Chunk, Contents, Shape, StoredTensor
-from torchtitan_lite.checkpoint.importing.source import Source, is_strided, read_json, tensors_in
+from torchtitan_lite.checkpoint.importing.source import WeightsSource, is_strided, read_json, tensors_in
 from torchtitan_lite.checkpoint.untrusted.stock_item import Layout
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, ConfigError
 from torchtitan_lite.log import counted
@@ -58,7 +58,7 @@ def read_meta_folder(path: Path) -> MetaFolder:
         raise CheckpointUnreadable(str(path), f"{type(error).__name__}: {error}") from error
 
 
-def joined(folder: MetaFolder, shapes: Mapping[str, Shape]) -> Source:
+def joined(folder: MetaFolder, shapes: Mapping[str, Shape]) -> WeightsSource:
     """Return the tensors of `folder` as one source, each of the shape in `shapes`, if that has it.
 
     Raises ConfigError if the parts of a tensor do not make it up.
@@ -76,7 +76,7 @@ def joined(folder: MetaFolder, shapes: Mapping[str, Shape]) -> Source:
             strides[name] = first.strides
     contents = Contents(str(folder.path), tensors, {}, described_in=PARAMS)
     contents.check({str(file.resolve()): file.stat().st_size for file in folder.files})
-    return Source(folder.path, KIND, contents, strides, folder.params)
+    return WeightsSource(folder.path, KIND, contents, strides, folder.params)
 
 
 def _chunks(name: str, folder: MetaFolder, places: Sequence[Layout | None], shape: Shape) -> list[Chunk]:

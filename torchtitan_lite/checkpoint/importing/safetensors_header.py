@@ -34,7 +34,7 @@ _METADATA = "__metadata__"
 _LFS_POINTER = b"version https://git-lfs"
 
 
-class Held(NamedTuple):
+class StoredWeight(NamedTuple):
     """A tensor in a file."""
 
     dtype: Dtype
@@ -43,7 +43,7 @@ class Held(NamedTuple):
     """The byte of the file where its first element starts."""
 
 
-def read_header(path: Path) -> dict[str, Held]:
+def read_header(path: Path) -> dict[str, StoredWeight]:
     """Return the tensors of the file `path`, by name. Raises `CheckpointDamaged`, `CheckpointUnsafe` and OSError."""
     with opened(path.resolve()) as fd:
         size = os.fstat(fd).st_size
@@ -80,10 +80,10 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _tensors(document: Mapping[str, Any], begin: int, size: int) -> dict[str, Held]:
+def _tensors(document: Mapping[str, Any], begin: int, size: int) -> dict[str, StoredWeight]:
     """Return the tensors whose elements make up bytes [begin, size) of the file. Raises ValueError if they do not."""
     ranges: list[tuple[int, int, str]] = []
-    found: dict[str, Held] = {}
+    found: dict[str, StoredWeight] = {}
     for name, entry in document.items():
         if name == _METADATA:
             continue
@@ -94,7 +94,7 @@ def _tensors(document: Mapping[str, Any], begin: int, size: int) -> dict[str, He
                 f"{end - first}"
             )
         ranges.append((first, end, name))
-        found[name] = Held(dtype, shape, begin + first)
+        found[name] = StoredWeight(dtype, shape, begin + first)
     at = 0
     for first, end, name in sorted(ranges):
         if first != at:

@@ -37,7 +37,7 @@ _MOST_SHARED = 16
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightsSource:
     """The weights at `path`."""
 
     path: Path
@@ -57,7 +57,7 @@ class Source:
         return TensorStream(self.path, self.contents, {}, self.strides)
 
 
-def open_source(path: Path) -> Source:
+def open_source(path: Path) -> WeightsSource:
     """Return the weights at `path`, a file or a folder.
 
     Raises CheckpointNotFound, ConfigError if it is something else, CheckpointDamaged, CheckpointUnsafe and
@@ -86,7 +86,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointDamaged(str(path), f"it is not JSON as expected: {error!s:.200}") from None
 
 
-def _of_file(path: Path) -> Source:
+def _of_file(path: Path) -> WeightsSource:
     if path.name in (layout.METADATA, layout.MANIFEST) or layout.is_data_file(path.name):
         raise ConfigError(f"{path} is a file of a checkpoint: {_name_the_checkpoint(path.parent)}")
     if path.name in _ADAPTERS:
@@ -103,7 +103,7 @@ def _of_file(path: Path) -> Source:
     raise ConfigError(f"{path} is no file of weights that is known: expected a folder, or one of {expected}")
 
 
-def _of_folder(path: Path) -> Source:
+def _of_folder(path: Path) -> WeightsSource:
     names = sorted(entry.name for entry in path.iterdir())
     if layout.METADATA in names:
         raise ConfigError(f"{path} is a checkpoint already: {_name_the_checkpoint(path)}")
@@ -160,7 +160,7 @@ def _listed(path: Path, index: str, names: Sequence[str]) -> list[Path]:
     return [path / file for file in files]
 
 
-def _joined(path: Path, kind: str, files: Sequence[Path]) -> Source:
+def _joined(path: Path, kind: str, files: Sequence[Path]) -> WeightsSource:
     """Return the tensors of all `files` as one source. Raises CheckpointDamaged if two have the same name."""
     tensors: dict[str, StoredTensor] = {}
     strides: dict[str, Shape] = {}
@@ -181,7 +181,7 @@ def _joined(path: Path, kind: str, files: Sequence[Path]) -> Source:
     contents = Contents(str(path), tensors, {}, described_in=files[0].name if len(files) == 1 else "an index")
     contents.check(sizes)
     config = (path if path.is_dir() else path.parent) / CONFIG
-    return Source(path, kind, contents, strides, read_json(config) if config.is_file() else {}, notes)
+    return WeightsSource(path, kind, contents, strides, read_json(config) if config.is_file() else {}, notes)
 
 
 def tensors_in(file: Path) -> tuple[Mapping[str, Layout], str]:

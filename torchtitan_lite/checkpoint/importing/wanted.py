@@ -24,7 +24,7 @@ class Weight(NamedTuple):
     source: str
 
 
-class Chosen(NamedTuple):
+class ChosenWeights(NamedTuple):
     """The weights to write, in order, and what was decided about others, in lines for the user."""
 
     weights: list[Weight]
@@ -35,7 +35,7 @@ Rename = Callable[[str], str | None]
 """Returns the model's name for one in the source; None to leave that tensor out."""
 
 
-def as_model(contents: Contents, places: Mapping[str, tuple[str, Shape]], copies: Iterable[str]) -> Chosen:
+def as_model(contents: Contents, places: Mapping[str, tuple[str, Shape]], copies: Iterable[str]) -> ChosenWeights:
     """Return the weights of a model whose tensors are all in `places`: by name, the name and shape in the source.
 
     A tensor of the source in `copies` is left out. Raises ConfigError, with names, if one is missing, has
@@ -59,10 +59,10 @@ def as_model(contents: Contents, places: Mapping[str, tuple[str, Shape]], copies
     findings += [_listed(odd, "; ")] if odd else []
     if findings:
         raise ConfigError(f"{contents.path} does not have the tensors of the model: {'; '.join(findings)}")
-    return Chosen(weights, notes)
+    return ChosenWeights(weights, notes)
 
 
-def as_renamed(contents: Contents, rename: Rename, *, is_tied: bool) -> Chosen:
+def as_renamed(contents: Contents, rename: Rename, *, is_tied: bool) -> ChosenWeights:
     """Return all tensors under the names that `rename` returns. Raises ConfigError if two get the same name.
 
     With `is_tied`, a causal language model of transformers whose head is not in the source gets a copy of its
@@ -85,10 +85,10 @@ def as_renamed(contents: Contents, rename: Rename, *, is_tied: bool) -> Chosen:
         notes.append(f"tied embeddings: {_HEAD} is a copy of {embeddings[0]}")
     if not weights:
         raise ConfigError(f"{contents.path}: the name map leaves out every tensor")
-    return Chosen([Weight(name, source) for name, source in weights.items()], notes)
+    return ChosenWeights([Weight(name, source) for name, source in weights.items()], notes)
 
 
-def as_mapped(contents: Contents, names: Mapping[str, Any]) -> Chosen:
+def as_mapped(contents: Contents, names: Mapping[str, Any]) -> ChosenWeights:
     """Return the tensors in `names`, by the model's name the one in the source; under "" a list of those to leave out.
 
     Raises ConfigError if one is missing, or if the source has others than those that a model computes.
@@ -104,7 +104,7 @@ def as_mapped(contents: Contents, names: Mapping[str, Any]) -> Chosen:
         raise ConfigError(
             f'the name map has nothing for {_listed(unexpected)} of {contents.path}; list what to leave out under ""'
         )
-    return Chosen([Weight(name, source) for name, source in pairs.items()], notes)
+    return ChosenWeights([Weight(name, source) for name, source in pairs.items()], notes)
 
 
 def is_computed(name: str, tensor: StoredTensor) -> bool:

@@ -20,6 +20,7 @@ import xxhash
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
+from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.format.shards import knows_its_parts, local_of, parts_of
 from torchtitan_lite.checkpoint.planning.distances import Distance, joint, relative, squares
 from torchtitan_lite.checkpoint.planning.shared_items import SharedItems
@@ -41,7 +42,6 @@ OTHER_WAYS = (
 PIECE_BYTES = 16 << 20
 """Bytes of a tensor that are copied at once where it has to be copied: off an accelerator, to another rank."""
 
-State = dict[str, Any]
 _NONE = -(1 << 62)
 """What a rank reports for a group that it is not in: below every digest and every negative one."""
 

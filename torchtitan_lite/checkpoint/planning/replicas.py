@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
-from torchtitan_lite.checkpoint.format.shards import Part, parts_of
+from torchtitan_lite.checkpoint.format.flattening import State
+from torchtitan_lite.checkpoint.format.shards import LocalShard, parts_of
 from torchtitan_lite.disk.digest import text_digest
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.log import logger
@@ -26,7 +27,6 @@ from torchtitan_lite.log import logger
 SHOWN = 4
 """Number of keys that a warning names; it counts the others."""
 
-State = dict[str, Any]
 _OPTIMIZER = "optimizer"
 _WEIGHTS = ""
 """The only section of a weights-only checkpoint, whose keys do not begin with a state's name."""
@@ -130,7 +130,7 @@ def _warn_of_differences(per_rank: Sequence[Mapping[str, str]]) -> list[None]:
     return [None] * len(per_rank)
 
 
-def _label(key: str, part: Part) -> str:
+def _label(key: str, part: LocalShard) -> str:
     """Return a label that differs between the shards of a tensor, and is the same for its replicas."""
     return f"{key} at {list(part.offsets)}" if any(part.offsets) else key
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.reading.entries import Leaf
-from torchtitan_lite.checkpoint.state.optimizer_state import SETTINGS, STATE, Slot
+from torchtitan_lite.checkpoint.state.optimizer_state import SETTINGS, STATE, ParameterSlot
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointMismatch
 
@@ -50,7 +50,7 @@ class ListedGroups(NamedTuple):
 
 
 def read_listed_groups(
-    contents: Contents, slots: Mapping[str, Slot], names: Mapping[str, str], peers: Peers, read: ReadObjects
+    contents: Contents, slots: Mapping[str, ParameterSlot], names: Mapping[str, str], peers: Peers, read: ReadObjects
 ) -> ListedGroups:
     """Return the groups of `contents`; none if they are not a list, or no rank has `slots`. **Collective**.
 
@@ -76,7 +76,9 @@ def _keys_of_params(contents: Contents) -> list[str]:
     return [found[number] for number in sorted(found) if found[number] in contents.objects]
 
 
-def _listed(path: str, params: Mapping[str, Any], slots: Mapping[str, Slot], names: Mapping[str, str]) -> ListedGroups:
+def _listed(
+    path: str, params: Mapping[str, Any], slots: Mapping[str, ParameterSlot], names: Mapping[str, str]
+) -> ListedGroups:
     for key, listed in params.items():
         if not isinstance(listed, list) or not all(type(each) in (str, int) for each in listed):
             raise CheckpointMismatch(

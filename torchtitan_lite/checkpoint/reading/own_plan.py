@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite.checkpoint.format.contents import Shape, StoredTensor
 from torchtitan_lite.checkpoint.format.shards import parts_of
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
-from torchtitan_lite.checkpoint.reading.reader import CheckpointReader, Region, Wanted
+from torchtitan_lite.checkpoint.reading.reader import CheckpointReader, RankReads, Region
 from torchtitan_lite.checkpoint.reading.small_tensors import small_tensors
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.errors import CheckpointMismatch
@@ -44,7 +44,7 @@ class OwnPlanner(LoadPlanner):
 
     def __init__(self, folder: CheckpointFolder) -> None:
         self._folder = folder
-        self._wanted = Wanted()
+        self._wanted = RankReads()
         self.state: dict[str, Any] = {}
         """The flat state that is read into."""
 
@@ -54,7 +54,7 @@ class OwnPlanner(LoadPlanner):
         self.state = state
         contents = self._folder.contents
         small, others = small_tensors(state, contents.table)
-        self._wanted = Wanted(small=small)
+        self._wanted = RankReads(small=small)
         regions = self._wanted.regions
         for key, target in others.items():
             if key in contents.objects:

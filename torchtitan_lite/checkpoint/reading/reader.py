@@ -27,8 +27,8 @@ from torchtitan_lite.checkpoint.format.torch_contents import DTYPES, to_metadata
 from torchtitan_lite.checkpoint.reading.files import ReadsBlocks
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder, Verify
 from torchtitan_lite.checkpoint.reading.regions import (
-    Source,
-    Staged,
+    BufferedPart,
+    StoredBox,
     contiguous_strides,
     is_inside,
     staged,
@@ -60,7 +60,7 @@ class Region(NamedTuple):
 
 
 @dataclass
-class Wanted:
+class RankReads:
     """Everything that one rank reads."""
 
     regions: list[Region] = field(default_factory=list)
@@ -96,8 +96,8 @@ class CheckpointReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan needs: the `Wanted` in its storage data, else its items."""
-        if isinstance(plan.storage_data, Wanted):
+        """Read what the plan needs: the `RankReads` in its storage data, else its items."""
+        if isinstance(plan.storage_data, RankReads):
             self.read(plan.storage_data)
         else:
             self._read_items(plan.items, planner)
@@ -109,7 +109,7 @@ class CheckpointReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return isinstance(checkpoint_id, str | Path)
 
-    def read(self, wanted: Wanted) -> None:
+    def read(self, wanted: RankReads) -> None:
         """Fill every target and hand over every object. Any rank.
 
         Raises `CheckpointDamaged`, naming file, bytes and keys; `CheckpointUnsafe`; `CheckpointUnreadable`; and, before
@@ -136,7 +136,7 @@ class CheckpointReader(StorageReader):
                 with _Findings(self._folder, file):
                     self._blocks.verify(self._folder.path / file, records[file], blocks)
 
-    def _sorted(self, regions: Sequence[Region]) -> tuple[dict[str, list[Piece]], list[Staged]]:
+    def _sorted(self, regions: Sequence[Region]) -> tuple[dict[str, list[Piece]], list[BufferedPart]]:
         """Split `regions` into pieces that are read directly into their place, by file, and staged parts."""
         tensors = self._folder.contents.tensors
         pieces: dict[str, list[Piece]] = {}
@@ -151,7 +151,7 @@ class CheckpointReader(StorageReader):
             if not is_inside(region.offsets, tuple(region.target.shape), region.chunk.sizes):
                 raise _outside(self._folder.path, region)
             others.append(region)
-        parts: list[Staged] = []
+        parts: list[BufferedPart] = []
         for source, target in self._sources(others):
             direct = straight(source, target)
             if direct is None:
@@ -162,7 +162,7 @@ class CheckpointReader(StorageReader):
 
     def _read_items(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
         """Read the items of a plan by one of DCP's own planners."""
-        wanted = Wanted()
+        wanted = RankReads()
         committed: list[tuple[ReadItem, torch.Tensor]] = []
         for item in items:
             if item.type == LoadItemType.BYTE_IO:
@@ -184,7 +184,7 @@ class CheckpointReader(StorageReader):
             return chunks[index.index]
         return next(chunk for chunk in chunks if chunk.offsets == offsets)
 
-    def _sources(self, regions: Sequence[Region]) -> Iterator[tuple[Source, torch.Tensor]]:
+    def _sources(self, regions: Sequence[Region]) -> Iterator[tuple[StoredBox, torch.Tensor]]:
         """Yield the source and the target of each region. Reads the regions of items that can only be read whole."""
         tensors = self._folder.contents.tensors
         layouts = self._layouts({region.chunk.item for region in regions if region.chunk.item is not None})
@@ -193,7 +193,7 @@ class CheckpointReader(StorageReader):
             if 0 in shape:
                 continue
             if chunk.at is not None:
-                source = Source(
+                source = StoredBox(
                     chunk.file, chunk.at, tensors[region.key].dtype, chunk.sizes, contiguous_strides(chunk.sizes)
                 )
             else:
@@ -204,7 +204,9 @@ class CheckpointReader(StorageReader):
                     continue
                 if layout.shape != chunk.sizes:
                     raise _of_another_shape(self._folder.path, region, layout.shape)
-                source = Source(chunk.file, chunk.item.offset + layout.at, layout.dtype, layout.shape, layout.strides)
+                source = StoredBox(
+                    chunk.file, chunk.item.offset + layout.at, layout.dtype, layout.shape, layout.strides
+                )
             yield source.part(region.offsets, shape), region.target
 
     def _layouts(self, items: Iterable[Item]) -> dict[Item, Layout | None]:
@@ -227,7 +229,7 @@ class CheckpointReader(StorageReader):
             tensor = tensor.narrow(dim, offset, size)
         region.target.copy_(tensor)
 
-    def _read_staged(self, file: str, parts: Sequence[Staged]) -> None:
+    def _read_staged(self, file: str, parts: Sequence[BufferedPart]) -> None:
         self._fill(file, [piece for part in parts for piece in part.begin()])
         for part in parts:
             part.finish()

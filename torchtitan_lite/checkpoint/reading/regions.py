@@ -23,7 +23,7 @@ _LONG_RUN_BYTES = 16 << 10
 """Runs from this length on are read one by one."""
 
 
-class Source(NamedTuple):
+class StoredBox(NamedTuple):
     """A box of elements in a file: the first at byte `at`, the others at `strides`, counted in elements."""
 
     file: str
@@ -32,12 +32,12 @@ class Source(NamedTuple):
     shape: Shape
     strides: Shape
 
-    def part(self, offsets: Shape, shape: Shape) -> Source:
+    def part(self, offsets: Shape, shape: Shape) -> StoredBox:
         """Return the box of `shape` at `offsets` in this one. Raises ValueError if it is not inside."""
         if not is_inside(offsets, shape, self.shape):
             raise ValueError(f"{list(shape)} at {list(offsets)} is not inside {list(self.shape)} of {self.file}")
         skipped = sum(offset * stride for offset, stride in zip(offsets, self.strides, strict=True))
-        return Source(self.file, self.at + skipped * self.dtype.itemsize, self.dtype, shape, self.strides)
+        return StoredBox(self.file, self.at + skipped * self.dtype.itemsize, self.dtype, shape, self.strides)
 
     @property
     def nbytes(self) -> int:
@@ -67,7 +67,7 @@ def whole(chunk: Chunk, dtype: torch.dtype, target: torch.Tensor) -> Piece | Non
     return Piece.of_memory(chunk.at, target.data_ptr(), target.nbytes) if _is_plain_memory(target) else None
 
 
-def straight(source: Source, target: torch.Tensor) -> list[Piece] | None:
+def straight(source: StoredBox, target: torch.Tensor) -> list[Piece] | None:
     """Return the pieces that read `source` directly into `target`; None if it must be staged.
 
     `target` must outlive the pieces: they hold addresses in its memory.
@@ -93,10 +93,10 @@ def straight(source: Source, target: torch.Tensor) -> list[Piece] | None:
     return pieces
 
 
-class Staged:
+class BufferedPart:
     """A part of a region that goes through a buffer: read the pieces of `begin`, then call `finish`."""
 
-    def __init__(self, source: Source, target: torch.Tensor) -> None:
+    def __init__(self, source: StoredBox, target: torch.Tensor) -> None:
         self.file, self.at = source.file, source.at
         self.num_bytes = max(source.nbytes, math.prod(source.shape) * source.dtype.itemsize)
         self._source, self._target = source, target
@@ -119,12 +119,12 @@ class Staged:
         self._read = self._target
 
 
-def staged(source: Source, target: torch.Tensor) -> Iterator[Staged]:
+def staged(source: StoredBox, target: torch.Tensor) -> Iterator[BufferedPart]:
     """Yield `source`, to be read into `target`, in parts of at most `STAGED_BYTES`. Any dtype, device and layout."""
     shape, itemsize = source.shape, source.dtype.itemsize
     long_dims = [dim for dim, size in enumerate(shape) if size > 1]
     if source.nbytes <= STAGED_BYTES or not long_dims:
-        yield Staged(source, target)
+        yield BufferedPart(source, target)
         return
     dim = max(long_dims, key=lambda d: (shape[d] - 1) * source.strides[d])
     step = min(max(1, STAGED_BYTES // max(1, source.strides[dim] * itemsize)), shape[dim] - 1)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_lite.checkpoint.format.tensor_table import Kind, TensorTable
+from torchtitan_lite.checkpoint.format.tensor_table import TensorKind, TensorTable
 from torchtitan_lite.disk.piece_table import PieceTable
 
 SMALL_BYTES = 32 << 10
@@ -26,7 +26,7 @@ def small_tensors(state: Mapping[str, Any], table: TensorTable) -> tuple[dict[st
     The tensors must outlive the pieces: they hold addresses in their memory.
     """
     kinds, places = table.kinds, table.places
-    columns: dict[Kind, tuple[list[int], list[int]]] = {
+    columns: dict[TensorKind, tuple[list[int], list[int]]] = {
         kind: ([], []) for kind in table.places_by_kind if 0 < kind.nbytes <= SMALL_BYTES and not kind.dtype.is_complex
     }
     others: dict[str, Any] = {}

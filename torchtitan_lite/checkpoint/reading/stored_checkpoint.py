@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format.contents import Contents
-from torchtitan_lite.checkpoint.format.flattening import flat_tensors
+from torchtitan_lite.checkpoint.format.flattening import State, flat_tensors
 from torchtitan_lite.checkpoint.format.key_report import KeyReport, TensorLike, compare_tensors, merged
 from torchtitan_lite.checkpoint.format.kinds import refuse_piece
 from torchtitan_lite.checkpoint.format.older_structure import Untyped, retyped
@@ -30,14 +30,12 @@ from torchtitan_lite.checkpoint.reading.load_rules import EVERYTHING, LoadRules
 from torchtitan_lite.checkpoint.reading.own_plan import ALL, OwnPlanner, OwnReader
 from torchtitan_lite.checkpoint.reading.stored_model import StoredModel
 from torchtitan_lite.checkpoint.reading.stored_optimizer import StoredOptimizer
-from torchtitan_lite.checkpoint.state.optimizer_state import OF_OPTIMIZERS, Slot, tensors_in
+from torchtitan_lite.checkpoint.state.optimizer_state import OF_OPTIMIZERS, ParameterSlot, tensors_in
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.distributed import dcp
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch
 from torchtitan_lite.log import logger
-
-State = dict[str, Any]
 
 
 def _nothing(key: str) -> bool:
@@ -62,7 +60,7 @@ class StoredCheckpoint:
         self._folder = CheckpointFolder(path, verify, files=files, rank=peers.rank, world_size=peers.world_size)
         self._reader = OwnReader(self._folder)
         self._optimizer: StoredOptimizer | None = None
-        self._fitting: tuple[Mapping[str, Any], Mapping[str, Slot], bool] | None = None
+        self._fitting: tuple[Mapping[str, Any], Mapping[str, ParameterSlot], bool] | None = None
         """The model, slots and `cast` of a report without a difference: nothing needs to be compared again."""
 
     @property
@@ -99,7 +97,12 @@ class StoredCheckpoint:
 
     @no_collection()
     def report(
-        self, model: Mapping[str, Any], slots: Mapping[str, Slot], states: Sequence[str] = (), *, cast: bool = False
+        self,
+        model: Mapping[str, Any],
+        slots: Mapping[str, ParameterSlot],
+        states: Sequence[str] = (),
+        *,
+        cast: bool = False,
     ) -> KeyReport:
         """Return how the checkpoint differs from all of these, joined over all ranks. Reads no tensors. **Collective**.
 
@@ -122,7 +125,12 @@ class StoredCheckpoint:
         return report
 
     def check(
-        self, model: Mapping[str, Any], slots: Mapping[str, Slot], states: Sequence[str] = (), *, cast: bool = False
+        self,
+        model: Mapping[str, Any],
+        slots: Mapping[str, ParameterSlot],
+        states: Sequence[str] = (),
+        *,
+        cast: bool = False,
     ) -> None:
         """Apply the strictness to the `report` of all of these. **Collective**.
 
@@ -150,7 +158,7 @@ class StoredCheckpoint:
         return self._peers.together(lambda: self._model.assembled(model, read))
 
     @no_collection()
-    def read_optimizer(self, slots: Mapping[str, Slot]) -> State:
+    def read_optimizer(self, slots: Mapping[str, ParameterSlot]) -> State:
         """Read and return the optimizers' flat state, for their `load_state_dict`. **Collective**.
 
         Live tensors are read in place. Settings (`param_groups.*`) that only this version of torch has are not in it.
@@ -163,7 +171,7 @@ class StoredCheckpoint:
         name = f"optimizer.{OF_OPTIMIZERS}"
         return flat | ({OF_OPTIMIZERS: self.read_state(name, {})} if self.has_state(name) else {})
 
-    def other_kinds(self, slots: Mapping[str, Slot]) -> dict[str, tuple[str, Any, Any]]:
+    def other_kinds(self, slots: Mapping[str, ParameterSlot]) -> dict[str, tuple[str, Any, Any]]:
         """Return the settings that make another optimizer: a parameter, the checkpoint's value, that of `slots`."""
         return self._optimizer_for(slots).other_kinds(slots)
 
@@ -232,7 +240,7 @@ class StoredCheckpoint:
     def _model(self) -> StoredModel:
         return StoredModel(self.contents, self._rules)
 
-    def _optimizer_for(self, slots: Mapping[str, Slot]) -> StoredOptimizer:
+    def _optimizer_for(self, slots: Mapping[str, ParameterSlot]) -> StoredOptimizer:
         """Return the stored optimizer; `slots` are the same at each call. **Collective**."""
         if self._optimizer is None:
             names = self._model.names("model." if self.keys("model.") else "")
@@ -266,7 +274,9 @@ def _below(name: str, path: Sequence[str | int] | None, key: str) -> tuple[str |
     return (key.removeprefix(f"{name}."),)
 
 
-def _placement_error(path: str, model: Mapping[str, Any], slots: Mapping[str, Slot]) -> CheckpointMismatch | None:
+def _placement_error(
+    path: str, model: Mapping[str, Any], slots: Mapping[str, ParameterSlot]
+) -> CheckpointMismatch | None:
     """Return the error for the first tensor whose memory does not have the shape that its placements give it."""
     states = ((f"{name}.{key}", value) for name, slot in slots.items() for key, value in slot.state.items())
     for key, value in chain(model.items(), ((name, slot.like) for name, slot in slots.items()), states):

@@ -19,7 +19,7 @@ from torchtitan_lite.checkpoint.format.structure import Branch
 from torchtitan_lite.checkpoint.reading.entries import Leaf, assembled, at_path, entries
 from torchtitan_lite.checkpoint.reading.listed_groups import ListedGroups
 from torchtitan_lite.checkpoint.reading.load_rules import LoadRules
-from torchtitan_lite.checkpoint.state.optimizer_state import LAYOUTS, SETTINGS, STATE, Slot, split_key
+from torchtitan_lite.checkpoint.state.optimizer_state import LAYOUTS, SETTINGS, STATE, ParameterSlot, split_key
 from torchtitan_lite.checkpoint.state.shared_memory import SHARED, joined
 
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
@@ -41,7 +41,7 @@ class StoredOptimizer:
         self._names = names
         self._listed = listed
 
-    def report(self, slots: Mapping[str, Slot]) -> KeyReport:
+    def report(self, slots: Mapping[str, ParameterSlot]) -> KeyReport:
         """Return how the checkpoint differs from `slots`. Reads no data."""
         if self._listed.misfit:
             return KeyReport(mismatched={f"optimizer.{SETTINGS}": self._listed.misfit} if slots else {})
@@ -64,7 +64,7 @@ class StoredOptimizer:
         unexpected = [leaf.key for stored in states if stored not in taken for leaf in _leaves(states[stored])]
         return KeyReport(missing, [key for key in unexpected if self._is_wanted(key)], mismatched)
 
-    def other_kinds(self, slots: Mapping[str, Slot]) -> dict[str, tuple[str, Any, Any]]:
+    def other_kinds(self, slots: Mapping[str, ParameterSlot]) -> dict[str, tuple[str, Any, Any]]:
         """Return the settings that make another optimizer than `slots` have: a parameter, the value there and here."""
         found: dict[str, tuple[str, Any, Any]] = {}
         for name, _, _, settings, _ in self._fitting(slots):
@@ -75,7 +75,7 @@ class StoredOptimizer:
                     found.setdefault(key, (name, there, own[key]))
         return found
 
-    def targets(self, slots: Mapping[str, Slot]) -> dict[str, Any]:
+    def targets(self, slots: Mapping[str, ParameterSlot]) -> dict[str, Any]:
         """Map the checkpoint's keys to the tensors to read into, and to None for objects."""
         targets: dict[str, Any] = {}
         for name, _, state, settings, layouts in self._fitting(slots):
@@ -99,7 +99,7 @@ class StoredOptimizer:
                 joined(targets, self._object(leaves[0]))
         return targets
 
-    def assembled(self, slots: Mapping[str, Slot], read: Mapping[str, Any]) -> dict[str, Any]:
+    def assembled(self, slots: Mapping[str, ParameterSlot], read: Mapping[str, Any]) -> dict[str, Any]:
         """Return the flat state for the optimizers: the values that were `read`, else the optimizers' own."""
         state: dict[str, Any] = {}
         fitting = set()
@@ -117,7 +117,7 @@ class StoredOptimizer:
                 state[f"{STATE}.{name}"] = dict(slot.state)
         return {key: value for key, value in state.items() if value != {} or not key.startswith(f"{STATE}.")}
 
-    def _fitting(self, slots: Mapping[str, Slot]) -> list[tuple[str, str, Any, Any, Any]]:
+    def _fitting(self, slots: Mapping[str, ParameterSlot]) -> list[tuple[str, str, Any, Any, Any]]:
         """Return (name, the checkpoint's name, state, settings, layouts) of each parameter that can be loaded.
 
         These are the parameters that the rules choose and whose shape is the checkpoint's.
@@ -131,7 +131,7 @@ class StoredOptimizer:
                 fitting.append((name, stored, state, settings.get(stored, {}), layouts.get(stored, {})))
         return fitting
 
-    def _stored_name(self, slot: Slot) -> str:
+    def _stored_name(self, slot: ParameterSlot) -> str:
         """Return the checkpoint's name of the parameter: of its names here, the one with settings in the checkpoint."""
         stored = [self._names.get(name, name) for name in slot.names]
         return next((name for name in stored if name in self._with_settings), stored[0])
@@ -141,7 +141,7 @@ class StoredOptimizer:
         known = set(self._names.values())
         return {split_key(key.removeprefix(f"{SETTINGS}."), known)[0] for key in self._entries if _is(SETTINGS, key)}
 
-    def _by_parameter(self, slots: Mapping[str, Slot]) -> tuple[Entries, Entries, Entries]:
+    def _by_parameter(self, slots: Mapping[str, ParameterSlot]) -> tuple[Entries, Entries, Entries]:
         if self._sorted is None:
             known = {*self._names.values(), *(self._names.get(name, name) for s in slots.values() for name in s.names)}
             self._sorted = ({}, {}, {})
@@ -164,7 +164,7 @@ class StoredOptimizer:
                 found[entry] = leaves
         return found
 
-    def _other_shapes(self, slot: Slot, stored: str, state: Mapping[str, list[Leaf]]) -> dict[str, str]:
+    def _other_shapes(self, slot: ParameterSlot, stored: str, state: Mapping[str, list[Leaf]]) -> dict[str, str]:
         """Return the tensors of `state` whose parameter had another shape, each with the difference."""
         parameter = self._parameter(stored)
         now = tuple(slot.like.shape)
@@ -180,7 +180,7 @@ class StoredOptimizer:
         return found or {key: f"its parameter has another shape, {list(now)}" for key in keys}
 
     def _other_settings(
-        self, slot: Slot, own: Mapping[str, Any], first_own: Mapping[str, Any], stored: str, first: str
+        self, slot: ParameterSlot, own: Mapping[str, Any], first_own: Mapping[str, Any], stored: str, first: str
     ) -> dict[str, str]:
         """Return the settings that belong to another optimizer, or that differ within one of this run's groups."""
         there, here = own.keys() - _OF_SCHEDULERS, slot.settings.keys() - _OF_SCHEDULERS
@@ -211,7 +211,7 @@ class StoredOptimizer:
         stored = self._contents.objects.get(leaf.key)
         return _UNKNOWN if stored is None or stored.item is not None or leaf.path else stored.value
 
-    def _dtype(self, slot: Slot, key: str, tensor: StoredTensor) -> torch.dtype:
+    def _dtype(self, slot: ParameterSlot, key: str, tensor: StoredTensor) -> torch.dtype:
         """Return the dtype to load a state tensor with: the stored one, unless the rules cast its parameter.
 
         A tensor (not a scalar) that was stored with the dtype of its parameter then gets the parameter's new dtype.

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 
 from torchtitan_lite.checkpoint.format.contents import Contents
+from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.state.stateful import Stateful
 from torchtitan_lite.checkpoint.untrusted.safe_load import UnsafeItem, load_item
 from torchtitan_lite.errors import CheckpointUnsafe
-
-State = dict[str, Any]
 
 _LOADER = "dataloader"
 _LOADER_OF_RANK = "dp_rank_"

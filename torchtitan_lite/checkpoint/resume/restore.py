@@ -27,7 +27,7 @@ from torchtitan_lite.checkpoint.resume.verify_resume import verify
 from torchtitan_lite.checkpoint.resume.ways_out import built_otherwise, other_groups, ways_out
 from torchtitan_lite.checkpoint.state.begun_loader import forget_iterator
 from torchtitan_lite.checkpoint.state.model import tensors_of
-from torchtitan_lite.checkpoint.state.optimizer_state import Slot
+from torchtitan_lite.checkpoint.state.optimizer_state import ParameterSlot
 from torchtitan_lite.checkpoint.state.rng import RNG, RngState
 from torchtitan_lite.checkpoint.state.stateful import ModelWrapper, OptimizerWrapper, Stateful
 from torchtitan_lite.collection import no_collection
@@ -105,7 +105,7 @@ class Restore:
         self._model = owners.model
         self._optimizer = optimizer if optimizer and everything and "optimizer" not in excluded else None
         self._model_state: dict[str, Any] = {}
-        self._slots: dict[str, Slot] = {}
+        self._slots: dict[str, ParameterSlot] = {}
         peers.together(self._read_owners)
         self._small = {name: s for name, s in owners.small.items() if everything and name not in excluded}
         self._restores_rng = everything and RNG not in excluded

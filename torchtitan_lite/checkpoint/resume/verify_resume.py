@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format.flattening import flat_tensors
 from torchtitan_lite.checkpoint.format.shards import Shape, parts_of
-from torchtitan_lite.checkpoint.format.tensor_digest import Digest, digest_chunk, finish
+from torchtitan_lite.checkpoint.format.tensor_digest import TensorDigest, digest_chunk, finish
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointMismatch
 from torchtitan_lite.log import counted, logger
@@ -46,14 +46,14 @@ def verify(path: str, make_state: Callable[[], dict[str, Any]], expected: Mappin
 
 def _shares(
     state: dict[str, Any], expected: Mapping[str, str]
-) -> tuple[dict[str, dict[Shape, Digest]], dict[str, tuple[torch.dtype, Shape]]]:
+) -> tuple[dict[str, dict[Shape, TensorDigest]], dict[str, tuple[torch.dtype, Shape]]]:
     """Return this rank's part of each tensor's sum, and each tensor's dtype and shape."""
     tensors = flat_tensors(state)
     own = {key: _own(key, tensor) for key, tensor in tensors.items() if key in expected}
     return own, {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
 
 
-def _own(key: str, tensor: torch.Tensor) -> dict[Shape, Digest]:
+def _own(key: str, tensor: torch.Tensor) -> dict[Shape, TensorDigest]:
     """Return the digest of each part of `tensor` on this rank, by the part's offsets."""
     if isinstance(tensor, DTensor) and _is_counted_elsewhere(tensor):
         return {}
@@ -71,13 +71,13 @@ def _is_counted_elsewhere(tensor: DTensor) -> bool:
     )
 
 
-def _add_up(per_rank: list[dict[str, dict[Shape, Digest]]]) -> dict[str, Digest | None]:
+def _add_up(per_rank: list[dict[str, dict[Shape, TensorDigest]]]) -> dict[str, TensorDigest | None]:
     """Return the sum over the parts of each tensor; None where two ranks hold different values of one part.
 
     Ranks of different meshes may hold the same parts: under FSDP2 with tensor parallelism, a layer that the latter does
     not shard is sharded by FSDP2 once for each tensor-parallel rank.
     """
-    parts: dict[str, dict[Shape, Digest]] = {}
+    parts: dict[str, dict[Shape, TensorDigest]] = {}
     differing: set[str] = set()
     for own in per_rank:
         for key, shares in own.items():
@@ -85,4 +85,4 @@ def _add_up(per_rank: list[dict[str, dict[Shape, Digest]]]) -> dict[str, Digest 
             for offsets, digest in shares.items():
                 if known.setdefault(offsets, digest) != digest:
                     differing.add(key)
-    return {key: None if key in differing else sum(known.values(), Digest.zero()) for key, known in parts.items()}
+    return {key: None if key in differing else sum(known.values(), TensorDigest.zero()) for key, known in parts.items()}

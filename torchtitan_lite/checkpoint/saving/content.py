@@ -11,32 +11,32 @@ from pathlib import Path
 import torch
 
 from torchtitan_lite import faults
-from torchtitan_lite.checkpoint.planning.rank_image import RankImage
+from torchtitan_lite.checkpoint.planning.rank_file import RankFile
 from torchtitan_lite.checkpoint.saving.copy_listener import CopyListener, CopyOfSave
-from torchtitan_lite.checkpoint.saving.writer import RankContent, Target
-from torchtitan_lite.checkpoint.staging.slots import Slot
-from torchtitan_lite.checkpoint.staging.stager import Staged, Stager, build_stager
+from torchtitan_lite.checkpoint.saving.writer import RankContent, SaveTarget
+from torchtitan_lite.checkpoint.staging.slots import ArenaSlot
+from torchtitan_lite.checkpoint.staging.stager import StagedCopy, Stager, build_stager
 from torchtitan_lite.checkpoint.staging.watch import StagingWatch
 from torchtitan_lite.disk.block_writer import Bounced, InPlace, write_blocks
 from torchtitan_lite.disk.digest import FileRecord
 
-WriteStaged = Callable[[Path, Staged, Target], FileRecord]
-"""Writes the file of a staged image to a path, durably."""
+WriteStaged = Callable[[Path, StagedCopy, SaveTarget], FileRecord]
+"""Writes the file of a staged copy to a path, durably."""
 
 
-def live_content(image: RankImage, target: Target) -> RankContent:
-    """Return content that writes the live tensors of `image` through a small buffer, without a copy.
+def live_content(file: RankFile, target: SaveTarget) -> RankContent:
+    """Return content that writes the live tensors of `file` through a small buffer, without a copy.
 
     The state must not change until the file is written. Waits for the devices of the tensors.
     """
-    file, durable = image.file, target.store.durable
-    _wait_for_devices(file.tensors)
+    data, durable = file.data, target.store.durable
+    _wait_for_devices(data.tensors)
     return RankContent(
-        image.plan,
-        image.objects,
-        file.num_bytes,
-        tensors=lambda: file.tensors,
-        write=lambda path: write_blocks(path, Bounced(file.num_bytes, file.fill), durable=durable),
+        file.plan,
+        file.objects,
+        data.num_bytes,
+        tensors=lambda: data.tensors,
+        write=lambda path: write_blocks(path, Bounced(data.num_bytes, data.fill), durable=durable),
     )
 
 
@@ -59,36 +59,36 @@ class Copying:
 
 
 class Copies:
-    """Copies images as `copying` says; `write` writes a file from the copy, `watch` checks each copy."""
+    """Copies files as `copying` says; `write` writes a file from the copy, `watch` checks each copy."""
 
     def __init__(self, copying: Copying, write: WriteStaged, watch: StagingWatch) -> None:
         self.stager, self.listener = copying.stager, copying.listener
         self._copying = copying
         self._write = write
         self._watch = watch
-        self._written: deque[Slot] = deque()
+        self._written: deque[ArenaSlot] = deque()
         """Those of saves that are not over, in order. The end of one may be noted after the next one has its copy."""
 
-    def content(self, image: RankImage, target: Target) -> RankContent:
-        """Begin to copy `image`, and return content that writes the copy. Main thread.
+    def content(self, file: RankFile, target: SaveTarget) -> RankContent:
+        """Begin to copy `file`, and return content that writes the copy. Main thread.
 
         With one arena the copy replaces the last one, which must be written by now.
         """
         faults.point("stage", step=target.step)
-        compare = self._watch(image.file, [item.index.fqn for item in image.plan.items])
+        compare = self._watch(file.data, [item.index.fqn for item in file.plan.items])
         seconds, digests = self._copying.timeout_seconds, self._copying.digests
-        staged = self.stager.take(image.file, target.step, seconds, digests=digests)
+        staged = self.stager.take(file.data, target.step, seconds, digests=digests)
         self._written.append(staged.slot)
-        # Without the image, so that tensors which are copies of the state's own can go as soon as they are staged.
+        # Without the file, so that tensors which are copies of the state's own can go as soon as they are staged.
         content = RankContent(
-            image.plan,
-            image.objects,
-            image.file.num_bytes,
+            file.plan,
+            file.objects,
+            file.data.num_bytes,
             tensors=staged.tensors,
             write=lambda path: self._write(path, staged, target),
             wait=lambda: compare(staged),
         )
-        return self.listener.copied(CopyOfSave(target, image.plan, image.objects, staged), content)
+        return self.listener.copied(CopyOfSave(target, file.plan, file.objects, staged), content)
 
     def release(self) -> None:
         """Note that a save is over: no write needs the earliest copy any more. Any thread."""
@@ -96,8 +96,8 @@ class Copies:
             self.stager.pool.release(self._written.popleft())
 
 
-def write_in_place(path: Path, staged: Staged, target: Target) -> FileRecord:
-    """Write the staged image to `path` in this process, durably."""
+def write_in_place(path: Path, staged: StagedCopy, target: SaveTarget) -> FileRecord:
+    """Write the staged copy to `path` in this process, durably."""
     return write_blocks(
         path, InPlace(staged.arena.memory, staged.num_bytes, staged.record), durable=target.store.durable
     )

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torchtitan_lite.checkpoint.format.description import PlacedObject
-from torchtitan_lite.checkpoint.planning.rank_image import RankPlan
-from torchtitan_lite.checkpoint.saving.writer import Origin, RankContent, Target
-from torchtitan_lite.checkpoint.staging.stager import Staged
-from torchtitan_lite.checkpoint.state.run_state import State
+from torchtitan_lite.checkpoint.format.flattening import State
+from torchtitan_lite.checkpoint.planning.rank_file import RankPlan
+from torchtitan_lite.checkpoint.saving.writer import Origin, RankContent, SaveTarget
+from torchtitan_lite.checkpoint.staging.stager import StagedCopy
 from torchtitan_lite.store.manifest import CheckpointInfo
 
 
@@ -21,10 +21,10 @@ from torchtitan_lite.store.manifest import CheckpointInfo
 class CopyOfSave:
     """The copy that a save has just begun to make, to be written as `target`."""
 
-    target: Target
+    target: SaveTarget
     plan: RankPlan
     objects: Sequence[PlacedObject]
-    staged: Staged
+    staged: StagedCopy
 
 
 class CopyListener:

@@ -12,15 +12,16 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from torchtitan_lite.checkpoint.context import RunContext
+from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.saving.copy_listener import CopyListener
 from torchtitan_lite.checkpoint.saving.export import DTYPES, weights_only
 from torchtitan_lite.checkpoint.saving.measured import Metrics, finite
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, Saver, SavesStates, refused
 from torchtitan_lite.checkpoint.saving.trained_clock import TrainedClock
 from torchtitan_lite.checkpoint.saving.waiter import SaveWaiter
-from torchtitan_lite.checkpoint.saving.writer import Origin, Target
+from torchtitan_lite.checkpoint.saving.writer import Origin, SaveTarget
 from torchtitan_lite.checkpoint.schedule.interval import BEGINNING, AtRisk, Tick
-from torchtitan_lite.checkpoint.state.run_state import RunState, State
+from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.distributed.missing_ranks import named_if_they_miss
 from torchtitan_lite.errors import ConfigError, SaveFailed
 from torchtitan_lite.log import logger
@@ -269,5 +270,5 @@ class _Refusal:
 
     error: SaveFailed
 
-    def save(self, state: State, target: Target) -> PendingSave:
+    def save(self, state: State, target: SaveTarget) -> PendingSave:
         return refused(target.step, self.error)

@@ -21,12 +21,13 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from torchtitan_lite.checkpoint.planning.rank_image import RankImage
-from torchtitan_lite.checkpoint.planning.save_plan import PlanCache
+from torchtitan_lite.checkpoint.format.flattening import State
+from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
+from torchtitan_lite.checkpoint.planning.rank_file import RankFile
 from torchtitan_lite.checkpoint.saving.content import Copies, Copying, WriteStaged, live_content, write_in_place
 from torchtitan_lite.checkpoint.saving.copy_listener import CopyListener
-from torchtitan_lite.checkpoint.saving.writer import RankContent, Target, commit
-from torchtitan_lite.checkpoint.staging.stager import Staged
+from torchtitan_lite.checkpoint.saving.writer import RankContent, SaveTarget, commit
+from torchtitan_lite.checkpoint.staging.stager import StagedCopy
 from torchtitan_lite.checkpoint.staging.watch import DO_NOT_WATCH, StagingWatch, build_staging_watch
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.config.job_config import Checkpoint
@@ -38,7 +39,6 @@ from torchtitan_lite.errors import CheckpointError, LeaseLost, RanksDiffer, Save
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.manifest import CheckpointInfo
 
-State = dict[str, Any]
 T = TypeVar("T")
 
 
@@ -59,7 +59,7 @@ class PendingSave:
 class SavesStates(Protocol):
     """Begins saves: the part of a saver that `SaveWaiter` uses."""
 
-    def save(self, state: State, target: Target) -> PendingSave:
+    def save(self, state: State, target: SaveTarget) -> PendingSave:
         """Begin to save `state` as `target`. **Collective**."""
         ...
 
@@ -98,7 +98,7 @@ class StateSaver:
     def start(self) -> None:
         """Do nothing: nothing takes long to start."""
 
-    def save(self, state: State, target: Target) -> PendingSave:
+    def save(self, state: State, target: SaveTarget) -> PendingSave:
         """Plan, take the content, and commit it: here, or in a thread. **Collective**, main thread.
 
         Raises `RanksDiffer`, unless the target is written anyway.
@@ -115,7 +115,7 @@ class StateSaver:
                 raise planned.differs
             self._listener.agreed(target.step, planned.agreed)
             try:
-                content = self._content(planned.image(), target)
+                content = self._content(planned.file(), target)
             except Exception as error:
                 failure = error  # Of this rank only: `commit` raises it on every rank.
         # The group is made here: making it is collective, and in the thread it could meet the caller's collectives.
@@ -124,12 +124,12 @@ class StateSaver:
         durable = self._run(lambda: self._finish(content, failure, staged, target, group))
         return PendingSave(target.step, staged, durable, planned.differs)
 
-    def _check(self, target: Target) -> None:
+    def _check(self, target: SaveTarget) -> None:
         """Raise for a save that cannot succeed: what is raised here fails the save on every rank."""
         target.check()
 
-    def _content(self, image: RankImage, target: Target) -> RankContent:
-        """Return what is written of `image`. Main thread."""
+    def _content(self, file: RankFile, target: SaveTarget) -> RankContent:
+        """Return what is written of `file`. Main thread."""
         raise NotImplementedError
 
     def _run(self, commit: Callable[[], CheckpointInfo | None]) -> Future[CheckpointInfo | None]:
@@ -141,7 +141,7 @@ class StateSaver:
         content: RankContent | None,
         failure: Exception | None,
         staged: Future[None],
-        target: Target,
+        target: SaveTarget,
         group: dist.ProcessGroup | None,
     ) -> CheckpointInfo | None:
         try:
@@ -169,8 +169,8 @@ class SyncSaver(StateSaver):
     def close(self, timeout_seconds: float) -> None:
         """Do nothing: nothing is under way."""
 
-    def _content(self, image: RankImage, target: Target) -> RankContent:
-        return live_content(image, target)
+    def _content(self, file: RankFile, target: SaveTarget) -> RankContent:
+        return live_content(file, target)
 
     def _run(self, commit: Callable[[], CheckpointInfo | None]) -> Future[CheckpointInfo | None]:
         return _at_once(commit)
@@ -188,7 +188,7 @@ class CopyingSaver(StateSaver):
         """Plan for states like `get_state()` and allocate an arena for them. **Collective**."""
         num_bytes = -1
         try:
-            num_bytes = self._plans.plan(get_state()).image().file.num_bytes
+            num_bytes = self._plans.plan(get_state()).file().data.num_bytes
         except Exception as error:
             logger.debug("No plan for saves yet: %s", error)
         self._listener.sized(num_bytes)
@@ -211,15 +211,15 @@ class CopyingSaver(StateSaver):
             self._under_way = _done(None)  # The traceback of a failure keeps references, also to the copy.
             self._copies.stager.close()
 
-    def _check(self, target: Target) -> None:
+    def _check(self, target: SaveTarget) -> None:
         if not self._under_way.done():
             # The caller stopped waiting for that save, and its copy must not change while it is being written.
             raise SaveFailed(target.step, f"on rank {self._peers.rank} the save before it is still being written")
         self.start()  # Again, if a process died.
         super()._check(target)
 
-    def _content(self, image: RankImage, target: Target) -> RankContent:
-        return self._copies.content(image, target)
+    def _content(self, file: RankFile, target: SaveTarget) -> RankContent:
+        return self._copies.content(file, target)
 
     def _run(self, commit: Callable[[], CheckpointInfo | None]) -> Future[CheckpointInfo | None]:
         self._under_way = durable = _in_thread(commit)
@@ -273,7 +273,7 @@ class ProcessSaver(CopyingSaver):
         super().close(timeout_seconds)
         self.process.close()
 
-    def _write_in_process(self, path: Path, staged: Staged, target: Target) -> FileRecord:
+    def _write_in_process(self, path: Path, staged: StagedCopy, target: SaveTarget) -> FileRecord:
         return self.process.write(path, staged.arena, staged.num_bytes, target.step, staged.record)
 
 

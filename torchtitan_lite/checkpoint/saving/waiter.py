@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.context import RunContext
-from torchtitan_lite.checkpoint.saving.savers import PendingSave, SavesStates, State
-from torchtitan_lite.checkpoint.saving.writer import Origin, Target, free
+from torchtitan_lite.checkpoint.format.flattening import State
+from torchtitan_lite.checkpoint.saving.savers import PendingSave, SavesStates
+from torchtitan_lite.checkpoint.saving.writer import Origin, SaveTarget, free
 from torchtitan_lite.disk.at_exit import end_at_exit, is_finished
 from torchtitan_lite.disk.forks import forget_in_children
 from torchtitan_lite.distributed.peers import Peers
@@ -118,7 +119,7 @@ class SaveWaiter:
         faults.set_step(step)
         faults.point("save")
         slowest: dict[str, float] = {}
-        target = Target(
+        target = SaveTarget(
             store,
             step,
             kind,

@@ -26,8 +26,8 @@ from torch.futures import Future
 import torchtitan_lite
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.format.description import Description, PlacedObject
-from torchtitan_lite.checkpoint.format.tensor_digest import Digest, digest_chunk, finish
-from torchtitan_lite.checkpoint.planning.rank_image import RankPlan
+from torchtitan_lite.checkpoint.format.tensor_digest import TensorDigest, digest_chunk, finish
+from torchtitan_lite.checkpoint.planning.rank_file import RankPlan
 from torchtitan_lite.checkpoint.saving.agreed_planner import AgreedPlanner
 from torchtitan_lite.checkpoint.saving.nan_check import names_with_nan
 from torchtitan_lite.checkpoint.schedule.interval import NOTHING_AT_RISK, AtRisk
@@ -73,7 +73,7 @@ def ignore_slowest(rank: int, seconds: float) -> None:
 
 
 @dataclass(frozen=True)
-class Target:
+class SaveTarget:
     """The checkpoint that a save creates."""
 
     store: CheckpointStore
@@ -106,13 +106,13 @@ class RankContent:
 
 
 @dataclass(frozen=True)
-class RankFile:
+class WrittenFile:
     """A rank's report to the coordinator about the file that it wrote."""
 
     name: str
     record: FileRecord
     objects: Sequence[PlacedObject]
-    digests: Mapping[str, Digest] = field(default_factory=dict)
+    digests: Mapping[str, TensorDigest] = field(default_factory=dict)
     """By key, the part of each tensor's digest that comes from this file."""
     nan_in: Sequence[str] = ()
     """Keys of weights in which NaN was seen."""
@@ -126,7 +126,7 @@ class CommittingWriter(StorageWriter):
     One instance a save.
     """
 
-    def __init__(self, target: Target, content: RankContent | None) -> None:
+    def __init__(self, target: SaveTarget, content: RankContent | None) -> None:
         self._target, self._content = target, content
         self.committed: CheckpointInfo | None = None
         """What was committed: on the coordinator, after `finish`; else None."""
@@ -152,12 +152,12 @@ class CommittingWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         """Write metadata and manifest, and commit. **Coordinator only**.
 
-        `results` has for each rank a list of at most one `RankFile`.
+        `results` has for each rank a list of at most one `WrittenFile`.
         """
         assert self._content is not None
         target, description = self._target, self._content.plan.description
         assert description is not None, "the coordinator describes"
-        files: list[RankFile] = [file for per_rank in results for file in per_rank]
+        files: list[WrittenFile] = [file for per_rank in results for file in per_rank]
         objects = [placed for file in files for placed in file.objects]
         nan_in = sorted({key for file in files for key in file.nan_in})
         target.fence()  # The staging folder may belong to another job by now.
@@ -205,7 +205,7 @@ class CommittingWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return isinstance(checkpoint_id, str | Path)
 
-    def _written(self) -> list[RankFile]:
+    def _written(self) -> list[WrittenFile]:
         content, target = self._content, self._target
         assert content is not None, "AgreedPlanner raised the failure before"
         if content.num_bytes == 0:
@@ -215,7 +215,7 @@ class CommittingWriter(StorageWriter):
         digests = _shares(plan.items, content.tensors()) if target.origin.tensor_digests else {}
         prefix = "model." if target.kind is CheckpointKind.FULL else ""
         nan_in = names_with_nan(plan.items, content.tensors(), prefix)
-        return [RankFile(plan.file_name, record, content.objects, digests, nan_in, time.perf_counter() - began)]
+        return [WrittenFile(plan.file_name, record, content.objects, digests, nan_in, time.perf_counter() - began)]
 
     def _lineage(self) -> Lineage:
         lineage = self._target.origin.lineage
@@ -228,7 +228,7 @@ class CommittingWriter(StorageWriter):
 def commit(
     content: RankContent | None,
     failure: Exception | None,
-    target: Target,
+    target: SaveTarget,
     peers: Peers,
     group: dist.ProcessGroup | None,
 ) -> CheckpointInfo | None:
@@ -261,12 +261,12 @@ def _of_start(origin: Origin) -> dict[str, Any]:
     return of_images | ({RESUMED_FROM_MEMORY: origin.image_of} if origin.image_of >= 0 else {})
 
 
-def _tensor_digests(files: Sequence[RankFile], description: Description) -> dict[str, str]:
+def _tensor_digests(files: Sequence[WrittenFile], description: Description) -> dict[str, str]:
     """Return each tensor's digest by key, summed over its chunks."""
-    total: dict[str, Digest] = {}
+    total: dict[str, TensorDigest] = {}
     for file in files:
         for key, digest in file.digests.items():
-            total[key] = total.get(key, Digest.zero()) + digest
+            total[key] = total.get(key, TensorDigest.zero()) + digest
     described = description.of_dcp.state_dict_metadata
     return {
         key: finish(digest, tensor.properties.dtype, tensor.size).to_hex()
@@ -275,11 +275,11 @@ def _tensor_digests(files: Sequence[RankFile], description: Description) -> dict
     }
 
 
-def _shares(items: Sequence[WriteItem], written: Sequence[torch.Tensor]) -> dict[str, Digest]:
-    shares: dict[str, Digest] = {}
+def _shares(items: Sequence[WriteItem], written: Sequence[torch.Tensor]) -> dict[str, TensorDigest]:
+    shares: dict[str, TensorDigest] = {}
     for item, tensor in zip(items, written, strict=True):
         assert item.tensor_data is not None
         data, key = item.tensor_data, item.index.fqn
         digest = digest_chunk(tensor.detach().cpu(), global_shape=data.size, offsets=data.chunk.offsets)
-        shares[key] = shares.get(key, Digest.zero()) + digest
+        shares[key] = shares.get(key, TensorDigest.zero()) + digest
     return shares

@@ -1,4 +1,4 @@
-"""Memory for the image of a rank's file, which another process can map.
+"""Memory for a copy of a rank's file, which another process can map.
 
 A memfd has no name, so no crash leaves anything behind, and the limit of /dev/shm does not apply. An arena that a
 keeper holds outlives its trainer: it is never truncated here, whatever ends the trainer. Its mark says whether the
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_lite.checkpoint.format.file_image import FileLayout
+from torchtitan_lite.checkpoint.format.file_data import FileLayout
 from torchtitan_lite.checkpoint.staging.mark import Mark
 from torchtitan_lite.disk.forks import forget_in_children
 from torchtitan_lite.disk.shared_memory import address_of, allocate, map_shared

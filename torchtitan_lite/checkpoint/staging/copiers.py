@@ -1,7 +1,8 @@
 """How a state gets into an arena: by processors, or by streams of accelerators.
 
-A `Copier` copies an image and, where processors copy, can also digest it, portion by portion while it is in the cache
-of a core: that adds little to the copy, and neither a disk write nor an image in memory has to read it again.
+A `Copier` copies the bytes of a file and, where processors copy, can also digest them, portion by portion while they
+are in the cache of a core: that adds little to the copy, and neither a disk write nor an image in memory has to read
+them again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from torchtitan_lite.checkpoint.format.file_image import FileImage, FileLayout, Place, copy_bytes
+from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout, TensorPlace, copy_bytes
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.disk.digest import BLOCK_BYTES, BlockDigest, FileRecord
 from torchtitan_lite.disk.in_threads import in_threads
@@ -28,21 +29,21 @@ _PORTION_BYTES = 512 << 10
 
 @dataclass(frozen=True)
 class Copied:
-    """An image that is being copied, or has been."""
+    """Bytes that are being copied, or have been."""
 
     wait: Callable[[], None]
-    """Blocks until the whole image is in the arena, and the state may change."""
+    """Blocks until all of it is in the arena, and the state may change."""
     record: FileRecord | None = None
-    """The digests of the image, if they were taken with the copy."""
+    """The digests of the copy, if they were taken with the copy."""
 
 
 class Copier(Protocol):
-    """Copies images into arenas."""
+    """Copies files into arenas."""
 
     can_digest: bool
     """Whether `copy` can take the digests."""
 
-    def copy(self, image: FileImage, arena: StagingArena, *, digests: bool) -> Copied:
+    def copy(self, data: FileData, arena: StagingArena, *, digests: bool) -> Copied:
         """Begin to copy, and take the digests if they are wanted and it can."""
 
 
@@ -51,22 +52,22 @@ class HostCopier:
 
     can_digest = True
 
-    def copy(self, image: FileImage, arena: StagingArena, *, digests: bool) -> Copied:
-        share = -(-image.num_bytes // (4 * THREADS * BLOCK_BYTES)) * BLOCK_BYTES  # Whole blocks, some for each thread.
+    def copy(self, data: FileData, arena: StagingArena, *, digests: bool) -> Copied:
+        share = -(-data.num_bytes // (4 * THREADS * BLOCK_BYTES)) * BLOCK_BYTES  # Whole blocks, some for each thread.
         piece = max(BLOCK_BYTES, min(_PIECE_BYTES, share))
-        begins = range(0, image.num_bytes, piece)
+        begins = range(0, data.num_bytes, piece)
         blocks = [b""] * len(begins)
 
         def copy(numbered: tuple[int, int]) -> None:
             number, begin = numbered
-            end = min(begin + piece, image.num_bytes)
+            end = min(begin + piece, data.num_bytes)
             if digests:
-                blocks[number] = _copied_and_digested(image, arena, begin, end)
+                blocks[number] = _copied_and_digested(data, arena, begin, end)
             else:
-                image.fill(arena.memory[begin:end], begin, end)
+                data.fill(arena.memory[begin:end], begin, end)
 
         in_threads(enumerate(begins), THREADS, lambda: copy)
-        record = FileRecord(image.num_bytes, b"".join(blocks)) if digests else None
+        record = FileRecord(data.num_bytes, b"".join(blocks)) if digests else None
         return Copied(_nothing_to_wait_for, record)
 
 
@@ -84,18 +85,18 @@ class CudaCopier:
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def copy(self, image: FileImage, arena: StagingArena, *, digests: bool) -> Copied:
-        if image.layout is not arena.framed:
-            _frame(image.layout, arena)
-            arena.framed = image.layout
-        ctypes.memmove(arena.address + image.layout.end, image.objects, len(image.objects))
+    def copy(self, data: FileData, arena: StagingArena, *, digests: bool) -> Copied:
+        if data.layout is not arena.framed:
+            _frame(data.layout, arena)
+            arena.framed = data.layout
+        ctypes.memmove(arena.address + data.layout.end, data.objects, len(data.objects))
         on_devices: dict[torch.device, list[int]] = {}
         elsewhere: list[int] = []
-        for number, tensor in enumerate(image.tensors):
+        for number, tensor in enumerate(data.tensors):
             (on_devices.setdefault(tensor.device, []) if tensor.is_cuda else elsewhere).append(number)
-        done = [self._enqueue_on(device, numbers, image, arena) for device, numbers in on_devices.items()]
-        _copy_now(image, arena, elsewhere)
-        held = [image]  # Until the copies are done: the allocator must not reuse the memory that they read.
+        done = [self._enqueue_on(device, numbers, data, arena) for device, numbers in on_devices.items()]
+        _copy_now(data, arena, elsewhere)
+        held = [data]  # Until the copies are done: the allocator must not reuse the memory that they read.
 
         def wait() -> None:
             for event in done:
@@ -105,7 +106,7 @@ class CudaCopier:
         return Copied(wait)
 
     def _enqueue_on(
-        self, device: torch.device, numbers: Sequence[int], image: FileImage, arena: StagingArena
+        self, device: torch.device, numbers: Sequence[int], data: FileData, arena: StagingArena
     ) -> torch.cuda.Event:
         """Enqueue the copies of the tensors on `device`, and return an event behind the last of them."""
         if device not in self._streams:
@@ -114,9 +115,9 @@ class CudaCopier:
         stream.wait_stream(training)  # The kernels that compute the values come first.
         # One stream for each device: torch puts a copy on the current stream of the device that it reads.
         with torch.cuda.stream(stream):
-            _enqueue_copies(image, arena, [number for number in numbers if number in image.volatile])
+            _enqueue_copies(data, arena, [number for number in numbers if number in data.volatile])
             training.wait_stream(stream)
-            _enqueue_copies(image, arena, [number for number in numbers if number not in image.volatile])
+            _enqueue_copies(data, arena, [number for number in numbers if number not in data.volatile])
             # With blocking=True a thread that waits sleeps instead of using a core.
             done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
             done.record(stream)
@@ -131,46 +132,46 @@ def _frame(layout: FileLayout, arena: StagingArena) -> None:
         ctypes.memmove(arena.address + place.data_end, tail, len(tail))
 
 
-def _copied_and_digested(image: FileImage, arena: StagingArena, begin: int, end: int) -> bytes:
-    """Copy bytes [begin, end) of `image` to `arena`, and return the digests of their blocks. Any thread."""
+def _copied_and_digested(data: FileData, arena: StagingArena, begin: int, end: int) -> bytes:
+    """Copy bytes [begin, end) of `data` to `arena`, and return the digests of their blocks. Any thread."""
     blocks = []
     for block in range(begin, end, BLOCK_BYTES):
         digest = BlockDigest()
         for at in range(block, min(block + BLOCK_BYTES, end), _PORTION_BYTES):
             last = min(at + _PORTION_BYTES, end)
             portion = arena.memory[at:last]
-            image.fill(portion, at, last)
+            data.fill(portion, at, last)
             digest.update(portion)
         blocks.append(digest.digest())
     return b"".join(blocks)
 
 
-def _copy_now(image: FileImage, arena: StagingArena, numbers: Sequence[int]) -> None:
+def _copy_now(data: FileData, arena: StagingArena, numbers: Sequence[int]) -> None:
     """Copy the tensors with these numbers to `arena`, with `THREADS` threads, and wait."""
 
-    def copy(piece: tuple[torch.Tensor, int, int, Place]) -> None:
+    def copy(piece: tuple[torch.Tensor, int, int, TensorPlace]) -> None:
         tensor, begin, end, place = piece
         copy_bytes(tensor, begin, end, arena.address + place.data_at + begin)
 
-    in_threads(_pieces(image, numbers), THREADS, lambda: copy)
+    in_threads(_pieces(data, numbers), THREADS, lambda: copy)
 
 
-def _enqueue_copies(image: FileImage, arena: StagingArena, numbers: Sequence[int]) -> None:
+def _enqueue_copies(data: FileData, arena: StagingArena, numbers: Sequence[int]) -> None:
     """Enqueue copies of the tensors with these numbers, all on one device, on its current stream."""
     for number in numbers:
-        dtype, shape = image.layout.specs[number]
-        target = arena.tensor(image.layout.places[number].data_at, dtype, shape)
+        dtype, shape = data.layout.specs[number]
+        target = arena.tensor(data.layout.places[number].data_at, dtype, shape)
         # For a lazy conjugate torch would conjugate the target in place, before the copy is complete.
-        target.copy_(image.tensors[number].resolve_conj().resolve_neg(), non_blocking=True)
+        target.copy_(data.tensors[number].resolve_conj().resolve_neg(), non_blocking=True)
 
 
 def _nothing_to_wait_for() -> None:
     """Do nothing: the copies are complete."""
 
 
-def _pieces(image: FileImage, numbers: Sequence[int]) -> Iterator[tuple[torch.Tensor, int, int, Place]]:
+def _pieces(data: FileData, numbers: Sequence[int]) -> Iterator[tuple[torch.Tensor, int, int, TensorPlace]]:
     for number in numbers:
-        tensor, place = image.tensors[number], image.layout.places[number]
+        tensor, place = data.tensors[number], data.layout.places[number]
         for begin in range(0, place.data_bytes, _PIECE_BYTES):
             yield tensor, begin, min(begin + _PIECE_BYTES, place.data_bytes), place
 

@@ -15,7 +15,7 @@ NO_STEP = -1
 
 
 @dataclass
-class Slot:
+class ArenaSlot:
     """The place of an arena, once that is made."""
 
     arena: StagingArena | None = None
@@ -37,10 +37,10 @@ class Slots:
     """The slots of this rank. Any thread, if not said otherwise."""
 
     def __init__(self) -> None:
-        self.slots = [Slot()]
+        self.slots = [ArenaSlot()]
         self._changed = threading.Condition()
 
-    def take(self, step: int, seconds: float = 0.0) -> Slot:
+    def take(self, step: int, seconds: float = 0.0) -> ArenaSlot:
         """Return the slot for the copy of `step`, with one reader. Raises TimeoutError if none is free in `seconds`.
 
         What was in it is overwritten from now on. Main thread.
@@ -59,12 +59,12 @@ class Slots:
         with self._changed:
             self._changed.wait_for(lambda: not any(slot.is_read for slot in self.slots), seconds)
 
-    def add_reader(self, slot: Slot) -> None:
+    def add_reader(self, slot: ArenaSlot) -> None:
         """Note that one more reader needs what is in `slot`."""
         with self._changed:
             slot.num_readers += 1
 
-    def release(self, slot: Slot) -> None:
+    def release(self, slot: ArenaSlot) -> None:
         """Note that a reader of `slot` is done."""
         with self._changed:
             slot.num_readers = max(0, slot.num_readers - 1)
@@ -80,9 +80,9 @@ class Slots:
             for slot in self.slots:
                 slot.arena, slot.step, slot.is_valid = None, NO_STEP, False
                 slot.num_copies += 1
-            self.slots = [Slot() for _ in self.slots]
+            self.slots = [ArenaSlot() for _ in self.slots]
             return arenas
 
-    def _free_slot(self) -> Slot | None:
+    def _free_slot(self) -> ArenaSlot | None:
         """Return the slot to overwrite now, None for none. A save waits for the one before it: one slot is free."""
         return self.slots[0]

@@ -1,6 +1,6 @@
 """Copy the state into memory that training does not change.
 
-The copy is the image of this rank's file, so a writer can give the memory to the disk as it is, without gathering.
+The copy has the layout of this rank's file, so a writer can give the memory to the disk as it is, without gathering.
 The arenas that hold copies are kept from save to save, and are made and allocated before the first one: page faults
 cost far more than the copy. They are pinned if there is an accelerator. One copy is made at a time: slots.py says
 into which arena, and copiers.py how.
@@ -17,11 +17,11 @@ from typing import TypeVar
 
 import torch
 
-from torchtitan_lite.checkpoint.format.file_image import FileImage, FileLayout
+from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.copiers import Copier, build_copier
 from torchtitan_lite.checkpoint.staging.mark import Mark
-from torchtitan_lite.checkpoint.staging.slots import Slot, Slots
+from torchtitan_lite.checkpoint.staging.slots import ArenaSlot, Slots
 from torchtitan_lite.disk.digest import FileRecord
 
 T = TypeVar("T")
@@ -31,20 +31,20 @@ _GRAIN_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
-class Staged:
-    """An image in an arena."""
+class StagedCopy:
+    """A copy in an arena: the bytes of a rank's file."""
 
     arena: StagingArena
     layout: FileLayout
     num_bytes: int
     wait: Callable[[], None]
-    """Blocks until the whole image is in the arena. Any thread."""
-    slot: Slot
+    """Blocks until the whole copy is in the arena. Any thread."""
+    slot: ArenaSlot
     """The arena's place in the pool; its reader is who took the copy."""
     number: int
     """Which of the copies in that place this is."""
     record: FileRecord | None = None
-    """The digests of the image; None if whoever reads it is to take them."""
+    """The digests of the copy; None if whoever reads it is to take them."""
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the staged tensors, in the order of the file; they share the arena's memory."""
@@ -53,7 +53,7 @@ class Staged:
 
 
 class Stager:
-    """Copies images into the arenas of `pool`, which it keeps from save to save."""
+    """Copies files into the arenas of `pool`, which it keeps from save to save."""
 
     def __init__(self, copier: Copier, *, pin: bool, pool: Slots | None = None) -> None:
         self._copier = copier
@@ -72,22 +72,22 @@ class Stager:
         return self._preparation is not None and not self._preparation.done()
 
     def prepare(self, num_bytes: int) -> None:
-        """Make and touch arenas for images of about `num_bytes` in a thread; the first `take` waits for it."""
+        """Make and touch arenas for copies of about `num_bytes` in a thread; the first `take` waits for it."""
         slots = [slot for slot in self.pool.slots if not (slot.is_read or _has_room(slot, num_bytes))]
         if self._preparation is None and slots:
             self._preparation = self._in_a_thread(lambda: self._make_all(slots, num_bytes))
 
-    def take(self, image: FileImage, step: int = 0, seconds: float = 0.0, *, digests: bool = False) -> Staged:
-        """Begin to copy `image`, that of `step`, into an arena that may be overwritten. Main thread.
+    def take(self, data: FileData, step: int = 0, seconds: float = 0.0, *, digests: bool = False) -> StagedCopy:
+        """Begin to copy `data`, that of `step`, into an arena that may be overwritten. Main thread.
 
-        With one arena no code may still need the previous image. With more, waits up to `seconds` for one, then raises
+        With one arena no code may still need the previous copy. With more, waits up to `seconds` for one, then raises
         TimeoutError. With `digests` they are taken with the copy, if that is possible. The caller calls `pool.release`
         with the slot when it needs the copy no longer.
         """
         self.finish_preparation()
         slot = self.pool.take(step, seconds)
         try:
-            return self._stage(image, slot, digests)
+            return self._stage(data, slot, digests)
         except BaseException:
             self.pool.release(slot)
             raise
@@ -104,15 +104,15 @@ class Stager:
         for arena, is_read in self.pool.clear():
             arena.close(is_unused=not is_read)
 
-    def _stage(self, image: FileImage, slot: Slot, digests: bool) -> Staged:
+    def _stage(self, data: FileData, slot: ArenaSlot, digests: bool) -> StagedCopy:
         if slot.arena is not None and slot.arena.mark is not None:
             slot.arena.mark.clear()  # Before the first byte changes.
-        if not _has_room(slot, image.num_bytes):
-            self._in_a_thread(lambda: self._make(slot, image.num_bytes)).result()
+        if not _has_room(slot, data.num_bytes):
+            self._in_a_thread(lambda: self._make(slot, data.num_bytes)).result()
         arena = slot.arena
         assert arena is not None
-        copied = self._copier.copy(image, arena, digests=digests)
-        return Staged(arena, image.layout, image.num_bytes, copied.wait, slot, slot.num_copies, copied.record)
+        copied = self._copier.copy(data, arena, digests=digests)
+        return StagedCopy(arena, data.layout, data.num_bytes, copied.wait, slot, slot.num_copies, copied.record)
 
     def _in_a_thread(self, work: Callable[[], T]) -> Future[T]:
         """Begin `work`, which makes arenas, in a thread, because CUDA stores its last error per thread.
@@ -133,11 +133,11 @@ class Stager:
         threading.Thread(target=make, name="staging", daemon=True).start()
         return making
 
-    def _make_all(self, slots: Sequence[Slot], num_bytes: int) -> None:
+    def _make_all(self, slots: Sequence[ArenaSlot], num_bytes: int) -> None:
         for slot in slots:
             self._make(slot, num_bytes)
 
-    def _make(self, slot: Slot, num_bytes: int) -> None:
+    def _make(self, slot: ArenaSlot, num_bytes: int) -> None:
         if slot.arena is not None:
             self._give_up(slot.arena)  # Before the new one is made: there may be no memory for two.
         slot.arena = None
@@ -155,7 +155,7 @@ class Stager:
         arena.close()
 
 
-def _has_room(slot: Slot, num_bytes: int) -> bool:
+def _has_room(slot: ArenaSlot, num_bytes: int) -> bool:
     return slot.arena is not None and num_bytes <= slot.arena.num_bytes
 
 

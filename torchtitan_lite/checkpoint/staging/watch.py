@@ -14,24 +14,24 @@ from collections.abc import Callable, Sequence
 import torch
 import xxhash
 
-from torchtitan_lite.checkpoint.format.file_image import FileImage, copy_bytes
-from torchtitan_lite.checkpoint.staging.stager import Staged
+from torchtitan_lite.checkpoint.format.file_data import FileData, copy_bytes
+from torchtitan_lite.checkpoint.staging.stager import StagedCopy
 from torchtitan_lite.config.job_config import Checkpoint
 
-Compare = Callable[[Staged], None]
+Compare = Callable[[StagedCopy], None]
 """Waits for the copy; raises RuntimeError if tensors changed meanwhile, and names them."""
 
-StagingWatch = Callable[[FileImage, Sequence[str]], Compare]
-"""Called with an image and the names of its tensors, before they are staged."""
+StagingWatch = Callable[[FileData, Sequence[str]], Compare]
+"""Called with a file and the names of its tensors, before they are staged."""
 
 _PIECE_BYTES = 4 << 20
 
 
-def watch(image: FileImage, names: Sequence[str]) -> Compare:
+def watch(data: FileData, names: Sequence[str]) -> Compare:
     """Digest every tensor now, and return a function that compares the staged copies with these digests."""
-    before = [_digest(tensor) for tensor in image.tensors]
+    before = [_digest(tensor) for tensor in data.tensors]
 
-    def compare(staged: Staged) -> None:
+    def compare(staged: StagedCopy) -> None:
         staged.wait()
         after = [_digest(tensor) for tensor in staged.tensors()]
         changed = [name for name, one, other in zip(names, before, after, strict=True) if one != other]
@@ -45,7 +45,7 @@ def watch(image: FileImage, names: Sequence[str]) -> Compare:
     return compare
 
 
-def _do_not_watch(image: FileImage, names: Sequence[str]) -> Compare:
+def _do_not_watch(data: FileData, names: Sequence[str]) -> Compare:
     return lambda staged: staged.wait()
 
 

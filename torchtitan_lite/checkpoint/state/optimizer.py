@@ -29,7 +29,7 @@ from torchtitan_lite.checkpoint.state.optimizer_owner import (
 from torchtitan_lite.checkpoint.state.optimizer_state import (
     OF_OPTIMIZERS,
     PARAMETERS,
-    Slot,
+    ParameterSlot,
     by_name,
     flat,
 )
@@ -88,17 +88,19 @@ class OptimizerWrapper:
         held = [parameters_of(each) if hasattr(each, "param_groups") else () for each in optimizers]
         return [[self._names[each][0] for each in parameters if each in self._names] for parameters in held]
 
-    def slots(self) -> dict[str, Slot]:
+    def slots(self) -> dict[str, ParameterSlot]:
         """Return for each parameter, by name, what a load needs to know. **Collective** with FSDP1."""
         self._refresh_names()
         aliases = {names[0]: names for names in self._names.values()}
-        slots: dict[str, Slot] = {}
+        slots: dict[str, ParameterSlot] = {}
         for number, owner in enumerate(self._owners):
             state, likes = owner.read(), owner.likes()
             for at, group in enumerate(state.groups):
                 for name in group.names:
                     live = state.states.get(name, {}) if owner.reads_in_place else {}
-                    slots[name] = Slot(aliases.get(name, (name,)), (number, at), likes[name], group.settings, live)
+                    slots[name] = ParameterSlot(
+                        aliases.get(name, (name,)), (number, at), likes[name], group.settings, live
+                    )
         return slots
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -32,7 +32,7 @@ from torchtitan_lite.checkpoint.state.optimizer_state import (
     refuse_unsharded,
     tensors_in,
 )
-from torchtitan_lite.checkpoint.state.shared_memory import SHARED, Entry, may_share, shared_pairs, tensors_below
+from torchtitan_lite.checkpoint.state.shared_memory import SHARED, NamedTensor, may_share, shared_pairs, tensors_below
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError
 
 _NOT_SETTINGS = ("params", "param_names")
@@ -109,7 +109,7 @@ class PlainOwner:
         shared = shared_pairs(self._held(state), likes) if is_rare else {}
         return dict(flat_layouts(state, likes)) | {f"{SHARED}.{name}": pairs for name, pairs in shared.items()}
 
-    def _held(self, state: OptimizerState) -> Iterator[Entry]:
+    def _held(self, state: OptimizerState) -> Iterator[NamedTensor]:
         """Yield the tensors of `state`. A setting that is a tensor is the same one for all parameters of its group."""
         for name, own in state.states.items():
             yield from tensors_below(f"{STATE}.{name}", own, name)

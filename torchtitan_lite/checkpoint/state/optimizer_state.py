@@ -44,7 +44,7 @@ class OptimizerState:
 
 
 @dataclass(frozen=True)
-class Slot:
+class ParameterSlot:
     """A parameter that an optimizer holds, as a load sees it."""
 
     names: Sequence[str]

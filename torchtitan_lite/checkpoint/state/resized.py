@@ -8,11 +8,11 @@ Whether it takes that is tried on a copy before anything is read.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
 
+from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.format.key_report import TensorLike
 from torchtitan_lite.torch_private import (
     buffers_of,
@@ -21,8 +21,6 @@ from torchtitan_lite.torch_private import (
     version_of_module,
     without_children,
 )
-
-State = dict[str, Any]
 
 
 def resized_buffers(root: nn.Module, raw: State, stored: Mapping[str, TensorLike]) -> State:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.state import arguments, fsdp1
 from torchtitan_lite.checkpoint.state.dict_state import DictState
 from torchtitan_lite.checkpoint.state.forgotten import ForgottenWatch
@@ -22,8 +23,6 @@ from torchtitan_lite.checkpoint.state.rng import RNG, RngState
 from torchtitan_lite.checkpoint.state.stateful import LRSchedulerWrapper, ModelWrapper, OptimizerWrapper, Stateful
 from torchtitan_lite.checkpoint.state.unsaved import UnsavedWatch
 from torchtitan_lite.errors import ConfigError
-
-State = dict[str, Any]
 
 
 class RunState:

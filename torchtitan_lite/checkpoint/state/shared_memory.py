@@ -23,7 +23,7 @@ Pairs = tuple[tuple[str, str], ...]
 _IS_THE_SAME = "so a resume would make two tensors of one. Keep a clone of it in the state, or one tensor alone."
 
 
-class Entry(NamedTuple):
+class NamedTensor(NamedTuple):
     """A tensor of an optimizer, or a parameter, under its name in a checkpoint."""
 
     key: str
@@ -32,10 +32,10 @@ class Entry(NamedTuple):
     """The parameter's name; empty if the tensor cannot be joined with another one at a load."""
 
 
-def tensors_below(key: str, value: Any, owner: str) -> Iterator[Entry]:
+def tensors_below(key: str, value: Any, owner: str) -> Iterator[NamedTensor]:
     """Yield the tensors in nested dicts, lists and tuples. A tuple is one object of a checkpoint."""
     if isinstance(value, torch.Tensor):
-        yield Entry(key, value, owner)
+        yield NamedTensor(key, value, owner)
     elif isinstance(value, Mapping):
         for inner, below in value.items():
             yield from tensors_below(f"{key}.{inner}", below, owner)
@@ -64,12 +64,12 @@ def may_share(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 @torch.no_grad()  # As above.
-def shared_pairs(held: Iterable[Entry], parameters: Mapping[str, torch.Tensor]) -> dict[str, Pairs]:
+def shared_pairs(held: Iterable[NamedTensor], parameters: Mapping[str, torch.Tensor]) -> dict[str, Pairs]:
     """Return by parameter which tensors of `held` are others under a second name, with the first name of each.
 
     Raises TypeError for tensors that overlap in another way, also with `parameters`.
     """
-    first: dict[int, tuple[Entry, int]] = {}
+    first: dict[int, tuple[NamedTensor, int]] = {}
     pairs: dict[str, list[tuple[str, str]]] = {}
     for entry in held:
         place = _place(entry.tensor)
@@ -96,7 +96,7 @@ def joined(targets: dict[str, Any], pairs: object) -> None:
             targets[f"optimizer.{pair[0]}"] = first
 
 
-def _refuse_overlaps(first: Mapping[int, tuple[Entry, int]], parameters: Mapping[str, torch.Tensor]) -> None:
+def _refuse_overlaps(first: Mapping[int, tuple[NamedTensor, int]], parameters: Mapping[str, torch.Tensor]) -> None:
     begins = sorted(first)
     last_end, last_key = 0, ""
     for begin in begins:

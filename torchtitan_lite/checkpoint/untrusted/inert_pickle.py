@@ -1,7 +1,7 @@
 """Parse a pickle without unpickling it.
 
 `parse` runs no code that a pickle names: it imports nothing, calls nothing and sets no attributes. A class
-or function becomes a `Kind` if the caller's table has exactly that module and name; otherwise the pickle is
+or function becomes a `PickledName` if the caller's table has exactly that module and name; otherwise the pickle is
 refused. A call, or a new instance, becomes an inert `Instance` with its arguments and its state. So the
 result is at most as large as the pickle, and the caller decides what it means. Operations that the
 pickles of DCP and torch.save do not use are refused.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Table = Mapping[tuple[str, str], object]
-"""(module, name) to its `Kind`, or to the constant with that name."""
+"""(module, name) to its `PickledName`, or to the constant with that name."""
 
 _INT = struct.Struct("<i")
 _LENGTH = struct.Struct("<I")
@@ -27,7 +27,7 @@ class InertPickleError(ValueError):
 
 
 @dataclass(frozen=True)
-class Kind:
+class PickledName:
     """The name of a class or a function."""
 
     name: str
@@ -40,7 +40,7 @@ class Instance:
 
     __slots__ = ("args", "items", "kind", "members", "state")
 
-    def __init__(self, kind: Kind, args: tuple[Any, ...]) -> None:
+    def __init__(self, kind: PickledName, args: tuple[Any, ...]) -> None:
         self.kind = kind
         self.args = args
         self.state: Any = None
@@ -57,12 +57,12 @@ class Persistent:
         self.id = id
 
 
-Judge = Callable[[Kind, tuple[Any, ...]], None]
+Judge = Callable[[PickledName, tuple[Any, ...]], None]
 """Raises `InertPickleError` for a call that the caller refuses."""
 
 
 def parse(data: bytes, table: Table, judge: Judge = lambda kind, args: None) -> Any:
-    """Return the value that the pickle `data` describes, made of JSON's types, tuples, `Instance`s and `Kind`s.
+    """Return the value that the pickle `data` describes, made of JSON's types, tuples, `Instance`s and `PickledName`s.
 
     The constants of `table` occur in it, too. Runs nothing. Raises `InertPickleError`, naming what was found.
     """
@@ -251,7 +251,7 @@ class _Machine:
     def call(self) -> None:
         args = self._stack.pop()
         kind = self._stack[-1]
-        if type(kind) is not Kind or type(args) is not tuple:
+        if type(kind) is not PickledName or type(args) is not tuple:
             raise InertPickleError(f"it calls a {type(kind).__name__}")
         if kind.only_of and not _is_member(kind, args):
             raise InertPickleError(f"it asks for {kind.name}, which no checkpoint needs")
@@ -269,9 +269,9 @@ class _Machine:
         self._stack[-1] = Persistent(self._stack[-1])
 
 
-def _is_member(kind: Kind, args: tuple[Any, ...]) -> bool:
+def _is_member(kind: PickledName, args: tuple[Any, ...]) -> bool:
     """Return whether `args` are one of the kinds in `kind.only_of` and a string."""
-    return len(args) == 2 and type(args[0]) is Kind and args[0].name in kind.only_of and type(args[1]) is str
+    return len(args) == 2 and type(args[0]) is PickledName and args[0].name in kind.only_of and type(args[1]) is str
 
 
 def _is_small_tuple(key: Any) -> bool:

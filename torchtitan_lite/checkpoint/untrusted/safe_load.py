@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_lite.checkpoint.untrusted.inert_pickle import InertPickleError, Instance, Kind, parse
+from torchtitan_lite.checkpoint.untrusted.inert_pickle import InertPickleError, Instance, PickledName, parse
 
 
 class UnsafeItem(ValueError):
@@ -23,10 +23,10 @@ class UnsafeItem(ValueError):
 
 
 class _Anything(dict[tuple[str, str], object]):
-    """A table in which every name is a `Kind`: `torch.load` decides which of them it allows."""
+    """A table in which every name is a `PickledName`: `torch.load` decides which of them it allows."""
 
-    def __missing__(self, name: tuple[str, str]) -> Kind:
-        return Kind(".".join(name))
+    def __missing__(self, name: tuple[str, str]) -> PickledName:
+        return PickledName(".".join(name))
 
 
 def load_item(data: bytes) -> Any:
@@ -70,7 +70,7 @@ def _bytes_held(value: Any) -> bytes | None:
     return text.encode("latin1") if type(text) is str and encoding == "latin1" else None
 
 
-def _judge(kind: Kind, args: tuple[Any, ...]) -> None:
+def _judge(kind: PickledName, args: tuple[Any, ...]) -> None:
     makes_room = kind.name in ("builtins.bytearray", "__builtin__.bytearray") and any(type(arg) is int for arg in args)
     if makes_room or (kind.name.startswith("torch.") and kind.name.endswith(("Tensor", "Storage"))):
         raise InertPickleError(f"it allocates a {kind.name} of any size")

@@ -13,7 +13,7 @@ from typing import Any
 
 from torchtitan_lite.checkpoint.format.contents import Chunk, Contents, Item, StoredObject, StoredTensor
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES, Dtype
-from torchtitan_lite.checkpoint.untrusted.inert_pickle import InertPickleError, Instance, Kind, parse
+from torchtitan_lite.checkpoint.untrusted.inert_pickle import InertPickleError, Instance, PickledName, parse
 from torchtitan_lite.errors import CheckpointUnreadable, CheckpointUnsafe
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.described import read_description
@@ -24,32 +24,32 @@ _ENDING = b"."
 _DCP = ".".join(("torch", "distributed", "checkpoint", "metadata"))
 _SHARDED = ".".join(("torch", "distributed", "_shard", "sharded_tensor", "metadata"))
 
-METADATA = Kind("Metadata")
-TENSOR = Kind("TensorStorageMetadata")
-OBJECT = Kind("BytesStorageMetadata")
-CHUNK = Kind("ChunkStorageMetadata")
-PROPERTIES = Kind("TensorProperties")
-INDEX = Kind("MetadataIndex")
-STORAGE = Kind("_StorageInfo")
-SIZE = Kind("torch.Size")
+METADATA = PickledName("Metadata")
+TENSOR = PickledName("TensorStorageMetadata")
+OBJECT = PickledName("BytesStorageMetadata")
+CHUNK = PickledName("ChunkStorageMetadata")
+PROPERTIES = PickledName("TensorProperties")
+INDEX = PickledName("MetadataIndex")
+STORAGE = PickledName("_StorageInfo")
+SIZE = PickledName("torch.Size")
 _ENUMS = frozenset({"_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING"})
 
 _TABLE: dict[tuple[str, str], object] = {
     **{(_DCP, kind.name): kind for kind in (METADATA, TENSOR, OBJECT, CHUNK, PROPERTIES, INDEX)},
-    (_DCP, "StorageMeta"): Kind("StorageMeta"),
-    (_DCP, "_MEM_FORMAT_ENCODING"): Kind("_MEM_FORMAT_ENCODING"),
+    (_DCP, "StorageMeta"): PickledName("StorageMeta"),
+    (_DCP, "_MEM_FORMAT_ENCODING"): PickledName("_MEM_FORMAT_ENCODING"),
     # Up to torch 2.2 DCP used the properties class of sharded tensors.
     (_SHARDED, "TensorProperties"): PROPERTIES,
-    (_SHARDED, "MEM_FORMAT_ENCODING"): Kind("MEM_FORMAT_ENCODING"),
+    (_SHARDED, "MEM_FORMAT_ENCODING"): PickledName("MEM_FORMAT_ENCODING"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): STORAGE,
     ("torch", "Size"): SIZE,
-    ("torch.serialization", "_get_layout"): Kind("_get_layout"),
-    ("collections", "OrderedDict"): Kind("OrderedDict"),
+    ("torch.serialization", "_get_layout"): PickledName("_get_layout"),
+    ("collections", "OrderedDict"): PickledName("OrderedDict"),
     # Python 3.11.0 to 3.11.3 pickle the memory format, a member of an enum, as a `getattr`. It is not called here.
-    **{(module, "getattr"): Kind("builtins.getattr", only_of=_ENUMS) for module in ("builtins", "__builtin__")},
+    **{(module, "getattr"): PickledName("builtins.getattr", only_of=_ENUMS) for module in ("builtins", "__builtin__")},
     # The folder that the checkpoint was written to.
-    **{(m, c): Kind("Path") for m in ("pathlib", "pathlib._local") for c in ("PosixPath", "PurePosixPath")},
-    **{(m, c): Kind("Path") for m in ("pathlib", "pathlib._local") for c in ("WindowsPath", "PureWindowsPath")},
+    **{(m, c): PickledName("Path") for m in ("pathlib", "pathlib._local") for c in ("PosixPath", "PurePosixPath")},
+    **{(m, c): PickledName("Path") for m in ("pathlib", "pathlib._local") for c in ("WindowsPath", "PureWindowsPath")},
     **{("torch", name): dtype for name, dtype in DTYPES.items()},
 }
 
@@ -140,7 +140,7 @@ def _paths(planner_data: Any) -> dict[str, tuple[str | int, ...]]:
     return paths
 
 
-def _fields(instance: Any, kind: Kind) -> dict[str, Any]:
+def _fields(instance: Any, kind: PickledName) -> dict[str, Any]:
     if type(instance) is not Instance or instance.kind is not kind or type(instance.state) is not dict:
         raise InertPickleError(f"expected a {kind.name}, found a {type(instance).__name__}")
     return instance.state

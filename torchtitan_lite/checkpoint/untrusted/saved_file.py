@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.checkpoint.untrusted.inert_pickle import InertPickleError, Instance, Kind, parse
+from torchtitan_lite.checkpoint.untrusted.inert_pickle import InertPickleError, Instance, PickledName, parse
 from torchtitan_lite.checkpoint.untrusted.stock_item import (
     TABLE,
-    Entry,
     Layout,
     Read,
+    StockEntry,
     content,
     content_start,
     described_tensor,
@@ -34,7 +34,7 @@ _ARCHIVE = b"PK\x03\x04"
 _BEFORE_1_6 = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
 """The magic number with which files of PyTorch before 1.6 begin."""
 
-_PARAMETER = Kind("_rebuild_parameter")
+_PARAMETER = PickledName("_rebuild_parameter")
 _MAPPINGS = ("OrderedDict", "defaultdict")
 _HARMLESS = (
     *(("collections", "defaultdict"), ("collections", "Counter"), ("torch", "Size"), ("torch", "device")),
@@ -48,7 +48,7 @@ _HARMLESS = (
 _KNOWN: dict[tuple[str, str], object] = {
     **TABLE,
     ("torch._utils", "_rebuild_parameter"): _PARAMETER,
-    **{name: Kind(name[1]) for name in _HARMLESS},
+    **{name: PickledName(name[1]) for name in _HARMLESS},
 }
 
 
@@ -133,7 +133,7 @@ class SavedFile:
             raise CheckpointUnreadable(
                 str(self.path), "it is a TorchScript program: save its state_dict() with torch.save instead"
             )
-        order: Entry | None = self._entries.get(f"{folder}byteorder")
+        order: StockEntry | None = self._entries.get(f"{folder}byteorder")
         if sys.byteorder != "little" or (order is not None and content(read, order) != b"little"):
             raise CheckpointUnreadable(str(self.path), "its numbers are big-endian: save it on this machine")
         return folder

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torchtitan_lite.checkpoint.format.contents import Shape
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES, Dtype
-from torchtitan_lite.checkpoint.untrusted.inert_pickle import InertPickleError, Instance, Kind, Persistent, parse
+from torchtitan_lite.checkpoint.untrusted.inert_pickle import InertPickleError, Instance, Persistent, PickledName, parse
 
 Read = Callable[[int, int], bytes]
 """Returns bytes [offset, offset + count) of the item; fewer only at its end."""
@@ -55,19 +55,19 @@ _STORAGES = {
     **{"ByteStorage": "uint8", "BoolStorage": "bool"},
     **{"ComplexFloatStorage": "complex64", "ComplexDoubleStorage": "complex128"},
 }
-_UNTYPED = Kind("UntypedStorage")
-_TENSOR, _TENSOR_OF_DTYPE = Kind("_rebuild_tensor_v2"), Kind("_rebuild_tensor_v3")
+_UNTYPED = PickledName("UntypedStorage")
+_TENSOR, _TENSOR_OF_DTYPE = PickledName("_rebuild_tensor_v2"), PickledName("_rebuild_tensor_v3")
 TABLE: dict[tuple[str, str], object] = {
     ("torch._utils", "_rebuild_tensor_v2"): _TENSOR,
     ("torch._utils", "_rebuild_tensor_v3"): _TENSOR_OF_DTYPE,
     ("torch.storage", "UntypedStorage"): _UNTYPED,
-    ("collections", "OrderedDict"): Kind("OrderedDict"),
-    **{("torch", name): Kind(name) for name in _STORAGES},
+    ("collections", "OrderedDict"): PickledName("OrderedDict"),
+    **{("torch", name): PickledName(name) for name in _STORAGES},
     **{("torch", name): dtype for name, dtype in DTYPES.items()},
 }
 
 
-class Entry(NamedTuple):
+class StockEntry(NamedTuple):
     method: int
     flags: int
     num_bytes: int
@@ -121,7 +121,7 @@ def _locate(read: Read, num_bytes: int, dtypes: Mapping[str, Any]) -> Layout | N
     return Layout(begin + first * size, dtypes[dtype.name], shape, strides) if fits else None
 
 
-def directory(read: Read, num_bytes: int, most_bytes: int = _MAX_DIRECTORY_BYTES) -> dict[str, Entry]:
+def directory(read: Read, num_bytes: int, most_bytes: int = _MAX_DIRECTORY_BYTES) -> dict[str, StockEntry]:
     """Return the archive's entries by name. Raises ValueError or struct.error if it is no archive of `torch.save`."""
     end = _END.unpack(read(num_bytes - _END.size, _END.size))
     if end[0] != b"PK\x05\x06" or end[7] != 0:
@@ -138,7 +138,7 @@ def directory(read: Read, num_bytes: int, most_bytes: int = _MAX_DIRECTORY_BYTES
     if length > most_bytes:
         raise ValueError("the archive has too many entries")
     directory = read(offset, length)
-    entries: dict[str, Entry] = {}
+    entries: dict[str, StockEntry] = {}
     at = 0
     while at < len(directory):
         fields = _ENTRY.unpack_from(directory, at)
@@ -155,7 +155,7 @@ def directory(read: Read, num_bytes: int, most_bytes: int = _MAX_DIRECTORY_BYTES
     return entries
 
 
-def _entry(fields: tuple[Any, ...], extra: bytes) -> Entry:
+def _entry(fields: tuple[Any, ...], extra: bytes) -> StockEntry:
     packed, unpacked, header = fields[8], fields[9], fields[16]
     wide = _zip64_field(extra)
     # The zip64 field has only those values that do not fit into 32 bits, in this order.
@@ -166,7 +166,7 @@ def _entry(fields: tuple[Any, ...], extra: bytes) -> Entry:
     header = int.from_bytes(wide[:8], "little") if header == _MAX_32 else header
     if packed != unpacked:
         raise ValueError("an entry is compressed")
-    return Entry(fields[4], fields[3], unpacked, header)
+    return StockEntry(fields[4], fields[3], unpacked, header)
 
 
 def _zip64_field(extra: bytes) -> bytes:
@@ -180,7 +180,7 @@ def _zip64_field(extra: bytes) -> bytes:
     return b""
 
 
-def content_start(read: Read, entry: Entry) -> int:
+def content_start(read: Read, entry: StockEntry) -> int:
     """Return the byte of the item where the content of `entry` starts."""
     fields = _LOCAL.unpack(read(entry.header, _LOCAL.size))
     if fields[0] != b"PK\x03\x04" or entry.method != 0 or entry.flags & _ENCRYPTED:
@@ -188,7 +188,7 @@ def content_start(read: Read, entry: Entry) -> int:
     return int(entry.header + _LOCAL.size + fields[9] + fields[10])
 
 
-def content(read: Read, entry: Entry, most_bytes: int = _MAX_DIRECTORY_BYTES) -> bytes:
+def content(read: Read, entry: StockEntry, most_bytes: int = _MAX_DIRECTORY_BYTES) -> bytes:
     """Return the content of `entry`. Raises ValueError if it has more than `most_bytes`."""
     if entry.num_bytes > most_bytes:
         raise ValueError("the description is too long")
@@ -208,7 +208,7 @@ def described_tensor(value: Any) -> tuple[Dtype, str, int, Shape, Shape] | None:
     if type(hooks) is not Instance or hooks.members or len(rest) != of_dtype or type(storage) is not Persistent:
         return None
     word, kind, key, _, _ = storage.id
-    if word != "storage" or type(key) is not str or type(kind) is not Kind:
+    if word != "storage" or type(key) is not str or type(kind) is not PickledName:
         return None
     dtype = rest[0] if of_dtype else DTYPES[_STORAGES[kind.name]]
     if type(dtype) is not Dtype or (kind is _UNTYPED) != of_dtype or not _are_ints(first, *shape, *strides):

@@ -19,8 +19,8 @@ from torchtitan_lite.checkpoint.format.contents import Shape
 from torchtitan_lite.checkpoint.hugging_face.rotary_rows import ReorderedStream
 from torchtitan_lite.checkpoint.importing import meta_folder
 from torchtitan_lite.checkpoint.importing.seed import Form, Imported, write_seed
-from torchtitan_lite.checkpoint.importing.source import CONFIG, Source, open_source
-from torchtitan_lite.checkpoint.importing.wanted import Chosen, as_model
+from torchtitan_lite.checkpoint.importing.source import CONFIG, WeightsSource, open_source
+from torchtitan_lite.checkpoint.importing.wanted import ChosenWeights, as_model
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models.llama.args import ModelArgs
 from torchtitan_lite.models.llama.config_file import FACTOR, PARAMS, args_of_params
@@ -34,9 +34,9 @@ FULL_FORM = Form()
 class OpenedLlama:
     """A source that holds a Llama: its sizes, its tensors, and where ours are among them."""
 
-    source: Source
+    source: WeightsSource
     args: ModelArgs
-    chosen: Chosen
+    chosen: ChosenWeights
     head_dims: dict[str, int]
     """Rows of one head of each tensor in the source whose rows are in Hugging Face's order."""
     embeddings: tuple[str, str]
@@ -129,7 +129,7 @@ def _of_meta(path: Path) -> OpenedLlama:
 
 
 def _opened(
-    source: Source,
+    source: WeightsSource,
     args: ModelArgs,
     places: dict[str, tuple[str, Shape]],
     head_dims: dict[str, int],
@@ -177,7 +177,7 @@ def _folder(path: Path) -> Path:
     return path if path.is_dir() else path.parent
 
 
-def _refuse_quantized(source: Source) -> None:
+def _refuse_quantized(source: WeightsSource) -> None:
     quantization = source.config.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method", "") if isinstance(quantization, dict) else ""

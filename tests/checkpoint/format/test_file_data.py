@@ -9,20 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from torchtitan_lite.checkpoint.format import file_image
-from torchtitan_lite.checkpoint.format.file_image import FileImage, FileLayout
+from torchtitan_lite.checkpoint.format import file_data
+from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout
 from torchtitan_lite.checkpoint.format.torch_item import object_item
 
 
-def image_of(tensors: list[torch.Tensor], objects: bytes = b"") -> FileImage:
-    return FileImage(FileLayout([(t.dtype, tuple(t.shape)) for t in tensors]), tensors, objects)
+def image_of(tensors: list[torch.Tensor], objects: bytes = b"") -> FileData:
+    return FileData(FileLayout([(t.dtype, tuple(t.shape)) for t in tensors]), tensors, objects)
 
 
 GUARD = b"\xc5" * 4096
 """What lies around the range that is filled, and must stay."""
 
 
-def part(image: FileImage, begin: int, end: int) -> bytes:
+def part(image: FileData, begin: int, end: int) -> bytes:
     memory = bytearray(GUARD + b"\xee" * (end - begin) + GUARD)
     image.fill(memoryview(memory)[len(GUARD) : -len(GUARD)], begin, end)
     assert memory[: len(GUARD)] == memory[-len(GUARD) :] == GUARD
@@ -85,7 +85,7 @@ def test_items_follow_one_another_without_gaps_on_borders_of_64_bytes() -> None:
 
 def test_an_intermediate_copy_is_at_most_a_mebibyte_or_one_element() -> None:
     tensor = torch.arange(3 * 700_000, dtype=torch.float32).reshape(700_000, 3).T
-    pieces = [piece for piece, _ in file_image._pieces(tensor, 0, tensor.nbytes)]
+    pieces = [piece for piece, _ in file_data._pieces(tensor, 0, tensor.nbytes)]
     assert max(piece.nbytes for piece in pieces) <= 1 << 20
     assert len(pieces) <= 3 * (-(-700_000 * 4 // (1 << 20)))
     assert torch.equal(torch.cat([piece.reshape(-1) for piece in pieces]), tensor.reshape(-1))

@@ -25,8 +25,8 @@ from tests.examples import examples
 from tests.ranks import on_two_ranks
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.planning.balance import balanced
+from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
 from torchtitan_lite.checkpoint.planning.replicas import Replicas
-from torchtitan_lite.checkpoint.planning.save_plan import PlanCache
 from torchtitan_lite.checkpoint.planning.shared_items import holders_of
 from torchtitan_lite.checkpoint.saving.savers import SyncSaver
 from torchtitan_lite.checkpoint.state.stateful import ModelWrapper, OptimizerWrapper
@@ -45,7 +45,7 @@ def test_a_state_of_the_same_structure_is_saved_by_the_same_plan() -> None:
     first = plans.plan(state(w=torch.zeros(3)))
     second = plans.plan(state(w=torch.ones(3)))
     assert second.plan is first.plan
-    assert second.image().file.tensors[0].tolist() == [1, 1, 1]
+    assert second.file().data.tensors[0].tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_tensors_that_forward_may_change_are_volatile() -> None:
     state["optimizer"]["param_groups.0.weight.lr"] = torch.tensor(0.1)  # As with a captured graph.
     planned = PlanCache(PEERS).plan(state)
     keys = [item.index.fqn for item in planned.plan.items]
-    assert sorted(keys[number] for number in planned.image().file.volatile) == [
+    assert sorted(keys[number] for number in planned.file().data.volatile) == [
         *("model.1.num_batches_tracked", "model.1.running_mean", "model.1.running_var"),
         *("optimizer.param_groups.0.weight.lr", "train_state.step"),
     ]
@@ -271,7 +271,7 @@ def test_a_plan_holds_for_parameters_views_and_empty_tensors_of_the_same_dtype_a
     first = plans.plan(state(w=torch.zeros(2, 3), e=torch.zeros(0, 2)))
     w = torch.arange(6.0).reshape(3, 2).T
     second = plans.plan(state(w=torch.nn.Parameter(w), e=torch.zeros(2, 0).T))
-    image = second.image().file
+    image = second.file().data
     assert second.plan is first.plan
     assert not any(tensor.requires_grad for tensor in image.tensors)
     content = bytearray(image.num_bytes)

@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.format.description import Description, PlannedFile
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES
-from torchtitan_lite.checkpoint.format.file_image import FileLayout, Spec
-from torchtitan_lite.checkpoint.format.flattening import flatten
+from torchtitan_lite.checkpoint.format.file_data import FileLayout, Spec
+from torchtitan_lite.checkpoint.format.flattening import State, flatten
 from torchtitan_lite.checkpoint.format.joint_structure import joint
 from torchtitan_lite.checkpoint.format.kinds import difference, refuse_piece
 from torchtitan_lite.checkpoint.format.shards import knows_its_parts, local_of, part_of
@@ -36,15 +36,13 @@ from torchtitan_lite.checkpoint.format.structure import Branch, decode, encode, 
 from torchtitan_lite.checkpoint.planning.balance import balanced
 from torchtitan_lite.checkpoint.planning.object_items import ObjectItems
 from torchtitan_lite.checkpoint.planning.rank_comparison import OWN_NAMES, RankComparison
-from torchtitan_lite.checkpoint.planning.rank_image import Planned, RankPlan
+from torchtitan_lite.checkpoint.planning.rank_file import PlannedSave, RankPlan
 from torchtitan_lite.checkpoint.planning.replicas import SHOWN, Replicas
 from torchtitan_lite.checkpoint.planning.shared_items import SharedItems, holders_of, shared_by_rank
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import RanksDiffer
 from torchtitan_lite.store import layout
-
-State = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -87,8 +85,8 @@ class PlanCache:
         *,
         failure: Exception | None = None,
         numbers: Sequence[int] = (),
-    ) -> Planned:
-        """Return the plan for `state`, whose `image` is this rank's file. **Collective**.
+    ) -> PlannedSave:
+        """Return the plan for `state`, whose `file` is this rank's file. **Collective**.
 
         What fails on one rank, `check` included, is raised on every rank, as is a `failure` that it has already. A call
         with a `check` is for a save or an image: it also compares what must be the same on all ranks, and the plan
@@ -125,7 +123,7 @@ class PlanCache:
             reported = None
         differs = None if check is None else self._compare(state, flat, examined, reported)
         assert self._plan is not None
-        return Planned(self._plan, flat, self._object_items, tuple(agreed_numbers), differs)
+        return PlannedSave(self._plan, flat, self._object_items, tuple(agreed_numbers), differs)
 
     def compare_alongside(self, get_state: Callable[[], State]) -> None:
         """Begin to digest the state in a thread, so that the first save need not: see `RankComparison`. **Collective**.

@@ -1,6 +1,6 @@
-"""What one rank writes: its part of the agreed plan, and the image of its file.
+"""What one rank writes: its part of the agreed plan, and the bytes of its file.
 
-A `RankPlan` is valid for every state of the same structure. `Planned.image` fills it with the tensors
+A `RankPlan` is valid for every state of the same structure. `PlannedSave.file` fills it with the tensors
 and objects of one state. The tensors are live: nothing is copied here.
 """
 
@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import Any
 
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format.description import Description, PlacedObject
-from torchtitan_lite.checkpoint.format.file_image import FileImage, FileLayout
+from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout
+from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.planning.object_items import ObjectItems
 from torchtitan_lite.errors import RanksDiffer
-
-State = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -37,16 +35,16 @@ class RankPlan:
 
 
 @dataclass(frozen=True)
-class RankImage:
+class RankFile:
     """The complete file of this rank: live tensors, encoded objects, and where each of them lies."""
 
     plan: RankPlan
-    file: FileImage
+    data: FileData
     objects: Sequence[PlacedObject]
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedSave:
     """A state and the plan that the ranks agreed on for it."""
 
     plan: RankPlan
@@ -57,8 +55,8 @@ class Planned:
     differs: RanksDiffer | None = None
     """Why a checkpoint cannot have the state: ranks hold different values under one name. The same on all ranks."""
 
-    def image(self) -> RankImage:
-        """Return the finished image of this rank's file. Any rank.
+    def file(self) -> RankFile:
+        """Return this rank's file, complete. Any rank.
 
         Raises on this rank only, TypeError for an object that cannot be saved and ValueError for a tensor that is not
         as planned. The saver passes the failure on to the other ranks within the save, which costs no exchange of its
@@ -69,4 +67,4 @@ class Planned:
         encoded, placed = self._object_items.lay_out(objects, plan.file_name, plan.layout.end)
         values = [self._flat[item.index.fqn] for item in plan.items]
         tensors = [value.to_local() if isinstance(value, DTensor) else value for value in values]
-        return RankImage(plan, FileImage(plan.layout, tensors, encoded, plan.volatile), placed)
+        return RankFile(plan, FileData(plan.layout, tensors, encoded, plan.volatile), placed)

@@ -1,7 +1,7 @@
 """The bytes of a rank's file, before the file exists.
 
 A `FileLayout` holds the place of each tensor's item in the file; it depends on dtypes and shapes alone,
-so it is the same from save to save. A `FileImage` is a layout filled with tensors and objects: any
+so it is the same from save to save. A `FileData` is a layout filled with tensors and objects: any
 thread can copy any range of its bytes without the rest. The layout covers the file without gaps:
 tensors first, objects after them, so that an object which grows moves no tensor.
 """
@@ -27,7 +27,7 @@ _copy_small.argtypes, _copy_small.restype = (ctypes.c_void_p, ctypes.c_void_p, c
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """The place of a tensor in a file, in bytes."""
 
     item_at: int
@@ -46,7 +46,7 @@ class FileLayout:
 
     def __init__(self, specs: Sequence[Spec]) -> None:
         self.specs = tuple(specs)
-        self.places: list[Place] = []
+        self.places: list[TensorPlace] = []
         self.frames: list[Frame] = []
         at = 0
         for dtype, shape in self.specs:
@@ -54,7 +54,7 @@ class FileLayout:
             data_bytes = torch.Size(shape).numel() * dtype.itemsize
             item_bytes = len(frame.head) + data_bytes + len(frame.tail)
             self.frames.append(frame)
-            self.places.append(Place(at, at + len(frame.head), data_bytes, item_bytes))
+            self.places.append(TensorPlace(at, at + len(frame.head), data_bytes, item_bytes))
             at += _aligned(item_bytes)
         self.end = at
         """The size of all tensor items in bytes, which is where the objects start."""
@@ -72,7 +72,7 @@ class FileLayout:
         return self.starts[number + 1] if number + 1 < len(self.starts) else self.end
 
 
-class FileImage:
+class FileData:
     """A `layout` filled with `tensors`, in its order, and with `objects`, the bytes of all objects' items.
 
     `volatile` has the numbers of the tensors that may change before an optimizer steps again. Raises ValueError for a
