@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from tests.store.crashing import Crash, Cut
 from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.errors import FolderInUse, LeaseLost
 from torchtitan_lite.store.holder import Holder
-from torchtitan_lite.store.lease import Lease
+from torchtitan_lite.store.lease import Lease, LeaseClock
 from torchtitan_lite.store.store import CheckpointStore
 
 BEAT_SECONDS = 0.02
@@ -120,7 +121,8 @@ def new_lease(root: Path) -> Iterator[Callable[..., Lease]]:
     with contextlib.ExitStack() as stack:
 
         def new(**settings: object) -> Lease:
-            defaults = {"run_id": "ours", "timeout_seconds": 3, "heartbeat_seconds": 1, "sleep": lambda seconds: None}
+            defaults = {"run_id": "ours", "timeout_seconds": 3, "heartbeat_seconds": 1}
+            settings["clock"] = LeaseClock(settings.pop("sleep", lambda seconds: None), settings.pop("now", time.time))
             lease = Lease(root, **(defaults | settings))  # type: ignore[arg-type]  # a few of many parameters
             stack.callback(lease.release)
             return lease

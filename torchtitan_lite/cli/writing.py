@@ -14,7 +14,7 @@ from pathlib import Path
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.target import folder_of_checkpoints, names_step
 from torchtitan_lite.errors import CheckpointNotFound, ConfigError
-from torchtitan_lite.store.lease import Lease
+from torchtitan_lite.store.lease import Lease, LeaseClock
 from torchtitan_lite.store.listing import is_checkpoint
 from torchtitan_lite.store.store import CheckpointStore
 
@@ -63,7 +63,7 @@ def holding(store: CheckpointStore, verb: str, screen: Screen) -> Iterator[Lease
             screen.note(f"note: a silent job has {store.root}; waiting up to 30 s to see whether it lives")
         time.sleep(seconds)
 
-    lease = Lease(store.root, run_id=f"torchtitan-lite {verb}", sleep=sleep)
+    lease = Lease(store.root, run_id=f"torchtitan-lite {verb}", clock=LeaseClock(sleep))
     lease.take()
     try:
         yield lease

@@ -54,7 +54,7 @@ def open_share(config: Training, *, rank: int, num_ranks: int) -> Any:
 class StreamLoader:
     """Iterator over this rank's share of each step: int64 [accumulation, local_batch, seq_len + 1] on the CPU.
 
-    It never ends. `source` identifies the dataset in the state.
+    It never ends. The names in `config` identify the dataset in the state.
     """
 
     has_ended = False
@@ -63,21 +63,19 @@ class StreamLoader:
         self,
         share: Any,
         tokenizer: Tokenizer,
+        config: Training,
         *,
-        source: str,
-        text_key: str,
-        seq_len: int,
         rank: int,
         num_ranks: int,
-        local_batch_size: int,
         global_batch_size: int,
     ) -> None:
         self._stream = HuggingFaceStreamAdapter(share, rank=rank, num_ranks=num_ranks)
-        self._tokenizer, self._text_key = tokenizer, text_key
+        self._tokenizer, self._text_key = tokenizer, config.dataset_text_key
         self._rank, self._num_ranks = rank, num_ranks
-        self._local_batch_size, self._global_batch_size = local_batch_size, global_batch_size
-        self._identity = {"source": source, "tokenizer": tokenizer.fingerprint, "seq_len": seq_len}
-        self._width = seq_len + 1
+        self._local_batch_size, self._global_batch_size = config.batch_size, global_batch_size
+        source = ", ".join(filter(None, (config.dataset_path, config.dataset_subset, config.dataset_split)))
+        self._identity = {"source": source, "tokenizer": tokenizer.fingerprint, "seq_len": config.seq_len}
+        self._width = config.seq_len + 1
         self._documents = self._read()
         self._rest: list[int] = []
         self._epoch = 0
@@ -185,15 +183,5 @@ def build_stream(
     open_dataset: Callable[..., Any] = open_share,
 ) -> StreamLoader:
     """Return this rank's loader of the dataset that `config` names."""
-    parts = (config.dataset_path, config.dataset_subset, config.dataset_split)
-    return StreamLoader(
-        open_dataset(config, rank=rank, num_ranks=num_ranks),
-        tokenizer,
-        source=", ".join(part for part in parts if part),
-        text_key=config.dataset_text_key,
-        seq_len=config.seq_len,
-        rank=rank,
-        num_ranks=num_ranks,
-        local_batch_size=config.batch_size,
-        global_batch_size=global_batch_size,
-    )
+    share = open_dataset(config, rank=rank, num_ranks=num_ranks)
+    return StreamLoader(share, tokenizer, config, rank=rank, num_ranks=num_ranks, global_batch_size=global_batch_size)

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from torchtitan_lite import faults
 from torchtitan_lite.disk.durable import DISK, Durable
@@ -27,13 +28,22 @@ HEARTBEAT_SECONDS = 2.0
 """Several in the shortest sensible time-out, and rare enough to cost a network file system nothing."""
 
 
+class LeaseClock(NamedTuple):
+    """How a lease waits and reads the time."""
+
+    sleep: Callable[[float], None] = time.sleep
+    """Waits between two looks."""
+    now: Callable[[], float] = time.time
+    """Returns Unix seconds."""
+
+
 class Lease:
     """The right to write the folder `root`, which need not exist yet. **Coordinator only**.
 
-    `timeout_seconds`: how long a holder must be silent before another job takes over, if nothing else is known of it;
-    several times its `heartbeat_seconds`. `sleep` waits between two looks, `now` returns Unix seconds. `make_room`
-    removes what cut saves left in the folder and returns whether there was anything; it is called only if the disk is
-    too full for a lock file, and when no other job can take the folder.
+    `timeout_seconds`: how long a holder must be silent before another job takes over, if nothing else is known of
+    it; several times its `heartbeat_seconds`. `make_room` removes what cut saves left in the folder and returns
+    whether there was anything; it is called only if the disk is too full for a lock file, and when no other job can
+    take the folder.
     """
 
     def __init__(
@@ -44,8 +54,7 @@ class Lease:
         timeout_seconds: float = 30.0,
         heartbeat_seconds: float = HEARTBEAT_SECONDS,
         durable: Durable = DISK,
-        sleep: Callable[[float], None] = time.sleep,
-        now: Callable[[], float] = time.time,
+        clock: LeaseClock | None = None,
         make_room: Callable[[], bool] = bool,
     ) -> None:
         self._path = Path(root) / layout.LOCK
@@ -54,8 +63,7 @@ class Lease:
         self._heartbeat_seconds = heartbeat_seconds
         self._durable = durable
         self._file = LockFile(self._path, durable, make_room)
-        self._sleep = sleep
-        self._now = now
+        self._sleep, self._now = clock or LeaseClock()
         self._heart: _Heart | None = None
 
     def take(self) -> None:
