@@ -27,18 +27,18 @@ from torchtitan_lite.checkpoint.resume.load_source import latest_step
 from torchtitan_lite.checkpoint.resume.resume_report import ResumeReport
 from torchtitan_lite.checkpoint.resume.source import LoadSource
 from torchtitan_lite.checkpoint.run_end import LastFormat
-from torchtitan_lite.checkpoint.saving.measured import Metrics, check_metrics
 from torchtitan_lite.checkpoint.saving.savers import Saver
 from torchtitan_lite.checkpoint.schedule.failures import Past
 from torchtitan_lite.checkpoint.schedule.interval import SavePolicy
 from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
 from torchtitan_lite.checkpoint.state import arguments
+from torchtitan_lite.checkpoint.state.measured import Metrics, check_metrics
 from torchtitan_lite.checkpoint.state.stateful import Stateful
 from torchtitan_lite.checkpoint.state.step_hooks import StepHooks
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.config.own_loop import loop_config
 from torchtitan_lite.disk.forks import forget_in_children
-from torchtitan_lite.distributed.missing_ranks import named_if_they_miss
+from torchtitan_lite.distributed.missing_ranks import naming_missing_ranks
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.distributed.step_consensus import StepConsensus
 from torchtitan_lite.distributed.tried_torch import report_later_torch
@@ -218,9 +218,9 @@ class CheckpointManager:
         if not self._opened():
             return False
         self._run.at_step()
-        self._maker.note_metrics(metrics or {})
         self._first_save.check()
         self._start_processes("save")
+        self._maker.note_metrics(metrics or {})
         saved, self.preempted_by = self._decider.end_of_step(curr_step, last=force, now=now)
         if force and saved:
             self._end.write_hugging_face(curr_step)
@@ -354,7 +354,7 @@ class CheckpointManager:
         self._images.begin_keeping()
         if not (self._has_started_saver or self._config.load_only):
             self._has_started_saver = True
-            with named_if_they_miss(f"the first {caller}() of the checkpoint manager"):
+            with naming_missing_ranks(f"the first {caller}() of the checkpoint manager"):
                 self._peers.together(self._saver.start)
 
     def _forget(self) -> None:

@@ -45,7 +45,7 @@ from torchtitan_lite.checkpoint.state.stateful import Stateful
 from torchtitan_lite.checkpoint.state.step_hooks import StepHooks
 from torchtitan_lite.config.job_config import Checkpoint, JobConfig
 from torchtitan_lite.distributed.environment import memory_is_off
-from torchtitan_lite.distributed.missing_ranks import named_if_they_miss
+from torchtitan_lite.distributed.missing_ranks import naming_missing_ranks
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.distributed.step_consensus import StepConsensus
 from torchtitan_lite.store.housekeeping import (
@@ -117,7 +117,7 @@ class Parts:
         """
         if not self.config.load_only:
             opener.open()
-        with named_if_they_miss("the first call of the checkpoint manager"):
+        with naming_missing_ranks("the first call of the checkpoint manager"):
             self.peers.together(self.preemption.start)
         self.peers.together(hooks.start)
         self.run.optimizer.refuse_where_parts_differ(self.peers)

@@ -48,9 +48,9 @@ class Convert:
 
         from torchtitan_lite.checkpoint.converting.rewriting import convert
         from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
-        from torchtitan_lite.checkpoint.examining.presence import unless_gone
+        from torchtitan_lite.checkpoint.examining.presence import reporting_removal
 
-        with unless_gone(target.folder):
+        with reporting_removal(target.folder):
             layout = "dcp, nested" if self.optimizer == "nested" else self.layout
             done = convert(open_checkpoint(target.folder), out, layout, screen.progress, dp_ranks=self.dp_ranks)
         data = {

@@ -77,9 +77,9 @@ class Export:
         target = resolve(self.step)
 
         from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
-        from torchtitan_lite.checkpoint.examining.presence import unless_gone
+        from torchtitan_lite.checkpoint.examining.presence import reporting_removal
 
-        with unless_gone(target.folder):
+        with reporting_removal(target.folder):
             done = self._export(open_checkpoint(target.folder), out, most, screen)
         data = {
             "step": target.step,

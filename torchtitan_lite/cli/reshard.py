@@ -40,9 +40,9 @@ class Reshard:
 
         from torchtitan_lite.checkpoint.converting.rewriting import reshard
         from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
-        from torchtitan_lite.checkpoint.examining.presence import unless_gone
+        from torchtitan_lite.checkpoint.examining.presence import reporting_removal
 
-        with unless_gone(target.folder):
+        with reporting_removal(target.folder):
             done = reshard(open_checkpoint(target.folder), out, self.files, screen.progress)
         data = {
             "step": target.step,

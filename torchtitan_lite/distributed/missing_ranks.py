@@ -18,7 +18,7 @@ NOTICE_SECONDS = 60.0
 
 
 @contextmanager
-def named_if_they_miss(call: str) -> Iterator[None]:
+def naming_missing_ranks(call: str) -> Iterator[None]:
     """Log one warning that names `call` if the exchange in the block takes longer than `NOTICE_SECONDS`. Any rank."""
     if world_size() == 1:
         yield

@@ -127,6 +127,11 @@ class Table(Mapping[str, Any]):
             self._text = _dump(self._made).encode()
         return self._text
 
+    @staticmethod
+    def texts(*tables: Table | None) -> list[bytes]:
+        """Return the JSON text of each of `tables`; empty for None."""
+        return [b"" if each is None else each.text for each in tables]
+
     @property
     def _entries(self) -> dict[str, Any]:
         if not hasattr(self, "_made"):

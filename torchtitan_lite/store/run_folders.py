@@ -76,7 +76,7 @@ class RunFolders:
         return self._leases[store.root].check
 
     def _refuse_one_for_both(self) -> None:
-        if self.exports is not None and self.exports.is_in_the_same_place_as(self.checkpoints):
+        if self.exports is not None and self.exports.is_same_folder(self.checkpoints):
             raise ConfigError(
                 f"checkpoint.export_folder: {self.exports.root} is also the folder of checkpoints, where the "
                 "export would replace the last full checkpoint. Name another folder."

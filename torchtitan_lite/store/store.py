@@ -79,7 +79,7 @@ class CheckpointStore:
         """Return the disk operations that the files of this store are written with."""
         return self._durable
 
-    def is_in_the_same_place_as(self, other: CheckpointStore) -> bool:
+    def is_same_folder(self, other: CheckpointStore) -> bool:
         """Return whether both stores are the same folder, however it is spelt."""
         return self.root.resolve() == other.root.resolve()
 

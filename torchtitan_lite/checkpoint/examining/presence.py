@@ -38,7 +38,7 @@ def refuse_if_gone(folder: Path, identity: Identity | None) -> None:
 
 
 @contextmanager
-def unless_gone(*folders: Path) -> Iterator[None]:
+def reporting_removal(*folders: Path) -> Iterator[None]:
     """In place of an error of reading, raise `CheckpointNotFound` if one of `folders` was removed or replaced."""
     before = {folder: identity_of(folder) for folder in folders}
     try:
@@ -52,7 +52,7 @@ def unless_gone(*folders: Path) -> Iterator[None]:
 def present(*folders: Path) -> Iterator[None]:
     """Raise `CheckpointNotFound` if one of `folders` was removed or replaced, also where nothing failed meanwhile."""
     before = {folder: identity_of(folder) for folder in folders}
-    with unless_gone(*folders):
+    with reporting_removal(*folders):
         yield
     # Parts of two checkpoints may have been read.
     _refuse(before)

@@ -78,8 +78,7 @@ class Card:
             "blocks": self.record.blocks.hex(),
         }
         text = json.dumps(fields, allow_nan=False, separators=(",", ":"))
-        tables = [self.objects.text, *(b"" if each is None else each.text for each in (self.tensors, self.structure))]
-        return b"\n".join([text.encode(), *tables])
+        return b"\n".join([text.encode(), *Table.texts(self.objects, self.tensors, self.structure)])
 
     @classmethod
     def parse(cls, data: bytes) -> Card:

@@ -68,18 +68,31 @@ def record_of(staged: StagedCopy) -> FileRecord:
     return FileRecord.of(staged.arena.memory[: staged.num_bytes])
 
 
-def renew_card(mark: Mark, commits: tuple[Commit, ...], rank: int) -> None:
+@dataclass(frozen=True)
+class WrittenCard:
+    """The card in a mark, and the size of the image that it describes."""
+
+    card: Card
+    num_bytes: int
+
+
+def renew_card(mark: Mark, commits: tuple[Commit, ...], rank: int, written: WrittenCard | None = None) -> None:
     """Write into the card of a valid image of `rank` that `commits` are the latest checkpoints on disk now.
 
-    Else the image would count again where its owner deletes that checkpoint, to roll back to the one before. A card
-    that cannot be renewed is given up.
+    Else the image would count again where its owner deletes that checkpoint, to roll back to the one before. The card
+    is read from the mark unless it is known as `written`. A card that cannot be renewed is given up.
     """
     try:
-        marked = read_mark(mark.fd)
-        if marked is not None:
+        known = written or _written_in(mark)
+        if known is not None:
             latest, before = commits[-1] if commits else None, commits[:-1]
-            card = dataclasses.replace(Card.parse(marked.card), latest=latest, before=before)
-            mark.set(marked.step, marked.num_bytes, card.to_bytes())
+            card = dataclasses.replace(known.card, latest=latest, before=before)
+            mark.set(card.step, known.num_bytes, card.to_bytes())
     except (ValueError, OSError) as error:
         logger.warning("An image in memory of rank %d is given up: %s", rank, error)
         mark.clear()
+
+
+def _written_in(mark: Mark) -> WrittenCard | None:
+    marked = read_mark(mark.fd)
+    return None if marked is None else WrittenCard(Card.parse(marked.card), marked.num_bytes)

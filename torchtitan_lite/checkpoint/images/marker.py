@@ -8,12 +8,13 @@ meanwhile gets into the cards of all images.
 from __future__ import annotations
 
 import threading
+from weakref import WeakKeyDictionary
 
 import torch
 
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.context import RunContext
-from torchtitan_lite.checkpoint.images.image import Image, record_of, renew_card
+from torchtitan_lite.checkpoint.images.image import Image, WrittenCard, record_of, renew_card
 from torchtitan_lite.checkpoint.images.pool import Pool
 from torchtitan_lite.checkpoint.images.tier import Tier
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
@@ -44,6 +45,8 @@ class Marker:
         self._lock = threading.Lock()
         self._num_failed = 0
         self._joined: int | None = None
+        self._cards: WeakKeyDictionary[StagingArena, WrittenCard] = WeakKeyDictionary()
+        """The card of the last image in each arena, if this process wrote it."""
 
     @property
     def has_failed(self) -> bool:
@@ -131,7 +134,13 @@ class Marker:
             self._tier.join_again(self.helpers())  # Not before: the keeper may not have started by then.
         card = image.card(record, self._tier, self._peers)
         data = card.to_bytes()
-        if not self._pool.validate(staged.slot, staged.number, lambda: mark.set(image.step, staged.num_bytes, data)):
+
+        def write() -> None:
+            mark.set(image.step, staged.num_bytes, data)
+            # In here, where no card is renewed: that of the image before would be written next to these bytes.
+            self._cards[staged.arena] = WrittenCard(card, staged.num_bytes)
+
+        if not self._pool.validate(staged.slot, staged.number, write):
             return False
         if card.latest != self._tier.latest:  # A save was committed meanwhile.
             self.renew_cards()
@@ -144,4 +153,4 @@ class Marker:
 
     def _renew_card(self, arena: StagingArena) -> None:
         assert arena.mark is not None, "a valid image has one"
-        renew_card(arena.mark, self._tier.commits, self._peers.rank)
+        renew_card(arena.mark, self._tier.commits, self._peers.rank, self._cards.get(arena))

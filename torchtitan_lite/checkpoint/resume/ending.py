@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.checkpoint.resume.load_source import of_the_run
+from torchtitan_lite.checkpoint.resume.load_source import checkpoints_of_run
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.store import CheckpointStore
@@ -56,7 +56,7 @@ def ended_run(store: CheckpointStore, export: CheckpointStore | None, config: Jo
 
     `export` is the store of exports, None if the run makes none. **Coordinator only**.
     """
-    steps = of_the_run(store, config.checkpoint)
+    steps = checkpoints_of_run(store, config.checkpoint)
     if export is not None:
         steps = [info for info in steps if info.kind is CheckpointKind.FULL]
     if not steps:

@@ -56,10 +56,10 @@ def choose_source(
 
 def latest_step(store: CheckpointStore, config: Checkpoint) -> int:
     """Return the latest committed step, full or weights-only, of the run that a load would resume; -1 for none."""
-    return max((info.step for info in of_the_run(store, config)), default=-1)
+    return max((info.step for info in checkpoints_of_run(store, config)), default=-1)
 
 
-def of_the_run(store: CheckpointStore, config: Checkpoint) -> list[CheckpointInfo]:
+def checkpoints_of_run(store: CheckpointStore, config: Checkpoint) -> list[CheckpointInfo]:
     """Return the committed checkpoints, full or weights-only, of the run that a load would resume, by step."""
     committed = [info for info in store.committed() if _is_whole(info, store)]
     if config.load_step != -1:

@@ -15,14 +15,14 @@ from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.saving.copy_listener import CopyListener
 from torchtitan_lite.checkpoint.saving.export import DTYPES, weights_only
-from torchtitan_lite.checkpoint.saving.measured import Metrics, finite
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, Saver, SavesStates, refused
 from torchtitan_lite.checkpoint.saving.trained_clock import TrainedClock
 from torchtitan_lite.checkpoint.saving.waiter import SaveWaiter
 from torchtitan_lite.checkpoint.saving.writer import Origin, SaveTarget
 from torchtitan_lite.checkpoint.schedule.interval import BEGINNING, AtRisk, Tick
+from torchtitan_lite.checkpoint.state.measured import Metrics, finite
 from torchtitan_lite.checkpoint.state.run_state import RunState
-from torchtitan_lite.distributed.missing_ranks import named_if_they_miss
+from torchtitan_lite.distributed.missing_ranks import naming_missing_ranks
 from torchtitan_lite.errors import ConfigError, SaveFailed
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.lineage import Lineage
@@ -260,7 +260,7 @@ class SaveMaker:
             except Exception as error:
                 raise SaveFailed(step, f"rank {self._peers.rank}: {type(error).__name__}: {error}") from error
 
-        with named_if_they_miss(f"save({step})"):
+        with naming_missing_ranks(f"save({step})"):
             return self._peers.together(make)
 
 

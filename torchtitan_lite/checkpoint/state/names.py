@@ -106,4 +106,5 @@ def _wrapper_attribute(module: Any) -> str:
         return "module"
     if isinstance(module, FullyShardedDataParallel):
         return WRAPPED_BY_FSDP1
-    return COMPILED if is_compiled(module) else ""
+    # Looked for by name first: this is asked of every module of the model at every save.
+    return COMPILED if COMPILED in getattr(module, "_modules", ()) and is_compiled(module) else ""
