@@ -9,12 +9,14 @@ from graphlib import CycleError, TopologicalSorter
 import pytest
 
 from tests.source_modules import PACKAGE, ROOT, Module, dotted, is_in, modules_of
+from torchtitan_lite.events import EVENTS
 
 LAYERS = {
     "__init__": 0,
     "errors": 0,
     "log": 0,
     "collection": 0,
+    "events": 1,
     "faults": 1,
     "torch_private": 1,
     "config": 2,
@@ -54,7 +56,7 @@ LAYERS = {
 """Each part imports only from parts with lower numbers."""
 
 WITHOUT_TORCH = (
-    *("__init__", "errors", "faults", "log", "collection", "disk", "store", "config", "keeper"),
+    *("__init__", "errors", "events", "faults", "log", "collection", "disk", "store", "config", "keeper"),
     *(
         f"checkpoint.format.{name}"
         for name in ("clocks", "containers", "contents", "dtypes", "plain_value", "structure")
@@ -109,6 +111,13 @@ NAMES_ON_DISK = (
     ".weights",
     *("writer.lock", "pins.json"),
 )
+NO_EVENTS = {
+    "faults": ("committed",),
+    "store.store": ("committed",),
+    "checkpoint.examining.inventory": ("committed", "quarantined"),
+    "report.saves": ("purged", "quarantined"),
+}
+"""The same words with another meaning: a point for faults, states of a folder, words of a page."""
 DANGEROUS_ON_DISK = (
     "os.fsync",
     "os.fdatasync",
@@ -207,6 +216,16 @@ def test_only_layout_spells_a_name_on_disk() -> None:
         if len(text.split()) == 1  # more words are a message
         and not text.startswith("torch.")  # a module name
         and any(name in text for name in NAMES_ON_DISK)
+    ]
+    assert not findings, "\n" + "\n".join(findings)
+
+
+def test_only_events_spells_the_name_of_an_event() -> None:
+    findings = [
+        module.at(node, f"spells {text!r}")
+        for module in modules_outside("events")
+        for node, text in _texts(module.tree)
+        if text in EVENTS and text not in NO_EVENTS.get(module.name, ())
     ]
     assert not findings, "\n" + "\n".join(findings)
 

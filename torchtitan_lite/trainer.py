@@ -33,6 +33,7 @@ from torchtitan_lite.distributed.process_group import World, shorten_timeouts
 from torchtitan_lite.distributed.reduce import broadcast_from_first, max_over_ranks, mean_over_ranks
 from torchtitan_lite.distributed.simulated import build_peers
 from torchtitan_lite.dry_run import report_start
+from torchtitan_lite.events import Finished, Resumed
 from torchtitan_lite.log import logger
 from torchtitan_lite.metrics.announcement import announce, write_config
 from torchtitan_lite.metrics.profiling import Profiler
@@ -145,7 +146,7 @@ class Trainer:
             self.checkpointer.finish_ended()
             if ended := self.checkpointer.ended():
                 logger.info("Training completed: %s", ended.summary(self.config.training.steps))
-                self.metrics.on_event("finished", ended.step)
+                self.metrics.note(Finished(ended.step))
                 return 0
             self.metrics.begin(str(self.plan.dims))
             with self.metrics.part("loading"):
@@ -169,7 +170,7 @@ class Trainer:
         apply_hyperparameters(self.optimizers, self.lr_schedulers, self.config.optimizer)
         self.metrics.goodput.resume(state.run_seconds, state.productive_seconds)
         if state.step:
-            self.metrics.on_event("resumed", state.step)
+            self.metrics.note(Resumed(state.step))
 
     def _train(self) -> int:
         config, state = self.config, self.train_state
@@ -231,7 +232,7 @@ class Trainer:
 
     def _completed(self) -> int:
         logger.info("Training completed")
-        self.metrics.on_event("finished", self.train_state.step)
+        self.metrics.note(Finished(self.train_state.step))
         return 0
 
     def _left(self) -> int:

@@ -19,6 +19,7 @@ from torchtitan_lite.checkpoint.saving.savers import PendingSave, Saver
 from torchtitan_lite.checkpoint.saving.writer import Origin, SaveTarget
 from torchtitan_lite.checkpoint.state.train_state import TrainState
 from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig
+from torchtitan_lite.events import Event
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointKind
@@ -46,6 +47,10 @@ class Events:
 
     def __call__(self, event: str, step: int, /, **figures: Any) -> None:
         self.recorded.append((event, step, figures))
+
+    def emit(self, event: Event) -> None:
+        """Record `event`, where a part of a manager is under test."""
+        self(event.name, event.step, **event.figures)
 
     def steps(self, event: str) -> list[int]:
         """Return the steps of all `event`s with this name."""

@@ -21,10 +21,12 @@ from tests.checkpoint.small_run import Loader
 from tests.ranks import on_two_ranks
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint import CheckpointManager, HuggingFaceModel, Place
+from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.hugging_face.last_export import HuggingFaceExport, share_of
 from torchtitan_lite.config.own_loop import loop_config
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import ConfigError, SaveFailed
+from torchtitan_lite.events import ignore
 from torchtitan_lite.store.run_folders import RunFolders
 
 PLACES = {
@@ -135,9 +137,8 @@ def test_the_ranks_divide_the_shards_and_a_failure_of_one_is_a_failure_of_all(ra
     if rank == 0:
         folders.take()
     dist.barrier()
-    last_save = HuggingFaceExport(
-        config, DESCRIBED, folders, peers, time.monotonic, lambda *_, **__: None, max_shard_bytes=16
-    )
+    context = RunContext(config.checkpoint, peers, time.monotonic, ignore)
+    last_save = HuggingFaceExport(config, DESCRIBED, folders, context, max_shard_bytes=16)
     faults.install("ENOSPC@open:rank=1,path=*-00002-of-00004.safetensors", rank=rank)
     try:
         with pytest.raises(SaveFailed, match=r"step-2, in Hugging Face's format, was not written: .*No space left"):

@@ -17,8 +17,9 @@ from tests.store.filled import contents, fill, names
 from torchtitan_lite.cli import pin as pin_module
 from torchtitan_lite.cli.app import main
 from torchtitan_lite.disk.folder_lock import locked
+from torchtitan_lite.events import ignore
 from torchtitan_lite.store.holder import Holder
-from torchtitan_lite.store.housekeeping import Housekeeping, ignore_event
+from torchtitan_lite.store.housekeeping import Housekeeping
 from torchtitan_lite.store.manifest import CheckpointInfo
 from torchtitan_lite.store.pins import Pins
 from torchtitan_lite.store.retention import KeepLatest
@@ -76,7 +77,7 @@ def test_a_pinned_checkpoint_is_untouched_inside(tmp_path: Path, said: Said) -> 
 def test_a_pin_beside_a_job_counts_at_its_next_purge(tmp_path: Path, said: Said) -> None:
     store = fill(tmp_path, 1, 2, 3)
     (tmp_path / "writer.lock").write_bytes(Holder.this_process("trains", 0.0).to_bytes(1, 0.0))
-    job = Housekeeping(KeepLatest(1), ignore_event)
+    job = Housekeeping(KeepLatest(1), ignore)
     assert said("pin", f"{tmp_path}:1")[0] == 0
     job.purge(store)
     assert names(tmp_path) == ["pins.json", "step-1", "step-3", "writer.lock"]
@@ -101,7 +102,7 @@ class Slow(CheckpointStore):
 def test_a_pin_during_a_removal_waits_and_then_says_that_the_step_is_gone(tmp_path: Path, said: Said) -> None:
     fill(tmp_path, 1, 2)
     store = Slow(tmp_path)
-    job = threading.Thread(target=lambda: Housekeeping(KeepLatest(1), ignore_event).purge(store))
+    job = threading.Thread(target=lambda: Housekeeping(KeepLatest(1), ignore).purge(store))
     job.start()
     assert store.is_removing.wait(30)
     threading.Timer(0.2, store.go.set).start()

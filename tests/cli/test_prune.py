@@ -24,8 +24,9 @@ from torchtitan_lite.cli import writing
 from torchtitan_lite.cli.app import main, parse
 from torchtitan_lite.cli.prune import Prune
 from torchtitan_lite.cli.screen import Screen
+from torchtitan_lite.events import ignore
 from torchtitan_lite.store.holder import Holder
-from torchtitan_lite.store.housekeeping import Housekeeping, ignore_event
+from torchtitan_lite.store.housekeeping import Housekeeping
 from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.pins import Pins
 from torchtitan_lite.store.retention import KeepLatest
@@ -154,7 +155,7 @@ def test_a_prune_is_what_a_job_with_the_same_rules_would_do(tmp_path: Path, said
     for name in ("job", "tool"):
         pin(tmp_path / name, 2)
         filled.damage(tmp_path / name, 5, "manifest.json")
-    Housekeeping(KeepLatest(1), ignore_event).purge(of_job)
+    Housekeeping(KeepLatest(1), ignore).purge(of_job)
     assert said("prune", tmp_path / "tool", "--keep-latest", 1)[0] == 0
     assert contents(tmp_path / "job") == contents(tmp_path / "tool")
 
@@ -286,7 +287,7 @@ def test_a_prune_that_is_cut_anywhere_loses_nothing_that_is_kept(tmp_path: Path)
         pin(root, 2)
         kept = {step: contents(root / f"step-{step}") for step in (2, 4, 5)}
         store = CheckpointStore(root, durable=Cut(at, power=True))
-        housekeeping = Housekeeping(KeepLatest(2), ignore_event)
+        housekeeping = Housekeeping(KeepLatest(2), ignore)
         try:
             housekeeping.remove([each.info for each in housekeeping.verdicts(store) if each.goes], store)
             store.recover()

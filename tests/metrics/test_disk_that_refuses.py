@@ -11,6 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.disks import fill, make_read_only, small_disk
+from tests.events import an_event
 from tests.logged import logged_warnings
 from torchtitan_lite.config.job_config import Metrics
 from torchtitan_lite.metrics.logger import METRICS_FILE, EventLog, MetricsLogger
@@ -27,7 +28,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 def log_steps(metrics: MetricsLogger, events: EventLog, steps: range) -> None:
     for step in steps:
         metrics.log(step, {LOSS: float(step)})
-        events("committed", step)
+        events.write(an_event("committed", step))
 
 
 @pytest.mark.parametrize("refuse", [fill, make_read_only])

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_lite.events import LoadStarted, Resumed
 from torchtitan_lite.metrics.json_lines import JsonLines, whole_lines
 from torchtitan_lite.metrics.logger import EventLog
 
@@ -12,23 +13,23 @@ FULL_DEVICE = Path("/dev/full")
 
 def test_an_event_is_one_line_with_its_time_and_figures(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl", clock=lambda: 1700000000.25)
-    log("committed", 500, seconds=2.1, path=tmp_path / "step-500")
-    log("purged", 300)
+    log.write(LoadStarted(500, path="outputs/checkpoint/step-500", origin="disk"))
+    log.write(Resumed(300))
     first, second = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
     assert first == {
-        "event": "committed",
+        "event": "load_started",
         "step": 500,
         "time": 1700000000.25,
-        "seconds": 2.1,
-        "path": str(tmp_path / "step-500"),
+        "path": "outputs/checkpoint/step-500",
+        "origin": "disk",
     }
-    assert second == {"event": "purged", "step": 300, "time": 1700000000.25}
+    assert second == {"event": "resumed", "step": 300, "time": 1700000000.25}, "a figure that is not known is left out"
 
 
 def test_events_of_a_restart_follow_those_before(tmp_path: Path) -> None:
     for step in (1, 2):
         log = EventLog(tmp_path / "events.jsonl")
-        log("committed", step)
+        log.write(Resumed(step))
         log.close()
         log.close()
     lines = (tmp_path / "events.jsonl").read_text().splitlines()
@@ -38,7 +39,7 @@ def test_events_of_a_restart_follow_those_before(tmp_path: Path) -> None:
 def test_an_event_after_a_torn_line_is_on_a_line_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(b'{"event": "save_started", "st')
-    EventLog(path)("resumed", 7)
+    EventLog(path).write(Resumed(7))
     torn, whole = path.read_text().splitlines()
     assert torn == '{"event": "save_started", "st'
     assert json.loads(whole)["event"] == "resumed"
@@ -46,7 +47,7 @@ def test_an_event_after_a_torn_line_is_on_a_line_of_its_own(tmp_path: Path) -> N
 
 def test_an_event_log_without_a_file_writes_nothing(tmp_path: Path) -> None:
     log = EventLog(None)
-    log("committed", 1)
+    log.write(Resumed(1))
     log.close()
     assert list(tmp_path.iterdir()) == []
 

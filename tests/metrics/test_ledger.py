@@ -12,9 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchtitan_lite.events import Committed, Finished, Preempted
 from torchtitan_lite.metrics.accounts import LATEST_BEAT_FILE, LEDGER_FILE, PARTS, Steps, read_accounts
 from torchtitan_lite.metrics.ledger import Ledger
 from torchtitan_lite.metrics.run_clock import RunClock
+
+FINISHED, PREEMPTED = Finished(1), Preempted(1, signal=15, given_up_steps=0)
+ENDS = {"finished": FINISHED, "preempted": PREEMPTED, "failed": None}
+
+
+def committed(step: int, seconds: float = 0.5) -> Committed:
+    return Committed(step, kind="full", bytes=1000, seconds=seconds, stall_seconds=seconds)
 
 
 @dataclass
@@ -61,7 +69,7 @@ class TrainedStart:
         began = self.clock.elapsed
         with self.clock.part("saving"):
             self.time.passes(seconds)
-        self.ledger.saved(step, is_full=True, began=began, blocked=seconds)
+        self.ledger.committed(committed(step, seconds), began=began)
 
     def close(self) -> None:
         """Close its files, as the end of a process does, also of one that was killed."""
@@ -85,7 +93,7 @@ def test_parts_of_a_start_are_disjoint_and_sum_to_its_time(tmp_path: Path) -> No
     start.train(3)
     start.save(3)
     time.passes(0.125)
-    start.ledger.end("finished")
+    start.ledger.end(FINISHED)
     seconds = {part: value for part, value in read_accounts(tmp_path).seconds.items() if value}
     assert seconds == {
         "starting": 7,
@@ -114,7 +122,7 @@ def test_after_a_kill_down_runs_from_the_last_beat_to_the_next_start(tmp_path: P
     second.load(3)
     for step in (4, 5, 6):
         second.train(step)
-    second.ledger.end("finished")
+    second.ledger.end(FINISHED)
     accounts = read_accounts(tmp_path)
     assert accounts.seconds["down"] == pytest.approx(100)
     assert accounts.seconds["redone"] == pytest.approx(4)
@@ -143,11 +151,11 @@ def test_time_after_the_run_had_finished_is_idle_and_not_down(tmp_path: Path) ->
     first = TrainedStart(tmp_path, time)
     first.load(0)
     first.train(1)
-    first.ledger.end("finished")
+    first.ledger.end(FINISHED)
     time.passes(3600)
     second = TrainedStart(tmp_path, time)
     second.load(1)
-    second.ledger.end("finished")
+    second.ledger.end(FINISHED)
     accounts = read_accounts(tmp_path)
     assert (accounts.seconds["idle"], accounts.seconds["down"]) == (pytest.approx(3600), 0)
     assert accounts.goodput == pytest.approx(accounts.seconds["productive"] / (time.now - 1000 - 3600))
@@ -164,7 +172,7 @@ def test_all_from_the_call_that_leaves_is_leaving(tmp_path: Path) -> None:
         start.clock.leave()
         time.passes(1)
     time.passes(5)
-    start.ledger.end("preempted", signal=15)
+    start.ledger.end(PREEMPTED)
     assert read_accounts(tmp_path).seconds["leaving"] == pytest.approx(8)
     assert read_accounts(tmp_path).seconds["saving"] == 0
 
@@ -204,7 +212,7 @@ def test_torn_and_unknown_lines_are_skipped(tmp_path: Path) -> None:
     start = TrainedStart(tmp_path, time)
     start.load(0)
     start.train(1)
-    start.ledger.end("finished")
+    start.ledger.end(FINISHED)
     before = read_accounts(tmp_path)
     with (tmp_path / LEDGER_FILE).open("a") as ledger:
         ledger.write('[1]\n{"record": "moon", "start": "x", "time": 3, "step": 1}\n{"record": "beat", "ti')
@@ -227,7 +235,7 @@ def test_a_beat_with_a_value_that_is_none_does_not_end_the_next_start(tmp_path: 
     time.now = 3000
     second = TrainedStart(tmp_path, time)
     second.load(1)
-    second.ledger.end("finished")
+    second.ledger.end(FINISHED)
     assert [start.end for start in read_accounts(tmp_path).starts] == ["", "finished"]
     assert second.ledger.accounts().goodput >= 0
 
@@ -242,7 +250,7 @@ def test_each_line_names_its_start_and_its_time(tmp_path: Path) -> None:
     start = TrainedStart(tmp_path, Time())
     start.load(0)
     start.save(0)
-    start.ledger.end("finished")
+    start.ledger.end(FINISHED)
     lines = [json.loads(line) for line in (tmp_path / LEDGER_FILE).read_text().splitlines()]
     assert [line["record"] for line in lines] == ["start", "loaded", "saved", "end"]
     assert {line["start"] for line in lines} == {start.ledger.id}
@@ -280,7 +288,7 @@ def test_whatever_happens_parts_sum_to_the_time_and_redone_steps_are_counted(
                 start.save(step)
                 durable = step
         if end != "killed":
-            start.ledger.end(end)
+            start.ledger.end(ENDS[end])
             last = time.now
         time.passes(pause)
     accounts = read_accounts(folder)
@@ -293,5 +301,5 @@ def test_whatever_happens_parts_sum_to_the_time_and_redone_steps_are_counted(
 def test_a_seed_checkpoint_which_begins_no_start_writes_no_ledger(tmp_path: Path) -> None:
     time = Time()
     ledger = Ledger(tmp_path, RunClock(time), wall_clock=time)
-    ledger.saved(0, is_full=True, began=0.0)
+    ledger.committed(committed(0), began=0.0)
     assert not (tmp_path / LEDGER_FILE).exists()

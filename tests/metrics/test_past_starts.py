@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.events import an_event
 from tests.logged import logged_warnings
 from torchtitan_lite.checkpoint.schedule.failures import Past
+from torchtitan_lite.events import Recorded
 from torchtitan_lite.metrics.logger import EventLog
 from torchtitan_lite.metrics.past_starts import count_past, past_starts
 
 HOUR = 3600.0
 
 
-def events(*names: str, every: float = HOUR) -> Iterator[dict[str, Any]]:
+def events(*names: str, every: float = HOUR) -> Iterator[Recorded]:
     """Yield events of these names, an hour apart."""
     for position, name in enumerate(names):
-        yield {"event": name, "step": 1 + position, "time": 1e9 + position * every}
+        yield Recorded(1e9 + position * every, an_event(name, 1 + position))
 
 
 SAVE = ("save_started", "staged", "committed")
@@ -49,7 +50,7 @@ def test_a_start_that_did_not_say_how_it_ended_is_an_unclean_end(
 
 
 def test_a_seed_checkpoint_is_no_start() -> None:
-    seed = [{"event": name, "step": 0, "time": 1e9} for name in (*SAVE, *LOAD)]
+    seed = [Recorded(1e9, an_event(name, 0)) for name in (*SAVE, *LOAD)]
     assert count_past([*seed, *events("save_started", "preempted", *LOAD)]) == Past(pytest.approx(1.0), 0)
 
 
@@ -63,10 +64,11 @@ def test_the_file_is_read_as_the_event_log_writes_it_without_torn_lines(tmp_path
     for names in (SAVE, LOAD, LOAD):
         log = EventLog(path, clock=lambda: float(next(clock)))
         for name in names:
-            log(name, 5, bytes=1)
+            log.write(an_event(name, 5))
         log.close()
     with path.open("a") as file:
-        file.write('[1]\n{"step": 3}\n{"event": "loaded", "time": "now"}\n{"event": "load_sta')
+        file.write('[1]\n{"step": 3}\n{"event": "loaded", "step": 5, "time": "now"}\n')
+        file.write('{"event": "of_a_later_version", "step": 5, "time": 9e9}\n{"event": "load_sta')
     assert past_starts(path) == Past(3.0, 2)
 
 

@@ -14,9 +14,11 @@ from contextlib import contextmanager
 import pytest
 from rich.console import Console
 
+from tests.events import an_event
 from tests.forked import REPO
 from tests.screens import Terminal, screen_of, terminal
 from torchtitan_lite.config.job_config import JobConfig, Metrics
+from torchtitan_lite.events import Resumed
 from torchtitan_lite.log import logger
 from torchtitan_lite.metrics.progress_bar import (
     NoProgressBar,
@@ -97,23 +99,23 @@ def test_the_bar_shows_steps_loss_speed_the_last_checkpoint_and_the_time_left() 
     clock = Clock()
     with terminal(80) as screen:
         bar = a_bar(screen, clock)
-        bar.on_event("resumed", 60)
+        bar.note(Resumed(60))
         bar.start(60)
         assert screen.shown()[-1].endswith("loaded 60  -:-- left"), "it may be in memory, or in another run's folder"
-        bar.on_event("loaded", 60, {"at_risk_steps": 5})
+        bar.note(an_event("loaded", 60, at_risk_steps=5))
         bar.logged(2.7, 10.0)
-        bar.on_event("resumed", 60)
+        bar.note(Resumed(60))
         assert screen.shown()[-1].endswith("  tps 10  5 at risk  loaded 60  -:-- left"), "the disk lacks 5 steps"
         for _ in range(20):
             clock.now += 2.0
             bar.step_done()
         bar.logged(2.632, 4698.7)
         for event in ("save_started", "staged", "committed"):
-            bar.on_event(event, 80)
+            bar.note(an_event(event, 80))
         (shown,) = screen.shown()
         assert shown.startswith("step 80/100  ") and shown.endswith("  loss 2.6320  tps 4,699  saved 80  0:40 left")
         assert len(shown) == 79, "the bar takes the space that is left, and no line is as long as the terminal is wide"
-        bar.on_event("save_failed", 90)
+        bar.note(an_event("save_failed", 90))
         assert "90 failed" in screen.shown()[-1]
 
 
@@ -153,7 +155,7 @@ def test_other_text_replaces_the_bar_and_the_next_drawing_comes_below_it() -> No
         bar = a_bar(screen)
         bar.start(0)
         screen.stream.write("x" * 90 + "\n")
-        bar.on_event("committed", 1)
+        bar.note(an_event("committed", 1))
         above, line = screen.shown()
         assert above == "x" * 90 and line.startswith("step 0/100 ")
 
@@ -163,7 +165,7 @@ def test_a_terminal_that_hangs_up_ends_the_bar_and_not_the_training() -> None:
         bar = a_bar(screen)
         bar.start(0)
         screen.hang_up()
-        bar.on_event("committed", 1)
+        bar.note(an_event("committed", 1))
         bar.step_done()
         bar.close()
 
@@ -174,7 +176,7 @@ def test_a_forked_child_neither_draws_nor_redirects_its_log_lines() -> None:
         bar.start(0)
         if (child := os.fork()) == 0:
             logger.info("from the child" + " " * 80)
-            bar.on_event("committed", 50)
+            bar.note(an_event("committed", 50))
             os._exit(0)
         os.waitpid(child, 0)
         (line,) = [line.rstrip() for line in screen.shown()]

@@ -15,6 +15,7 @@ from tests.logged import logged_warnings
 from torchtitan_lite.checkpoint.schedule.failures import Past
 from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig, Metrics
 from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.events import Finished, Resumed
 from torchtitan_lite.metrics.accounts import LEDGER_FILE, read_accounts
 from torchtitan_lite.metrics.heartbeat import Heartbeat
 from torchtitan_lite.metrics.logger import METRICS_FILE
@@ -77,10 +78,10 @@ def test_the_past_is_read_from_the_ledger_and_without_one_from_the_events(tmp_pa
     second = _metrics(tmp_path)
     second.begin("1 process")
     assert second.past().unclean_ends == 1 and 0 < second.past().hours < 1
-    second.on_event("resumed", 1)
+    second.note(Resumed(1))
     second.start(1)
     _train(second, 2, [1.0, 1.0, 1.0])
-    second.on_event("finished", 4)
+    second.note(Finished(4))
     second.close()
     accounts = read_accounts(tmp_path)
     assert (accounts.redone_steps, accounts.unclean_ends) == (2, 1)
@@ -105,7 +106,7 @@ def test_other_ranks_and_a_run_that_only_loads_write_no_ledger(reason: dict[str,
         metrics.begin("2 processes")
         metrics.start(0)
         _train(metrics, 1, [1.0, 1.0])
-        metrics.on_event("finished", 2)
+        metrics.note(Finished(2))
     assert list(tmp_path.iterdir()) == []
     assert 0 < metrics.goodput.tags()["goodput(%)"] <= 100
 

@@ -13,6 +13,7 @@ from torchtitan_lite import faults
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.errors import SaveFailed
+from torchtitan_lite.events import Event
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.housekeeping import Housekeeping
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
@@ -76,8 +77,8 @@ class Events:
     def __init__(self) -> None:
         self.seen: list[tuple[str, int, dict[str, Any]]] = []
 
-    def __call__(self, event: str, step: int, /, **figures: Any) -> None:
-        self.seen.append((event, step, figures))
+    def __call__(self, event: Event) -> None:
+        self.seen.append((event.name, event.step, event.figures))
 
 
 @pytest.fixture

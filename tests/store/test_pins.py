@@ -16,7 +16,8 @@ from tests.store.filled import contents, fill, names
 from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.disk.folder_lock import locked
 from torchtitan_lite.errors import PinsUnreadable
-from torchtitan_lite.store.housekeeping import Housekeeping, ignore_event
+from torchtitan_lite.events import ignore
+from torchtitan_lite.store.housekeeping import Housekeeping
 from torchtitan_lite.store.pins import Pins
 from torchtitan_lite.store.retention import KeepLatest
 
@@ -27,7 +28,7 @@ def pin(root: Path, *steps: int, durable: Durable | None = None) -> None:
 
 
 def keeper() -> Housekeeping:
-    return Housekeeping(KeepLatest(1), ignore_event)
+    return Housekeeping(KeepLatest(1), ignore)
 
 
 MALFORMED = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.peers import Peers
-from torchtitan_lite.store.housekeeping import OnEvent
+from torchtitan_lite.events import Emit
 
 
 @dataclass(frozen=True)
@@ -18,5 +18,4 @@ class RunContext:
     peers: Peers
     clock: Callable[[], float]
     """Returns seconds, from any zero."""
-    on_event: OnEvent
-    """Raises nothing."""
+    emit: Emit

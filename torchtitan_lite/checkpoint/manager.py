@@ -42,8 +42,8 @@ from torchtitan_lite.distributed.missing_ranks import naming_missing_ranks
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.distributed.step_consensus import StepConsensus
 from torchtitan_lite.distributed.tried_torch import report_later_torch
+from torchtitan_lite.events import EventListener
 from torchtitan_lite.log import logger
-from torchtitan_lite.store.housekeeping import OnEvent
 from torchtitan_lite.store.retention import RetentionPolicy
 from torchtitan_lite.store.store import CheckpointStore
 
@@ -85,7 +85,7 @@ class CheckpointManager:
         import_weights: ImportWeights | None = None,
         ranks_may_differ: bool = False,
         clock: Callable[[], float] = time.monotonic,
-        on_event: OnEvent | None = None,
+        on_event: EventListener | None = None,
         past: Callable[[], Past] | None = None,
     ) -> None:
         parts = build_parts(
@@ -129,7 +129,7 @@ class CheckpointManager:
         folder: str | os.PathLike[str] = "outputs/checkpoint",
         hugging_face: LastFormat | None = None,
         ranks_may_differ: bool = False,
-        on_event: OnEvent | None = None,
+        on_event: EventListener | None = None,
         **checkpoint: Any,
     ) -> CheckpointManager:
         """Return the manager of a training loop of your own; `checkpoint` takes any key of `[checkpoint]`.

@@ -48,13 +48,8 @@ from torchtitan_lite.distributed.environment import memory_is_off
 from torchtitan_lite.distributed.missing_ranks import naming_missing_ranks
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.distributed.step_consensus import StepConsensus
-from torchtitan_lite.store.housekeeping import (
-    Housekeeping,
-    OnEvent,
-    build_housekeeping,
-    ignore_event,
-    whose_errors_are_logged,
-)
+from torchtitan_lite.events import EventListener, emit_to
+from torchtitan_lite.store.housekeeping import Housekeeping, build_housekeeping
 from torchtitan_lite.store.retention import RetentionPolicy, build_retention
 from torchtitan_lite.store.run_folders import RunFolders
 from torchtitan_lite.store.store import CheckpointStore
@@ -81,7 +76,7 @@ class Seams:
     peers: Peers | None
     preemption: PreemptionWatch | None
     clock: Callable[[], float]
-    on_event: OnEvent | None
+    on_event: EventListener | None
     past: Callable[[], Past] | None
 
 
@@ -167,7 +162,7 @@ def build_parts(
     config = job_config.checkpoint
     timeout, lineage = timedelta(seconds=config.timeout_seconds), new_run()
     peers, consensus = seams.peers or Peers(timeout), seams.consensus or StepConsensus(timeout)
-    context = RunContext(config, peers, seams.clock, whose_errors_are_logged(seams.on_event or ignore_event))
+    context = RunContext(config, peers, seams.clock, emit_to(seams.on_event))
     topology = topology or f"{peers.world_size} ranks"
     run = RunState(*objects, config.save_trained_only)
     folders = RunFolders(job_config, lineage.run_id, seams.store)
@@ -177,7 +172,7 @@ def build_parts(
     saver = seams.saver or build_saver(config, peers, plans, images.copying, images.process)
     watch = seams.preemption or PreemptionWatch(config.preemption_signals, config.preemption_grace_seconds)
     retention = seams.retention or build_retention(config)
-    housekeeping = build_housekeeping(config, retention, context.on_event)
+    housekeeping = build_housekeeping(config, retention, context.emit)
     waiter = build_waiter(housekeeping, context)
     origin = Origin(lineage, topology, job_config.to_dict(), config.tensor_digests)
     savers = Savers(saver, SyncSaver(peers, plans))

@@ -60,9 +60,7 @@ class Prune:
         store = CheckpointStore(folder_to_write(self.folder))
         refuse_without_checkpoints(store)
         removed: set[int] = set()
-        housekeeping = build_housekeeping(
-            config, build_retention(config), lambda event, step, /, **figures: removed.add(step)
-        )
+        housekeeping = build_housekeeping(config, build_retention(config), lambda event: removed.add(event.step))
         if self.dry_run:
             self._show(housekeeping.verdicts(store), store, screen)
             return ExitCode.FINE

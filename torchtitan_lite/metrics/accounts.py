@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.events import Finished, Loaded, Preempted
+
 LEDGER_FILE = "ledger.jsonl"
 LATEST_BEAT_FILE = "ledger.now"
 """The beat of the last step, overwritten at each step."""
@@ -23,7 +25,11 @@ PARTS = (
 )
 """Every part: those of a start, and `down` and `idle` between two starts."""
 PARTS_OF_A_START = PARTS[:-2]
-CLEAN_ENDS = ("finished", "preempted")
+START, LOADED, COMMITTED, BEAT, END = "start", Loaded.name, "saved", "beat", "end"
+"""The records of a ledger."""
+FAILED = "failed"
+CLEAN_ENDS = (Finished.name, Preempted.name)
+"""How a start ended, in the last record of it."""
 _LARGEST = 1e100
 """A larger number is none: sums must be finite."""
 
@@ -77,7 +83,7 @@ class Accounts:
         total = {part: sum(start.seconds.get(part, 0.0) for start in self.starts) for part in PARTS_OF_A_START}
         total |= {"down": 0.0, "idle": 0.0}
         for before, after in zip(self.starts, self.starts[1:], strict=False):
-            part = "idle" if before.end == "finished" else "down"
+            part = "idle" if before.end == Finished.name else "down"
             total[part] += max(0.0, after.began - before.last_beat)
         return total
 
@@ -160,11 +166,11 @@ def accounts(records: Iterable[Mapping[str, Any]]) -> Accounts:
     starts: dict[str, dict[str, Any]] = {}
     for record in records:
         kind, found = record["record"], starts.get(record["start"])
-        if kind == "start":
+        if kind == START:
             starts[record["start"]] = _begun(record)
         elif found is None:
             continue
-        elif kind != "saved":
+        elif kind in (LOADED, BEAT, END):  # That a save is durable adds no time.
             _add(found, record)
     return Accounts(tuple(Start(**found) for found in starts.values()))
 
@@ -178,7 +184,7 @@ def _add(found: dict[str, Any], record: Mapping[str, Any]) -> None:
     """Add a loaded, beat or end line to what is known of its start."""
     if record["time"] < found["last_beat"]:
         return
-    if record["record"] == "loaded":
+    if record["record"] == LOADED:
         found |= {"loaded_step": record["step"], "loaded_from": str(record.get("from", ""))}
         found |= {"last_step": record["step"], "durable_step": record["step"]} | _durable(record)
         return
@@ -188,8 +194,8 @@ def _add(found: dict[str, Any], record: Mapping[str, Any]) -> None:
     seconds = {part: float(value) for part, value in values if part in PARTS_OF_A_START and _is_number(value)}
     found |= {"last_beat": record["time"], "seconds": seconds, "last_step": record["step"]}
     found |= {"at_risk_seconds": 0.0} | _durable(record)
-    if record["record"] == "end":
-        found["end"] = str(record.get("why", "failed"))
+    if record["record"] == END:
+        found["end"] = str(record.get("why", FAILED))
 
 
 def _durable(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,13 +6,15 @@ of a run are those of its checkpoints, which leave out what was lost.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.events import CleanEnd, Committed, Event, Loaded, Resumed, SaveStarted
 from torchtitan_lite.log import counted, logger
-from torchtitan_lite.metrics.accounts import CLEAN_ENDS, PARTS, Accounts, Steps
+from torchtitan_lite.metrics.accounts import PARTS, Accounts, Steps
 from torchtitan_lite.metrics.ledger import Ledger
 from torchtitan_lite.metrics.run_clock import RunClock
 
@@ -25,9 +27,9 @@ class Goodput:
         self.ledger = ledger
         self._earlier_steps = Steps()
         self._earlier_seconds, self._earlier_productive_seconds = 0.0, 0.0
-        self._loaded: Mapping[str, Any] = {}
+        self._loaded: Loaded | None = None
         self._save_began: dict[int, float] = {}
-        self._end: tuple[str, dict[str, Any]] = ("failed", {})
+        self._end: CleanEnd | None = None
 
     def begin(self, **about: Any) -> None:
         """Begin this start in the ledger, with `about`."""
@@ -40,18 +42,27 @@ class Goodput:
         """Add the totals that the loaded checkpoint has of the run up to its step."""
         self._earlier_seconds, self._earlier_productive_seconds = run_seconds, productive_seconds
 
-    def restart(self, step: int) -> dict[str, float]:
-        """Return what it cost that the last start ended, if this one resumes from `step`; {} for a first start."""
+    def completed(self, event: Event) -> Event:
+        """Return `event` with what the ledger knows of a restart, or of a run that ends; another one as it is."""
+        match event:
+            case Resumed():
+                return self._restart(event)
+            case CleanEnd():
+                return replace(event, **self._totals())
+        return event
+
+    def _restart(self, event: Resumed) -> Resumed:
+        """Return `event` with what it cost that the last start ended; as it is for a first start."""
         if self.ledger is None or not self.ledger.before.starts:
-            return {}
+            return event
         down = max(0.0, self.ledger.began - self.ledger.before.starts[-1].last_beat)
-        redone = max(0, self.ledger.before.starts[-1].last_step - step)
+        redone = max(0, self.ledger.before.starts[-1].last_step - event.step)
         number = counted(redone, "step") if redone else "No step"
         steps = f"{number} of the last start {'is' if redone < 2 else 'are'}"
         logger.info("%s trained again; it ended %.1f s before this one", steps, down)
-        return {"down_seconds": down, "redone_steps": redone}
+        return replace(event, down_seconds=down, redone_steps=redone)
 
-    def totals(self) -> dict[str, Any]:
+    def _totals(self) -> dict[str, Any]:
         """Return the figures of the run for the event of its end; {} without a ledger."""
         if self.ledger is None:
             return {}
@@ -67,9 +78,11 @@ class Goodput:
         """Note that training begins after `step`. `checkpoints` is the run's own folder of checkpoints."""
         self.clock.enter("other")
         if self.ledger is not None:
-            source, seconds = _source(step, self._loaded, checkpoints), self._loaded.get("seconds", 0.0)
-            at_risk = self._loaded.get("at_risk_steps", 0), self._loaded.get("at_risk_seconds", 0.0)
-            self.ledger.loaded(step, source, seconds, at_risk)
+            source, loaded = _source(step, self._loaded, checkpoints), self._loaded
+            if loaded is None:
+                self.ledger.loaded(step, source, 0.0)
+            else:
+                self.ledger.loaded(step, source, loaded.seconds, (loaded.at_risk_steps, loaded.at_risk_seconds))
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -79,31 +92,23 @@ class Goodput:
         if self.ledger is not None:
             self.ledger.step_done(step)
 
-    def on_event(self, event: str, step: int, figures: dict[str, Any]) -> None:
-        """Note what an event says about saves, about the load, and about how the start ends."""
-        if event == "loaded":
-            self._loaded = figures
-        elif event == "save_started":
-            self._save_began[step] = self.clock.elapsed
-        elif event == "committed" and self.ledger is not None:
-            self.ledger.saved(
-                step,
-                is_full=figures["kind"] == "full",
-                began=self._save_began.pop(step, self.clock.elapsed),
-                blocked=figures["stall_seconds"],
-                seconds=figures["seconds"],
-                bytes=figures["bytes"],
-                **{name: figures[name] for name in ("slowest_rank", "slowest_seconds") if name in figures},
-            )
-        elif event in CLEAN_ENDS:
-            self.clock.leave()
-            self._end = event, {"signal": figures["signal"]} if "signal" in figures else {}
+    def note(self, event: Event) -> None:
+        """Note what `event` says about saves, about the load, and about how the start ends."""
+        match event:
+            case Loaded():
+                self._loaded = event
+            case SaveStarted():
+                self._save_began[event.step] = self.clock.elapsed
+            case Committed() if self.ledger is not None:
+                self.ledger.committed(event, began=self._save_began.pop(event.step, self.clock.elapsed))
+            case CleanEnd():
+                self.clock.leave()
+                self._end = event
 
     def end(self, *, failed: bool) -> None:
         """Write the last line of the ledger, and log where the time of the run went."""
         if self.ledger is not None:
-            why, figures = ("failed", {}) if failed else self._end
-            self.ledger.end(why, **figures)
+            self.ledger.end(None if failed else self._end)
             logger.info("%s", summary(self.ledger.accounts()))
 
     @property
@@ -134,13 +139,13 @@ class Goodput:
         }
 
 
-def _source(step: int, loaded: Mapping[str, Any], checkpoints: Path) -> str:
-    """Return what was loaded; `loaded` has the figures of the event, none for a fresh start."""
-    if not loaded:
+def _source(step: int, loaded: Loaded | None, checkpoints: Path) -> str:
+    """Return what was loaded; None for a fresh start."""
+    if loaded is None:
         return "fresh"
-    if loaded.get("origin") == "memory":
+    if loaded.origin == "memory":
         return "memory"
-    return "checkpoint" if step else "seed" if Path(loaded["path"]).parent == checkpoints else "initial"
+    return "checkpoint" if step else "seed" if Path(loaded.path).parent == checkpoints else "initial"
 
 
 def summary(accounts: Accounts) -> str:

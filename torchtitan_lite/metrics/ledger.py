@@ -18,8 +18,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.events import CleanEnd, Committed, Preempted
 from torchtitan_lite.log import logger
-from torchtitan_lite.metrics.accounts import LATEST_BEAT_FILE, LEDGER_FILE, Accounts, Start, read_accounts
+from torchtitan_lite.metrics.accounts import (
+    BEAT,
+    COMMITTED,
+    END,
+    FAILED,
+    LATEST_BEAT_FILE,
+    LEDGER_FILE,
+    LOADED,
+    START,
+    Accounts,
+    Start,
+    read_accounts,
+)
 from torchtitan_lite.metrics.json_lines import JsonLines
 from torchtitan_lite.metrics.run_clock import RunClock
 
@@ -58,13 +71,13 @@ class Ledger:
                 self._step = self._durable_step = last.durable_step
                 if not last.end and (latest := self._latest.read()):
                     self._lines.append(latest)
-            self._lines.append({"record": "start", "time": self.began, "start": self.id} | about)
+            self._lines.append({"record": START, "time": self.began, "start": self.id} | about)
             self._has_begun = True
 
     def beat(self) -> None:
         """Write that the start lives."""
         with self._lock:
-            self._append("beat", self._step, self._figures())
+            self._append(BEAT, self._step, self._figures())
 
     def loaded(self, step: int, source: str, seconds: float, at_risk: tuple[int, float] = (0, 0.0)) -> None:
         """Note that training begins after `step`, with the state from `source`.
@@ -75,20 +88,27 @@ class Ledger:
             self._loaded_step = self._step = step
             self._durable_step, self._durable_at = step - at_risk[0], self._clock.elapsed - at_risk[1]
             durable = {"durable_step": self._durable_step, "at_risk_seconds": round(at_risk[1], 3)}
-            self._append("loaded", step, {"from": source, "seconds": seconds} | durable)
+            self._append(LOADED, step, {"from": source, "seconds": seconds} | durable)
 
     def step_done(self, step: int) -> None:
         """Note that `step` is trained. One write; no line of the ledger."""
         with self._lock:
             self._step = step
-            self._latest.write(self._record("beat", step, self._figures()))
+            self._latest.write(self._record(BEAT, step, self._figures()))
 
-    def saved(self, step: int, *, is_full: bool, began: float, **figures: Any) -> None:
-        """Note that `step` is durable; `began` is the clock's reading when its save began."""
+    def committed(self, event: Committed, *, began: float) -> None:
+        """Note that a step is durable; `began` is the clock's reading when its save began."""
+        figures: dict[str, float | None] = {
+            "blocked": event.stall_seconds,
+            "seconds": event.seconds,
+            "bytes": event.bytes,
+        }
+        if event.slowest_rank is not None:
+            figures |= {"slowest_rank": event.slowest_rank, "slowest_seconds": event.slowest_seconds}
         with self._lock:
-            if is_full:
-                self._durable_step, self._durable_at = step, began
-            self._append("saved", step, figures)
+            if event.kind == "full":
+                self._durable_step, self._durable_at = event.step, began
+            self._append(COMMITTED, event.step, figures)
 
     def at_risk(self) -> tuple[int, float]:
         """Return what would be lost if the job died now: steps, and seconds since the last one that is durable."""
@@ -111,10 +131,12 @@ class Ledger:
         )
         return Accounts((*self.before.starts, now))
 
-    def end(self, why: str, **figures: Any) -> None:
-        """Write the last line: the start `why` finished, was preempted or failed. A later line opens the file again."""
+    def end(self, event: CleanEnd | None) -> None:
+        """Write the last line: the start ended with `event`; for None it failed. A later line opens the file again."""
+        why = {"why": FAILED if event is None else event.name}
+        signal = {"signal": event.signal} if isinstance(event, Preempted) else {}
         with self._lock:
-            self._append("end", self._step, {"why": why} | figures | self._figures())
+            self._append(END, self._step, why | signal | self._figures())
             self._lines.close()
             self._latest.close()
 

@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchtitan_lite.config.job_config import Metrics
+from torchtitan_lite.events import Event, Recorded
 from torchtitan_lite.metrics.json_lines import JsonLines, start_history
 
 if TYPE_CHECKING:
@@ -70,10 +71,10 @@ class EventLog:
         self._lines = JsonLines(path) if path is not None else None
         self._clock = clock
 
-    def __call__(self, event: str, step: int, /, **figures: Any) -> None:
+    def write(self, event: Event) -> None:
         """Write `event` with the time in Unix seconds. **Any thread**."""
         if self._lines is not None:
-            self._lines.append({"event": event, "step": step, "time": self._clock()} | figures)
+            self._lines.append(Recorded(self._clock(), event).to_record())
 
     def close(self) -> None:
         """Close the file. Idempotent."""

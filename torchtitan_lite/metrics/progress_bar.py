@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.disk.forks import forget_in_children
+from torchtitan_lite.events import Committed, Event, Loaded, Resumed, SaveFailure, SaveStarted
 from torchtitan_lite.log import logger
 
 if TYPE_CHECKING:
@@ -31,12 +31,14 @@ INTERVAL_SECONDS = 0.5
 """Between two drawings after a step: drawing takes about 0.2 ms, so this is 0.04 % of the time."""
 MIN_BAR_COLUMNS = 8
 MAX_BAR_COLUMNS = 60
-SAVED = {"save_started": "saving {}", "committed": "saved {}", "resumed": "loaded {}", "save_failed": "{} failed"}
+SAVED: Mapping[type[Event], str] = {
+    SaveStarted: "saving {}",
+    Committed: "saved {}",
+    Resumed: "loaded {}",
+    SaveFailure: "{} failed",
+}
 """What the line says of a step after the event. What a start has loaded need not be on its own disk: an image in memory
 or another run's checkpoint is not."""
-DURABLE = ("committed", "loaded")
-"""Events after which the disk has the step, but for the steps at risk that they name."""
-NO_FIGURES: Mapping[str, Any] = MappingProxyType({})
 _ERASE = "\r\x1b[K"
 
 
@@ -76,7 +78,7 @@ class NoProgressBar:
     def logged(self, loss: float, tps: float) -> None:
         """Take the figures of a logged step."""
 
-    def on_event(self, event: str, step: int, figures: Mapping[str, Any] = NO_FIGURES) -> None:
+    def note(self, event: Event) -> None:
         """Take a checkpoint event. **Any thread**."""
 
     def close(self) -> None:
@@ -122,11 +124,15 @@ class TerminalProgressBar(NoProgressBar):
     def logged(self, loss: float, tps: float) -> None:
         self._change(loss=loss, tps=tps)
 
-    def on_event(self, event: str, step: int, figures: Mapping[str, Any] = NO_FIGURES) -> None:
-        if event in DURABLE and self._progress.durable is not None:
-            self._change(durable=step - figures.get("at_risk_steps", 0))
-        if event in SAVED:
-            self._change(saved=SAVED[event].format(step))
+    def note(self, event: Event) -> None:
+        if self._progress.durable is not None:
+            match event:
+                case Committed():
+                    self._change(durable=event.step)
+                case Loaded():
+                    self._change(durable=event.step - event.at_risk_steps)
+        if type(event) in SAVED:
+            self._change(saved=SAVED[type(event)].format(event.step))
             self._draw()
 
     def write(self, text: str) -> int:

@@ -23,8 +23,8 @@ import torchtitan_lite
 from torchtitan_lite.checkpoint.schedule.failures import Past
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.events import EVENTS, Committed, Event, ImageMissed, ImageReady, Loaded, SaveStaged
 from torchtitan_lite.log import logger
-from torchtitan_lite.metrics.accounts import CLEAN_ENDS
 from torchtitan_lite.metrics.goodput import Goodput
 from torchtitan_lite.metrics.heartbeat import Heartbeat
 from torchtitan_lite.metrics.ledger import Ledger
@@ -39,8 +39,7 @@ from torchtitan_lite.metrics.step_timer import StepTimer
 from torchtitan_lite.metrics.wandb_run import WandbRun, import_wandb
 
 EVENTS_FILE = "events.jsonl"
-IMAGE_READY = "image_ready"
-OF_IMAGES = (IMAGE_READY, "image_missed")
+OF_IMAGES = (ImageReady, ImageMissed)
 """Events that may come with every step: events.jsonl has the first one of each in a start."""
 
 
@@ -75,7 +74,7 @@ class RunMetrics:
         self._world_size = world.world_size
         self._lock = threading.Lock()
         self._event_tags: dict[str, float] = {}
-        self._written_once: set[str] = set()
+        self._written_once: set[type[Event]] = set()
         self._tokens, self._steps, self._losses = 0.0, 0, 0.0
         self._since = time.perf_counter()
 
@@ -113,22 +112,24 @@ class RunMetrics:
             yield
 
     def on_event(self, event: str, step: int, /, **figures: Any) -> None:
+        """Note an event of the checkpoint manager, as its listener. **Any thread**."""
+        self.note(EVENTS[event](step, **figures))
+
+    def note(self, event: Event) -> None:
         """Write `event` to events.jsonl and keep its figures for the next logged step. **Any thread**.
 
         Of images in memory, made and missed, which may come with every step, the first one of a start is written.
         """
-        if event == "resumed":
-            figures = self.goodput.restart(step)
-        elif event in CLEAN_ENDS:
-            figures |= self.goodput.totals()
-        if event not in self._written_once:
-            self._events(event, step, **figures)
-        if event in OF_IMAGES:
-            self._written_once.add(event)
-        self.goodput.on_event(event, step, figures)
+        event = self.goodput.completed(event)
+        kind = type(event)
+        if kind not in self._written_once:
+            self._events.write(event)
+        if kind in OF_IMAGES:
+            self._written_once.add(kind)
+        self.goodput.note(event)
         with self._lock:
-            self._event_tags |= checkpoint_tags(event, figures)
-        self._bar.on_event(event, step, figures)
+            self._event_tags |= checkpoint_tags(event)
+        self._bar.note(event)
 
     def past(self) -> Past:
         """Return the hours and the unclean ends of earlier starts, from the ledger or, without one, events.jsonl."""
@@ -236,20 +237,20 @@ def _build_prometheus(config: JobConfig) -> PrometheusFile | None:
     return PrometheusFile(dump_folder / config.metrics.prometheus_file, str(dump_folder))
 
 
-def checkpoint_tags(event: str, figures: dict[str, Any]) -> dict[str, float]:
-    """Return the TensorBoard tags for a checkpoint event's figures."""
-    if event == "staged":
-        return {"checkpoint/stage(s)": figures["stall_seconds"]}
-    if event == IMAGE_READY:
-        return {"checkpoint/image(s)": figures["seconds"], "checkpoint/image_stall(s)": figures["stall_seconds"]}
-    if event == "loaded":
-        return {"checkpoint/load(s)": figures["seconds"]}
-    if event == "committed":
-        num_bytes, seconds = figures["bytes"], figures["seconds"]
-        return {
-            "checkpoint/stall(s)": figures["stall_seconds"],
-            "checkpoint/save(s)": seconds,
-            "checkpoint/bytes": num_bytes,
-            "checkpoint/GBps": num_bytes / seconds / 1e9 if seconds > 0 else 0.0,
-        }
+def checkpoint_tags(event: Event) -> dict[str, float]:
+    """Return the TensorBoard tags for the figures of `event`."""
+    match event:
+        case SaveStaged():
+            return {"checkpoint/stage(s)": event.stall_seconds}
+        case ImageReady():
+            return {"checkpoint/image(s)": event.seconds, "checkpoint/image_stall(s)": event.stall_seconds}
+        case Loaded():
+            return {"checkpoint/load(s)": event.seconds}
+        case Committed():
+            return {
+                "checkpoint/stall(s)": event.stall_seconds,
+                "checkpoint/save(s)": event.seconds,
+                "checkpoint/bytes": event.bytes,
+                "checkpoint/GBps": event.bytes / event.seconds / 1e9 if event.seconds > 0 else 0.0,
+            }
     return {}

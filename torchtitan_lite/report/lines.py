@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.events import Recorded, parse_record
+
 LOSS = "loss_metrics/global_avg_loss"
 STEP_SECONDS = "time_metrics/end_to_end(s)"
 PARTS = tuple(f"time_metrics/{part}(s)" for part in ("data_loading", "forward", "backward", "optimizer"))
@@ -22,7 +24,6 @@ GOODPUT = "goodput(%)"
 LARGEST = 1e100
 """A larger number is none: differences and ratios of two must be finite, and so must a time."""
 _LARGEST_STEP = 1 << 62
-_FIGURES = ("bytes", "seconds", "stall_seconds", "slowest_seconds")
 
 
 @dataclass
@@ -84,22 +85,17 @@ def objects_in(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return the events in the file at `path`: objects with a name, a step and a time; none without a file.
-
-    Figures that are no numbers are left out.
-    """
-    return [
-        {key: value for key, value in record.items() if key not in _FIGURES or math.isfinite(number(value))}
-        for record in read_records(path)
-        if isinstance(record.get("event"), str)
-        and isinstance(record.get("step"), int)
-        and abs(record["step"]) <= _LARGEST_STEP
-        and math.isfinite(number(record.get("time")))
-    ]
+def read_events(path: Path) -> list[Recorded]:
+    """Return the events in the file at `path`; none without a file. Raises OSError."""
+    return [recorded for record in read_records(path) if (recorded := parse_record(record)) is not None]
 
 
 def number(value: Any) -> float:
     """Return `value` as a number; NaN for anything that is not one, or larger than `LARGEST`."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
     return float(value) if is_number else math.nan
+
+
+def known(figure: float) -> float | None:
+    """Return the figure of an event; None for NaN, which stands for one that its line does not have."""
+    return None if math.isnan(figure) else figure

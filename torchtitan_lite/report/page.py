@@ -10,6 +10,7 @@ from typing import Any
 
 from torchtitan_lite import __version__
 from torchtitan_lite.errors import ExtraMissing
+from torchtitan_lite.events import Finished, Preempted
 from torchtitan_lite.log import counted
 from torchtitan_lite.report import curves, marks
 from torchtitan_lite.report.changes import differences, shown
@@ -102,8 +103,8 @@ def _run(index: int, run: Run, x: Any, ceiling: float, best: float) -> dict[str,
 BEGUN_FROM = {"seed": "seed", "initial": "initial weights", "": "none"}
 """What a start that resumed from no step began from: the last one ended before it knew."""
 STATUS = {
-    "finished": "Finished",
-    "preempted": "Left after a signal",
+    Finished.name: "Finished",
+    Preempted.name: "Left after a signal",
     "failed": "Failed",
     "killed": "Killed or failed",
     "running": "Running",

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_lite.checkpoint.examining.inventory import FolderState, ListedCheckpoint
+from torchtitan_lite.events import Committed, Event, Purged, Quarantined, SaveFailure, SaveStarted
+from torchtitan_lite.report.lines import known
 from torchtitan_lite.report.starts import Start
 
 LARGEST_RATE = 1e15
@@ -47,6 +49,7 @@ _FATE_OF_STATE = {
     FolderState.BEING_REPLACED: Fate.SET_ASIDE,
     FolderState.BEING_REMOVED: Fate.PURGED,
 }
+_FATE_OF_EVENT: Mapping[type[Event], Fate] = {Purged: Fate.PURGED, Quarantined: Fate.QUARANTINED}
 
 
 @dataclass(frozen=True)
@@ -105,27 +108,29 @@ def _of_start(start: Start, *, is_last: bool) -> list[Save]:
     saves: dict[tuple[int, str], Save] = {}  # The last step may be saved in full and exported.
     begun: dict[int, str] = {}
     may_go_on = is_last and start.end == "unknown"
-    for event in start.events:
-        step, time, kind = event["step"], event["time"], str(event.get("kind", "full"))
-        if event["event"] == "save_started":
-            fate = Fate.UNDER_WAY if may_go_on else Fate.CUT
-            begun[step] = kind
-            saves[step, kind] = Save(step, time, start.number, fate, kind)
-        elif event["event"] == "save_failed" and step in begun:
-            failed = saves[step, begun[step]]
-            saves[step, begun[step]] = dataclasses.replace(failed, fate=Fate.FAILED, note=str(event.get("reason", "")))
-        elif event["event"] == "committed":
-            saves[step, kind] = Save(
-                step,
-                time,
-                start.number,
-                Fate.GONE,
-                kind,
-                event.get("bytes"),
-                event.get("seconds"),
-                event.get("stall_seconds"),
-                _slowest(event),
-            )
+    for time, event in start.events:
+        step = event.step
+        match event:
+            case SaveStarted():
+                fate = Fate.UNDER_WAY if may_go_on else Fate.CUT
+                begun[step] = kind = event.kind or "full"
+                saves[step, kind] = Save(step, time, start.number, fate, kind)
+            case SaveFailure() if step in begun:
+                failed = saves[step, begun[step]]
+                saves[step, begun[step]] = dataclasses.replace(failed, fate=Fate.FAILED, note=event.reason)
+            case Committed():
+                kind = event.kind or "full"
+                saves[step, kind] = Save(
+                    step,
+                    time,
+                    start.number,
+                    Fate.GONE,
+                    kind,
+                    event.bytes or None,
+                    known(event.seconds),
+                    known(event.stall_seconds),
+                    _slowest(event),
+                )
     return list(saves.values())
 
 
@@ -159,9 +164,9 @@ def _removals(starts: Sequence[Start]) -> dict[int, list[tuple[float, Fate]]]:
     """Return when a checkpoint of each step was purged or quarantined."""
     removed: dict[int, list[tuple[float, Fate]]] = {}
     for start in starts:
-        for event in start.events:
-            if event["event"] in ("purged", "quarantined"):
-                removed.setdefault(event["step"], []).append((event["time"], Fate(event["event"])))
+        for time, event in start.events:
+            if (fate := _FATE_OF_EVENT.get(type(event))) is not None:
+                removed.setdefault(event.step, []).append((time, fate))
     return removed
 
 
@@ -180,9 +185,9 @@ def _removal(save: Save, times: Sequence[float], removed: Mapping[int, Sequence[
     return fates[-1] if fates else Fate.GONE
 
 
-def _slowest(record: Mapping[str, Any]) -> str:
-    rank, seconds = record.get("slowest_rank"), record.get("slowest_seconds")
-    return f"rank {rank}, {seconds:.3f} s" if isinstance(rank, int) and isinstance(seconds, float) else ""
+def _slowest(event: Committed) -> str:
+    rank, seconds = event.slowest_rank, event.slowest_seconds
+    return "" if rank is None or seconds is None else f"rank {rank}, {seconds:.3f} s"
 
 
 def _of_entry(entry: ListedCheckpoint) -> Save:

@@ -8,18 +8,32 @@ its first save leaves no event, so only the ledger has it.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from torchtitan_lite.events import (
+    CleanEnd,
+    Committed,
+    Fallback,
+    Finished,
+    ImageSkipped,
+    Loaded,
+    LoadFailed,
+    LoadStarted,
+    Preempted,
+    Purged,
+    Quarantined,
+    Recorded,
+    Resumed,
+    SaveStarted,
+)
 from torchtitan_lite.metrics import accounts
+from torchtitan_lite.report.lines import known
 
-Event = Mapping[str, Any]
-
-FINISHED, PREEMPTED, FAILED, CUT, UNKNOWN = "finished", "preempted", "failed", "killed", "unknown"
-_LOADING = ("load_started", "load_failed", "image_skipped", "fallback", "quarantined")
-_OF_NO_START = ("purged",)
-"""Also written after the end of a start, by what it left in the background."""
+CUT, UNKNOWN = "killed", "unknown"
+_NO_TRAINING = (LoadStarted, LoadFailed, ImageSkipped, Fallback, Quarantined, Purged)
+"""Events of a load; and what is also written after the end of a start, by what it left in the background."""
+_REACHED = (SaveStarted, Committed, Finished, Resumed)
 
 
 @dataclass(frozen=True)
@@ -44,7 +58,7 @@ class Start:
     at_risk_steps: int = 0
     """Of what it loaded: those that the disk lacked."""
     topology: str = ""
-    events: tuple[Event, ...] = field(default=(), repr=False)
+    events: tuple[Recorded, ...] = field(default=(), repr=False)
 
     @property
     def is_from_memory(self) -> bool:
@@ -55,15 +69,15 @@ class Start:
         return self.loaded_step > 0
 
 
-def starts_of(events: Sequence[Event], ledger: accounts.Accounts, last_logged_step: int) -> list[Start]:
+def starts_of(events: Sequence[Recorded], ledger: accounts.Accounts, last_logged_step: int) -> list[Start]:
     """Return the starts in their order; the last one has reached `last_logged_step` at least."""
     begun = [start.began for start in ledger.starts]
-    older = [event for event in events if not begun or event["time"] < begun[0]]
-    groups: list[tuple[accounts.Start | None, list[Event]]] = [(None, group) for group in split(older)]
+    older = [event for event in events if not begun or event.time < begun[0]]
+    groups: list[tuple[accounts.Start | None, list[Recorded]]] = [(None, group) for group in split(older)]
     offset = len(groups)
     groups += [(start, []) for start in ledger.starts]
     for event in events[len(older) :]:
-        groups[offset - 1 + bisect.bisect_right(begun, event["time"])][1].append(event)
+        groups[offset - 1 + bisect.bisect_right(begun, event.time)][1].append(event)
     last = len(groups) - 1
     return [
         _start(index + 1, counted, group, last_logged_step if index == last else 0, is_last=index == last)
@@ -71,58 +85,56 @@ def starts_of(events: Sequence[Event], ledger: accounts.Accounts, last_logged_st
     ]
 
 
-def split(events: Sequence[Event]) -> list[list[Event]]:
+def split(events: Sequence[Recorded]) -> list[list[Recorded]]:
     """Return `events`, of a run without a ledger, divided by starts."""
-    groups: list[list[Event]] = []
+    groups: list[list[Recorded]] = []
     trains, saved = True, -1
-    for event in events:
-        name, step = event["event"], event["step"]
-        is_again = name == "save_started" and step <= saved and step > 0
-        if not groups or is_again or (name == "load_started" and trains):
+    for recorded in events:
+        event, step = recorded.event, recorded.event.step
+        is_save = isinstance(event, SaveStarted)
+        is_again = is_save and step <= saved and step > 0
+        if not groups or is_again or (isinstance(event, LoadStarted) and trains):
             groups.append([])
             trains, saved = False, -1
-        groups[-1].append(event)
-        if name not in (*_LOADING, *_OF_NO_START):
+        groups[-1].append(recorded)
+        if not isinstance(event, _NO_TRAINING):
             trains = True
-        if name == "save_started":
+        if is_save:
             saved = max(saved, step)
     return groups
 
 
 def _start(
-    number: int, counted: accounts.Start | None, events: Sequence[Event], logged_step: int, *, is_last: bool
+    number: int, counted: accounts.Start | None, recorded: Sequence[Recorded], logged_step: int, *, is_last: bool
 ) -> Start:
-    loads = [event for event in events if event["event"] == "loaded"]
-    ends = [event for event in events if event["event"] in (FINISHED, PREEMPTED)]
-    loaded_step = loads[-1]["step"] if loads else (counted.loaded_step or 0) if counted is not None else 0
-    steps = [loaded_step, logged_step, *(event["step"] for event in events if event["event"] in _REACHED)]
-    at_risk = loads[-1].get("at_risk_steps") if loads else None
-    end = ends[-1]["event"] if ends else UNKNOWN if is_last else CUT
+    events = [each.event for each in recorded]
+    loads = [event for event in events if isinstance(event, Loaded)]
+    ends = [event for event in events if isinstance(event, CleanEnd)]
+    loaded_step = loads[-1].step if loads else (counted.loaded_step or 0) if counted is not None else 0
+    steps = [loaded_step, logged_step, *(event.step for event in events if isinstance(event, _REACHED))]
+    end = ends[-1].name if ends else UNKNOWN if is_last else CUT
     if counted is not None:
         steps.append(counted.last_step)
         end = counted.end or end
     return Start(
         number=number,
-        began=counted.began if counted is not None else events[0]["time"],
-        last_sign=max([event["time"] for event in events] + ([counted.last_beat] if counted is not None else [])),
+        began=counted.began if counted is not None else recorded[0].time,
+        last_sign=max([each.time for each in recorded] + ([counted.last_beat] if counted is not None else [])),
         loaded_step=loaded_step,
         last_step=max(steps),
         end=end,
-        signal=ends[-1].get("signal") if ends else None,
-        load_seconds=loads[-1].get("seconds") if loads else None,
+        signal=(ends[-1].signal or None) if ends and isinstance(ends[-1], Preempted) else None,
+        load_seconds=known(loads[-1].seconds) if loads else None,
         loaded_from=_loaded_from(counted, loads),
-        at_risk_steps=at_risk if isinstance(at_risk, int) else 0,
+        at_risk_steps=loads[-1].at_risk_steps if loads else 0,
         topology=str(counted.about.get("topology", "")) if counted is not None else "",
-        events=tuple(events),
+        events=tuple(recorded),
     )
 
 
-def _loaded_from(counted: accounts.Start | None, loads: Sequence[Event]) -> str:
+def _loaded_from(counted: accounts.Start | None, loads: Sequence[Loaded]) -> str:
     if counted is not None and counted.loaded_from:
         return counted.loaded_from
-    if loads and loads[-1]["step"] > 0:
-        return "memory" if loads[-1].get("origin") == "memory" else "checkpoint"
+    if loads and loads[-1].step > 0:
+        return "memory" if loads[-1].origin == "memory" else "checkpoint"
     return "" if counted is not None and counted.loaded_step is None else "fresh"
-
-
-_REACHED = ("save_started", "committed", FINISHED, "resumed")

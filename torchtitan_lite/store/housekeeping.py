@@ -11,39 +11,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
 from torchtitan_lite import faults
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.background import Background
 from torchtitan_lite.errors import CheckpointUnreadable, LeaseLost, PinsUnreadable
+from torchtitan_lite.events import Emit, Purged
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 from torchtitan_lite.store.pins import Pins
 from torchtitan_lite.store.retention import RetentionPolicy, Verdict, judge
 from torchtitan_lite.store.store import CheckpointStore, nothing
-
-
-class OnEvent(Protocol):
-    """Receives an event of a step with its figures; called from any thread."""
-
-    def __call__(self, event: str, step: int, /, **figures: Any) -> None: ...
-
-
-def ignore_event(event: str, step: int, /, **figures: Any) -> None:
-    """Do nothing with an event."""
-
-
-def whose_errors_are_logged(on_event: OnEvent) -> OnEvent:
-    """Return `on_event`; what it raises is a warning, because the other ranks would wait for one that leaves."""
-
-    def call(event: str, step: int, /, **figures: Any) -> None:
-        try:
-            on_event(event, step, **figures)
-        except Exception as error:
-            logger.warning("on_event failed for %s of step %d: %s: %s", event, step, type(error).__name__, error)
-
-    return call
 
 
 class Housekeeping:
@@ -55,7 +33,7 @@ class Housekeeping:
     def __init__(
         self,
         retention: RetentionPolicy,
-        on_event: OnEvent,
+        emit: Emit,
         *,
         in_background: bool = False,
         timeout_seconds: float = 60.0,
@@ -63,7 +41,7 @@ class Housekeeping:
         now: Callable[[], float] = time.time,
     ) -> None:
         self._retention = retention
-        self._on_event = on_event
+        self._emit = emit
         self._known_good: set[int] = set()
         self._num_bytes: dict[tuple[Path, CheckpointKind], int] = {}
         """Size of the last checkpoint of each folder and kind."""
@@ -159,7 +137,7 @@ class Housekeeping:
             else:
                 if trash:
                     logger.info("Deleted step %d", info.step)
-                    self._on_event("purged", info.step, bytes=info.nbytes)
+                    self._emit(Purged(info.step, bytes=info.nbytes))
 
     def abandon(self, step: int, store: CheckpointStore) -> None:
         """Remove what a failed save left; log a warning if that fails."""
@@ -188,12 +166,12 @@ def _is_sound(info: CheckpointInfo, store: CheckpointStore) -> bool:
         return False
 
 
-def build_housekeeping(config: Checkpoint, retention: RetentionPolicy, on_event: OnEvent) -> Housekeeping:
+def build_housekeeping(config: Checkpoint, retention: RetentionPolicy, emit: Emit) -> Housekeeping:
     """Return the housekeeping of a run, in the background if saves are."""
     in_background = config.async_mode != "disabled"
     return Housekeeping(
         retention,
-        on_event,
+        emit,
         in_background=in_background,
         timeout_seconds=config.timeout_seconds,
         min_free_bytes=round(config.min_free_disk_gb * 1e9),

@@ -47,12 +47,14 @@ def test_an_image_is_left_out_with_what_was_found(tmp_path: Path, kind: type[Che
         def preferred(self, chosen: LoadSource | None, *_: object, **__: object) -> LoadSource | None:
             return offered.pop(0)
 
-    images = Offering(build_tier(tmp_path, 600.0, None, 0), RunContext(Checkpoint(), peers, time.monotonic, events))
+    images = Offering(
+        build_tier(tmp_path, 600.0, None, 0), RunContext(Checkpoint(), peers, time.monotonic, events.emit)
+    )
 
     def load(source: LoadSource) -> None:
         raise kind(str(source.path), "its bytes are wrong")
 
-    candidates = Candidates(CheckpointStore(tmp_path), -1, Checkpoint(), peers, events, sources=images)
+    candidates = Candidates(CheckpointStore(tmp_path), -1, Checkpoint(), peers, events.emit, sources=images)
     candidates.choose = lambda *_, **__: None
     with logged_warnings() as warned:
         assert candidates.take(load) is None

@@ -25,8 +25,8 @@ from torchtitan_lite.checkpoint.saving.writer import Origin
 from torchtitan_lite.checkpoint.staging.mark import Mark, read_mark
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.peers import Peers
+from torchtitan_lite.events import ignore
 from torchtitan_lite.keeper.client import Keeper
-from torchtitan_lite.store.housekeeping import ignore_event
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.store import CheckpointStore
 
@@ -38,7 +38,7 @@ def images_of_run(folder: Path, **config: Any) -> NoImages:
     store = CheckpointStore(folder / "checkpoint")
     store.root.mkdir(exist_ok=True)
     options = Checkpoint(**{**ASYNC, **config})
-    return build_images(store, PlanCache(PEERS), RunContext(options, PEERS, lambda: 0.0, ignore_event))
+    return build_images(store, PlanCache(PEERS), RunContext(options, PEERS, lambda: 0.0, ignore))
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def damaged(store: CheckpointStore, *steps: int, keys: int = 0) -> dict[int, Exc
 
 def candidates(store: CheckpointStore, wanted: int = -1, **config: Any) -> tuple[Candidates, Events]:
     events = Events()
-    return Candidates(store, wanted, Checkpoint(**config), PEERS, events), events
+    return Candidates(store, wanted, Checkpoint(**config), PEERS, events.emit), events
 
 
 def names(store: CheckpointStore) -> list[str]:

@@ -11,6 +11,7 @@ from tests.checkpoint.conftest import StartRun
 from torchtitan_lite.disk.background import Background
 from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.errors import LeaseLost
+from torchtitan_lite.events import ignore
 from torchtitan_lite.store.housekeeping import Housekeeping
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest
 from torchtitan_lite.store.retention import KeepLatest
@@ -92,7 +93,7 @@ def test_once_the_folder_is_lost_nothing_is_removed(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     for step in (1, 2):
         save(store, step)
-    Housekeeping(KeepLatest(1), lambda event, step, **figures: None).purge(store, lost)
+    Housekeeping(KeepLatest(1), ignore).purge(store, lost)
     assert [info.step for info in store.committed()] == [1, 2]
 
 

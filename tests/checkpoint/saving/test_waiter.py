@@ -22,6 +22,7 @@ from torchtitan_lite.checkpoint.saving.writer import SaveTarget
 from torchtitan_lite.disk.durable import DISK, Durable
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import LeaseLost, SaveFailed
+from torchtitan_lite.events import ignore
 from torchtitan_lite.store.housekeeping import Housekeeping
 from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.retention import KeepAll, KeepLatest, RetentionPolicy
@@ -62,11 +63,11 @@ class Case:
         self.root, self.events, self.clock, self.saver = root, Events(), Clock(), HeldSaver()
         self.in_flight = SaveWaiter(
             PEERS,
-            Housekeeping(retention or KeepAll(), self.events),
+            Housekeeping(retention or KeepAll(), self.events.emit),
             timeout_seconds=60,
             max_failed_saves=max_failed_saves,
             clock=self.clock,
-            on_event=self.events,
+            emit=self.events.emit,
         )
 
     def begin(self, step: int, durable: Durable = DISK, kind: CheckpointKind = CheckpointKind.FULL) -> None:
@@ -186,8 +187,10 @@ def test_an_outcome_is_returned_however_many_failed_in_a_row(root: Path) -> None
 
 def test_a_save_that_is_not_durable_in_time_failed(root: Path) -> None:
     events = Events()
-    housekeeping = Housekeeping(KeepAll(), events)
-    in_flight = SaveWaiter(PEERS, housekeeping, timeout_seconds=0.0, max_failed_saves=3, clock=Clock(), on_event=events)
+    housekeeping = Housekeeping(KeepAll(), events.emit)
+    in_flight = SaveWaiter(
+        PEERS, housekeeping, timeout_seconds=0.0, max_failed_saves=3, clock=Clock(), emit=events.emit
+    )
     in_flight.begin(1, {}, CheckpointKind.FULL, CheckpointStore(root), HeldSaver(), ORIGIN)
     failure = in_flight.settle()
     assert failure is not None
@@ -197,11 +200,11 @@ def test_a_save_that_is_not_durable_in_time_failed(root: Path) -> None:
 def test_a_copy_that_is_not_made_in_time_is_an_error(root: Path) -> None:
     in_flight = SaveWaiter(
         PEERS,
-        Housekeeping(KeepAll(), Events()),
+        Housekeeping(KeepAll(), ignore),
         timeout_seconds=0.0,
         max_failed_saves=3,
         clock=Clock(),
-        on_event=Events(),
+        emit=ignore,
     )
     in_flight.begin(1, {}, CheckpointKind.FULL, CheckpointStore(root), HeldSaver(), ORIGIN)
     with pytest.raises(SaveFailed, match=r"not staged after 0 s \(checkpoint.timeout_seconds\)"):
@@ -358,11 +361,11 @@ def test_the_group_of_saves_is_in_doubt_if_and_only_if_a_save_did_not_end_in_tim
     for saver, is_in_doubt in ((SyncSaver(peers), False), (HeldSaver(), True)):
         in_flight = SaveWaiter(
             peers,
-            Housekeeping(KeepAll(), events),
+            Housekeeping(KeepAll(), events.emit),
             timeout_seconds=0.0,
             max_failed_saves=3,
             clock=Clock(),
-            on_event=events,
+            emit=events.emit,
         )
         in_flight.begin(1, {}, CheckpointKind.FULL, CheckpointStore(root), saver, ORIGIN)
         in_flight.settle()
@@ -412,9 +415,9 @@ def test_only_the_coordinator_cleans_the_folder_and_reports_a_save(
     for step in (1, 2):
         case.save(step)
     events, saver = Events(), HeldSaver()
-    housekeeping = Housekeeping(KeepLatest(1), events)
+    housekeeping = Housekeeping(KeepLatest(1), events.emit)
     peers = SecondRank(timedelta(seconds=60))
-    in_flight = SaveWaiter(peers, housekeeping, timeout_seconds=60, max_failed_saves=3, clock=Clock(), on_event=events)
+    in_flight = SaveWaiter(peers, housekeeping, timeout_seconds=60, max_failed_saves=3, clock=Clock(), emit=events.emit)
     store = CheckpointStore(root, free_bytes=lambda path: 0)
     caplog.clear()
     with caplog.at_level(logging.INFO, "torchtitan_lite"):
@@ -449,11 +452,11 @@ def test_only_the_coordinator_checks_for_room(root: Path) -> None:
         saver.save = noted  # type: ignore[method-assign]  # to have the target
         in_flight = SaveWaiter(
             peers,
-            Housekeeping(KeepAll(), Events()),
+            Housekeeping(KeepAll(), ignore),
             timeout_seconds=60,
             max_failed_saves=3,
             clock=Clock(),
-            on_event=Events(),
+            emit=ignore,
         )
         in_flight.begin(2, {}, CheckpointKind.FULL, full, saver, ORIGIN)
         if is_refused:

@@ -24,6 +24,7 @@ from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.config.job_config import JobConfig, Training
 from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.errors import ConfigError, SaveFailed, TorchtitanLiteError
+from torchtitan_lite.events import WeightsExported
 from torchtitan_lite.log import logger, readable_bytes
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointInfo
@@ -55,7 +56,7 @@ class HuggingFaceExport:
         self._last_step = config.training.steps
         self._model = model
         self._folders = folders
-        self._peers, self._clock, self._on_event = context.peers, context.clock, context.on_event
+        self._peers, self._clock, self._emit = context.peers, context.clock, context.emit
         self._max_shard_bytes = max_shard_bytes
 
     def refuse_foreign_folder(self) -> None:
@@ -96,7 +97,7 @@ class HuggingFaceExport:
         logger.info(
             "Saved step %d in Hugging Face's format: %s in %.2f s, in %s", step, readable_bytes(num_bytes), seconds, out
         )
-        self._on_event("exported", step, path=str(out), bytes=num_bytes, seconds=seconds)
+        self._emit(WeightsExported(step, path=str(out), bytes=num_bytes, seconds=seconds))
 
     @contextmanager
     def _place(self, step: int) -> Iterator[Path]:

@@ -19,6 +19,7 @@ from torchtitan_lite.checkpoint.reading.files import Files
 from torchtitan_lite.checkpoint.resume.source import LoadSource, Sources
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import CheckpointError, CheckpointMismatch
+from torchtitan_lite.events import ImageSkipped
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Manifest
@@ -31,7 +32,7 @@ class ImageSources(Sources):
     def __init__(self, tier: Tier, context: RunContext) -> None:
         self._tier = tier
         self._peers = context.peers
-        self._on_event = context.on_event
+        self._emit = context.emit
         self._held = HeldImages(None, "", context.peers)
 
     def look(self, topology: str) -> None:
@@ -54,7 +55,7 @@ class ImageSources(Sources):
             logger.warning(
                 "The image of step %d in memory is not loaded: %s. Trying what is next", source.step, finding
             )
-        self._on_event("image_skipped", source.step, finding=finding)
+        self._emit(ImageSkipped(source.step, finding=finding))
         return True
 
     @contextmanager

@@ -35,6 +35,7 @@ from torchtitan_lite.checkpoint.staging.slots import NO_STEP
 from torchtitan_lite.checkpoint.staging.watch import build_staging_watch
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.disk.writer_process import WriterProcess
+from torchtitan_lite.events import ImageMissed
 from torchtitan_lite.log import counted, logger, readable_bytes
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 
@@ -65,7 +66,7 @@ class Images:
         self.timeout_seconds = config.timeout_seconds
         self._owns_process = owns_process
         self._plans, self._watch, self._peers = plans, build_staging_watch(config), context.peers
-        self._clock, self._interval, self._on_event = context.clock, config.memory_interval, context.on_event
+        self._clock, self._interval, self._emit = context.clock, config.memory_interval, context.emit
         self.marker = Marker(tier, stager.pool, process, context)
         """Makes images of the copies."""
         self.num_staged = 0
@@ -289,7 +290,7 @@ class Images:
 
     def _note_missed(self, step: int, reason: str) -> None:
         logger.debug("Step %d gets no image: %s", step, reason)
-        self._on_event("image_missed", step, reason=reason)
+        self._emit(ImageMissed(step, reason=reason))
 
     def _note_staged(self, step: int) -> None:
         """Note that all ranks are about to stage `step`."""

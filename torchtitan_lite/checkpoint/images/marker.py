@@ -21,6 +21,7 @@ from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.disk.background import Background
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.writer_process import WriterProcess
+from torchtitan_lite.events import ImageReady
 from torchtitan_lite.log import logger
 
 MAX_FAILED = 3
@@ -40,7 +41,7 @@ class Marker:
         context: RunContext,
     ) -> None:
         self._tier, self._pool, self._process, self._peers = tier, pool, process, context.peers
-        self._clock, self._on_event = context.clock, context.on_event
+        self._clock, self._emit = context.clock, context.emit
         self._background = Background("images")
         self._lock = threading.Lock()
         self._num_failed = 0
@@ -146,9 +147,16 @@ class Marker:
             self.renew_cards()
         with self._lock:
             self._num_failed = 0
-        seconds = self._clock() - image.began_seconds
-        figures = {"seconds": seconds, "stall_seconds": image.stall_seconds, **image.origin.at_risk.figures}
-        self._on_event("image_ready", image.step, **figures)
+        at_risk_steps, at_risk_seconds = image.origin.at_risk
+        self._emit(
+            ImageReady(
+                image.step,
+                seconds=self._clock() - image.began_seconds,
+                stall_seconds=image.stall_seconds,
+                at_risk_steps=at_risk_steps,
+                at_risk_seconds=at_risk_seconds,
+            )
+        )
         return True
 
     def _renew_card(self, arena: StagingArena) -> None:

@@ -27,8 +27,8 @@ from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.config.own_loop import loop_config
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointNotFound
+from torchtitan_lite.events import ignore
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.housekeeping import ignore_event
 from torchtitan_lite.store.run_folders import usable
 from torchtitan_lite.store.store import CheckpointStore
 
@@ -64,7 +64,7 @@ def load_model(
     owners = _ModelAlone(wrapper, OptimizerWrapper(parts, [], {}))
     peers = Peers(timedelta(seconds=config.checkpoint.timeout_seconds))
     candidates = Candidates(
-        CheckpointStore(Path(folder)), step, config.checkpoint, peers, ignore_event, is_exact=step != -1, choose=_choose
+        CheckpointStore(Path(folder)), step, config.checkpoint, peers, ignore, is_exact=step != -1, choose=_choose
     )
     with closing(peers):
         source = candidates.take(lambda source: Restore(source, config, peers, owners, topology="").run())

@@ -26,9 +26,9 @@ from torchtitan_lite.errors import (
     CheckpointUnreadable,
     CheckpointUnsafe,
 )
+from torchtitan_lite.events import Emit, Fallback, LoadFailed, Quarantined
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.housekeeping import OnEvent
 from torchtitan_lite.store.known_manifests import damage_in
 from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.store import CheckpointStore
@@ -49,7 +49,7 @@ class Candidates:
     wanted: int
     config: Checkpoint
     peers: Peers
-    on_event: OnEvent
+    emit: Emit
     is_exact: bool = False
     """Whether `wanted` means that very step, not the latest one of a branch that began there."""
     choose: Callable[..., LoadSource | None] = choose_source
@@ -172,18 +172,18 @@ class Candidates:
 
     def _report_failure(self, step: int, error: CheckpointError) -> None:
         finding = error.cause if isinstance(error, CheckpointUnreadable) else getattr(error, "finding", "")
-        self.on_event("load_failed", step, path=getattr(error, "path", ""), finding=finding)
+        self.emit(LoadFailed(step, path=getattr(error, "path", ""), finding=finding))
 
     def _quarantine_damaged(self, source: LoadSource) -> None:
         if not self.damaged:
             return
         for step, error in sorted(self.damaged.items(), reverse=True):
             self._warn("Fell back from step %d to step %d", step, source.step)
-            keys = list(error.keys[:_MOST_KEYS])
-            self.on_event("fallback", source.step, damaged_step=step, finding=error.finding, keys=keys)
+            keys = tuple(error.keys[:_MOST_KEYS])
+            self.emit(Fallback(source.step, damaged_step=step, finding=error.finding, keys=keys))
         if not self.config.load_only:
             for step, path in self.peers.on_coordinator(self._quarantine).items():
-                self.on_event("quarantined", step, path=path)
+                self.emit(Quarantined(step, path=path))
 
     def _warn(self, message: str, *figures: object) -> None:
         """Log a warning on the coordinator only: all ranks found the same."""

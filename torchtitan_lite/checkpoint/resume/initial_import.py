@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.events import WeightsImported
 from torchtitan_lite.log import logger, readable_bytes
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointKind
@@ -41,7 +42,7 @@ class InitialImport:
         self._store = store
         self._config = config
         self._import_weights = import_weights
-        self._peers, self._clock, self._on_event = context.peers, context.clock, context.on_event
+        self._peers, self._clock, self._emit = context.peers, context.clock, context.emit
 
     def due(self) -> Path | None:
         """Return what the load would import first; None if the run has a checkpoint, or imports none. **Collective**.
@@ -85,4 +86,4 @@ class InitialImport:
         seconds = self._clock() - began
         num_bytes = next(info.nbytes for info in self._store.committed() if info.step == 0)
         logger.info("Imported %s as step 0: %s in %.2f s", source, readable_bytes(num_bytes), seconds)
-        self._on_event("imported", 0, path=str(source), bytes=num_bytes, seconds=seconds)
+        self._emit(WeightsImported(0, path=str(source), bytes=num_bytes, seconds=seconds))

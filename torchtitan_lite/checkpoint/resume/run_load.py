@@ -17,6 +17,7 @@ from torchtitan_lite.checkpoint.resume.source import LoadSource, Sources
 from torchtitan_lite.checkpoint.resume.wrong_folder import neighbour_with_steps, refuse_wrong_folders
 from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.config.job_config import JobConfig
+from torchtitan_lite.events import Loaded, LoadStarted
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.run_folders import RunFolders
 
@@ -39,7 +40,7 @@ class RunLoad:
         self._config = config
         self._topology = topology
         self._sources = sources
-        self._peers, self._clock, self._on_event = context.peers, context.clock, context.on_event
+        self._peers, self._clock, self._emit = context.peers, context.clock, context.emit
 
     def load(self, step: int) -> LoadSource | None:
         """Load `step` itself, or for -1 what the config says; return what was loaded, None for a fresh start.
@@ -74,13 +75,13 @@ class RunLoad:
 
     def _candidates(self, wanted: int, sources: Sources, *, is_exact: bool = False) -> Candidates:
         config = self._config.checkpoint
-        return Candidates(self._store, wanted, config, self._peers, self._on_event, is_exact=is_exact, sources=sources)
+        return Candidates(self._store, wanted, config, self._peers, self._emit, is_exact=is_exact, sources=sources)
 
     def _load(self, wanted: int, source: LoadSource) -> None:
         self._report_choice(wanted, source)
         began = self._clock()
         logger.info("Loading the checkpoint at step %d.", source.saved_at)
-        self._on_event("load_started", source.step, path=str(source.path), origin=source.origin)
+        self._emit(LoadStarted(source.step, path=str(source.path), origin=source.origin))
         faults.set_step(source.step)
         faults.point("load")
         gc.collect()
@@ -89,8 +90,18 @@ class RunLoad:
         gc.collect()
         seconds = self._clock() - began
         logger.info("Finished loading the checkpoint in %.2f seconds.%s", seconds, source.remark)
-        figures = {"path": str(source.path), "seconds": seconds, "bytes": source.nbytes, "origin": source.origin}
-        self._on_event("loaded", source.step, **figures, **source.at_risk.figures)
+        at_risk_steps, at_risk_seconds = source.at_risk
+        self._emit(
+            Loaded(
+                source.step,
+                path=str(source.path),
+                seconds=seconds,
+                bytes=source.nbytes,
+                origin=source.origin,
+                at_risk_steps=at_risk_steps,
+                at_risk_seconds=at_risk_seconds,
+            )
+        )
 
     def _report_choice(self, wanted: int, source: LoadSource) -> None:
         self._report_unmanaged(wanted)

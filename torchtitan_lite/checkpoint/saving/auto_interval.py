@@ -16,6 +16,7 @@ from torchtitan_lite.checkpoint.schedule.failures import Past, mtbf_hours, prior
 from torchtitan_lite.checkpoint.schedule.optimum import Caps, Choice, Conflict, SaveCost, choose, most_lost_seconds
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.peers import Peers
+from torchtitan_lite.events import IntervalChosen
 from torchtitan_lite.log import logger
 
 FIRST_SECONDS = 60.0
@@ -39,7 +40,7 @@ class AutoInterval:
         self._mtbf = mtbf
         self._peers = context.peers
         self._clock = context.clock
-        self._on_event = context.on_event
+        self._emit = context.emit
         self._began = context.clock()
         self._seconds = min(FIRST_SECONDS, caps.max_lost_seconds / 2)
         self._cost: SaveCost | None = None
@@ -66,15 +67,16 @@ class AutoInterval:
         if self._is_noticeable(choice):
             self._log(choice, self._cost, hours)
             self._logged = choice
-            self._on_event(
-                "interval_chosen",
-                step,
-                seconds=choice.seconds,
-                reason=choice.reason.value,
-                cost_seconds=self._cost.seconds,
-                stall_seconds=self._cost.blocked_seconds,
-                save_seconds=self._cost.save_seconds,
-                mtbf_hours=hours,
+            self._emit(
+                IntervalChosen(
+                    step,
+                    seconds=choice.seconds,
+                    reason=choice.reason.value,
+                    cost_seconds=self._cost.seconds,
+                    stall_seconds=self._cost.blocked_seconds,
+                    save_seconds=self._cost.save_seconds,
+                    mtbf_hours=hours,
+                )
             )
 
     def _is_noticeable(self, choice: Choice) -> bool:

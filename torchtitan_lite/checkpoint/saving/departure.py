@@ -12,6 +12,7 @@ from torchtitan_lite.checkpoint.saving.maker import SaveMaker
 from torchtitan_lite.checkpoint.saving.waiter import SaveWaiter
 from torchtitan_lite.checkpoint.schedule.leaving import Leaving, how_to_leave
 from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
+from torchtitan_lite.events import Preempted
 from torchtitan_lite.log import logger
 
 
@@ -23,7 +24,7 @@ class Departure:
         self._maker = maker
         self._waiter = waiter
         self._peers = context.peers
-        self._on_event = context.on_event
+        self._emit = context.emit
 
     @property
     def received(self) -> int:
@@ -40,7 +41,7 @@ class Departure:
         if received:
             self._preemption.leave()
             logger.info("Trained nothing after step %d; leaving for %s", step, signal.Signals(received).name)
-            self._on_event("preempted", step, signal=received, given_up_steps=0)
+            self._emit(Preempted(step, signal=received, given_up_steps=0))
         return received
 
     def after(self, step: int, received: int) -> bool:
@@ -57,7 +58,7 @@ class Departure:
         if saved != step:
             logger.warning("The grace period is too short to save step %d; the next start trains it again", step)
         logger.info("Saved step %d; leaving for %s", saved, signal.Signals(received).name)
-        self._on_event("preempted", saved, signal=received, given_up_steps=step - saved)
+        self._emit(Preempted(saved, signal=received, given_up_steps=step - saved))
         return saved == step
 
     def _how(self, step: int, awaited: int | None) -> Leaving:

@@ -24,6 +24,7 @@ from torchtitan_lite.checkpoint.state.measured import Metrics, finite
 from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.distributed.missing_ranks import naming_missing_ranks
 from torchtitan_lite.errors import ConfigError, SaveFailed
+from torchtitan_lite.events import SaveSkipped
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointKind
@@ -59,7 +60,7 @@ class SaveMaker:
         self._folders = folders
         self._waiter = waiter
         self._saver, self._at_once = savers
-        self._config, self._peers, self._on_event = context.config, context.peers, context.on_event
+        self._config, self._peers, self._emit = context.config, context.peers, context.emit
         self._trained = TrainedClock(context.clock)
         self._is_prepared = self._is_compared = False
         self._metrics: Metrics = {}
@@ -170,7 +171,7 @@ class SaveMaker:
     def skip(self, step: int, in_flight: int) -> bool:
         """Skip the save of `step`, because that of step `in_flight` is still being written; return False."""
         logger.warning("Step %d is not saved: the save of step %d is still being written", step, in_flight)
-        self._on_event("save_skipped", step, in_flight=in_flight)
+        self._emit(SaveSkipped(step, in_flight=in_flight))
         self.last = self.now(step)
         return False
 

@@ -24,8 +24,9 @@ from torchtitan_lite.disk.at_exit import end_at_exit, is_finished
 from torchtitan_lite.disk.forks import forget_in_children
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import LeaseLost, RanksDiffer, SaveFailed
+from torchtitan_lite.events import Committed, Emit, SaveFailure, SaveStaged, SaveStarted
 from torchtitan_lite.log import logger, readable_bytes
-from torchtitan_lite.store.housekeeping import Housekeeping, OnEvent
+from torchtitan_lite.store.housekeeping import Housekeeping
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 from torchtitan_lite.store.store import CheckpointStore
 
@@ -43,8 +44,8 @@ class _Save:
     durable_seconds: float = 0.0
     is_given_up: bool = False
     """Whether the loop waited for its staging as long as for a whole save: no code waits for it again."""
-    slowest: dict[str, float] = field(default_factory=dict)
-    """On the coordinator, which rank took longest to write its file, and how long: figures of the event."""
+    slowest: list[tuple[int, float]] = field(default_factory=list)
+    """On the coordinator, once all have written: the rank that took longest to write its file, and its seconds."""
     over: Future[None] = field(default_factory=Future)
     """Done when retention, or the removal of a failed save's leftovers, is over, too. Threads that wait for `durable`
     may wake before that."""
@@ -61,7 +62,7 @@ class SaveWaiter:
         timeout_seconds: float,
         max_failed_saves: int,
         clock: Callable[[], float],
-        on_event: OnEvent,
+        emit: Emit,
         exit_seconds: float | None = None,
     ) -> None:
         self._peers = peers
@@ -70,7 +71,7 @@ class SaveWaiter:
         self._timeout_seconds = timeout_seconds
         self._max_failed_saves = max_failed_saves
         self._clock = clock
-        self._on_event = on_event
+        self._emit = emit
         self._save: _Save | None = None
         self._failed_in_a_row = 0
         self.differs: RanksDiffer | None = None
@@ -115,10 +116,11 @@ class SaveWaiter:
         """
         assert self._save is None, "settle() comes first"
         began = self._clock()
-        self._on_event("save_started", step, kind=kind.value, **origin.at_risk.figures)
+        at_risk_steps, at_risk_seconds = origin.at_risk
+        self._emit(SaveStarted(step, kind=kind.value, at_risk_steps=at_risk_steps, at_risk_seconds=at_risk_seconds))
         faults.set_step(step)
         faults.point("save")
-        slowest: dict[str, float] = {}
+        slowest: list[tuple[int, float]] = []
         target = SaveTarget(
             store,
             step,
@@ -127,12 +129,12 @@ class SaveWaiter:
             fence=fence,
             check=lambda: self._preflight(step, kind, store, fence),
             writes_anyway=writes_anyway,
-            note_slowest=lambda rank, seconds: slowest.update(slowest_rank=rank, slowest_seconds=seconds),
+            note_slowest=lambda rank, seconds: slowest.append((rank, seconds)),
         )
         try:
             pending = saver.save(state, target)
         except RanksDiffer as error:
-            self._on_event("save_failed", step, reason=str(error), in_a_row=self._failed_in_a_row)
+            self._emit(SaveFailure(step, reason=str(error), in_a_row=self._failed_in_a_row))
             raise
         self.differs = pending.differs
         save = _Save(pending, kind, store, fence, began_seconds=began, slowest=slowest)
@@ -141,7 +143,7 @@ class SaveWaiter:
         self._save = save
         if not save.over.done():
             end_at_exit(self)
-        self._on_event("staged", step, stall_seconds=save.stall_seconds)
+        self._emit(SaveStaged(step, stall_seconds=save.stall_seconds))
 
     def forget_lineage(self) -> None:
         """Forget the last durable step, because another checkpoint was loaded: it is no step of that run. Any rank."""
@@ -267,20 +269,23 @@ class SaveWaiter:
             stall,
             ", weights only" if save.kind is CheckpointKind.WEIGHTS_ONLY else "",
         )
-        self._on_event(
-            "committed",
-            step,
-            kind=save.kind.value,
-            bytes=nbytes,
-            seconds=save.durable_seconds,
-            stall_seconds=stall,
-            **save.slowest,
+        slowest_rank, slowest_seconds = save.slowest[-1] if save.slowest else (None, None)
+        self._emit(
+            Committed(
+                step,
+                kind=save.kind.value,
+                bytes=nbytes,
+                seconds=save.durable_seconds,
+                stall_seconds=stall,
+                slowest_rank=slowest_rank,
+                slowest_seconds=slowest_seconds,
+            )
         )
 
     def _report_failed(self, save: _Save, failure: SaveFailed) -> None:
         limit = self._max_failed_saves
         logger.error("%s (failed save %d of at most %d in a row)", failure, self._failed_in_a_row, limit)
-        self._on_event("save_failed", save.pending.step, reason=failure.cause, in_a_row=self._failed_in_a_row)
+        self._emit(SaveFailure(save.pending.step, reason=failure.cause, in_a_row=self._failed_in_a_row))
 
 
 def _failed(durable: Future[CheckpointInfo | None]) -> bool:
@@ -311,6 +316,6 @@ def build_waiter(housekeeping: Housekeeping, context: RunContext) -> SaveWaiter:
         timeout_seconds=config.timeout_seconds,
         max_failed_saves=config.max_failed_saves,
         clock=context.clock,
-        on_event=context.on_event,
+        emit=context.emit,
         exit_seconds=min(config.preemption_grace_seconds, config.timeout_seconds),
     )

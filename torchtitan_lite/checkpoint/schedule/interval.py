@@ -42,11 +42,6 @@ class AtRisk(NamedTuple):
         """Return what lies between the latest step on disk and `now`."""
         return cls(max(0, now.step - on_disk.step), max(0.0, now.seconds - on_disk.seconds))
 
-    @property
-    def figures(self) -> dict[str, float]:
-        """Return the figures of an event."""
-        return {"at_risk_steps": self.steps, "at_risk_seconds": self.seconds}
-
 
 NOTHING_AT_RISK = AtRisk(0, 0.0)
 

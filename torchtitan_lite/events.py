@@ -1,0 +1,381 @@
+"""The events of a run: what becomes of its saves and loads, a closed set of frozen values. Without torch.
+
+Other people's scripts read the name of an event, declared with its class, and its figures, the fields of the class:
+neither changes without an entry in CHANGELOG.md. Units are in the names of the figures. They are text at two borders
+only, in events.jsonl and in a caller's `on_event`; in between the package passes values. `parse` reads what any version
+wrote.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, fields
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeGuard
+
+from torchtitan_lite.log import logger
+
+_LARGEST = 1e100
+"""A larger number is none: differences and ratios of two must be finite."""
+_LARGEST_STEP = 1 << 62
+
+EVENTS: dict[str, type[Event]] = {}
+"""All events by name, in the order of their definitions below."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to a checkpoint, or to the run."""
+
+    step: int
+    """The step of the checkpoint, or the one that the run has reached."""
+
+    name: ClassVar[str] = ""
+
+    def __init_subclass__(cls, *, name: str = "") -> None:
+        cls.name = name
+        if name:
+            EVENTS[name] = cls
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """The fields after the step, by name, as JSON has them; those that are None are left out."""
+        values = {field.name: getattr(self, field.name) for field in _figures_of(type(self))}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+            if value is not None
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveStarted(Event, name="save_started"):
+    """A save began."""
+
+    kind: str
+    """`full` or `weights_only`."""
+    at_risk_steps: int
+    """Training that the disk lacked then."""
+    at_risk_seconds: float
+    """The same in seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveStaged(Event, name="staged"):
+    """The state may change again; training continues."""
+
+    stall_seconds: float
+    """How long the save has blocked training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Committed(Event, name="committed"):
+    """The checkpoint is durable."""
+
+    kind: str
+    """`full` or `weights_only`."""
+    bytes: int
+    """Of all ranks' files."""
+    seconds: float
+    """From the beginning of the save to the commit."""
+    stall_seconds: float
+    """How long the save has blocked training."""
+    slowest_rank: int | None = None
+    """The rank that took longest to write its file."""
+    slowest_seconds: float | None = None
+    """How long it took."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveFailure(Event, name="save_failed"):
+    """The save failed; earlier checkpoints are unchanged."""
+
+    reason: str
+    """The error."""
+    in_a_row: int
+    """Saves that failed since the last durable one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveSkipped(Event, name="save_skipped"):
+    """A due save was skipped because another one was in flight."""
+
+    in_flight: int
+    """The step of that one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageReady(Event, name="image_ready"):
+    """A copy in memory is complete on this rank; `events.jsonl` has the first one of each start."""
+
+    seconds: float
+    """From the beginning of the copy until it is complete."""
+    stall_seconds: float
+    """How long it has blocked training."""
+    at_risk_steps: int
+    """Training that the disk lacked."""
+    at_risk_seconds: float
+    """The same in seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageMissed(Event, name="image_missed"):
+    """This step gets no copy in memory; `events.jsonl` has the first one of each start."""
+
+    reason: str
+    """The memory is still being made, earlier copies are being read, or no more are made."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntervalChosen(Event, name="interval_chosen"):
+    """With `interval_type = "auto"`: the interval from now on changed by a quarter, or has another reason."""
+
+    seconds: float
+    """The interval."""
+    reason: str
+    """What determined it."""
+    cost_seconds: float
+    """What a save adds to the run."""
+    stall_seconds: float
+    """How much of that blocks training."""
+    save_seconds: float
+    """From the beginning of a save until it is durable."""
+    mtbf_hours: float
+    """From one failure to the next, as configured or estimated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Purged(Event, name="purged"):
+    """An older checkpoint was removed."""
+
+    bytes: int
+    """Of its files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsImported(Event, name="imported"):
+    """Published weights became `step-0`."""
+
+    path: str
+    """Where the weights are."""
+    bytes: int
+    """Of the checkpoint."""
+    seconds: float
+    """How long it took."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsExported(Event, name="exported"):
+    """The weights of the last step were written in Hugging Face's format."""
+
+    path: str
+    """The folder that has them."""
+    bytes: int
+    """Of its files."""
+    seconds: float
+    """How long it took."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadStarted(Event, name="load_started"):
+    """A load began."""
+
+    path: str
+    """The folder of the checkpoint."""
+    origin: str
+    """`disk` or `memory`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded(Event, name="loaded"):
+    """The load ended."""
+
+    path: str
+    """The folder of the checkpoint."""
+    seconds: float
+    """How long it took."""
+    bytes: int
+    """Of the checkpoint, all ranks."""
+    origin: str
+    """`disk` or `memory`."""
+    at_risk_steps: int
+    """Training in it that the disk lacks."""
+    at_risk_seconds: float
+    """The same in seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSkipped(Event, name="image_skipped"):
+    """The image of this step in memory is damaged; the load continued with another one or the disk."""
+
+    finding: str
+    """What is wrong with it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadFailed(Event, name="load_failed"):
+    """A checkpoint that was named by its step or path is damaged, or one could not be read; the run ends."""
+
+    path: str
+    """The file or folder."""
+    finding: str
+    """What is wrong with it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fallback(Event, name="fallback"):
+    """This step was loaded because a newer one is damaged."""
+
+    damaged_step: int
+    """The newer one."""
+    finding: str
+    """What is wrong with it."""
+    keys: tuple[str, ...]
+    """The tensors and objects concerned, 100 at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quarantined(Event, name="quarantined"):
+    """The damaged checkpoint was set aside."""
+
+    path: str
+    """Where it is now."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed(Event, name="resumed"):
+    """Training continues from this step."""
+
+    down_seconds: float | None = None
+    """Since the last start ended."""
+    redone_steps: int | None = None
+    """Those that it trained and that are trained again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CleanEnd(Event):
+    """The end of a start that was not cut off, with what rank 0 has counted of the whole run. No event by itself."""
+
+    goodput: float | None = None
+    """The share of the run's time that went into productive steps."""
+    time_seconds: Mapping[str, float] | None = None
+    """Of the run, by part."""
+    redone_steps: int | None = None
+    """Of the run, trained again."""
+    starts: int | None = None
+    """Of the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preempted(CleanEnd, name="preempted"):
+    """The ranks exit for a signal; the step is the one to continue from."""
+
+    signal: int
+    """The number of the signal."""
+    given_up_steps: int
+    """Later ones, which the next start trains again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished(CleanEnd, name="finished"):
+    """The run has ended."""
+
+
+class EventListener(Protocol):
+    """A caller's `on_event`: it gets the name of an event, its step and its figures, from any thread."""
+
+    def __call__(self, event: str, step: int, /, **figures: Any) -> None: ...
+
+
+Emit = Callable[[Event], None]
+"""Passes an event on. Any thread; raises nothing."""
+
+
+def ignore(event: Event) -> None:
+    """Do nothing with an event."""
+
+
+def emit_to(listener: EventListener | None) -> Emit:
+    """Return what passes events to `listener`; for None, what ignores them.
+
+    What the listener raises is a warning, because the other ranks would wait for one that leaves.
+    """
+    if listener is None:
+        return ignore
+
+    def emit(event: Event) -> None:
+        try:
+            listener(event.name, event.step, **event.figures)
+        except Exception as error:
+            logger.warning(
+                "on_event failed for %s of step %d: %s: %s", event.name, event.step, type(error).__name__, error
+            )
+
+    return emit
+
+
+class Recorded(NamedTuple):
+    """An event in events.jsonl."""
+
+    time: float
+    """Unix seconds."""
+    event: Event
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the object of its line."""
+        return {"event": self.event.name, "step": self.event.step, "time": self.time} | self.event.figures
+
+
+def parse_record(record: Mapping[str, Any]) -> Recorded | None:
+    """Return the event in `record`, the object of a line; None for another program's, or a later version's."""
+    time, event = record.get("time"), parse(record.get("event"), record.get("step"), record)
+    return Recorded(float(time), event) if event is not None and _is_number(time) else None
+
+
+def parse(name: object, step: object, figures: Mapping[str, Any]) -> Event | None:
+    """Return the event of this name and step; None if there is none of the name, or the step is no whole number.
+
+    Figures that it does not have are skipped. One that is missing, as older versions wrote fewer, or of another type,
+    is its default, else NaN for a float, 0 for an int, and empty.
+    """
+    kind = EVENTS.get(name) if isinstance(name, str) else None
+    if kind is None or not isinstance(step, int) or isinstance(step, bool) or abs(step) > _LARGEST_STEP:
+        return None
+    return kind(step, **{field.name: _read(field, figures.get(field.name)) for field in _figures_of(kind)})
+
+
+def _figures_of(kind: type[Event]) -> list[Field[Any]]:
+    return [field for field in fields(kind) if field.name != "step"]
+
+
+def _read(field: Field[Any], value: object) -> Any:
+    """Return `value` if it is of the type of `field`, else what stands for a figure that is not known."""
+    kind = _KINDS[str(field.type).removesuffix(" | None")]
+    if kind.fits(value):
+        return kind.make(value)
+    return kind.unknown if field.default is MISSING else field.default
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
+
+
+def _is_list_of_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+class _Kind(NamedTuple):
+    """A type of figures: which values of JSON fit, what makes one of them, what stands for one that is not known."""
+
+    fits: Callable[[object], bool]
+    make: Callable[[Any], object]
+    unknown: object
+
+
+_KINDS = {
+    "int": _Kind(lambda value: isinstance(value, int) and _is_number(value), int, 0),
+    "float": _Kind(_is_number, float, math.nan),
+    "str": _Kind(lambda value: isinstance(value, str), str, ""),
+    "tuple[str, ...]": _Kind(_is_list_of_texts, tuple, ()),
+    "Mapping[str, float]": _Kind(lambda value: isinstance(value, dict), dict, {}),
+}
