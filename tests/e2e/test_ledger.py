@@ -42,7 +42,7 @@ def test_of_a_run_killed_three_times_parts_sum_to_the_wall_clock_and_redone_step
     assert [start.end for start in accounts.starts] == ["", "", "", "finished"] and accounts.unclean_ends == 3
     assert all(accounts.seconds[part] > 0 for part in ("starting", "loading", "productive", "redone", "saving", "down"))
     lines = read_lines(folder / LEDGER_FILE)
-    assert {line["step"]: line["slowest_rank"] for line in lines if line["record"] == "saved"}[20] == 1
+    assert {line["step"]: line["slowest_rank"] for line in lines if line["record"] == "committed"}[20] == 1
     beats = [line["time"] for line in lines if line["record"] == "beat"]
     assert len(beats) >= 3, "the last step of each killed start"
     assert "Time of the run: " in job.log and "4 starts (3 ended uncleanly)" in job.log

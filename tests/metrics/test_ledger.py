@@ -240,6 +240,27 @@ def test_a_beat_with_a_value_that_is_none_does_not_end_the_next_start(tmp_path: 
     assert second.ledger.accounts().goodput >= 0
 
 
+def test_a_ledger_of_an_earlier_version_is_read_which_called_a_commit_saved(tmp_path: Path) -> None:
+    lines = [
+        {"record": "start", "time": 1000.0, "start": "a1", "host": "node7"},
+        {"record": "loaded", "time": 1010.0, "start": "a1", "step": 0, "from": "fresh", "seconds": 0.0},
+        {"record": "saved", "time": 1020.0, "start": "a1", "step": 5, "blocked": 0.5, "seconds": 0.7, "bytes": 9},
+        {"record": "beat", "time": 1030.0, "start": "a1", "step": 7, "seconds": {"productive": 20.0, "starting": 10.0}},
+    ]
+    (tmp_path / LEDGER_FILE).write_text("".join(json.dumps(line | {"durable_step": 5}) + "\n" for line in lines))
+    before = read_accounts(tmp_path)
+    assert (before.wall_seconds, before.seconds["productive"], before.starts[0].durable_step) == (30.0, 20.0, 5)
+    time = Time()
+    time.now = 2000.0
+    start = TrainedStart(tmp_path, time)
+    start.load(5)
+    start.save(5)
+    start.ledger.end(FINISHED)
+    assert start.earlier == before and len(read_accounts(tmp_path).starts) == 2
+    records = [json.loads(line)["record"] for line in (tmp_path / LEDGER_FILE).read_text().splitlines()]
+    assert records == ["start", "loaded", "saved", "beat", "start", "loaded", "committed", "end"]
+
+
 def test_a_folder_without_a_ledger_has_empty_accounts(tmp_path: Path) -> None:
     accounts = read_accounts(tmp_path)
     assert accounts.starts == () and set(accounts.seconds) == set(PARTS)
@@ -252,7 +273,7 @@ def test_each_line_names_its_start_and_its_time(tmp_path: Path) -> None:
     start.save(0)
     start.ledger.end(FINISHED)
     lines = [json.loads(line) for line in (tmp_path / LEDGER_FILE).read_text().splitlines()]
-    assert [line["record"] for line in lines] == ["start", "loaded", "saved", "end"]
+    assert [line["record"] for line in lines] == ["start", "loaded", "committed", "end"]
     assert {line["start"] for line in lines} == {start.ledger.id}
     assert lines[0]["host"] == "node7" and lines[0]["time"] == 1000
 

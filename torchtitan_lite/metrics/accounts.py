@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.events import Finished, Loaded, Preempted
+from torchtitan_lite.events import Committed, Finished, Loaded, Preempted
 
 LEDGER_FILE = "ledger.jsonl"
 LATEST_BEAT_FILE = "ledger.now"
@@ -25,8 +25,8 @@ PARTS = (
 )
 """Every part: those of a start, and `down` and `idle` between two starts."""
 PARTS_OF_A_START = PARTS[:-2]
-START, LOADED, COMMITTED, BEAT, END = "start", Loaded.name, "saved", "beat", "end"
-"""The records of a ledger."""
+START, LOADED, COMMITTED, BEAT, END = "start", Loaded.name, Committed.name, "beat", "end"
+"""The records of a ledger. Where one is an event, too, it has its name."""
 FAILED = "failed"
 CLEAN_ENDS = (Finished.name, Preempted.name)
 """How a start ended, in the last record of it."""
@@ -170,7 +170,7 @@ def accounts(records: Iterable[Mapping[str, Any]]) -> Accounts:
             starts[record["start"]] = _begun(record)
         elif found is None:
             continue
-        elif kind in (LOADED, BEAT, END):  # That a save is durable adds no time.
+        elif kind in (LOADED, BEAT, END):  # That a save is durable, `saved` in earlier versions, adds no time.
             _add(found, record)
     return Accounts(tuple(Start(**found) for found in starts.values()))
 
