@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import math
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from torchtitan_lite.events import (
     parse_record,
 )
 
+ROOT = Path(__file__).parents[1]
 AT_RISK = ["at_risk_steps", "at_risk_seconds"]
 OF_THE_RUN = ["goodput", "time_seconds", "redone_steps", "starts"]
 NAMES = {
@@ -58,9 +61,12 @@ def test_names_and_figures_stay_what_scripts_read() -> None:
     assert found == NAMES
 
 
-def test_every_event_has_a_docstring_and_no_other_module_adds_one() -> None:
-    for kind in EVENTS.values():
+def test_every_event_and_every_figure_has_a_docstring_and_no_other_module_adds_one() -> None:
+    reference = _reference()
+    for name, kind in EVENTS.items():
         assert kind.__doc__ and kind.__module__ == events.__name__
+        row = reference._row(kind)
+        assert all(f"`{figure}`: " in row for figure in NAMES[name]), row
 
 
 def test_an_event_is_a_value() -> None:
@@ -144,3 +150,17 @@ def test_a_line_of_an_older_version_or_with_broken_figures_is_read_as_far_as_it_
 )
 def test_a_line_of_another_program_is_no_event(record: dict[str, Any]) -> None:
     assert parse_record(record) is None
+
+
+def test_the_table_of_events_is_up_to_date() -> None:
+    page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    assert page == _reference().render(page), "run: python scripts/generate_event_reference.py"
+
+
+def _reference() -> Any:
+    path = ROOT / "scripts" / "generate_event_reference.py"
+    specification = importlib.util.spec_from_file_location("event_reference", path)
+    assert specification is not None and specification.loader is not None
+    reference = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(reference)
+    return reference

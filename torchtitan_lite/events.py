@@ -3,7 +3,7 @@
 Other people's scripts read the name of an event, declared with its class, and its figures, the fields of the class:
 neither changes without an entry in CHANGELOG.md. Units are in the names of the figures. They are text at two borders
 only, in events.jsonl and in a caller's `on_event`; in between the package passes values. `parse` reads what any version
-wrote.
+wrote. scripts/generate_event_reference.py makes the table in docs/quickstart.md from the docstrings here.
 """
 
 from __future__ import annotations

@@ -1,0 +1,47 @@
+"""Write the table of events in docs/quickstart.md from the classes of torchtitan_lite/events.py and their docstrings.
+
+python scripts/generate_event_reference.py
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+from torchtitan_lite.config.help_texts import doc_strings
+from torchtitan_lite.events import EVENTS, CleanEnd, Event
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "quickstart.md"
+BEGIN, END = "<!-- events: written by scripts/generate_event_reference.py -->\n\n", "\n<!-- end of events -->"
+LINKS = {
+    "copy in memory": "memory.md#images",
+    "interval from now on": "intervals.md#an-interval-that-chooses-itself",
+    "`memory`": "memory.md#what-a-start-loads",
+    "by part": "goodput.md#the-ledger",
+}
+"""Where the pages have more about these words."""
+
+
+def render(page: str) -> str:
+    """Return `page` with a new table between the marks."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    lines = ["| event | meaning | figures |", "| --- | --- | --- |", *map(_row, EVENTS.values())]
+    return before + BEGIN + "\n".join(lines) + "\n" + END + after
+
+
+def _row(kind: type[Event]) -> str:
+    docs = doc_strings(kind) | doc_strings(CleanEnd) if issubclass(kind, CleanEnd) else doc_strings(kind)
+    figures = "; ".join(f"`{name}`: {_phrase(doc)}" for name, doc in docs.items())
+    row = f"| `{kind.name}` | {_phrase(inspect.getdoc(kind) or '')} | {figures} |"
+    for words, target in LINKS.items():
+        row = row.replace(words, f"[{words}]({target})", 1)
+    return row
+
+
+def _phrase(text: str) -> str:
+    return text[0].lower() + text[1:].removesuffix(".")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
