@@ -33,7 +33,6 @@ from torchtitan_lite.checkpoint.schedule.interval import (
     EverySteps,
     SavePolicy,
     Tick,
-    is_overdue,
 )
 from torchtitan_lite.checkpoint.schedule.optimum import Caps, SaveCost, choose, optimum_seconds
 
@@ -199,7 +198,7 @@ def farthest_behind(policy: SavePolicy, *, counts_what_is_owed: bool) -> float:
     farthest = 0
     for _ in range(NUM_STARTS):
         last = on_disk if counts_what_is_owed else loaded
-        is_due = counts_what_is_owed and is_overdue(policy, loaded, on_disk)
+        is_due = counts_what_is_owed and policy.is_overdue(loaded, on_disk)
         saving: Tick | None = None
         for step in range(loaded.step + 1, loaded.step + KILLED_AFTER + 1):
             now = Tick(step, float(step))

@@ -15,9 +15,6 @@ from torchtitan_lite.checkpoint.schedule.interval import (
     SavePolicy,
     Tick,
     build_save_policy,
-    intervals_behind,
-    is_overdue,
-    split,
 )
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import ConfigError
@@ -73,14 +70,14 @@ def test_only_clocks_need_consensus() -> None:
 
 @pytest.mark.parametrize("policy", [EverySteps(2), EverySeconds(5), Never(), AnyOf((AtStep(1), EverySeconds(5)))])
 def test_a_split_policy_is_due_when_either_part_is(policy: SavePolicy) -> None:
-    at_once, after_consensus = split(policy)
+    at_once, after_consensus = policy.split()
     assert not at_once.needs_consensus
     for now in (Tick(step, seconds) for step in range(1, 5) for seconds in (0.0, 5.0)):
         assert policy.due(now, START) == (at_once.due(now, START) or after_consensus.due(now, START))
 
 
 def test_of_a_split_policy_only_the_clock_waits_for_consensus() -> None:
-    at_once, after_consensus = split(AnyOf((AtStep(1), EverySeconds(5))))
+    at_once, after_consensus = AnyOf((AtStep(1), EverySeconds(5))).split()
     assert at_once.due(Tick(1, 0.0), START)
     assert not after_consensus.due(Tick(1, 0.0), START)
     assert after_consensus.due(Tick(2, 5.0), START)
@@ -102,7 +99,7 @@ def test_of_steps_and_seconds_the_first_that_comes_is_due() -> None:
     assert not policy.due(Tick(150, 29.9), last)
     assert policy.due(Tick(150, 30.0), last)
     assert policy.due(Tick(200, 1.0), last)
-    at_once, after_consensus = split(policy)
+    at_once, after_consensus = policy.split()
     assert at_once.due(Tick(200, 0.0), last) and not at_once.due(Tick(150, 30.0), last)
     assert after_consensus.due(Tick(150, 30.0), last) and not after_consensus.due(Tick(200, 0.0), last)
 
@@ -134,8 +131,8 @@ def test_continuous_saves_are_due_once_the_last_one_is_durable_and_the_floor_has
 def test_what_was_loaded_from_memory_is_overdue_if_a_save_since_the_disks_step_is_missing(
     settings: dict[str, Any], loaded: Tick, on_disk: Tick, overdue: bool, behind: float
 ) -> None:
-    assert is_overdue(built(**settings), loaded, on_disk) is overdue
-    assert intervals_behind(built(**settings), loaded, on_disk) == pytest.approx(behind)
+    assert built(**settings).is_overdue(loaded, on_disk) is overdue
+    assert built(**settings).intervals_behind(loaded, on_disk) == pytest.approx(behind)
 
 
 def test_a_run_that_only_loads_saves_at_no_listed_step_either() -> None:

@@ -19,10 +19,6 @@ from torchtitan_lite.checkpoint.schedule.interval import (
     SavePolicy,
     Tick,
     build_skips_when_busy,
-    intervals_behind,
-    is_overdue,
-    missed_step,
-    split,
 )
 from torchtitan_lite.distributed.step_consensus import StepConsensus, StepFlags
 from torchtitan_lite.errors import ConfigError
@@ -46,7 +42,7 @@ class SaveDecider:
         context: RunContext,
     ) -> None:
         self._policy = policy
-        self._step_policy, self._clock_policy = split(policy)
+        self._step_policy, self._clock_policy = policy.split()
         self._skips_when_busy = build_skips_when_busy(context.config)
         self._loads_only = context.config.load_only
         self._maker = maker
@@ -159,7 +155,7 @@ class SaveDecider:
 
     def _warn_of_missed(self, reached: int | None, step: int) -> None:
         """Warn once of a loop that calls `save` only at steps of its own choice: it may save none of them, silently."""
-        missed = None if reached is None else missed_step(self._step_policy, reached, step)
+        missed = None if reached is None else self._step_policy.missed_step(reached, step)
         if missed is not None:
             self._has_warned_of_missed = True
             logger.warning(
@@ -227,7 +223,7 @@ class SaveDecider:
         What the clock wants is known to all ranks here, so it need not wait for the flags of a step.
         """
         loaded, on_disk = self._tick(step), self._maker.on_disk
-        if intervals_behind(self._policy, loaded, on_disk) > MOST_BEHIND and not self._loads_only:
+        if self._policy.intervals_behind(loaded, on_disk) > MOST_BEHIND and not self._loads_only:
             at_risk = AtRisk.between(on_disk, loaded)
             logger.warning(
                 "The disk is %s (%.1f s of training) behind step %d, which was loaded from memory: more than %d "
@@ -237,7 +233,7 @@ class SaveDecider:
                 step,
                 MOST_BEHIND,
             )
-        return is_overdue(self._policy, loaded, on_disk)
+        return self._policy.is_overdue(loaded, on_disk)
 
     def _tick(self, step: int) -> Tick:
         now = self._maker.now(step)

@@ -2,15 +2,16 @@
 
 A policy compares the current `Tick` with the `Tick` of the last save and reads no clock. Both count training, of all
 starts of the run: after a load from memory the last save is the one that the disk has.
-`needs_consensus` is true where two ranks could answer differently: their clocks differ, their step
-numbers do not. The ranks then OR their answers before any of them acts.
+`needs_consensus` is true where two ranks could answer differently: their clocks differ, their step numbers do not. The
+ranks then OR their answers before any of them acts. What else the manager asks, each policy answers by itself.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torchtitan_lite.config.job_config import Checkpoint
 
@@ -46,158 +47,172 @@ class AtRisk(NamedTuple):
 NOTHING_AT_RISK = AtRisk(0, 0.0)
 
 
-class SavePolicy(Protocol):
-    """Decides when a checkpoint is due."""
+# A base class and not a protocol: its answers to what the manager asks next to `due` fit any policy. So a user's needs
+# `due` only, and a question that is added later breaks none.
+class SavePolicy(ABC):
+    """Decides when a checkpoint is due. A policy of your own derives from this class and defines `due`.
 
-    @property
-    def needs_consensus(self) -> bool:
-        """Whether ranks could answer differently."""
-        ...
+    Every rank has a policy, made alike, and asks it at the end of each step.
+    """
 
+    needs_consensus: bool = True
+    """Whether ranks could answer `due` differently, as by a clock, a file or a metric of one rank.
+
+    If so (the default), any rank's yes counts: the ranks exchange their answers, and all save one step later. If not,
+    each rank saves at once by its own answer. That must then follow from the step alone: ranks that answer differently
+    wait for one another until a time-out.
+    """
+
+    @abstractmethod
     def due(self, now: Tick, last_save: Tick) -> bool:
         """Return whether a save is due at `now`, if the last one was at `last_save`. Any rank."""
-        ...
+
+    def split(self) -> tuple[SavePolicy, SavePolicy]:
+        """Return this policy in two parts: one that every rank answers alike, and one that needs consensus."""
+        return (Never(), self) if self.needs_consensus else (self, Never())
+
+    def missed_step(self, after: int, before: int) -> int | None:
+        """Return the first step between `after` and `before`, without these, that is due by its number; None for none.
+
+        By default none is known: a loop that leaves out calls of `save` is then not warned.
+        """
+        return None
+
+    def is_overdue(self, loaded: Tick, on_disk: Tick) -> bool:
+        """Return whether a save since `on_disk` is missing, where the state was `loaded` from memory.
+
+        The next step is saved then. By default it is missing if a save is due at `loaded`.
+        """
+        return self.due(loaded, on_disk)
+
+    def intervals_behind(self, loaded: Tick, on_disk: Tick) -> float:
+        """Return how many intervals lie between both; 0, the default, for a policy without a fixed interval."""
+        return 0.0
 
 
 @dataclass(frozen=True)
-class EverySteps:
+class EverySteps(SavePolicy):
     """Due at every multiple of `interval` steps."""
 
     interval: int
-    needs_consensus: bool = False
+    needs_consensus = False
 
     def due(self, now: Tick, last_save: Tick) -> bool:
         return now.step % self.interval == 0
 
+    def missed_step(self, after: int, before: int) -> int | None:
+        step = self._next_after(after)
+        return step if step < before else None
+
+    def is_overdue(self, loaded: Tick, on_disk: Tick) -> bool:
+        return self._next_after(on_disk.step) <= loaded.step
+
+    def intervals_behind(self, loaded: Tick, on_disk: Tick) -> float:
+        return max(0.0, (loaded.step - on_disk.step) / self.interval)
+
+    def _next_after(self, step: int) -> int:
+        return self.interval * (step // self.interval + 1)
+
 
 @dataclass(frozen=True)
-class EverySeconds:
-    """Due once `interval` seconds have passed since the last save."""
+class EverySeconds(SavePolicy):
+    """Due once `interval` seconds of training have passed since the last save."""
 
     interval: float
-    needs_consensus: bool = True
 
     def due(self, now: Tick, last_save: Tick) -> bool:
         return now.seconds - last_save.seconds >= self.interval
 
+    def intervals_behind(self, loaded: Tick, on_disk: Tick) -> float:
+        return max(0.0, (loaded.seconds - on_disk.seconds) / self.interval)
+
 
 @dataclass(frozen=True)
-class Continuous:
+class Continuous(SavePolicy):
     """Due as soon as the last save is durable, `floor_seconds` after it at the earliest."""
 
     floor_seconds: float
-    needs_consensus: bool = True
 
     def due(self, now: Tick, last_save: Tick) -> bool:
         return not now.is_writing and now.seconds - last_save.seconds >= self.floor_seconds
 
 
 @dataclass(frozen=True)
-class EveryAutoSeconds:
+class EveryAutoSeconds(SavePolicy):
     """Due once the seconds that the coordinator has chosen have passed since the last save, and that is durable."""
-
-    needs_consensus: bool = True
 
     def due(self, now: Tick, last_save: Tick) -> bool:
         return not now.is_writing and now.seconds - last_save.seconds >= now.auto_seconds
 
 
 @dataclass(frozen=True)
-class AtStep:
-    """Due at one step only."""
+class AtStep(SavePolicy):
+    """Due at one step only; if that is missed, it is not made up for."""
 
     step: int
-    needs_consensus: bool = False
+    needs_consensus = False
 
     def due(self, now: Tick, last_save: Tick) -> bool:
         return now.step == self.step
 
+    def missed_step(self, after: int, before: int) -> int | None:
+        return self.step if after < self.step < before else None
+
+    def is_overdue(self, loaded: Tick, on_disk: Tick) -> bool:
+        return False
+
 
 @dataclass(frozen=True)
-class Never:
+class Never(SavePolicy):
     """Never due."""
 
-    needs_consensus: bool = False
+    needs_consensus = False
 
     def due(self, now: Tick, last_save: Tick) -> bool:
         return False
 
 
 @dataclass(frozen=True)
-class AnyOf:
+class AnyOf(SavePolicy):
     """Due when at least one of `policies` is due."""
 
     policies: tuple[SavePolicy, ...]
 
     @property
-    def needs_consensus(self) -> bool:
+    def needs_consensus(self) -> bool:  # type: ignore[override]  # it follows from the policies
+        """Whether one of them does."""
         return any(policy.needs_consensus for policy in self.policies)
 
     def due(self, now: Tick, last_save: Tick) -> bool:
         return any(policy.due(now, last_save) for policy in self.policies)
 
+    def split(self) -> tuple[SavePolicy, SavePolicy]:
+        parts = [policy.split() for policy in self.policies]
+        return AnyOf(tuple(alike for alike, _ in parts)), AnyOf(tuple(differing for _, differing in parts))
 
-def split(policy: SavePolicy) -> tuple[SavePolicy, SavePolicy]:
-    """Return `policy` in two parts: one that every rank answers alike, and one that needs consensus."""
-    parts = _parts(policy)
-    return (
-        AnyOf(tuple(part for part in parts if not part.needs_consensus)),
-        AnyOf(tuple(part for part in parts if part.needs_consensus)),
-    )
+    def missed_step(self, after: int, before: int) -> int | None:
+        missed = [policy.missed_step(after, before) for policy in self.policies]
+        return min((step for step in missed if step is not None), default=None)
 
+    def is_overdue(self, loaded: Tick, on_disk: Tick) -> bool:
+        return any(policy.is_overdue(loaded, on_disk) for policy in self.policies)
 
-def missed_step(policy: SavePolicy, after: int, before: int) -> int | None:
-    """Return the first step between `after` and `before`, without these, that `policy` has due by its number."""
-    missed = []
-    for part in _parts(policy):
-        if isinstance(part, EverySteps):
-            missed.append(after - after % part.interval + part.interval)
-        elif isinstance(part, AtStep):
-            missed.append(part.step)
-    return min((step for step in missed if after < step < before), default=None)
+    def intervals_behind(self, loaded: Tick, on_disk: Tick) -> float:
+        return max((policy.intervals_behind(loaded, on_disk) for policy in self.policies), default=0.0)
 
 
-def is_overdue(policy: SavePolicy, loaded: Tick, on_disk: Tick) -> bool:
-    """Return whether the state that was `loaded` from memory is owed to the disk: a save since `on_disk` is missing.
-
-    A step of `at_steps` that was missed is not made up for.
-    """
-    for part in _parts(policy):
-        if isinstance(part, EverySteps):
-            missed = part.interval * (on_disk.step // part.interval + 1) <= loaded.step
-        else:
-            missed = not isinstance(part, AtStep) and part.due(loaded, on_disk)
-        if missed:
-            return True
-    return False
-
-
-def intervals_behind(policy: SavePolicy, loaded: Tick, on_disk: Tick) -> float:
-    """Return how many intervals lie between both, of the shortest that is configured; 0 if none is."""
-    steps, seconds = loaded.step - on_disk.step, loaded.seconds - on_disk.seconds
-    behind = [0.0]
-    for part in _parts(policy):
-        if isinstance(part, EverySteps):
-            behind.append(steps / part.interval)
-        elif isinstance(part, EverySeconds):
-            behind.append(seconds / part.interval)
-    return max(behind)
-
-
-def build_save_policy(config: Checkpoint) -> SavePolicy:
-    """Return the save policy that `config` describes."""
+def build_save_policy(config: Checkpoint, own: SavePolicy | None = None) -> SavePolicy:
+    """Return the save policy that `config` describes, or the caller's `own`; one that is never due for `load_only`."""
     if config.load_only:
         return Never()
+    if own is not None:
+        return own
     policies: list[SavePolicy] = [_build_every(config)]
     if config.or_every_seconds:
         policies.append(EverySeconds(config.or_every_seconds))
     if steps := {*config.at_steps} | ({1} if config.enable_first_step_checkpoint else set()):
         policies = [*(AtStep(step) for step in sorted(steps)), *policies]
     return policies[0] if len(policies) == 1 else AnyOf(tuple(policies))
-
-
-def _parts(policy: SavePolicy) -> tuple[SavePolicy, ...]:
-    return policy.policies if isinstance(policy, AnyOf) else (policy,)
 
 
 def _build_every(config: Checkpoint) -> SavePolicy:
