@@ -16,7 +16,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeGuard
 
-MODULES = ("torchtitan_lite.checkpoint", "torchtitan_lite.data", "torchtitan_lite.config", "torchtitan_lite.errors")
+MODULES = tuple(
+    f"torchtitan_lite.{name}" for name in ("checkpoint", "data", "config", "metrics", "errors", "log", "faults")
+)
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 FIRST = """\
 # API reference

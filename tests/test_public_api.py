@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +14,27 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PUBLIC = {
     "torchtitan_lite.checkpoint": [
+        "AnyOf",
+        "AtStep",
+        "CheckpointInfo",
         "CheckpointManager",
         "CheckpointReader",
+        "EverySeconds",
+        "EverySteps",
         "HuggingFaceModel",
+        "KeepAny",
+        "KeepBest",
+        "KeepEvery",
+        "KeepFor",
+        "KeepLatest",
+        "Past",
         "PerRank",
         "Place",
+        "RetentionPolicy",
+        "Ruling",
+        "SavePolicy",
         "Stateful",
+        "Tick",
         "TrainState",
         "load_model",
     ],
@@ -51,6 +67,9 @@ PUBLIC = {
         "TrainingDiverged",
         "WriterProcessDied",
     ],
+    "torchtitan_lite.faults": ["install", "point"],
+    "torchtitan_lite.log": ["setup"],
+    "torchtitan_lite.metrics": ["Accounts", "Start", "read_accounts"],
 }
 
 
@@ -62,6 +81,22 @@ def test_these_names_are_public_and_no_others(name: str) -> None:
     for each in PUBLIC[name]:
         assert getattr(module, each).__name__ == each
         assert getattr(module, each).__doc__
+
+
+IMPORT = re.compile(
+    r"^ *(?:from (torchtitan_lite[\w.]*) import ([^#\n]+)|import (torchtitan_lite[\w.]*))", re.MULTILINE
+)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "examples").glob("*.py"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_imports_is_public(page: Path) -> None:
+    private = []
+    for module, names, whole in IMPORT.findall(page.read_text(encoding="utf-8")):
+        for name in map(str.strip, names.strip("() ").split(",")):
+            is_public = name in PUBLIC.get(module, ()) or f"{module}.{name}" in PUBLIC or whole in PUBLIC
+            private += [] if is_public else [f"{module or whole}: {name}"]
+    assert not private
 
 
 def test_a_name_that_is_not_there_is_the_usual_error() -> None:

@@ -25,6 +25,8 @@ from typing import TypeVar
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
 
+__all__ = ["install", "point"]  # What a loop of your own calls; the rest may move.
+
 POINTS: Mapping[str, str] = MappingProxyType(
     {
         "save": "a save begins; every rank",

@@ -10,6 +10,8 @@ import logging
 import os
 import sys
 
+__all__ = ["setup"]  # What a loop of your own calls; the rest may move.
+
 logger = logging.getLogger("torchtitan_lite")
 
 

@@ -115,7 +115,7 @@ def test_the_loop_of_one_process_runs_resumes_and_is_read_into_a_plain_module(tm
     script = _write_example(ONE_PROCESS, tmp_path)
     first = _forked_output_of(tmp_path / script, "200")
     assert "a fresh start" in first and "step 200: loss" in first
-    reads, _ = _blocks(ROOT / "docs" / "resharding.md", "python")
+    (reads,) = _blocks(ROOT / "docs" / "resharding.md", "python")
     with (tmp_path / script).open("a") as file:
         file.write(f"trained = model\n{reads}print('read:', torch.equal(model[0].weight, trained[0].weight))\n")
     again = _forked_output_of(tmp_path / script, "300")

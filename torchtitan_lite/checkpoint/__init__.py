@@ -17,28 +17,70 @@ if TYPE_CHECKING:
     from torchtitan_lite.checkpoint.manager import CheckpointManager
     from torchtitan_lite.checkpoint.reading.reader import CheckpointReader
     from torchtitan_lite.checkpoint.resume.evaluation import load_model
+    from torchtitan_lite.checkpoint.schedule.failures import Past
+    from torchtitan_lite.checkpoint.schedule.interval import AnyOf, AtStep, EverySeconds, EverySteps, SavePolicy, Tick
     from torchtitan_lite.checkpoint.state.per_rank import PerRank
     from torchtitan_lite.checkpoint.state.stateful import Stateful
     from torchtitan_lite.checkpoint.state.train_state import TrainState
+    from torchtitan_lite.store.manifest import CheckpointInfo
+    from torchtitan_lite.store.retention import (
+        KeepAny,
+        KeepBest,
+        KeepEvery,
+        KeepFor,
+        KeepLatest,
+        RetentionPolicy,
+        Ruling,
+    )
 
 __all__ = [
+    "AnyOf",
+    "AtStep",
+    "CheckpointInfo",
     "CheckpointManager",
     "CheckpointReader",
+    "EverySeconds",
+    "EverySteps",
     "HuggingFaceModel",
+    "KeepAny",
+    "KeepBest",
+    "KeepEvery",
+    "KeepFor",
+    "KeepLatest",
+    "Past",
     "PerRank",
     "Place",
+    "RetentionPolicy",
+    "Ruling",
+    "SavePolicy",
     "Stateful",
+    "Tick",
     "TrainState",
     "load_model",
 ]
 
 _HOMES = {
+    "AnyOf": "torchtitan_lite.checkpoint.schedule.interval",
+    "AtStep": "torchtitan_lite.checkpoint.schedule.interval",
+    "CheckpointInfo": "torchtitan_lite.store.manifest",
     "CheckpointManager": "torchtitan_lite.checkpoint.manager",
     "CheckpointReader": "torchtitan_lite.checkpoint.reading.reader",
+    "EverySeconds": "torchtitan_lite.checkpoint.schedule.interval",
+    "EverySteps": "torchtitan_lite.checkpoint.schedule.interval",
     "HuggingFaceModel": "torchtitan_lite.checkpoint.hugging_face.description",
-    "Place": "torchtitan_lite.checkpoint.hugging_face.described",
+    "KeepAny": "torchtitan_lite.store.retention",
+    "KeepBest": "torchtitan_lite.store.retention",
+    "KeepEvery": "torchtitan_lite.store.retention",
+    "KeepFor": "torchtitan_lite.store.retention",
+    "KeepLatest": "torchtitan_lite.store.retention",
+    "Past": "torchtitan_lite.checkpoint.schedule.failures",
     "PerRank": "torchtitan_lite.checkpoint.state.per_rank",
+    "Place": "torchtitan_lite.checkpoint.hugging_face.described",
+    "RetentionPolicy": "torchtitan_lite.store.retention",
+    "Ruling": "torchtitan_lite.store.retention",
+    "SavePolicy": "torchtitan_lite.checkpoint.schedule.interval",
     "Stateful": "torchtitan_lite.checkpoint.state.stateful",
+    "Tick": "torchtitan_lite.checkpoint.schedule.interval",
     "TrainState": "torchtitan_lite.checkpoint.state.train_state",
     "load_model": "torchtitan_lite.checkpoint.resume.evaluation",
 }

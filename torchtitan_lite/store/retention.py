@@ -39,10 +39,13 @@ class Ruling:
 
 
 class RetentionPolicy(Protocol):
-    """Decides which checkpoints stay: one rule, or several."""
+    """Decides which checkpoints stay: one rule, or several. Any object with `rulings` is one."""
 
     def rulings(self, full: Sequence[CheckpointInfo], now: float) -> list[Ruling]:
-        """Return what each rule says of the full checkpoints `full`, by ascending step, at the Unix second `now`."""
+        """Return what each rule says of the full checkpoints `full`, by ascending step, at the Unix second `now`.
+
+        A checkpoint goes if at least one rule judges it and none keeps it. **Coordinator only**, from any thread.
+        """
 
 
 @dataclass(frozen=True)
