@@ -36,7 +36,7 @@ from torchtitan_lite.checkpoint.state.measured import Metrics, check_metrics
 from torchtitan_lite.checkpoint.state.stateful import Stateful
 from torchtitan_lite.checkpoint.state.step_hooks import StepHooks
 from torchtitan_lite.config.job_config import JobConfig
-from torchtitan_lite.config.own_loop import loop_config
+from torchtitan_lite.config.own_loop import loop_config, refuse_replaced
 from torchtitan_lite.disk.forks import forget_in_children
 from torchtitan_lite.distributed.missing_ranks import naming_missing_ranks
 from torchtitan_lite.distributed.peers import Peers
@@ -129,6 +129,9 @@ class CheckpointManager:
         folder: str | os.PathLike[str] = "outputs/checkpoint",
         hugging_face: LastFormat | None = None,
         ranks_may_differ: bool = False,
+        save_policy: SavePolicy | None = None,
+        retention: RetentionPolicy | None = None,
+        past: Callable[[], Past] | None = None,
         on_event: EventListener | None = None,
         **checkpoint: Any,
     ) -> CheckpointManager:
@@ -137,9 +140,15 @@ class CheckpointManager:
         Checkpoints are enabled unless `enable_checkpoint=False` is given. `folder` holds the `step-N` folders.
         `last_save_in_hf` needs `hugging_face`, which says where each tensor is in Hugging Face's files. With
         `ranks_may_differ` the lowest rank's parameters and optimizer states are saved where ranks hold different ones
-        under one name, for all ranks to load, in place of `RanksDiffer`. Raises ConfigError for an unknown key, a wrong
-        value or a wrong object. Any rank.
+        under one name, for all ranks to load, in place of `RanksDiffer`.
+
+        `save_policy` decides when to save, in place of keys about intervals. If it `needs_consensus`, the yes of any
+        rank counts, for all one step later; if not, each rank saves by its own answer. `retention` decides which
+        checkpoints stay, in place of the `keep_` keys, on rank 0 only. `past` returns what is known of earlier starts,
+        for `interval_type="auto"`, on rank 0. Raises ConfigError for a policy next to keys that it replaces, for an
+        unknown key, a wrong value or a wrong object. Any rank.
         """
+        refuse_replaced(checkpoint, save_policy=save_policy is not None, retention=retention is not None)
         config = loop_config(folder, checkpoint)
         objects = arguments.of_loop(model, optimizer, lr_scheduler, dataloader, states)
         return cls(
@@ -149,6 +158,9 @@ class CheckpointManager:
             config,
             hugging_face=hugging_face,
             ranks_may_differ=ranks_may_differ,
+            save_policy=save_policy,
+            retention=retention,
+            past=past,
             on_event=on_event,
         )
 

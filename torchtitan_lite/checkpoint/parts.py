@@ -159,6 +159,7 @@ def build_parts(
     """Return the parts for the run of `objects`. Raises ConfigError for one that is something else. Any rank."""
     dataloader, *_, states = objects
     arguments.check_arguments(dataloader, states, job_config)
+    arguments.check_policies(seams.save_policy, seams.retention)
     config = job_config.checkpoint
     timeout, lineage = timedelta(seconds=config.timeout_seconds), new_run()
     peers, consensus = seams.peers or Peers(timeout), seams.consensus or StepConsensus(timeout)
@@ -178,7 +179,7 @@ def build_parts(
     savers = Savers(saver, SyncSaver(peers, plans))
     maker = SaveMaker(run, folders, waiter, savers, origin, context, images.listener)
     departure = Departure(watch, maker, waiter, context)
-    policy = seams.save_policy or build_save_policy(config)
+    policy = build_save_policy(config, seams.save_policy)
     auto = build_auto_interval(waiter, seams.past or Past, context)
     last_save = build_last_save(hugging_face, job_config, run, folders, context)
     return Parts(

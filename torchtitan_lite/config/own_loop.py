@@ -19,6 +19,27 @@ _NAMES_OF_FOLDER = frozenset(
     for kind in ("dir", "directory", "path", "folder")
 ) - {"folder"} | {"dirpath", "root", "dump_folder"}
 """What other tools call `folder`."""
+_REPLACED_BY = {
+    "save_policy": (
+        *("interval", "interval_type", "or_every_seconds", "at_steps", "enable_first_step_checkpoint"),
+        *("mtbf_hours", "max_lost_seconds", "max_overhead", "continuous_floor_seconds"),
+    ),
+    "retention": (
+        *("keep_latest_k", "keep_every_n_steps", "keep_best_k", "keep_best_metric", "keep_best_mode"),
+        "keep_for_hours",
+    ),
+}
+"""The keys whose question an argument answers."""
+
+
+def refuse_replaced(settings: Mapping[str, Any], **is_given: bool) -> None:
+    """Raise ConfigError if an argument that `is_given` answers a question that a key in `settings` answers, too."""
+    for argument, keys in _REPLACED_BY.items():
+        both = [name for name in settings if name in keys]
+        if is_given[argument] and both:
+            raise ConfigError(
+                f"{argument}: found next to {', '.join(both)}, which it would replace. Leave out one or the other."
+            )
 
 
 def loop_config(folder: str | os.PathLike[str], settings: Mapping[str, Any]) -> JobConfig:

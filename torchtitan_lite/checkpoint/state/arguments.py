@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from torchtitan_lite.checkpoint.format.kinds import refuse_piece
+from torchtitan_lite.checkpoint.schedule.interval import SavePolicy
 from torchtitan_lite.checkpoint.state import fsdp1
 from torchtitan_lite.config.job_config import EXCLUDABLE_STATES, Checkpoint, JobConfig
 from torchtitan_lite.errors import ConfigError
@@ -60,6 +61,20 @@ def check_arguments(dataloader: Any, states: Any, job_config: Any) -> None:
     for name, each in {"dataloader": dataloader, **(states or {})}.items():
         _warn_if_order_is_lost(name, each)
     _check_exclusions(job_config.checkpoint.exclude_from_loading, states or {})
+
+
+def check_policies(save_policy: object, retention: object) -> None:
+    """Raise ConfigError unless each is None or a policy, which would show only at a save."""
+    if save_policy is not None and not isinstance(save_policy, SavePolicy):
+        raise ConfigError(
+            f"save_policy: expected a SavePolicy, found {_kind(save_policy)}. Derive its class from SavePolicy of "
+            "torchtitan_lite.checkpoint, and give an object of it."
+        )
+    if retention is not None and (isinstance(retention, type) or not callable(getattr(retention, "rulings", None))):
+        raise ConfigError(
+            f"retention: expected an object with a method rulings, found {_kind(retention)}. RetentionPolicy of "
+            "torchtitan_lite.checkpoint describes it."
+        )
 
 
 def of_loop(

@@ -1,0 +1,160 @@
+"""A loop's own save policy and retention rule take the place of the keys, and of nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.logged import logged_warnings
+from tests.ranks import on_two_ranks
+from torchtitan_lite.checkpoint import (
+    AnyOf,
+    AtStep,
+    CheckpointInfo,
+    CheckpointManager,
+    EverySteps,
+    KeepLatest,
+    Ruling,
+    SavePolicy,
+    Tick,
+)
+from torchtitan_lite.errors import ConfigError
+
+
+class OnOdd(SavePolicy):
+    """The least that a policy has."""
+
+    needs_consensus = False
+
+    def due(self, now: Tick, last_save: Tick) -> bool:
+        return now.step % 2 == 1
+
+
+class OnOwnStep(SavePolicy):
+    """Due at steps that this rank alone knows."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def due(self, now: Tick, last_save: Tick) -> bool:
+        return now.step in self.steps
+
+
+class EveryTen(OnOdd):
+    """Answers what else the manager asks, too."""
+
+    def missed_step(self, after: int, before: int) -> int | None:
+        return after + 1 if after + 1 < before else None
+
+    def is_overdue(self, loaded: Tick, on_disk: Tick) -> bool:
+        return loaded.step - on_disk.step >= 10
+
+    def intervals_behind(self, loaded: Tick, on_disk: Tick) -> float:
+        return (loaded.step - on_disk.step) / 10
+
+
+class KeepOdd:
+    def rulings(self, full: Sequence[CheckpointInfo], now: float) -> list[Ruling]:
+        steps = frozenset(info.step for info in full)
+        return [Ruling("odd", frozenset(step for step in steps if step % 2), steps)]
+
+
+def manager_of(folder: Path, **keys: Any) -> CheckpointManager:
+    torch.manual_seed(0)
+    return CheckpointManager.for_loop(model=nn.Linear(2, 2), folder=folder, preemption_signals=(), **keys)
+
+
+def saved(manager: CheckpointManager, *steps: int) -> list[int]:
+    """Return at which of `steps` a save began."""
+    with manager:
+        manager.load()
+        return [step for step in steps if manager.save(step)]
+
+
+def test_a_policy_with_the_least_that_it_needs_decides(tmp_path: Path) -> None:
+    assert saved(manager_of(tmp_path, save_policy=OnOdd()), 1, 2, 3, 4, 5) == [1, 3, 5]
+
+
+def test_own_policies_are_combined_with_those_of_the_keys(tmp_path: Path) -> None:
+    policy = AnyOf((OnOdd(), EverySteps(4), AtStep(6)))
+    assert saved(manager_of(tmp_path, save_policy=policy), *range(1, 9)) == [1, 3, 4, 5, 6, 7, 8]
+
+
+@on_two_ranks
+def test_of_a_policy_that_needs_consensus_any_ranks_yes_counts_a_step_later(rank: int, tmp_path: Path) -> None:
+    policy = OnOwnStep()
+    policy.steps = [2] if rank == 1 else [5]
+    assert saved(manager_of(tmp_path, save_policy=policy), *range(1, 9)) == [3, 6]
+
+
+def test_a_run_that_only_loads_asks_no_policy(tmp_path: Path) -> None:
+    saved(manager_of(tmp_path, save_policy=OnOdd()), 1)
+    with logged_warnings() as warnings:
+        assert saved(manager_of(tmp_path, save_policy=EveryTen(), load_only=True), 4, 9) == []
+    assert not warnings
+
+
+def test_a_loop_that_leaves_out_a_step_is_warned_by_the_policy_that_knows_it(tmp_path: Path) -> None:
+    for policy, num_warnings in ((OnOdd(), 0), (EveryTen(), 1), (AnyOf((OnOdd(), EveryTen())), 1)):
+        with logged_warnings() as warnings:
+            saved(manager_of(tmp_path / str(len(list(tmp_path.iterdir()))), save_policy=policy), 2, 6)
+        assert sum("step 3 was due and was not saved" in warning for warning in warnings) == num_warnings
+
+
+def test_an_own_policy_says_what_is_owed_after_a_resume_from_memory() -> None:
+    loaded, on_disk = Tick(21, 0.0), Tick(11, 0.0)
+    assert OnOdd().is_overdue(loaded, on_disk) and not OnOdd().is_overdue(Tick(20, 0.0), on_disk)
+    assert OnOdd().intervals_behind(loaded, on_disk) == 0
+    both = AnyOf((AtStep(15), EveryTen()))
+    assert both.is_overdue(loaded, on_disk) and not both.is_overdue(Tick(20, 0.0), on_disk)
+    assert both.intervals_behind(loaded, on_disk) == 1
+
+
+def test_policies_split_into_those_that_ranks_answer_alike_and_the_others() -> None:
+    alike, differing = AnyOf((OnOdd(), OnOwnStep())).split()
+    assert (alike.needs_consensus, differing.needs_consensus) == (False, True)
+    assert alike.due(Tick(1, 0.0), Tick(0, 0.0)) and not differing.due(Tick(1, 0.0), Tick(0, 0.0))
+
+
+def test_an_own_rule_decides_what_stays(tmp_path: Path) -> None:
+    with manager_of(tmp_path, retention=KeepOdd(), interval=1) as manager:
+        manager.load()
+        for step in range(1, 7):
+            manager.save(step)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-1", "step-3", "step-5", "step-6"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"save_policy": OnOdd(), "interval": 5}, "save_policy: found next to interval, which"),
+        ({"save_policy": OnOdd(), "interval_type": "steps"}, "next to interval_type, which"),
+        (
+            {"save_policy": OnOdd(), "at_steps": (1,), "or_every_seconds": 5},
+            "next to at_steps, or_every_seconds, which",
+        ),
+        ({"save_policy": OnOdd(), "enable_first_step_checkpoint": True}, "next to enable_first_step_checkpoint, which"),
+        ({"save_policy": OnOdd(), "max_lost_seconds": 9.0}, "next to max_lost_seconds, which"),
+        ({"retention": KeepLatest(1), "keep_latest_k": 2}, "retention: found next to keep_latest_k, which"),
+        ({"retention": KeepLatest(1), "keep_best_metric": "loss"}, "retention: found next to keep_best_metric, which"),
+        ({"save_policy": OnOdd}, "save_policy: expected a SavePolicy, found the class OnOdd"),
+        ({"save_policy": KeepOdd()}, "save_policy: expected a SavePolicy, found a KeepOdd"),
+        ({"retention": KeepOdd}, "retention: expected an object with a method rulings, found the class KeepOdd"),
+        ({"retention": OnOdd()}, "retention: expected an object with a method rulings, found a"),
+    ],
+)
+def test_two_answers_to_one_question_and_what_is_no_policy_are_refused(
+    keys: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        manager_of(tmp_path, **keys)
+
+
+def test_each_argument_leaves_the_keys_of_the_other_question_alone(tmp_path: Path) -> None:
+    assert saved(manager_of(tmp_path, save_policy=OnOdd(), keep_latest_k=1, min_free_disk_gb=1e-9), 1, 2, 3) == [1, 3]
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-3"]
