@@ -16,7 +16,7 @@ from typing import Any
 from torchtitan_lite.checkpoint.examining.inventory import ListedCheckpoint
 from torchtitan_lite.config.drift import Rule, rule_of
 from torchtitan_lite.report.lines import number
-from torchtitan_lite.report.starts import Start
+from torchtitan_lite.report.starts import ReportedStart
 
 HIDDEN = "(hidden)"
 _SECRET_KEY = re.compile(
@@ -32,7 +32,7 @@ Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Change:
+class KeyChange:
     """One key with another value than at the start before."""
 
     key: str
@@ -68,7 +68,10 @@ def without_secrets(text: str) -> str:
 
 
 def configs_of(
-    starts: Sequence[Start], entries: Iterable[ListedCheckpoint], lines: Iterable[Mapping[str, Any]], last: Config
+    starts: Sequence[ReportedStart],
+    entries: Iterable[ListedCheckpoint],
+    lines: Iterable[Mapping[str, Any]],
+    last: Config,
 ) -> dict[int, Config]:
     """Return the configuration of each start that is known, by its number.
 
@@ -90,17 +93,17 @@ def configs_of(
     return found
 
 
-def changes_by_start(configs: Mapping[int, Config]) -> dict[int, list[Change]]:
+def changes_by_start(configs: Mapping[int, Config]) -> dict[int, list[KeyChange]]:
     """Return what changed at each start whose configuration is known, against the one known before it."""
     numbers = sorted(configs)
     pairs = itertools.pairwise(numbers)
     return {now: differences(configs[before], configs[now]) for before, now in pairs}
 
 
-def differences(before: Config, now: Config) -> list[Change]:
+def differences(before: Config, now: Config) -> list[KeyChange]:
     """Return the keys whose values differ, in the order of `now`; a key that one of them lacks is not compared."""
     return [
-        Change(key, shown(before[key]), shown(value), rule_of(key) in (Rule.WARNED, Rule.REFUSED))
+        KeyChange(key, shown(before[key]), shown(value), rule_of(key) in (Rule.WARNED, Rule.REFUSED))
         for key, value in now.items()
         if key in before and shown(before[key]) != shown(value)
     ]

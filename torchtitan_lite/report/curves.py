@@ -79,11 +79,11 @@ def _place(step: float, level: float, x: Scale, y: Scale, height: int) -> tuple[
     return svg.CURVE_WIDTH * x.at(step), height * (1 - y.at(level))
 
 
-def _resumes(run: Run, x: Scale, kind: str) -> list[svg.Mark]:
+def _resumes(run: Run, x: Scale, kind: str) -> list[svg.AxisBadge]:
     resumed = [start for start in run.starts if start.is_resumed and x.low <= start.loaded_step <= x.high]
     every = math.ceil(len(resumed) / MAX_BADGES) or 1
     return [
-        svg.Mark(
+        svg.AxisBadge(
             x.at(start.loaded_step),
             str(start.number),
             f"Start {start.number} resumed from step {start.loaded_step:,}",

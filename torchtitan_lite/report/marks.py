@@ -11,7 +11,7 @@ from torchtitan_lite.report.run import Run
 from torchtitan_lite.report.saves import Fate, Save
 from torchtitan_lite.report.scales import Scale, nice_scale, rate_text, seconds_text, share_text, short_step, size_text
 from torchtitan_lite.report.shards import ShardMap
-from torchtitan_lite.report.starts import Start
+from torchtitan_lite.report.starts import ReportedStart
 from torchtitan_lite.report.svg import Figure
 from torchtitan_lite.report.time_parts import LABELS, TimeParts
 
@@ -101,7 +101,7 @@ def timeline_figure(run: Run, x: Scale) -> Figure | None:
     return Figure(svg.drawing(height, "Checkpoints by start and step", drawn), height, legend, note)
 
 
-def _lane(start: Start, x: Scale, y: float, height: int, reached: int, *, is_running: bool) -> Iterator[str]:
+def _lane(start: ReportedStart, x: Scale, y: float, height: int, reached: int, *, is_running: bool) -> Iterator[str]:
     """Yield the steps of one start, those that an earlier one had reached already lighter, and its end."""
     begin, end = x.at(start.loaded_step), x.at(start.last_step)
     again = x.at(min(max(reached, start.loaded_step), start.last_step))

@@ -15,11 +15,11 @@ from torchtitan_lite.checkpoint.examining.inventory import USABLE, ListedCheckpo
 from torchtitan_lite.disk.plain_file import read_plain
 from torchtitan_lite.errors import CheckpointError, CheckpointNotFound, CheckpointUnsafe
 from torchtitan_lite.metrics.accounts import CLEAN_ENDS, FAILED, read_accounts
-from torchtitan_lite.report.changes import Change, changes_by_start, configs_of, flat
+from torchtitan_lite.report.changes import KeyChange, changes_by_start, configs_of, flat
 from torchtitan_lite.report.lines import Logged, number, read_events, read_logged, read_records
 from torchtitan_lite.report.saves import Fate, Save, saves_of
 from torchtitan_lite.report.shards import ShardMap, read_shards
-from torchtitan_lite.report.starts import CUT, UNKNOWN, Start, starts_of
+from torchtitan_lite.report.starts import CUT, UNKNOWN, ReportedStart, starts_of
 from torchtitan_lite.report.time_parts import TimeParts, steps_per_line, time_parts
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.holder import Holder
@@ -38,13 +38,13 @@ class Run:
     folder: Path
     name: str
     logged: Logged
-    starts: tuple[Start, ...]
+    starts: tuple[ReportedStart, ...]
     saves: tuple[Save, ...]
     parts: TimeParts
     shards: ShardMap | None
     config: Mapping[str, Any]
     """The last known one, by section.key."""
-    changes: Mapping[int, list[Change]]
+    changes: Mapping[int, list[KeyChange]]
     """By the number of the start that made them."""
     status: str
     """running, finished, preempted, failed, killed or unknown."""
@@ -139,7 +139,7 @@ def _shards(root: Path, entries: list[ListedCheckpoint]) -> ShardMap | None:
     return None
 
 
-def _status(starts: list[Start], root: Path, now: float) -> str:
+def _status(starts: list[ReportedStart], root: Path, now: float) -> str:
     """Return how the run is doing: as its last start ended, or if it did not say, as its lock shows it."""
     end = starts[-1].end if starts else UNKNOWN
     if end in (*CLEAN_ENDS, FAILED):

@@ -16,7 +16,7 @@ from typing import Any
 from torchtitan_lite.checkpoint.examining.inventory import FolderState, ListedCheckpoint
 from torchtitan_lite.events import Committed, Event, Purged, Quarantined, SaveFailure, SaveStarted
 from torchtitan_lite.report.lines import known
-from torchtitan_lite.report.starts import Start
+from torchtitan_lite.report.starts import ReportedStart
 
 LARGEST_RATE = 1e15
 """Bytes a second that no storage takes; a line of another program may say anything."""
@@ -86,7 +86,7 @@ class Save:
         return bool(self.nbytes) and self.seconds is not None and self.bytes_per_second is None
 
 
-def saves_of(starts: Sequence[Start], entries: Sequence[ListedCheckpoint]) -> list[Save]:
+def saves_of(starts: Sequence[ReportedStart], entries: Sequence[ListedCheckpoint]) -> list[Save]:
     """Return the saves of all `starts` in their order, then the `entries` in the folders that none of them made."""
     saves = [save for start in starts for save in _of_start(start, is_last=start is starts[-1])]
     removed, times = _removals(starts), _times(saves)
@@ -103,7 +103,7 @@ def saves_of(starts: Sequence[Start], entries: Sequence[ListedCheckpoint]) -> li
     return [*result, *(_of_entry(entry) for entry in unknown)]
 
 
-def _of_start(start: Start, *, is_last: bool) -> list[Save]:
+def _of_start(start: ReportedStart, *, is_last: bool) -> list[Save]:
     """Return the saves that `start` began; Fate.GONE stands for committed, until the folder was looked at."""
     saves: dict[tuple[int, str], Save] = {}  # The last step may be saved in full and exported.
     begun: dict[int, str] = {}
@@ -160,7 +160,7 @@ def _distance(save: Save, entry: ListedCheckpoint) -> tuple[bool, float]:
     return entry.kind is not None and entry.kind.value != save.kind, abs(save.time - entry.created_at)
 
 
-def _removals(starts: Sequence[Start]) -> dict[int, list[tuple[float, Fate]]]:
+def _removals(starts: Sequence[ReportedStart]) -> dict[int, list[tuple[float, Fate]]]:
     """Return when a checkpoint of each step was purged or quarantined."""
     removed: dict[int, list[tuple[float, Fate]]] = {}
     for start in starts:

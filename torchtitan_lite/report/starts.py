@@ -37,7 +37,7 @@ _REACHED = (SaveStarted, Committed, Finished, Resumed)
 
 
 @dataclass(frozen=True)
-class Start:
+class ReportedStart:
     """One start of a run. Its number is from 1."""
 
     number: int
@@ -69,7 +69,7 @@ class Start:
         return self.loaded_step > 0
 
 
-def starts_of(events: Sequence[Recorded], ledger: accounts.Accounts, last_logged_step: int) -> list[Start]:
+def starts_of(events: Sequence[Recorded], ledger: accounts.Accounts, last_logged_step: int) -> list[ReportedStart]:
     """Return the starts in their order; the last one has reached `last_logged_step` at least."""
     begun = [start.began for start in ledger.starts]
     older = [event for event in events if not begun or event.time < begun[0]]
@@ -106,7 +106,7 @@ def split(events: Sequence[Recorded]) -> list[list[Recorded]]:
 
 def _start(
     number: int, counted: accounts.Start | None, recorded: Sequence[Recorded], logged_step: int, *, is_last: bool
-) -> Start:
+) -> ReportedStart:
     events = [each.event for each in recorded]
     loads = [event for event in events if isinstance(event, Loaded)]
     ends = [event for event in events if isinstance(event, CleanEnd)]
@@ -116,7 +116,7 @@ def _start(
     if counted is not None:
         steps.append(counted.last_step)
         end = counted.end or end
-    return Start(
+    return ReportedStart(
         number=number,
         began=counted.began if counted is not None else recorded[0].time,
         last_sign=max([each.time for each in recorded] + ([counted.last_beat] if counted is not None else [])),

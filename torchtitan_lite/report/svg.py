@@ -107,7 +107,7 @@ def frame(height: int, x: Scale, y: Scale | None, *, x_label: str = "step") -> I
 
 
 @dataclass(frozen=True, order=True)
-class Mark:
+class AxisBadge:
     """A place on the axis of steps that has a badge above the drawing."""
 
     share: float
@@ -117,7 +117,7 @@ class Mark:
     kind: str = ""
 
 
-def badges(height: int, marks: Sequence[Mark]) -> Iterator[str]:
+def badges(height: int, marks: Sequence[AxisBadge]) -> Iterator[str]:
     """Yield a dashed line with a badge above it for each mark."""
     for mark, row in zip(sorted(marks), badge_rows(marks), strict=True):
         level, place = -14 - 21 * row, percent(mark.share)
@@ -128,7 +128,7 @@ def badges(height: int, marks: Sequence[Mark]) -> Iterator[str]:
         yield at(mark.share, level, element("g", title(mark.label), badge))
 
 
-def badge_rows(marks: Sequence[Mark]) -> list[int]:
+def badge_rows(marks: Sequence[AxisBadge]) -> list[int]:
     """Return the row of each badge, in the order of their places: the lowest one in which it covers no other."""
     ends, rows = [-1.0] * BADGE_ROWS, []
     for mark in sorted(marks):

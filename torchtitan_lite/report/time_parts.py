@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torchtitan_lite.metrics import accounts
 from torchtitan_lite.report.lines import GOODPUT, Logged, number
 from torchtitan_lite.report.saves import Save
-from torchtitan_lite.report.starts import Start
+from torchtitan_lite.report.starts import ReportedStart
 
 LABELS = {
     "productive": "training",
@@ -46,7 +46,9 @@ class TimeParts:
         return self.seconds.get("productive", 0.0) / self.total if self.total else math.nan
 
 
-def time_parts(ledger: accounts.Accounts, logged: Logged, starts: Sequence[Start], saves: Sequence[Save]) -> TimeParts:
+def time_parts(
+    ledger: accounts.Accounts, logged: Logged, starts: Sequence[ReportedStart], saves: Sequence[Save]
+) -> TimeParts:
     """Return the parts of the run's time, of the ledger if it has starts with steps."""
     if ledger.starts:
         found = ledger.seconds
@@ -54,7 +56,7 @@ def time_parts(ledger: accounts.Accounts, logged: Logged, starts: Sequence[Start
     return TimeParts(_without_ledger(logged, starts, saves), False)
 
 
-def _without_ledger(logged: Logged, starts: Sequence[Start], saves: Sequence[Save]) -> dict[str, float]:
+def _without_ledger(logged: Logged, starts: Sequence[ReportedStart], saves: Sequence[Save]) -> dict[str, float]:
     counts = steps_per_line(logged.steps, [start.loaded_step for start in starts])
     pairs = zip(logged.training_seconds, counts, strict=True)
     productive = sum(seconds * count for seconds, count in pairs if math.isfinite(seconds))

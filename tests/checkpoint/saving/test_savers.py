@@ -225,7 +225,7 @@ from datetime import timedelta
 from pathlib import Path
 import torch
 from tests.checkpoint.small_run import target
-from torchtitan_lite.checkpoint.format.file_data import FileImage, FileLayout
+from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout
 from torchtitan_lite.checkpoint.saving.content import Copying
 from torchtitan_lite.checkpoint.saving.savers import ThreadSaver
 from torchtitan_lite.checkpoint.staging.copiers import HostCopier
@@ -246,7 +246,7 @@ stager = Stager(HostCopier(), pin=False)
 saver = ThreadSaver(Peers(timedelta(seconds=60)), copying=Copying(stager))
 pending = saver.save({"weight": torch.ones(4 << 20)}, target(CheckpointStore(Path("checkpoint"), durable=disk), 1))
 saver.prepare(lambda: {"weight": torch.ones(16 << 20)})
-stager.take(FileImage(FileLayout([]), []))  # Waits until the prepared arena is there.
+stager.take(FileData(FileLayout([]), []))  # Waits until the prepared arena is there.
 disk.let_go.set()
 print(pending.durable.result(60).nbytes >> 20)
 saver.close(60)

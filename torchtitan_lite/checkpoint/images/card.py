@@ -58,6 +58,7 @@ class Card:
 
     def to_bytes(self) -> bytes:
         """Return the card as four lines of JSON: fields, objects, tensors, containers."""
+        lineage, tables = self.lineage.to_json(), Table.texts(self.objects, self.tensors, self.structure)
         fields = {
             "rank": self.rank,
             "world_size": self.world_size,
@@ -65,7 +66,7 @@ class Card:
             "copy": self.copy,
             "start": self.start,
             "folder_id": self.folder_id,
-            "lineage": self.lineage.to_json(),
+            "lineage": lineage,
             "latest": None if self.latest is None else dataclasses.asdict(self.latest),
             "before": [dataclasses.asdict(commit) for commit in self.before],
             "created_at": float(self.created_at),
@@ -78,7 +79,7 @@ class Card:
             "blocks": self.record.blocks.hex(),
         }
         text = json.dumps(fields, allow_nan=False, separators=(",", ":"))
-        return b"\n".join([text.encode(), *Table.texts(self.objects, self.tensors, self.structure)])
+        return b"\n".join([text.encode(), *tables])
 
     @classmethod
     def parse(cls, data: bytes) -> Card:

@@ -16,7 +16,6 @@ from torchtitan_lite.checkpoint.saving.writer import Origin, versions
 from torchtitan_lite.checkpoint.staging.mark import Mark, read_mark
 from torchtitan_lite.checkpoint.staging.stager import StagedCopy
 from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.log import logger
 
 
@@ -37,12 +36,12 @@ class Image:
     created_at: float = field(default_factory=time.time)
     stall_seconds: float = 0.0
 
-    def card(self, record: FileRecord, tier: Tier, peers: Peers) -> Card:
-        """Return the card of this image, whose digests are `record`, as one of `tier`. Not collective."""
+    def card(self, record: FileRecord, tier: Tier, world_size: int) -> Card:
+        """Return the card of this image, whose digests are `record`, as one of `tier` among those of all ranks."""
         described = self.plan.description
         return Card(
-            rank=peers.rank,
-            world_size=peers.world_size,
+            rank=tier.rank,
+            world_size=world_size,
             step=self.step,
             copy=self.copy,
             start=tier.start,

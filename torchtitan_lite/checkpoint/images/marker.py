@@ -40,7 +40,7 @@ class Marker:
         process: WriterProcess | None,
         context: RunContext,
     ) -> None:
-        self._tier, self._pool, self._process, self._peers = tier, pool, process, context.peers
+        self._tier, self._pool, self._process, self._world_size = tier, pool, process, context.peers.world_size
         self._clock, self._emit = context.clock, context.emit
         self._background = Background("images")
         self._lock = threading.Lock()
@@ -100,7 +100,7 @@ class Marker:
             self._num_failed += 1
             number = self._num_failed
         if number <= MAX_FAILED:
-            logger.warning("Step %d has no image in memory of rank %d: %s", step, self._peers.rank, error)
+            logger.warning("Step %d has no image in memory of rank %d: %s", step, self._tier.rank, error)
 
     def wait(self, seconds: float) -> bool:
         """Wait up to `seconds` until no copy is being digested; return whether that is so."""
@@ -133,7 +133,7 @@ class Marker:
         assert mark is not None, "the keeper holds it"
         if self._process is not None and self._process.pid != self._joined:
             self._tier.join_again(self.helpers())  # Not before: the keeper may not have started by then.
-        card = image.card(record, self._tier, self._peers)
+        card = image.card(record, self._tier, self._world_size)
         data = card.to_bytes()
 
         def write() -> None:
@@ -161,4 +161,4 @@ class Marker:
 
     def _renew_card(self, arena: StagingArena) -> None:
         assert arena.mark is not None, "a valid image has one"
-        renew_card(arena.mark, self._tier.commits, self._peers.rank, self._cards.get(arena))
+        renew_card(arena.mark, self._tier.commits, self._tier.rank, self._cards.get(arena))

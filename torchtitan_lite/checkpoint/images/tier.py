@@ -59,7 +59,7 @@ class Tier:
         """The latest full checkpoints in the folder, as far as this rank knows: the coordinator does."""
         self.is_off = False
         """Whether this process keeps no images any more."""
-        self._rank = rank
+        self.rank = rank
         self._names: WeakKeyDictionary[Kept, str] = WeakKeyDictionary()
         self._num_named = 0
         self._kept: set[str] = set()
@@ -113,7 +113,7 @@ class Tier:
             if self.keeper.has_ended():
                 self._start_again()
             if not arena.is_kept:
-                self._names[arena] = f"{self.start}.{self._rank}.{self._num_named}"
+                self._names[arena] = f"{self.start}.{self.rank}.{self._num_named}"
                 self._num_named += 1
                 self._hold(arena)
             return arena.is_kept
@@ -146,7 +146,7 @@ class Tier:
 
     def end_at_exit(self) -> None:
         """Say that images stay, and how to free them, on rank 0. Forked children say nothing."""
-        if self._kept and not self._rank and os.getpid() == self._pid:
+        if self._kept and not self.rank and os.getpid() == self._pid:
             logger.info(
                 "Images in memory stay for the next start, for %g s. To free them: torchtitan-lite memory %s --end",
                 self.keeper.ttl_seconds,
@@ -170,7 +170,7 @@ class Tier:
                 logger.warning(
                     "Rank %d: %s. Nothing of the run is lost, but its images stay in memory until %g s after its "
                     "processes have ended and the keeper runs again. To free them at once: kill -KILL %d",
-                    self._rank,
+                    self.rank,
                     self._trouble,
                     self.keeper.ttl_seconds,
                     pid,
@@ -194,13 +194,13 @@ class Tier:
             self.is_off = True
             logger.warning(
                 "Rank %d: the process that holds images in memory was killed %d times. A restart loads from disk",
-                self._rank,
+                self.rank,
                 self._num_keepers,
             )
             return
         self._num_keepers += 1
         self._kept.clear()
-        logger.info("Rank %d: the process that holds images in memory was killed; starting another one", self._rank)
+        logger.info("Rank %d: the process that holds images in memory was killed; starting another one", self.rank)
         if self._join():
             for arena in arenas:
                 self._hold(arena)
@@ -227,7 +227,7 @@ class Tier:
         except KeeperUnavailable as error:
             if not self.keeper.has_ended():  # Else the next image starts another one.
                 self.is_off, self._trouble = True, error.reason
-                logger.warning("Rank %d: %s. A restart loads from disk", self._rank, error)
+                logger.warning("Rank %d: %s. A restart loads from disk", self.rank, error)
             return False
         return True
 

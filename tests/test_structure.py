@@ -1,0 +1,63 @@
+"""How the package is built: what `scripts/measure_structure.py` counts and what must not come back."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from scripts.measure_structure import PACKAGE, bare_events, constructors, defines, guards_in, twice
+from tests.source_modules import ROOT, modules_of
+
+MODULES = {f"{PACKAGE}.{module.name}": module.tree for module in modules_of(ROOT / PACKAGE)}
+
+
+@pytest.mark.parametrize("room", ["saving", "resume", "planning", "staging"])
+def test_a_room_of_saves_and_loads_does_not_ask_whether_there_are_images(room: str) -> None:
+    """What keeps copies in memory listens to saves and offers sources to loads; without it there are defaults."""
+    found = [
+        f"{name}:{node.lineno}: {ast.unparse(node)}"
+        for name, tree in MODULES.items()
+        if name.startswith(f"{PACKAGE}.checkpoint.{room}.")
+        for node in guards_in(tree)
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_a_guard_is_found() -> None:
+    source = "if self._images is not None and run.tier is None and x is None and self.memory.images is None: pass"
+    assert [ast.unparse(node) for node in guards_in(ast.parse(source))] == [
+        "self._images is not None",
+        "run.tier is None",
+        "self.memory.images is None",
+    ]
+
+
+def test_no_two_folders_define_one_public_class_name() -> None:
+    assert twice(MODULES) == []
+
+
+def test_only_the_manager_is_made_of_eight_parts_or_more() -> None:
+    assert [name for name, _ in constructors(MODULES)] == ["CheckpointManager"]
+
+
+def test_a_state_is_defined_once() -> None:
+    assert [name for name, tree in MODULES.items() if defines(tree, "State")] == [
+        f"{PACKAGE}.checkpoint.format.flattening"
+    ]
+
+
+def test_no_event_is_a_bare_string() -> None:
+    assert bare_events(MODULES) == 0
+
+
+def test_images_are_in_one_room_and_without_them_none_of_it_is_imported() -> None:
+    importers = {
+        name.rpartition(".")[0]
+        for name, tree in MODULES.items()
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{PACKAGE}.checkpoint.images")
+    }
+    assert importers == {f"{PACKAGE}.checkpoint.images", f"{PACKAGE}.cli"}, "the tool shows what is kept"
+    assert not (Path(ROOT) / PACKAGE / "checkpoint" / "memory").exists()
