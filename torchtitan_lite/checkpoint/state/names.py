@@ -106,5 +106,5 @@ def _wrapper_attribute(module: Any) -> str:
         return "module"
     if isinstance(module, FullyShardedDataParallel):
         return WRAPPED_BY_FSDP1
-    # Looked for by name first: this is asked of every module of the model at every save.
+    # Looked for by name first: each save looks at every module of the model.
     return COMPILED if COMPILED in getattr(module, "_modules", ()) and is_compiled(module) else ""
