@@ -95,7 +95,7 @@ def clear(step: int, store: CheckpointStore) -> None:
 
 
 def abandon(step: int, store: CheckpointStore) -> None:
-    store.abandon(step)
+    store.remove_staging(step)
 
 
 SAVES = {
@@ -205,7 +205,7 @@ def test_a_disk_that_fails_once_anywhere_leaves_the_old_or_the_new_checkpoint(
         try:
             scenario.act(store)
         except OSError:
-            store.abandon(scenario.step)
+            store.remove_staging(scenario.step)
             assert steps_of(root) in (old, new)
             scenario.act(store)
         assert steps_of(root) == new

@@ -388,7 +388,7 @@ def recover(store: CheckpointStore, step: int) -> None:
 
 
 def abandon(store: CheckpointStore, step: int) -> None:
-    store.abandon(step)
+    store.remove_staging(step)
 
 
 def clear(store: CheckpointStore, step: int) -> None:

@@ -250,7 +250,7 @@ def test_a_folder_that_cannot_be_listed_is_a_warning_and_nothing_is_removed(
 def test_a_failed_save_leaves_nothing(folder: Folder, events: Events) -> None:
     folder.save(1)
     (folder.store.stage(2) / layout.data_file(0, 0)).write_bytes(b"half")
-    Housekeeping(KeepAll(), events).abandon(2, folder.store)
+    Housekeeping(KeepAll(), events).remove_failed_save(2, folder.store)
     assert folder.names() == ["step-1"]
 
 
@@ -259,7 +259,7 @@ def test_leftovers_of_a_failed_save_that_cannot_be_removed_are_a_warning(
 ) -> None:
     folder.store.stage(2)
     folder.disk.fails = lambda operation, name: operation == "remove_tree"
-    Housekeeping(KeepAll(), events).abandon(2, folder.store)
+    Housekeeping(KeepAll(), events).remove_failed_save(2, folder.store)
     assert folder.names() == ["step-2.staging"]
     assert "step 2" in caplog.text and "Input/output error" in caplog.text
 
@@ -276,6 +276,17 @@ def test_the_fault_points_preflight_and_purge_are_passed_with_their_step(
     housekeeping.purge(folder.store)
     happened = [message.partition("happens here: ")[2] for message in caplog.messages]
     assert happened == ["slow@preflight:step=4,seconds=0", "slow@purge:step=2,seconds=0,times=always"]
+
+
+def test_a_removal_that_fails_leaves_the_others_to_be_removed_and_says_which_stays(
+    folder: Folder, events: Events, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2, 3, 4):
+        folder.save(step)
+    faults.install("EIO@purge:step=2", rank=0)
+    Housekeeping(KeepLatest(1), events).purge(folder.store)
+    assert folder.names() == ["step-2", "step-4"]
+    assert "step-2, which is no longer kept: " in caplog.text
 
 
 def test_a_disk_with_too_little_free_space_loses_the_oldest_until_there_is_enough(

@@ -168,7 +168,7 @@ def test_after_one_failure_of_the_disk_leftovers_are_removed(exchanges: bool, tm
         try:
             commit(store, 4, "new", branch_point=2)
         except OSError:
-            store.abandon(4)
+            store.remove_staging(4)
             assert not (tmp_path / str(at) / "step-4.staging").exists()
         if disk.done < at:
             break
@@ -181,7 +181,7 @@ def save_twice(store: CheckpointStore, step: int) -> None:
             return commit(store, step, "new", branch_point=2)
         except OSError:
             with contextlib.suppress(OSError):
-                store.abandon(step)
+                store.remove_staging(step)
 
 
 def steps(root: Path) -> list[int]:

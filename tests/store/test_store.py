@@ -164,7 +164,7 @@ def test_an_abandoned_save_leaves_nothing(store: CheckpointStore, root: Path) ->
     save(store, 5)
     write(store, 6)
     for _ in range(2):
-        store.abandon(6)
+        store.remove_staging(6)
     assert names(root) == ["step-5"]
 
 

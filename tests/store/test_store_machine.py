@@ -168,7 +168,7 @@ class Life(RuleBasedStateMachine):
     @rule(fault=FAULTS)
     def fail(self, fault: Fault | None) -> None:
         staged = self._take_staged()
-        self._try(lambda: self.store.abandon(staged.step), [self.there], fault)
+        self._try(lambda: self.store.remove_staging(staged.step), [self.there], fault)
 
     @precondition(lambda self: self.staged is not None)
     @rule(passes=st.integers(0, 3), takes_over_first=st.booleans())
@@ -350,7 +350,7 @@ class Life(RuleBasedStateMachine):
             self.recorder.before = lambda _: None
             self._adopt(outcomes)
             if step >= 0:
-                self.store.abandon(step)
+                self.store.remove_staging(step)
             self.staged = None
             return False
         except Crash:

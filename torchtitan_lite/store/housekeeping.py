@@ -121,10 +121,10 @@ class Housekeeping:
     ) -> None:
         """Remove `infos`, but none that was pinned meanwhile. What cannot be removed stays, with a warning."""
         for info in infos:
-            faults.point("purge", step=info.step)
             if self._background is not None and self._background.is_closed:
                 return
             try:
+                faults.point("purge", step=info.step)
                 trash = self._discard(info, store, fence)
                 store.empty(trash)
             except LeaseLost:
@@ -139,10 +139,10 @@ class Housekeeping:
                     logger.info("Deleted step %d", info.step)
                     self._emit(Purged(info.step, bytes=info.nbytes))
 
-    def abandon(self, step: int, store: CheckpointStore) -> None:
+    def remove_failed_save(self, step: int, store: CheckpointStore) -> None:
         """Remove what a failed save left; log a warning if that fails."""
         try:
-            store.abandon(step)
+            store.remove_staging(step)
         except OSError as error:
             logger.warning("Could not remove what the failed save of step %d left: %s", step, error)
 

@@ -189,7 +189,7 @@ class CheckpointStore:
         elif os.path.lexists(staging):
             self._retired.remove(staging)
 
-    def abandon(self, step: int) -> None:
+    def remove_staging(self, step: int) -> None:
         """Remove the staging folder of `step`. **Coordinator only**, when no rank writes into it any more."""
         with self.exclusive:
             staging = self._superfluous_staging(step)
@@ -202,7 +202,7 @@ class CheckpointStore:
         `fence` raises if the folder belongs to another job by now. It is called first, and again right before each
         rename that leads to the commit; after it raised, nothing is renamed, and its error is raised here. Raises
         SaveFailed if the staged files are not those of the manifest, OSError if the disk fails. The checkpoint of
-        `step` is then the old one or the new one, whole, and `abandon` may follow (not after `fence` raised: the
+        `step` is then the old one or the new one, whole, and `remove_staging` may follow (not after `fence` raised: the
         staging folder may be another job's by then). A replaced checkpoint that cannot be removed after the commit is a
         warning.
         """

@@ -91,6 +91,23 @@ def test_a_card_takes_the_place_of_another_one_and_the_one_before_stays_as_it_wa
     mark.close()
 
 
+def test_another_process_never_sees_a_valid_mark_without_an_image_while_its_card_is_replaced() -> None:
+    mark = Mark()
+    mark.set(7, 100, b"first")
+    child = os.fork()
+    if child == 0:
+        while True:  # Until it is killed, as a job might be, at any moment.
+            for card in (b"second", b"third"):
+                mark.set(7, 100, card)
+    try:
+        missing = sum(os.pread(mark.fd, 8, PAGE_BYTES - 8) == bytes(8) for _ in range(200_000))
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert missing == 0
+    assert read_mark(mark.fd) is not None
+
+
 def test_a_mark_that_a_killed_process_set_is_read() -> None:
     mark = Mark()
     child = os.fork()

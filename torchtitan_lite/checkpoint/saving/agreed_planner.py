@@ -1,7 +1,7 @@
 """A DCP planner for ranks that have agreed on a plan already.
 
 DCP's `save` gathers a plan of every rank and scatters them again. Here these plans are empty, because
-save_plan.py has decided who writes what. The rest of DCP's protocol is what a save needs: a failure of
+planning/plan_cache.py has decided who writes what. The rest of DCP's protocol is what a save needs: a failure of
 one rank is raised on every rank, and the coordinator finishes after all ranks have written.
 """
 

@@ -42,7 +42,7 @@ class SaveDecider:
         context: RunContext,
     ) -> None:
         self._policy = policy
-        self._step_policy, self._clock_policy = policy.split()
+        self._alike_policy, self._differing_policy = policy.split()
         self._skips_when_busy = build_skips_when_busy(context.config)
         self._loads_only = context.config.load_only
         self._maker = maker
@@ -155,7 +155,7 @@ class SaveDecider:
 
     def _warn_of_missed(self, reached: int | None, step: int) -> None:
         """Warn once of a loop that calls `save` only at steps of its own choice: it may save none of them, silently."""
-        missed = None if reached is None else self._step_policy.missed_step(reached, step)
+        missed = None if reached is None else self._alike_policy.missed_step(reached, step)
         if missed is not None:
             self._has_warned_of_missed = True
             logger.warning(
@@ -195,7 +195,7 @@ class SaveDecider:
 
     def _is_due(self, step: int, agreed: StepFlags) -> bool:
         """Return whether the policy wants `step` saved; False, with a log line, where `when_busy` skips it."""
-        due = self._step_policy.due(self._tick(step), self._maker.last) or agreed.save_due or self._is_overdue
+        due = self._alike_policy.due(self._tick(step), self._maker.last) or agreed.save_due or self._is_overdue
         if due and self._skips_when_busy and (busy_with := self._busy_with(agreed)) >= 0:
             return self._maker.skip(step, busy_with)
         return due
@@ -210,7 +210,7 @@ class SaveDecider:
         """Send this rank's flags of `step` without waiting for the others."""
         self._consensus.send(
             StepFlags(
-                save_due=self._clock_policy.due(self._tick(step), self._maker.last),
+                save_due=self._differing_policy.due(self._tick(step), self._maker.last),
                 save_failed=self._waiter.failed,
                 step_in_flight=-1 if self._waiter.step is None else self._waiter.step,
                 signal=self._departure.received,

@@ -242,7 +242,7 @@ class SaveWaiter:
                 return
             if _failed(save.pending.durable):
                 if not isinstance(save.pending.durable.exception(), LeaseLost):
-                    self._housekeeping.abandon(save.pending.step, save.store)
+                    self._housekeeping.remove_failed_save(save.pending.step, save.store)
                 return
             if (committed := save.pending.durable.result()) is not None:
                 self._housekeeping.note_committed(committed, save.store)

@@ -2,7 +2,7 @@
 
 DCP is a two-phase commit already: `write_data` on every rank is the preparation, the gathered
 results are the vote, and `finish` runs on the coordinator only, after every rank succeeded. So the
-commit is in `finish` and nowhere else. The ranks agreed before who writes what (save_plan.py), so a
+commit is in `finish` and nowhere else. The ranks agreed before who writes what (planning/plan_cache.py), so a
 save sends only the digests of each file and the objects in it.
 """
 

@@ -33,7 +33,7 @@ _RECORD_BYTES = 256
 """From the first record of the page to the second one."""
 _VALID = struct.Struct("<Q")
 _VALID_AT = PAGE_BYTES - _VALID.size
-"""The place of the word: 0, or the number of the valid record, 1 or 2. Aligned, so that the store cannot be cut."""
+"""The place of the word: 0, or the number of the valid record, 1 or 2. Only its lowest byte is ever stored."""
 
 
 class UnusableMark(ValueError):
@@ -61,7 +61,7 @@ class Mark:
 
     def clear(self) -> None:
         """Make the image invalid: call it before the first byte of the arena changes. Idempotent."""
-        _VALID.pack_into(self._page, _VALID_AT, 0)
+        self._page[_VALID_AT] = 0
 
     def set(self, step: int, num_bytes: int, card: bytes) -> None:
         """Make the image valid: the first `num_bytes` of the arena are that of `step`, described by `card`.
@@ -83,7 +83,8 @@ class Mark:
         fields = _FIELDS.pack(_MAGIC, _VERSION, 0, step, num_bytes, at, len(card), xxhash.xxh3_128_digest(card))
         sealed = fields + xxhash.xxh3_64_digest(fields)
         self._page[_record_at(number) : _record_at(number) + len(sealed)] = sealed
-        _VALID.pack_into(self._page, _VALID_AT, number)
+        # One byte, the lowest of the word: `pack_into` would store zeros first, and a kill in between lose both images.
+        self._page[_VALID_AT] = number
 
     def close(self) -> None:
         """Unmap the page and close the descriptor; the mark stays as long as another process holds it. Idempotent."""
