@@ -180,7 +180,7 @@ class AnyOf(SavePolicy):
 
     @property
     def needs_consensus(self) -> bool:  # type: ignore[override]  # it follows from the policies
-        """Whether one of them does."""
+        """Whether one of them does. `split` parts them: only these save a step later."""
         return any(policy.needs_consensus for policy in self.policies)
 
     def due(self, now: Tick, last_save: Tick) -> bool:
