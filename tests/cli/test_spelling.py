@@ -11,6 +11,7 @@ from tests.cli.conftest import Said
 from tests.store.filled import damage, fill
 from torchtitan_lite.cli.spelling import as_spelled
 from torchtitan_lite.errors import FolderInUse
+from torchtitan_lite.store.lease import LeaseClock
 
 
 @pytest.mark.parametrize(
@@ -52,8 +53,8 @@ def test_the_note_of_a_wait_names_the_folder_as_given(
     tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class SilentJob:
-        def __init__(self, root: Path, *, sleep: Any, **_: Any) -> None:
-            self.root, self.sleep = root, sleep
+        def __init__(self, root: Path, *, clock: LeaseClock, **_: Any) -> None:
+            self.root, self.sleep = root, clock.sleep
 
         def take(self) -> None:
             for _ in range(4):
