@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -135,6 +135,23 @@ def test_memory_that_is_not_what_the_placement_says_is_refused_by_name() -> None
             ValueError, match=r"model\.w: the rank at \[1\] .* has \[2, 3\] in memory, .* \[3, 3\] at \[3, 0\]"
         ):
             list(parts_of("model.w", short))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dim"), [([1, 0], 0), ([[0, 1], [3, 2]], 1), ([[2, 3], [0, 1]], 0)], ids=["1-D", "inner", "outer"]
+)
+def test_a_shard_on_a_mesh_whose_ranks_do_not_ascend_is_refused_by_name(ranks: list[int], dim: int) -> None:
+    world_size = torch.tensor(ranks).numel()
+    with rank_of(world_size - 1, world_size):
+        mesh = DeviceMesh("cpu", ranks)
+        placements: list[Placement] = [Replicate()] * mesh.ndim
+        copied = DTensor.from_local(torch.zeros(4, 3), mesh, placements, run_check=False)
+        [part] = parts_of("copied", copied)
+        assert part.offsets == (0, 0), "where each rank has all rows, their order does not matter"
+        placements[dim] = Shard(0)
+        split = DTensor.from_local(torch.zeros(2, 3), mesh, placements, run_check=False)
+        with pytest.raises(ValueError, match=rf"model\.w: this rank is number 0 of dimension {dim} of its .* number 1"):
+            list(parts_of("model.w", split))
 
 
 def test_a_rank_without_elements_may_have_empty_memory_of_any_shape() -> None:

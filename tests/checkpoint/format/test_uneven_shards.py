@@ -207,6 +207,24 @@ def test_a_tensor_that_is_not_what_its_placement_says_is_refused_on_every_rank(r
 
 
 @on_two_ranks
+def test_what_fully_shard_makes_of_a_mesh_whose_ranks_do_not_ascend_is_refused_on_every_rank(
+    rank: int, tmp_path: Path
+) -> None:
+    good, bad = (OneTensor(torch.arange(12.0).view(6, 2)) for _ in range(2))
+    fully_shard(good, mesh=DeviceMesh("cpu", [0, 1]))
+    fully_shard(bad, mesh=DeviceMesh("cpu", [1, 0]))  # Rank 0 has the first rows, and the mesh says the last.
+    assert local(bad.weight.detach())[0, 0] == 6 * rank
+    found = "weight: this rank is number [01] of dimension 0 of its device mesh"
+    with manager_of(bad, tmp_path) as manager, pytest.raises(SaveFailed, match=found):
+        manager.save(1, force=True)
+    with manager_of(good, tmp_path) as manager:
+        assert manager.save(1, force=True)
+    with manager_of(bad, tmp_path) as manager, pytest.raises(CheckpointMismatch, match=found):
+        manager.load()
+    assert local(bad.weight.detach())[0, 0] == 6 * rank, "no rank read anything"
+
+
+@on_two_ranks
 def test_a_check_after_loading_that_fails_on_one_rank_fails_on_both(rank: int, tmp_path: Path) -> None:
     peers = Peers(timedelta(seconds=30))
     with pytest.raises(ValueError, match=r"model\.weight: the rank at \[1\].* has \[4, 2\] in memory"):

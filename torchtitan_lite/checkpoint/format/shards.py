@@ -9,6 +9,10 @@ cuts what tensor parallelism has left on a rank with `torch.chunk`. DTensor's ow
 (`compute_local_shape_and_global_offset`) splits from left to right instead, which gives other boxes
 where sizes do not divide: 13 rows on 3 (FSDP) x 2 (TP) are 3, 3 and 1 rows of the first 7, not 3, 3
 and 2. So it is not used here.
+
+The shapes do not show rows that are in another rank's place: on a mesh of ranks [1, 0], `fully_shard` and
+`full_tensor` count by the process group, which is always ascending, and `redistribute` and DCP by the mesh.
+A tensor that is sharded on such a mesh is refused.
 """
 
 from __future__ import annotations
@@ -83,6 +87,7 @@ def part_of(name: str, tensor: DTensor) -> LocalShard:
         box = box_of(tuple(tensor.shape), tuple(tensor.device_mesh.shape), tensor.placements, coordinate)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
+    _check_order(name, tensor, coordinate)
     return _checked(name, tensor, box, tensor.to_local().detach())
 
 
@@ -99,6 +104,20 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 def knows_its_parts(tensor: DTensor) -> bool:
     """Return whether the local tensor of `tensor` itself reports to DCP which parts it holds, maybe several."""
     return lists_its_chunks(local_of(tensor))
+
+
+def _check_order(name: str, tensor: DTensor, coordinate: Sequence[int]) -> None:
+    mesh = tensor.device_mesh
+    for dim, placement in enumerate(tensor.placements):
+        if mesh.size(dim) == 1 or placement.is_replicate():
+            continue
+        in_group = mesh.get_local_rank(dim)
+        if in_group != coordinate[dim]:
+            raise ValueError(
+                f"{name}: this rank is number {coordinate[dim]} of dimension {dim} of its device mesh and number "
+                f"{in_group} of the process group of that dimension, so which shard it has depends on who made it. "
+                "Make a mesh whose ranks ascend, as init_device_mesh does."
+            )
 
 
 def _checked(name: str, tensor: DTensor, box: Box, memory: torch.Tensor) -> LocalShard:
