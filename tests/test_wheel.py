@@ -9,8 +9,11 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from tests.data.bpe import TEXTS, write_tokenizer
 from torchtitan_lite import __version__
 
 if sys.version_info >= (3, 11):
@@ -39,6 +42,43 @@ WITHOUT = {
     "wandb": ("wandb", [*TRAIN, "--metrics.enable_wandb"]),
 }
 """The package of each extra, and a command that needs it."""
+
+SMALL = ("--training.steps=1", "--training.batch_size=1", "--training.seq_len=16")
+WITH = {
+    "torchdata": (["python", "{folder}/two_batches.py"], "[4, 5] [6, 7]"),
+    "tokenizers": (
+        [*TRAIN, *SMALL, "--training.dataset=text", "--training.dataset_path={folder}/a.txt", "--model.tokenizer_path=."],
+        "Training completed",
+    ),
+    "parquet": (
+        [*TRAIN, *SMALL, "--training.dataset=parquet", "--training.dataset_path={folder}/a.parquet"],
+        "Training completed",
+    ),
+    "report": (WITHOUT["report"][1], "{folder}/report.html"),
+    "safetensors": (WITHOUT["safetensors"][1], "Exported"),
+}
+"""A command that uses each extra that the tests have, and words of what it says."""
+
+TWO_BATCHES = """
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from torchtitan_lite.checkpoint import CheckpointManager, TrainState
+from torchtitan_lite.data import StatefulDataLoaderAdapter
+
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = StatefulDataLoaderAdapter(StatefulDataLoader(range(10), batch_size=2), rank=0, num_ranks=1)
+progress = TrainState()
+with CheckpointManager.for_loop(
+    model=model, optimizer=optimizer, dataloader=loader, states={"train_state": progress}, folder="run"
+) as manager:
+    manager.load()
+    batches = iter(loader)
+    print(next(batches).tolist(), next(batches).tolist())
+    progress.step += 1
+    manager.save(progress.step, force=True)
+"""
 
 ABSENT = """
 import sys
@@ -196,6 +236,26 @@ def test_without_an_extra_one_sentence_says_how_to_install_it(
     assert said.count(sentence) == 1
     assert said.endswith(f"{sentence}\n")
     assert ("Traceback" in said) == (command[0] == "python"), "a command shows none, a program of your own does"
+
+
+def test_every_extra_of_the_tests_is_tried() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(WITH) == {extra for extra, packages in extras.items() if set(packages) < set(extras["test"])}
+
+
+@pytest.mark.parametrize("extra", WITH)
+def test_with_an_extra_the_installed_package_does_what_it_is_for(
+    extra: str, installed: Path, trained: Path, tmp_path: Path
+) -> None:
+    command, expected = WITH[extra]
+    (tmp_path / "two_batches.py").write_text(TWO_BATCHES)
+    (tmp_path / "a.txt").write_text("\n".join(TEXTS))
+    write_tokenizer(tmp_path)
+    pq.write_table(pa.table({"text": TEXTS}), tmp_path / "a.parquet")
+    given = [word.format(folder=tmp_path, trained=trained) for word in command]
+    if extra == "torchdata":  # A save, and then a resume.
+        assert "[0, 1] [2, 3]" in run_installed(installed, *given, cwd=tmp_path)
+    assert expected.format(folder=tmp_path) in run_installed(installed, *given, cwd=tmp_path)
 
 
 @pytest.mark.skipif(MYPY is None, reason="needs mypy: scripts/check.sh installs it")
