@@ -67,7 +67,8 @@ class Profiler:
             self._records_memory = False
 
     def _start_cycle(self) -> None:
-        # Each trace has a profiler of its own: one for several would keep the events of earlier traces, or warn.
+        # Each trace has a profiler of its own, so that acc_events adds none of an earlier one. Without it torch 2.11 and
+        # 2.12 warn before they prepare a trace; where warnings are errors, `stop` then crashes the process.
         num_left = self._config.profile_freq - self._step % self._config.profile_freq
         cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
         self._trace = profile(
@@ -75,6 +76,7 @@ class Profiler:
             schedule=lambda num_done: _action(num_left - num_done, self._config),
             on_trace_ready=self._write_trace,
             record_shapes=True,
+            acc_events=True,
         )
         self._trace.start()
 
