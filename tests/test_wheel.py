@@ -47,7 +47,10 @@ SMALL = ("--training.steps=1", "--training.batch_size=1", "--training.seq_len=16
 WITH = {
     "torchdata": (["python", "{folder}/two_batches.py"], "[4, 5] [6, 7]"),
     "tokenizers": (
-        [*TRAIN, *SMALL, "--training.dataset=text", "--training.dataset_path={folder}/a.txt", "--model.tokenizer_path=."],
+        [
+            *(*TRAIN, *SMALL, "--training.dataset=text"),
+            *("--training.dataset_path={folder}/a.txt", "--model.tokenizer_path=."),
+        ],
         "Training completed",
     ),
     "parquet": (

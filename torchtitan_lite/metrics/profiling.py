@@ -67,8 +67,8 @@ class Profiler:
             self._records_memory = False
 
     def _start_cycle(self) -> None:
-        # Each trace has a profiler of its own, so that acc_events adds none of an earlier one. Without it torch 2.11 and
-        # 2.12 warn before they prepare a trace; where warnings are errors, `stop` then crashes the process.
+        # Each trace has a profiler of its own, so that acc_events adds none of an earlier one. Without it torch 2.11
+        # and 2.12 warn before they prepare a trace; where warnings are errors, `stop` then crashes the process.
         num_left = self._config.profile_freq - self._step % self._config.profile_freq
         cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
         self._trace = profile(
