@@ -54,7 +54,7 @@ TIED_ON_TWO = ("FSDP 2", "TP 2")
 TIED_ON_FOUR = ("HSDP 2 x 2", "TP 2 x FSDP 2")
 TOPOLOGIES = [
     *(pytest.param((2, settings, ARGS), id=name) for name, settings in TWO_RANKS.items()),
-    *(pytest.param((2, TWO_RANKS[name], TIED), id=f"{name}, tied") for name in TIED_ON_TWO),
+    *(pytest.param((2, TWO_RANKS[name], TIED), id=f"{name}, tied", marks=pytest.mark.slow) for name in TIED_ON_TWO),
     *(pytest.param((4, settings, ARGS), id=name, marks=pytest.mark.slow) for name, settings in FOUR_RANKS.items()),
     *(pytest.param((4, FOUR_RANKS[name], TIED), id=f"{name}, tied", marks=pytest.mark.slow) for name in TIED_ON_FOUR),
 ]

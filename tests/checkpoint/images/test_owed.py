@@ -85,14 +85,14 @@ class Job:
     "interval",
     [
         {"interval_type": "seconds", "interval": 100},
-        {"interval_type": "none", "or_every_seconds": 100},
+        pytest.param({"interval_type": "none", "or_every_seconds": 100}, marks=pytest.mark.slow),
         {"interval": 1000, "at_steps": (2,), "or_every_seconds": 100},
         {"interval_type": "continuous", "continuous_floor_seconds": 100},
         {"interval_type": "auto", "mtbf_hours": 1000},
     ],
     ids=["seconds", "or_every_seconds", "steps or seconds", "continuous", "auto"],
 )
-@pytest.mark.parametrize("resets", [True, False], ids=["reset", "own loop"])
+@pytest.mark.parametrize("resets", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["reset", "own loop"])
 def test_kills_more_often_than_the_seconds_leave_the_disk_at_most_two_intervals_behind(
     job_folder: Path, interval: dict[str, Any], resets: bool
 ) -> None:

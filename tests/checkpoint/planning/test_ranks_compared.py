@@ -22,6 +22,14 @@ from tests.ranks import Ranks, on_two_ranks
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.errors import RanksDiffer
 
+SLOW_MODES = [pytest.param(mode, marks=pytest.mark.slow) for mode in ("async", "disabled")]
+"""Ranks are compared before a save takes its way: one way is enough in the fast tier."""
+
+
+@pytest.fixture(params=["async_with_pinned_mem", *SLOW_MODES])
+def mode(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
 
 class Loop:
     """A loop on one rank: `model`, AdamW, and the manager of both."""
