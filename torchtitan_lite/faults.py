@@ -79,8 +79,8 @@ CONDITIONS: Mapping[str, str] = MappingProxyType(
         "step": "at this step only",
         "process": "in this process only: trainer or writer",
         "path": "only where the path, or its end, matches this glob",
-        "after": "not at the first so many passes that match",
-        "times": "at so many passes, or always; 1 if not given",
+        "after": "not at the first N passes that match",
+        "times": "at N passes, or always; 1 if not given",
         "seconds": "how long slow waits; 1 if not given",
     }
 )
