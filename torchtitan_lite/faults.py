@@ -41,7 +41,7 @@ POINTS: Mapping[str, str] = MappingProxyType(
         "fsync": "a rank's file is about to be synced",
         "metadata": "DCP's `.metadata` is about to be written; coordinator",
         "manifest": "the manifest is about to be written; coordinator",
-        "seal": "the staging folder, whole, is about to be synced; coordinator",
+        "seal": "the complete staging folder is about to be synced; coordinator",
         "commit": "right before the rename that is the commit; coordinator",
         "committed": "right after that rename, before the folder is synced; coordinator",
         "hugging_face": "right before the rename that puts the last save in Hugging Face's format in place",
