@@ -41,7 +41,7 @@ POINTS: Mapping[str, str] = MappingProxyType(
         "fsync": "a rank's file is about to be synced",
         "metadata": "DCP's `.metadata` is about to be written; coordinator",
         "manifest": "the manifest is about to be written; coordinator",
-        "seal": "the staging folder, whole, is about to be synced; coordinator",
+        "seal": "the complete staging folder is about to be synced; coordinator",
         "commit": "right before the rename that is the commit; coordinator",
         "committed": "right after that rename, before the folder is synced; coordinator",
         "hugging_face": "right before the rename that puts the last save in Hugging Face's format in place",
@@ -79,8 +79,8 @@ CONDITIONS: Mapping[str, str] = MappingProxyType(
         "step": "at this step only",
         "process": "in this process only: trainer or writer",
         "path": "only where the path, or its end, matches this glob",
-        "after": "not at the first so many passes that match",
-        "times": "at so many passes, or always; 1 if not given",
+        "after": "not at the first N passes that match",
+        "times": "at N passes, or always; 1 if not given",
         "seconds": "how long slow waits; 1 if not given",
     }
 )
