@@ -161,6 +161,8 @@ class _File:
         """Fill the pieces of `segment`, checked against the digests `blocks` unless these are empty."""
         if segment.end > self.size:
             raise DamagedRange(self.path, self.size, segment.end, f"the file ends after {self.size} bytes")
+        # Through a buffer: a direct read into the tensor itself was tried and is not faster. A tensor lies on small
+        # pages, which makes the request slow, and its bytes are then hashed from memory, not from the cache.
         if self.direct is not None and self.cached is not None and not self.cached(segment.begin, segment.end):
             self._read_through_bounce(segment, blocks, buffers, self.direct)
             return
@@ -297,6 +299,7 @@ def _with_retries(
         except OSError as error:
             if direct and error.errno in _REFUSED:
                 raise
+            # A file that is missing stays missing; any other error may be a moment of the network.
             if attempt == ATTEMPTS or error.errno == errno.ENOENT:
                 name = errno.errorcode.get(error.errno or 0, "error")
                 cause = f"{name} ({error.strerror}), {counted(attempt, 'time')}"

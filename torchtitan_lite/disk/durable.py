@@ -128,6 +128,7 @@ class Durable:
         """Create the folder `path` and its missing parents, all durably."""
         if path.is_dir():
             return
+        # The parent first: a name is durable only in a folder that is.
         self.make_dir(path.parent)
         path.mkdir(exist_ok=True)
         self.fsync_dir(path.parent)

@@ -159,6 +159,7 @@ class LockFile:
             yield None
             return
         with file:
+            # Compared after the lock is taken: before, another process may have renamed another file to this name.
             yield file.read(_LIMIT_BYTES) if _lock(file) and _is_at(self._path, file) else None
 
 

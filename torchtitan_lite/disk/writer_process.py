@@ -71,6 +71,9 @@ class WriterProcess:
             before = signal.pthread_sigmask(signal.SIG_BLOCK, self._ignored)
             try:
                 sockets = [writes.fileno(), digests.fileno()]
+                # Not `multiprocessing`, which imports the user's main module and needs a `__main__` guard. Nor DCP's
+                # own background process: signals to the process group end it, it may outlive its trainer, and one rank
+                # alone cannot restart it.
                 self._process = subprocess.Popen(_command(sockets, self._ignored, self._rank), pass_fds=sockets)
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -138,9 +141,11 @@ class WriterProcess:
 def serve(socket_fds: Sequence[int], trainer_pid: int, ignored: Sequence[int], rank: int, fault_spec: str) -> None:
     """Serve requests, in the process, until the trainer closes the socket of writes or dies."""
     for number in ignored:
+        # Ignored before they are unblocked, or one that is pending would end the process here.
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ignored)
     _die_with(trainer_pid)
+    # Before the first thread, because threads inherit the priority.
     give_way()
     log.setup(rank)
     faults.install(fault_spec, rank=rank, process="writer")
@@ -160,6 +165,7 @@ def _die_with(trainer_pid: int) -> None:
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    # Looked at after `prctl`: a trainer that died before that call sends no signal.
     if os.getppid() != trainer_pid:
         os._exit(0)
 

@@ -239,6 +239,8 @@ class Keeper:
         self._is_forked = True
 
     def _join(self, member: str, pid: int) -> None:
+        # A pidfd and not a number, which the system may give to another process; it also holds in other PID namespaces,
+        # and its end wakes the keeper, which then needs no timer.
         pidfd = os.pidfd_open(pid)
         try:
             request = {"what": "join", "member": member, "start": self._start_id, "ttl_seconds": self.ttl_seconds}

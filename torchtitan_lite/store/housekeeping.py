@@ -126,6 +126,7 @@ class Housekeeping:
             try:
                 faults.point("purge", step=info.step)
                 trash = self._discard(info, store, fence)
+                # Not under the lock: deleting a checkpoint takes seconds, and a commit waits for that lock.
                 store.empty(trash)
             except LeaseLost:
                 return  # The next commit ends the run with this error.
@@ -147,6 +148,8 @@ class Housekeeping:
             logger.warning("Could not remove what the failed save of step %d left: %s", step, error)
 
     def _discard(self, info: CheckpointInfo, store: CheckpointStore, fence: Callable[[], None]) -> list[Path]:
+        # Lease and pins are read again for each removal, because both may have changed since the decision. Under the
+        # lock of the pins no `pin` can come between this look and the rename.
         with store.exclusive:
             fence()
             with Pins(store.root).unchanged() as pinned:

@@ -143,6 +143,8 @@ class KnownManifests:
             if not is_folder(folder):
                 return None
             faults.point("listing", step=step, path=folder / layout.MANIFEST)
+            # Before the file is read: if it is replaced in between, the next look sees another identity and reads
+            # again.
             identity = identity_of(folder)
             known = self._known.get(folder)
             if known is None or known.identity != identity or not known.is_settled:

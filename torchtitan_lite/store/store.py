@@ -45,6 +45,7 @@ def free_bytes(folder: Path) -> int:
 @functools.cache
 def _lock_of(root: Path) -> AbstractContextManager[bool]:
     """Return the lock that all stores of this process share for the folder `root`."""
+    # Reentrant: housekeeping holds it while it calls `discard`, which takes it, too.
     return threading.RLock()
 
 
@@ -157,6 +158,7 @@ class CheckpointStore:
         """
         if self._free_bytes(self.root) < needed_bytes:
             self.recover()
+            # Leftovers of cut saves go before checkpoints, which `make_room` removes: no run needs the former.
             make_room()
             if (free := self._free_bytes(self.root)) < needed_bytes:
                 raise SaveFailed(
@@ -206,6 +208,7 @@ class CheckpointStore:
         staging folder may be another job's by then). A replaced checkpoint that cannot be removed after the commit is a
         warning.
         """
+        # First, because sealing removes files from the staging folder, which may be another job's by now.
         fence()
         sealed = self._seal(step, manifest)
         self._durable.fsync_dir(self.root)
@@ -214,6 +217,8 @@ class CheckpointStore:
             self._put_in_place(sealed, fence)
             faults.point("committed", step=step, path=self._final(step))
             self._durable.fsync_dir(self.root)
+            # Only now, after the sync: until then a power cut may undo the rename, and what it replaced is all there
+            # is.
             self._retired.after_commit(step, sealed.lineage.abandons)
         return describe(self._final(step), sealed)
 
@@ -265,6 +270,7 @@ class CheckpointStore:
         with naming(staging / layout.METADATA), (staging / layout.METADATA).open("rb") as file:
             self._durable.fsync_file(file.fileno())
         faults.point("manifest", step=step, path=staging / layout.MANIFEST)
+        # The manifest comes last: a folder that has one holds all files that it lists.
         self._durable.write_file(staging / layout.MANIFEST, sealed.to_readable_json())
         faults.point("seal", step=step, path=staging)
         self._durable.fsync_dir(staging)
@@ -289,6 +295,8 @@ class CheckpointStore:
         is_there, there = os.path.lexists(final), self._manifests.find_intact(step, [final])
         keeps_weights = there is not None and _stay_beside(there, sealed)
         fence()
+        # One system call, so `step-N` exists at every moment. Where the system has no such call there are two renames,
+        # and `recover` undoes the first one if a crash comes between them.
         if there is not None and not keeps_weights and self._durable.exchange(staging, final):
             return
         if is_there:

@@ -127,6 +127,7 @@ class HeldImages:
         local = {each.held.name: (key, each) for (key, _), each in self._local.items()}
         useful: list[tuple[bool, ImageKey, HeldMemory]] = []
         spare: list[HeldMemory] = []
+        # By name, so that all ranks of a host divide them alike without an exchange.
         for number, held in enumerate(sorted(self._held, key=lambda each: each.name)):
             key, found = local.get(held.name, (None, None))
             writer = -1 if found is None else found.image.rank
@@ -137,6 +138,7 @@ class HeldImages:
             else:
                 _clear(held)
                 spare.append(held)
+        # What was loaded comes first, because there may be room for only some of them.
         useful.sort(key=lambda each: each[:2], reverse=True)
         usable = [held for held in spare if _is_usable(held)][:MOST_SPARE]
         self._drop([held for held in spare if held not in usable])

@@ -123,6 +123,7 @@ class Marker:
     def _digested(self, image: Image) -> FileRecord:
         if self._process is None:
             return record_of(image.staged)
+        # By the second thread of that process: behind a disk write the image would become valid seconds later.
         return self._process.digest(image.staged.arena, image.staged.num_bytes, image.step)
 
     def _mark(self, image: Image, record: FileRecord) -> bool:

@@ -42,6 +42,8 @@ def choose(arenas: Sequence[Seen], complete: int) -> int | None:
     """Return the number of the arena to overwrite, None for none, if all ranks have the image of step `complete`."""
     if len(arenas) == 1:
         return 0
+    # Only what the last exchange found complete is protected, so all ranks protect the same image, however fast each of
+    # them digests.
     spare = [
         number
         for number, arena in enumerate(arenas)

@@ -121,6 +121,7 @@ def _warn_of_differences(per_rank: Sequence[Mapping[str, str]]) -> list[None]:
     if different:
         named = ", ".join(f"{key} (rank {rank}'s is saved)" for key, rank in different[:SHOWN])
         more = f" and {len(different) - SHOWN} more" if len(different) > SHOWN else ""
+        # A warning and not an error: which rank is right cannot be known here. With DDP it is the lowest one.
         logger.warning(
             "Ranks hold different values of %s%s. A checkpoint has one of each, and every rank gets that one when it "
             "is loaded. If each rank needs its own, wrap the state in PerRank; buffers under DDP follow rank 0 anyway",

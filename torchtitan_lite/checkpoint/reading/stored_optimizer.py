@@ -184,6 +184,8 @@ class StoredOptimizer:
     ) -> dict[str, str]:
         """Return the settings that belong to another optimizer, or that differ within one of this run's groups."""
         there, here = own.keys() - _OF_SCHEDULERS, slot.settings.keys() - _OF_SCHEDULERS
+        # One side alone may have settings that only its version of torch has. Both have some only if it is another
+        # optimizer.
         if there - here and here - there:
             more, fewer = ", ".join(sorted(there - here)), ", ".join(sorted(here - there))
             return {f"optimizer.{SETTINGS}.{stored}": f"another optimizer's: it has {more} and lacks {fewer}"}

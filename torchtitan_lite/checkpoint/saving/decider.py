@@ -96,6 +96,8 @@ class SaveDecider:
         self._auto.leave(step, began=saved and not last and not leaving_for)
         if leaving_for:
             self._note_left(leaving_for)
+        # After the save, not together with `receive`: flags from before it would say that a save by the clock is due,
+        # and the next step would be saved again.
         self._send(step)
         return saved, leaving_for
 
@@ -184,6 +186,8 @@ class SaveDecider:
         if last:
             self._waiter.outcome()  # However it ended: this save is tried.
             self._maker.last_of_all(step)
+        # `now` is an argument of `save`: a method of its own could save one step twice, and would need an exchange of
+        # flags next to that of the step.
         elif now or self._is_due(step, agreed):
             self._waiter.settle()
             logger.info("Saving step %d", step)

@@ -241,6 +241,7 @@ class SaveWaiter:
             if not self._peers.is_coordinator:
                 return
             if _failed(save.pending.durable):
+                # After a lost lease the staging folder may be another job's.
                 if not isinstance(save.pending.durable.exception(), LeaseLost):
                     self._housekeeping.remove_failed_save(save.pending.step, save.store)
                 return

@@ -50,6 +50,9 @@ class Copier(Protocol):
 class HostCopier:
     """Copies with two threads while the caller waits."""
 
+    # By hand, 2 GB took 100 ms without and 102 ms with digests where memory was slow, and 1.1 to 1.3 times as long
+    # where it was fast. A thread or process that digests the copy later reads all of it from memory again, during the
+    # next step.
     can_digest = True
 
     def copy(self, data: FileData, arena: StagingArena, *, digests: bool) -> Copied:
@@ -80,6 +83,7 @@ class CudaCopier:
     optimizer changes the others, and the guard makes it wait. The host waits only for copies of tensors in its memory.
     """
 
+    # No core has the bytes in its cache: the accelerator copies them.
     can_digest = False
 
     def __init__(self) -> None:

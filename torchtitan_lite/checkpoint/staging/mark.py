@@ -79,6 +79,7 @@ class Mark:
             at = PAGE_BYTES if PAGE_BYTES + len(card) <= begin else begin + count
         if os.fstat(self.fd).st_size < at + len(card):
             os.ftruncate(self.fd, at + len(card))
+        # Next to the valid card and record, never over them: a kill before the last line leaves these valid.
         _write_at(self.fd, at, card)
         fields = _FIELDS.pack(_MAGIC, _VERSION, 0, step, num_bytes, at, len(card), xxhash.xxh3_128_digest(card))
         sealed = fields + xxhash.xxh3_64_digest(fields)

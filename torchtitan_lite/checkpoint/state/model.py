@@ -124,6 +124,8 @@ class ModelWrapper:
         for part, raw in self._raw_parts():
             names = clean_names(part, raw)
             merge_disjoint([{name: None} for name in names.values()])
+            # Left out of the model's state, not of the save: plans, loads, comparisons and exports need no rule of
+            # their own.
             names = {key: name for key, name in names.items() if name not in left_out}
             dicts.append((part, raw, names))
         return dicts
