@@ -2,7 +2,7 @@
 
 The digest is computed from the memory that goes to the kernel, or is known from when that was filled. So it records
 what was meant, whatever memory and disk do.
-Requests come from aligned memory: in place where the whole file is in memory already, else through bounce buffers.
+Requests come from aligned memory: in place where the complete file is in memory already, else through bounce buffers.
 Where direct I/O is refused, when opening or at the first write, the same bytes go through the page cache to the same
 offsets. When `write_blocks` returns, the contents are durable; the name is durable once the folder is synced.
 """
@@ -50,7 +50,7 @@ class FileSource(Protocol):
 class InPlace:
     """Contents that lie in `memory`, which begins and ends at a page boundary.
 
-    Few large requests: nothing is copied before a request, and each one takes time from training beside it.
+    Few large requests: nothing is copied before a request, and each one takes time from the training alongside.
     """
 
     request_bytes = 4 * BLOCK_BYTES
@@ -158,7 +158,8 @@ class _File:
     def write(self, data: memoryview, offset: int, num_bytes: int) -> None:
         """Write the first `num_bytes` of `data`, which is padded, at `offset`."""
         while num_bytes > 0:
-            direct = self._direct  # Read it once: another thread may switch it off during this request.
+            # Read it once: another thread may switch it off during this request.
+            direct = self._direct
             try:
                 allowed = faults.limit("write", num_bytes, path=self._path)
                 request = data[: aligned(allowed) if direct else allowed]

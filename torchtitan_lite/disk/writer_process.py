@@ -4,7 +4,7 @@ It is a worker, not a peer: planning, agreement and commit stay in the trainer. 
 of the file's image in the staging arena, which both processes map; the process answers with digests. So it needs no
 process group, no rank and no torch, and starts in moments. A thread of its own digests copies that no disk write needs,
 so that these wait for no disk. It gives way to training (nice, lowest I/O priority). It
-ignores the signals that a scheduler sends to whole process groups, because the trainer decides what to save and when to
+ignores the signals that a scheduler sends to process groups, because the trainer decides what to save and when to
 end. It dies with its trainer, because an orphan must not write into a folder that a restarted job owns.
 `WriterProcess` is the end of the trainer, `serve` the end of the process.
 """
@@ -34,7 +34,7 @@ STOP_SECONDS = 10.0
 
 
 class WriterProcess:
-    """The trainer's end. One write at a time uses it, and beside that one digest, each from any thread."""
+    """The trainer's end. One write at a time uses it, and at the same time one digest, each from any thread."""
 
     def __init__(self, timeout_seconds: float, ignored_signals: Sequence[str] = (), *, rank: int = 0) -> None:
         self._timeout_seconds = timeout_seconds
@@ -107,12 +107,13 @@ class WriterProcess:
             self._process = None
 
     def forget(self) -> None:
-        """Drop the process in a forked child; the parent's process goes on."""
+        """Drop the process in a forked child; the parent's process stays."""
         for line in self._lines or ():
             line.forget()
         self._lines = None
         if self._process is not None:
-            self._process.returncode = 0  # Else Popen would wait for a process that is no child of this one.
+            # Else Popen would wait for a process that is no child of this one.
+            self._process.returncode = 0
             self._process = None
 
     def _hang_up(self) -> None:
@@ -128,7 +129,8 @@ class WriterProcess:
         try:
             answer = lines[which].ask(request, arena, process.pid, _is_stopped)
         except LineBroken as broken:
-            process.kill()  # The next `start` starts another one; until then the other line finds it ended, too.
+            # The next `start` starts another one; until then the other line finds it ended, too.
+            process.kill()
             self._is_reported = True
             self._hang_up()
             _wait_for_killed(process)

@@ -2,7 +2,7 @@
 
 Each call is a connection of its own, so there is nothing that a forked child could share; any rank and any thread may
 call. No call waits long for a keeper that is silent, and no trouble with a keeper is more than a `KeeperUnavailable`:
-training goes on without images. What one call reads from a keeper is checked as what another user could have sent.
+training continues without images. What one call reads from a keeper is checked as what another user could have sent.
 """
 
 from __future__ import annotations
@@ -212,6 +212,7 @@ class Keeper:
         `KeeperUnavailable`.
         """
         with self._as_unavailable(), suppress(NoKeeper, HungUp):
+            # No longer watched: its end is wanted, and must not be taken for a kill.
             self._watch(-1)
             _, fds = self._ask({"what": "finish", "start": self._start_id}, may_free=True, wants_fds=True)
             _wait_for_end(fds)

@@ -65,7 +65,8 @@ def main(path: str, ttl_seconds: float) -> None:
     os.close(null)
     with suppress(OSError):
         _OWN_NAME.write_text(NAME)
-    listener.listen(socket.SOMAXCONN)  # Others see this process at the other end, not its parent.
+    # Others see this process at the other end, not its parent.
+    listener.listen(socket.SOMAXCONN)
     with suppress(OSError, ValueError):
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = _MAX_DESCRIPTORS if most == resource.RLIM_INFINITY else min(most, _MAX_DESCRIPTORS)

@@ -3,7 +3,7 @@
 A job holds the folder while the folder's lock file has its token, and renews the file by a heartbeat from a thread. Of
 all jobs that flock reaches exactly one can take the file (`disk/lock_file.py`). Where flock does not reach other hosts,
 a job that took the file of a silent holder looks again after a heartbeat, and a job that lost finds out in `check`. Not
-covered: a process that is stopped for the whole time-out between `check` and the rename that follows it.
+covered: a process that is stopped for all of the time-out between `check` and the rename that follows it.
 """
 
 from __future__ import annotations
@@ -134,7 +134,8 @@ class Lease:
                 if self._file.create(mine.to_bytes(0, self._now()), mine.token):
                     return
             elif _is_of(mine, found):
-                return  # A network file system reported an error for a request that it had carried out.
+                # A network file system reported an error for a request that it had carried out.
+                return
             # No wait: the process has ended, or it is this one, whose older manager was dropped without close(), as in
             # notebooks. The fence stops that manager if it is used again.
             elif holder is not None and (holder.has_ended() or holder.is_same_process_as(mine)):

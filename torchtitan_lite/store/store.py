@@ -64,7 +64,8 @@ class CheckpointStore:
         free_bytes: Callable[[Path], int] = free_bytes,
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        self.root = Path(root).absolute()  # A save in a thread must survive a change of the working directory.
+        # A save in a thread must survive a change of the working directory.
+        self.root = Path(root).absolute()
         self._durable = durable
         self._free_bytes = free_bytes
         self._manifests = KnownManifests(self.root, now_ns)
@@ -204,9 +205,9 @@ class CheckpointStore:
         `fence` raises if the folder belongs to another job by now. It is called first, and again right before each
         rename that leads to the commit; after it raised, nothing is renamed, and its error is raised here. Raises
         SaveFailed if the staged files are not those of the manifest, OSError if the disk fails. The checkpoint of
-        `step` is then the old one or the new one, whole, and `remove_staging` may follow (not after `fence` raised: the
-        staging folder may be another job's by then). A replaced checkpoint that cannot be removed after the commit is a
-        warning.
+        `step` is then the old one or the new one, complete, and `remove_staging` may follow (not after `fence` raised:
+        the staging folder may be another job's by then). A replaced checkpoint that cannot be removed after the commit
+        is a warning.
         """
         # First, because sealing removes files from the staging folder, which may be another job's by now.
         fence()
@@ -233,7 +234,7 @@ class CheckpointStore:
             return self._retired.discard(info)
 
     def empty(self, trash: Sequence[Path]) -> None:
-        """Remove what was discarded. **Coordinator only**; may run beside anything but `recover`."""
+        """Remove what was discarded. **Coordinator only**; may run alongside anything but `recover`."""
         for path in trash:
             self._retired.remove(path)
 

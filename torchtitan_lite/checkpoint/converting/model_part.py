@@ -1,7 +1,7 @@
 """The model's part of a checkpoint: which of its keys are weights, and the names that the model has for them.
 
 A full checkpoint of ours, and one of DCP's with a state `model`, has them under `model`; torchtitan has them at the
-top, beside its states; a weights-only checkpoint has nothing else. The paths of the nested state show which it is, so
+top, next to its states; a weights-only checkpoint has nothing else. The paths of the nested state show which it is, so
 that a model whose own names begin with `model.` keeps them.
 """
 

@@ -127,7 +127,7 @@ class ChunkRuns(Sequence[Chunk]):
 
 
 class FileSizes:
-    """The `sizes` of files by name, for questions about those of whole rows of ranks."""
+    """The `sizes` of files by name, for questions about those of complete rows of ranks."""
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self._by_rank = {

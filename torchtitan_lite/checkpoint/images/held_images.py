@@ -175,7 +175,8 @@ class HeldImages:
             held = keeper.held(self.start)
             is_mapped = any(each.is_mapped for each in held)
             if is_mapped and keeper.wait_until_unmapped(self.end_seconds, self.start):
-                while held:  # Until it ended that process may have kept others, and all ranks must find the same.
+                # Until it ended that process may have kept others, and all ranks must find the same.
+                while held:
                     held.pop().close()
                 held, is_mapped = keeper.held(self.start), False
             if not is_mapped:
@@ -281,7 +282,8 @@ class HeldImages:
                     for rank in range(image.world_size)
                 ]
             )
-        except Exception as error:  # A card may hold anything: whatever is wrong with it, the next source is tried.
+        except Exception as error:
+            # A card may hold anything: whatever is wrong with it, the next source is tried.
             logger.warning("The images of step %d are ignored: %s", key.step, error)
             return None
         return Complete(key, image, manifest, is_spread)

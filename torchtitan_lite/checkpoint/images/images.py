@@ -132,7 +132,8 @@ class Images:
         found = self._found(num_bytes)
         if self._former.are_any and num_arenas(found) < (2 if self._interval else 1):
             self._former.free()
-            found = self._found(num_bytes)  # Again: it may have counted in the limits of another job.
+            # Again: it may have counted in the limits of another job.
+            found = self._found(num_bytes)
         if self._interval:
             self._make(found)
 

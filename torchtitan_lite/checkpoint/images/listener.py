@@ -55,7 +55,8 @@ class ImageListener(CopyListener):
             try:
                 record = content.write(path)
             except Exception:
-                images.marker.digest_here(image)  # The disk failed, not the copy: it is all that a kill leaves then.
+                # The disk failed, not the copy: it is all that a kill leaves then.
+                images.marker.digest_here(image)
                 raise
             images.marker.mark(image, record)
             return record

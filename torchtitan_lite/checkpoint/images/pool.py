@@ -123,7 +123,7 @@ class Pool(Slots):
     def validate(self, slot: ArenaSlot, number: int, mark: Callable[[], None]) -> bool:
         """Call `mark`, after which the image in `slot` is valid; but not if copy `number` was overwritten since.
 
-        Returns whether it is valid. Else a mark could be set beside the bytes of a later step.
+        Returns whether it is valid. Else a mark could be set next to the bytes of a later step.
         """
         with self._changed:
             if slot.num_copies != number:

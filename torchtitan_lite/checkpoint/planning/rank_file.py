@@ -29,7 +29,7 @@ class RankPlan:
     object_keys: Sequence[str]
     layout: FileLayout
     description: Description | None
-    """Of the whole checkpoint; coordinator only, None on other ranks."""
+    """Of the complete checkpoint; coordinator only, None on other ranks."""
     volatile: Set[int] = frozenset()
     """The numbers, in file order, of the tensors that forward may change, not only the optimizer's step."""
 

@@ -139,7 +139,8 @@ def _label(key: str, part: LocalShard) -> str:
 def _digest(value: Any) -> str:
     """Return a text that is the same for equal values on every rank; for a value that cannot be pickled, its type's."""
     if type(value) in (bool, int, float, type(None)):
-        return repr(value)  # The fast way for thousands of them, the settings of every parameter.
+        # The fast way for thousands of them, the settings of every parameter.
+        return repr(value)
     try:
         return text_digest(_canonical(value))
     except Exception:

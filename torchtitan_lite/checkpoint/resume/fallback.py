@@ -196,7 +196,8 @@ class Candidates:
     def _quarantine(self) -> dict[int, str]:
         full = {info.step for info in self.store.committed() if info.kind is CheckpointKind.FULL}
         if not full - self.damaged.keys():
-            return {}  # Loaded from memory: if that is lost before a save, the next start must not begin from scratch.
+            # Loaded from memory: if that is lost before a save, the next start must not begin from scratch.
+            return {}
         moved = {}
         for step, error in sorted(self.damaged.items()):
             faults.point("quarantine", step=step)

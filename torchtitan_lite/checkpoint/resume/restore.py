@@ -140,7 +140,8 @@ class Restore:
         self._raise_unless_readable()
         report = self._report(self._keys(), ())
         if report.refusals:
-            report = self.report()  # What the states refuse may be the cause: another tokenizer has other shapes.
+            # What the states refuse may be the cause: another tokenizer has other shapes.
+            report = self.report()
             raise CheckpointMismatch(str(report.path), "\n".join([*report.refusals, *report.ways_out]))
         rules = build_load_rules(self._config.checkpoint)
         if not rules.is_partial:

@@ -59,7 +59,7 @@ class SaveDecider:
         self._reached: int | None = None
         """The step at which the loop is."""
         self._num_left = 0
-        """The number of steps since the ranks agreed to stop: more than one if the loop goes on."""
+        """The number of steps since the ranks agreed to stop: more than one if the loop continues."""
         self._has_warned_of_missed = False
 
     def continue_from(self, step: int | None) -> None:
@@ -69,7 +69,8 @@ class SaveDecider:
         """
         self._loaded = self._latest = self._reached = step
         self._num_left = 0
-        is_behind = self._maker.on_disk.step < (step or 0)  # Only after a load from memory; the same on all ranks.
+        # Only after a load from memory; the same on all ranks.
+        is_behind = self._maker.on_disk.step < (step or 0)
         self._is_overdue = is_behind and self._peers.on_coordinator(lambda: self._owes(step or 0))
 
     def end_of_step(self, step: int, *, last: bool, now: bool) -> tuple[bool, int]:
@@ -89,7 +90,8 @@ class SaveDecider:
         self._is_overdue = False
         if not saved and not self._has_warned_of_missed and self._peers.is_coordinator:
             self._warn_of_missed(reached, step)
-        self._maker.prepare(step, now=True)  # After the first step there is all that is to be saved.
+        # After the first step there is all that is to be saved.
+        self._maker.prepare(step, now=True)
         if not saved and not last and not leaving_for and not self._loads_only:
             self._maker.note_not_saved(step)
             self._maker.compare_alongside(step)
@@ -173,7 +175,8 @@ class SaveDecider:
         """Return the flags that the ranks sent last; settle the save in flight if they say that it ended."""
         agreed = self._consensus.receive()
         if agreed.signal:
-            self._departure.leave()  # The save in flight is awaited, and looked at, before the ranks leave.
+            # The save in flight is awaited, and looked at, before the ranks leave.
+            self._departure.leave()
         elif agreed.save_failed:
             self._waiter.settle()
         else:

@@ -56,7 +56,8 @@ class HostCopier:
     can_digest = True
 
     def copy(self, data: FileData, arena: StagingArena, *, digests: bool) -> Copied:
-        share = -(-data.num_bytes // (4 * THREADS * BLOCK_BYTES)) * BLOCK_BYTES  # Whole blocks, some for each thread.
+        # Whole blocks, some for each thread.
+        share = -(-data.num_bytes // (4 * THREADS * BLOCK_BYTES)) * BLOCK_BYTES
         piece = max(BLOCK_BYTES, min(_PIECE_BYTES, share))
         begins = range(0, data.num_bytes, piece)
         blocks = [b""] * len(begins)
@@ -100,7 +101,8 @@ class CudaCopier:
             (on_devices.setdefault(tensor.device, []) if tensor.is_cuda else elsewhere).append(number)
         done = [self._enqueue_on(device, numbers, data, arena) for device, numbers in on_devices.items()]
         _copy_now(data, arena, elsewhere)
-        held = [data]  # Until the copies are done: the allocator must not reuse the memory that they read.
+        # Until the copies are done: the allocator must not reuse the memory that they read.
+        held = [data]
 
         def wait() -> None:
             for event in done:

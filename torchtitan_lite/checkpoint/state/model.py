@@ -2,7 +2,7 @@
 
 `state_dict` calls the modules' own: most tensors that it returns are views of live ones, and a load
 reads straight into them. What hooks or `get_extra_state` return may be copies, so a load is complete
-only after `put_back` has given the whole dict to the modules.
+only after `put_back` has given the complete dict to the modules.
 """
 
 from __future__ import annotations

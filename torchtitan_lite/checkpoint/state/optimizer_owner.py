@@ -38,7 +38,7 @@ from torchtitan_lite.errors import CheckpointMismatch, ConfigError
 _NOT_SETTINGS = ("params", "param_names")
 GLOBAL, OTHER, EMPTY_GROUPS, WHOLE = "global", "other", "empty_groups", "whole"
 """Keys of `OptimizerState.rest`: state that belongs to no parameter, further keys of the state dict, settings of groups
-without parameters, and a whole state dict."""
+without parameters, and a complete state dict."""
 
 
 class Owner(Protocol):
