@@ -53,12 +53,11 @@ def main(path: str, ttl_seconds: float) -> None:
     listener = messages.new_socket()
     listener.bind(path)
     listener.listen(socket.SOMAXCONN)
-    # The socket is bound, so the keeper answers as soon as its start returns. The child has no parent that is a
-    # trainer: neither a signal to a process group nor a tool that ends all children of a job reaches it.
+    # The socket is bound, so the keeper answers as soon as its start returns. With this parent gone the keeper is no
+    # child of the job: neither a signal to a process group nor a tool that ends all children of a job reaches it.
     if os.fork():
         os._exit(0)
-    # Errors up to here went to the report that `spawn` reads. A stream of the trainer would stay open as long as this
-    # process lives.
+    # Errors up to here went to the report that `spawn` reads, which must not stay open as long as this process lives.
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(null, stream)

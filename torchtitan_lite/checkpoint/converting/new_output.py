@@ -26,7 +26,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     with _staging(out) as folder:
         yield folder
         DISK.fsync_dir(folder)
-        # Again, because it may have appeared meanwhile, and a rename replaces an empty folder only.
+        # Again, because it may have appeared while this was written.
         _refuse_existing(out, may_be_empty_folder=True)
         DISK.rename(folder, out)
         DISK.fsync_dir(out.parent)
