@@ -275,7 +275,8 @@ class Keeper:
         wants_fds: bool = False,
     ) -> tuple[dict[str, Any], list[int]]:
         if may_free:
-            self._ask({"what": "hello"})  # One that is stopped would cost FREE_SECONDS.
+            # One that is stopped would cost FREE_SECONDS.
+            self._ask({"what": "hello"})
         seconds = FREE_SECONDS if may_free else ANSWER_SECONDS
         with connected(self._path(), seconds, lambda: self._hurries) as ask:
             return ask(request, fds, wants_fds=wants_fds)

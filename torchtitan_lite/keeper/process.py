@@ -160,7 +160,8 @@ class Server:
         if self._connections:
             self._close(self._connections[0])
         else:
-            time.sleep(0.1)  # Another process has used up the descriptors of the system.
+            # Another process has used up the descriptors of the system.
+            time.sleep(0.1)
 
     def _close(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
@@ -183,7 +184,8 @@ class Server:
             _send(connection, {"error": f"the request is not understood: {error}"})
         except BlockingIOError:
             return
-        except Exception:  # Whatever one request does, the images of the others stay.
+        except Exception:
+            # Whatever one request does, the images of the others stay.
             messages.close_all(fds)
             self._close(connection)
 

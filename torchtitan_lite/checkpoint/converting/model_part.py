@@ -41,7 +41,8 @@ def model_keys(contents: Contents, manifest: Manifest | None) -> list[ModelKey]:
         if prefix:
             if path[: len(prefix)] == prefix and len(path) > len(prefix):
                 found.append(_model_key(key, path[len(prefix) :]))
-            elif len(path) == 1 and key.startswith(f"{MODEL}."):  # Saved as a flat state.
+            elif len(path) == 1 and key.startswith(f"{MODEL}."):
+                # Saved as a flat state.
                 found.append(_model_key(key, (key.removeprefix(f"{MODEL}."),)))
         elif key not in contents.paths and key.startswith(_OTHER_STATES):
             continue

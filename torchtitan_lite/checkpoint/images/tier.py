@@ -161,7 +161,8 @@ class Tier:
         self.keeper.hurry()
         if self._starting is not None:
             self._starting.join()
-        with self._lock:  # An image that is ready only now must not start another keeper.
+        # An image that is ready only now must not start another keeper.
+        with self._lock:
             pid = self.keeper.pid
             try:
                 if not self.is_off:
@@ -228,7 +229,8 @@ class Tier:
         try:
             act()
         except KeeperUnavailable as error:
-            if not self.keeper.has_ended():  # Else the next image starts another one.
+            # Else the next image starts another one.
+            if not self.keeper.has_ended():
                 self.is_off, self._trouble = True, error.reason
                 logger.warning("Rank %d: %s. A restart loads from disk", self.rank, error)
             return False

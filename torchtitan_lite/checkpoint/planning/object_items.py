@@ -114,7 +114,8 @@ def _saved_by_torch(key: str, value: Any) -> bytes:
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
-        if CALL_OF_BYTES in buffer.getvalue():  # Only then, because this pickler is slow.
+        # Only then, because this pickler is slow.
+        if CALL_OF_BYTES in buffer.getvalue():
             buffer = io.BytesIO()
             torch.save(value, buffer, pickle_module=SafePickle)
     except Exception as error:

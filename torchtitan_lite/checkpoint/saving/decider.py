@@ -125,7 +125,8 @@ class SaveDecider:
                 self._reached,
                 step,
             )
-        self._waiter.outcome()  # However it ended: what is not durable is saved below.
+        # However it ended: what is not durable is saved below.
+        self._waiter.outcome()
         if not self._maker.is_saved(step, loaded=self._loaded):
             self._maker.last_of_all(step)
         self._latest = self._reached = step

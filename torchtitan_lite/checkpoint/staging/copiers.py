@@ -118,7 +118,8 @@ class CudaCopier:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it so
         stream, training = self._streams[device], torch.cuda.current_stream(device)
-        stream.wait_stream(training)  # The kernels that compute the values come first.
+        # The kernels that compute the values come first.
+        stream.wait_stream(training)
         # One stream for each device: torch puts a copy on the current stream of the device that it reads.
         with torch.cuda.stream(stream):
             _enqueue_copies(data, arena, [number for number in numbers if number in data.volatile])

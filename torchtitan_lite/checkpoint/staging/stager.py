@@ -126,7 +126,8 @@ class Stager:
         def make() -> None:
             try:
                 if device is not None:
-                    torch.cuda.set_device(device)  # Each thread starts with device 0.
+                    # Each thread starts with device 0.
+                    torch.cuda.set_device(device)
                 making.set_result(work())
             except BaseException as error:
                 making.set_exception(error)

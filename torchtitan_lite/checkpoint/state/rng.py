@@ -49,7 +49,8 @@ class RngState:
         }
         for kind, devices in self._accelerators.items():
             state[kind] = devices.get_rng_state()
-            if (count := devices.device_count()) > 1:  # A model may be spread over them.
+            # A model may be spread over them.
+            if (count := devices.device_count()) > 1:
                 state[f"{kind}_devices"] = torch.stack([devices.get_rng_state(index) for index in range(count)])
         return state
 

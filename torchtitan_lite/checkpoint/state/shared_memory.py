@@ -123,7 +123,8 @@ def _place(tensor: torch.Tensor) -> tuple[int, int] | None:
         return None
     try:
         begin = local.data_ptr()
-    except RuntimeError:  # A wrapper subclass over other tensors; the save refuses it.
+    except RuntimeError:
+        # A wrapper subclass over other tensors; the save refuses it.
         return None
     return (begin, begin + local.numel() * local.itemsize) if begin else None
 
