@@ -58,7 +58,7 @@ class OneOpener:
             )
 
     def give_way(self, root: Path) -> None:
-        """Close the manager after its save is durable. What fails is logged: the manager that opens `root` goes on."""
+        """Close the manager after its save is durable. What fails is logged: who opens `root` continues."""
         self.is_replaced = True
         self.note_closed()
         logger.warning(

@@ -124,6 +124,8 @@ class Parts:
 
     def end(self, hooks: StepHooks, opener: OneOpener) -> None:
         """Wait for the save in flight, end threads and processes, and give the folders up, whatever of it fails."""
+        # Called from the last to the first, whatever one of them raises. The folders are released only when no thread
+        # and no process of this job writes into them.
         with ExitStack() as in_reverse:
             in_reverse.callback(opener.note_closed)
             in_reverse.callback(self.folders.release)

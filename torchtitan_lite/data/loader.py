@@ -164,6 +164,8 @@ class TokenLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the run, as new ints and strings that are the same on every rank."""
         return {
+            # One position for all ranks: the order is computed from it, so a resume on any number of ranks seeks in no
+            # time.
             "next_position": self._next_position,
             "seed": self._seed,
             # At 0 without the length, which may not be known yet.

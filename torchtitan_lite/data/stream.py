@@ -119,6 +119,7 @@ class StreamLoader:
             "next_position": self._next_position,
             "epoch": self._epoch,
             "stream": self._stream.position(),
+            # As tokens: to read the document again would need the position before it, which `datasets` does not give.
             "rest": self._rest,
         }
         return pack(state, rank=self._rank, num_ranks=self._num_ranks)

@@ -150,6 +150,8 @@ class TokenCorpus:
                 return TokenFile(file)
         with self._naming_the_folder(self._folder):
             durable.make_dir(self._folder)
+            # A lock, not rank 0 and a collective: making the file may take hours, collectives have time-outs, and ranks
+            # on other file systems need a file of their own.
             with making_lock(self._folder / LOCK_FILE, self._sleep) as (note, is_alone):
                 with suppress(TokensDamaged):
                     found = self._open()
@@ -193,6 +195,8 @@ class TokenCorpus:
             changed = [n for n, a, b in zip(self._names, digests, expected, strict=True) if a != b]
             raise CorpusChanged([f"{name}: it changed during this run" for name in changed])
         described = list(zip(self._names, self._sizes, times, digests, strict=True))
+        # Tokens, not an index of lengths: with that, each window would tokenise its document again, and read a whole
+        # row group of a Parquet file for it.
         write_tokens(
             file,
             self._arrays(note),

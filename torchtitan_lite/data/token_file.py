@@ -72,6 +72,7 @@ class TokenFile:
         self._bytes: npt.NDArray[np.uint8] = (
             np.memmap(file, dtype=np.uint8, mode="r", shape=(data_bytes,)) if data_bytes else np.empty(0, np.uint8)
         )
+        # Each block when it is first read: to verify all of them at a start would read the file once for each rank.
         self._is_verified = np.zeros(num_blocks(data_bytes), dtype=np.bool_)
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:

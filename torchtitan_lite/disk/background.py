@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable
 from torchtitan_lite.log import logger
 
 NICE = 15
-"""Niceness of the writer process, a compromise. Beside training that uses every core, steps take longer at 10; at 19 a
+"""Niceness of the writer process, a compromise. Next to training that uses every core, steps take longer at 10; at 19 a
 write takes several times as long and the next save waits for it (docs/performance.md)."""
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 
@@ -30,7 +30,8 @@ def give_way() -> None:
     Never in the training process. Linux only; does nothing elsewhere.
     """
     if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # A sandbox may refuse it; the save matters more than its priority.
+        # A sandbox may refuse it; the save matters more than its priority.
+        with contextlib.suppress(OSError):
             os.nice(NICE)
         lower_io()
 
@@ -38,7 +39,7 @@ def give_way() -> None:
 def lower_io() -> None:
     """Lower the I/O priority of the calling thread and of the threads that it starts, for good.
 
-    Linux only; does nothing elsewhere, where the priority would be that of the whole process.
+    Linux only; does nothing elsewhere, where the priority would be that of the process.
     """
     number = _IOPRIO_SET.get(platform.machine())
     if sys.platform == "linux" and number is not None:

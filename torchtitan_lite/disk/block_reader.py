@@ -1,10 +1,10 @@
 """Parts of a file, read once, checked, and put into their places.
 
-In a file with digests every touched block is read whole, and its digest is computed from the very bytes that were read:
-when `read` returns, each piece holds what was committed. What is in the page cache is read from it, straight into its
-place; the rest bypasses it through a bounce buffer, which saves a copy in the kernel. Where direct I/O or the look into
-the cache is refused, all reads go through the cache. A block with a wrong digest is read once more, past the cache if
-possible, and only then reported as damage; an I/O error is never reported as damage. Memory: `THREADS` x 5 MiB.
+In a file with digests all of every touched block is read, and its digest is computed from the very bytes that were
+read: when `read` returns, each piece holds what was committed. What is in the page cache is read from it, straight into
+its place; the rest bypasses it through a bounce buffer, which saves a copy in the kernel. Where direct I/O or the look
+into the cache is refused, all reads go through the cache. A block with a wrong digest is read once more, past the cache
+if possible, and only then reported as damage; an I/O error is never reported as damage. Memory: `THREADS` x 5 MiB.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class BlockReader:
     threads: int = THREADS
     direct: bool = True
     pause: Callable[[float], None] = time.sleep
-    """Sleeps for so many seconds."""
+    """Sleeps for that many seconds."""
     _buffers: list[_Buffers] = field(default_factory=list, init=False, repr=False)
 
     def read(
@@ -114,7 +114,8 @@ class BlockReader:
         An I/O error outweighs damage, which may be another symptom of the same failure.
         """
         count = max(1, min(self.threads, len(requests)))
-        self._buffers = [each for each in self._buffers if each.process == os.getpid()]  # Not in a forked child.
+        # Not in a forked child.
+        self._buffers = [each for each in self._buffers if each.process == os.getpid()]
         while len(self._buffers) < count:
             self._buffers.append(_Buffers())
         free, failures = self._buffers[:count], list[Exception]()
@@ -161,6 +162,8 @@ class _File:
         """Fill the pieces of `segment`, checked against the digests `blocks` unless these are empty."""
         if segment.end > self.size:
             raise DamagedRange(self.path, self.size, segment.end, f"the file ends after {self.size} bytes")
+        # Through a buffer: a direct read into the tensor itself was tried and is not faster. A tensor lies on small
+        # pages, which makes the request slow, and its bytes are then hashed from memory, not from the cache.
         if self.direct is not None and self.cached is not None and not self.cached(segment.begin, segment.end):
             self._read_through_bounce(segment, blocks, buffers, self.direct)
             return
@@ -239,7 +242,8 @@ class _File:
             try:
                 if self._fill([buffers.bounce[:aligned]], begin, direct, at_least=end - begin):
                     return
-            except OSError as error:  # A refusal; any other error was raised as CheckpointUnreadable.
+            except OSError as error:
+                # A refusal; any other error was raised as CheckpointUnreadable.
                 self.direct = None
                 _log_refusal(self.path, error)
         self._fill([buffers.bounce[: end - begin]], begin)
@@ -297,6 +301,7 @@ def _with_retries(
         except OSError as error:
             if direct and error.errno in _REFUSED:
                 raise
+            # A file that is missing stays missing; any other error may be a moment of the network.
             if attempt == ATTEMPTS or error.errno == errno.ENOENT:
                 name = errno.errorcode.get(error.errno or 0, "error")
                 cause = f"{name} ({error.strerror}), {counted(attempt, 'time')}"

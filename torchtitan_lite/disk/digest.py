@@ -22,6 +22,8 @@ DIGEST_BYTES = 8
 """Bytes of the digest of one block."""
 
 
+# xxh3 costs almost nothing next to a write. A cryptographic hash costs more and would not protect the file: whoever can
+# change it can change the manifest, too.
 BlockDigest = xxhash.xxh3_64
 """Hash state of one block: `update` adds bytes, `digest` returns the 8 bytes of the digest of all of them."""
 

@@ -110,7 +110,7 @@ class Durable:
             self.fsync_file(file.fileno())
 
     def write_atomically(self, path: Path, data: bytes) -> None:
-        """Replace the contents of `path` by `data`, durably; a reader sees the old ones or the new ones, whole."""
+        """Replace the contents of `path` by `data`, durably; a reader sees the old ones or the new ones, complete."""
         temporary = path.with_name(temporary_name(path.name))
         self.write_file(temporary, data)
         self.replace(temporary, path)
@@ -128,6 +128,7 @@ class Durable:
         """Create the folder `path` and its missing parents, all durably."""
         if path.is_dir():
             return
+        # The parent first: a name is durable only in a folder that is.
         self.make_dir(path.parent)
         path.mkdir(exist_ok=True)
         self.fsync_dir(path.parent)

@@ -38,7 +38,8 @@ def in_threads(items: Iterable[T], threads: int, make_worker: Callable[[], Calla
         for helper in helpers:
             helper.start()
     except RuntimeError:
-        pass  # The system has no more threads: those that started do all of the work.
+        # The system has no more threads: those that started do all of the work.
+        pass
     except BaseException as error:
         failures.append(error)
     try:

@@ -98,7 +98,8 @@ class LockFile:
             try:
                 self._path.hardlink_to(temporary)
             except (FileExistsError, FileNotFoundError):
-                return False  # Another process took the file, and may have removed the temporary one.
+                # Another process took the file, and may have removed the temporary one.
+                return False
             except OSError as error:
                 if error.errno not in _NO_LINKS:
                     raise
@@ -138,7 +139,7 @@ class LockFile:
 
     @contextmanager
     def _temporary(self, data: bytes, token: str) -> Iterator[Path]:
-        """Yield a file that holds `data`, whole, under a name that no other process uses."""
+        """Yield a file that holds `data`, complete, under a name that no other process uses."""
         path = self._path.with_name(temporary_name(f"{self._path.name}.{token}"))
         try:
             self._durable.write_file(path, data)
@@ -159,6 +160,7 @@ class LockFile:
             yield None
             return
         with file:
+            # Compared after the lock is taken: before, another process may have renamed another file to this name.
             yield file.read(_LIMIT_BYTES) if _lock(file) and _is_at(self._path, file) else None
 
 
@@ -174,7 +176,8 @@ def _open(path: Path) -> BinaryIO:
     try:
         return path.open("r+b", buffering=0)  # flock over NFS wants a file that is open for writing.
     except PermissionError:
-        return path.open("rb", buffering=0)  # Another user's; the folder may let us replace it all the same.
+        # Another user's; the folder may let us replace it all the same.
+        return path.open("rb", buffering=0)
 
 
 def _lock(file: BinaryIO) -> bool:

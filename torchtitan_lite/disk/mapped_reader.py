@@ -1,9 +1,9 @@
 """Parts of files that lie in memory, checked and copied into their places.
 
 A file is the first bytes of a memfd, which another process may have written and left behind. It is mapped, not read: a
-copy out of the mapping takes two thirds of the time of a read. As in `BlockReader`, every touched block is digested
-whole: from its destination, while that is in a core's cache, or from the mapping where a block is copied in many small
-pieces. A block with a wrong digest is damage at once: memory gives the same bytes when it is read again.
+copy out of the mapping takes two thirds of the time of a read. As in `BlockReader`, all of every touched block is
+digested: from its destination, while that is in a core's cache, or from the mapping where a block is copied in many
+small pieces. A block with a wrong digest is damage at once: memory gives the same bytes when it is read again.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ def look_into_cache(fd: int, size: int) -> Iterator[Callable[[int, int], bool] |
     come and go together, and a wrong answer costs only time. Yields None where the system cannot say.
     """
     libc = _libc()
+    # Not Python's `mmap`: ctypes gives no address of a mapping that is read-only.
     address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0) if libc is not None and size else None
     if libc is None or address in (None, _MAP_FAILED):
         yield None

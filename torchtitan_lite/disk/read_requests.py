@@ -14,6 +14,7 @@ from typing import NamedTuple
 from torchtitan_lite.disk.digest import BLOCK_BYTES
 from torchtitan_lite.disk.piece_table import BlockPieces, PieceTable
 
+# Twice a writer's request: a read gains nothing from smaller ones, and loses where the file is in the page cache.
 REQUEST_BYTES = 4 * BLOCK_BYTES
 """The largest read; a whole number of blocks."""
 GAP_BYTES = 256 << 10

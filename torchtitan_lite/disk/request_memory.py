@@ -23,9 +23,11 @@ def request_memory(num_bytes: int) -> memoryview:
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     mapping = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=flags)
-    with contextlib.suppress(AttributeError, OSError):  # Not Linux, or a kernel without huge pages.
+    # Not Linux, or a kernel without huge pages.
+    with contextlib.suppress(AttributeError, OSError):
         mapping.madvise(mmap.MADV_DONTFORK)
-        if num_bytes >= HUGE_PAGE_BYTES:  # Smaller memory would be rounded up to a huge page.
+        # Smaller memory would be rounded up to a huge page.
+        if num_bytes >= HUGE_PAGE_BYTES:
             mapping.madvise(mmap.MADV_HUGEPAGE)
     begin = -ctypes.addressof(ctypes.c_char.from_buffer(mapping)) % HUGE_PAGE_BYTES
     return memoryview(mapping)[begin : begin + num_bytes]

@@ -69,7 +69,8 @@ def allocate(view: memoryview) -> None:
         if whole and sys.platform == "linux":
             for at in range(begin, begin + whole, HUGE_PAGE_BYTES):
                 view[at] = 0  # One small page of each huge one has to be there.
-            libc.madvise(address + begin, whole, _MADV_COLLAPSE)  # Where it fails, small pages stay.
+            # Where it fails, small pages stay.
+            libc.madvise(address + begin, whole, _MADV_COLLAPSE)
         ctypes.memset(address + begin, 0, end - begin)
 
 

@@ -99,18 +99,20 @@ class Line:
             return
         end = socket.socket(fileno=self._connection.fileno())
         with suppress(OSError):  # The other end is closed already.
+            # Not only closed: a forked child may have a copy of this end, which would keep the connection open.
             end.shutdown(socket.SHUT_RDWR)
         end.detach()
         with self._lock:  # A request that was under way has failed by now.
             self._connection.close()
 
     def forget(self) -> None:
-        """Close the descriptor in a forked child; the parent's connection goes on."""
+        """Close the descriptor in a forked child; the parent's connection stays."""
         self._connection.close()
         self._arenas = []
 
     def _share(self, arena: Arena) -> int:
         """Return the number of `arena`, after sending its descriptor if the process does not have it."""
+        # Arenas that are gone keep their place, because the process knows the others by their numbers.
         self._arenas = [each if each is not None and each.fd >= 0 else None for each in self._arenas]
         for number, known in enumerate(self._arenas):
             if known is arena:

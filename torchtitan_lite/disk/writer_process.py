@@ -4,7 +4,7 @@ It is a worker, not a peer: planning, agreement and commit stay in the trainer. 
 of the file's image in the staging arena, which both processes map; the process answers with digests. So it needs no
 process group, no rank and no torch, and starts in moments. A thread of its own digests copies that no disk write needs,
 so that these wait for no disk. It gives way to training (nice, lowest I/O priority). It
-ignores the signals that a scheduler sends to whole process groups, because the trainer decides what to save and when to
+ignores the signals that a scheduler sends to process groups, because the trainer decides what to save and when to
 end. It dies with its trainer, because an orphan must not write into a folder that a restarted job owns.
 `WriterProcess` is the end of the trainer, `serve` the end of the process.
 """
@@ -34,7 +34,7 @@ STOP_SECONDS = 10.0
 
 
 class WriterProcess:
-    """The trainer's end. One write at a time uses it, and beside that one digest, each from any thread."""
+    """The trainer's end. One write at a time uses it, and at the same time one digest, each from any thread."""
 
     def __init__(self, timeout_seconds: float, ignored_signals: Sequence[str] = (), *, rank: int = 0) -> None:
         self._timeout_seconds = timeout_seconds
@@ -71,6 +71,9 @@ class WriterProcess:
             before = signal.pthread_sigmask(signal.SIG_BLOCK, self._ignored)
             try:
                 sockets = [writes.fileno(), digests.fileno()]
+                # Not `multiprocessing`, which imports the user's main module and needs a `__main__` guard. Nor DCP's
+                # own background process: signals to the process group end it, it may outlive its trainer, and one rank
+                # alone cannot restart it.
                 self._process = subprocess.Popen(_command(sockets, self._ignored, self._rank), pass_fds=sockets)
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -104,12 +107,13 @@ class WriterProcess:
             self._process = None
 
     def forget(self) -> None:
-        """Drop the process in a forked child; the parent's process goes on."""
+        """Drop the process in a forked child; the parent's process stays."""
         for line in self._lines or ():
             line.forget()
         self._lines = None
         if self._process is not None:
-            self._process.returncode = 0  # Else Popen would wait for a process that is no child of this one.
+            # Else Popen would wait for a process that is no child of this one.
+            self._process.returncode = 0
             self._process = None
 
     def _hang_up(self) -> None:
@@ -125,7 +129,8 @@ class WriterProcess:
         try:
             answer = lines[which].ask(request, arena, process.pid, _is_stopped)
         except LineBroken as broken:
-            process.kill()  # The next `start` starts another one; until then the other line finds it ended, too.
+            # The next `start` starts another one; until then the other line finds it ended, too.
+            process.kill()
             self._is_reported = True
             self._hang_up()
             _wait_for_killed(process)
@@ -138,9 +143,11 @@ class WriterProcess:
 def serve(socket_fds: Sequence[int], trainer_pid: int, ignored: Sequence[int], rank: int, fault_spec: str) -> None:
     """Serve requests, in the process, until the trainer closes the socket of writes or dies."""
     for number in ignored:
+        # Ignored before they are unblocked, or one that is pending would end the process here.
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ignored)
     _die_with(trainer_pid)
+    # Before the first thread, because threads inherit the priority.
     give_way()
     log.setup(rank)
     faults.install(fault_spec, rank=rank, process="writer")
@@ -160,6 +167,7 @@ def _die_with(trainer_pid: int) -> None:
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    # Looked at after `prctl`: a trainer that died before that call sends no signal.
     if os.getppid() != trainer_pid:
         os._exit(0)
 

@@ -29,5 +29,6 @@ def gloo_group(timeout: timedelta) -> dist.ProcessGroup:
 def destroy(group: dist.ProcessGroup | None) -> None:
     """Destroy `group`, if it is one that still exists. Any rank; waits for no other."""
     if group is not None:
-        with suppress(ValueError):  # The loop has destroyed the default group, and with it all others.
+        # The loop has destroyed the default group, and with it all others.
+        with suppress(ValueError):
             dist.destroy_process_group(group)

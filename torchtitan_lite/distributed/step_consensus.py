@@ -65,6 +65,8 @@ class StepConsensus:
     def send(self, mine: StepFlags) -> None:
         """Start the exchange of this rank's flags; do not wait for the other ranks."""
         assert self._in_flight is None, "call receive() before the next send()"
+        # Not waited for: a blocking exchange would make every step wait for the slowest rank. By the end of the next
+        # step, when it is received, it is long over.
         values = mine.to_tensor()
         work = (
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group, async_op=True)

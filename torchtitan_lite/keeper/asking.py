@@ -18,7 +18,7 @@ from torchtitan_lite.errors import KeeperUnavailable
 from torchtitan_lite.keeper import messages
 
 STOPPED_SECONDS = 1.0
-"""How long a process that leaves waits for a keeper that is stopped: it may go on at once."""
+"""How long a process that leaves waits for a keeper that is stopped: it may continue at once."""
 _LOOK_SECONDS = 0.1
 
 

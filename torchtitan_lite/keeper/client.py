@@ -2,7 +2,7 @@
 
 Each call is a connection of its own, so there is nothing that a forked child could share; any rank and any thread may
 call. No call waits long for a keeper that is silent, and no trouble with a keeper is more than a `KeeperUnavailable`:
-training goes on without images. What one call reads from a keeper is checked as what another user could have sent.
+training continues without images. What one call reads from a keeper is checked as what another user could have sent.
 """
 
 from __future__ import annotations
@@ -212,6 +212,7 @@ class Keeper:
         `KeeperUnavailable`.
         """
         with self._as_unavailable(), suppress(NoKeeper, HungUp):
+            # No longer watched: its end is wanted, and must not be taken for a kill.
             self._watch(-1)
             _, fds = self._ask({"what": "finish", "start": self._start_id}, may_free=True, wants_fds=True)
             _wait_for_end(fds)
@@ -239,6 +240,8 @@ class Keeper:
         self._is_forked = True
 
     def _join(self, member: str, pid: int) -> None:
+        # A pidfd and not a number, which the system may give to another process; it also holds in other PID namespaces,
+        # and its end wakes the keeper, which then needs no timer.
         pidfd = os.pidfd_open(pid)
         try:
             request = {"what": "join", "member": member, "start": self._start_id, "ttl_seconds": self.ttl_seconds}
@@ -272,7 +275,8 @@ class Keeper:
         wants_fds: bool = False,
     ) -> tuple[dict[str, Any], list[int]]:
         if may_free:
-            self._ask({"what": "hello"})  # One that is stopped would cost FREE_SECONDS.
+            # One that is stopped would cost FREE_SECONDS.
+            self._ask({"what": "hello"})
         seconds = FREE_SECONDS if may_free else ANSWER_SECONDS
         with connected(self._path(), seconds, lambda: self._hurries) as ask:
             return ask(request, fds, wants_fds=wants_fds)

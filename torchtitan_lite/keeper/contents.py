@@ -121,7 +121,8 @@ class KeeperContents:
         return Answer(self._described())
 
     def _list(self, start: str) -> Answer:
-        if start:  # A start that looks comes back: it needs the images until it has loaded and joins.
+        # A start that looks comes back: it needs the images until it has loaded and joins.
+        if start:
             self._expect()
         return Answer({"names": list(self._held), "is_mapped": self._other_than(start) is not None})
 

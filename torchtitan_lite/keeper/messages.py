@@ -37,6 +37,7 @@ class BadMessage(ValueError):
 
 def new_socket() -> socket.socket:
     """Return a socket for messages. Raises OSError where the system has none such."""
+    # Not SOCK_STREAM, in which a request could arrive in halves.
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 

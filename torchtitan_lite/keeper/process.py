@@ -46,21 +46,26 @@ def main(path: str, ttl_seconds: float) -> None:
     """
     os.closerange(3, 1 << 20)  # What the trainer had open for its children.
     os.chdir("/")
+    # Before the socket is bound: only this user may connect to it.
     os.umask(0o077)
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     listener = messages.new_socket()
     listener.bind(path)
     listener.listen(socket.SOMAXCONN)
+    # The socket is bound, so the keeper answers as soon as its start returns. With this parent gone the keeper is no
+    # child of the job: neither a signal to a process group nor a tool that ends all children of a job reaches it.
     if os.fork():
         os._exit(0)
+    # Errors up to here went to the report that `spawn` reads, which must not stay open as long as this process lives.
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(null, stream)
     os.close(null)
     with suppress(OSError):
         _OWN_NAME.write_text(NAME)
-    listener.listen(socket.SOMAXCONN)  # Others see this process at the other end, not its parent.
+    # Others see this process at the other end, not its parent.
+    listener.listen(socket.SOMAXCONN)
     with suppress(OSError, ValueError):
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = _MAX_DESCRIPTORS if most == resource.RLIM_INFINITY else min(most, _MAX_DESCRIPTORS)
@@ -155,7 +160,8 @@ class Server:
         if self._connections:
             self._close(self._connections[0])
         else:
-            time.sleep(0.1)  # Another process has used up the descriptors of the system.
+            # Another process has used up the descriptors of the system.
+            time.sleep(0.1)
 
     def _close(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
@@ -178,7 +184,8 @@ class Server:
             _send(connection, {"error": f"the request is not understood: {error}"})
         except BlockingIOError:
             return
-        except Exception:  # Whatever one request does, the images of the others stay.
+        except Exception:
+            # Whatever one request does, the images of the others stay.
             messages.close_all(fds)
             self._close(connection)
 

@@ -64,7 +64,8 @@ def _exit_code(pid: int) -> int:
         has_ended = bool(poll.poll(1000 * START_SECONDS))
         if not has_ended:
             os.kill(pid, signal.SIGKILL)
-            poll.poll(1000 * START_SECONDS)  # It may hang in the system: then it is left behind.
+            # It may hang in the system: then it is left behind.
+            poll.poll(1000 * START_SECONDS)
         exit_code = 0
         with suppress(ChildProcessError):
             exit_code = os.waitstatus_to_exitcode(os.waitpid(pid, os.WNOHANG)[1])

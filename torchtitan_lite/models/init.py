@@ -57,6 +57,7 @@ def _fill(fqn: str, parameter: Tensor, key: int, normal: Normal) -> None:
     for start in range(0, flat.numel(), _CHUNK):
         chunk = flat[start : start + _CHUNK]
         index = torch.arange(start, start + chunk.numel(), device=flat.device)
+        # Not `torch.normal_`: torch's generators do not promise the same numbers on all devices and shardings.
         values = _standard_normal(_global_index(index, local.shape, offset, parameter.shape), key) * normal.std
         if normal.cutoff is not None:
             values.clamp_(-normal.cutoff * normal.std, normal.cutoff * normal.std)

@@ -49,6 +49,8 @@ def compile_blocks(layers: nn.Module) -> None:
 
 def _is_sharded(dims: ParallelDims, config: JobConfig) -> bool:
     training = config.training
+    # Mixed precision on one process is FSDP over one rank, because autocast rounds at other places than FSDP's policy.
+    # With nothing to cast or to shard, a plain module is easiest to read and to debug.
     return dims.dp_degree > 1 or training.mixed_precision_param != "float32" or training.enable_cpu_offload
 
 
@@ -56,6 +58,8 @@ def _shard(
     model: nn.Module, layers: nn.Module, mesh: DeviceMesh, config: JobConfig, *, reshard_after_forward: bool
 ) -> None:
     training = config.training
+    # Also for plain data parallelism, as HSDP with one shard: DDP with autocast casts and reduces at other places than
+    # FSDP, and checkpoints would depend on which of the two it was.
     settings: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(

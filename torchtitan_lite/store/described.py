@@ -1,6 +1,6 @@
 """Reading `manifest.json` and `.metadata` within limits.
 
-Each is read only if it is no larger than the data beside it can need, so the memory for reading it is bounded by what
+Each is read only if it is no larger than the data next to it can need, so the memory for reading it is bounded by what
 the folder holds.
 """
 
@@ -43,7 +43,7 @@ def read_description(path: Path, ending: bytes) -> bytes:
 
 
 def most_description_bytes(folder: Path, size: int) -> int:
-    """Return how large a description beside the data in `folder` may be.
+    """Return how large a description next to the data in `folder` may be.
 
     Stops counting as soon as the answer is at least `size`.
     """

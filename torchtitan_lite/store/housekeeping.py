@@ -1,9 +1,9 @@
 """Housekeeping of a folder of checkpoints around the saves: room before a save, no leftovers after it.
 
-**Coordinator only**. Removing is not part of a save: what cannot be removed is a warning. Where training goes on during
-a save, it goes on during a removal, too, in a thread; a save waits for removals only to get room. Renames are ordered
-with commits, and each follows a look at the lease; the bytes are removed at any time. This module remembers which
-checkpoints are known to be good (this run committed or loaded them), because the latest of them is always kept.
+**Coordinator only**. Removing is not part of a save: what cannot be removed is a warning. Where training continues
+during a save, it continues during a removal, too, in a thread; a save waits for removals only to get room. Renames are
+ordered with commits, and each follows a look at the lease; the bytes are removed at any time. This module remembers
+which checkpoints are known to be good (this run committed or loaded them), because the latest of them is always kept.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class Housekeeping:
             before = [info.nbytes for info in store.committed() if info.kind is kind]
             self._num_bytes[store.root, kind] = before[-1] if before else 0
         if not store.has_room(self._num_bytes[store.root, kind]):
-            self.wait(self._timeout_seconds)  # Removals under way make room, and are no leftovers of a cut save.
+            # Removals under way make room, and are no leftovers of a cut save.
+            self.wait(self._timeout_seconds)
         store.preflight(step, self._num_bytes[store.root, kind], make_room=lambda: self.purge(store))
 
     def purge_when_there_is_time(self, store: CheckpointStore, fence: Callable[[], None]) -> None:
@@ -126,6 +127,7 @@ class Housekeeping:
             try:
                 faults.point("purge", step=info.step)
                 trash = self._discard(info, store, fence)
+                # Not under the lock: deleting a checkpoint takes seconds, and a commit waits for that lock.
                 store.empty(trash)
             except LeaseLost:
                 return  # The next commit ends the run with this error.
@@ -147,12 +149,15 @@ class Housekeeping:
             logger.warning("Could not remove what the failed save of step %d left: %s", step, error)
 
     def _discard(self, info: CheckpointInfo, store: CheckpointStore, fence: Callable[[], None]) -> list[Path]:
+        # Lease and pins are read again for each removal, because both may have changed since the decision. Under the
+        # lock of the pins no `pin` can come between this look and the rename.
         with store.exclusive:
             fence()
             with Pins(store.root).unchanged() as pinned:
                 return [] if info.step in pinned else store.discard(info)
 
     def _warn_of(self, error: PinsUnreadable) -> None:
+        # One warning while the cause stays the same, not one for each save.
         if self._warned_of != str(error):
             self._warned_of = str(error)
             logger.warning("%s", error)

@@ -2,7 +2,7 @@
 
 A checkpoint counts by its own manifest alone: its name must be that of its step, and it must be a folder, not a link to
 one. A manifest is remembered with the identity of its file (device, inode, size, times) and read again only when
-another file has its name, so a commit beside a hundred kept checkpoints looks at a hundred files and opens none. A
+another file has its name, so a commit next to a hundred kept checkpoints looks at a hundred files and opens none. A
 manifest that the system cannot read is neither intact nor damaged: a caller who needs it gets the error, all others one
 warning. Any thread.
 """
@@ -80,6 +80,7 @@ class KnownManifests:
     def intact(self) -> list[CheckpointInfo]:
         """Return every intact checkpoint in the folder, by ascending step."""
         all_places = Listing(self._root).places()
+        # Without this, the table would keep an entry for each step that was ever purged.
         self._forget_all_but({place for places in all_places.values() for place in places})
         found = (self.find_intact(step, places) for step, places in all_places.items())
         return [info for info in found if info is not None]
@@ -143,6 +144,8 @@ class KnownManifests:
             if not is_folder(folder):
                 return None
             faults.point("listing", step=step, path=folder / layout.MANIFEST)
+            # Before the file is read: if it is replaced in between, the next look sees another identity and reads
+            # again.
             identity = identity_of(folder)
             known = self._known.get(folder)
             if known is None or known.identity != identity or not known.is_settled:

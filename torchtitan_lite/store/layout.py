@@ -15,19 +15,19 @@ MANIFEST = "manifest.json"
 """Our manifest, written last; a folder without it was not committed by this package."""
 
 LOCK = "writer.lock"
-"""Names the job that writes the folder of checkpoints; in that folder, beside the checkpoints."""
+"""Names the job that writes the folder of checkpoints; in that folder, next to the checkpoints."""
 
 PINS = "pins.json"
-"""The steps that no rule removes; in the folder of checkpoints, beside them."""
+"""The steps that no rule removes; in the folder of checkpoints, next to them."""
 
 FINDINGS = "findings.json"
-"""What was wrong with a quarantined checkpoint; in its folder, beside its files."""
+"""What was wrong with a quarantined checkpoint; in its folder, next to its files."""
 
 VERIFIED = "verified.json"
-"""What `verify` found in which checkpoint; in the folder of checkpoints, beside them."""
+"""What `verify` found in which checkpoint; in the folder of checkpoints, next to them."""
 
 FOLDER_ID = "folder.id"
-"""The random id of the folder of checkpoints; in it, beside them."""
+"""The random id of the folder of checkpoints; in it, next to them."""
 
 _NUMBER = "(0|[1-9][0-9]*)"
 _STEP = re.compile(f"step-{_NUMBER}")

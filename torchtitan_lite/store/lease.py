@@ -3,7 +3,7 @@
 A job holds the folder while the folder's lock file has its token, and renews the file by a heartbeat from a thread. Of
 all jobs that flock reaches exactly one can take the file (`disk/lock_file.py`). Where flock does not reach other hosts,
 a job that took the file of a silent holder looks again after a heartbeat, and a job that lost finds out in `check`. Not
-covered: a process that is stopped for the whole time-out between `check` and the rename that follows it.
+covered: a process that is stopped for all of the time-out between `check` and the rename that follows it.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ class Lease:
         self._timeout_seconds = timeout_seconds
         self._heartbeat_seconds = heartbeat_seconds
         self._durable = durable
+        # A file, not a kernel lock: that ends with its process, but other hosts of a network file system may not see
+        # it. A file works everywhere and needs no common clock, because a job only watches whether it changes.
         self._file = LockFile(self._path, durable, make_room)
         self._sleep, self._now = clock or LeaseClock()
         self._heart: _Heart | None = None
@@ -132,7 +134,10 @@ class Lease:
                 if self._file.create(mine.to_bytes(0, self._now()), mine.token):
                     return
             elif _is_of(mine, found):
-                return  # A network file system reported an error for a request that it had carried out.
+                # A network file system reported an error for a request that it had carried out.
+                return
+            # No wait: the process has ended, or it is this one, whose older manager was dropped without close(), as in
+            # notebooks. The fence stops that manager if it is used again.
             elif holder is not None and (holder.has_ended() or holder.is_same_process_as(mine)):
                 if self._succeed(found, mine):
                     how = "which has ended" if holder.has_ended() else "of this very process"
@@ -141,6 +146,7 @@ class Lease:
             elif watched is None:
                 watched = found
                 self._log_waiting(found)
+            # The holder lives: each heartbeat changes the contents.
             elif found != watched:
                 break
             elif waited >= self._timeout_seconds and self._succeed(found, mine):
@@ -217,6 +223,7 @@ class _Heart:
                     return
                 failing = False
             except OSError as error:
+                # One failed beat does not lose the folder: several beats fit into the time-out, and `check` decides.
                 if not failing:
                     logger.warning("Could not renew %s; trying again: %s", self._path, error)
                 failing = True

@@ -82,7 +82,7 @@ def is_folder(path: Path) -> bool:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return whether `folder` has files of a checkpoint, whole or not."""
+    """Return whether `folder` has files of a checkpoint, complete or not."""
     with os.scandir(folder) as entries:
         return any(
             entry.name in (layout.METADATA, layout.MANIFEST) or layout.is_data_file(entry.name) for entry in entries

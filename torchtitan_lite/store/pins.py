@@ -22,6 +22,7 @@ from torchtitan_lite.store import layout
 VERSION = 1
 _LIMIT_BYTES = 1 << 20
 _STEPS = range(1 << 63)
+# A `pin` that is stopped must not stop training.
 _A_JOB_WAITS_SECONDS = 0.5
 """For `pin`, which takes milliseconds. A job that does not get the lock removes the checkpoint after its next save."""
 _A_PERSON_WAITS_SECONDS = 10.0
@@ -61,6 +62,7 @@ class Pins:
 
         Raises as `unchanged` does.
         """
+        # Not under the lease: people pin while a job trains, and that job holds the lease.
         with locked(self.path.parent, _A_PERSON_WAITS_SECONDS):
             before = self.read()
             steps = set(before)

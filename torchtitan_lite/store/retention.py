@@ -25,6 +25,7 @@ WEIGHTS_ONLY = "weights_only"
 DAMAGED = "damaged"
 LATEST, LAST_GOOD, WITHOUT_NAN, PROTECTED = "latest", "last_good", "latest_without_nan", "protected"
 
+# Free space is not a rule: rules only keep, and it would have to remove what another rule keeps.
 _YIELD_TO_FREE_SPACE = {LATEST_K, NO_RULE}
 """What only these keep may go where the disk has too little free space."""
 
@@ -188,6 +189,7 @@ def judge(
     others = [Verdict(info, (WEIGHTS_ONLY,)) for info in committed if info.kind is not CheckpointKind.FULL]
     protections = {PINNED: pinned, PROTECTED: protected}
     judged = _judge(policy, full, protections, known_good, now, missing_bytes)
+    # Only if one would go: `is_sound` looks at every file of every checkpoint.
     if any(verdict.goes for verdict in judged):
         sound = {info.step for info in full if is_sound(info)}
         others += [Verdict(info, (DAMAGED,)) for info in full if info.step not in sound]
@@ -205,6 +207,8 @@ def _judge(
     missing_bytes: int,
 ) -> list[Verdict]:
     rulings = policy.rulings(full, now)
+    # What no rule can judge stays. So `keep_best_k` alone removes nothing whose metric is unknown, and no rule at all
+    # keeps everything, without an exception for either.
     judged = frozenset[int]().union(*(ruling.judges for ruling in rulings))
     finite = [info for info in full if not info.has_nan]
     good = [info for info in finite if info.step in known_good]

@@ -51,6 +51,7 @@ class RetiredCheckpoints:
         """
         # The list of what it abandons goes with it.
         self.rename_abandoned()
+        # The step's own name last: as long as it exists, no reader takes an older, replaced checkpoint for the step.
         for path in reversed(Listing(self.root).places()[step]):
             aside = Listing(self.root).free(functools.partial(layout.quarantined, step))
             self._durable.rename(path, aside)

@@ -49,6 +49,7 @@ class RunFolders:
         """
         self._refuse_one_for_both()
         faults.point("lease")
+        # All leases before the first recovery, which removes files: until then they may be another job's.
         for root, lease in self._leases.items():
             with usable(root):
                 lease.take()

@@ -1,9 +1,9 @@
 """Checkpoints that were set aside, damaged or abandoned, and get the name of their step back.
 
 A checkpoint that another one abandons is invisible whatever its name is, and the next start would rename it again. So
-either the branch of that other one gives way, or nothing is changed. Whatever is cut, every checkpoint is whole under
-one of its names, and after `CheckpointStore.recover` the same calls finish what the first ones began. **The caller
-holds the lease**.
+either the branch of that other one gives way, or nothing is changed. Whatever is cut, every checkpoint is complete
+under one of its names, and after `CheckpointStore.recover` the same calls finish what the first ones began. **The
+caller holds the lease**.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _abandoners(store: CheckpointStore, aside: SetAside) -> list[CheckpointInfo]
 
 
 def refuse_harm(store: CheckpointStore, aside: SetAside, *, leave_branch: bool) -> None:
-    """Raise CheckpointError, with the names, if `aside` cannot come back beside the checkpoints that are there.
+    """Raise CheckpointError, with the names, if `aside` cannot come back next to the checkpoints that are there.
 
     `leave_branch`: whether the branch that abandons it is set aside in its place.
     """
@@ -168,7 +168,8 @@ def bring_back(store: CheckpointStore, aside: SetAside, fence: Callable[[], obje
 def _take_name(store: CheckpointStore, aside: SetAside, final: Path, fence: Callable[[], object]) -> None:
     fence()
     if os.path.lexists(aside.folder / layout.FINDINGS):
-        store.durable.remove_file(aside.folder / layout.FINDINGS)  # It is whole: these findings are no longer true.
+        # It is undamaged: these findings are no longer true.
+        store.durable.remove_file(aside.folder / layout.FINDINGS)
     store.durable.rename(aside.folder, final)
     store.durable.fsync_dir(store.root)
 

@@ -45,6 +45,7 @@ def free_bytes(folder: Path) -> int:
 @functools.cache
 def _lock_of(root: Path) -> AbstractContextManager[bool]:
     """Return the lock that all stores of this process share for the folder `root`."""
+    # Reentrant: housekeeping holds it while it calls `discard`, which takes it, too.
     return threading.RLock()
 
 
@@ -63,7 +64,8 @@ class CheckpointStore:
         free_bytes: Callable[[Path], int] = free_bytes,
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        self.root = Path(root).absolute()  # A save in a thread must survive a change of the working directory.
+        # A save in a thread must survive a change of the working directory.
+        self.root = Path(root).absolute()
         self._durable = durable
         self._free_bytes = free_bytes
         self._manifests = KnownManifests(self.root, now_ns)
@@ -157,6 +159,7 @@ class CheckpointStore:
         """
         if self._free_bytes(self.root) < needed_bytes:
             self.recover()
+            # Leftovers of cut saves go before checkpoints, which `make_room` removes: no run needs the former.
             make_room()
             if (free := self._free_bytes(self.root)) < needed_bytes:
                 raise SaveFailed(
@@ -202,10 +205,11 @@ class CheckpointStore:
         `fence` raises if the folder belongs to another job by now. It is called first, and again right before each
         rename that leads to the commit; after it raised, nothing is renamed, and its error is raised here. Raises
         SaveFailed if the staged files are not those of the manifest, OSError if the disk fails. The checkpoint of
-        `step` is then the old one or the new one, whole, and `remove_staging` may follow (not after `fence` raised: the
-        staging folder may be another job's by then). A replaced checkpoint that cannot be removed after the commit is a
-        warning.
+        `step` is then the old one or the new one, complete, and `remove_staging` may follow (not after `fence` raised:
+        the staging folder may be another job's by then). A replaced checkpoint that cannot be removed after the commit
+        is a warning.
         """
+        # First, because sealing removes files from the staging folder, which may be another job's by now.
         fence()
         sealed = self._seal(step, manifest)
         self._durable.fsync_dir(self.root)
@@ -214,6 +218,8 @@ class CheckpointStore:
             self._put_in_place(sealed, fence)
             faults.point("committed", step=step, path=self._final(step))
             self._durable.fsync_dir(self.root)
+            # Only now, after the sync: until then a power cut may undo the rename, and what it replaced is all there
+            # is.
             self._retired.after_commit(step, sealed.lineage.abandons)
         return describe(self._final(step), sealed)
 
@@ -228,7 +234,7 @@ class CheckpointStore:
             return self._retired.discard(info)
 
     def empty(self, trash: Sequence[Path]) -> None:
-        """Remove what was discarded. **Coordinator only**; may run beside anything but `recover`."""
+        """Remove what was discarded. **Coordinator only**; may run alongside anything but `recover`."""
         for path in trash:
             self._retired.remove(path)
 
@@ -265,6 +271,7 @@ class CheckpointStore:
         with naming(staging / layout.METADATA), (staging / layout.METADATA).open("rb") as file:
             self._durable.fsync_file(file.fileno())
         faults.point("manifest", step=step, path=staging / layout.MANIFEST)
+        # The manifest comes last: a folder that has one holds all files that it lists.
         self._durable.write_file(staging / layout.MANIFEST, sealed.to_readable_json())
         faults.point("seal", step=step, path=staging)
         self._durable.fsync_dir(staging)
@@ -289,6 +296,8 @@ class CheckpointStore:
         is_there, there = os.path.lexists(final), self._manifests.find_intact(step, [final])
         keeps_weights = there is not None and _stay_beside(there, sealed)
         fence()
+        # One system call, so `step-N` exists at every moment. Where the system has no such call there are two renames,
+        # and `recover` undoes the first one if a crash comes between them.
         if there is not None and not keeps_weights and self._durable.exchange(staging, final):
             return
         if is_there:

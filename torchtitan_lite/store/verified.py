@@ -49,14 +49,14 @@ class Verified:
     depth: str
     """`SIZES` or `FULL`."""
     num_findings: int
-    """0 if it was whole."""
+    """0 if it was undamaged."""
 
 
 def identity_of(folder: Path) -> str | None:
     """Return the identity of the checkpoint in `folder`: the digest of its manifest, or of DCP's metadata without one.
 
-    None if there is neither. Reads the last line of a manifest with a digest, and else the whole file. Raises OSError,
-    and `CheckpointUnsafe` for what is no regular file.
+    None if there is neither. Reads the last line of a manifest with a digest, and else the complete file. Raises
+    OSError, and `CheckpointUnsafe` for what is no regular file.
     """
     for name in (layout.MANIFEST, layout.METADATA):
         try:
@@ -85,7 +85,7 @@ def verified(folder: Path, entries: dict[str, Verified]) -> Verified | None:
 
 
 def record(folder: Path, entry: Verified, durable: Durable = DISK) -> None:
-    """Write `entry` about the checkpoint in `folder` beside that folder, and drop entries of what is gone.
+    """Write `entry` about the checkpoint in `folder` next to that folder, and drop entries of what is gone.
 
     One that found nothing does not replace one of the same checkpoint that read every byte, unless it did so, too.
     Raises OSError where the folder of checkpoints cannot be written. Takes no lease: no job relies on the file. A

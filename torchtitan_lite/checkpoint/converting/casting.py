@@ -8,7 +8,7 @@ from typing import Any
 from torchtitan_lite.checkpoint.examining.tensor_stream import SLICE_BYTES
 
 FLOATING = ("float32", "float16", "bfloat16", "float64")
-"""The dtypes that are cast from and to. Float8 needs scales that are not stored beside the elements."""
+"""The dtypes that are cast from and to. Float8 needs scales that are not stored next to the elements."""
 
 
 class Cast:

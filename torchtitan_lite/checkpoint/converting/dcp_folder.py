@@ -58,7 +58,7 @@ class Written(NamedTuple):
 def write_checkpoint(folder: Path, state: NewState, num_files: int, stream: Stream, advance: Advance) -> Written:
     """Write `state` into `num_files` files in `folder`, with DCP's metadata, and check them.
 
-    Raises ConfigError if the tensors cannot be cut into so many.
+    Raises ConfigError if the tensors cannot be cut into that many.
     """
     files = cut_into_files(state.tensors, num_files)
     places: dict[MetadataIndex, Any] = {}

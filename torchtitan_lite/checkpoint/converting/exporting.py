@@ -1,4 +1,4 @@
-"""The weights of a checkpoint in a file or a folder of another format, streamed, checked, and there only when whole."""
+"""The weights of a checkpoint in another format, in a file or a folder: streamed, checked, there only when complete."""
 
 from __future__ import annotations
 

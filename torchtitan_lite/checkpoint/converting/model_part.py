@@ -1,7 +1,7 @@
 """The model's part of a checkpoint: which of its keys are weights, and the names that the model has for them.
 
 A full checkpoint of ours, and one of DCP's with a state `model`, has them under `model`; torchtitan has them at the
-top, beside its states; a weights-only checkpoint has nothing else. The paths of the nested state show which it is, so
+top, next to its states; a weights-only checkpoint has nothing else. The paths of the nested state show which it is, so
 that a model whose own names begin with `model.` keeps them.
 """
 
@@ -41,7 +41,8 @@ def model_keys(contents: Contents, manifest: Manifest | None) -> list[ModelKey]:
         if prefix:
             if path[: len(prefix)] == prefix and len(path) > len(prefix):
                 found.append(_model_key(key, path[len(prefix) :]))
-            elif len(path) == 1 and key.startswith(f"{MODEL}."):  # Saved as a flat state.
+            elif len(path) == 1 and key.startswith(f"{MODEL}."):
+                # Saved as a flat state.
                 found.append(_model_key(key, (key.removeprefix(f"{MODEL}."),)))
         elif key not in contents.paths and key.startswith(_OTHER_STATES):
             continue

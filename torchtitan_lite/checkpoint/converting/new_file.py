@@ -1,8 +1,8 @@
 """A file that is written in one pass, from start to end, with memory for a few slices.
 
 Its contents are parts in order: bytes, and elements of stored tensors. The length of each is known before, so every
-format that states its offsets first can be written while the tensors are read. Reading, casting and hashing go on while
-earlier bytes are on their way to the disk.
+format that states its offsets first can be written while the tensors are read. Reading, casting and hashing continue
+while earlier bytes are on their way to the disk.
 """
 
 from __future__ import annotations

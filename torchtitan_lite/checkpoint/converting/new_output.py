@@ -1,6 +1,6 @@
-"""The place where a result appears, whole or not at all.
+"""The place where a result appears, complete or not at all.
 
-Everything is written into a hidden folder beside OUT, synced, checked there, and renamed to OUT in one step. A failure
+Everything is written into a hidden folder next to OUT, synced, checked there, and renamed to OUT in one step. A failure
 removes the folder; what a killed process left is removed by the next command that writes the same OUT.
 """
 
@@ -26,6 +26,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     with _staging(out) as folder:
         yield folder
         DISK.fsync_dir(folder)
+        # Again, because it may have appeared while this was written.
         _refuse_existing(out, may_be_empty_folder=True)
         DISK.rename(folder, out)
         DISK.fsync_dir(out.parent)
@@ -54,6 +55,7 @@ def _staging(out: Path) -> Iterator[Path]:
     folder.mkdir(exist_ok=True)
     with ExitStack() as stack:
         try:
+            # Two commands with one OUT would write into the same hidden folder.
             stack.enter_context(locked(folder, wait_seconds=0))
         except BlockingIOError:
             raise ConfigError(f"{out} is being written by another process: wait for it, or name another OUT") from None

@@ -1,4 +1,4 @@
-"""A whole checkpoint in another layout, or in another number of files.
+"""A complete checkpoint in another layout, or in another number of files.
 
 Elements and small values are copied, never linked: tools that write DCP folders truncate files in place, and a file
 that a sealed checkpoint shares would be lost with the copy. Every block that is read is verified on the way.
@@ -100,7 +100,7 @@ def _write(
 
 
 def _check(folder: Path, state: NewState) -> None:
-    """Raise unless our own reader finds the tables of the new checkpoint whole, and the same keys in them."""
+    """Raise unless our own reader finds the complete tables of the new checkpoint, and the same keys in them."""
     found = open_checkpoint(folder).contents
     if found.tensors.keys() != state.tensors.keys() or found.objects.keys() != state.objects.keys():
         raise TorchtitanLiteError(f"{folder.name} was written, but other entries are found in it")

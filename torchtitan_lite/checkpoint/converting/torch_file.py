@@ -91,7 +91,7 @@ class _Archive:
         self._append(elements)
 
     def finished(self) -> Sequence[Part]:
-        """Return the parts of the whole archive."""
+        """Return the parts of the complete archive."""
         size, at = len(self._directory), self._at
         end = b""
         if at >= _LIMIT or self._count >= 0xFFFF:

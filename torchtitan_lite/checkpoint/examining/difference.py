@@ -178,7 +178,7 @@ def _origin(a: OpenedCheckpoint, b: OpenedCheckpoint) -> Pairs:
 
 
 def _facts(checkpoint: OpenedCheckpoint, in_detail: bool) -> Iterator[tuple[str, str]]:
-    """Yield what is known; `in_detail` what only our manifests have, which says nothing beside one that has none."""
+    """Yield what is known; `in_detail` what only our manifests have, which says nothing next to one that has none."""
     manifest = checkpoint.manifest
     yield "written by", checkpoint.origin.value
     yield "kind", checkpoint.kind.value

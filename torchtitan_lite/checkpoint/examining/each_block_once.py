@@ -1,6 +1,6 @@
 """Ranges of files that are read piece by piece, each block of a file once.
 
-A block with a digest can only be verified whole, but the slices of a tensor begin and end within blocks: without
+A block with a digest can only be verified as a whole, but the slices of a tensor begin and end within blocks: without
 memory, a block would be read for each slice that touches it. So the blocks in which pieces begin and end are
 kept, a few for each chunk that is being read, and up to `KEPT_BLOCKS`. All others are read straight into their place.
 """

@@ -146,6 +146,7 @@ def _of_step(folder: Path, step: int) -> ListedCheckpoint:
         return _rest(folder, FolderState.DAMAGED, step, error.summary)
     except CheckpointUnsafe as error:
         return _rest(folder, FolderState.DAMAGED, step, f"{Path(error.path).name}: {error.finding}")
+    # A job removed it meanwhile: `inventory` leaves it out.
     except FileNotFoundError:
         raise
     except OSError as error:

@@ -74,7 +74,7 @@ class _AnyName(dict[tuple[str, str], object]):
 
 
 def check_items(folder: Path, items: Sequence[PlacedItem], on_bytes: Callable[[int], None]) -> CheckedItems:
-    """Read each of `items` whole; return which of them are damaged, in their order, and how many have no checksum.
+    """Read all of each of `items`; return which of them are damaged, in their order, and how many have no checksum.
 
     `on_bytes` receives the length of each item. Raises `CheckpointUnreadable` for an error of the machine.
     """

@@ -104,7 +104,7 @@ def open_checkpoint(folder: Path) -> OpenedCheckpoint:
 
 
 def absence(folder: Path) -> str:
-    """Return why there is no whole checkpoint in `folder`, in a few words; the empty string if there may be one."""
+    """Return why there is no complete checkpoint in `folder`, in a few words; the empty string if there may be one."""
     if not folder.is_dir():
         return "it is not a folder" if os.path.lexists(folder) else "it does not exist"
     names = {path.name for path in folder.iterdir()}

@@ -68,7 +68,7 @@ def bytes_by_file(contents: Contents) -> dict[str, Counter[str]]:
 
 
 def matching(tensors: Mapping[str, StoredTensor], glob: str) -> dict[str, StoredTensor]:
-    """Return the tensors whose whole key matches `glob`; a dot is a letter like any other."""
+    """Return the tensors whose complete key matches `glob`; a dot is a letter like any other."""
     return {key: tensor for key, tensor in tensors.items() if fnmatchcase(key, glob)}
 
 

@@ -4,7 +4,7 @@ However a tensor was cut into chunks and files, `slices` yields its elements in 
 with memory for two slices and 32 blocks, not for the tensor. Each block is read once, and verified in that pass.
 Exceptions: where more than `KEPT_BLOCKS` chunks are side by side, and in chunks that plain DCP stored in another order
 of dimensions, parts are read several times, then through the page cache; and a chunk in an unusual form of
-`torch.save` is read whole. Only this last case imports torch.
+`torch.save` is read as a whole. Only this last case imports torch.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _Part(NamedTuple):
     strides: Shape | None = None
     """In elements of the file, if they are not row-major there."""
     held: _Elements | None = None
-    """The chunk itself, if it could only be read whole."""
+    """The chunk itself, if it could only be read as a whole."""
 
 
 class TensorStream:
@@ -147,7 +147,8 @@ class TensorStream:
                 if is_range(sizes, cut.sizes):
                     begin = number_of(first, cut.sizes) * itemsize
                     place = into[begin : begin + num_bytes]
-                else:  # Its rows are apart in `into`: read them together, and copy each to its place.
+                else:
+                    # Its rows are apart in `into`: read them together, and copy each to its place.
                     place, scratch = scratch[:num_bytes], scratch[num_bytes:]
                     copies.append((target, place))
                 at = part.at + number_of(inside, part.chunk.sizes) * itemsize

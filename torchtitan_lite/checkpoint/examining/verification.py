@@ -3,7 +3,7 @@
 `look_at` compares the manifest with itself and with the names and sizes of the files; `read_through` then reads every
 byte, and compares it with the digests in the manifest or, where there are none, with the checksums that torch.save put
 into each item. Both return all findings instead of stopping at the first one, and each names its file and the tensors
-in it. Nothing is changed. A checkpoint that the job beside it removes meanwhile raises `CheckpointNotFound`, because
+in it. Nothing is changed. A checkpoint that a running job removes meanwhile raises `CheckpointNotFound`, because
 files that are gone with it are no damage. An error of the machine is no damage either, and is raised.
 """
 

@@ -70,7 +70,11 @@ class Description:
             for item, place in zip(file.items, file.layout.places, strict=True):
                 self.of_dcp.storage_data[item.index] = of_item(file.name, place.item_at, place.item_bytes)
                 self._add_chunk(tensors, item, [file.name, place.data_at])
+        # Also in the manifest, because DCP's `.metadata` is a pickle: so a load unpickles nothing, and knows before it
+        # allocates memory whether the files can hold the tensors.
         self.tensors = Table(with_runs(tensors))
+        # DCP's flat names stay, because its tools read them, but they turn all keys into strings and lose empty
+        # containers.
         self.structure = Table({"root": encode(structure)})
         """The manifest's tables."""
         self.format_version = format_version(self.tensors)
@@ -104,6 +108,7 @@ class Description:
 
 def table_of_objects(placed: Sequence[PlacedObject]) -> Table:
     """Return the manifest's table of `placed`, which may be those of one rank."""
+    # The ranks' files have these objects, too, for DCP. From here an optimizer's thousands of settings are one read.
     return Table({each.key: _value_of(each) for each in placed})
 
 

@@ -127,7 +127,7 @@ class FileData:
             buffer[first - begin : end - begin] = self.objects[first - self.layout.end : end - self.layout.end]
 
     def _fill_whole(self, first: int, last: int, address: int) -> None:
-        """Copy the whole items from number `first` to before `last`, which lie one after another."""
+        """Copy the complete items from number `first` to before `last`, which lie one after another."""
         layout, tensors, in_a_row = self.layout, self.tensors, self._in_a_row
         head = layout.frames[first].head
         _copy_small(address + layout.places[first].item_at, head, len(head))

@@ -134,7 +134,8 @@ class _Walk:
         try:
             plain_value.encode(key)
             text = str(key)
-            text.encode()  # Half a surrogate pair cannot be encoded, so it cannot be part of a name.
+            # Half a surrogate pair cannot be encoded, so it cannot be part of a name.
+            text.encode()
             return text
         except ValueError:
             raise TypeError(

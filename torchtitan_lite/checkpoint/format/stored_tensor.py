@@ -95,7 +95,7 @@ def _is_tiling(boxes: Sequence[Chunk], shape: Shape) -> bool:
 
     The number of boxes around a point is a function, and so is the 1 of the whole tensor. The two are equal if and only
     if their mixed differences are: 1 or -1 at each corner of a box, in turn along each edge, summed over all boxes.
-    Also returns False where boxes are cut along so many dimensions that their corners cannot be counted.
+    Also returns False where boxes are cut along too many dimensions for their corners to be counted.
     """
     # Along the other dimensions every box is as long as the tensor, and the corners are the same.
     cut = [dim for dim, size in enumerate(shape) if any(box.sizes[dim] != size for box in boxes)]

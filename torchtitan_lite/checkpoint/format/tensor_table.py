@@ -64,6 +64,8 @@ class TensorKind:
         return StoredTensor(self.dtype, self.shape, [Chunk(self.file, at, _zeros(len(self.shape)), self.shape)])
 
 
+# With an object for each entry, plan, piece and copy, a load of 20,000 tensors of 4 KiB took eight times as long in
+# Python as on the disk.
 class TensorTable(Mapping[str, StoredTensor]):
     """Tensors by key, in the order of `keys`."""
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HuggingFaceModel:
-    """What is written beside the tensors, and where each tensor goes."""
+    """What is written next to the tensors, and where each tensor goes."""
 
     config: Mapping[str, Any]
     """The contents of config.json, without the dtype."""

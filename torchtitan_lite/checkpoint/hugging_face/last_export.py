@@ -1,4 +1,4 @@
-"""The weights of a run's last step in Hugging Face's format: written by all ranks, there only when whole.
+"""The weights of a run's last step in Hugging Face's format: written by all ranks, there only when complete.
 
 They are read from the committed checkpoint, not from memory, so a later start can write what a killed one did not. A
 record in the folder has the run, the step, the dtype and the size of each file: an export of another run, of a branch
@@ -33,7 +33,7 @@ from torchtitan_lite.store.run_folders import RunFolders
 T = TypeVar("T")
 
 RECORD = "export.json"
-"""Beside the model's files: whose export it is."""
+"""Next to the model's files: whose export it is."""
 _TOKENIZER_OF_DATA = "dataloader.tokenizer"
 
 
@@ -68,7 +68,7 @@ class HuggingFaceExport:
             self._refuse_foreign(self._folder(self._last_step))
 
     def made(self, checkpoint: CheckpointInfo) -> bool:
-        """Return whether the whole export of `checkpoint`, in the dtype that is wanted, is there. **Coordinator only**.
+        """Return whether the complete export of `checkpoint`, in the wanted dtype, is there. **Coordinator only**.
 
         Reads a record and sizes of files.
         """
@@ -107,9 +107,11 @@ class HuggingFaceExport:
         self._refuse_foreign(out)
         for left in self.root.glob("*"):
             if layout.parse_staging(left.name.removeprefix(".").removesuffix(".unfinished")) is not None:
-                DISK.remove_tree(left)  # By a process that was killed before it renamed it, maybe at an earlier step.
+                # By a process that was killed before it renamed it, maybe at an earlier step.
+                DISK.remove_tree(left)
         with new_output.new_folder(whole) as folder:
             yield folder
+        # Right before the rename, because another job may have the folder by now.
         self._folders.fence(self._folders.checkpoints)()
         faults.point("hugging_face", step=step, path=out)
         is_exchanged = os.path.lexists(out) and DISK.exchange(whole, out)
@@ -118,6 +120,7 @@ class HuggingFaceExport:
                 DISK.remove_tree(out)
             DISK.rename(whole, out)
         DISK.fsync_dir(self.root)
+        # After the sync: until then a power cut may undo the exchange.
         if is_exchanged:
             DISK.remove_tree(whole)
 
@@ -155,6 +158,7 @@ class HuggingFaceExport:
         write_rest(planned, place)
         sizes = {path.name: path.stat().st_size for path in sorted(place.iterdir())}
         record = {"step": step, **self._identity(self._folders.checkpoints.get(step)), "files": sizes}
+        # Last: a folder without a record is not taken for an export.
         DISK.write_file(place / RECORD, (json.dumps(record, indent=2) + "\n").encode())
         return sum(sizes.values())
 

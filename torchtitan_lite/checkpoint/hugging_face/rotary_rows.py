@@ -79,7 +79,8 @@ class ReorderedStream:
             self._scratch = np.empty(num_bytes, np.uint8).data
         read = self._scratch[:num_bytes]
         self._stream.read(key, source, read)
-        width = f"V{math.prod(cut.sizes[1:]) * itemsize}"  # A row is one item: it is copied as it is.
+        # A row is one item: it is copied as it is.
+        width = f"V{math.prod(cut.sizes[1:]) * itemsize}"
         # "clip" lets numpy write into the target without a copy of its own; every number is valid.
         np.take(np.frombuffer(read, width), rows - first, out=np.frombuffer(into, width), mode="clip")
 

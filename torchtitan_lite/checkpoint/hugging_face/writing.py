@@ -1,4 +1,4 @@
-"""A model in the files that Hugging Face's libraries load: planned, written, and there only when whole.
+"""A model in the files that Hugging Face's libraries load: planned, written, and there only when complete.
 
 A plan names every file, so that several ranks can each write some of the shards into one folder, and the coordinator
 the rest:

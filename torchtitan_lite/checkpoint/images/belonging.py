@@ -147,7 +147,8 @@ def _why_not_chosen(image: ImageFacts, disk: OnDisk) -> str:
     if chosen is None:
         counts = image.branch_point is None or _has_saved(image, disk)
         return "" if counts else f"it is of a branch from step {image.branch_point}"
-    if chosen.counts_again:  # The steps of such a run do not compare with those on disk.
+    # The steps of such a run do not compare with those on disk.
+    if chosen.counts_again:
         return _why_not_again(image, chosen, disk)
     if image.step < chosen.step:
         return f"step {chosen.step} is on disk"

@@ -98,7 +98,8 @@ class Card:
         rank, world_size = number(document, "rank", 0), number(document, "world_size", 1)
         if rank >= world_size:
             raise ValueError(f"rank {rank} of {world_size}")
-        before = value_of(document, "before", list) if "before" in document else []  # Of a version without them.
+        # Of a version without them.
+        before = value_of(document, "before", list) if "before" in document else []
         versions = value_of(document, "versions", dict)
         return cls(
             rank=rank,
@@ -127,7 +128,8 @@ def _commit(value: Any) -> Commit:
     document = table({"commit": value})["commit"]
     digest = value_of(document, "digest", str)[:_ID_LETTERS]
     metadata_ns = number(document, "metadata_ns", 0) if "metadata_ns" in document else 0
-    run_id = _id(document, "run_id") if "run_id" in document else ""  # Of a version that did not note it.
+    # Of a version that did not note it.
+    run_id = _id(document, "run_id") if "run_id" in document else ""
     return Commit(number(document, "step", 0), digest, metadata_ns, run_id)
 
 

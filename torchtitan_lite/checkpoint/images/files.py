@@ -2,7 +2,7 @@
 
 There is no manifest in memory: a start puts it together from the cards. A rank may lack the images of other hosts. What
 all ranks have alike is small, or is in every image: ranks lend each other these parts of their own files. To read
-anything else of another host is damage of this source, so that the load goes on with another one.
+anything else of another host is damage of this source, so that the load continues with another one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The images that a start resumed from, where their memory cannot take its own: the files have other sizes now.
 
-They stay beside the memory for new images, because until one of those is complete, or a save is durable, they are all
+They stay next to the memory for new images, because until one of those is complete, or a save is durable, they are all
 that a second kill leaves of the run.
 """
 

@@ -104,7 +104,7 @@ def _is_copy(each: Complete, chosen: LoadSource) -> bool:
 def _source(each: Complete, store: CheckpointStore, chosen: LoadSource | None, config: Checkpoint) -> LoadSource:
     manifest, key = each.manifest, each.key
     has_other = chosen is not None and not chosen.model_only and not chosen.initial
-    # Beside a run that counts again the disk would not restore all that a load changes.
+    # Next to a run that counts again the disk would not restore all that a load changes.
     counts_again = chosen is not None and not chosen.initial and chosen.lineage.counts_again
     offered: dict[str, Any] = {
         "key": key,
@@ -116,7 +116,7 @@ def _source(each: Complete, store: CheckpointStore, chosen: LoadSource | None, c
     if chosen is not None and _is_copy(each, chosen):
         of_disk = {field.name: getattr(chosen, field.name) for field in dataclasses.fields(chosen)}
         return ImageSource(**of_disk, **offered, is_copy=True)
-    # The run goes on as the one that made the image; its latest ancestor on disk is what the disk's choice loads.
+    # The run continues as the one that made the image; its latest ancestor on disk is what the disk's choice loads.
     parent = None if chosen is None else chosen.lineage.parent_step
     lineage = dataclasses.replace(manifest.lineage, parent_step=parent, abandons=(), counts_again=counts_again)
     source = ImageSource(

@@ -127,6 +127,7 @@ class HeldImages:
         local = {each.held.name: (key, each) for (key, _), each in self._local.items()}
         useful: list[tuple[bool, ImageKey, HeldMemory]] = []
         spare: list[HeldMemory] = []
+        # By name, so that all ranks of a host divide them alike without an exchange.
         for number, held in enumerate(sorted(self._held, key=lambda each: each.name)):
             key, found = local.get(held.name, (None, None))
             writer = -1 if found is None else found.image.rank
@@ -137,6 +138,7 @@ class HeldImages:
             else:
                 _clear(held)
                 spare.append(held)
+        # What was loaded comes first, because there may be room for only some of them.
         useful.sort(key=lambda each: each[:2], reverse=True)
         usable = [held for held in spare if _is_usable(held)][:MOST_SPARE]
         self._drop([held for held in spare if held not in usable])
@@ -173,7 +175,8 @@ class HeldImages:
             held = keeper.held(self.start)
             is_mapped = any(each.is_mapped for each in held)
             if is_mapped and keeper.wait_until_unmapped(self.end_seconds, self.start):
-                while held:  # Until it ended that process may have kept others, and all ranks must find the same.
+                # Until it ended that process may have kept others, and all ranks must find the same.
+                while held:
                     held.pop().close()
                 held, is_mapped = keeper.held(self.start), False
             if not is_mapped:
@@ -279,7 +282,8 @@ class HeldImages:
                     for rank in range(image.world_size)
                 ]
             )
-        except Exception as error:  # A card may hold anything: whatever is wrong with it, the next source is tried.
+        except Exception as error:
+            # A card may hold anything: whatever is wrong with it, the next source is tried.
             logger.warning("The images of step %d are ignored: %s", key.step, error)
             return None
         return Complete(key, image, manifest, is_spread)

@@ -1,4 +1,4 @@
-"""The images that a start finds in memory, as sources of its load: one more kind beside the checkpoints on disk.
+"""The images that a start finds in memory, as sources of its load: one more kind next to the checkpoints on disk.
 
 A load looks once, takes at most one copy, and then takes the memory over, or closes it.
 """

@@ -29,7 +29,8 @@ class ImageStager(Stager):
         """
         self.finish_preparation()
         for arena, _ in self.pool.clear():
-            arena.close(is_unused=False)  # A save that the caller stopped waiting for may still be written from it.
+            # A save that the caller stopped waiting for may still be written from it.
+            arena.close(is_unused=False)
 
         def adopt() -> list[StagingArena]:
             return [StagingArena.adopted(fd, mark_fd, pin=self._pin) for fd, mark_fd in descriptors]
@@ -48,7 +49,8 @@ class ImageStager(Stager):
         try:
             return Mark()
         except (AttributeError, OSError):
-            return None  # The system has no memfds: then the arena is a temporary file, and no image.
+            # The system has no memfds: then the arena is a temporary file, and no image.
+            return None
 
     def _give_up(self, arena: StagingArena) -> None:
         self._let_go(arena)

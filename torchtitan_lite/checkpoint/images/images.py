@@ -103,6 +103,8 @@ class Images:
         parts, self._former.step = self._peers.max_over_ranks(num_loaded, steps[0] if num_loaded else NO_STEP)
         # Several files in place of one: none of them has the room for what is to be copied now.
         is_apart = parts > 1
+        # A job that the kernel killed for memory cannot say so, but the count of its cgroup can: one copy fewer for
+        # each kill.
         wanted = max(1, NUM_RECENT - oom_kills()) if self._interval else 1
         most = num_loaded if is_apart else max(wanted, num_loaded)
         for fd in [fd for pair in pairs[most:] for fd in pair]:
@@ -130,13 +132,16 @@ class Images:
         found = self._found(num_bytes)
         if self._former.are_any and num_arenas(found) < (2 if self._interval else 1):
             self._former.free()
-            found = self._found(num_bytes)  # Again: it may have counted in the limits of another job.
+            # Again: it may have counted in the limits of another job.
+            found = self._found(num_bytes)
         if self._interval:
             self._make(found)
 
     def _make(self, found: list[Room]) -> None:
         """Have as many slots as there is memory for, or none of these images; one line says that they are fewer."""
         number = num_arenas(found)
+        # With two, no image is made while a save is being written, so a failure then loses the steps of one save. With
+        # one there are only the copies that saves make anyway, which become images, too.
         self._have_slots(number if number > 1 else 1)
         self._is_off = number < 2
         if number == MAX_ARENAS or not self._peers.is_coordinator:
@@ -174,8 +179,10 @@ class Images:
         """Return what this rank reports to the others with its plan, as numbers of which the maximum counts."""
         if not self._interval:
             return ()
+        # These numbers travel in the all-reduce of the plan, so an image costs no exchange of its own.
         is_off = self.marker.has_failed or self.tier.is_off
         of_pool = self.stager.pool.report()
+        # Looked at again for each image, because the first steps of a start do not show the last peak.
         short = not self._is_off and is_short()
         return (is_off, short, *((of_pool[0] or self.stager.is_preparing, *of_pool[1:]) if of_pool else ()))
 
@@ -219,6 +226,7 @@ class Images:
                 if planned.differs is not None:
                     return self._end(f"{planned.differs}")
                 if not self.agree(planned.agreed):
+                    # Skipped: a wait for an arena would stop training on all ranks.
                     return self._note_missed(step, self._why_missed())
                 self._note_staged(step)
                 file = planned.file()

@@ -43,16 +43,20 @@ class ImageListener(CopyListener):
             content.wait()
             images.note_staged(image)
             if images.are_made_at_once:
+                # A second reader: the arena must not be overwritten before both the disk write and the image are done.
                 images.stager.pool.add_reader(copy.staged.slot)
                 images.marker.mark_later(image)
 
         def write(path: Path) -> FileRecord:
+            # This copy has its digests, so the save does not hash it again. Without `memory_interval` there is time for
+            # a digest during the disk write, which no step waits for, and the copy stays as short as it can be.
             if images.are_made_at_once:
                 return content.write(path)
             try:
                 record = content.write(path)
             except Exception:
-                images.marker.digest_here(image)  # The disk failed, not the copy: it is all that a kill leaves then.
+                # The disk failed, not the copy: it is all that a kill leaves then.
+                images.marker.digest_here(image)
                 raise
             images.marker.mark(image, record)
             return record

@@ -51,7 +51,7 @@ class Marker:
 
     @property
     def has_failed(self) -> bool:
-        """Return whether so many images have failed in a row that no more are to be made."""
+        """Return whether too many images have failed in a row to make more."""
         return self._num_failed >= MAX_FAILED
 
     def start_process(self) -> None:
@@ -123,6 +123,7 @@ class Marker:
     def _digested(self, image: Image) -> FileRecord:
         if self._process is None:
             return record_of(image.staged)
+        # By the second thread of that process: behind a disk write the image would become valid seconds later.
         return self._process.digest(image.staged.arena, image.staged.num_bytes, image.step)
 
     def _mark(self, image: Image, record: FileRecord) -> bool:
@@ -132,7 +133,8 @@ class Marker:
             return False
         assert mark is not None, "the keeper holds it"
         if self._process is not None and self._process.pid != self._joined:
-            self._tier.join_again(self.helpers())  # Not before: the keeper may not have started by then.
+            # Not before: the keeper may not have started by then.
+            self._tier.join_again(self.helpers())
         card = image.card(record, self._tier, self._world_size)
         data = card.to_bytes()
 

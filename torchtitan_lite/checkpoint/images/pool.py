@@ -42,6 +42,8 @@ def choose(arenas: Sequence[Seen], complete: int) -> int | None:
     """Return the number of the arena to overwrite, None for none, if all ranks have the image of step `complete`."""
     if len(arenas) == 1:
         return 0
+    # Only what the last exchange found complete is protected, so all ranks protect the same image, however fast each of
+    # them digests.
     spare = [
         number
         for number, arena in enumerate(arenas)
@@ -121,7 +123,7 @@ class Pool(Slots):
     def validate(self, slot: ArenaSlot, number: int, mark: Callable[[], None]) -> bool:
         """Call `mark`, after which the image in `slot` is valid; but not if copy `number` was overwritten since.
 
-        Returns whether it is valid. Else a mark could be set beside the bytes of a later step.
+        Returns whether it is valid. Else a mark could be set next to the bytes of a later step.
         """
         with self._changed:
             if slot.num_copies != number:

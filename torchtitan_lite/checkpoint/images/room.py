@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+# One holds the image that all ranks have, one is being written or digested, and one is for the next copy.
 MAX_ARENAS = 3
 _USED = 0.8
 """The part of the free memory that arenas may take: what else grows takes the rest."""
@@ -53,6 +54,7 @@ def _fits(ranks: Sequence[Room], number: int) -> bool:
     for host in {rank.host for rank in ranks}:
         here = [rank for rank in ranks if rank.host == host]
         needed = sum(max(0, number * rank.arena_bytes - rank.have_bytes) for rank in here)
+        # What is free between two steps is more than what training leaves free at its peak.
         free = min(rank.free_bytes for rank in here) - sum(rank.reserve_bytes for rank in here)
         if needed > _USED * free and needed > 0:
             return False

@@ -121,6 +121,7 @@ def build_run_images(store: CheckpointStore, plans: PlanCache, context: RunConte
     if config.async_mode == "disabled":
         return FoundImages(tier, store, context)
     stager = build_image_stager(tier.give_up)
+    # Copies that an accelerator makes come without digests, so the writer process has to take them.
     digests_elsewhere = config.memory_interval > 0 and not stager.can_digest
     needs_process = digests_elsewhere or config.async_mode == "async_with_pinned_mem"
     process = WriterProcess(config.timeout_seconds, config.preemption_signals, rank=rank) if needs_process else None

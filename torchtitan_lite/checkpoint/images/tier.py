@@ -1,7 +1,7 @@
 """What the trainer of one rank holds of the memory tier: its keeper, the ids that cards carry, the latest commits.
 
 It decides nothing about steps. Trouble with the keeper is one warning and the end of the tier in this process: training
-and saves go on. The keeper starts in a thread, because no step needs to wait for it; the first image does. If it was
+and saves continue. The keeper starts in a thread, because no step needs to wait for it; the first image does. If it was
 killed, the next image starts another one, a few times.
 """
 
@@ -89,6 +89,7 @@ class Tier:
         """Note that this run committed the full checkpoint `info`. Coordinator, any thread."""
         commit = commit_of(info)
         if commit is not None:
+            # After a rollback, steps beyond this one are not its predecessors.
             before = (each for each in self.commits if each.step < commit.step)
             self.commits = (*before, commit)[-MOST_COMMITS:]
 
@@ -113,6 +114,8 @@ class Tier:
             if self.keeper.has_ended():
                 self._start_again()
             if not arena.is_kept:
+                # With the id of this start, because the keeper may still hold arenas of the start before under its
+                # names.
                 self._names[arena] = f"{self.start}.{self.rank}.{self._num_named}"
                 self._num_named += 1
                 self._hold(arena)
@@ -158,7 +161,8 @@ class Tier:
         self.keeper.hurry()
         if self._starting is not None:
             self._starting.join()
-        with self._lock:  # An image that is ready only now must not start another keeper.
+        # An image that is ready only now must not start another keeper.
+        with self._lock:
             pid = self.keeper.pid
             try:
                 if not self.is_off:
@@ -225,7 +229,8 @@ class Tier:
         try:
             act()
         except KeeperUnavailable as error:
-            if not self.keeper.has_ended():  # Else the next image starts another one.
+            # Else the next image starts another one.
+            if not self.keeper.has_ended():
                 self.is_off, self._trouble = True, error.reason
                 logger.warning("Rank %d: %s. A restart loads from disk", self.rank, error)
             return False

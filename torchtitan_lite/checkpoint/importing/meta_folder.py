@@ -80,7 +80,7 @@ def joined(folder: MetaFolder, shapes: Mapping[str, Shape]) -> WeightsSource:
 
 
 def _chunks(name: str, folder: MetaFolder, places: Sequence[Layout | None], shape: Shape) -> list[Chunk]:
-    """Return the chunks that make up the tensor `name` of `shape`: one whole one, or one of each file."""
+    """Return the chunks that make up the tensor `name` of `shape`: one for all of it, or one of each file."""
     files = [str(file.resolve()) for file in folder.files]
     found = [(file, place) for file, place in zip(files, places, strict=True) if place is not None]
     file, whole = found[0]

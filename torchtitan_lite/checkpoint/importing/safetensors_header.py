@@ -75,6 +75,7 @@ def _parsed(text: bytes) -> Mapping[str, Any]:
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
+    # Python keeps the last of them, another reader may keep the first.
     if len(found) < len(pairs):
         raise ValueError("a name occurs twice")
     return found

@@ -13,7 +13,7 @@ from torchtitan_lite.errors import ConfigError
 _USUAL = ("state_dict", "model_state_dict", "model", "module")
 """Names under which trainers save the model."""
 _SHAPES = "param_shapes"
-"""In DeepSpeed's files: the shape of each parameter. With ZeRO-3 the parameters beside it are empty."""
+"""In DeepSpeed's files: the shape of each parameter. With ZeRO-3 the parameters next to it are empty."""
 FROM_DEEPSPEED = (
     "a part of a checkpoint of DeepSpeed's ZeRO, whose weights are cut over all files: run the zero_to_fp32.py that "
     "DeepSpeed left beside it, and import what that writes"
@@ -60,7 +60,7 @@ def _tensors(file: SavedFile, value: Any) -> dict[str, Layout]:
 
 
 def _refuse_others(path: Path, file: SavedFile, entries: Mapping[str, Any], entry: str) -> None:
-    """Raise ConfigError if some of `entries` are no tensors; settings beside a bare state dict are among them."""
+    """Raise ConfigError if some of `entries` are no tensors; settings next to a bare state dict are among them."""
     others = [name for name, value in entries.items() if file.layout(value) is None and value is not None]
     if others:
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""

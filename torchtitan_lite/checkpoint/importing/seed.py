@@ -1,6 +1,6 @@
 """Imported weights as a seed checkpoint: step 0 with a model alone, as `checkpoint.create_seed_checkpoint` makes it.
 
-It is there when it is whole and was read back, with the digest of every block; any number of ranks begins a run from
+It is there when it is complete and was read back, with the digest of every block; any number of ranks begins a run from
 it.
 """
 
@@ -76,6 +76,7 @@ def write_seed(
     with new_output.new_folder(out) as folder, progress(f"Importing to {out.name}", 2 * total) as advance:
         written = write_checkpoint(folder, state, num_files, stream, advance)
         DISK.write_file(folder / layout.MANIFEST, _manifest(state, written, extra).to_readable_json())
+        # By the reader that a run uses, before the folder has its name.
         found = open_checkpoint(folder)
         if found.contents.tensors.keys() != state.tensors.keys() or found.kind is not CheckpointKind.FULL:
             raise TorchtitanLiteError(f"{out.name} was written, but other entries are found in it")

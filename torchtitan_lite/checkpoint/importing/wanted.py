@@ -14,7 +14,7 @@ _COMPUTED = ("rotary_emb.inv_freq", "rope.freqs", "rotary_emb.cos_cached", "rota
 _MASKS = ("attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")
 _HEAD = "lm_head.weight"
 _EMBEDDINGS = (".wte.weight", ".embed_tokens.weight", ".word_embeddings.weight", ".embed_in.weight", ".shared.weight")
-"""Ends of the names of embeddings in models of transformers that have a head beside them."""
+"""Ends of the names of embeddings in models of transformers that have a head next to them."""
 
 
 class Weight(NamedTuple):

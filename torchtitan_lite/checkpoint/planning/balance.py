@@ -26,10 +26,12 @@ def balanced(plans: Sequence[SavePlan], holders: Holders, *, of_lowest: bool = F
         num_bytes = _num_bytes(plans[rank].items[number])
         is_the_lowest_ranks = of_lowest or any(number in (plans[rank].storage_data or ()) for rank, number in held)
         if len(held) == 1 or num_bytes == 0 or is_the_lowest_ranks:
+            # Counted before the shared items are given out: this rank has to write it in any case.
             load[rank] += num_bytes
             (alone if len(held) == 1 else kept)[rank].append(number)
         else:
             shared.append((num_bytes, held))
+    # The largest first: then no two ranks differ by more than the largest item. DCP goes through them in their order.
     for num_bytes, held in sorted(shared, key=lambda pair: -pair[0]):
         rank, number = min(held, key=lambda place: load[place[0]])
         load[rank] += num_bytes

@@ -9,6 +9,7 @@ import torch
 
 from torchtitan_lite.checkpoint.planning.replicas import SHOWN
 
+# Far above what reductions in another order leave, and far below what two steps on other data make of optimizer states.
 LIMIT = 1e-2
 """The relative L2 difference of a tensor that is no longer one of rounding: 2 to 3 decimal digits, as bfloat16 has."""
 

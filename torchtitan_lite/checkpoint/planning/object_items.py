@@ -28,7 +28,7 @@ from torchtitan_lite.disk.digest import text_digest
 from torchtitan_lite.store.described import DESCRIPTION_RATIO
 
 _MAX_IN_MANIFEST_BYTES = 64 << 10
-"""An object with a larger item is only in its rank's file: every rank reads the whole manifest."""
+"""An object with a larger item is only in its rank's file: every rank reads the complete manifest."""
 _MAX_RATIO = DESCRIPTION_RATIO
 """So is an object whose JSON is more than this many times as long as its item, such as a list that repeats one string:
 next to so little data a load would refuse the manifest as too large."""
@@ -59,6 +59,7 @@ class ObjectItems:
 
         Raises TypeError for an object that could not be loaded again, so that the save fails and not the load.
         """
+        # Only the last save's are kept, so that values which change at each save do not pile up.
         self._known_before, self._known = self._known, {}
         items: list[bytes] = []
         placed: list[PlacedObject] = []
@@ -101,7 +102,8 @@ class ObjectItems:
             return
         try:
             finding = difference(value, load_item(item), key)
-        except (UnsafeItem, RecursionError, RuntimeError) as error:  # Nested tensors have no shape: RuntimeError.
+        except (UnsafeItem, RecursionError, RuntimeError) as error:
+            # Nested tensors have no shape: RuntimeError.
             raise _not_loadable(key, error) from None
         if finding:
             raise _not_loadable(key, finding)
@@ -112,7 +114,8 @@ def _saved_by_torch(key: str, value: Any) -> bytes:
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
-        if CALL_OF_BYTES in buffer.getvalue():  # Only then, because this pickler is slow.
+        # Only then, because this pickler is slow.
+        if CALL_OF_BYTES in buffer.getvalue():
             buffer = io.BytesIO()
             torch.save(value, buffer, pickle_module=SafePickle)
     except Exception as error:

@@ -95,6 +95,7 @@ class RankComparison:
             except BaseException as error:
                 future.set_exception(error)
 
+        # In a thread, once a start: to digest 2 GB takes 0.11 s (by hand, two ranks), too long for every save.
         threading.Thread(target=work, name="compare ranks", daemon=True).start()
 
     def wait(self) -> None:
@@ -117,7 +118,9 @@ class RankComparison:
             digest = xxhash.xxh3_64(_joined(self._sampled(flat, shared, items)).numpy().data)
             if complete:
                 digest.update(complete[at].to_bytes(8, "big"))
+            # Two bits shorter, so that its negative, too, is above `_NONE`.
             number = digest.intdigest() >> 2
+            # One all-reduce max shows whether all are equal: the maxima of d and of -d are opposite only then.
             numbers[2 * shared.group : 2 * shared.group + 2] = number, -number
         return tuple(numbers)
 
@@ -146,7 +149,8 @@ class RankComparison:
         suspicious = self._peers.scatter_answers(digests, _that_differ)
         differing = {place: tensors[place] for place in sorted(suspicious)}
         if not self._peers.max_over_ranks(len(differing))[0]:
-            return None  # Digests were of another moment: a loop changed the state meanwhile.
+            # Digests were of another moment: a loop changed the state meanwhile.
+            return None
         samples = {place: (key, _sample(tensor, PIECE_BYTES // 256)) for place, (key, tensor) in differing.items()}
         found = self._peers.scatter_answers(self._distances(samples), joint)
         if not found.is_far and not only_samples:
@@ -180,7 +184,8 @@ class RankComparison:
         """
         groups = {shared.group: shared for shared, _ in self._groups}
         found = []
-        for (group, _), (key, tensor) in tensors.items():  # In the same order everywhere, so no two ranks wait in turn.
+        # In the same order everywhere, so no two ranks wait in turn.
+        for (group, _), (key, tensor) in tensors.items():
             shared = groups[group]
             total = [0.0, 0.0, 0.0]
             for piece in _pieces(tensor):
@@ -253,7 +258,7 @@ _LINE_BYTES = 64
 def _sample(memory: torch.Tensor, num_bytes: int) -> torch.Tensor:
     """Return elements of `memory` at even distances, about `num_bytes` of them and at least one.
 
-    Where it is contiguous, as many beside each as a line of the processor's cache has: they cost nothing more.
+    Where it is contiguous, as many next to each as a line of the processor's cache has: they cost nothing more.
     """
     if memory.is_contiguous():
         run = max(1, _LINE_BYTES // memory.element_size())
@@ -264,7 +269,8 @@ def _sample(memory: torch.Tensor, num_bytes: int) -> torch.Tensor:
     if (word := _WORDS.get(memory.element_size())) is None:
         return memory.reshape(-1)[::step]
     at = torch.arange(0, memory.numel(), step, device=memory.device)
-    return torch.take(memory.view(word), at).view(memory.dtype)  # Without a copy of the whole, as reshape makes.
+    # Without the copy of all of it that reshape makes.
+    return torch.take(memory.view(word), at).view(memory.dtype)
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

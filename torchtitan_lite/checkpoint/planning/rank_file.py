@@ -29,7 +29,7 @@ class RankPlan:
     object_keys: Sequence[str]
     layout: FileLayout
     description: Description | None
-    """Of the whole checkpoint; coordinator only, None on other ranks."""
+    """Of the complete checkpoint; coordinator only, None on other ranks."""
     volatile: Set[int] = frozenset()
     """The numbers, in file order, of the tensors that forward may change, not only the optimizer's step."""
 
@@ -64,6 +64,8 @@ class PlannedSave:
         """
         plan = self.plan
         objects = {key: self._flat[key] for key in plan.object_keys}
+        # Objects become bytes here, while the caller waits: a loader that changes its state later cannot change the
+        # save.
         encoded, placed = self._object_items.lay_out(objects, plan.file_name, plan.layout.end)
         values = [self._flat[item.index.fqn] for item in plan.items]
         tensors = [value.to_local() if isinstance(value, DTensor) else value for value in values]

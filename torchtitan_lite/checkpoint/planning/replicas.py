@@ -121,6 +121,7 @@ def _warn_of_differences(per_rank: Sequence[Mapping[str, str]]) -> list[None]:
     if different:
         named = ", ".join(f"{key} (rank {rank}'s is saved)" for key, rank in different[:SHOWN])
         more = f" and {len(different) - SHOWN} more" if len(different) > SHOWN else ""
+        # A warning and not an error: which rank is right cannot be known here. With DDP it is the lowest one.
         logger.warning(
             "Ranks hold different values of %s%s. A checkpoint has one of each, and every rank gets that one when it "
             "is loaded. If each rank needs its own, wrap the state in PerRank; buffers under DDP follow rank 0 anyway",
@@ -138,7 +139,8 @@ def _label(key: str, part: LocalShard) -> str:
 def _digest(value: Any) -> str:
     """Return a text that is the same for equal values on every rank; for a value that cannot be pickled, its type's."""
     if type(value) in (bool, int, float, type(None)):
-        return repr(value)  # The fast way for thousands of them, the settings of every parameter.
+        # The fast way for thousands of them, the settings of every parameter.
+        return repr(value)
     try:
         return text_digest(_canonical(value))
     except Exception:

@@ -21,7 +21,7 @@ class Leaf(NamedTuple):
     key: str
     """The checkpoint's flat key."""
     path: Path
-    """Its path in the entry; empty if the leaf is the whole entry."""
+    """Its path in the entry; empty if the leaf is the complete entry."""
 
 
 def entries(contents: Contents, prefix: str, keys: Iterable[str] | None = None) -> dict[str, list[Leaf]]:

@@ -95,5 +95,6 @@ def _listed(
         sizes, here = (" and ".join(str(len(each)) for each in groups) for groups in (stored, live))
         return ListedGroups(misfit=f"groups of {sizes} numbered parameters in the checkpoint, here groups of {here}")
     numbers = dict(zip(chain(*stored), chain(*live), strict=True))
-    by_text = {str(number): name for number, name in numbers.items()}  # DCP's paths have keys of mappings as text.
+    # DCP's paths have keys of mappings as text.
+    by_text = {str(number): name for number, name in numbers.items()}
     return ListedGroups([[numbers[each] for each in listed] for listed in lists], by_text)

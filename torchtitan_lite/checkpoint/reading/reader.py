@@ -185,7 +185,7 @@ class CheckpointReader(StorageReader):
         return next(chunk for chunk in chunks if chunk.offsets == offsets)
 
     def _sources(self, regions: Sequence[Region]) -> Iterator[tuple[StoredBox, torch.Tensor]]:
-        """Yield the source and the target of each region. Reads the regions of items that can only be read whole."""
+        """Yield the source and the target of each region. Reads items that can only be read as a whole."""
         tensors = self._folder.contents.tensors
         layouts = self._layouts({region.chunk.item for region in regions if region.chunk.item is not None})
         for region in regions:

@@ -1,8 +1,8 @@
-"""The small tensors that one rank reads whole and as they are stored, in columns.
+"""The small tensors that one rank reads completely and as they are stored, in columns.
 
 A model may have tens of thousands of tensors of a few KiB, and then a load takes longer in Python than on the disk. So
 these are not planned one by one: for each the load notes where it is in the file and in memory, and the disk's side
-copies it there. What is not small, not whole or not in plain memory goes through regions, with the same result.
+copies it there. What is not small, not complete or not in plain memory goes through regions, with the same result.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ def small_tensors(state: Mapping[str, Any], table: TensorTable) -> tuple[dict[st
     """
     kinds, places = table.kinds, table.places
     columns: dict[TensorKind, tuple[list[int], list[int]]] = {
+        # Complex tensors may be lazy conjugates: the bytes in their memory are not their elements.
         kind: ([], []) for kind in table.places_by_kind if 0 < kind.nbytes <= SMALL_BYTES and not kind.dtype.is_complex
     }
     others: dict[str, Any] = {}

@@ -148,8 +148,8 @@ class StoredCheckpoint:
     def read_model(self, model: Mapping[str, Any], *, cast: bool = False) -> State:
         """Read into the live tensors of `model`, from `model.<fqn>` or, in a weights-only checkpoint, bare FQNs.
 
-        Returns the whole state dict, for the model's `load_state_dict`. The checkpoint must have exactly the keys that
-        the rules choose, with the model's shapes and, unless `cast`, its dtypes; otherwise this raises
+        Returns the complete state dict, for the model's `load_state_dict`. The checkpoint must have exactly the keys
+        that the rules choose, with the model's shapes and, unless `cast`, its dtypes; otherwise this raises
         `CheckpointMismatch` on every rank before it reads any data. **Collective**.
         """
         if self._fitting is None or self._fitting[0] is not model or self._fitting[2] != cast:

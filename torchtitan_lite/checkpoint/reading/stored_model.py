@@ -47,7 +47,8 @@ class StoredModel:
     def report(self, model: Mapping[str, Any], *, cast: bool = False) -> KeyReport:
         """Return how the checkpoint differs from the model's state dict `model`. Reads no data."""
         last = self._last_report
-        if last is None or last[0] is not model or last[1] != cast:  # A load asks three times, of thousands of keys.
+        # A load asks three times, of thousands of keys.
+        if last is None or last[0] is not model or last[1] != cast:
             self._last_report = last = (model, cast, self._report(model, cast))
         return last[2]
 
@@ -93,7 +94,7 @@ class StoredModel:
         return targets
 
     def assembled(self, model: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the whole state dict for the model: the values that were `read`, else the model's own."""
+        """Return the complete state dict for the model: the values that were `read`, else the model's own."""
         prefix = self._prefix(model)
         whole = dict(model)
         extras = self._extras(prefix)
@@ -114,7 +115,7 @@ class StoredModel:
         return "" if bare or not any(key.startswith("model.") for key in keys) else "model."
 
     def _tensors(self, prefix: str) -> dict[str, TensorLike]:
-        """Return the tensors below `prefix` that are whole entries."""
+        """Return the tensors below `prefix` that are complete entries."""
         if prefix not in self._tensors_under:
             table = self._contents.table
             likes = {kind: TensorLike(torch.Size(kind.shape), kind.dtype) for kind in table.places_by_kind}

@@ -158,7 +158,8 @@ class StoredOptimizer:
     def _entries(self) -> dict[str, list[Leaf]]:
         found: dict[str, list[Leaf]] = {}
         for entry, leaves in entries(self._contents, "optimizer.").items():
-            if entry in (STATE, SETTINGS):  # A state dict that was saved without torch's flattening.
+            # A state dict that was saved without torch's flattening.
+            if entry in (STATE, SETTINGS):
                 found |= self._listed.entries(entry, leaves)
             else:
                 found[entry] = leaves
@@ -184,6 +185,8 @@ class StoredOptimizer:
     ) -> dict[str, str]:
         """Return the settings that belong to another optimizer, or that differ within one of this run's groups."""
         there, here = own.keys() - _OF_SCHEDULERS, slot.settings.keys() - _OF_SCHEDULERS
+        # One side alone may have settings that only its version of torch has. Both have some only if it is another
+        # optimizer.
         if there - here and here - there:
             more, fewer = ", ".join(sorted(there - here)), ", ".join(sorted(here - there))
             return {f"optimizer.{SETTINGS}.{stored}": f"another optimizer's: it has {more} and lacks {fewer}"}
@@ -237,7 +240,8 @@ def _is(kind: str, entry: str) -> bool:
 
 def _sort_in(found: Entries, rest: str, leaves: list[Leaf], known: set[str], container: Branch | None) -> None:
     if rest in known:  # Keys that are not plain names are stored one level deeper.
-        keys = {str(key): key for key in container.keys} if container is not None else {}  # Paths have them as text.
+        # Paths have them as text.
+        keys = {str(key): key for key in container.keys} if container is not None else {}
         below = found.setdefault(rest, {})
         for key in keys.values():
             below.setdefault(key, [])  # A container may be empty.
@@ -249,7 +253,8 @@ def _sort_in(found: Entries, rest: str, leaves: list[Leaf], known: set[str], con
     name, key = split_key(rest, known)
     head, *inner = key.split(".")
     found.setdefault(name, {}).setdefault(head, [])
-    for leaf in leaves:  # If torch flattened nested containers, their keys are part of the entry's name.
+    # If torch flattened nested containers, their keys are part of the entry's name.
+    for leaf in leaves:
         found[name][head].append(Leaf(leaf.key, (*inner, *leaf.path)))
 
 

@@ -1,6 +1,6 @@
 """Convert the small states of torchtitan's checkpoints to this package's own.
 
-It knows two layouts: that of November 2024 (loss lists as `BytesIO`, a whole `LambdaLR`) and that of
+It knows two layouts: that of November 2024 (loss lists as `BytesIO`, a complete `LambdaLR`) and that of
 torchtitan 0.3 (plain numbers, `last_epoch` only). Model and optimizer need no conversion: they have the same
 names. The position of torchtitan's dataloader is pickled for a loader that this package does not have, so
 it is not read, and the data begin from their start. All other states are returned as they were read.
@@ -28,7 +28,7 @@ _LISTS = {"log_steps": torch.int64, "global_avg_losses": torch.float64, "global_
 
 
 def why_it_begins_fresh(name: str, state: Stateful, contents: Contents) -> str:
-    """Return why a load of the whole checkpoint does not restore `state`; the empty string if it does."""
+    """Return why a load of the complete checkpoint does not restore `state`; the empty string if it does."""
     if name == _LOADER and _is_of_torchtitan(contents) and not _has_positions(state.state_dict()):
         return "dataloader: its state is torchtitan's, and not read: the data begin from their start"
     if any(key.startswith(f"{name}.") for key in contents):

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint in a model, for evaluation: no optimizer, no data, no lease, beside a job that trains.
+"""The weights of a checkpoint in a model, for evaluation: no optimizer, no data, no lease, while a job trains.
 
 Full checkpoints, weights-only ones and those of other tools are taken alike. Nothing on disk changes: a damaged
 checkpoint is skipped and stays where it is, for the job that owns the folder to set aside.

@@ -79,6 +79,7 @@ class Candidates:
                 if self._is_gone(source):
                     self._warn("Step %d was removed during the load: choosing again", source.step)
                     continue
+                # A network that fails makes every checkpoint look damaged, so an error of the machine ends the run.
                 if source.is_explicit or isinstance(error, CheckpointUnreadable):
                     self._report_failure(source.step, error)
                     raise
@@ -129,12 +130,14 @@ class Candidates:
         while True:
             source = self.choose(self.store, self.wanted, self.config, damaged, is_exact=self.is_exact)
             newer = {step: error for step, error in self.store.damaged().items() if self._is_newer(step, source)}
+            # What a load found wins over what the manifest shows, because it names the keys.
             damaged = newer | damaged
             self._refuse_what_may_be_newer(source)
             if source is None or source.initial or self.config.verify_on_load == "off":
                 break
             if not (findings := self._size_findings(source)):
                 break
+            # The job that writes the folder has removed it meanwhile, as can happen to `load_model`: no damage.
             if _identity(source.path) is None:
                 continue
             error = CheckpointDamaged(str(source.path), "; ".join(findings[:_MOST_FINDINGS]))
@@ -193,7 +196,8 @@ class Candidates:
     def _quarantine(self) -> dict[int, str]:
         full = {info.step for info in self.store.committed() if info.kind is CheckpointKind.FULL}
         if not full - self.damaged.keys():
-            return {}  # Loaded from memory: if that is lost before a save, the next start must not begin from scratch.
+            # Loaded from memory: if that is lost before a save, the next start must not begin from scratch.
+            return {}
         moved = {}
         for step, error in sorted(self.damaged.items()):
             faults.point("quarantine", step=step)

@@ -44,7 +44,8 @@ class FirstSave:
             fence()
             self._left = frozenset(self._present())
         except Exception:
-            self._left = frozenset()  # It is not known what is there: the loop has to load.
+            # It is not known what is there: the loop has to load.
+            self._left = frozenset()
 
     def check(self) -> None:
         """Raise `RunNotLoaded` on every rank if the folder has steps that were not loaded.

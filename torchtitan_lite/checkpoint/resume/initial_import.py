@@ -1,7 +1,7 @@
 """Imports the weights that `initial_load_in_hf` names into a run's folder, as its step 0, which the load then takes.
 
 Only a run without a checkpoint imports: from then on it has one, so the same command serves for restarts. The import
-itself is a function of whoever knows the model; it leaves a whole step 0, or none.
+itself is a function of whoever knows the model; it leaves a complete step 0, or none.
 """
 
 from __future__ import annotations

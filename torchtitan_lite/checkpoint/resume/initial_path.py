@@ -1,6 +1,6 @@
 """Checks that `initial_load_path` names a checkpoint, and says what it names instead.
 
-People start from many things: a file of weights, the folder of a whole run, a name on a hub. None of
+People start from many things: a file of weights, the folder of a complete run, a name on a hub. None of
 these is a checkpoint. The error names for each how to convert it, or where the checkpoint is. Looks at
 names only, and reads no file.
 """

@@ -99,7 +99,7 @@ def with_exclusions(source: LoadSource, config: Checkpoint) -> LoadSource:
     """Return `source` without the states that `config` excludes. Without the step counter, the run counts from the
     start again, on a branch.
 
-    A checkpoint of a run that began like this is loaded whole: else each restart would count from the start again.
+    A checkpoint of a run that began like this is loaded completely: else each restart would count from the start again.
     """
     if source.model_only:
         return source

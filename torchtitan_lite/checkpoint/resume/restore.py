@@ -140,7 +140,8 @@ class Restore:
         self._raise_unless_readable()
         report = self._report(self._keys(), ())
         if report.refusals:
-            report = self.report()  # What the states refuse may be the cause: another tokenizer has other shapes.
+            # What the states refuse may be the cause: another tokenizer has other shapes.
+            report = self.report()
             raise CheckpointMismatch(str(report.path), "\n".join([*report.refusals, *report.ways_out]))
         rules = build_load_rules(self._config.checkpoint)
         if not rules.is_partial:
@@ -155,6 +156,8 @@ class Restore:
         for reason in report.fresh_states:
             logger.warning("%s", reason)
         for name, state in self._loaded.items():
+            # Before the optimizer and the model: a state that refuses, such as a loader over other data, leaves both
+            # unchanged.
             read = self._read_small(name)
             forget_iterator(state)
             self._load_together(state, read)
@@ -312,6 +315,7 @@ class Restore:
     def _restore_rng(self) -> None:
         rng, rank = RngState(), self._peers.rank
         key = f"{RNG}.rank{rank}"
+        # Only on the topology that saved them: on another one, rank N has another part of the work.
         has_own = bool(self._stored.keys(f"{key}.")) and self._source.topology == self._topology
         if not self._peers.max_over_ranks(not has_own)[0]:
             self._load_together(rng, self._stored.read_state(key, {}))

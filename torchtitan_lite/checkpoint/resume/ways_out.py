@@ -124,6 +124,7 @@ def _rename(missing: Sequence[str], model: Mapping[str, torch.Tensor], names: Co
 def _prefixes(fqn: str, model: Mapping[str, torch.Tensor], names: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield pairs of prefixes, the checkpoint's and the model's, under which a name in `names` could be `fqn`."""
     yield from ((name.removesuffix(fqn), "") for name in names if name.endswith(f".{fqn}"))
-    if not any(other in names for other in model):  # Else names that fit now would not fit then.
+    # Else names that fit now would not fit then.
+    if not any(other in names for other in model):
         parts = fqn.split(".")
         yield from (("", ".".join(parts[:count]) + ".") for count in range(1, len(parts)))

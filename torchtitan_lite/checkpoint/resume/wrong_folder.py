@@ -72,7 +72,8 @@ def _checkpoint_around(root: Path) -> Path | None:
 
 def _is_whole_checkpoint(folder: Path) -> bool:
     """Return whether `folder` is certainly a checkpoint: other programs have files of these names, too."""
-    with suppress(PermissionError):  # Of a folder above that lets this user pass, and not look.
+    # Of a folder above that lets this user pass, and not look.
+    with suppress(PermissionError):
         if (folder / layout.METADATA).is_file():
             others = (layout.MANIFEST, layout.data_file(0, 0))
             return layout.parse_step(folder.name) is not None or any((folder / name).is_file() for name in others)

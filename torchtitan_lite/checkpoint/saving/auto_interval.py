@@ -56,7 +56,7 @@ class AutoInterval:
         self._costs.enter()
 
     def leave(self, step: int, *, began: bool) -> None:
-        """Note that the loop goes on after `step`, in which a save `began` or not, and choose again. Any rank."""
+        """Note that the loop continues after `step`, in which a save `began` or not, and choose again. Any rank."""
         if self._costs.leave(step, began=began):
             self._cost = self._costs.cost()
         if self._cost is None or not self._peers.is_coordinator:

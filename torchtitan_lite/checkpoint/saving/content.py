@@ -75,9 +75,11 @@ class Copies:
         With one arena the copy replaces the last one, which must be written by now.
         """
         faults.point("stage", step=target.step)
+        # Before the copy begins: a change during the copy must be in only one of the two digests.
         compare = self._watch(file.data, [item.index.fqn for item in file.plan.items])
         seconds, digests = self._copying.timeout_seconds, self._copying.digests
         staged = self.stager.take(file.data, target.step, seconds, digests=digests)
+        # A queue, because the thread of a save may note its end only after the next save has made its copy.
         self._written.append(staged.slot)
         # Without the file, so that tensors which are copies of the state's own can go as soon as they are staged.
         content = RankContent(

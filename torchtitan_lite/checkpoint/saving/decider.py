@@ -59,7 +59,7 @@ class SaveDecider:
         self._reached: int | None = None
         """The step at which the loop is."""
         self._num_left = 0
-        """The number of steps since the ranks agreed to stop: more than one if the loop goes on."""
+        """The number of steps since the ranks agreed to stop: more than one if the loop continues."""
         self._has_warned_of_missed = False
 
     def continue_from(self, step: int | None) -> None:
@@ -69,7 +69,8 @@ class SaveDecider:
         """
         self._loaded = self._latest = self._reached = step
         self._num_left = 0
-        is_behind = self._maker.on_disk.step < (step or 0)  # Only after a load from memory; the same on all ranks.
+        # Only after a load from memory; the same on all ranks.
+        is_behind = self._maker.on_disk.step < (step or 0)
         self._is_overdue = is_behind and self._peers.on_coordinator(lambda: self._owes(step or 0))
 
     def end_of_step(self, step: int, *, last: bool, now: bool) -> tuple[bool, int]:
@@ -89,13 +90,16 @@ class SaveDecider:
         self._is_overdue = False
         if not saved and not self._has_warned_of_missed and self._peers.is_coordinator:
             self._warn_of_missed(reached, step)
-        self._maker.prepare(step, now=True)  # After the first step there is all that is to be saved.
+        # After the first step there is all that is to be saved.
+        self._maker.prepare(step, now=True)
         if not saved and not last and not leaving_for and not self._loads_only:
             self._maker.note_not_saved(step)
             self._maker.compare_alongside(step)
         self._auto.leave(step, began=saved and not last and not leaving_for)
         if leaving_for:
             self._note_left(leaving_for)
+        # After the save, not together with `receive`: flags from before it would say that a save by the clock is due,
+        # and the next step would be saved again.
         self._send(step)
         return saved, leaving_for
 
@@ -121,7 +125,8 @@ class SaveDecider:
                 self._reached,
                 step,
             )
-        self._waiter.outcome()  # However it ended: what is not durable is saved below.
+        # However it ended: what is not durable is saved below.
+        self._waiter.outcome()
         if not self._maker.is_saved(step, loaded=self._loaded):
             self._maker.last_of_all(step)
         self._latest = self._reached = step
@@ -171,7 +176,8 @@ class SaveDecider:
         """Return the flags that the ranks sent last; settle the save in flight if they say that it ended."""
         agreed = self._consensus.receive()
         if agreed.signal:
-            self._departure.leave()  # The save in flight is awaited, and looked at, before the ranks leave.
+            # The save in flight is awaited, and looked at, before the ranks leave.
+            self._departure.leave()
         elif agreed.save_failed:
             self._waiter.settle()
         else:
@@ -184,6 +190,8 @@ class SaveDecider:
         if last:
             self._waiter.outcome()  # However it ended: this save is tried.
             self._maker.last_of_all(step)
+        # `now` is an argument of `save`: a method of its own could save one step twice, and would need an exchange of
+        # flags next to that of the step.
         elif now or self._is_due(step, agreed):
             self._waiter.settle()
             logger.info("Saving step %d", step)

@@ -62,7 +62,8 @@ class Departure:
         return saved == step
 
     def _how(self, step: int, awaited: int | None) -> Leaving:
-        left = min(self._peers.gather(self._preemption.seconds_left()))  # Perhaps only one rank received the signal.
+        # Perhaps only one rank received the signal.
+        left = min(self._peers.gather(self._preemption.seconds_left()))
         done = self._waiter
         return self._peers.on_coordinator(
             lambda: how_to_leave(

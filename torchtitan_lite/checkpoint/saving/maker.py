@@ -203,6 +203,7 @@ class SaveMaker:
         self, step: int, make_state: Callable[[], State], kind: CheckpointKind, store: CheckpointStore
     ) -> None:
         failure: SaveFailed | None = None
+        # No interval follows the last save, so it is tried again at once.
         for _ in range(2):
             self._begin(step, make_state, kind, store, self._at_once)
             failure = self._waiter.outcome()
@@ -223,6 +224,7 @@ class SaveMaker:
         try:
             state, metrics = self._together(step, lambda: (make_state(), finite(self._metrics)))
         except SaveFailed as error:
+            # Not raised here, so that the waiter reports and counts it like any other failed save.
             begins = _Refusal(error)
         self._waiter.begin(
             step,
@@ -261,6 +263,7 @@ class SaveMaker:
             except Exception as error:
                 raise SaveFailed(step, f"rank {self._peers.rank}: {type(error).__name__}: {error}") from error
 
+        # Only here and at the first call of a manager: a timer at every step would cost more than that step's exchange.
         with naming_missing_ranks(f"save({step})"):
             return self._peers.together(make)
 

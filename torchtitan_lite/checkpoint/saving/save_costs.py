@@ -1,10 +1,10 @@
 """What the saves of this start cost, measured from the ends of its steps.
 
 The cost of a save is the time that it adds to the run, as this rank's clock shows it: the call of `save` that began it,
-and what the steps beside it take longer than steps without a save. The ranks train in step, so a rank that another one
-holds up counts the wait. Steps beside a save include the wait for its copy. Not measured: what the disk still does
+and what the steps during it take longer than steps without a save. The ranks train in step, so a rank that another one
+holds up counts the wait. Steps during a save include the wait for its copy. Not measured: what the disk still does
 after the save is durable, and work that the loop does in some steps only (an evaluation) is taken for a slower step
-if it falls beside a save. Medians of the last saves keep such a step from counting. **Any rank**.
+if it falls into a save. Medians of the last saves keep such a step from counting. **Any rank**.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NUM_STEPS = 64
 
 @dataclass
 class _Followed:
-    """A save until it is settled: what it blocked, and the seconds of each step beside it."""
+    """A save until it is settled: what it blocked, and the seconds of each step during it."""
 
     step: int
     blocked_seconds: float
@@ -47,9 +47,10 @@ class SaveCosts:
         self._entered = self._clock()
 
     def leave(self, step: int, *, began: bool) -> bool:
-        """Note that the loop goes on after `step`; a save `began` in it or not. Return whether a cost is new."""
+        """Note that the loop continues after `step`; a save `began` in it or not. Return whether a cost is new."""
         now = self._clock()
-        if self._left is not None:  # The first step of a start takes longer than the others.
+        # The first step of a start takes longer than the others.
+        if self._left is not None:
             seconds = (self._entered if began else now) - self._left
             (self._followed.steps if self._followed else self._quiet_steps).append(seconds)
         self._left = now
@@ -82,7 +83,7 @@ class SaveCosts:
         return True
 
     def _slower(self, followed: _Followed) -> float:
-        """Return what the steps beside the save took longer; negative if less, so that the median has no bias."""
+        """Return what the steps during the save took longer; negative if less, so that the median has no bias."""
         if not self._quiet_steps:
             return 0.0
         return sum(followed.steps) - len(followed.steps) * median(self._quiet_steps)

@@ -14,6 +14,8 @@ class TrainedClock:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
+        # A total, not the seconds that the disk lacks: these change with each commit, which would have to renew the
+        # card of every image.
         self._before, self._since = 0.0, clock()
 
     @property

@@ -43,7 +43,7 @@ class _Save:
     stall_seconds: float = 0.0
     durable_seconds: float = 0.0
     is_given_up: bool = False
-    """Whether the loop waited for its staging as long as for a whole save: no code waits for it again."""
+    """Whether the loop waited for its staging as long as for a complete save: no code waits for it again."""
     slowest: list[tuple[int, float]] = field(default_factory=list)
     """On the coordinator, once all have written: the rank that took longest to write its file, and its seconds."""
     over: Future[None] = field(default_factory=Future)
@@ -220,7 +220,8 @@ class SaveWaiter:
         is_finished(self)
         failure = _outcome(save.pending, self._timeout_seconds)
         if not save.pending.durable.done():
-            self._peers.is_group_in_doubt = True  # The save's thread may hang in a collective of the group.
+            # The save's thread may hang in a collective of the group.
+            self._peers.is_group_in_doubt = True
         save.stall_seconds += self._clock() - began
         if failure is None:
             self._failed_in_a_row = 0
@@ -241,6 +242,7 @@ class SaveWaiter:
             if not self._peers.is_coordinator:
                 return
             if _failed(save.pending.durable):
+                # After a lost lease the staging folder may be another job's.
                 if not isinstance(save.pending.durable.exception(), LeaseLost):
                     self._housekeeping.remove_failed_save(save.pending.step, save.store)
                 return
@@ -253,7 +255,8 @@ class SaveWaiter:
     def _preflight(self, step: int, kind: CheckpointKind, store: CheckpointStore, fence: Callable[[], None]) -> None:
         """Raise for a save that would fail half-way: the folder belongs to another job, or the disk has no room."""
         if self._peers.is_coordinator:
-            fence()  # First: making room, and then staging, remove what another job's save has staged.
+            # First: making room, and then staging, remove what another job's save has staged.
+            fence()
             self._housekeeping.make_sure_of_room(step, kind, store)
 
     def _report_saved(self, save: _Save) -> None:

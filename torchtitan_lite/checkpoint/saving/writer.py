@@ -136,6 +136,7 @@ class CommittingWriter(StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if is_coordinator:
+            # DCP calls this in the planning phase, which ends on all ranks before any of them writes.
             self._target.store.clear_staging(self._target.step)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -192,6 +193,7 @@ class CommittingWriter(StorageWriter):
         )
         self.committed = target.store.commit(target.step, manifest, target.fence)
         if nan_in:
+            # A warning and not a refusal: a refused save would end runs that a person would rather inspect.
             logger.warning(
                 "Step %d is saved with NaN in its weights (%s). Retention keeps the latest checkpoint without it",
                 target.step,
@@ -212,6 +214,7 @@ class CommittingWriter(StorageWriter):
             return []
         plan, began = content.plan, time.perf_counter()
         record = content.write(target.store.stage(target.step) / plan.file_name)
+        # From the copy and in the saver's thread, where there is one: no step waits for it.
         digests = _shares(plan.items, content.tensors()) if target.origin.tensor_digests else {}
         prefix = "model." if target.kind is CheckpointKind.FULL else ""
         nan_in = names_with_nan(plan.items, content.tensors(), prefix)

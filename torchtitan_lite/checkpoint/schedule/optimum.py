@@ -23,11 +23,11 @@ class SaveCost:
     blocked_seconds: float
     """That training is blocked."""
     slower_seconds: float = 0.0
-    """That the steps beside it take longer, all together."""
+    """That the steps during it take longer, all together."""
     save_seconds: float = 0.0
     """From its beginning until it is durable."""
     step_seconds: float = 0.0
-    """Of one step without a save beside it."""
+    """Of one step during which there is no save."""
 
     @property
     def seconds(self) -> float:

@@ -118,6 +118,8 @@ class SignalHub:
         for end in self._pipe:
             end.setblocking(False)
         self._ignored = set()
+        # The interpreter's C handler writes the number here even while the main thread is inside a collective, where no
+        # Python handler runs.
         self._wakeup_before = signal.set_wakeup_fd(self._pipe[1].fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._watch, args=(self._pipe[0],), name="preemption", daemon=True)
         self._thread.start()

@@ -88,6 +88,8 @@ class StagingArena:
 
 def _anonymous_file(num_bytes: int) -> int:
     try:
+        # A file in /dev/shm has a name, which outlives a killed process; containers limit that folder to 64 MiB, and
+        # logind may empty it at a logout.
         fd = os.memfd_create("torchtitan_lite-staging")
     except (AttributeError, OSError):  # Not Linux, or a sandbox refuses it.
         with tempfile.TemporaryFile() as file:

@@ -50,10 +50,14 @@ class Copier(Protocol):
 class HostCopier:
     """Copies with two threads while the caller waits."""
 
+    # By hand, 2 GB took 100 ms without and 102 ms with digests where memory was slow, and 1.1 to 1.3 times as long
+    # where it was fast. A thread or process that digests the copy later reads all of it from memory again, during the
+    # next step.
     can_digest = True
 
     def copy(self, data: FileData, arena: StagingArena, *, digests: bool) -> Copied:
-        share = -(-data.num_bytes // (4 * THREADS * BLOCK_BYTES)) * BLOCK_BYTES  # Whole blocks, some for each thread.
+        # Whole blocks, some for each thread.
+        share = -(-data.num_bytes // (4 * THREADS * BLOCK_BYTES)) * BLOCK_BYTES
         piece = max(BLOCK_BYTES, min(_PIECE_BYTES, share))
         begins = range(0, data.num_bytes, piece)
         blocks = [b""] * len(begins)
@@ -80,6 +84,7 @@ class CudaCopier:
     optimizer changes the others, and the guard makes it wait. The host waits only for copies of tensors in its memory.
     """
 
+    # No core has the bytes in its cache: the accelerator copies them.
     can_digest = False
 
     def __init__(self) -> None:
@@ -96,7 +101,8 @@ class CudaCopier:
             (on_devices.setdefault(tensor.device, []) if tensor.is_cuda else elsewhere).append(number)
         done = [self._enqueue_on(device, numbers, data, arena) for device, numbers in on_devices.items()]
         _copy_now(data, arena, elsewhere)
-        held = [data]  # Until the copies are done: the allocator must not reuse the memory that they read.
+        # Until the copies are done: the allocator must not reuse the memory that they read.
+        held = [data]
 
         def wait() -> None:
             for event in done:
@@ -112,7 +118,8 @@ class CudaCopier:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it so
         stream, training = self._streams[device], torch.cuda.current_stream(device)
-        stream.wait_stream(training)  # The kernels that compute the values come first.
+        # The kernels that compute the values come first.
+        stream.wait_stream(training)
         # One stream for each device: torch puts a copy on the current stream of the device that it reads.
         with torch.cuda.stream(stream):
             _enqueue_copies(data, arena, [number for number in numbers if number in data.volatile])

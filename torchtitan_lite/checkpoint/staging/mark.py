@@ -1,9 +1,9 @@
-"""The mark of an image: whether the arena beside it holds one, which, and the card that describes it.
+"""The mark of an image: whether the arena next to it holds one, which, and the card that describes it.
 
 The mark lies in a memfd of its own, so that it outlives the process that wrote it, as the arena does. Its first page
 has two records and a word that says which of them is valid, if one is; the cards follow. `clear` is one store into
-shared memory, which a killed process has made or not made. `set` writes a card and a record beside those that are valid
-and the word last, so a card is replaced by another one in one store, too.
+shared memory, which a killed process has made or not made. `set` writes a card and a record next to those that are
+valid and the word last, so a card is replaced by another one in one store, too.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ class Mark:
             at = PAGE_BYTES if PAGE_BYTES + len(card) <= begin else begin + count
         if os.fstat(self.fd).st_size < at + len(card):
             os.ftruncate(self.fd, at + len(card))
+        # Next to the valid card and record, never over them: a kill before the last line leaves these valid.
         _write_at(self.fd, at, card)
         fields = _FIELDS.pack(_MAGIC, _VERSION, 0, step, num_bytes, at, len(card), xxhash.xxh3_128_digest(card))
         sealed = fields + xxhash.xxh3_64_digest(fields)
@@ -127,7 +128,7 @@ def _record_at(number: int) -> int:
 
 
 def _too_long(card_bytes: int, num_bytes: int) -> str:
-    """Return what is wrong if a card of `card_bytes` is too long beside an image of `num_bytes`; empty if it is not."""
+    """Return what is wrong if a card of `card_bytes` is too long for an image of `num_bytes`; empty if it is not."""
     most = min(CARD_BYTES + CARD_RATIO * num_bytes, CARD_MOST_BYTES)
     if card_bytes <= most:
         return ""

@@ -38,7 +38,7 @@ class StagedCopy:
     layout: FileLayout
     num_bytes: int
     wait: Callable[[], None]
-    """Blocks until the whole copy is in the arena. Any thread."""
+    """Blocks until the complete copy is in the arena. Any thread."""
     slot: ArenaSlot
     """The arena's place in the pool; its reader is who took the copy."""
     number: int
@@ -95,7 +95,8 @@ class Stager:
     def finish_preparation(self) -> None:
         """Wait until the arenas of `prepare` are made."""
         if self._preparation is not None:
-            wait_for([self._preparation])  # Its error is ignored: the save makes the arena again and raises it.
+            # Its error is ignored: the save makes the arena again and raises it.
+            wait_for([self._preparation])
             self._preparation = None
 
     def close(self) -> None:
@@ -125,7 +126,8 @@ class Stager:
         def make() -> None:
             try:
                 if device is not None:
-                    torch.cuda.set_device(device)  # Each thread starts with device 0.
+                    # Each thread starts with device 0.
+                    torch.cuda.set_device(device)
                 making.set_result(work())
             except BaseException as error:
                 making.set_exception(error)
@@ -139,7 +141,8 @@ class Stager:
 
     def _make(self, slot: ArenaSlot, num_bytes: int) -> None:
         if slot.arena is not None:
-            self._give_up(slot.arena)  # Before the new one is made: there may be no memory for two.
+            # Before the new one is made: there may be no memory for two.
+            self._give_up(slot.arena)
         slot.arena = None
         num_grains = -(-(num_bytes + _GRAIN_BYTES) // _GRAIN_BYTES)
         arena = StagingArena(num_grains * _GRAIN_BYTES, pin=self._pin, mark=self._new_mark())

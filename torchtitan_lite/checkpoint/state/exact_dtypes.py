@@ -29,7 +29,8 @@ def exact_dtypes(optimizer: Any, state_dict: Mapping[str, Any] | None = None) ->
     noted: list[dict[str, Any]] = []
     with ExitStack() as stack:
         for each in held:
-            with suppress(AttributeError):  # Some have no hooks: wrappers that do not call Optimizer.__init__.
+            # Some have no hooks: wrappers that do not call Optimizer.__init__.
+            with suppress(AttributeError):
                 noted.append(stack.enter_context(_exact_dtypes(each)))
         yield
     if state_dict is not None and isinstance(optimizer, Optimizer) and not any(noted):

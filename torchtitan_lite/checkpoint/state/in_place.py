@@ -69,5 +69,6 @@ def _is_same_view(a: torch.Tensor, b: torch.Tensor | None) -> bool:
 def _storage(tensor: torch.Tensor) -> int:
     try:
         return local_of(tensor).untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # Wrapper subclasses over other tensors have no memory of their own.
+    except (RuntimeError, NotImplementedError):
+        # Wrapper subclasses over other tensors have no memory of their own.
         return 0

@@ -2,7 +2,7 @@
 
 `state_dict` calls the modules' own: most tensors that it returns are views of live ones, and a load
 reads straight into them. What hooks or `get_extra_state` return may be copies, so a load is complete
-only after `put_back` has given the whole dict to the modules.
+only after `put_back` has given the complete dict to the modules.
 """
 
 from __future__ import annotations
@@ -124,6 +124,8 @@ class ModelWrapper:
         for part, raw in self._raw_parts():
             names = clean_names(part, raw)
             merge_disjoint([{name: None} for name in names.values()])
+            # Left out of the model's state, not of the save: plans, loads, comparisons and exports need no rule of
+            # their own.
             names = {key: name for key, name in names.items() if name not in left_out}
             dicts.append((part, raw, names))
         return dicts

@@ -50,7 +50,7 @@ def named_parameters(parts: Sequence[nn.Module]) -> dict[torch.Tensor, tuple[str
 def reshard(parts: Sequence[nn.Module]) -> None:
     """Have modules of `fully_shard` hold their sharded parameters, which are those of the optimizers, again.
 
-    After a forward pass without a backward pass, as of an evaluation, or after `unshard`, they may hold whole ones.
+    After a forward pass without a backward pass, as of an evaluation, or after `unshard`, they may hold unsharded ones.
     """
     for part in parts:
         for module in part.modules():

@@ -117,7 +117,7 @@ class OptimizerWrapper:
             owner.take(states, settings, {**own.rest, **of_optimizers.get(number, {})})
 
     def refuse_where_parts_differ(self, peers: Peers) -> None:
-        """Raise ConfigError on every rank if an optimizer's state dict is saved whole and ranks have different models.
+        """Raise ConfigError on every rank if a state dict is saved unchanged and ranks have different models.
 
         **Collective**.
         """

@@ -38,7 +38,7 @@ from torchtitan_lite.errors import CheckpointMismatch, ConfigError
 _NOT_SETTINGS = ("params", "param_names")
 GLOBAL, OTHER, EMPTY_GROUPS, WHOLE = "global", "other", "empty_groups", "whole"
 """Keys of `OptimizerState.rest`: state that belongs to no parameter, further keys of the state dict, settings of groups
-without parameters, and a whole state dict."""
+without parameters, and a complete state dict."""
 
 
 class Owner(Protocol):
@@ -82,6 +82,8 @@ class PlainOwner:
         return {self._names[parameter][0]: parameter for parameter in parameters_of(self.optimizer)}
 
     def read(self) -> OptimizerState:
+        # Not torch's `get_optimizer_state_dict`, which makes missing state by a step with learning rate 0: the user's
+        # hooks run, an average moves, and if the step raises, the rate stays 0.
         own = self._state_dict()
         names = self._numbered(own)
         states = {names[number]: state for number, state in own["state"].items() if number in names}

@@ -22,7 +22,7 @@ from torchtitan_lite.errors import CheckpointMismatch, ConfigError
 
 STATE, SETTINGS, LAYOUTS, OF_OPTIMIZERS = "state", "param_groups", "layouts", "optimizers"
 PARAMETERS = "_parameters"
-"""In a state that belongs to a whole optimizer, the key below which each of its parameters has an entry."""
+"""In a state that belongs to an optimizer as a whole, the key below which each of its parameters has an entry."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,8 @@ def flat_layouts(state: OptimizerState, like: Mapping[str, torch.Tensor]) -> Ite
         is_plain = type(like[name]) in _PLAIN and like[name].is_contiguous()
         for key, value in own.items():
             if is_plain and type(value) is torch.Tensor and value.layout is torch.strided and value.is_contiguous():
-                continue  # Almost all tensors: the rest would take a millisecond for every 100 of them, at each save.
+                # Almost all tensors: the rest would take a millisecond for every 100 of them, at each save.
+                continue
             where = f"optimizer.{STATE}.{name}.{key}"
             for tensor in tensors_in(value):
                 _refuse_local(where, tensor, like[name])

@@ -49,7 +49,7 @@ def resized_buffers(root: nn.Module, raw: State, stored: Mapping[str, TensorLike
 
 
 def _takes(module: nn.Module, raw: State, path: str, values: State) -> bool:
-    """Return whether `module`, without its children, loads `values` beside its other buffers. Changes nothing."""
+    """Return whether `module`, without its children, loads `values` next to its other buffers. Changes nothing."""
     prefix = f"{path}." if path else ""
     own = {name: None if each is None else each.clone() for name, each in buffers_of(module).items()}
     probe = without_children(module, own)

@@ -49,7 +49,8 @@ class RngState:
         }
         for kind, devices in self._accelerators.items():
             state[kind] = devices.get_rng_state()
-            if (count := devices.device_count()) > 1:  # A model may be spread over them.
+            # A model may be spread over them.
+            if (count := devices.device_count()) > 1:
                 state[f"{kind}_devices"] = torch.stack([devices.get_rng_state(index) for index in range(count)])
         return state
 
@@ -63,7 +64,8 @@ class RngState:
             if len(every) == devices.device_count():
                 for index, state in enumerate(every):
                     devices.set_rng_state(state.cpu().clone(), index)  # set_state of torch 2.13 crashes on a view.
-            if kind in state_dict:  # The last one: this rank may have another one of the devices now.
+            # Last, because this rank may have another one of the devices now.
+            if kind in state_dict:
                 devices.set_rng_state(state_dict[kind].cpu())
 
     def derive(self, seed: int, step: int, rank: int) -> None:

@@ -53,7 +53,8 @@ def may_share(tensors: Iterable[torch.Tensor]) -> bool:
             local = tensor.to_local() if type(tensor) is DTensor else tensor
             begins.append(local.data_ptr())
             sizes.append(local.nbytes)
-    except RuntimeError:  # Of a kind of tensor without an address, or without a size in bytes.
+    except RuntimeError:
+        # Of a kind of tensor without an address, or without a size in bytes.
         return True
     first, size = np.array(begins, dtype=np.uint64), np.array(sizes, dtype=np.uint64)
     has_bytes = (first > 0) & (size > 0)
@@ -122,7 +123,8 @@ def _place(tensor: torch.Tensor) -> tuple[int, int] | None:
         return None
     try:
         begin = local.data_ptr()
-    except RuntimeError:  # A wrapper subclass over other tensors; the save refuses it.
+    except RuntimeError:
+        # A wrapper subclass over other tensors; the save refuses it.
         return None
     return (begin, begin + local.numel() * local.itemsize) if begin else None
 

@@ -31,7 +31,8 @@ class StepHooks:
         """Call from now on. Idempotent."""
         if not self._handles:
             for each in chain.from_iterable(map(_with_wrapped, self._optimizers)):
-                with suppress(AttributeError):  # Some have no hooks: wrappers that do not call Optimizer.__init__.
+                # Some have no hooks: wrappers that do not call Optimizer.__init__.
+                with suppress(AttributeError):
                     self._handles.append(each.register_step_pre_hook(self._before_step))
                     if self._after:
                         self._handles.append(each.register_step_post_hook(self._after_step))

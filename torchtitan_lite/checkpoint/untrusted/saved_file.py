@@ -44,7 +44,7 @@ _HARMLESS = (
     *(("__builtin__", name) for name in ("int", "long", "float", "str", "bool", "dict", "list")),
     *(("builtins", name) for name in ("int", "float", "str", "bool", "dict", "list")),
 )
-"""What trainers save beside weights: settings, counters, times. It stays inert, and is not used."""
+"""What trainers save next to weights: settings, counters, times. It stays inert, and is not used."""
 _KNOWN: dict[tuple[str, str], object] = {
     **TABLE,
     ("torch._utils", "_rebuild_parameter"): _PARAMETER,

@@ -3,7 +3,7 @@
 An item of a `.distcp` file is a zip archive with uncompressed entries: a small pickle that describes one
 tensor, and its storage. `locate` finds the bytes of the storage, so that a reader can read any part of them
 without the rest and without a copy. It does not guess: for anything that it does not know in every detail
-(a compressed entry, a subclass, a conjugated view) it returns None, and the whole item must be read with
+(a compressed entry, a subclass, a conjugated view) it returns None, and the complete item must be read with
 `torch.load(weights_only=True)`. Neither way unpickles anything.
 """
 
@@ -148,6 +148,7 @@ def directory(read: Read, num_bytes: int, most_bytes: int = _MAX_DIRECTORY_BYTES
         name_end = begin + fields[10]
         extra_end = name_end + fields[11]
         name = directory[begin:name_end].decode()
+        # Two readers could take different ones of them.
         if name in entries:
             raise ValueError("two entries have the same name")
         entries[name] = _entry(fields, directory[name_end:extra_end])
