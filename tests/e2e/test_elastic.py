@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import Job, read_lines, run, start
+from tests.e2e.jobs import Job, run, start
+from tests.processes import read_lines
 
 SEQ_LEN, GLOBAL_BATCH, STEPS, INTERVAL = 16, 8, 80, 20
 SAMPLES = STEPS * GLOBAL_BATCH

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import Job, run, send, start
+from tests.e2e.jobs import Job, run, start
+from tests.processes import send
 
 STEPS = 20
 MODES = ("disabled", "async", "async_with_pinned_mem")

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.e2e.jobs import REPO, Job, read_lines, run, start
+from tests.e2e.jobs import REPO, Job, run, start
 from tests.forked import run_code
+from tests.processes import read_lines
 
 STEPS = "--training.steps=2"
 IN_HF = ("--checkpoint.last_save_in_hf", "--checkpoint.export_dtype=bfloat16")

@@ -14,8 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.data.bpe import TEXTS, write_tokenizer
-from tests.e2e.jobs import read_lines, run, start
+from tests.e2e.jobs import run, start
 from tests.forked import REPO
+from tests.processes import read_lines
 
 STEPS = 24
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.drawn_run import draw
+from tests.e2e.killed_jobs import printed
 from tests.e2e.random_runs import Tally, carry_out
-from tests.e2e.sharded_run import printed
 
 FEW = (79, 112, 143)
 """Seeds whose runs make images: with a rollback, damage, a keeper that is killed, a signal."""

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import read_lines, run, start
+from tests.e2e.jobs import run, start
+from tests.processes import read_lines
 
 ARGUMENTS = ("--training.steps=6", "--checkpoint.interval=2", "--metrics.enable_wandb")
 OFFLINE = {"WANDB_MODE": "offline", "WANDB_PROJECT": "ledger", "WANDB_SILENT": "true"}

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.forked import join_group
 from tests.logged import logged_warnings
-from tests.ranks import join_group
 from torchtitan_lite.config.job_config import (
     ActivationCheckpoint,
     Checkpoint,
