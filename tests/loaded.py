@@ -10,7 +10,7 @@ warnings.simplefilter("error")
 
 import pytest  # noqa: E402, F401  # rank cases are in test modules
 import torch  # noqa: E402
-import torch._dynamo  # noqa: E402  # the first optimizer imports it, which takes longer than a whole job
+import torch._dynamo  # noqa: E402  # the first optimizer imports it, which takes longer than a complete job
 import torch.distributed.checkpoint.state_dict  # noqa: E402
 import torch.distributed.fsdp  # noqa: E402
 import torch.distributed.tensor.parallel  # noqa: E402, F401

@@ -236,7 +236,7 @@ class RandomRun:
         self._note_end(start, before, NEVER)
         assert self._promises.on_disk() == last, f"step {last} is not on disk:\n{start.tail()}"
         for pid in keepers.keepers_in(self._runtime):
-            assert keepers.has_ended(pid), f"the keeper {pid} lives on"
+            assert keepers.has_ended(pid), f"the keeper {pid} is still alive"
 
     def _compare(self) -> None:
         """Compare all that was loaded and trained with the straight runs."""

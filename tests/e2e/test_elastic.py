@@ -16,7 +16,7 @@ SAMPLES = STEPS * GLOBAL_BATCH
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> tuple[str, ...]:
-    """Arguments of a job of one epoch, over a corpus of `STEPS` whole steps and some samples that fill no step."""
+    """Arguments of a job of one epoch, over a corpus of `STEPS` complete steps and some samples that fill no step."""
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     num_tokens = (SAMPLES + GLOBAL_BATCH // 2) * (SEQ_LEN + 1)

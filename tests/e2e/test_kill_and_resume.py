@@ -42,7 +42,7 @@ def test_two_processes_killed_twice_have_the_losses_of_the_straight_run(
 
 
 @pytest.mark.slow
-def test_with_max_restarts_a_killed_worker_restarts_the_whole_job(
+def test_with_max_restarts_a_killed_worker_restarts_all_of_the_job(
     tmp_path: Path, straight_losses_of_two: dict[int, float]
 ) -> None:
     with start(tmp_path / "run", *ARGUMENTS, ranks=2, torchrun=["--max-restarts=1"]) as job:

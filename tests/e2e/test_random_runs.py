@@ -1,4 +1,4 @@
-"""Whole runs, drawn at random: whatever befalls them, no step that was promised is lost, and none is another one.
+"""Complete runs, drawn at random: whatever befalls them, no step that was promised is lost, and none is another one.
 
 By hand, as many as you like: `python -m tests.e2e.random_runs --seed 0 --runs 100`.
 """

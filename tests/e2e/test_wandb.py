@@ -63,6 +63,6 @@ def _records(data: bytes) -> Iterator[bytes]:
         length, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
         record += data[position + 7 : position + 7 + length]
         position += 7 + length
-        if kind in (1, 4):  # whole, or the last fragment
+        if kind in (1, 4):  # complete, or the last fragment
             yield record
             record = b""

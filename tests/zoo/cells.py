@@ -196,7 +196,7 @@ def resume(rank: int, folder: Path, case: Case) -> Outcome:
 
 
 def load(rank: int, folder: Path, case: Case, saved_by: int) -> Outcome:
-    """Load the checkpoint that `saved_by` ranks saved, and compare the whole state bit for bit. **Collective**.
+    """Load the checkpoint that `saved_by` ranks saved, and compare the complete state bit for bit. **Collective**.
 
     The losses of the next steps must be close.
     """

@@ -1,4 +1,4 @@
-"""Images beside damaged checkpoints: a start goes on from memory where the disk alone would lose steps."""
+"""Images with damaged checkpoints on disk: a start continues from memory where the disk alone would lose steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "damage"), [("manifest.json", cut), ("manifest.json", flip), (".metadata", cut)])
-def test_an_image_counts_beside_its_latest_step_on_disk_that_is_damaged_and_again_after_a_kill(
+def test_an_image_counts_next_to_its_latest_step_on_disk_that_is_damaged_and_again_after_a_kill(
     tmp_path: Path, name: str, damage: object
 ) -> None:
     folder = tmp_path / "run"
@@ -43,8 +43,8 @@ def test_an_image_counts_beside_its_latest_step_on_disk_that_is_damaged_and_agai
         assert names(folder) == ["step-2", "step-4.corrupt"]
 
 
-@pytest.mark.parametrize(("until", "kept"), [(5, 0), (7, 1)], ids=["beside the run that it left", "alone"])
-def test_an_image_of_a_branch_counts_beside_a_step_of_the_branch_that_is_damaged(
+@pytest.mark.parametrize(("until", "kept"), [(5, 0), (7, 1)], ids=["next to the run that it left", "alone"])
+def test_an_image_of_a_branch_counts_next_to_a_step_of_the_branch_that_is_damaged(
     tmp_path: Path, until: int, kept: int
 ) -> None:
     folder = tmp_path / "run"
@@ -61,7 +61,7 @@ def test_an_image_of_a_branch_counts_beside_a_step_of_the_branch_that_is_damaged
 
 @SLOW
 @pytest.mark.parametrize("name", ["manifest.json", "__0_0.distcp"])
-def test_where_all_on_disk_is_damaged_the_run_goes_on_from_memory_and_nothing_is_renamed_before_a_save(
+def test_where_all_on_disk_is_damaged_the_run_continues_from_memory_and_nothing_is_renamed_before_a_save(
     tmp_path: Path, name: str
 ) -> None:
     folder = tmp_path / "run"

@@ -86,13 +86,13 @@ def _copy_of(fd: int) -> int:
 
 def test_two_copies_of_a_step_that_wait_for_their_digests_both_give_their_memory_back(tmp_path: Path) -> None:
     run = start(tmp_path, 3)
-    images, go_on = images_of(run), threading.Event()
+    images, may_continue = images_of(run), threading.Event()
     images.marker._background.run(
-        "another image", lambda: None if go_on.wait(60) else pytest.fail("it waited for too long")
+        "another image", lambda: None if may_continue.wait(60) else pytest.fail("it waited for too long")
     )
     for _ in range(2):
         images.stage(3, lambda: run.manager._maker._full(), run.manager._maker._origin(3, {}))
-    go_on.set()
+    may_continue.set()
     assert images.wait(60)
     assert [slot.num_readers for slot in images.stager.pool.slots] == [0, 0, 0]
     step(run, last=True)

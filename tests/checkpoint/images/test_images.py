@@ -124,14 +124,14 @@ def test_a_digest_that_fails_is_a_warning_and_three_in_a_row_end_the_images(
 ) -> None:
     faults.install("EIO@digest:times=always", rank=0)
     run = start(tmp_path, 8, interval=3)
-    assert run.manager.wait() == 6, "saves go on"
+    assert run.manager.wait() == 6, "saves continue"
     assert "image_ready" not in {event for event, _, _ in run.events.recorded}
     assert caplog.text.count("has no image in memory of rank 0") == 3
     assert caplog.text.count("No more images in memory in this start") == 1
 
 
 @pytest.mark.usefixtures("digests_later")
-def test_images_go_on_after_the_writer_process_was_killed(tmp_path: Path, memory_tier: Path) -> None:
+def test_images_continue_after_the_writer_process_was_killed(tmp_path: Path, memory_tier: Path) -> None:
     run = start(tmp_path, 3)
     process = images_of(run).process
     assert process is not None and process.pid is not None
@@ -279,7 +279,7 @@ def test_a_save_whose_copy_failed_does_not_free_an_arena_that_is_being_digested(
     pool.release(held_slot)
 
 
-def test_a_copy_that_comes_with_digests_needs_no_process_beside_it(tmp_path: Path, memory_tier: Path) -> None:
+def test_a_copy_that_comes_with_digests_needs_no_other_process(tmp_path: Path, memory_tier: Path) -> None:
     run = start(tmp_path, 2)
     assert images_of(run).process is None
     assert max(held(run.root, memory_tier)) == 2

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("memory_tier")
 
 
 @pytest.mark.parametrize("wanted", [-1, 4])
-def test_a_second_load_uses_each_memory_once_and_images_go_on(tmp_path: Path, wanted: int) -> None:
+def test_a_second_load_uses_each_memory_once_and_images_continue(tmp_path: Path, wanted: int) -> None:
     run = start(tmp_path, 5, interval=4)
     run.manager.wait()
     runtime = runtime_folder()

@@ -22,7 +22,9 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     return run(folder, 12, memory_ttl_seconds=0.0, memory_interval=0, kills=False).weights
 
 
-def test_a_run_killed_three_times_before_a_save_goes_on_where_it_was(tmp_path: Path, straight: dict[int, str]) -> None:
+def test_a_run_killed_three_times_before_a_save_continues_where_it_was(
+    tmp_path: Path, straight: dict[int, str]
+) -> None:
     folder = tmp_path / "run"
     first = run(folder, 4)
     assert (first.code, first.loaded, first.error) == (KILLED, None, "")
@@ -39,7 +41,9 @@ def test_a_run_killed_three_times_before_a_save_goes_on_where_it_was(tmp_path: P
     assert run(folder, 12).loaded == (fourth.ready, "memory")
 
 
-def test_a_run_that_rolled_back_goes_on_on_its_branch_and_only_there(tmp_path: Path, straight: dict[int, str]) -> None:
+def test_a_run_that_rolled_back_continues_on_its_branch_and_only_there(
+    tmp_path: Path, straight: dict[int, str]
+) -> None:
     folder = tmp_path / "run"
     first = run(folder, 6, interval=2)
     assert first.loaded is None
@@ -164,7 +168,7 @@ def test_ranks_on_several_hosts_load_their_own_images_and_lost_hosts_mean_the_di
 
 
 @pytest.mark.parametrize("model_only", [True, False])
-def test_a_run_with_an_initial_path_goes_on_from_its_own_images(tmp_path: Path, model_only: bool) -> None:
+def test_a_run_with_an_initial_path_continues_from_its_own_images(tmp_path: Path, model_only: bool) -> None:
     old, folder = tmp_path / "old", tmp_path / "new"
     run(old, 4, interval=4, kills=False, memory_ttl_seconds=0.0, memory_interval=0)
     initial = {"initial_load_path": str(old / "step-4"), "initial_load_model_only": model_only}
@@ -176,7 +180,7 @@ def test_a_run_with_an_initial_path_goes_on_from_its_own_images(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("options", [{}, {"load_step": 4}], ids=["latest", "load_step"])
-def test_a_run_that_counts_again_goes_on_before_its_first_save(tmp_path: Path, options: dict[str, int]) -> None:
+def test_a_run_that_counts_again_continues_before_its_first_save(tmp_path: Path, options: dict[str, int]) -> None:
     folder, straight = tmp_path / "run", tmp_path / "straight"
     run(folder, 6, interval=2)
     shutil.copytree(folder, straight)
