@@ -78,7 +78,7 @@ class Order:
     has_digests: bool = False
     """Whether the record has a digest of the state after the load and after each step."""
     fault: str = ""
-    """The value of TORCHTITAN_LITE_FAULT."""
+    """What fails on the ranks (docs/faults.md), and in the writer processes that they start."""
     saves_again: int | None = None
     """After the save of this step the parameters change and the step is saved again; the trainers' faults are installed
     between the two saves."""
@@ -486,8 +486,6 @@ def _rank(order: Order, number: int, group: AbstractContextManager[object] | Non
     gc.freeze()  # As train.py does: a collection would copy every page of the server that this process shares.
     torch.set_num_threads(1)
     log.setup(0)
-    if order.fault:
-        os.environ["TORCHTITAN_LITE_FAULT"] = order.fault  # The writer process reads it, too.
     rank, start = int(os.environ["RANK"]), f"{number}.{os.environ['TORCHELASTIC_RESTART_COUNT']}"
     record = os.open(order.record(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
