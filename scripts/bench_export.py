@@ -1,4 +1,4 @@
-"""Measure `torchtitan-lite export`: time and memory, beside the raw disk, in one run.
+"""Measure `torchtitan-lite export`: time and memory, next to the raw disk, in one run.
 
     python scripts/bench_export.py --rounds 5
 

@@ -1,11 +1,11 @@
-"""Measure what images in memory every step (checkpoint.memory_interval = 1) add to a step, beside a plain copy.
+"""Measure what images in memory every step (checkpoint.memory_interval = 1) add to a step, next to a plain copy.
 
     python scripts/bench_images.py
     python scripts/bench_images.py --params 0.8 168 --steps 15 --json images.json
 
 One process trains a model of `--params` million parameters with AdamW (12 bytes of state for each). Blocks of steps
 with images and without take turns, because absolute figures drift. A step is timed from the end of the last one to the
-end of the call of `save`; what runs beside the next step counts with it. `memcpy` is what two threads need to copy the
+end of the call of `save`; what runs during the next step counts with it. `memcpy` is what two threads need to copy the
 same tensors into memory that has been touched. The target: an image adds at most 1.3 x memcpy + 10 ms.
 """
 

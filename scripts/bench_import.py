@@ -1,4 +1,4 @@
-"""Measure `torchtitan-lite import-weights`: time and memory, beside the raw disk, in one run.
+"""Measure `torchtitan-lite import-weights`: time and memory, next to the raw disk, in one run.
 
     python scripts/bench_import.py --rounds 3
 

@@ -3,7 +3,7 @@
 One process trains, and each step has the ledger or has not, by a coin with a fixed seed, so both kinds meet the same
 weather; logged steps are compared with logged ones. The steps are short, because what the ledger does in one does not
 depend on its length; the difference is then set against a step of the debug run. All is measured in the process's own
-CPU time, in one thread, so that other processes of the machine add little noise. Beside the difference stands the cost
+CPU time, in one thread, so that other processes of the machine add little noise. Next to the difference is the cost
 of the calls by themselves, repeated and added up.
 """
 
@@ -73,7 +73,7 @@ def measure(arguments: list[str], seed: int) -> tuple[Coin, dict[str, float]]:
 
         def completed() -> int:
             coin.is_on = True
-            trainer.metrics._heartbeat.close()  # It would beat beside the calls that are timed.
+            trainer.metrics._heartbeat.close()  # It would beat during the calls that are timed.
             costs.update(_costs(trainer))
             return end()
 

@@ -1,8 +1,8 @@
-"""Measure a load from images in memory, beside a plain copy into the same memory and `dcp.load` of warm files.
+"""Measure a load from images in memory, next to a plain copy into the same memory and `dcp.load` of warm files.
 
     python scripts/bench_memory_load.py --rounds 5
 
-Each round measures everything once, in a new order; a figure is a median, with the lowest and the highest beside it.
+Each round measures everything once, in a new order; a figure is a median, with the lowest and the highest next to it.
 "touched" is memory that the process has written to before, "fresh" is memory that the kernel has yet to give: that
 costs most of the time there. The copies use as many threads as the load, and copy out of memory that is mapped already;
 a load maps it. Every load is compared with what was saved, bit by bit.

@@ -6,7 +6,7 @@
 A pair is one process that trains with saves and without, in random order, next to `--hogs` processes of normal priority
 that spin. Each round measures a pair of every number of hogs, mode and version, in a new order. A step is everything
 between two saves that are due; of the time in `save` itself it has only what a call costs that saves nothing. It is
-beside a save if it began before the commit. Figures are medians over the pairs, with the lowest and the highest.
+during a save if it began before the commit. Figures are medians over the pairs, with the lowest and the highest.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Pair:
     """Step after a save returned, of the half with saves."""
     longest_without: float
     """Step of the half without saves."""
-    beside: float
+    during: float
     """Median step that began before the commit of the save before it; 0 if there was none."""
     without: float
     """Median step of the half without saves."""
@@ -67,12 +67,12 @@ class Pair:
 
     @property
     def slowdown(self) -> float:
-        """Of a step beside a save; by steps of the same process, because a machine drifts from one to the next."""
-        return self.beside / self.without
+        """Of a step during a save; by steps of the same process, because a machine drifts from one to the next."""
+        return self.during / self.without
 
     @property
     def is_stalled(self) -> bool:
-        """Whether a step beside a save was a stall, and none without was."""
+        """Whether a step during a save was a stall, and none without was."""
         return self.longest > STALL_SECONDS >= self.longest_without
 
 
@@ -104,11 +104,11 @@ def main() -> int:
             pair = found[cell][-1]
             print(
                 f"round {number}, {cell.hogs} hogs, {cell.mode}, {cell.version}: longest step"
-                f" {pair.longest:.3f} s, without a save {pair.longest_without:.3f} s; median {pair.beside:.4f} s beside"
+                f" {pair.longest:.3f} s, without a save {pair.longest_without:.3f} s; median {pair.during:.4f} s during"
                 f" a save, {pair.without:.4f} s without; save {pair.background:.3f} s",
                 file=sys.stderr,
             )
-    print("\n".join([*_longest_lines(found), "", *_beside_lines(found)]))
+    print("\n".join([*_longest_lines(found), "", *_during_lines(found)]))
     return 0
 
 
@@ -123,23 +123,23 @@ def _longest_lines(found: dict[Cell, list[Pair]]) -> Iterator[str]:
         yield f"{_name(cell)}{longest:7.3f}{without:8.3f}{ratio:>20}{stalled:4} of {len(pairs)}"
 
 
-def _beside_lines(found: dict[Cell, list[Pair]]) -> Iterator[str]:
-    yield f"{'hogs mode':28}{'version':8}{'step beside, s':>14}{'/ without a save':>20}{'save, s':>9}"
+def _during_lines(found: dict[Cell, list[Pair]]) -> Iterator[str]:
+    yield f"{'hogs mode':28}{'version':8}{'step during, s':>14}{'/ without a save':>20}{'save, s':>9}"
     for cell, pairs in sorted(found.items()):
         if cell.mode == "disabled":
             continue  # Its saves are over when they return.
-        beside = statistics.median(pair.beside for pair in pairs)
+        during = statistics.median(pair.during for pair in pairs)
         slower = _figure([pair.slowdown for pair in pairs])
         background = statistics.median(pair.background for pair in pairs)
-        yield f"{_name(cell)}{beside:15.4f}{slower:>20}{background:9.3f}"
+        yield f"{_name(cell)}{during:15.4f}{slower:>20}{background:9.3f}"
         others = found.get(cell._replace(version="other"), ())
         if cell.version == "this" and others:
             both = list(zip(pairs, others, strict=True))
-            steps = _figure([ours.beside / other.beside for ours, other in both])
+            steps = _figure([ours.during / other.during for ours, other in both])
             slower = _figure([ours.slowdown / other.slowdown for ours, other in both])
             saves = _figure([ours.background / other.background for ours, other in both])
-            yield f"{'':5}this / other: step beside {steps}, save {saves},"
-            yield f"{'':19}step beside / without a save {slower}"
+            yield f"{'':5}this / other: step during {steps}, save {saves},"
+            yield f"{'':19}step during / without a save {slower}"
 
 
 def _name(cell: Cell) -> str:
@@ -226,13 +226,13 @@ def _train(folder: str, mode: str, params: int, saves: int, steps: int, work: in
         halves = {is_saved: loop.half(saves, steps, is_saved) for is_saved in (saves_first, not saves_first)}
         manager.save(loop.step + 1, force=True)  # The run is finished, so no process keeps a copy of it.
     with_saves, without = halves[True], [took for of_save in halves[False] for _, took in of_save.measured]
-    beside = [
+    during = [
         took for of_save in with_saves for began, took in of_save.measured if began < committed[of_save.step]
     ]  # A synchronous save is committed before it returns.
     pair = Pair(
         longest=max(took for of_save in with_saves for _, took in of_save.measured),
         longest_without=max(without),
-        beside=statistics.median(beside or [0.0]),
+        during=statistics.median(during or [0.0]),
         without=statistics.median(without),
         background=statistics.median(committed[of_save.step] - of_save.returned for of_save in with_saves),
     )

@@ -151,7 +151,7 @@ def inside(modules: dict[str, ast.Module], room: str) -> tuple[int, int, int]:
 
 
 def constructors(modules: dict[str, ast.Module]) -> list[tuple[str, int]]:
-    """Return the classes whose `__init__` takes eight or more arguments besides self."""
+    """Return the classes whose `__init__` takes eight or more arguments other than self."""
     found = []
     for tree in modules.values():
         for node in ast.walk(tree):

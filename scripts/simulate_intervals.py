@@ -125,7 +125,7 @@ def work_of(interval: float | Floats, point: Point, times: Floats) -> Floats:
     # Save j begins after j intervals and j - 1 saves, and is durable save_seconds later.
     after_restart = times - point.restart - save.save_seconds + save.blocked_seconds
     num_durable = np.maximum(0.0, np.floor(after_restart / (interval + save.blocked_seconds)))
-    # The first interval after a restart has no save beside it.
+    # The first interval after a restart has no save during it.
     work: Floats = num_durable * (interval - save.slower_seconds) + np.where(num_durable > 0, save.slower_seconds, 0.0)
     return work
 

@@ -4,9 +4,9 @@
     python scripts/simulate_scale.py --json scale.json
 
 The plans of all ranks are made by arithmetic (scale_simulation/plans.py), and run through the functions that plan,
-describe and read, of stock DCP and of ours (scale_simulation/costs.py). If a whole state is too much, a few tensors of
-each kind are planned for all ranks and the cost of the rest is extrapolated: a line marked x. Such a line is a lower
-bound, because so many objects would not fit into memory.
+describe and read, of stock DCP and of ours (scale_simulation/costs.py). If a complete state is too much, a few tensors
+of each kind are planned for all ranks and the cost of the rest is extrapolated: a line marked x. Such a line is a lower
+bound, because that many objects would not fit into memory.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def small_disk(folder: Path, num_bytes: int = SMALL_BYTES) -> Iterator[Path]:
 
 
 def fill(disk: Path, *, leave_bytes: int = 0) -> Path:
-    """Create a file that leaves only so many bytes free on `disk`."""
+    """Create a file that leaves only that many bytes free on `disk`."""
     filler = disk / "filler"
     system = os.statvfs(disk)
     with filler.open("wb", buffering=0) as file:

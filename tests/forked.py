@@ -14,13 +14,16 @@ import runpy
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
+COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 
 
 def server() -> ForkServerContext:
@@ -55,6 +58,14 @@ class Forked:
 
     def kill(self) -> None:
         self._process.kill()
+
+
+def join_group(rank: int, world_size: int, rendezvous: Path) -> None:
+    """Open the default process group: `world_size` ranks that meet at the file `rendezvous`, which must be new."""
+    import torch.distributed as dist
+
+    method = f"file://{rendezvous}"
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
 
 
 def run_script(
@@ -99,10 +110,10 @@ class _As:
     def __enter__(self) -> None:
         import torch
 
-        from tests.loaded import warn_as_python_does
-
         torch.set_num_threads(1)
-        warn_as_python_does()
+        # As a new interpreter warns: replaces the filter of `tests.loaded` by Python's default.
+        warnings.filters.remove(("error", None, Warning, None, 0))  # type: ignore[attr-defined]  # typed as a sequence
+        warnings.simplefilter("default", append=True)
 
     def __exit__(self, *error: object) -> None:
         atexit._run_exitfuncs()

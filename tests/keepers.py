@@ -74,7 +74,7 @@ def has_one_keeper_at_most(folder: Path) -> bool:
 def processes_of(folder: Path) -> list[int]:
     """Return the pids of all processes that were started with `folder` for the sockets of keepers, and still live.
 
-    This one and its children are left out: a server that forks lives on.
+    This one and its children are left out: a server that forks stays alive.
     """
     variable = b"XDG_RUNTIME_DIR=" + os.fsencode(folder)
     found = set(keepers_in(folder))

@@ -1,7 +1,7 @@
 """The imports of the server from which tests fork: everything that a job, a rank or a killed run needs.
 
 From here on warnings are errors, except those that torch excludes at its import, as in a test run of one process.
-Processes that run a script undo that with `warn_as_python_does`. No collection of garbage looks at what was imported.
+Processes that run a script undo that (`tests/forked.py`). No collection of garbage looks at what was imported.
 """
 
 import warnings
@@ -10,7 +10,7 @@ warnings.simplefilter("error")
 
 import pytest  # noqa: E402, F401  # rank cases are in test modules
 import torch  # noqa: E402
-import torch._dynamo  # noqa: E402  # the first optimizer imports it, which takes longer than a whole job
+import torch._dynamo  # noqa: E402  # the first optimizer imports it, which takes longer than a complete job
 import torch.distributed.checkpoint.state_dict  # noqa: E402
 import torch.distributed.fsdp  # noqa: E402
 import torch.distributed.tensor.parallel  # noqa: E402, F401
@@ -22,10 +22,3 @@ from torchtitan_lite.collection import freeze_imported  # noqa: E402
 # As train.py does. A load collects twice: 0.15 s each over the objects of the imports, and in every process that is
 # forked the collection would copy their pages.
 freeze_imported()
-
-
-def warn_as_python_does() -> None:
-    """Print warnings, as a new interpreter does."""
-    # Replaces the filter of this module by Python's default.
-    warnings.filters.remove(("error", None, Warning, None, 0))  # type: ignore[attr-defined]  # typed as a sequence
-    warnings.simplefilter("default", append=True)

@@ -20,7 +20,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import wraps
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -29,14 +28,13 @@ from typing import Any
 
 import pytest
 
-from tests.forked import server
+from tests.forked import join_group, server
 from tests.keepers import OFF
 
 DEADLINE_SECONDS = 90.0
 """Of one case, with the start of the group. Far more than any case takes; it ends cases that hang."""
 GRACE_SECONDS = 5.0
 """How long the other ranks may take to fail by themselves after one rank has failed."""
-COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 
 Case = Callable[..., Any]
 LASTING: list[Any] = []
@@ -181,14 +179,6 @@ def four_ranks() -> Iterator[Ranks]:
     ranks = Ranks(4)
     yield ranks
     ranks.close()
-
-
-def join_group(rank: int, world_size: int, rendezvous: Path) -> None:
-    """Open the default process group: `world_size` ranks that meet at the file `rendezvous`, which must be new."""
-    import torch.distributed as dist
-
-    method = f"file://{rendezvous}"
-    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
 
 
 def _serve(

@@ -153,7 +153,7 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(
     assert line.endswith("Name another --folder")
 
 
-def test_the_speed_of_the_raw_disk_stands_beside_a_ratio_to_it(bench: ModuleType) -> None:
+def test_the_speed_of_the_raw_disk_is_next_to_a_ratio_to_it(bench: ModuleType) -> None:
     samples = bench.Samples()
     for number in range(3):
         samples.add("llama", "raw", "save_seconds", number, 0.5)

@@ -1,4 +1,4 @@
-"""The bench of steps beside saves prints both tables for each mode and version, and leaves no file."""
+"""The bench of steps during saves prints both tables for each mode and version, and leaves no file."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.parametrize(
     ("longest", "longest_without", "is_stalled"), [(1.5, 0.5, True), (1.5, 1.2, False), (0.9, 0.1, False)]
 )
-def test_a_pair_is_stalled_if_only_a_step_beside_a_save_was(
+def test_a_pair_is_stalled_if_only_a_step_during_a_save_was(
     bench: ModuleType, longest: float, longest_without: float, is_stalled: bool
 ) -> None:
-    pair = bench.Pair(longest, longest_without, beside=0.1, without=0.1, background=0.2)
+    pair = bench.Pair(longest, longest_without, during=0.1, without=0.1, background=0.2)
     assert pair.is_stalled is is_stalled
 
 
@@ -39,10 +39,10 @@ def test_a_quick_run_compares_two_versions_and_leaves_no_file(tmp_path: Path) ->
     found = subprocess.run([*command, "--against", str(ROOT)], capture_output=True, text=True, timeout=300)
 
     assert found.returncode == 0, found.stderr
-    longest, _, beside = found.stdout.partition("\n\n")
+    longest, _, during = found.stdout.partition("\n\n")
     cells = [line.split()[:3] for line in longest.splitlines()[2:]]
     assert cells == [["1", mode, version] for mode in ("async", "disabled") for version in ("other", "this")]
-    assert [line.split()[:3] for line in beside.splitlines()[1:3]] == cells[:2]
-    assert "this / other" in beside
+    assert [line.split()[:3] for line in during.splitlines()[1:3]] == cells[:2]
+    assert "this / other" in during
     assert all(len(line) <= 80 for line in found.stdout.splitlines())
     assert not list(tmp_path.iterdir())

@@ -15,7 +15,7 @@ PARTS = {"start", "imports", "rendezvous", "build", "load", "step"}
 
 
 @pytest.mark.slow  # three jobs, two of which start twice
-def test_a_killed_job_is_measured_in_parts_beside_plain_dcp_and_a_start_without_checkpoints(tmp_path: Path) -> None:
+def test_a_killed_job_is_measured_in_parts_next_to_plain_dcp_and_a_start_without_checkpoints(tmp_path: Path) -> None:
     found, place = tmp_path / "restart.json", tmp_path / "files"
     options = ["--rounds", "1", "--kills", "ranks", "--only", "ours, disk", "dcp", "--interval", "4"]
     ended = subprocess.run(

@@ -38,7 +38,7 @@ def _nothing_stays_installed() -> Iterator[None]:
 
 
 def fired(pass_point: Callable[[], object], times: int) -> list[int]:
-    """Return which of so many passes failed, from 1."""
+    """Return which of that many passes failed, from 1."""
     failed = []
     for number in range(1, times + 1):
         try:
@@ -52,7 +52,7 @@ def passing(name: str = "write", **where: object) -> Callable[[], None]:
     return lambda: faults.point(name, **where)  # type: ignore[arg-type]  # steps and paths, as each test has them
 
 
-def test_with_nothing_installed_every_point_is_passed_and_every_write_is_whole() -> None:
+def test_with_nothing_installed_every_point_is_passed_and_every_write_is_complete() -> None:
     for name in faults.POINTS:
         faults.point(name, step=1, path=FILE)
     assert faults.limit("write", 100, path=FILE) == 100
@@ -211,7 +211,7 @@ def test_a_torn_write_leaves_its_first_half_and_fails(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == b"abcdefghi"
 
 
-def test_writes_after_a_torn_one_that_was_given_up_are_whole(tmp_path: Path) -> None:
+def test_writes_after_a_torn_one_that_was_given_up_are_complete(tmp_path: Path) -> None:
     faults.install("tear@write", rank=0)
     assert faults.limit("write", 100, path=tmp_path / "file") == 50
     assert faults.limit("write", 100, path=tmp_path / "other") == 100

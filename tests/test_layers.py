@@ -1,9 +1,11 @@
 """The layers of the package, checked on its syntax. docs/design.md explains them."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
@@ -373,10 +375,38 @@ def _has_docstring(module: Module) -> bool:
     return bool((ast.get_docstring(module.tree) or "").strip())
 
 
-def test_no_test_module_imports_another_one() -> None:
-    found = []
-    for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.module and ".test_" in f".{node.module}":
-                found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {node.module}")
+IMPORT_OF_TESTS = re.compile(r"^ *(from tests[\w.]* import (?:\([^)]*\)|.*)|import tests.*)$", re.MULTILINE)
+
+
+@cache
+def _imports_of_tests() -> dict[str, set[str]]:
+    """Return for each file of tests the other ones that it imports."""
+    texts = {module.name: module.path.read_text(encoding="utf-8") for module in modules_of(ROOT / "tests")}
+    found: dict[str, set[str]] = {name: set() for name in texts}
+    for name, text in texts.items():
+        for match in IMPORT_OF_TESTS.finditer(text):  # Parses these lines only: all files would take seconds.
+            (node,) = ast.parse(match[1]).body
+            assert isinstance(node, ast.Import | ast.ImportFrom)
+            of = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            named = {f"{of}{alias.name}" for alias in node.names} | {of.rstrip(".")}
+            found[name] |= (named & texts.keys()) - {name}
+    return found
+
+
+def _is_of_tests(name: str) -> bool:
+    return name.rpartition(".")[2].startswith("test_")
+
+
+def test_no_file_of_tests_imports_a_test_module() -> None:
+    found = [f"{name}: {each}" for name, found in _imports_of_tests().items() for each in found if _is_of_tests(each)]
     assert not found, "move what they share to a helper file"
+
+
+def test_helpers_of_tests_are_at_most_three_files_deep() -> None:
+    """Whoever reads a test opens its helper, the helper of that one, and one more."""
+    imported, chains = _imports_of_tests(), dict[str, list[str]]()
+    for name in TopologicalSorter(imported).static_order():  # A circle raises CycleError, which names its files.
+        chains[name] = [name, *max((chains[each] for each in imported[name]), key=len, default=[])]
+    helpers = [name for name in chains if not _is_of_tests(name) and not name.endswith(".__main__")]
+    found = [" > ".join(chains[name]) for name in helpers if len(chains[name]) > 3]
+    assert not found, "\n".join(["merge helpers by their subject:", *found])

@@ -1,6 +1,6 @@
 """The launcher for Slurm, run for real with stand-ins for `srun` and `scontrol` that record their arguments.
 
-The stand-in for `srun` plays the whole job; in one test it runs torchrun and the training on this machine.
+The stand-in for `srun` plays the complete job; in one test it runs torchrun and the training on this machine.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The bench starts itself again with `--child`, passes a job as JSON and gets samples back. For asynchronous saves a
 process makes a first save, a second one, and one during a small training loop, each after the one before is durable.
-Contenders with a target save `SAVES_BESIDE` times during training. Ours also makes synchronous saves, so that the times
+Contenders with a target save `SAVES_DURING` times during training. Ours also makes synchronous saves, so that the times
 to durable are compared within one process.
 """
 
@@ -41,7 +41,7 @@ from checkpoint_bench.states import BenchState
 
 DEADLINE_SECONDS = 1800.0
 MIN_STEPS = 5
-SAVES_BESIDE = 3
+SAVES_DURING = 3
 
 SYNC = "sync save"
 
@@ -134,11 +134,11 @@ def serve_async(job: Job, samples: Samples) -> None:
     for _ in range(3):
         with spending() as spent:
             memcpy(state, buffer)
-        note("memcpy_seconds", spent.seconds, f"{MEMCPY} beside {job['contender']}")
+        note("memcpy_seconds", spent.seconds, f"{MEMCPY} with {job['contender']}")
     del buffer
     if job["contender"].startswith("ours"):
         seconds = _sync_save(state, folder)
-        note("sync_save_seconds", seconds, f"{SYNC} beside {job['contender']}")
+        note("sync_save_seconds", seconds, f"{SYNC} with {job['contender']}")
     contender.prepare(state)
     training.steps_of(job["train_seconds"])
     for prefix in ("first_", ""):
@@ -149,13 +149,13 @@ def serve_async(job: Job, samples: Samples) -> None:
         if job["round"] == 0:
             _verify(job["contender"], state, folder)
         disk.remove(folder)
-    count = SAVES_BESIDE if is_of_a_target(job["contender"]) else 1
-    pairs = [_train_beside(contender, state, folder, training, job["train_seconds"]) for _ in range(count)]
+    count = SAVES_DURING if is_of_a_target(job["contender"]) else 1
+    pairs = [_train_during_a_save(contender, state, folder, training, job["train_seconds"]) for _ in range(count)]
     pairs = [pair for pair in pairs if len(pair[1]) >= MIN_STEPS]
     if pairs:
         for figure, of in (("steps_ratio", statistics.median), ("mean_steps_ratio", statistics.mean)):
-            note(figure, statistics.median(of(beside) / of(alone) for alone, beside in pairs))
-        note("steps_beside_count", min(len(beside) for _, beside in pairs))
+            note(figure, statistics.median(of(during) / of(alone) for alone, during in pairs))
+        note("steps_during_count", min(len(during) for _, during in pairs))
     contender.close()
 
 
@@ -196,7 +196,7 @@ def _save(contender: AsyncContender, state: BenchState, folder: Path) -> tuple[f
     return stall, spent.seconds, spent.cpu_seconds
 
 
-def _train_beside(
+def _train_during_a_save(
     contender: AsyncContender, state: BenchState, folder: Path, training: Training, seconds_alone: float
 ) -> Steps:
     """Return seconds of steps before and after a save, for `seconds_alone` each, and of steps during its write."""
@@ -205,16 +205,16 @@ def _train_beside(
     alone = training.steps_of(seconds_alone)
     pending: Pending = contender.save(state, folder)
     pending.wait_until_staged()
-    beside = []
+    during = []
     while not pending.durable.done():
         seconds = training.step()
         if not pending.durable.done():
-            beside.append(seconds)
+            during.append(seconds)
     pending.durable.result()
     contender.settle()
     alone += training.steps_of(seconds_alone)
     disk.remove(folder)
-    return alone, beside
+    return alone, during
 
 
 def _sync_save(state: BenchState, folder: Path) -> float:

@@ -36,7 +36,7 @@ class Target:
     scale: float = 1.0
     """Divisor of the figures for the table."""
     raw_figure: str = ""
-    """The raw disk's figure in the ratio: its speed on the day of the run belongs beside the ratio."""
+    """The raw disk's figure in the ratio: its speed on the day of the run belongs next to the ratio."""
 
     def bound(self) -> str:
         """Return the bound as text."""
@@ -126,13 +126,13 @@ def _background() -> list[Target]:
     for mode in _ASYNC:
         ours = f"ours {mode}"
         stall, first, durable = ((ours, f"{name}_seconds") for name in ("stall", "first_stall", "durable"))
-        sync = (f"{SYNC} beside {ours}", "sync_save_seconds")
-        copy = (f"{MEMCPY} beside {ours}", "memcpy_seconds")
+        sync = (f"{SYNC} with {ours}", "sync_save_seconds")
+        copy = (f"{MEMCPY} with {ours}", "memcpy_seconds")
         lines += [
             _at_most(f"stall / memcpy ({mode})", 1.2, _ratio("llama", stall, copy)),
             _at_most(f"first stall / a later one ({mode})", 1.5, _ratio("llama", first, stall)),
             _at_most(f"time to durable / sync save ({mode})", 1.3, _ratio("llama", durable, sync)),
-            _at_most(f"steps beside a save / alone ({mode})", 1.10, _figure("llama", ours, "steps_ratio")),
+            _at_most(f"steps during a save / alone ({mode})", 1.10, _figure("llama", ours, "steps_ratio")),
         ]
     return lines
 

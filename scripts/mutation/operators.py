@@ -1,6 +1,6 @@
 """Mutants of a module, from its syntax tree.
 
-A mutant replaces one node by another; `ast.unparse` prints the whole module. Not mutated: annotations, decorators,
+A mutant replaces one node by another; `ast.unparse` prints the complete module. Not mutated: annotations, decorators,
 assertions, strings and f-strings, arguments of logging and printing, `__all__`, and blocks under TYPE_CHECKING. The
 mutants of a module are always the same, in the same order.
 """
@@ -66,7 +66,7 @@ class Mutant:
     replacement: ast.AST = field(repr=False, compare=False)
 
     def text(self) -> str:
-        """Return the whole module with the change."""
+        """Return the complete module with the change."""
         self.site.put(self.replacement)
         try:
             return ast.unparse(ast.fix_missing_locations(self.tree)) + "\n"

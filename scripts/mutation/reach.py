@@ -22,7 +22,7 @@ PACKAGE = "torchtitan_lite"
 LIMIT_SECONDS = 900.0
 """For one traced test; the slowest take minutes."""
 STARTS_UNTRACED = f"{PACKAGE}/keeper/starting.py"
-"""The modules beside it run in an interpreter without site-packages too, which records no lines: a test that executes
+"""The modules next to it run in an interpreter without site-packages too, which records no lines: a test that executes
 this one counts for all of them."""
 HEAVY_SECONDS = 0.5
 """A test that takes longer, or whose module's fixtures take longer, runs after the others."""

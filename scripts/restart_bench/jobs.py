@@ -23,7 +23,7 @@ RANKS = 2
 STEPS = 100_000
 DEADLINE_SECONDS = 300.0
 POLL_SECONDS = 0.02
-"""The moments come from the ranks; this only says when to go on."""
+"""The moments come from the ranks; this only says when to continue."""
 PARTS = {
     "start": "process",
     "imports": "imported",

@@ -17,7 +17,7 @@ from torchtitan_lite.checkpoint import CheckpointManager, load_model
 
 
 class Adapted(nn.Module):
-    """A frozen base with a trained adapter beside it, and a buffer."""
+    """A frozen base with a trained adapter and a buffer."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

@@ -92,7 +92,7 @@ def test_a_step_of_the_branch_that_is_rolled_back_does_not_pass_for_the_last_one
     assert latest(again).run_id != before.run_id
 
 
-def test_where_only_weights_are_left_no_full_checkpoint_is_made_beside_them(start_run: StartRun) -> None:
+def test_where_only_weights_are_left_no_full_checkpoint_is_made_next_to_them(start_run: StartRun) -> None:
     run = start_run(interval=5, model_weights_only=True)
     run.train(7)
     run.manager.finish(7)

@@ -44,14 +44,14 @@ def interrupt_main_in(function: str) -> None:
 
 @pytest.mark.parametrize("interrupted", ["wait", "save", "load", "close"])
 def test_a_save_that_a_wait_was_interrupted_for_is_awaited_again(start_run: StartRun, interrupted: str) -> None:
-    go_on, saver = threading.Event(), ObservedSaver(ThreadSaver(PEERS))
+    may_continue, saver = threading.Event(), ObservedSaver(ThreadSaver(PEERS))
     run = start_run(interval=1, async_mode="async", seams={"saver": saver})
 
     def before_write(path: Path) -> None:
         saver.before_write = lambda path: None
         interrupt_main_in("outcome")
-        if interrupted != "close":  # That goes on closing, and waits here.
-            go_on.wait(60)
+        if interrupted != "close":  # That continues to close, and waits here.
+            may_continue.wait(60)
 
     saver.before_write = before_write
     run.train(1, last=False)
@@ -60,7 +60,7 @@ def test_a_save_that_a_wait_was_interrupted_for_is_awaited_again(start_run: Star
             run.train(2, last=False)
         else:
             getattr(run.manager, interrupted)()
-    go_on.set()
+    may_continue.set()
     if interrupted == "close":
         run.manager.close()
         assert run.committed() == [1]

@@ -55,7 +55,7 @@ def test_after_a_load_of_its_own_images_a_run_makes_further_ones(tmp_path: Path,
     run.manager.close()
 
 
-def test_an_arena_that_no_keeper_holds_yet_does_not_stay_beside_those_that_a_load_takes_over(
+def test_an_arena_that_no_keeper_holds_yet_does_not_stay_next_to_those_that_a_load_takes_over(
     tmp_path: Path, memory_tier: Path
 ) -> None:
     run = start(tmp_path, 4)

@@ -126,7 +126,7 @@ def test_whatever_comes_first_takes_the_folders_and_closing_frees_them(
     assert all(lock.exists() for lock in locks)
     assert watch.noted[:1] == ["start"]
     started = ["start"] if open_it in (opened_by_save, opened_by_reset) else []
-    assert saver.noted == started, "the saver starts beside the first step, not beside a load"
+    assert saver.noted == started, "the saver starts during the first step, not during a load"
     run.manager.close()
     assert not any(lock.exists() for lock in locks)
     assert (watch.noted[-1], saver.noted) == ("close", [*started, "close within 33 s"])
@@ -195,7 +195,7 @@ def test_checkpoints_of_a_run_and_its_restarts_follow_one_another(start_run: Sta
 def test_a_checkpoint_that_was_loaded_stays_until_a_newer_one_is_durable_however_few_are_kept(
     start_run: StartRun,
 ) -> None:
-    """What lies beside it was not seen to be good."""
+    """What lies next to it was not seen to be good."""
     run = start_run(interval=1)
     run.train(3)
     run.manager.close()

@@ -74,7 +74,7 @@ QUIET = """
 import multiprocessing, os, signal, sys, time, warnings
 from pathlib import Path
 from tests.checkpoint.small_run import SmallRun
-warnings.simplefilter("ignore")  # Later versions of Python warn of any fork beside threads.
+warnings.simplefilter("ignore")  # Later versions of Python warn of any fork with threads.
 WATCHED = ("SIGTERM", "SIGUSR1", "SIGINT")
 fork = multiprocessing.get_context("fork")
 

@@ -1,4 +1,4 @@
-"""What a training loop of one's own says in one call, and what it can ask for besides the interval."""
+"""What a training loop of one's own says in one call, and what it can ask for in addition to the interval."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_the_weights_of_a_step_by_number_or_by_folder(tmp_path: Path) -> None:
         load_model(by_number, tmp_path, 9)
 
 
-def test_an_evaluation_beside_a_run_that_trains_needs_no_lease_and_changes_nothing(tmp_path: Path) -> None:
+def test_an_evaluation_during_a_run_that_trains_needs_no_lease_and_changes_nothing(tmp_path: Path) -> None:
     model = a_model()
     with CheckpointManager.for_loop(model=model, folder=tmp_path, interval=1, preemption_signals=()) as manager:
         manager.save(1)
@@ -291,7 +291,7 @@ def test_only_what_is_trained_is_saved_and_resumed(tmp_path: Path, mode: str) ->
     assert torch.equal(third.adapter.weight, first.adapter.weight)
 
 
-def test_a_checkpoint_of_what_is_trained_does_not_pass_for_a_whole_one(tmp_path: Path) -> None:
+def test_a_checkpoint_of_what_is_trained_does_not_pass_for_a_complete_one(tmp_path: Path) -> None:
     with adapter_run(tmp_path / "part", WithBuffer(1), save_trained_only=True) as manager:
         manager.save(1)
     fix = r"(?s)missing.*base\.weight.*They are frozen parameters: .*--checkpoint\.save_trained_only"
@@ -299,7 +299,9 @@ def test_a_checkpoint_of_what_is_trained_does_not_pass_for_a_whole_one(tmp_path:
         manager.load()
 
 
-def test_a_whole_checkpoint_is_loaded_and_saved_whole_where_only_what_is_trained_is_saved(tmp_path: Path) -> None:
+def test_a_complete_checkpoint_is_loaded_and_saved_completely_where_only_what_is_trained_is_saved(
+    tmp_path: Path,
+) -> None:
     first, second, third = WithBuffer(1), WithBuffer(2), WithBuffer(3)
     with adapter_run(tmp_path, first) as manager:
         manager.save(1)

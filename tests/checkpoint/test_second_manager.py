@@ -42,14 +42,14 @@ def when_logged(text: str, event: threading.Event) -> Iterator[None]:
         logger.removeHandler(handler)
 
 
-def slow_saver(go_on: threading.Event) -> ObservedSaver:
-    """Return a saver whose second save is not written before `go_on`."""
+def slow_saver(may_continue: threading.Event) -> ObservedSaver:
+    """Return a saver whose second save is not written before `may_continue`."""
     saver, folders = ObservedSaver(ThreadSaver(Peers(timedelta(seconds=60)))), []
 
     def before_write(path: Path) -> None:
         folders.append(path)
         if len(folders) == 2:
-            go_on.wait(60)
+            may_continue.wait(60)
 
     saver.before_write = before_write
     return saver
@@ -58,11 +58,11 @@ def slow_saver(go_on: threading.Event) -> ObservedSaver:
 def test_a_second_manager_waits_for_the_save_of_the_first_and_resumes_from_it(
     start_run: StartRun, caplog: pytest.LogCaptureFixture
 ) -> None:
-    go_on = threading.Event()
-    first = start_run(interval=1, async_mode="async", seams={"saver": slow_saver(go_on)})
+    may_continue = threading.Event()
+    first = start_run(interval=1, async_mode="async", seams={"saver": slow_saver(may_continue)})
     first.train(2, last=False)
     second = start_run(seed=1)
-    with when_logged("Closing the manager that this process opened before", go_on):
+    with when_logged("Closing the manager that this process opened before", may_continue):
         assert second.manager.load()
     assert second.manager.loaded_step == 2
     assert same(second.contents(), first.contents())
@@ -71,15 +71,15 @@ def test_a_second_manager_waits_for_the_save_of_the_first_and_resumes_from_it(
 
 
 def test_a_save_in_flight_of_a_manager_that_was_dropped_is_awaited_too(start_run: StartRun, tmp_path: Path) -> None:
-    go_on = threading.Event()
-    run = SmallRun(tmp_path, interval=1, async_mode="async", seams={"saver": slow_saver(go_on)})
+    may_continue = threading.Event()
+    run = SmallRun(tmp_path, interval=1, async_mode="async", seams={"saver": slow_saver(may_continue)})
     run.train(2, last=False)
     dropped = weakref.ref(run.manager)
     del run
     gc.collect()
     assert dropped() is None
     second = start_run(interval=1)
-    with when_logged("Closing the manager that this process opened before", go_on):
+    with when_logged("Closing the manager that this process opened before", may_continue):
         assert second.manager.load()
     assert second.manager.loaded_step == 2
     second.train(3)
@@ -195,7 +195,7 @@ def test_a_step_that_another_job_saved_again_counts_as_its_own(start_run: StartR
         first.step()
 
 
-def test_a_manager_that_is_used_again_goes_on_where_no_other_job_was(start_run: StartRun) -> None:
+def test_a_manager_that_is_used_again_continues_where_no_other_job_was(start_run: StartRun) -> None:
     run = start_run(interval=1, keep_latest_k=2)
     for steps in (2, 4, 6):
         run.train(steps)

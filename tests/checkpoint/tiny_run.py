@@ -7,6 +7,7 @@ parameters, and at each step every rank takes its own part of the same batch.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.checkpoint.small_run import Lent, Run, job_config, same
 from tests.ranks import LASTING
+from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, ProcessSaver, Saver, build_saver
 from torchtitan_lite.checkpoint.saving.writer import SaveTarget
@@ -176,6 +178,17 @@ class _WatchedStore(CheckpointStore):
         return folder
 
 
+def run_with(fault: str, rank: int, folder: Path, mode: str, **options: Any) -> TinyRun:
+    """Return a run in which `fault` happens; saves are due at steps 1, 2 and 5 unless `options` say otherwise."""
+    run = TinyRun(folder, async_mode=mode, **{"seams": {"save_policy": at_steps(1, 2, 5)}, **options})
+    faults.install(fault, rank=rank)
+    inner: Any = run.saver.inner
+    writer = getattr(getattr(inner, "_saver", inner), "process", None)
+    if writer is not None:
+        writer.close()  # The next one starts with the fault.
+    return run
+
+
 def at_steps(*steps: int) -> SavePolicy:
     """Return a policy that saves at these steps."""
     return AnyOf(tuple(AtStep(step) for step in steps))
@@ -184,6 +197,11 @@ def at_steps(*steps: int) -> SavePolicy:
 def differing(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
     """Return the keys whose values differ in the two, bit for bit."""
     return [key for key in found.keys() | expected.keys() if not same(found.get(key), expected.get(key))]
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Return the digest of each file in `folder`."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
 def same_everywhere(value: Any) -> bool:

@@ -49,7 +49,7 @@ def command(*arguments: str | Path) -> Ended:
 
 
 def on_a_terminal(*arguments: str | Path, columns: int = 80) -> tuple[int, str]:
-    """Run it on a terminal with so many columns; return its exit code and the screen, colours included."""
+    """Run it on a terminal with `columns` columns; return its exit code and the screen, colours included."""
     ours, its = os.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     environment = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT)}

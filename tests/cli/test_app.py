@@ -1,4 +1,4 @@
-"""The command as a whole: usage, errors, exit codes, streams."""
+"""The command: usage, errors, exit codes, streams."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("spelling", ["{root}", "{root.parent}"])
-def test_a_whole_one_comes_back_and_the_next_start_is_named(root: Path, said: Said, spelling: str) -> None:
+def test_a_complete_one_comes_back_and_the_next_start_is_named(root: Path, said: Said, spelling: str) -> None:
     code, out, err = said("bring-back", spelling.format(root=root), "step-8.corrupt")
     assert (code, err) == (0, "")
     assert out == "step-8.corrupt (106 B) is step 8 again\nIt is the latest: the next start resumes from it\n"

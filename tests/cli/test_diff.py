@@ -171,7 +171,7 @@ def test_checkpoints_without_a_common_name(tmp_path: Path, call: Call) -> None:
     assert "The two have no name in common." in out
 
 
-def test_long_lists_are_cut_on_the_screen_and_whole_in_json(tmp_path: Path, call: Call) -> None:
+def test_long_lists_are_cut_on_the_screen_and_complete_in_json(tmp_path: Path, call: Call) -> None:
     a = save_plain({f"w{number}": torch.ones(1) for number in range(40)}, tmp_path / "a")
     b = save_plain({"w0": torch.ones(1)}, tmp_path / "b")
     assert "Only in A: 39\n" in call(a, b)[1]

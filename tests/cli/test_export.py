@@ -1,4 +1,4 @@
-"""`export`: the weights of any checkpoint as safetensors, a torch file or a DCP folder; whole, or not there."""
+"""`export`: the weights of any checkpoint as safetensors, a torch file or a DCP folder; complete, or not there."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def of_newer_format(folder: Path) -> None:
     ],
     ids=["nothing", "empty", "half-written", "cut", "missing", "manifest", "newer"],
 )
-def test_what_is_no_whole_checkpoint_is_one_sentence(
+def test_what_is_no_complete_checkpoint_is_one_sentence(
     change: Callable[[Path], object], code: int, text: str, tmp_path: Path, call: Call
 ) -> None:
     folder = tmp_path / "step-7"

@@ -25,7 +25,7 @@ class _Utf8(io.StringIO):
 
 @pytest.fixture
 def help_of(monkeypatch: pytest.MonkeyPatch) -> Help:
-    """Return a function that prints the help of a verb, or of train.py, in so many columns."""
+    """Return a function that prints the help of a verb, or of train.py, in that many columns."""
 
     def printed(verb: str, columns: int) -> str:
         monkeypatch.setenv("COLUMNS", str(columns))

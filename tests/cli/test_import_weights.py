@@ -1,4 +1,4 @@
-"""`import-weights`: weights of other software as a checkpoint; whole, or not there."""
+"""`import-weights`: weights of other software as a checkpoint; complete, or not there."""
 
 from __future__ import annotations
 

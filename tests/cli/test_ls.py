@@ -1,4 +1,4 @@
-"""`ls`: what is in a folder of checkpoints, whole or not."""
+"""`ls`: what is in a folder of checkpoints, complete or not."""
 
 from __future__ import annotations
 

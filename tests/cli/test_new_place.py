@@ -64,7 +64,7 @@ def test_an_export_gets_no_name_that_a_job_takes_for_a_checkpoint(run: Path, for
     )
 
 
-def test_beside_checkpoints_and_in_a_new_folder_an_export_may_be(run: Path) -> None:
+def test_next_to_checkpoints_and_in_a_new_folder_an_export_may_be(run: Path) -> None:
     for out in ("run/checkpoint/weights", "exports/step-7", "new"):
         assert command("export", "run:7", out).code == 0
     assert names(run) == ["step-3", "step-7", "weights"]

@@ -102,7 +102,7 @@ def test_a_verb_for_a_folder_says_that_a_step_is_one_checkpoint(tmp_path: Path, 
         assert code == 2 and err.startswith(f"error: {tmp_path}:{step} is ") and "no such folder" not in err
 
 
-def test_a_sentence_keeps_its_dots_where_it_goes_on() -> None:
+def test_a_sentence_keeps_its_dots_where_it_continues() -> None:
     assert sentence_of(ValueError("it has a, b ...")) == "it has a, b ..."
 
 

@@ -74,7 +74,7 @@ def test_a_pinned_checkpoint_is_untouched_inside(tmp_path: Path, said: Said) -> 
     assert contents(tmp_path / "step-1") == before
 
 
-def test_a_pin_beside_a_job_counts_at_its_next_purge(tmp_path: Path, said: Said) -> None:
+def test_a_pin_during_a_job_counts_at_its_next_purge(tmp_path: Path, said: Said) -> None:
     store = fill(tmp_path, 1, 2, 3)
     (tmp_path / "writer.lock").write_bytes(Holder.this_process("trains", 0.0).to_bytes(1, 0.0))
     job = Housekeeping(KeepLatest(1), ignore)

@@ -68,7 +68,7 @@ def test_the_note_of_a_wait_names_the_folder_as_given(
     assert err.splitlines()[0] == "note: a silent job has run; waiting up to 30 s to see whether it lives"
 
 
-def test_only_whole_paths_are_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_only_complete_paths_are_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     text = f"{tmp_path}/run, {tmp_path}/run2, /x{tmp_path}/run and {tmp_path}/run/step-1: no"
     assert as_spelled(text, ["ls", "run"]) == f"run, {tmp_path}/run2, /x{tmp_path}/run and run/step-1: no"

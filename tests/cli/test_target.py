@@ -70,7 +70,7 @@ def test_an_abandoned_step_is_not_the_latest(root: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", ["inspect"])
-def test_what_is_no_whole_checkpoint_is_one_sentence(verb: str, root: Path) -> None:
+def test_what_is_no_complete_checkpoint_is_one_sentence(verb: str, root: Path) -> None:
     damaged(add_step(root, 20))
     half_written(add_step(root, 21))
     half_written(add_step(root, 23)).rename(root / "step-23.staging")

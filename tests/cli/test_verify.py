@@ -1,4 +1,4 @@
-"""`verify` on whole, damaged, half-written and foreign folders: the screen, the JSON, the exit code, the record."""
+"""`verify` on complete, damaged, half-written and foreign folders: the screen, the JSON, the exit code, the record."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def as_json(text: str) -> Any:
 
 @pytest.mark.parametrize("spelling", ["", "checkpoint", "checkpoint/step-7", "checkpoint:7", ":latest"])
 @pytest.mark.parametrize("options", [[], ["--full"], ["--sizes"]])
-def test_a_whole_checkpoint_however_it_is_spelt(spelling: str, options: list[str], root: Path, call: Call) -> None:
+def test_a_complete_checkpoint_however_it_is_spelt(spelling: str, options: list[str], root: Path, call: Call) -> None:
     target = f"{root.parent}/{spelling}" if not spelling.startswith(":") else f"{root.parent}{spelling}"
     code, out, err = call(target, *options)
     assert (code, err) == (0, "")
@@ -155,7 +155,7 @@ def test_a_checkpoint_without_the_name_of_a_step_is_verified_and_not_recorded(tm
     assert [path.name for path in tmp_path.iterdir()] == ["pretrained"]
 
 
-def test_a_run_goes_on_after_a_verification(tmp_path: Path, call: Call) -> None:
+def test_a_run_continues_after_a_verification(tmp_path: Path, call: Call) -> None:
     with SmallRun(tmp_path, interval=1, keep_latest_k=2) as run:
         run.train(2, last=False)
         assert call(run.root)[0] == 0

@@ -135,7 +135,7 @@ def test_a_key_in_toml_may_be_spelled_with_hyphens_or_dots(toml):
     assert parse_config(toml("lr-scheduler.warmup-steps = 3\n")).lr_scheduler.warmup_steps == 3
 
 
-def test_a_config_file_is_looked_up_as_given_then_in_train_configs_here_then_beside_the_package(tmp_path, monkeypatch):
+def test_a_config_file_is_looked_up_as_given_then_in_train_configs_here_then_next_to_the_package(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert parse_config(["--job.config_file=llama_debug.toml"]).job.description == "Llama 3 debug training"
     (tmp_path / "train_configs").mkdir()

@@ -21,9 +21,9 @@ def write_tokenizer(
     vocab_size: int = 400,
     special: Sequence[str] = ("<s>", "</s>"),
     texts: Sequence[str] = TEXTS,
-    beside: dict[str, object] | None = None,
+    config: dict[str, object] | None = None,
 ) -> Path:
-    """Train a byte-level BPE on `texts` and return its tokenizer.json; `beside` becomes tokenizer_config.json."""
+    """Train a byte-level BPE on `texts` and return its tokenizer.json; `config` becomes tokenizer_config.json."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -36,6 +36,6 @@ def write_tokenizer(
     tokenizer.train_from_iterator(texts, trainer)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    if beside is not None:
-        (folder / "tokenizer_config.json").write_text(json.dumps(beside))
+    if config is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder / "tokenizer.json"

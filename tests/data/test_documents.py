@@ -105,7 +105,7 @@ def test_a_bad_json_line_is_named_by_file_and_line(tmp_path: Path, line: str, fi
         JsonDocuments(paths, "text")
 
 
-def test_a_corpus_that_moved_as_a_whole_is_the_same(tmp_path: Path) -> None:
+def test_a_corpus_that_moved_completely_is_the_same(tmp_path: Path) -> None:
     before = TextFiles(write(tmp_path / "here", a="x", b="y")).fingerprint
     assert TextFiles(write(tmp_path / "there", a="x", b="y")).fingerprint == before
 
@@ -128,7 +128,7 @@ def test_the_head_and_the_tail_of_a_large_file_are_in_the_digest(tmp_path: Path)
     assert len(digests) == 4
 
 
-def test_the_whole_of_a_jsonl_file_is_in_the_digest(tmp_path: Path) -> None:
+def test_all_of_a_jsonl_file_is_in_the_digest(tmp_path: Path) -> None:
     first = JsonDocuments(write_jsonl(tmp_path / "d.jsonl", '{"text": "a"}', '{"text": "b"}'), "text").fingerprint
     second = JsonDocuments(write_jsonl(tmp_path / "d.jsonl", '{"text": "a"}', '{"text": "c"}'), "text").fingerprint
     assert first.digest != second.digest

@@ -94,7 +94,7 @@ def test_a_resume_with_another_global_batch_continues_at_the_next_position(steps
     assert positions == list(range(steps * BATCH, steps * BATCH + 30))
 
 
-def test_one_epoch_is_whole_over_changes_of_ranks_and_ends_there() -> None:
+def test_one_epoch_is_complete_over_changes_of_ranks_and_ends_there() -> None:
     windows: list[int] = []
     state: dict[str, Any] | None = None
     for degree, count in ((2, 1), (4, 1), (1, 99)):

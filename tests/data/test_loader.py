@@ -89,7 +89,7 @@ def test_the_state_has_the_epoch_of_the_next_position() -> None:
     assert one.state_dict()["epoch"] == 2
 
 
-def test_data_ends_when_a_whole_step_no_longer_fits() -> None:
+def test_data_ends_when_a_complete_step_no_longer_fits() -> None:
     assert len(list(loader(20, batch=8, max_epochs=2))) == 5
     assert len(list(loader(20, batch=6, max_epochs=1))) == 3
 

@@ -62,7 +62,7 @@ def seeded() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("num_read", "epoch"), [(0, 0), (1, 0), (3, 0), (1, 2), (3, 2)])
-def test_a_resume_ends_its_epoch_and_reads_the_later_ones_whole(num_read: int, epoch: int) -> None:
+def test_a_resume_ends_its_epoch_and_reads_the_later_ones_completely(num_read: int, epoch: int) -> None:
     stream = Stream()
     stream.set_epoch(epoch)
     through = loader_of(stream)

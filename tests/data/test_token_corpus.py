@@ -92,7 +92,7 @@ def test_bytes_of_parquet_are_those_of_the_same_lines_of_json(tmp_path: Path) ->
 
 def test_where_bos_and_eos_are_one_token_it_only_follows_each_document(tmp_path: Path) -> None:
     marks: dict[str, object] = {"bos_token": "<|e|>", "eos_token": "<|e|>"}
-    tokenizer = FileTokenizer(write_tokenizer(tmp_path, special=["<|e|>"], beside=marks))
+    tokenizer = FileTokenizer(write_tokenizer(tmp_path, special=["<|e|>"], config=marks))
     found = TokenCorpus(WholeFiles(write_texts(tmp_path / "t", ["a", "b"]), "text"), tokenizer, tmp_path, writes=True)
     (a,), (b,) = tokenizer.encode(["a", "b"])
     assert stream(found) == [a, 0, b, 0]

@@ -61,7 +61,7 @@ def test_the_vocabulary_reaches_to_the_largest_number_also_with_holes(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("special", "beside", "bos", "eos"),
+    ("special", "config", "bos", "eos"),
     [
         (["<s>", "</s>"], None, 0, 1),
         (["<|endoftext|>"], None, None, 0),
@@ -71,10 +71,10 @@ def test_the_vocabulary_reaches_to_the_largest_number_also_with_holes(tmp_path: 
         (["<s>", "</s>", "<eos>"], {"eos_token": "<eos>"}, 0, 2),
     ],
 )
-def test_the_marks_are_those_named_beside_the_file_or_the_only_ones_of_a_known_name(
-    tmp_path: Path, special: list[str], beside: dict[str, object] | None, bos: int | None, eos: int | None
+def test_the_marks_are_those_named_next_to_the_file_or_the_only_ones_of_a_known_name(
+    tmp_path: Path, special: list[str], config: dict[str, object] | None, bos: int | None, eos: int | None
 ) -> None:
-    tokenizer = FileTokenizer(write_tokenizer(tmp_path, special=special, beside=beside))
+    tokenizer = FileTokenizer(write_tokenizer(tmp_path, special=special, config=config))
     assert (tokenizer.bos, tokenizer.eos) == (bos, eos)
 
 
@@ -87,7 +87,7 @@ def test_two_candidates_for_a_mark_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_named_mark_that_the_vocabulary_lacks_is_refused_by_name(tmp_path: Path) -> None:
-    file = write_tokenizer(tmp_path, beside={"eos_token": "<end>"})
+    file = write_tokenizer(tmp_path, config={"eos_token": "<end>"})
     with pytest.raises(ConfigError, match=r"the eos_token '<end>'.* is not in the vocabulary"):
         FileTokenizer(file)
 
@@ -96,11 +96,11 @@ def test_the_fingerprint_is_of_the_contents_and_the_marks_and_not_of_the_place(t
     first = FileTokenizer(write_tokenizer(tmp_path / "a")).fingerprint
     assert FileTokenizer(write_tokenizer(tmp_path / "b")).fingerprint == first
     assert FileTokenizer(write_tokenizer(tmp_path / "c", vocab_size=401)).fingerprint != first
-    assert FileTokenizer(write_tokenizer(tmp_path / "d", beside={"bos_token": None})).fingerprint != first
+    assert FileTokenizer(write_tokenizer(tmp_path / "d", config={"bos_token": None})).fingerprint != first
 
 
 def test_the_files_for_an_export_are_the_given_ones_and_load_as_the_same_tokenizer(tmp_path: Path) -> None:
-    named = FileTokenizer(write_tokenizer(tmp_path / "a", beside={"eos_token": "</s>", "chat_template": "x"}))
+    named = FileTokenizer(write_tokenizer(tmp_path / "a", config={"eos_token": "</s>", "chat_template": "x"}))
     bare = FileTokenizer(write_tokenizer(tmp_path / "b"))
     for number, tokenizer in enumerate((named, bare)):
         folder = tmp_path / f"copy{number}"
@@ -132,7 +132,7 @@ def test_what_is_no_tokenizer_json_is_refused_with_what_was_found(
 
 
 @pytest.mark.parametrize("content", ["{", '{"bos_token": 5}'])
-def test_a_broken_file_beside_it_is_refused_by_name(tmp_path: Path, content: str) -> None:
+def test_a_broken_file_next_to_it_is_refused_by_name(tmp_path: Path, content: str) -> None:
     file = write_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(content)
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):

@@ -49,7 +49,7 @@ def test_a_new_file_may_be_read_by_all_and_written_by_its_owner(tmp_path: Path) 
 
 
 def test_a_folder_that_another_process_creates_at_the_same_moment_is_no_error(tmp_path: Path) -> None:
-    class Beside(Durable):
+    class Racing(Durable):
         """Another process creates each folder right before this one does."""
 
         def make_dir(self, path: Path) -> None:
@@ -57,7 +57,7 @@ def test_a_folder_that_another_process_creates_at_the_same_moment_is_no_error(tm
             if path != tmp_path / "outputs" / "checkpoint":
                 (path / "checkpoint").mkdir(exist_ok=True)
 
-    Beside().make_dir(tmp_path / "outputs" / "checkpoint")
+    Racing().make_dir(tmp_path / "outputs" / "checkpoint")
     assert (tmp_path / "outputs" / "checkpoint").is_dir()
 
 

@@ -174,7 +174,7 @@ def test_a_file_that_is_created_over_another_is_empty_and_readable_by_others(tmp
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_room_is_reserved_for_the_whole_file_and_interrupted_calls_are_repeated(
+def test_room_is_reserved_for_the_complete_file_and_interrupted_calls_are_repeated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     requests: list[object] = []

@@ -134,7 +134,7 @@ def test_every_operation_has_an_entry_that_says_what_it_syncs() -> None:
 
 
 @pytest.mark.parametrize("operation", SYNCS)
-def test_an_operation_syncs_whole_files_and_the_folders_with_their_names_and_nothing_else(
+def test_an_operation_syncs_complete_files_and_the_folders_with_their_names_and_nothing_else(
     root: Path, fd: int, syncs: Syncs, operation: str
 ) -> None:
     act, synced = SYNCS[operation]
@@ -261,7 +261,7 @@ def test_a_recovery_syncs_what_it_found_before_it_removes_anything_for_it(root: 
     ]
 
 
-def test_the_lock_file_is_whole_on_the_disk_before_it_has_its_name(root: Path, syncs: Syncs) -> None:
+def test_the_lock_file_is_complete_on_the_disk_before_it_has_its_name(root: Path, syncs: Syncs) -> None:
     lease = Lease(root / "checkpoint", run_id="ours")
     lease.take()
     num_bytes = (root / "checkpoint" / "writer.lock").stat().st_size

@@ -15,7 +15,7 @@ RECORDING = (
 )
 
 
-def test_the_picture_shows_the_last_drawing_below_whole_lines_of_the_terminals_width() -> None:
+def test_the_picture_shows_the_last_drawing_below_complete_lines_of_the_terminals_width() -> None:
     shown = lines(RECORDING, "step 2/9", since="a log")
     assert [line.plain for line in shown] == ["a log line that is longer than the terminal", "step 2/9  loss 4"]
     rows = [row for line in shown for row in wrapped(line, 20)]

@@ -40,7 +40,7 @@ def test_a_restarted_example_has_the_losses_of_a_run_that_never_stopped(script: 
     first = _losses(script, STOPPED_AT, tmp_path / "stopped")
     second = _losses(script, STEPS, tmp_path / "stopped")
     assert list(straight) == [*range(1, STEPS + 1)]
-    assert list(second) == [*range(STOPPED_AT + 1, STEPS + 1)], "it goes on, and begins nothing again"
+    assert list(second) == [*range(STOPPED_AT + 1, STEPS + 1)], "it continues, and begins nothing again"
     # Nine digits distinguish any two floats of 32 bits.
     assert first | second == straight
 

@@ -128,7 +128,7 @@ def test_every_program_and_command_on_the_page_is_in_a_section_that_a_test_runs(
 
 def test_every_loop_of_the_page_that_saves_ends_after_a_signal() -> None:
     programs = [match["code"] for match in STEP.finditer(PAGE) if match["code"]]
-    # Callbacks do not own the loop: the examples beside the page show how they end it.
+    # Callbacks do not own the loop: the examples next to the page show how they end it.
     loops = [code for code in programs if re.search(r"^ +(manager|checkpoint)\.save\(", code, re.MULTILINE)]
     assert len(loops) == 4
     assert all("preempted_by" in code for code in loops)

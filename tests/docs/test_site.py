@@ -73,7 +73,7 @@ def test_lists_are_written_as_python_markdown_reads_them() -> None:
     ]
 
 
-@pytest.mark.slow  # builds the whole site
+@pytest.mark.slow  # builds the complete site
 @pytest.mark.skipif(MKDOCS is None, reason="needs mkdocs: scripts/build_docs.sh installs it")
 def test_the_site_builds_without_a_warning_and_shows_every_page_as_github_does(tmp_path: Path) -> None:
     assert MKDOCS is not None

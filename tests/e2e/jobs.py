@@ -7,7 +7,6 @@ writes, with a deadline on every wait; processes that still run at the end of a 
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.forked import REPO, Forked, run_script
+from tests.processes import children, command_line, read_lines, send
 
 DEADLINE_SECONDS = 120.0
 
@@ -141,29 +141,6 @@ def _cold(command: list[str], environment: dict[str, str], log: Path) -> subproc
         return subprocess.Popen(command, env=environment, cwd=REPO, stdout=output, stderr=subprocess.STDOUT, text=True)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a JSON-lines file that another process may be writing."""
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-
-def children(pid: int) -> list[int]:
-    """Return the process ids of all descendants."""
-    own = [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in _read(task).split()]
-    return [*own, *(grandchild for child in own for grandchild in children(child))]
-
-
-def command_line(pid: int) -> str:
-    return _read(Path(f"/proc/{pid}/cmdline")).replace("\0", " ")
-
-
-def send(pid: int, number: signal.Signals) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return
-
-
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
@@ -178,10 +155,3 @@ def _rank_variables(rank: int, ranks: int, port: str) -> dict[str, str]:
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": port,
     }
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -34,7 +34,7 @@ def test_a_job_that_was_killed_expects_to_fail_more_often(tmp_path: Path) -> Non
     assert again.events("resumed")[0]["step"] >= step
 
 
-@pytest.mark.slow  # a whole job
+@pytest.mark.slow  # a complete job
 def test_a_job_saves_at_the_steps_that_its_command_line_lists(tmp_path: Path) -> None:
     job = run(tmp_path / "run", "--checkpoint.interval_type=none", "--checkpoint.at_steps=2,5", "--training.steps=6")
     assert job.checkpoints == ["step-2", "step-5", "step-6"]

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import Job, read_lines, run, start
+from tests.e2e.jobs import Job, run, start
+from tests.processes import read_lines
 
 SEQ_LEN, GLOBAL_BATCH, STEPS, INTERVAL = 16, 8, 80, 20
 SAMPLES = STEPS * GLOBAL_BATCH
@@ -15,7 +16,7 @@ SAMPLES = STEPS * GLOBAL_BATCH
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> tuple[str, ...]:
-    """Arguments of a job of one epoch, over a corpus of `STEPS` whole steps and some samples that fill no step."""
+    """Arguments of a job of one epoch, over a corpus of `STEPS` complete steps and some samples that fill no step."""
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     num_tokens = (SAMPLES + GLOBAL_BATCH // 2) * (SEQ_LEN + 1)

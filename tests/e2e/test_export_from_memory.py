@@ -18,18 +18,18 @@ pytestmark = pytest.mark.slow  # Two or three jobs each.
 STEPS = ("--training.steps=4", "--checkpoint.interval=100", "--lr_scheduler.warmup_steps=2")
 IN_MEMORY = ("--checkpoint.async_mode=async_with_pinned_mem", "--checkpoint.memory_interval=1")
 DTYPE = "--checkpoint.export_dtype=bfloat16"
-BESIDE = ("--checkpoint.export_folder=export", "--checkpoint.last_save_model_weights_only", DTYPE)
+WITH_EXPORT = ("--checkpoint.export_folder=export", "--checkpoint.last_save_model_weights_only", DTYPE)
 ONLY = ("--checkpoint.last_save_model_weights_only", DTYPE)
 IN_HF = ("--checkpoint.last_save_in_hf", DTYPE)
 SLOW = "slow@step:seconds=0.1,times=4"
 """So that step 3 has an image."""
 
 KILLS = {
-    "before the full save": (BESIDE, "commit:step=4", 3),
-    "after the full save": (BESIDE, "committed:step=4", 4),
-    "in the export": (BESIDE, "write:step=4,path=export/step-4.staging/*", 4),
-    "before the export's commit": (BESIDE, "commit:step=4,after=1", 4),
-    "after the export": (BESIDE, "committed:step=4,after=1", None),
+    "before the full save": (WITH_EXPORT, "commit:step=4", 3),
+    "after the full save": (WITH_EXPORT, "committed:step=4", 4),
+    "in the export": (WITH_EXPORT, "write:step=4,path=export/step-4.staging/*", 4),
+    "before the export's commit": (WITH_EXPORT, "commit:step=4,after=1", 4),
+    "after the export": (WITH_EXPORT, "committed:step=4,after=1", None),
     "before the only save": (ONLY, "commit:step=4", 3),
     "after the only save": (ONLY, "committed:step=4", None),
     "before the save of what hf gets": (IN_HF, "commit:step=4", 3),
@@ -45,7 +45,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kill", KILLS)
-def test_a_run_killed_around_its_export_goes_on_at_the_right_step_and_exports_once(
+def test_a_run_killed_around_its_export_continues_at_the_right_step_and_exports_once(
     kill: str, straight: Path, tmp_path: Path, memory_tier: Path
 ) -> None:
     arguments, point, loads = KILLS[kill]

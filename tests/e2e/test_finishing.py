@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.e2e.jobs import Job, read_lines, run, start
+from tests.e2e.jobs import Job, run, start
+from tests.processes import read_lines
 
 STEPS = "--training.steps=2"
 TRACED = "--training.trace_samples"

@@ -36,8 +36,8 @@ def killed(tmp_path: Path, memory_tier: Path) -> Path:
     return folder
 
 
-def goes_on(folder: Path, expected: int, straight: dict[int, float], memory_tier: Path) -> Job:
-    """Check that the job goes on after step `expected`, to the right end, with one warning; return it."""
+def continues(folder: Path, expected: int, straight: dict[int, float], memory_tier: Path) -> Job:
+    """Check that the job continues after step `expected`, to the right end, with one warning; return it."""
     job = run(folder, *STEPS, *IN_MEMORY)
     assert job.events("loaded")[-1]["step"] == expected, job.log
     assert job.losses() == straight
@@ -52,7 +52,7 @@ def test_a_latest_image_that_is_not_what_it_was_gives_way_to_the_next(
 ) -> None:
     *others, latest = steps_in(killed / "checkpoint")
     spoil(killed / "checkpoint", [latest], how)
-    job = goes_on(killed, max([3, *others]), straight, memory_tier)
+    job = continues(killed, max([3, *others]), straight, memory_tier)
     assert "gnored in memory" in job.log or f"image of step {latest} in memory is not" in job.log
 
 
@@ -60,7 +60,7 @@ def test_where_no_image_is_right_the_disk_is_loaded(
     killed: Path, straight: dict[int, float], memory_tier: Path
 ) -> None:
     spoil(killed / "checkpoint", steps_in(killed / "checkpoint"), other_version)
-    job = goes_on(killed, 3, straight, memory_tier)
+    job = continues(killed, 3, straight, memory_tier)
     assert job.events("loaded")[-1]["origin"] == "disk"
 
 
@@ -69,5 +69,5 @@ def test_a_keeper_full_of_other_things_costs_one_line(
 ) -> None:
     *_, latest = steps_in(killed / "checkpoint")
     fill(killed / "checkpoint")
-    job = goes_on(killed, latest, straight, memory_tier)
+    job = continues(killed, latest, straight, memory_tier)
     assert job.events("image_ready")[-1]["step"] > latest, "there is room for new images"

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.e2e.jobs import Job, read_lines, run, start
+from tests.e2e.jobs import Job, run, start
+from tests.processes import read_lines
 
 STEPS = "--training.steps=2"
 
@@ -110,7 +111,7 @@ def _model_of(job: Job, step: int) -> dict[str, torch.Tensor]:
     return _model_of_folder(job.dump_folder / "checkpoint" / f"step-{step}", job.dump_folder.parent)
 
 
-def _model_of_folder(checkpoint: Path, beside: Path) -> dict[str, torch.Tensor]:
-    dcp_to_torch_save(checkpoint, beside / "one.pt")
-    loaded: dict[str, torch.Tensor] = torch.load(beside / "one.pt", weights_only=True)["model"]
+def _model_of_folder(checkpoint: Path, folder: Path) -> dict[str, torch.Tensor]:
+    dcp_to_torch_save(checkpoint, folder / "one.pt")
+    loaded: dict[str, torch.Tensor] = torch.load(folder / "one.pt", weights_only=True)["model"]
     return loaded

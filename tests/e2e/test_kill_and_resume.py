@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import Job, run, send, start
+from tests.e2e.jobs import Job, run, start
+from tests.processes import send
 
 STEPS = 20
 MODES = ("disabled", "async", "async_with_pinned_mem")
@@ -41,7 +42,7 @@ def test_two_processes_killed_twice_have_the_losses_of_the_straight_run(
 
 
 @pytest.mark.slow
-def test_with_max_restarts_a_killed_worker_restarts_the_whole_job(
+def test_with_max_restarts_a_killed_worker_restarts_all_of_the_job(
     tmp_path: Path, straight_losses_of_two: dict[int, float]
 ) -> None:
     with start(tmp_path / "run", *ARGUMENTS, ranks=2, torchrun=["--max-restarts=1"]) as job:

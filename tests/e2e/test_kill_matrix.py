@@ -8,19 +8,23 @@ fault does not fire fails.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.e2e.kill_ranks import INTERVAL, KEPT, STEPS, Order, Started, start
-from tests.e2e.sharded_run import RANKS, printed
+from tests.e2e.killed_jobs import RANKS, BareStart, Order, printed
 from torchtitan_lite.faults import POINTS
 from torchtitan_lite.store import layout
 
 pytestmark = pytest.mark.slow
 
+STEPS = 12
+INTERVAL = 3
+KEPT = 2
 SAVE = 6
 """The save in which most cases are killed: step 3 is committed by then, and no longer the latest after it."""
 PURGE = SAVE + INTERVAL
@@ -80,7 +84,7 @@ DAMAGED = (("disabled", "rank 0", "quarantine", ""), ("disabled", "all", "", "qu
 LEFT_OUT = {
     "heartbeat": "is timed by the clock; no run here is long enough",
     "hugging_face": "is in test_last_save_in_hf.py",
-    **dict.fromkeys(("image", "digest", "mark"), "is in memory/test_images.py, and random kills hit it"),
+    **dict.fromkeys(("image", "digest", "mark"), "is in images/test_images.py, and random kills hit it"),
 }
 
 
@@ -158,9 +162,9 @@ class Tally:
 class Straight:
     """A run that is not killed."""
 
-    started: Started
+    started: BareStart
 
-    def differing(self, other: Started) -> dict[str, list[int]]:
+    def differing(self, other: BareStart) -> dict[str, list[int]]:
         """Return, by rank, the steps whose loss in `other` differs from that of this run."""
         return {
             f"rank {rank}": steps
@@ -178,23 +182,23 @@ def tally(request: pytest.FixtureRequest) -> Iterator[Tally]:
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
     """The run that saves each step once."""
-    return _straight(Order(tmp_path_factory.mktemp("straight") / "run", 1))
+    return _straight(_order(tmp_path_factory.mktemp("straight")))
 
 
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory: pytest.TempPathFactory) -> Straight:
     """The run that changes its parameters after the first save of a step, and then saves the step again."""
-    return _straight(Order(tmp_path_factory.mktemp("changed") / "run", 1, saves_again=SAVE))
+    return _straight(_order(tmp_path_factory.mktemp("changed"), saves_again=SAVE))
 
 
 @_each("save")
 def test_a_killed_save_loses_nothing_and_the_losses_are_those_of_the_straight_run(
     case: Case, straight: Straight, tally: Tally, tmp_path: Path
 ) -> None:
-    order = Order(tmp_path / "run", 1, case.mode, case.fault, power_cut=case.victim == "all")
-    killed = start(order)
+    order = _order(tmp_path, case.mode, fault=case.fault)
+    killed = _killed_start(order, 1, case)
     _was_killed(case, killed, tally)
-    resumed = start(replace(order, number=2, fault=""))
+    resumed = _start(replace(order, fault=""), 2)
     _nothing_is_lost(_acknowledged(case, [killed]), resumed, tally)
     _nothing_is_wrong([(killed, straight), (resumed, straight)], tally)
 
@@ -203,13 +207,13 @@ def test_a_killed_save_loses_nothing_and_the_losses_are_those_of_the_straight_ru
 def test_a_killed_save_of_an_existing_step_leaves_the_old_or_the_new_checkpoint(
     case: Case, straight: Straight, changed: Straight, tally: Tally, tmp_path: Path
 ) -> None:
-    order = Order(tmp_path / "run", 1, case.mode, case.fault, saves_again=SAVE, power_cut=case.victim == "all")
-    killed = start(order)
+    order = _order(tmp_path, case.mode, fault=case.fault, saves_again=SAVE)
+    killed = _killed_start(order, 1, case)
     _was_killed(case, killed, tally)
-    resumed = start(replace(order, number=2, fault="", saves_again=None))
+    resumed = _start(replace(order, fault="", saves_again=None), 2)
     _nothing_is_lost(SAVE, resumed, tally)
     # The first commit is reported before the second save starts, so only a second report acknowledges the new one.
-    must_be_new = case.point == "committed" or killed.steps("committed").count(SAVE) > 1
+    must_be_new = case.point == "committed" or _committed(killed).count(SAVE) > 1
     is_old = not must_be_new and bool(changed.differing(resumed))
     _nothing_is_wrong([(killed, changed), (resumed, straight if is_old else changed)], tally)
 
@@ -218,12 +222,12 @@ def test_a_killed_save_of_an_existing_step_leaves_the_old_or_the_new_checkpoint(
 def test_a_killed_start_changes_nothing_for_the_next_one(
     case: Case, straight: Straight, tally: Tally, tmp_path: Path
 ) -> None:
-    order = Order(tmp_path / "run", 1, case.mode, f"kill@commit:step={SAVE}", power_cut=True)
-    cut = start(order)
-    assert cut.killed == {0}, f"no save was interrupted:\n{cut.tail()}"
-    killed = start(replace(order, number=2, fault=case.fault, power_cut=case.victim == "all"))
+    order = _order(tmp_path, case.mode)
+    cut = _start(replace(order, fault=f"kill@commit:step={SAVE}"), 1, is_power_cut=True)
+    assert _killed(cut) == {0}, f"no save was interrupted:\n{cut.tail()}"
+    killed = _killed_start(replace(order, fault=case.fault), 2, case)
     _was_killed(case, killed, tally)
-    resumed = start(replace(order, number=3, fault=""))
+    resumed = _start(order, 3)
     _nothing_is_lost(_acknowledged(case, [cut, killed]), resumed, tally)
     _nothing_is_wrong([(started, straight) for started in (cut, killed, resumed)], tally)
 
@@ -232,16 +236,16 @@ def test_a_killed_start_changes_nothing_for_the_next_one(
 def test_a_killed_quarantine_changes_nothing_for_the_next_start(
     case: Case, straight: Straight, tally: Tally, tmp_path: Path
 ) -> None:
-    order = Order(tmp_path / "run", 1, case.mode, f"kill@step:step={PURGE - 1}", power_cut=True)
-    cut = start(order)
+    order = _order(tmp_path, case.mode)
+    cut = _start(replace(order, fault=f"kill@step:step={PURGE - 1}"), 1, is_power_cut=True)
     manifest = order.folder / "checkpoint" / layout.step_dir(SAVE) / layout.MANIFEST
     manifest.write_bytes(manifest.read_bytes().replace(b'"step"', b'"stop"', 1))
-    killed = start(replace(order, number=2, fault=case.fault, power_cut=case.victim == "all"))
+    killed = _killed_start(replace(order, fault=case.fault), 2, case)
     _was_killed(case, killed, tally)
-    resumed = start(replace(order, number=3, fault=""))
+    resumed = _start(order, 3)
     _nothing_is_lost(SAVE - INTERVAL, resumed, tally)
     aside = layout.quarantined(SAVE, 1)
-    _nothing_is_wrong([(started, straight) for started in (cut, killed, resumed)], tally, besides={aside})
+    _nothing_is_wrong([(started, straight) for started in (cut, killed, resumed)], tally, {aside})
 
 
 def test_there_are_enough_cases_and_every_point_is_in_a_case_without_exhaustive() -> None:
@@ -250,65 +254,95 @@ def test_there_are_enough_cases_and_every_point_is_in_a_case_without_exhaustive(
     assert {case.point.partition("+")[0] for case in slow} == POINTS.keys() - LEFT_OUT.keys()
 
 
+def _order(folder: Path, mode: str = "disabled", **options: Any) -> Order:
+    keys = {"interval": INTERVAL, "keep_latest_k": KEPT, "async_mode": mode, "timeout_seconds": 30}
+    return Order(folder / "run", keys, STEPS, **options)
+
+
+def _start(order: Order, number: int, *, is_power_cut: bool = False) -> BareStart:
+    """Run start `number` of `order` until all its processes have ended."""
+    return BareStart(order, number).wait_for_end(is_power_cut=is_power_cut)
+
+
+def _killed_start(order: Order, number: int, case: Case) -> BareStart:
+    return _start(order, number, is_power_cut=case.victim == "all")
+
+
 def _straight(order: Order) -> Straight:
-    started = start(order)
+    started = _start(order, 1)
     assert started.codes == [0] * RANKS, started.tail()
     return Straight(started)
 
 
-def _was_killed(case: Case, killed: Started, tally: Tally) -> None:
+def _was_killed(case: Case, killed: BareStart, tally: Tally) -> None:
     """Check that the fault fired in the process and at the point of `case`."""
     who, _, rank = case.victim.partition(" ")
-    tally.stuck += sum(code is None for code in killed.codes) if not killed.order.power_cut else 0
+    tally.stuck += sum(code is None for code in killed.codes) if case.victim != "all" else 0
+    found = _killed(killed)
     if who == "writer":
-        fired = SAVE in killed.steps("save_failed") and killed.killed == set(range(RANKS))
+        failed = {line["step"] for line in killed.of_event("save_failed")}
+        fired = SAVE in failed and found == set(range(RANKS))
     elif who == "rank":
-        fired = killed.killed == {int(rank)}
+        fired = found == {int(rank)}
     else:
-        fired = bool(killed.killed)
+        fired = bool(found)
     tally.killed += fired
     tally.not_killed += not fired
     assert fired, f"{case.fault} did not fire: exit codes {killed.codes}\n{killed.tail()}"
 
 
-def _acknowledged(case: Case, starts: list[Started]) -> int:
+def _killed(started: BareStart) -> set[int]:
+    """Return the ranks that ended by the SIGKILL of their own fault."""
+    return {rank for rank, code in enumerate(started.codes) if code == -signal.SIGKILL}
+
+
+def _committed(started: BareStart) -> list[int]:
+    return [line["step"] for line in started.of_event("committed")]
+
+
+def _end(started: BareStart, rank: int) -> str:
+    """Return the digest of the state of `rank` at the end; empty if it did not get there."""
+    return next((line["digest"] for line in started.of_event("end", rank)), "")
+
+
+def _acknowledged(case: Case, starts: list[BareStart]) -> int:
     """Return the latest step that was reported as committed, or that must exist because of the point of the kill."""
     if case.point == "exit":
         return STEPS
     if case.point == "committed":
         return SAVE
-    return max((step for started in starts for step in started.steps("committed")), default=0)
+    return max((step for started in starts for step in _committed(started)), default=0)
 
 
-def _nothing_is_lost(acknowledged: int, resumed: Started, tally: Tally) -> None:
+def _nothing_is_lost(acknowledged: int, resumed: BareStart, tally: Tally) -> None:
     ended = resumed.codes == [0] * RANKS
-    is_lost = not ended or resumed.resumed < acknowledged
+    is_lost = not ended or (resumed.resumed or 0) < acknowledged
     tally.resumed += not is_lost
     tally.lost += is_lost
     assert ended, f"exit codes {resumed.codes}\n{resumed.tail()}"
     assert not is_lost, f"step {acknowledged} was acknowledged, step {resumed.resumed} resumed\n{resumed.tail()}"
 
 
-def _nothing_is_wrong(starts: list[tuple[Started, Straight]], tally: Tally, besides: Collection[str] = ()) -> None:
+def _nothing_is_wrong(starts: list[tuple[BareStart, Straight]], tally: Tally, aside: Collection[str] = ()) -> None:
     """Check every loss of each start, the state at the end of the last one and the names in its folder.
 
-    The folder holds the latest checkpoints and the names of `besides`.
+    The folder holds the latest checkpoints and the names of `aside`.
     """
     resumed, straight = starts[-1]
     found = {
-        **{f"losses of start {started.order.number}": expected.differing(started) for started, expected in starts},
+        **{f"losses of start {started.number}": expected.differing(started) for started, expected in starts},
         "ranks that end with another state": [
-            rank for rank in range(RANKS) if resumed.end(rank) != straight.started.end(rank)
+            rank for rank in range(RANKS) if _end(resumed, rank) != _end(straight.started, rank)
         ],
-        "steps not trained": sorted(set(range(resumed.resumed + 1, STEPS + 1)) ^ resumed.losses(0).keys()),
-        "left in the folder": sorted(_names(resumed) ^ {*_kept(), *besides}),
+        "steps not trained": sorted(set(range((resumed.resumed or 0) + 1, STEPS + 1)) ^ resumed.losses(0).keys()),
+        "left in the folder": sorted(_names(resumed) ^ {*_kept(), *aside}),
     }
     wrong = {what: which for what, which in found.items() if which}
     tally.wrong += bool(wrong)
     assert not wrong, f"{wrong}\n{resumed.tail()}"
 
 
-def _names(started: Started) -> set[str]:
+def _names(started: BareStart) -> set[str]:
     return {path.name for path in (started.order.folder / "checkpoint").iterdir()}
 
 

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.e2e.jobs import REPO, Job, read_lines, run, start
+from tests.e2e.jobs import REPO, Job, run, start
 from tests.forked import run_code
+from tests.processes import read_lines
 
 STEPS = "--training.steps=2"
 IN_HF = ("--checkpoint.last_save_in_hf", "--checkpoint.export_dtype=bfloat16")
@@ -77,7 +78,9 @@ def test_the_last_save_is_written_once_and_a_rerun_ends_at_once(tmp_path: Path) 
 @pytest.mark.parametrize(
     "point", [pytest.param(point, marks=[] if point == FAST else [pytest.mark.slow]) for point in POINTS]
 )
-def test_after_a_kill_before_the_export_is_whole_a_rerun_writes_it_without_training(point: str, tmp_path: Path) -> None:
+def test_after_a_kill_before_the_export_is_complete_a_rerun_writes_it_without_training(
+    point: str, tmp_path: Path
+) -> None:
     conditions = ",".join(filter(None, ("step=2" if not POINTS[point] else "", POINTS[point])))
     fault = {"TORCHTITAN_LITE_FAULT": f"kill@{point}:{conditions}"}
     with start(tmp_path / "run", STEPS, *IN_HF, environment=fault) as job:
@@ -190,7 +193,7 @@ def _writes_it_and_trains_nothing(folder: Path) -> Job:
 
 
 def _is_the_export_of(folder: Path) -> None:
-    """Check that the folder in Hugging Face's format has the weights of step 2, cast, and nothing else is beside it."""
+    """Check that the folder in Hugging Face's format has the weights of step 2, cast, and is the only one."""
     assert [path.name for path in (folder / "hf").iterdir()] == ["step-2"]
     assert sorted(path.name for path in (folder / "hf" / "step-2").iterdir()) == FILES
     exported = load_file(folder / "hf" / "step-2" / "model.safetensors")

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import Job, read_lines, send, start
+from tests.e2e.jobs import Job, start
+from tests.processes import read_lines, send
 from torchtitan_lite.metrics.accounts import LEDGER_FILE, read_accounts
 
 STEPS = 24

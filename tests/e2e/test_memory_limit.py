@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.cgroups import memory_group as memory_group
-from tests.e2e.jobs import CONFIG, TINY, Job, send
-from tests.e2e.random_kills import KilledJob, Order, killed_job
+from tests.e2e.jobs import CONFIG, TINY, Job
+from tests.e2e.killed_jobs import KilledJob, Order, killed_job
 from tests.forked import REPO
 from tests.keepers import has_ended
+from tests.processes import send
 
 pytestmark = pytest.mark.slow
 

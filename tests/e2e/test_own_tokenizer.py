@@ -14,8 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.data.bpe import TEXTS, write_tokenizer
-from tests.e2e.jobs import read_lines, run, start
+from tests.e2e.jobs import run, start
 from tests.forked import REPO
+from tests.processes import read_lines
 
 STEPS = 24
 
@@ -167,7 +168,7 @@ def test_the_state_in_the_checkpoint_names_the_tokenizer(data: Path, tmp_path: P
 
 
 @pytest.mark.slow  # two starts of a job
-def test_another_tokenizer_of_the_same_size_is_never_put_beside_the_weights_of_a_finished_run(
+def test_another_tokenizer_of_the_same_size_is_never_put_next_to_the_weights_of_a_finished_run(
     data: Path, tmp_path: Path
 ) -> None:
     two = ("--training.steps=2", "--training.batch_size=2")

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import DEADLINE_SECONDS, TINY, Job, children, command_line, run, send, start
+from tests.e2e.jobs import DEADLINE_SECONDS, TINY, Job, run, start
 from tests.forked import run_code
+from tests.processes import children, command_line, send
 
 STEPS = 4000
 ARGUMENTS = (f"--training.steps={STEPS}", "--checkpoint.interval=10", "--checkpoint.async_mode=async_with_pinned_mem")

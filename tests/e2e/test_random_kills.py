@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.random_kills import KilledJob, Order, killed_job, losses, run_straight
-from tests.e2e.sharded_run import printed
+from tests.e2e.killed_jobs import KilledJob, Order, killed_job, losses, printed, run_straight
 
 pytestmark = pytest.mark.slow
 

@@ -1,4 +1,4 @@
-"""Whole runs, drawn at random: whatever befalls them, no step that was promised is lost, and none is another one.
+"""Complete runs, drawn at random: whatever befalls them, no step that was promised is lost, and none is another one.
 
 By hand, as many as you like: `python -m tests.e2e.random_runs --seed 0 --runs 100`.
 """
@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.drawn_run import draw
+from tests.e2e.killed_jobs import printed
 from tests.e2e.random_runs import Tally, carry_out
-from tests.e2e.sharded_run import printed
 
 FEW = (79, 112, 143)
 """Seeds whose runs make images: with a rollback, damage, a keeper that is killed, a signal."""

@@ -106,7 +106,7 @@ def _unchanged(folder: Path) -> Iterator[None]:
 
 
 def _names(folder: Path) -> list[Path]:
-    """Return all that is in `folder` but the logs of jobs, which are beside their dump folders."""
+    """Return all that is in `folder` but the logs of jobs, which are next to their dump folders."""
     return sorted(path for path in folder.rglob("*") if path.suffix != ".log")
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import read_lines, run, start
+from tests.e2e.jobs import run, start
+from tests.processes import read_lines
 
 ARGUMENTS = ("--training.steps=6", "--checkpoint.interval=2", "--metrics.enable_wandb")
 OFFLINE = {"WANDB_MODE": "offline", "WANDB_PROJECT": "ledger", "WANDB_SILENT": "true"}
@@ -62,6 +63,6 @@ def _records(data: bytes) -> Iterator[bytes]:
         length, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
         record += data[position + 7 : position + 7 + length]
         position += 7 + length
-        if kind in (1, 4):  # whole, or the last fragment
+        if kind in (1, 4):  # complete, or the last fragment
             yield record
             record = b""

@@ -12,14 +12,14 @@ import pytest
 from tests.forked import Forked
 from torchtitan_lite.keeper.client import Keeper
 
-pytestmark = pytest.mark.slow(reason="forks hundreds of processes beside eight starts")
+pytestmark = pytest.mark.slow(reason="forks hundreds of processes during eight starts")
 
 
 workers: list[int] = []
 
 
-def _fork_beside_starts(root: str, runtime: str) -> None:
-    """Fork workers that live on while a thread starts keepers; exit with 1 if a worker holds a start up."""
+def _fork_during_starts(root: str, runtime: str) -> None:
+    """Fork workers that stay alive while a thread starts keepers; exit with 1 if a worker holds a start up."""
     reader, writer = os.pipe()
     sys.setswitchinterval(1e-6)
     for number in range(8):
@@ -42,5 +42,5 @@ def _fork_beside_starts(root: str, runtime: str) -> None:
 def test_a_worker_that_is_forked_while_the_keeper_starts_does_not_hold_the_start_up(
     tmp_path: Path, memory_tier: Path
 ) -> None:
-    process = Forked(_fork_beside_starts, str(tmp_path), str(memory_tier))
+    process = Forked(_fork_during_starts, str(tmp_path), str(memory_tier))
     assert process.wait(60) == 0

@@ -182,7 +182,7 @@ def test_descriptors_that_are_no_memory_are_refused_and_closed(
         os.close(fd)
 
 
-def test_descriptors_beside_a_bad_answer_are_closed(asking: Keeper, path: Path, image: Image) -> None:
+def test_descriptors_with_a_bad_answer_are_closed(asking: Keeper, path: Path, image: Image) -> None:
     before = open_fds()
     for data in (b"no message", message(error="no"), message(names=[])):
         with answering(path, lambda _, data=data: (data, image)):

@@ -1,4 +1,4 @@
-"""A keeper answers whatever it is sent, lives on, and holds nothing but memory and processes."""
+"""A keeper answers whatever it is sent, stays alive, and holds nothing but memory and processes."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_one_that_hangs_up_before_its_answer_is_forgotten(keeper: Keeper, path: 
             connection.connect(str(path))
             messages.send(connection, {"what": "keep", "name": "a", "start": ""}, image)
     keeper.drop(["a"])
-    # What was replaced is closed beside the answers, and the one who would have waited for it has gone.
+    # What was replaced is closed while answers are sent, and the one who would have waited for it has gone.
     assert any(targets(keeper) == before for _ in range(10_000))
 
 

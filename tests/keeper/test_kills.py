@@ -36,7 +36,7 @@ def looked(trainer: list[str]) -> list[str]:
 
 
 def wait_until_kept(runtime: Path, ranks: int) -> None:
-    """Wait until so many ranks have said that their image is at the keeper."""
+    """Wait until that many ranks have said that their image is at the keeper."""
     while len(list(runtime.glob("kept *"))) < ranks:
         assert not has_ended(os.getpid(), 0.05)
 
@@ -87,7 +87,7 @@ def test_images_outlive_a_trainer_that_the_limit_of_its_cgroup_kills(
     assert int((memory_group / "memory.usage_in_bytes").read_text()) < 16 << 20, "its memory is free"
 
 
-def test_nothing_outlives_a_kill_of_the_whole_cgroup(trainer: list[str], memory_tier: Path) -> None:
+def test_nothing_outlives_a_kill_of_the_complete_cgroup(trainer: list[str], memory_tier: Path) -> None:
     parent = next((each for each in V2 if (each / "cgroup.controllers").exists()), None)
     if parent is None:
         pytest.skip("no cgroup v2")

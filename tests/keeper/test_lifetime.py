@@ -170,7 +170,7 @@ def test_it_ends_when_its_socket_is_no_longer_there(runtime: Path, tmp_path: Pat
     assert path.exists() == (what == "replaced"), "only its own socket is removed"
 
 
-def test_another_file_beside_its_socket_changes_nothing(keeper: Keeper, runtime: Path) -> None:
+def test_another_file_next_to_its_socket_changes_nothing(keeper: Keeper, runtime: Path) -> None:
     pid = pid_of(keeper)
     for number in range(300):
         other = runtime / "torchtitan_lite" / str(number)
@@ -180,7 +180,7 @@ def test_another_file_beside_its_socket_changes_nothing(keeper: Keeper, runtime:
     assert falls_asleep(pid), "it has read what its watch reported"
 
 
-def test_signals_to_whole_groups_do_not_end_it_and_sigterm_does_once_no_run_lives(keeper: Keeper) -> None:
+def test_signals_to_process_groups_do_not_end_it_and_sigterm_does_once_no_run_lives(keeper: Keeper) -> None:
     keeper.join("first")
     pid = pid_of(keeper)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
@@ -247,7 +247,7 @@ def test_a_killed_keeper_is_unavailable_and_another_one_takes_its_place(keeper: 
     assert not keeper.has_ended()
 
 
-def test_a_stopped_keeper_is_unavailable_and_goes_on_later(
+def test_a_stopped_keeper_is_unavailable_and_continues_later(
     keeper: Keeper, image: Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keeper.join("first")
@@ -274,12 +274,12 @@ def test_a_keeper_that_answers_late_as_on_a_busy_machine_is_used(keeper: Keeper,
     keeper.keep("a", image)
     pid = pid_of(keeper)
     os.kill(pid, signal.SIGSTOP)
-    goes_on = threading.Timer(1.5, os.kill, (pid, signal.SIGCONT))
-    goes_on.start()
+    continues = threading.Timer(1.5, os.kill, (pid, signal.SIGCONT))
+    continues.start()
     try:
         (found,) = keeper.held()
     finally:
-        goes_on.join()
+        continues.join()
     assert found.name == "a"
     found.close()
 

@@ -1,4 +1,4 @@
-"""What goes over a socket arrives whole or not at all, and what a descriptor is, is found out without trusting it."""
+"""What goes over a socket arrives completely or not at all; what a descriptor is, is found out without trusting it."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def test_another_start_is_a_process_that_can_still_write(ask: Asked) -> None:
     assert ask("list", start="t").message["is_mapped"] and not ask("list", start="s").message["is_mapped"]
 
 
-def test_a_start_that_finishes_beside_another_one_leaves_that_its_images(ask: Asked) -> None:
+def test_a_start_that_finishes_while_another_one_lives_leaves_that_its_images(ask: Asked) -> None:
     for start in ("s", "t"):
         ask.join(start, start)
         ask.keep(f"of {start}", start)

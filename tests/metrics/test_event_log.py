@@ -62,6 +62,6 @@ def test_a_full_disk_is_a_warning_and_ends_nothing(caplog: pytest.LogCaptureFixt
     assert "Could not write a line to /dev/full" in caplog.text
 
 
-def test_only_whole_objects_are_whole_lines() -> None:
+def test_only_complete_objects_are_complete_lines() -> None:
     data = b'{"step": 1}\n[2]\nnonsense\n{"step": 3}\n{"step": 4}'
     assert [record for _, record in whole_lines(data)] == [{"step": 1}, {"step": 3}]

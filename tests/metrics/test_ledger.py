@@ -281,7 +281,7 @@ def test_each_line_names_its_start_and_its_time(tmp_path: Path) -> None:
 starts = st.lists(
     st.tuples(
         st.integers(0, 6),  # steps that it trains before its end
-        st.integers(1, 4),  # it saves every so many steps
+        st.integers(1, 4),  # the steps from one save to the next
         st.sampled_from(["killed", "finished", "preempted", "failed"]),
         st.floats(0.1, 60),  # seconds until the next start
     ),

@@ -80,7 +80,7 @@ def plain(progress: Progress, columns: int) -> str:
     return render(progress, Console(file=io.StringIO(), color_system=None), columns)
 
 
-def test_log_lines_appear_above_the_bar_whole_and_in_their_order() -> None:
+def test_log_lines_appear_above_the_bar_complete_and_in_their_order() -> None:
     with terminal(80) as screen, logged_to(screen):
         bar = a_bar(screen)
         logger.info("before")

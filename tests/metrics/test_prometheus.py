@@ -1,4 +1,4 @@
-"""The text file for Prometheus: whole at any time, in its format, with the figures of the ledger."""
+"""The text file for Prometheus: complete at any time, in its format, with the figures of the ledger."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def test_a_full_disk_is_one_warning_for_the_ledger_and_ends_nothing(tmp_path: Pa
     assert sum(LEDGER_FILE in warning for warning in warnings) == 1, warnings
 
 
-def test_a_heartbeat_goes_on_after_an_error_which_is_one_warning() -> None:
+def test_a_heartbeat_continues_after_an_error_which_is_one_warning() -> None:
     beats, enough = list[int](), threading.Event()
 
     def beat() -> None:

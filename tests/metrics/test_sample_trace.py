@@ -46,7 +46,7 @@ def test_a_line_is_the_step_and_its_positions(tmp_path: Path) -> None:
     trace = SampleTrace(tmp_path, rank=3, writes=True)
     trace.start(0)
     trace.log(1, range(4, 7))
-    # read while the run goes on: nothing waits in a buffer
+    # read while the run continues: nothing waits in a buffer
     assert (tmp_path / "samples" / "rank3.jsonl").read_text() == '{"step": 1, "indices": [4, 5, 6]}\n'
     trace.close()
 
@@ -65,7 +65,7 @@ def test_a_rank_that_does_not_write_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("degrees", [(2, 4, 1), (4, 2, 1, 2, 4), (2, 3)])
 def test_over_restarts_on_other_ranks_every_sample_is_traced_once(tmp_path: Path, degrees: tuple[int, ...]) -> None:
     for start, num_ranks in enumerate(degrees):
-        # Each is killed two steps after its checkpoint; the next one goes on from there.
+        # Each is killed two steps after its checkpoint; the next one continues from there.
         first = 3 * start
         run_steps(tmp_path, range(first + 1, first + 6), num_ranks=num_ranks, loaded_step=first)
     assert traced(tmp_path) == expected(3 * len(degrees) + 2)

@@ -38,7 +38,7 @@ def test_the_config_of_a_model_gives_its_sizes_back(args: ModelArgs) -> None:
     assert describe(found, {}, None, None) == describe(args, {}, None, None)
 
 
-def test_files_of_the_tokenizer_are_beside_the_generation_config() -> None:
+def test_files_of_the_tokenizer_are_next_to_the_generation_config() -> None:
     files = describe(FLAVORS["debugmodel"], {"tokenizer.json": b"{}"}, 256, 257).files
     assert files["tokenizer.json"] == b"{}"
     assert json.loads(files["generation_config.json"]) == {

@@ -127,7 +127,7 @@ def test_a_run_with_a_single_file_has_a_page(tmp_path: Path) -> None:
         Checked(render([read_run(str(tmp_path / name))]))
 
 
-def test_two_runs_are_beside_each_other(folder: Path, tmp_path: Path) -> None:
+def test_two_runs_are_next_to_each_other(folder: Path, tmp_path: Path) -> None:
     other = copy_of(folder, tmp_path / "other")
     (other / "config.json").write_text(json.dumps(CONFIG | {"optimizer": {"lr": 1e-3}}))
     ended = command("report", folder, other, "--out", tmp_path / "two.html", "--json")

@@ -114,7 +114,7 @@ def test_a_step_saved_on_two_branches_has_a_fate_of_each(tmp_path: Path) -> None
     ]
 
 
-def test_the_export_of_the_last_step_is_a_save_beside_the_full_one(tmp_path: Path) -> None:
+def test_the_export_of_the_last_step_is_a_save_next_to_the_full_one(tmp_path: Path) -> None:
     from tests.cli.folders import add_step
 
     export = [event | {"kind": "weights_only"} for event in saved(20, BEGUN + 6, nbytes=2_000_000)]

@@ -1,4 +1,4 @@
-"""Whole trainers on any topology, in processes that stay: the work of each rank in the resharding tests.
+"""Complete trainers on any topology, in processes that stay: the work of each rank in the resharding tests.
 
 Every function runs on each of four processes, of which a topology with fewer ranks uses the first ones. States are
 compared by a digest of each full tensor's bytes, taken from the live tensors.
@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.forked import join_group
 from tests.logged import logged_warnings
-from tests.ranks import join_group
 from torchtitan_lite.config.job_config import (
     ActivationCheckpoint,
     Checkpoint,

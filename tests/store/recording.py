@@ -2,8 +2,8 @@
 
 `Recorder` does real operations on real files and passes each one on to a `Disk`, which knows what is durable and what
 is pending. `Disk.losses` are the ways in which a crash may treat what is pending: of the changes of names in a folder
-any subset may survive, each rename whole or not at all, independent of other folders; of the bytes of a file any write
-may be missing, cut off in the middle, or zeros. `Disk.tree` is the folder after the crash, `lay_out` creates it.
+any subset may survive, each rename completely or not at all, independent of other folders; of the bytes of a file any
+write may be missing, cut off in the middle, or zeros. `Disk.tree` is the folder after the crash, `lay_out` creates it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Lost = Mapping[int, str]
 
 DROPPED, TORN, ZEROED = "dropped", "torn", "zeroed"
 _FEW = 5
-"""Up to so many changes of names, all subsets are tried."""
+"""Up to this many changes of names, all subsets are tried."""
 
 
 class Change(Protocol):

@@ -116,7 +116,7 @@ class Scenario:
     """The steps that a reader finds after it."""
     exchanges: bool = True
     keeps: tuple[str, ...] = ()
-    """Steps whose folders must exist, whole, under any name."""
+    """Steps whose folders must exist, complete, under any name."""
 
 
 def nothing_yet(store: CheckpointStore) -> None:
@@ -199,7 +199,7 @@ def recovering(store: CheckpointStore, _: Recorder) -> None:
 
 SAVES = [
     Scenario("first save", nothing_yet, saving(1), (1,)),
-    Scenario("save beside older ones", two, saving(3), (1, 2, 3)),
+    Scenario("save next to older ones", two, saving(3), (1, 2, 3)),
     Scenario("replacement", two, saving(2), (1, 2)),
     Scenario("replacement, no exchange", two, saving(2), (1, 2), exchanges=False),
     Scenario("replacement after a cut attempt", an_attempt_before, saving(2), (1, 2)),
@@ -361,7 +361,7 @@ def wrong(found: Found, allowed: Sequence[Answer]) -> list[str]:
 
 def describe(answer: Answer) -> str:
     parts = [
-        f"{step} ({'whole' if is_sound else 'DAMAGED'}, {files.get(layout.METADATA, b'')!r})"
+        f"{step} ({'sound' if is_sound else 'DAMAGED'}, {files.get(layout.METADATA, b'')!r})"
         for step, (is_sound, files) in answer.items()
     ]
     return "steps " + ", ".join(parts) if parts else "nothing"
@@ -461,7 +461,7 @@ def of_a_save(step: int) -> list[tuple[str, list[str]]]:
 
 
 RELIED_ON = {
-    "save beside older ones": [*of_a_save(3), (ROOT, ["step-3"])],
+    "save next to older ones": [*of_a_save(3), (ROOT, ["step-3"])],
     "replacement": [*of_a_save(2), (ROOT, ["step-2", "step-2.staging"])],
     "branch that replaces, no exchange": [*of_a_save(4), (ROOT, [".replaced-step-4-1"]), (ROOT, ["step-4"])],
     "purge": [(ROOT, [".trash-step-1-1"])],

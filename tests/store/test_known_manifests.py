@@ -212,7 +212,7 @@ def test_a_save_fails_if_its_manifest_would_be_refused_as_too_large(store: Check
     assert steps(store) == []
 
 
-def test_a_manifest_may_be_as_large_as_the_data_beside_it_can_need(store: CheckpointStore) -> None:
+def test_a_manifest_may_be_as_large_as_the_data_next_to_it_can_need(store: CheckpointStore) -> None:
     made = manifest(7, extra={"note": "x" * DESCRIPTION_BYTES})
     folder = put(store.root, made)
     assert "manifest.json: expected at most" in store.damaged()[7].finding

@@ -88,7 +88,7 @@ class Process:
         os.kill(self.pid, signal.SIGSTOP)
         os.waitpid(self.pid, os.WUNTRACED)
 
-    def go_on(self) -> None:
+    def continue_(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
 
     def kill(self, *, wait_for: bool = True) -> None:
@@ -243,7 +243,7 @@ def test_a_stopped_holder_loses_the_folder_and_notices_when_it_continues(
     lease.take()
     assert sum(sleeper.waits) >= 300
     taken = (root / "writer.lock").read_bytes()
-    process.go_on()
+    process.continue_()
     answer = process.do("check")
     assert answer.startswith("LeaseLost")
     assert f"run ours (process {os.getpid()} on " in answer
@@ -252,7 +252,7 @@ def test_a_stopped_holder_loses_the_folder_and_notices_when_it_continues(
     lease.check()
 
 
-def test_a_folder_of_a_silent_holder_elsewhere_is_taken_over_after_the_whole_wait(
+def test_a_folder_of_a_silent_holder_elsewhere_is_taken_over_after_the_complete_wait(
     root: Path, new_lease: Callable[..., Lease]
 ) -> None:
     put(root, ELSEWHERE)
@@ -700,12 +700,12 @@ def test_after_a_release_the_heartbeat_has_ended(root: Path, new_lease: Callable
     thread = heartbeat(root)
     join, timeouts = thread.join, []
 
-    def go_on_and_join(timeout: float | None = None) -> None:
+    def continue_and_join(timeout: float | None = None) -> None:
         timeouts.append(timeout)
         hold.set()
         join(30)
 
-    thread.join = go_on_and_join  # type: ignore[method-assign]  # the beat ends only when something waits for it
+    thread.join = continue_and_join  # type: ignore[method-assign]  # the beat ends only when something waits for it
     assert in_a_beat.wait(30)
     lease.release()
     assert timeouts == [0.001]

@@ -148,11 +148,11 @@ def test_wherever_the_disk_fails_no_abandoned_checkpoint_is_lost(
         disk = FailsFor(at, failures, exchanges)
         save_twice(CheckpointStore(root, durable=disk), step)
         assert 2 in steps(root)
-        goes_on = CheckpointStore(root, durable=Cut(exchanges=exchanges))
-        commit(goes_on, 5, "new", branch_point=2)
-        for info in goes_on.committed()[:-1]:
-            goes_on.empty(goes_on.discard(info))
-        goes_on.recover()
+        next_process = CheckpointStore(root, durable=Cut(exchanges=exchanges))
+        commit(next_process, 5, "new", branch_point=2)
+        for info in next_process.committed()[:-1]:
+            next_process.empty(next_process.discard(info))
+        next_process.recover()
         assert {name: contents(root / name) for name in aside} == aside, f"the disk failed at operation {at}"
         assert {path.name for path in root.iterdir()} == {*aside, "step-5"}
         if disk.done < at:

@@ -54,7 +54,7 @@ def test_without_a_file_nothing_is_pinned(tmp_path: Path) -> None:
     assert Pins(tmp_path / "gone").read() == frozenset()
 
 
-def test_pins_are_one_line_of_json_beside_the_checkpoints(tmp_path: Path) -> None:
+def test_pins_are_one_line_of_json_next_to_the_checkpoints(tmp_path: Path) -> None:
     pin(tmp_path, 20, 10)
     assert contents(tmp_path) == {"pins.json": b'{"version": 1, "pinned": [10, 20]}\n'}
 

@@ -84,7 +84,7 @@ def test_the_latest_full_checkpoint_and_the_weights_stay_whatever_the_policy(com
 
 
 @given(INFOS, st.integers(1, 5), st.sets(st.integers(0, 50)))
-def test_exactly_k_stay_besides_the_protected_ones(
+def test_exactly_k_stay_in_addition_to_the_protected_ones(
     committed: list[CheckpointInfo], k: int, protected: set[int]
 ) -> None:
     purged = set(steps(to_purge(KeepLatest(k), committed, protected)))

@@ -53,7 +53,7 @@ def visible(root: Path) -> dict[int, str]:
     return {info.step: info.run_id for info in CheckpointStore(root).committed()}
 
 
-def test_a_damaged_one_that_is_whole_again_comes_back_without_its_findings(tmp_path: Path) -> None:
+def test_a_damaged_one_that_is_complete_again_comes_back_without_its_findings(tmp_path: Path) -> None:
     before = contents(fill(tmp_path / "before", 8).get(8).path)
     store = quarantined(tmp_path / "there")
     assert names_of(store.root) == ["step-8.corrupt"]
@@ -201,7 +201,7 @@ def test_and_the_way_back_is_the_same(tmp_path: Path) -> None:
     store = rolled_back(tmp_path)
     before = contents(tmp_path)
     back(store, "step-16.abandoned-a1", leave_branch=True)
-    # Of the branch, the step that abandons step 16 cannot come back beside it: it would make it invisible.
+    # Of the branch, the step that abandons step 16 cannot come back next to it: it would make it invisible.
     with pytest.raises(CheckpointError, match=r"step-8\.abandoned-b2 stays as it is: it abandons step-16 of run a1"):
         back(store, "step-8.abandoned-b2")
     (tmp_path / "step-16").rename(tmp_path / "step-16.abandoned-a1")
@@ -248,7 +248,7 @@ def everything(root: Path) -> dict[tuple[str, ...], Contents]:
     ],
     ids=["damaged", "abandoned", "abandoned, and its step saved again", "abandoned by the same step"],
 )
-def test_cut_anywhere_every_checkpoint_is_whole_and_the_same_call_finishes(
+def test_cut_anywhere_every_checkpoint_is_complete_and_the_same_call_finishes(
     tmp_path: Path, make: Callable[[Path], CheckpointStore], name: str, latest: set[int], power: bool
 ) -> None:
     done = make(tmp_path / "done")

@@ -105,7 +105,7 @@ def test_making_a_store_touches_nothing(store: CheckpointStore, root: Path) -> N
     assert not root.exists()
 
 
-def test_a_committed_checkpoint_is_whole_and_listed(store: CheckpointStore, root: Path) -> None:
+def test_a_committed_checkpoint_is_complete_and_listed(store: CheckpointStore, root: Path) -> None:
     info = save(store, 5)
     assert info == CheckpointInfo(5, root / "step-5", CheckpointKind.FULL, 1.0, nbytes=len(b"data") + len(b"of dcp"))
     assert store.committed() == [info]
@@ -438,7 +438,7 @@ def test_quarantining_performs_these_operations_in_this_order(root: Path) -> Non
     ]
 
 
-def test_a_quarantined_checkpoint_is_whole_has_its_findings_and_is_never_read_again(
+def test_a_quarantined_checkpoint_is_complete_has_its_findings_and_is_never_read_again(
     store: CheckpointStore, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     old = save(store, 4)

@@ -1,4 +1,4 @@
-"""A folder over its whole life: every acknowledged save loads, whatever happens, in whatever order.
+"""A folder over its complete life: every acknowledged save loads, whatever happens, in whatever order.
 
 Synchronous saves and saves with a later commit, kills and power cuts at any operation, failing disks, damage, removal
 by a policy, rolling back to an earlier step, other numbers of ranks, a second writer. The store is real, on real files;
@@ -334,7 +334,7 @@ class Life(RuleBasedStateMachine):
         return not self.store.check_sizes(info)
 
     def _try(self, act: Callable[[], object], outcomes: list[There], fault: Fault | None, step: int = -1) -> bool:
-        """Return whether `act` finished; else check for one of `outcomes`, and go on as the next process."""
+        """Return whether `act` finished; else check for one of `outcomes`, and continue as the next process."""
         first = len(self.recorder.log)
 
         def strike(number: int) -> None:

@@ -1,4 +1,4 @@
-"""What `verify` found is recorded beside the checkpoints, and nothing but a person reads it."""
+"""What `verify` found is recorded next to the checkpoints, and nothing but a person reads it."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tests.logged import logged_warnings
-from tests.zoo.cells import Group, joint_outcome
+from tests.ranks import Ranks
 from tests.zoo.outcome import DIFFERS, EQUAL, REFUSED, WARNED, Outcome, first_sentence, sentence
 from tests.zoo.run import MODES, quiet
 from tests.zoo.snapshot import difference, in_pieces
@@ -66,15 +66,15 @@ def rows_between(outcomes: Mapping[RanksCell, Outcome]) -> dict[str, dict[str, O
     return rows
 
 
-def find_between(cell: RanksCell, folder: Path, group: Group) -> Outcome:
+def find_between(cell: RanksCell, folder: Path, group: Callable[[int, bool], Ranks]) -> Outcome:
     """Return the outcome of `cell`."""
     runtime = tempfile.mkdtemp(prefix="ttl-", dir="/tmp")  # The path of a socket must be short.
     arguments = {"cell": cell, "folder": folder, "runtime": runtime}
     try:
-        saved = joint_outcome(group(cell.world_size, False).reports(save_between, **arguments))
+        saved = Outcome.of_reports(group(cell.world_size, False).reports(save_between, **arguments))
         if saved.kind != EQUAL:
             return saved
-        return joint_outcome(group(cell.world_size, True).reports(resume_between, **arguments))
+        return Outcome.of_reports(group(cell.world_size, True).reports(resume_between, **arguments))
     finally:
         shutil.rmtree(runtime)  # Ends the keepers.
 

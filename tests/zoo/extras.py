@@ -4,27 +4,36 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from torchtitan_lite.checkpoint.state.per_rank import PerRank
 from torchtitan_lite.checkpoint.state.stateful import Stateful
 
-if TYPE_CHECKING:
-    from tests.zoo.run import Run
-
 TWO_GROUPS, TWO_OPTIMIZERS, SCALER = "two parameter groups", "two optimizers and schedulers", "GradScaler"
 NONE = "none"
+
+
+class Owner(Protocol):
+    """What the states need of their run."""
+
+    rank: int
+    module: nn.Module
+    is_pipeline: bool
+    optimizers: list[Optimizer]
+    scaler: Any
+    after_step: list[Callable[[], Any]]
 
 
 class Ema:
     """An average of the parameters that a hook updates after each step of the optimizer."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Owner) -> None:
         self._run = run
         self._shadows = [parameter.detach().clone() for parameter in run.module.parameters()]
         self.calls = 0
@@ -48,7 +57,7 @@ class Ema:
 class OddKeys:
     """A state with keys and containers that flat files lose. It changes with every step."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Owner) -> None:
         self.state: dict[Any, Any] = {
             "a.b": {"c": {}, "": [], "d": ()},
             "a": {"b.c": 1, "ü/\n": None},
@@ -86,7 +95,7 @@ class OddKeys:
 class OfThisRank:
     """Numbers that differ between ranks."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Owner) -> None:
         self.values = [run.rank]
         run.after_step.append(lambda: self.values.append(self.values[-1] + 1 + run.rank))
 
@@ -100,7 +109,7 @@ class OfThisRank:
 class Scaler:
     """torch's GradScaler, as one of the further states."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Owner) -> None:
         self._scaler = run.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
 
     def state_dict(self) -> dict[str, Any]:
@@ -110,20 +119,20 @@ class Scaler:
         self._scaler.load_state_dict(state_dict)
 
 
-def _ema(run: Run) -> dict[str, Stateful]:
+def _ema(run: Owner) -> dict[str, Stateful]:
     ema = Ema(run)
     # FSDP1's parameters are flat shards, which differ between ranks.
     is_flat = any(isinstance(each, FullyShardedDataParallel) for each in run.module.modules())
     return {"ema": PerRank(ema) if is_flat or run.is_pipeline else ema}
 
 
-def _averaged(run: Run) -> dict[str, Any]:
+def _averaged(run: Owner) -> dict[str, Any]:
     averaged = AveragedModel(run.module)
     run.after_step.append(lambda: averaged.update_parameters(run.module))
     return {"swa": averaged}
 
 
-EXTRAS: dict[str, Callable[[Run], dict[str, Any]]] = {
+EXTRAS: dict[str, Callable[[Owner], dict[str, Any]]] = {
     NONE: lambda run: {},
     "EMA in a step hook": _ema,
     "a state with odd keys": lambda run: {"odd": OddKeys(run)},

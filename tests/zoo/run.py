@@ -17,10 +17,9 @@ from torch.optim import Optimizer
 from tests.checkpoint.small_run import job_config
 from tests.checkpoint.state.optimizers_of_torch import recipes
 from tests.zoo.extras import EXTRAS, SCALER, TWO_GROUPS, TWO_OPTIMIZERS, is_sparse, states_of
-from tests.zoo.models import BATCH, INPUT, MODELS, Subject, set_step
+from tests.zoo.models import BATCH, FSDP2, INPUT, MODELS, PLAIN, TP, WRAPPERS, Stage, Subject, set_step
 from tests.zoo.schedules import RECIPES
 from tests.zoo.snapshot import in_pieces, model_state, optimizer_state
-from tests.zoo.wrappers import FSDP2, PLAIN, TP, WRAPPERS, Stage
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 
 OPTIMIZERS = {str(recipe): recipe for recipe in recipes()}

@@ -14,12 +14,12 @@ from tests.checkpoint.state.optimizers_of_torch import optimizers_of_torch
 from tests.ranks import Ranks
 from tests.zoo.between import cells_between, find_between, rows_between
 from tests.zoo.cells import KINDS, Cell, Group, columns, find, groups, pairs
+from tests.zoo.models import WRAPPERS
 from tests.zoo.outcome import DIFFERS, EQUAL, Outcome
 from tests.zoo.page import PAGE, render
 from tests.zoo.pairs import covering, pairs_of
 from tests.zoo.run import Case
 from tests.zoo.schedules import RECIPES, schedulers_of_torch
-from tests.zoo.wrappers import WRAPPERS
 
 SINGLE_ENTRIES = [
     *(Case(scheduler=name) for name in KINDS["scheduler"]),

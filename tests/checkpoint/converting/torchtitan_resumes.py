@@ -19,7 +19,7 @@ from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.models.common.attention import ScaledDotProductAttention
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # This repository, beside an installed torchtitan.
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # This repository, next to an installed torchtitan.
 
 from tests.checkpoint.reading.torchtitan_run import Progress, Tokens, build_model  # after the line above
 from torchtitan_lite.checkpoint import CheckpointManager, TrainState  # as above

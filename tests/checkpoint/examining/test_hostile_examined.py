@@ -33,7 +33,7 @@ def verified(folder: Path) -> str:
         found = [*looked.findings, *read_through(looked).findings]
     except CheckpointError as error:
         return f"{type(error).__name__}: {error}"
-    return "; ".join(f"{finding.file}: {finding.text}" for finding in found) or "whole"
+    return "; ".join(f"{finding.file}: {finding.text}" for finding in found) or "complete"
 
 
 def examine(names: Sequence[str], base: Path) -> None:
@@ -48,7 +48,7 @@ def examine(names: Sequence[str], base: Path) -> None:
         outcome: list[str] = []
         peak = peak_above_before(lambda outcome=outcome, folder=folder: outcome.append(verified(folder)))
         assert peak < MOST_BYTES, name
-        assert (outcome[0] == "whole") is (name in HARMLESS), f"{name}: {outcome[0]}"
+        assert (outcome[0] == "complete") is (name in HARMLESS), f"{name}: {outcome[0]}"
         with contextlib.suppress(CheckpointError):
             compare(open_checkpoint(folder), sound)
         shutil.rmtree(base / "hostile")

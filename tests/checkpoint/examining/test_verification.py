@@ -67,7 +67,7 @@ def findings(folder: Path) -> list[Finding]:
 @pytest.mark.parametrize("version", [1, 2, 3])
 @pytest.mark.parametrize("ranks", ["one-process", "two-ranks"])
 @pytest.mark.parametrize("kind", ["checkpoint", "export"])
-def test_every_format_is_whole(version: int, ranks: str, kind: str) -> None:
+def test_every_format_is_complete(version: int, ranks: str, kind: str) -> None:
     looked = look_at(GOLDEN / f"format-{version}" / ranks / kind / "step-7")
     assert looked.findings == looked.unknown == ()
     assert looked.has_digests is (version > 1)
@@ -77,7 +77,7 @@ def test_every_format_is_whole(version: int, ranks: str, kind: str) -> None:
     assert version == 1 or sum(seen) == looked.nbytes
 
 
-def test_a_plain_dcp_checkpoint_is_whole(tmp_path: Path) -> None:
+def test_a_plain_dcp_checkpoint_is_complete(tmp_path: Path) -> None:
     looked = look_at(plain(tmp_path))
     assert looked.findings == looked.unknown == ()
     assert not looked.has_digests
@@ -159,7 +159,7 @@ def test_a_file_that_is_not_as_it_was_saved_is_named_with_its_tensors(file: str,
     }  # type: ignore[union-attr]
     if how not in ("cut", "longer"):
         assert {key for key in everything if looked.contents.tensors[key].nbytes} <= set(finding.keys)  # type: ignore[union-attr]
-    assert read_through(looked).findings == (), "the other files are verified, and are whole"
+    assert read_through(looked).findings == (), "the other files are verified, and are intact"
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata"])

@@ -1,4 +1,4 @@
-"""A rank's file before it is written: any range of it can be copied, and torch reads the whole."""
+"""A rank's file before it is written: any range of it can be copied, and torch reads all of it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_torch_loads_every_item() -> None:
 
 @settings(max_examples=examples(200), deadline=None)
 @given(data=st.data())
-def test_any_range_is_the_same_range_of_the_whole(data: st.DataObject) -> None:
+def test_any_range_is_the_same_range_of_the_complete_file(data: st.DataObject) -> None:
     image = image_of(views(), b"objects")
     whole = part(image, 0, image.num_bytes)
     begin = data.draw(st.integers(0, image.num_bytes))

@@ -133,7 +133,7 @@ def test_plain_dcp_reads_a_golden_checkpoint(golden: Path) -> None:
 
 
 @each_folder
-def test_a_run_continues_from_a_golden_checkpoint_and_saves_beside_it(golden: Path, tmp_path: Path) -> None:
+def test_a_run_continues_from_a_golden_checkpoint_and_saves_next_to_it(golden: Path, tmp_path: Path) -> None:
     folder = copied(golden, tmp_path)
     run = GoldenRun(folder, FORMAT_VERSION, filled=False)
     with run.manager:

@@ -1,4 +1,4 @@
-"""What someone could have left at a keeper in the place of an image, or beside it."""
+"""What someone could have left at a keeper in the place of an image, or next to it."""
 
 from __future__ import annotations
 

@@ -46,12 +46,12 @@ COUNT = {
         disk(latest=TWENTY, latest_start="s1", chosen=ChosenOnDisk(step=20, run_id="r1")),
     ),
     "nothing is committed and the folder is the same": (image(latest=None), FRESH),
-    "a branch goes on that has committed nothing": (ON_BRANCH, ROLLS_BACK),
-    "a branch goes on whose start has committed": (
+    "a branch continues that has committed nothing": (ON_BRANCH, ROLLS_BACK),
+    "a branch continues whose start has committed": (
         dataclasses.replace(ON_BRANCH, step=17),
         disk(BRANCH_COMMITTED, wanted=10),
     ),
-    "a branch goes on without its load_step": (dataclasses.replace(ON_BRANCH, step=17), BRANCH_COMMITTED),
+    "a branch continues without its load_step": (dataclasses.replace(ON_BRANCH, step=17), BRANCH_COMMITTED),
     "the disk has only the damaged step of its branch": (
         image(run_id="r2", branch_point=2, step=12, latest=OF_BRANCH),
         disk(latest=OF_BRANCH, chosen=None),

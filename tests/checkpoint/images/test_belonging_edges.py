@@ -42,7 +42,7 @@ LEFT = {"latest": TWENTY, "latest_start": "s0", "rests": frozenset({Commit(30, "
     ("image", "disk", "expected"),
     [
         ({}, {}, ""),
-        ({}, {"rests": frozenset({Commit(30, "d" * 32, 8)})}, ""),  # Its manifest is whole, its .metadata is not.
+        ({}, {"rests": frozenset({Commit(30, "d" * 32, 8)})}, ""),  # Its manifest is intact, its .metadata is not.
         ({}, {"latest": TEN}, ""),  # Two steps are damaged.
         ({}, {"latest": None, "chosen": None}, ""),
         ({}, {"rests": frozenset()}, "another start"),  # It was deleted.
@@ -60,7 +60,7 @@ LEFT = {"latest": TWENTY, "latest_start": "s0", "rests": frozenset({Commit(30, "
         ({}, {"latest": None, "chosen": None, "rests": frozenset()}, "step 30, which is gone"),
     ],
 )
-def test_beside_a_damaged_step_an_image_counts_if_that_is_the_one_that_it_knows_and_nothing_came_after_it(
+def test_next_to_a_damaged_step_an_image_counts_if_that_is_the_one_that_it_knows_and_nothing_came_after_it(
     image: dict[str, Any], disk: dict[str, Any], expected: str
 ) -> None:
     found = finding({"step": 32, "latest": KNOWN, "before": (TEN, TWENTY), **image}, {**LEFT, **disk})
@@ -87,7 +87,7 @@ AGAIN = {"chosen": ChosenOnDisk(step=20, run_id="new", branch_point=3, counts_ag
         ({"counts_again": False, "branch_point": 3, "step": 29}, {}, "the run counts its steps from the start again"),
     ],
 )
-def test_an_image_of_a_run_that_counts_again_goes_on_whatever_its_step(
+def test_an_image_of_a_run_that_counts_again_continues_whatever_its_step(
     image: dict[str, Any], disk: dict[str, Any], expected: str
 ) -> None:
     found = finding(image, {**AGAIN, **disk})

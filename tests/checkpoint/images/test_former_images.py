@@ -1,4 +1,4 @@
-"""What a start resumed from and cannot use for its own copies: it is kept beside them, until it is freed or left."""
+"""What a start resumed from and cannot use for its own copies: it is kept next to them, until it is freed or left."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_what_is_freed_is_no_image_any_more_and_its_memory_is_free(tier: Tier, l
     else:
         former.free()
     assert steps_in(tier.keeper.folder) == [] and is_freed(memory)
-    assert former.are_any, "all ranks go on alike, whether or not one has freed its own"
+    assert former.are_any, "all ranks continue alike, whether or not one has freed its own"
     former.free()
     os.close(memory)
 

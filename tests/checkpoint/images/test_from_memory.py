@@ -88,7 +88,7 @@ def test_before_the_first_checkpoint_the_latest_image_is_the_last_resort(store: 
     assert manifest.structure is not None and dict(manifest.structure) == {"root": {}}
 
 
-def test_an_image_goes_on_from_the_checkpoint_that_it_knows(store: CheckpointStore) -> None:
+def test_an_image_continues_from_the_checkpoint_that_it_knows(store: CheckpointStore) -> None:
     latest = commit(store, card(store, 5))
     source = preferred(images(card(store, 7, latest=latest, lineage=Lineage("r1", parent_step=3))), store)
     assert isinstance(source, ImageSource)
@@ -184,7 +184,7 @@ def test_an_image_of_a_run_that_counts_again_is_the_last_resort_and_of_its_own_c
 
 
 @pytest.mark.parametrize(("is_exact", "in_memory"), [(False, True), (True, False)])
-def test_a_branch_goes_on_from_memory_unless_its_very_first_step_is_wanted(
+def test_a_branch_continues_from_memory_unless_its_very_first_step_is_wanted(
     store: CheckpointStore, is_exact: bool, in_memory: bool
 ) -> None:
     latest = commit(store, card(store, 5))

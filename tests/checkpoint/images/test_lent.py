@@ -86,7 +86,7 @@ def test_every_block_of_the_share_of_a_rank_is_verified(images: Mapping[str, int
     files.close()
 
 
-def test_a_share_is_every_so_many_file_or_the_own_one_of_a_spread_image(images: Mapping[str, int]) -> None:
+def test_a_share_is_every_nth_file_or_the_own_one_of_a_spread_image(images: Mapping[str, int]) -> None:
     names = sorted(DATA)
     assert [files_in(images).share(names, number, 2) for number in (0, 1)] == [[FIRST, THIRD], [SECOND]]
     assert files_in(images, SECOND).share(names, 0, 2) == [SECOND]

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import random
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.images.spoiled import empty, fill, keeper_of, other_bytes, spoil
+from tests.checkpoint.images.spoiled import empty, fill, keeper_of, other_bytes, spoil, steps_in
 from tests.checkpoint.images.starts import KILLED, run
 from tests.keepers import has_one_keeper_at_most, processes_of
+from torchtitan_lite.checkpoint.images.held_images import HeldImages
+from torchtitan_lite.distributed.environment import runtime_folder
+from torchtitan_lite.distributed.peers import Peers
+from torchtitan_lite.keeper.client import HeldMemory, Keeper
 
 pytestmark = pytest.mark.usefixtures("memory_tier")
 
@@ -88,3 +93,45 @@ def test_many_restarts_lose_no_image_and_leave_no_process_and_no_memory(
     straight = run(tmp_path / "straight", last, memory_ttl_seconds=0.0, memory_interval=0, kills=False).weights
     assert weights == {step: straight[step] for step in weights}
     assert len(weights) == last - 1, "no step was left out"
+
+
+class KeepsOneMore(Keeper):
+    """A keeper with which a process of the start before is registered, which keeps one more arena before it ends.
+
+    A list from before the end of that process could differ between the ranks of a host, and two of them would write
+    into the same memory.
+    """
+
+    has_ended_now = False
+
+    def held(self, start_id: str | None = None) -> list[HeldMemory]:
+        return [
+            HeldMemory(*each, not self.has_ended_now)
+            for each in ((h.name, h.arena_fd, h.mark_fd) for h in super().held())
+        ]
+
+    def wait_until_unmapped(self, seconds: float, start_id: str | None = None) -> bool:
+        (first, *others) = super().held()
+        fds = os.memfd_create("arena"), os.memfd_create("mark")
+        for fd in fds:
+            os.ftruncate(fd, 4096)
+        self.keep("zz", fds)
+        for each in (first, *others):
+            each.close()
+        for fd in fds:
+            os.close(fd)
+        self.has_ended_now = True
+        return True
+
+
+def test_what_was_kept_while_a_start_waited_is_among_what_it_finds(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(folder, 3)
+    before = steps_in(folder)
+    images = HeldImages(KeepsOneMore(folder, 60.0, runtime=runtime_folder()), "new", Peers(timedelta(seconds=60)))
+    open_before = len([*Path("/proc/self/fd").iterdir()])
+    images.look(topology="")
+    assert "zz" in images._own_host
+    assert [each.key.step for each in images.complete] == before[::-1]
+    images.close()
+    assert len([*Path("/proc/self/fd").iterdir()]) == open_before

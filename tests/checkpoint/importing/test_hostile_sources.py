@@ -139,7 +139,7 @@ class Runs:
         (torch.load, ("{}",), r"torch\.serialization\.load"),
     ],
 )
-@pytest.mark.parametrize("where", ["value", "key_of_a_dict_below", "beside"])
+@pytest.mark.parametrize("where", ["value", "key_of_a_dict_below", "next to it"])
 def test_a_pickle_that_would_run_code_is_refused_and_runs_nothing(
     call: Callable[..., Any], arguments: tuple[Any, ...], name: str, where: str, tmp_path: Path
 ) -> None:
@@ -160,7 +160,7 @@ class Net(torch.nn.Linear):
     """A model of a person's own."""
 
 
-def test_a_whole_pickled_model_is_refused_with_what_to_save_instead(tmp_path: Path) -> None:
+def test_a_complete_pickled_model_is_refused_with_what_to_save_instead(tmp_path: Path) -> None:
     torch.save(Net(2, 2), tmp_path / "w.pt")
     with pytest.raises(CheckpointUnsafe, match=r"Net, .*made by torch\.save\(model\.state_dict\(\), FILE\)"):
         open_source(tmp_path / "w.pt")

@@ -67,7 +67,7 @@ def test_a_saved_llama_comes_back(most_bytes: int | None, tmp_path: Path) -> Non
     ],
     ids=["tp2", "tp2 x fsdp2", "pp2"],
 )
-def test_a_trained_llama_of_several_ranks_comes_back_and_trains_on(
+def test_a_trained_llama_of_several_ranks_comes_back_and_continues(
     ranks: int, degrees: list[str], tmp_path: Path
 ) -> None:
     with start(tmp_path / "run", "--training.steps=4", *degrees, ranks=ranks) as job:

@@ -277,7 +277,7 @@ def test_a_part_of_deepspeeds_zero_3_is_refused_with_what_joins_it(named: str, t
         open_source(file if named == "the file" else tmp_path)
 
 
-def test_the_whole_weights_that_deepspeed_has_with_zero_2_are_read(tmp_path: Path) -> None:
+def test_the_complete_weights_that_deepspeed_has_with_zero_2_are_read(tmp_path: Path) -> None:
     module = torch.nn.Linear(3, 2).state_dict()
     shapes = [OrderedDict((name, tensor.shape) for name, tensor in module.items())]
     torch.save({"module": module, "param_shapes": shapes}, tmp_path / "mp_rank_00_model_states.pt")

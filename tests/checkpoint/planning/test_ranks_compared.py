@@ -350,7 +350,7 @@ def test_replicas_of_a_shard_are_compared(four_ranks: Ranks, tmp_path: Path, apa
 
 
 @on_two_ranks
-def test_one_row_that_differs_is_found_beside_training(rank: int, tmp_path: Path, mode: str) -> None:
+def test_one_row_that_differs_is_found_during_training(rank: int, tmp_path: Path, mode: str) -> None:
     """In a state that is larger than a sample: every element is digested once a start."""
     torch.manual_seed(0)
     loop = Loop(tmp_path, nn.Embedding(40_000, 40), async_mode=mode, interval=2)

@@ -21,7 +21,7 @@ TOKENS_OF_RANK = 640
 
 
 def of_2024(run: SmallRun, folder: Path) -> Path:
-    """Write a full folder: the model under `model`, a whole LambdaLR, losses as lists saved into BytesIO."""
+    """Write a full folder: the model under `model`, a complete LambdaLR, losses as lists saved into BytesIO."""
     schedule = run.scheduler.state_dict()
     # torchtitan's factor was a functools.partial, which LambdaLR saves as an empty dict; DCP drops that.
     schedule["lr_lambdas"] = [{}]

@@ -85,7 +85,7 @@ def saved(loop: Loop, folder: Path, state_of: Callable[[Loop], dict[str, Any]]) 
 
 
 @BOTH
-def test_moments_and_settings_are_loaded_and_the_run_goes_on_as_the_one_that_saved(
+def test_moments_and_settings_are_loaded_and_the_run_continues_as_the_one_that_saved(
     tmp_path: Path, state_of: Callable[[Loop], dict[str, Any]]
 ) -> None:
     theirs, ours = Loop(), Loop(seed=1)

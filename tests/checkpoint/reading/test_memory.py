@@ -1,4 +1,4 @@
-"""Saving and loading take a fixed amount of memory besides the state, and it does not grow from save to save."""
+"""Saving and loading take a fixed amount of memory on top of the state, and it does not grow from save to save."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torchtitan_lite.store.store import CheckpointStore
 
 STATE_BYTES = 1000 * MIB
 EXTRA_BYTES = 64 * MIB
-"""Limit of the memory besides the state, or besides the state and its one copy."""
+"""Limit of the memory on top of the state, or of the state and its one copy."""
 GROWTH_BYTES = 32 * MIB
 """Limit of the growth from the first save to the fifth: what the allocators of threads keep varies."""
 
@@ -82,7 +82,7 @@ def peaks_of_sync_save_and_load(rank: int, folder: Path) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_a_sync_save_and_a_load_take_bounded_memory_besides_the_state(alone: Ranks, tmp_path: Path) -> None:
+def test_a_sync_save_and_a_load_take_bounded_memory_on_top_of_the_state(alone: Ranks, tmp_path: Path) -> None:
     [(saving, loading)] = alone.run(peaks_of_sync_save_and_load, folder=tmp_path)
     print(f"extra at its peak: save {saving / MIB:.1f} MiB, load {loading / MIB:.1f} MiB")
     assert saving <= EXTRA_BYTES
@@ -119,7 +119,7 @@ def peaks_of_async_saves(rank: int, folder: Path, mode: str) -> tuple[list[int],
 def test_async_saves_take_one_copy_of_the_state_however_many_they_are(alone: Ranks, tmp_path: Path, mode: str) -> None:
     [(peaks, of_writer)] = alone.run(peaks_of_async_saves, folder=tmp_path, mode=mode)
     extra = [(peak - STATE_BYTES) / MIB for peak in peaks]
-    print(f"besides one copy: {extra} MiB; the writer process for itself: {of_writer / MIB:.1f} MiB")
+    print(f"on top of one copy: {extra} MiB; the writer process for itself: {of_writer / MIB:.1f} MiB")
     assert STATE_BYTES < max(peaks) <= STATE_BYTES + EXTRA_BYTES
     assert of_writer <= EXTRA_BYTES
     assert peaks[-1] - peaks[0] <= GROWTH_BYTES

@@ -49,11 +49,11 @@ def folder(tmp_path: Path) -> Path:
         key: {"dtype": "uint8", "shape": [size], "path": [key], "chunks": [[DATA, at, [0], [size]]]}
         for key, (at, size) in PLACES.items()
     }
-    beside = {"dtype": "uint8", "shape": [8], "path": ["beside"], "chunks": [["__1_0.distcp", 0, [0], [8]]]}
+    another = {"dtype": "uint8", "shape": [8], "path": ["another"], "chunks": [["__1_0.distcp", 0, [0], [8]]]}
     objects = {
         key: {"path": [key], "item": [DATA, at, len(item)]} for key, at in (("numbers", OBJECT_AT), ("next", NEXT_AT))
     }
-    write_manifest(tmp_path, files, tensors | {"beside": beside}, objects)
+    write_manifest(tmp_path, files, tensors | {"another": another}, objects)
     return tmp_path
 
 
@@ -125,7 +125,7 @@ def test_damage_of_an_object_is_found_by_a_read_of_it(folder: Path) -> None:
 def test_damage_of_one_file_does_not_name_keys_at_the_same_place_of_another(folder: Path) -> None:
     flip(folder / "__1_0.distcp", 4)
     assert keys_damaged(folder, RankReads(regions(folder, *PLACES))) == []
-    assert keys_damaged(folder, RankReads(regions(folder, "beside"))) == ["beside"]
+    assert keys_damaged(folder, RankReads(regions(folder, "another"))) == ["another"]
 
 
 def test_the_rest_is_every_block_without_a_tensor(folder: Path) -> None:
@@ -161,7 +161,7 @@ def test_damage_outside_all_tensors_is_found_in_the_rest(folder: Path, at: int) 
 
 def test_staged_parts_are_read_in_batches_of_bounded_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "BATCH_BYTES", 96)
-    wanted = regions(folder, "across", "last", "beside", dtype=torch.float32)
+    wanted = regions(folder, "across", "last", "another", dtype=torch.float32)
     noting = Noting()
     CheckpointReader(folder, blocks=noting).read(RankReads(wanted))
     assert noting.noted_reads == [(DATA, 2, 96), ("__1_0.distcp", 1, 8)]

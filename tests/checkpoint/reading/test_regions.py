@@ -15,7 +15,7 @@ from torchtitan_lite.disk.read_requests import GAP_BYTES, Piece
 
 FLOAT = torch.float32
 LONG_RUN_BYTES = 16 << 10
-"""Rows of so many bytes are read one by one."""
+"""Rows of this many bytes are read one by one."""
 LONG_ROW = LONG_RUN_BYTES // 4
 """In elements of four bytes."""
 

@@ -1,4 +1,4 @@
-"""Train four steps with torchtitan 0.3's own objects, save a full folder, and train on. A test runs this program.
+"""Train four steps with torchtitan 0.3's own objects, save a full folder, and continue. A test runs this program.
 
 `python torchtitan_run.py FOLDER` writes `FOLDER/checkpoint/step-4` and `FOLDER/reference.pt`. Needs torchtitan 0.3.
 """

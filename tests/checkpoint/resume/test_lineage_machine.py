@@ -1,4 +1,4 @@
-"""One folder over its whole life: saved, killed, resumed, resized, rolled back, purged, cut anywhere.
+"""One folder over its complete life: saved, killed, resumed, resized, rolled back, purged, cut anywhere.
 
 The store, the choice of what to load and the loader are real; a checkpoint's tensors are the loader's
 state as JSON. The model is the tree of branches: what the present branch and those it forked from have
@@ -193,9 +193,9 @@ class OneFolder(RuleBasedStateMachine):
             assert source is expected
             self.lineage, self.step, self.positions = new_run(), 0, []
         else:
-            self._go_on(source, expected)
+            self._continue(source, expected)
 
-    def _go_on(self, source: LoadSource, expected: Saved) -> None:
+    def _continue(self, source: LoadSource, expected: Saved) -> None:
         assert (source.step, contents(source.path)) == (expected.step, expected.files)
         if self._rolls_back(self.command):
             runs = {saved.lineage.run_id for saved in [*self.line.values(), *self.abandoned]}

@@ -140,7 +140,7 @@ def test_a_seed_checkpoint_gives_the_model_and_nothing_else(start_run: StartRun)
 
 
 @pytest.mark.parametrize("asked_for", [-1, 0])
-def test_step_0_of_a_full_save_is_loaded_whole(start_run: StartRun, asked_for: int) -> None:
+def test_step_0_of_a_full_save_is_loaded_completely(start_run: StartRun, asked_for: int) -> None:
     run = start_run()
     run.step()
     run.manager.save(0, force=True)

@@ -130,7 +130,7 @@ def test_a_finished_branch_is_finished_and_the_trunk_it_left_does_not_count(star
     assert start_run().manager.latest_step() == 4
 
 
-def test_if_the_whole_branch_is_damaged_the_trunk_is_resumed_as_a_new_run(start_run: StartRun) -> None:
+def test_if_all_of_the_branch_is_damaged_the_trunk_is_resumed_as_a_new_run(start_run: StartRun) -> None:
     trunk = _train_to(start_run, 6)
     _roll_back(start_run, 2, steps=2)
     ids = {step: _lineage(trunk.root / f"step-{step}")["run_id"] for step in (2, 3, 4)}

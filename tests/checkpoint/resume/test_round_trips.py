@@ -31,7 +31,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.reading.tensor_layouts import bits, every_tensor, random_bits, zeros, zeros_like
 from tests.checkpoint.small_run import target
-from tests.ranks import Ranks, join_group
+from tests.forked import join_group
+from tests.ranks import Ranks
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.reading.reader import CheckpointReader
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint

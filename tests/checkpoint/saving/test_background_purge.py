@@ -39,7 +39,7 @@ def save(store: CheckpointStore, step: int, created_at: float = 1.0) -> None:
 
 
 @pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])
-def test_training_and_saves_go_on_during_a_removal_that_takes_long(
+def test_training_and_saves_continue_during_a_removal_that_takes_long(
     start_run: StartRun, tmp_path: Path, mode: str
 ) -> None:
     disk = HeldDisk()
@@ -98,11 +98,11 @@ def test_once_the_folder_is_lost_nothing_is_removed(tmp_path: Path) -> None:
 
 
 def test_queued_work_of_one_key_runs_once_and_all_work_in_order() -> None:
-    background, begun, go_on, ran = Background("test"), threading.Event(), threading.Event(), list[str]()
+    background, begun, may_continue, ran = Background("test"), threading.Event(), threading.Event(), list[str]()
 
     def first() -> None:
         begun.set()
-        assert go_on.wait(DEADLINE_SECONDS)
+        assert may_continue.wait(DEADLINE_SECONDS)
         ran.append("first")
 
     background.run("a", first)
@@ -110,6 +110,6 @@ def test_queued_work_of_one_key_runs_once_and_all_work_in_order() -> None:
     for name in ("second", "third"):
         background.run("b", lambda name=name: ran.append(name))  # type: ignore[misc]  # mypy wants one type of lambda
     assert not background.wait(0)
-    go_on.set()
+    may_continue.set()
     assert background.wait(DEADLINE_SECONDS)
     assert ran == ["first", "third"]

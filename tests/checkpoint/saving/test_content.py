@@ -28,7 +28,7 @@ def test_a_save_whose_end_is_noted_after_the_next_one_began_releases_its_own_cop
     for step in (1, 2):
         copies.content(image, target(store, step))
     copies.release()  # By the thread of the first save, which runs with the lowest priority.
-    assert [slot.step for slot in stager.pool.slots if slot.is_read] == [2], "its write goes on"
+    assert [slot.step for slot in stager.pool.slots if slot.is_read] == [2], "its write continues"
     copies.release()
     copies.release()  # Of a save that failed before it had a copy.
     assert not any(slot.is_read for slot in stager.pool.slots)

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.conftest import StartRun
-from tests.checkpoint.saving.failing_runs import digests, run_with
-from tests.checkpoint.tiny_run import TinyRun, same_everywhere
+from tests.checkpoint.tiny_run import TinyRun, digests, run_with, same_everywhere
 from tests.disks import FailingDisk
 from tests.ranks import on_two_ranks
 from torchtitan_lite import faults

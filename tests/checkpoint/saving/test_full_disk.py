@@ -28,7 +28,7 @@ def make_small_disk(tmp_path: Path) -> Iterator[Path]:
         yield disk
 
 
-def test_training_goes_on_over_a_full_disk_and_saves_when_there_is_room(
+def test_training_continues_on_a_full_disk_and_saves_when_there_is_room(
     start_run: StartRun, small_disk: Path, mode: str
 ) -> None:
     run = start_run(small_disk, interval=2, async_mode=mode, max_failed_saves=9, keep_latest_k=2)

@@ -297,7 +297,7 @@ def test_format_utils_reads_a_full_checkpoint(start_run: StartRun, tmp_path: Pat
 
 
 def test_a_closed_manager_releases_the_folder(start_run: StartRun) -> None:
-    """Else another process would wait for the whole time-out."""
+    """Else another process would wait for the complete time-out."""
     run = start_run(interval=2)
     run.train(2)
     assert (run.root / "writer.lock").exists()

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.saving.failing_runs import run_with
-from tests.checkpoint.tiny_run import TinyRun, differing
+from tests.checkpoint.tiny_run import TinyRun, differing, run_with
 from tests.ranks import on_two_ranks
 from tests.store.refusals import refusals_logged
 from torchtitan_lite import faults

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.saving.failing_runs import digests, run_with
-from tests.checkpoint.tiny_run import TinyRun, at_steps, differing, same_everywhere
+from tests.checkpoint.tiny_run import TinyRun, at_steps, differing, digests, run_with, same_everywhere
 from tests.disks import FailingDisk
 from tests.ranks import on_two_ranks
 from torchtitan_lite import faults

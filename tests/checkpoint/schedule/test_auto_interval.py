@@ -108,7 +108,7 @@ def test_the_interval_follows_what_saves_cost_and_a_noticeable_change_is_logged(
     ]
 
 
-def test_slower_steps_beside_a_save_count(start_run: StartRun, log: pytest.LogCaptureFixture) -> None:
+def test_slower_steps_during_a_save_count(start_run: StartRun, log: pytest.LogCaptureFixture) -> None:
     run = Auto(start_run, mtbf_hours=1.0, writes=5)
     assert run.train(7) == [7]
     run.step_seconds = 10.5

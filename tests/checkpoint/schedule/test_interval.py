@@ -49,7 +49,7 @@ def test_seconds_are_counted_from_the_last_save_whatever_the_step() -> None:
     assert policy.due(Tick(8, 110.0), last)
 
 
-def test_the_first_step_is_due_beside_an_interval_of_seconds() -> None:
+def test_the_first_step_is_due_with_an_interval_of_seconds() -> None:
     policy = built(interval=10, interval_type="seconds", enable_first_step_checkpoint=True)
     assert due_steps(policy) == [1]
     assert policy.due(Tick(2, 10.0), START)
@@ -83,7 +83,7 @@ def test_of_a_split_policy_only_the_clock_waits_for_consensus() -> None:
     assert after_consensus.due(Tick(2, 5.0), START)
 
 
-def test_listed_steps_are_due_beside_the_interval() -> None:
+def test_listed_steps_are_due_with_the_interval() -> None:
     assert due_steps(built(interval=4, at_steps=(3, 10))) == [3, 4, 8, 10]
     assert due_steps(built(interval_type="none", at_steps=[2, 7])) == [2, 7]
     assert due_steps(built(interval_type="none", at_steps=(2,), enable_first_step_checkpoint=True)) == [1, 2]

@@ -6,7 +6,7 @@ from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.schedule.gated_saver import GatedSaver
 
 
-def test_listed_steps_are_saved_beside_the_interval_and_the_last_step(start_run: StartRun) -> None:
+def test_listed_steps_are_saved_with_the_interval_and_the_last_step(start_run: StartRun) -> None:
     run = start_run(interval=4, at_steps=(1, 3))
     run.train(6)
     assert run.committed() == [1, 3, 4, 6]

@@ -69,7 +69,7 @@ w.close()
 def test_a_forked_child_hears_signals_in_a_watch_of_its_own() -> None:
     script = """
 import warnings
-warnings.simplefilter("ignore")  # Later versions of Python warn of any fork beside threads.
+warnings.simplefilter("ignore")  # Later versions of Python warn of any fork with threads.
 w = watch("SIGTERM")
 if (child := os.fork()) == 0:
     own = watch("SIGTERM")

@@ -35,7 +35,7 @@ class Measured:
         return auto._costs.cost()
 
 
-def test_a_save_costs_what_it_blocks_and_what_the_steps_beside_it_take_longer(start_run: StartRun) -> None:
+def test_a_save_costs_what_it_blocks_and_what_the_steps_during_it_take_longer(start_run: StartRun) -> None:
     of = Measured(start_run, 4)
     of.steps(9.0, 2.0, 2.0, 2.0)  # The first step of a start is not counted.
     assert of.cost() is None
@@ -45,7 +45,7 @@ def test_a_save_costs_what_it_blocks_and_what_the_steps_beside_it_take_longer(st
     assert of.cost() == SaveCost(blocked_seconds=0.5, slower_seconds=1.5, save_seconds=8.0, step_seconds=2.0)
 
 
-def test_a_wait_for_the_copy_is_a_part_of_the_step_beside_the_save(start_run: StartRun) -> None:
+def test_a_wait_for_the_copy_is_a_part_of_the_step_during_the_save(start_run: StartRun) -> None:
     of = Measured(start_run, 3)
     of.steps(1.0, 1.0, 1.0)
     of.steps(1.0 + 0.25)  # As if maybe_wait_for_staging had waited.
@@ -54,7 +54,7 @@ def test_a_wait_for_the_copy_is_a_part_of_the_step_beside_the_save(start_run: St
     assert of.cost() == SaveCost(blocked_seconds=0.5, slower_seconds=0.25, save_seconds=1.75, step_seconds=1.0)
 
 
-def test_steps_that_are_faster_beside_a_save_do_not_make_it_cheaper(start_run: StartRun) -> None:
+def test_steps_that_are_faster_during_a_save_do_not_make_it_cheaper(start_run: StartRun) -> None:
     of = Measured(start_run, 3)
     of.steps(1.0, 1.0, 1.0, 0.5)
     of.saver.finish()

@@ -107,7 +107,7 @@ def save(rank: int, folder: Path) -> int:
 
 
 def load_with_ours(rank: int, folder: Path) -> int:
-    """Load, and return the peak of the memory that it took besides the loaded tensors."""
+    """Load, and return the peak of the memory that it took on top of the loaded tensors."""
     found = zeros_and_more(marked=False)
     stored = StoredCheckpoint(folder / "step-1", Peers(timedelta(seconds=60)))
     peak = peak_above_before(lambda: stored.read_model(found))

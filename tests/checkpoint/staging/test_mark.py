@@ -161,7 +161,7 @@ def test_a_card_that_was_never_written_is_not_read() -> None:
     mark.close()
 
 
-def test_a_card_that_is_too_long_beside_its_image_is_refused_by_writer_and_reader() -> None:
+def test_a_card_that_is_too_long_for_its_image_is_refused_by_writer_and_reader() -> None:
     mark, card = Mark(), bytes(CARD_BYTES + CARD_RATIO)
     mark.set(7, 1, card)
     found = read_mark(mark.fd)

@@ -132,7 +132,7 @@ def test_an_image_that_just_fits_needs_no_other_arena(stager: Stager) -> None:
     assert stager.pool.slots[0].arena is not first
 
 
-def test_tensors_in_the_memory_of_the_host_are_copied_beside_an_accelerator_too() -> None:
+def test_tensors_in_the_memory_of_the_host_are_copied_with_an_accelerator_too() -> None:
     """As of a state that is only in part on an accelerator; the copier then writes the bytes around them itself."""
     stager = Stager(CudaCopier(), pin=False)
     large = [torch.rand(5_000_000), torch.rand(3, 4).T, torch.rand(7), torch.empty(0)]

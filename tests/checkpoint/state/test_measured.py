@@ -13,6 +13,7 @@ from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.small_run import SmallRun
 from tests.checkpoint.tiny_run import TinyRun
 from tests.e2e import jobs
+from tests.processes import read_lines
 from tests.ranks import on_two_ranks
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.store.store import CheckpointStore
@@ -81,7 +82,7 @@ def test_a_job_keeps_its_best_and_every_fourth_step(tmp_path: Path) -> None:
         *("--training.steps=6", "--checkpoint.interval=1", "--checkpoint.keep_every_n_steps=4"),
         *("--checkpoint.keep_best_k=1", "--checkpoint.keep_best_metric=grad_norm", "--checkpoint.keep_best_mode=max"),
     )
-    logged = {line["step"]: line for line in jobs.read_lines(job.dump_folder / "metrics.jsonl")}
+    logged = {line["step"]: line for line in read_lines(job.dump_folder / "metrics.jsonl")}
     best = max(logged, key=lambda step: logged[step]["grad_norm"])
     found = metrics_of(job.dump_folder / "checkpoint")
     assert {*found} == {4, 6, best}

@@ -309,7 +309,7 @@ def _copied(value: Any) -> Any:
 
 
 class Remembering(torch.optim.SGD):
-    """SGD that keeps `made()` in the state of each parameter, beside a tensor under a plain name."""
+    """SGD that keeps `made()` in the state of each parameter, with a tensor under a plain name."""
 
     def __init__(self, params: Any, made: Callable[[], dict[Any, Any]]) -> None:
         super().__init__(params, lr=0.1, momentum=0.9)

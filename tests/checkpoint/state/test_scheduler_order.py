@@ -123,7 +123,7 @@ def load_part(rank: int, folder: Path) -> list[list[float]]:
         return run.train(3, 4)
 
 
-def test_states_of_whole_optimizers_follow_their_parameters(tmp_path: Path) -> None:
+def test_states_of_complete_optimizers_follow_their_parameters(tmp_path: Path) -> None:
     def run(order: Sequence[int]) -> tuple[list[Any], CheckpointManager]:
         torch.manual_seed(0)
         model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])

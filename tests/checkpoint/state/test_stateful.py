@@ -81,7 +81,7 @@ def test_a_model_takes_back_what_it_gave() -> None:
         (lambda state: state.update(counter=torch.zeros(3)), "counter: shape [3] in the checkpoint, [2] expected"),
     ],
 )
-def test_a_state_that_does_not_fit_is_refused_whole(change: Callable[[dict[str, Any]], Any], named: str) -> None:
+def test_a_state_that_does_not_fit_is_refused_completely(change: Callable[[dict[str, Any]], Any], named: str) -> None:
     model = Tiny()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state: dict[str, Any] = {name: tensor + 1 for name, tensor in before.items()}

@@ -64,7 +64,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def refused(folder: Path, kind: type[CheckpointError], match: str) -> None:
-    """Check that reading the whole checkpoint raises exactly `kind`, opens nothing outside and takes little memory."""
+    """Check that reading all of the checkpoint raises exactly `kind`, opens nothing outside and takes little memory."""
     global _opened
     _opened = []
     tracemalloc.start()

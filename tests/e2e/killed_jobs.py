@@ -1,8 +1,8 @@
-"""Jobs that SIGKILL hits at random moments, again and again: two ranks under a real elastic agent.
+"""Jobs of two ranks that are killed: a small model under FSDP2 and a real manager, in processes that are forked.
 
-The agent, which is what torchrun runs, is forked from a server that has torch loaded, and forks the ranks; so a start
-takes about a second. Each rank appends every action to a file of its own when it happens, across all starts: the
-records are complete up to the moment of a kill.
+A start is either under a real elastic agent, as torchrun runs it (`KilledJob`, a second a start), or rank by rank
+without one (`BareStart`). The kills are signals at random moments, or a fault (docs/faults.md). Each rank appends every
+action to a file of its own when it happens, across all starts: the records are complete up to the moment of a kill.
 """
 
 from __future__ import annotations
@@ -15,24 +15,33 @@ import resource
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import pytest
 import torch
 import torch.distributed as dist
+import xxhash
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
-from tests.e2e.jobs import children, command_line, read_lines, send
-from tests.e2e.sharded_run import RANKS, ShardedRun
-from tests.forked import Forked
+from tests.checkpoint.small_run import Run, job_config
+from tests.forked import Forked, join_group
 from tests.keepers import keepers_in
-from tests.ranks import join_group
-from torchtitan_lite import log
+from tests.processes import children, command_line, read_lines, send
+from torchtitan_lite import faults, log
 from torchtitan_lite.config.job_config import Comm
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.distributed.process_group import process_group
 
+RANKS = 2
+"""Unless a test says otherwise."""
 STEPS = 400
 """More than a job trains between its first start and its last kill."""
 DISK_INTERVAL = 7
@@ -40,9 +49,13 @@ RESTARTS = 1000
 """Of one agent: no limit."""
 DEADLINE_SECONDS = 120.0
 MOST_STEPS = 12
-"""A start trains at most so many steps before the moment of its kill."""
+"""A start trains at most this many steps before the moment of its kill."""
 LONGEST_SECONDS = 0.06
-"""The moment of a kill is so long after a step at most, which is longer than a step takes."""
+"""The moment of a kill is at most this long after a step; a step takes less."""
+GRACE_SECONDS = 3.0
+"""From the death of one rank to SIGKILL for the others, which got SIGTERM."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -64,6 +77,11 @@ class Order:
     """What `load` of the manager gets."""
     has_digests: bool = False
     """Whether the record has a digest of the state after the load and after each step."""
+    fault: str = ""
+    """What fails on the ranks (docs/faults.md), and in the writer processes that they start."""
+    saves_again: int | None = None
+    """After the save of this step the parameters change and the step is saved again; the trainers' faults are installed
+    between the two saves."""
 
     def record(self, rank: int) -> Path:
         """Return the file in which `rank` records its actions."""
@@ -78,6 +96,71 @@ class Order:
     def log(self) -> Path:
         """The output of all processes."""
         return self.folder / "output.log"
+
+
+class ShardedRun(Run):
+    """The run of one rank. Its losses depend on its complete state, and with `dropout` on the generators."""
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        on_event: Callable[..., None],
+        *,
+        width: int = 1024,
+        dropout: float = 0.1,
+        timeout_seconds: float = 60,
+        **checkpoint: Any,
+    ) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(512, width), nn.Dropout(dropout), nn.Tanh(), nn.Linear(width, 512))
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        super().__init__(
+            model,
+            job_config(folder, timeout_seconds=timeout_seconds, **checkpoint),
+            lr=0.001,
+            seams={"peers": Peers(timedelta(seconds=timeout_seconds)), "on_event": on_event},
+        )
+        self.rank = rank
+        torch.manual_seed(rank)
+
+    def train(self) -> str:
+        """Train one step. Return its exact loss."""
+        return self.take_step(self._loss).hex()
+
+    def state_digest(self) -> str:
+        """Return a digest of the state of all ranks, the same in every topology. **Collective**."""
+        digest = xxhash.xxh3_128(f"{self.train_state.step} {self.scheduler.last_epoch}".encode())
+        for tensor in [*self.model.parameters(), *self._moments()]:
+            complete = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            digest.update(complete.detach().contiguous().numpy())
+        return digest.hexdigest()
+
+    def change(self) -> None:
+        """Change the parameters without another step."""
+        self.manager.maybe_wait_for_staging()
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.mul_(0.5)
+
+    def digest_of_rank(self) -> str:
+        """Return a digest of the state of this rank, with its generator."""
+        digest = xxhash.xxh3_128(f"{self.train_state.step} {self.scheduler.last_epoch}".encode())
+        for tensor in [*self.model.parameters(), *self._moments(), torch.get_rng_state()]:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            digest.update(local.detach().contiguous().numpy())
+        return digest.hexdigest()
+
+    def _moments(self) -> Iterator[torch.Tensor]:
+        for state in self.optimizer.state.values():
+            yield from (state[name] for name in sorted(state))
+
+    def _loss(self) -> torch.Tensor:
+        batch = torch.randn(8, 512, generator=torch.Generator().manual_seed(self.train_state.step)).chunk(
+            dist.get_world_size()
+        )
+        loss: torch.Tensor = (self.model(batch[self.rank]) - 1).square().mean()
+        return loss
 
 
 class KilledJob:
@@ -229,6 +312,120 @@ def run_straight(order: Order) -> dict[int, set[str]]:
     return losses(order)
 
 
+class BareStart:
+    """Start number `number` of the job of `order`, rank by rank and without an agent: it takes half a second."""
+
+    def __init__(self, order: Order, number: int) -> None:
+        order.folder.mkdir(parents=True, exist_ok=True)
+        self.order, self.number = order, number
+        self.codes: list[int | None] = []
+        """The exit codes, once it has ended; None for a rank that had to be killed."""
+        self._ranks = [Forked(run_rank, order, number, rank) for rank in range(order.ranks)]
+
+    def lines(self, rank: int) -> list[dict[str, Any]]:
+        """Return what `rank` recorded, in order."""
+        return [line for line in read_lines(self.order.record(rank)) if line["start"] == f"{self.number}.0"]
+
+    def of_event(self, event: str, rank: int = 0) -> list[dict[str, Any]]:
+        """Return what `rank` recorded of `event`."""
+        return [line for line in self.lines(rank) if is_(line, event)]
+
+    def steps(self, event: str) -> set[int]:
+        """Return the steps for which every rank recorded `event`."""
+        return set.intersection(*({line["step"] for line in self.of_event(event, rank)} for rank in self.all_ranks))
+
+    def losses(self, rank: int) -> dict[int, str]:
+        """Return the exact loss of each step that `rank` trained."""
+        return {line["step"]: line["loss"] for line in self.of_event("trained", rank)}
+
+    @property
+    def all_ranks(self) -> range:
+        """The numbers of its ranks."""
+        return range(self.order.ranks)
+
+    @property
+    def resumed(self) -> int | None:
+        """The step that it resumed, 0 for a fresh start; None if it did not get there on every rank."""
+        return max(self.steps("resumed"), default=None)
+
+    @property
+    def is_from_memory(self) -> bool:
+        """Whether what it resumed was in memory."""
+        return any(line["origin"] == "memory" for line in self.of_event("loaded"))
+
+    def trained(self, of_ranks: Callable[[Sequence[int]], int] = min) -> int:
+        """Return the last step that all ranks have trained, or with `max` that any of them has; 0 for none."""
+        lines = [self.of_event("trained", rank) for rank in self.all_ranks]
+        return of_ranks([max((line["step"] for line in each), default=0) for each in lines])
+
+    def wait_for(self, condition: Callable[[], bool]) -> bool:
+        """Wait until `condition` holds; return whether it does: False if a rank has ended before."""
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not condition():
+            assert time.monotonic() < deadline, f"nothing happened for {DEADLINE_SECONDS:.0f} s:\n{self.tail()}"
+            if any(rank.poll() is not None for rank in self._ranks):
+                return condition()
+            time.sleep(0.002)
+        return True
+
+    def kill_one(self, rank: int) -> None:
+        """Kill `rank`; the others get SIGTERM, and later SIGKILL, as from torchrun."""
+        self._ranks[rank].kill()
+        self.send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill all ranks at once."""
+        for rank in self._ranks:
+            rank.kill()
+        self.wait()
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to all ranks that live."""
+        for rank in self._ranks:
+            if rank.poll() is None:
+                send(rank.pid, number)
+
+    def wait(self, seconds: float = DEADLINE_SECONDS) -> list[int | None]:
+        """Wait until all ranks have ended, at most `seconds`, then kill those that live. Return all exit codes."""
+        deadline = time.monotonic() + seconds
+        while any(rank.poll() is None for rank in self._ranks) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        for rank in self._ranks:
+            rank.kill()
+            rank.wait(DEADLINE_SECONDS)
+        return [rank.returncode for rank in self._ranks]
+
+    def wait_for_end(self, *, is_power_cut: bool = False) -> BareStart:
+        """Wait until all ranks have ended, and note their exit codes.
+
+        Once a rank has failed, the others may take `GRACE_SECONDS` to end by themselves. With `is_power_cut` they are
+        killed as soon as one was.
+        """
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while None in (codes := [rank.poll() for rank in self._ranks]) and time.monotonic() < deadline:
+            if is_power_cut and -signal.SIGKILL in codes:
+                break
+            if any(codes):
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+            time.sleep(0.002)
+        self.kill()
+        self.codes = codes
+        return self
+
+    def tail(self) -> str:
+        """Return the end of the output of all starts."""
+        return self.order.log.read_text(errors="replace")[-6000:] if self.order.log.exists() else ""
+
+
+@contextmanager
+def printed(request: pytest.FixtureRequest, counts: T) -> Iterator[T]:
+    """Yield `counts`, and print them once all cases are over."""
+    yield counts
+    plugins = request.config.pluginmanager
+    with plugins.getplugin("capturemanager").global_and_fixture_disabled():
+        plugins.getplugin("terminalreporter").write_line(f"\n{counts}")
+
+
 def _agent(order: Order, number: int) -> None:
     """Run an elastic agent, as torchrun does, until the ranks have ended or failed too often."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -298,6 +495,8 @@ def _rank(order: Order, number: int, group: AbstractContextManager[object] | Non
 
     write("begun", 0, pid=os.getpid())
     try:
+        if order.saves_again is None:
+            faults.install(order.fault, rank=rank)
         with group or process_group(Comm(init_timeout_seconds=60)):
             _train(order, rank, write)
     except BaseException:
@@ -307,7 +506,7 @@ def _rank(order: Order, number: int, group: AbstractContextManager[object] | Non
 
 def _train(order: Order, rank: int, write: Callable[..., None]) -> None:
     keys = {"interval": DISK_INTERVAL, "keep_latest_k": 2, **order.keys, "preemption_signals": ("SIGTERM",)}
-    run = ShardedRun(order.folder, rank, write, lr=0.001, width=order.width, dropout=order.dropout, **keys)
+    run = ShardedRun(order.folder, rank, write, width=order.width, dropout=order.dropout, **keys)
     state = run.train_state
 
     def digest() -> dict[str, str]:
@@ -322,7 +521,15 @@ def _train(order: Order, rank: int, write: Callable[..., None]) -> None:
                 raise RuntimeError("the test wanted an error here")
             loss = run.train()
             write("trained", state.step, loss=loss, **digest())
+            faults.point("step", step=state.step)
             run.manager.save(state.step, force=state.step == order.steps)
+            if state.step == order.saves_again:
+                run.manager.latest_step()  # Returns after the first save has ended: the faults are for the second.
+                run.change()
+                faults.install(order.fault, rank=rank)
+                run.manager.save(state.step)
+    write("end", state.step, digest=run.digest_of_rank())
+    faults.point("exit")
 
 
 def _trains(starts: dict[str, list[dict[str, Any]]], after: int) -> bool:

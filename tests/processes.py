@@ -1,0 +1,39 @@
+"""Processes of tests, as the system shows them, and the lines that they write while they live."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of a JSON-lines file that another process may be writing."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def children(pid: int) -> list[int]:
+    """Return the process ids of all descendants."""
+    own = [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in _read(task).split()]
+    return [*own, *(grandchild for child in own for grandchild in children(child))]
+
+
+def command_line(pid: int) -> str:
+    return _read(Path(f"/proc/{pid}/cmdline")).replace("\0", " ")
+
+
+def send(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
