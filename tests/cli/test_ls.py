@@ -156,6 +156,15 @@ def test_marks_of_a_checkpoint(root: Path) -> None:
     assert ended.code == 0 and "Nothing is removed: " in ended.out and "to be removed," not in ended.out
 
 
+def test_the_keys_of_a_checkpoint_of_an_earlier_version_are_those_of_today(root: Path) -> None:
+    keys = {"keep_best_k": 1, "keep_best_metric": "val", "keep_best_mode": "max"}
+    for step, value in ((1, 2.0), (2, 1.0), (3, 0.0)):
+        add_step(root, step, extra={"config": {"checkpoint": keys}, "metrics": {"val": value}})
+    ended = command("ls", root)
+    assert "To be removed by keep_best_k 1, keep_best_metric max:val, the latest" in ended.out
+    assert [listed(root)[f"step-{step}"]["to_be_removed"] for step in (1, 2, 3)] == [False, True, False]
+
+
 def test_a_job_that_has_the_folder_is_named(root: Path) -> None:
     add_step(root, 1)
     now = time.time()

@@ -30,6 +30,7 @@ from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.target import resolve
 from torchtitan_lite.cli.words import age, number, size
 from torchtitan_lite.config.job_config import JobConfig
+from torchtitan_lite.config.removed_keys import flat, in_keys_of_today
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted
 from torchtitan_lite.store import layout
@@ -219,12 +220,11 @@ class _View:
 
 def changed_settings(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the settings in `config` that are not at their defaults, by "section.key"."""
-    defaults = json.loads(json.dumps(JobConfig().to_dict()))
+    defaults = flat(json.loads(json.dumps(JobConfig().to_dict())))
     return {
-        f"{section}.{key}": value if isinstance(value, str) else json.dumps(value)
-        for section, keys in config.items()
-        for key, value in keys.items()
-        if section not in defaults or key not in defaults[section] or defaults[section][key] != value
+        key: value if isinstance(value, str) else json.dumps(value)
+        for key, value in in_keys_of_today(flat(config)).items()
+        if key not in defaults or defaults[key] != value
     }
 
 
