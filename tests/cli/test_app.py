@@ -33,7 +33,7 @@ USAGE = 2
             "--dtype: expected one of float32, float16, bfloat16, found 'int8'; see",
         ),
         (("prune", "a", "--keep-latest", "x"), "--keep-latest: expected a whole number, found 'x'; see"),
-        (("prune", "a", "--ttl-hours", "x"), "--ttl-hours: expected a number, found 'x'; see"),
+        (("prune", "a", "--keep-for-hours", "x"), "--keep-for-hours: expected a number, found 'x'; see"),
         (("prune", "a", "--keep-latest"), "--keep-latest: expected a value, found none; see"),
         (("ls", "--x"), "unrecognized options: --x; see torchtitan-lite ls --help"),
         (("ls", "-x", "a"), "unrecognized options: -x; see torchtitan-lite ls --help"),
@@ -47,6 +47,14 @@ USAGE = 2
             "unrecognized options: --ful; the nearest is --full; see torchtitan-lite verify --help",
         ),
         (("prune", "--keep_latest=x", "a"), "--keep-latest: expected a whole number, found 'x'; see"),
+        (
+            ("prune", "a", "--keep-every", "3", "--ttl-hours=2"),
+            "unrecognized options: --keep-every, --ttl-hours; --keep-every is now --keep-every-n-steps; --ttl-hours is "
+            "now --keep-for-hours; see torchtitan-lite prune --help",
+        ),
+        (("prune", "a", "--mode", "max"), "unrecognized options: --mode; --mode is now --metric max:NAME; see"),
+        (("report", "a", "--out", "b.html"), "unrecognized options: --out; --out is now OUT, an argument without"),
+        (("report", "a", "b"), "OUT b: expected a name that ends in .html; --compare-with names a second run"),
         (("ls", "--json"), "missing from torchtitan-lite ls: FOLDER; see torchtitan-lite ls --help"),
         (("ls", "--folder", "a"), "unrecognized options: --folder; see torchtitan-lite ls --help"),
         (("ls", "s3://bucket/run"), "s3://bucket/run is a URL, and only folders of this machine can be read"),

@@ -124,7 +124,7 @@ def test_a_copy_under_a_name_of_its_own_is_not_said_to_lack_its_manifest(root: P
     shutil.copytree(add_step(root, 1), root / "best")
     assert listed(root)["best"]["origin"] == "torchtitan_lite"
     ended = command("ls", root)
-    assert "Under names that no job looks for" in ended.out
+    assert "Copies under other names" in ended.out
     assert "Without a manifest" not in ended.out
 
 

@@ -77,7 +77,7 @@ def test_a_folder_that_cannot_be_written_is_named_and_no_hidden_file_in_it(tmp_p
         make_read_only(disk)
         for words in (("prune", disk / "run", "--keep-latest", 1), ("pin", f"{disk}/run:1")):
             assert command(*words).err == f"error: {disk}/run cannot be written: Read-only file system\n"
-        for words in (("export", f"{disk}:7", disk / "out"), ("report", disk, "--out", disk / "page.html")):
+        for words in (("export", f"{disk}:7", disk / "out"), ("report", disk, disk / "page.html")):
             ended = command(*words)
             assert (ended.code, ended.err) == (1, f"error: {disk} cannot be written: Read-only file system\n")
         note = "note: ls will not show this result: "

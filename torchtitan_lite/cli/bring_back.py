@@ -1,4 +1,4 @@
-"""`bring-back`: give a checkpoint that was set aside the name of its step again.
+"""`bring-back`: restore the name of a checkpoint that was quarantined or abandoned.
 
 A damaged one comes back only if every byte is again what was written; an abandoned one only if it is then visible.
 """
@@ -23,14 +23,14 @@ from torchtitan_lite.store.store import CheckpointStore
 
 @dataclass(frozen=True)
 class BringBack:
-    """Give a checkpoint that was set aside the name of its step again."""
+    """Restore the name of a checkpoint that was quarantined or abandoned."""
 
     folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """A folder of checkpoints, or the dump folder of a run."""
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
     """The name in it: step-10.corrupt, which is verified first, or step-10.abandoned-RUN."""
     leave_branch: bool = False
-    """Set the branch that abandoned it aside in its place."""
+    """Abandon the branch that replaced it."""
     json: bool = False
     """Print JSON."""
 

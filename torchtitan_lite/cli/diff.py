@@ -39,9 +39,8 @@ class Diff:
 
     Compares names, shapes, dtypes, containers and objects; values by the
     digests in the manifests, if they have some, or with --values by reading
-    them. Exits with 0 if the states are equal, with 4 if they differ. Where
-    they come from (step, run, configuration) and the clocks of their runs are
-    listed and do not count.
+    them. Exits with 0 if the states are equal, with 4 if they differ. Step,
+    run, configuration and the clocks of the runs are listed, but do not count.
     """
 
     a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="A")]

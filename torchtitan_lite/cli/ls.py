@@ -43,7 +43,7 @@ _LOCK_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Ls:
-    """List the checkpoints in a folder, and what else is there."""
+    """List the checkpoints in a folder, and its other contents."""
 
     folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """A folder of checkpoints, or the dump folder of a run."""
@@ -229,7 +229,7 @@ def _by_run(entries: Sequence[ListedCheckpoint]) -> list[tuple[str, list[ListedC
 
 def _title(entry: ListedCheckpoint) -> str:
     if entry.lineage is None and entry.origin is WrittenBy.OURS:
-        return "Under names that no job looks for"
+        return "Copies under other names"
     if entry.lineage is None:
         return (
             "Without a manifest: saved by torchtitan" if entry.origin is WrittenBy.TORCHTITAN else "Without a manifest"

@@ -39,13 +39,13 @@ _BLOCK_BYTES = 512
 class Memory:
     """List the checkpoints that this host keeps in memory for a folder, or free them.
 
-    They are there so that a job that was killed resumes from its last steps.
+    A job that was killed resumes from them.
     """
 
     folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """A folder of checkpoints, or the dump folder of a run. It may have been deleted."""
     end: bool = False
-    """Free them, and end the process that keeps them. Refused while a job uses them."""
+    """Free them, and end the process that holds them; refused while a job uses them."""
     json: bool = False
     """Print JSON."""
 

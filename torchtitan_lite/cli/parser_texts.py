@@ -24,6 +24,15 @@ _REWORDED = (
 """Findings of tyro, and how this package says them: the option, what was expected, what was found."""
 
 
+RENAMED_OPTIONS = {
+    "--keep-every": "--keep-every-n-steps",
+    "--ttl-hours": "--keep-for-hours",
+    "--mode": "--metric max:NAME",
+    "--out": "OUT, an argument without an option's name",
+}
+"""Options of earlier versions, and what replaces each."""
+
+
 def finding_in(report: str) -> str:
     """Return the finding in a report of tyro, which is a box with a title, a finding and remarks below it."""
     # tyro colours what it writes to stderr if stdout is a terminal.
@@ -40,13 +49,14 @@ def finding_in(report: str) -> str:
 
 
 def unknown_options(arguments: Sequence[str], fields: Iterable[str]) -> str:
-    """Return a finding about the options in `arguments` that are none of `fields`, with the nearest; empty for none."""
+    """Return a finding about the options in `arguments` that are none of `fields`, with the fix; empty for none."""
     known = {"-h", "--help", *(f"--{field.replace('_', '-')}" for field in fields)}
     given = [each.partition("=")[0].replace("_", "-") for each in arguments if re.match("--?[a-zA-Z]", each)]
     unknown = [option for option in given if option not in known]
-    near = difflib.get_close_matches(unknown[0], known, n=1) if len(unknown) == 1 else []
-    hint = f"; the nearest is {near[0]}" if near else ""
-    return f"unrecognized options: {', '.join(unknown)}{hint}" if unknown else ""
+    hints = [f"; {option} is now {RENAMED_OPTIONS[option]}" for option in unknown if option in RENAMED_OPTIONS]
+    if len(unknown) == 1 and not hints:
+        hints = [f"; the nearest is {near}" for near in difflib.get_close_matches(unknown[0], known, n=1)]
+    return f"unrecognized options: {', '.join(unknown)}{''.join(hints)}" if unknown else ""
 
 
 def default_in_words(default: object) -> str:

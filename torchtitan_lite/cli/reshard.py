@@ -17,15 +17,15 @@ from torchtitan_lite.log import counted, readable_bytes
 
 @dataclass(frozen=True)
 class Reshard:
-    """Write the same checkpoint in another number of files, of equal size.
+    """Rewrite a checkpoint with another number of files, of equal size.
 
-    No load needs this: any number of ranks reads any number of files. OUT appears when it is whole and was read back.
+    No load needs this: any number of ranks reads any number of files. Writes OUT only after verifying it.
     """
 
     step: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="STEP")]
     """A checkpoint: its folder, FOLDER:10, or FOLDER for the latest."""
     out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-    """The folder to make; named step-N where a job shall find it."""
+    """Output folder (name it step-N if a job must find it)."""
     files: int
     """The number of files with tensors."""
     json: bool = False

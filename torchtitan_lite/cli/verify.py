@@ -51,9 +51,9 @@ class Verify:
     target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="STEP|FOLDER")]
     """A checkpoint, or a folder of checkpoints: each of them."""
     sizes: bool = False
-    """Do not read the files: finds in milliseconds what is missing or cut."""
+    """Compare names and sizes only, in milliseconds: finds missing and truncated files."""
     full: bool = False
-    """Read every byte, as without it; for scripts of earlier versions."""
+    """Read every byte: the default, kept for scripts of earlier versions."""
     json: bool = False
     """Print JSON."""
 
@@ -273,7 +273,7 @@ def _summary(results: Sequence[_Result], full: bool, seconds: float) -> list[str
     num_damaged = sum(result.status == DAMAGED for result in verified)
     what = counted(len(verified), "checkpoint")
     if not full:
-        end = f"{num_damaged} damaged" if num_damaged else "nothing is missing or cut"
+        end = f"{num_damaged} damaged" if num_damaged else "nothing is missing or truncated"
         lines = [f"{what}, sizes only: {end}. No byte was read."]
     else:
         end = f"{num_damaged} damaged" if num_damaged else "nothing is damaged"

@@ -25,9 +25,7 @@ _REPLACED_BY = {
         *("interval", "interval_type", "or_every_seconds", "at_steps", "enable_first_step_checkpoint"),
         *("mtbf_hours", "max_lost_seconds", "max_overhead", "continuous_floor_seconds"),
     ),
-    "retention": (
-        *("keep_latest_k", "keep_every_n_steps", "keep_best_k", "keep_best_metric", "keep_for_hours"),
-    ),
+    "retention": ("keep_latest_k", "keep_every_n_steps", "keep_best_k", "keep_best_metric", "keep_for_hours"),
 }
 """The keys whose question an argument answers."""
 

@@ -306,8 +306,8 @@ class Checkpoint:
             )
         if self.last_save_in_hf and self.save_trained_only:
             raise ConfigError(
-                "checkpoint.last_save_in_hf: with save_trained_only a checkpoint has no whole model. Leave one of the "
-                "two out; torchtitan-lite export --format peft writes adapters."
+                "checkpoint.last_save_in_hf: with save_trained_only a checkpoint lacks the frozen parameters. Leave "
+                "one of the two out; torchtitan-lite export --format peft writes adapters."
             )
         if self.initial_load_in_hf and not self.initial_load_path:
             raise ConfigError(
@@ -320,8 +320,8 @@ class Checkpoint:
             )
         if self.initial_load_in_hf and not self.initial_load_model_only:
             raise ConfigError(
-                "checkpoint.initial_load_in_hf: published weights are a model alone, with no optimizer and no position "
-                "in the data. Set initial_load_model_only."
+                "checkpoint.initial_load_in_hf: published weights have no optimizer and no position in the data."
+                " Set initial_load_model_only."
             )
 
     def _check_retention(self) -> None:
