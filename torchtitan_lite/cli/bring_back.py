@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.writing import folder_to_write, holding, recover
+from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import readable_bytes
 from torchtitan_lite.store.manifest import CheckpointKind
@@ -25,9 +24,9 @@ from torchtitan_lite.store.store import CheckpointStore
 class BringBack:
     """Restore the name of a checkpoint that was quarantined or abandoned."""
 
-    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+    folder: Annotated[str, Positional("FOLDER")]
     """A folder of checkpoints, or the dump folder of a run."""
-    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
+    name: Annotated[str, Positional("NAME")]
     """The name in it: step-10.corrupt, which is verified first, or step-10.abandoned-RUN."""
     leave_branch: bool = False
     """Abandon the branch that replaced it."""

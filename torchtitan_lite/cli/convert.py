@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
-
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.new_place import refuse_place
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.target import local, resolve
+from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted, readable_bytes
 
@@ -24,9 +23,9 @@ class Convert:
     Every tensor keeps its bits, and the checkpoint does not change. Writes OUT only after verifying it.
     """
 
-    step: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="STEP")]
+    step: Annotated[str, Positional("STEP")]
     """A checkpoint: its folder, FOLDER:10, or FOLDER for the latest."""
-    out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+    out: Annotated[str, Positional("OUT")]
     """Output folder (name it step-N if a job must find it)."""
     layout: Literal["dcp", "torchtitan", "ours"] = "dcp"
     """dcp: without our manifest. torchtitan: for the manager of torchtitan 0.3. ours: with manifest and digests."""

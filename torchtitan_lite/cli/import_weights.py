@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import tyro
-
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.name_map import read_name_map
 from torchtitan_lite.cli.new_place import refuse_place
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.target import local
+from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted, readable_bytes
 from torchtitan_lite.store import layout
@@ -37,9 +36,9 @@ class ImportWeights:
     is run. Writes OUT only after verifying it.
     """
 
-    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
+    source: Annotated[str, Positional("SOURCE")]
     """The folder or the file with the weights."""
-    out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+    out: Annotated[str, Positional("OUT")]
     """Output folder, such as outputs/checkpoint/step-0."""
     dtype: Literal["float32", "bfloat16", "float16", "same"] = "float32"
     """Cast floating-point tensors to this dtype; same leaves each as it is."""
@@ -47,7 +46,7 @@ class ImportWeights:
     """Number of files for the tensors; without it, as many as files of up to 5 GB need."""
     names: Literal["llama", "same"] = "llama"
     """llama: the model of train.py. same: keep the names, for a training loop of your own."""
-    name_map: Annotated[str, tyro.conf.arg(metavar="NAMES")] = ""
+    name_map: Annotated[str, Option("NAMES")] = ""
     """For your own loop: FILE.json with {name in your model: name in SOURCE}, or module:function."""
     json: bool = False
     """Print JSON."""

@@ -10,18 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
-
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.target import resolve
+from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.errors import CheckpointError, CheckpointNotFound
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.listing import is_unmanaged
 from torchtitan_lite.store.pins import Pins
 from torchtitan_lite.store.store import CheckpointStore
 
-Step = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="STEP")]
+Step = Annotated[str, Positional("STEP")]
 
 
 @dataclass(frozen=True)

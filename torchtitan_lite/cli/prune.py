@@ -8,11 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
-
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.writing import folder_to_write, holding, recover, refuse_without_checkpoints
+from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.config.checks import at_least, not_negative
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import ConfigError
@@ -34,19 +33,19 @@ class Prune:
     The latest one, pinned ones and exported weights always stay.
     """
 
-    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+    folder: Annotated[str, Positional("FOLDER")]
     """A folder of checkpoints, or the dump folder of a run."""
-    keep_latest: Annotated[int, tyro.conf.arg(metavar="K")] = 0
+    keep_latest: Annotated[int, Option("K")] = 0
     """Keep the latest K full checkpoints."""
-    keep_every_n_steps: Annotated[int, tyro.conf.arg(metavar="N")] = 0
+    keep_every_n_steps: Annotated[int, Option("N")] = 0
     """Keep those whose step is a multiple of N."""
-    keep_best: Annotated[int, tyro.conf.arg(metavar="K")] = 0
+    keep_best: Annotated[int, Option("K")] = 0
     """Keep the K with the best value of --metric."""
-    metric: Annotated[str, tyro.conf.arg(metavar="NAME")] = "loss"
+    metric: Annotated[str, Option("NAME")] = "loss"
     """The metric for --keep-best, as the run recorded it: its lowest values are the best; with max:NAME its highest."""
-    keep_for_hours: Annotated[float, tyro.conf.arg(metavar="HOURS")] = 0.0
+    keep_for_hours: Annotated[float, Option("HOURS")] = 0.0
     """Keep those that were saved at most this many hours ago."""
-    min_free_disk_gb: Annotated[float, tyro.conf.arg(metavar="GB")] = 0.0
+    min_free_disk_gb: Annotated[float, Option("GB")] = 0.0
     """While the disk has less free, in 10^9 bytes, remove the oldest that only --keep-latest, or no rule, keeps."""
     dry_run: bool = False
     """Print what would be removed, and by which rule the others stay; change nothing."""

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import tyro
-
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.target import local
 from torchtitan_lite.cli.words import size
+from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.disk import durable
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted
@@ -31,11 +30,11 @@ class Report:
     and has no script in it.
     """
 
-    run_folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(name="dump_folder", metavar="DUMP_FOLDER")]
+    run_folder: Annotated[str, Positional("DUMP_FOLDER")]
     """The dump folder of the run."""
-    out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[OUT.html]")] = "report.html"
+    out: Annotated[str, Positional("OUT.html")] = "report.html"
     """The file to write; a page that is there is replaced."""
-    compare_with: Annotated[str, tyro.conf.arg(metavar="DUMP_FOLDER")] = ""
+    compare_with: Annotated[str, Option("DUMP_FOLDER")] = ""
     """The dump folder of a second run, to show side by side."""
     png: bool = False
     """Also write OUT.light.png and OUT.dark.png, with chromium."""

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
-
 from torchtitan_lite.cli.exit_codes import ExitCode, sentence_of
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.target import folder_of_checkpoints, local, none_in, resolve
+from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.errors import (
     CheckpointNotFound,
     CheckpointUnreadable,
@@ -48,7 +47,7 @@ class Verify:
     every tensor. Exits with 3 if anything is damaged.
     """
 
-    target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="STEP|FOLDER")]
+    target: Annotated[str, Positional("STEP|FOLDER")]
     """A checkpoint, or a folder of checkpoints: each of them."""
     sizes: bool = False
     """Compare names and sizes only, in milliseconds: finds missing and truncated files."""
