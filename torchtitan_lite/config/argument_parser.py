@@ -76,10 +76,11 @@ class Parser(argparse.ArgumentParser):
         from rich.console import Console
         from rich.text import Text
 
-        text = Text(self.format_help())
-        text.highlight_regex(r"(?m)^\w[\w ]*:", "bold")
-        text.highlight_regex(r"(?m)^ +--?[a-z][\w.-]*", "cyan")
-        Console(file=file or sys.stdout).print(text, soft_wrap=True, end="")
+        console, text = Console(file=file or sys.stdout), Text(self.format_help())
+        if not console.no_color:  # With NO_COLOR it would still print bold text.
+            text.highlight_regex(r"(?m)^\w[\w ]*:", "bold")
+            text.highlight_regex(r"(?m)^ +--?[a-z][\w.-]*", "cyan")
+        console.print(text, soft_wrap=True, end="")
 
 
 class _Formatter(argparse.HelpFormatter):
