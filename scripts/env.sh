@@ -13,7 +13,7 @@ VENV="$ROOT/.venv"
 UNFINISHED="$VENV/.unfinished" # exists during a set-up, and after an interrupted one
 EXTRAS="safetensors test dev" # each has what the ones before it have
 # The packages of pyproject.toml except torch, and of these extras; a test compares them.
-NEEDED="numpy tyro rich tensorboard xxhash safetensors"
+NEEDED="numpy shtab rich tensorboard xxhash safetensors"
 NEEDED_BY_TEST="pytest pytest-xdist hypothesis torchdata tokenizers pyarrow transformers peft jinja2"
 NEEDED_BY_DEV="ruff mypy pre-commit"
 
@@ -166,7 +166,7 @@ install() {
 }
 
 imports() {
-    "$PYTHON" -c 'import numpy, rich, tensorboard, torch, tyro' 2>/dev/null
+    "$PYTHON" -c 'import numpy, rich, shtab, tensorboard, torch' 2>/dev/null
 }
 
 pip_failed() {

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from pathlib import Path
 
-from torchtitan_lite.config.help_texts import doc_strings
+from torchtitan_lite.config.argument_parser import doc_strings
 from torchtitan_lite.events import EVENTS, CleanEnd, Event
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "quickstart.md"

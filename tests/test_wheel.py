@@ -37,7 +37,7 @@ WITHOUT = {
     "tokenizers": ("tokenizers", [*TRAIN, "--model.tokenizer_path={folder}"]),
     "parquet": ("pyarrow", [*TRAIN, "--training.dataset=parquet", "--training.dataset_path={folder}/*.parquet"]),
     "datasets": ("datasets", [*TRAIN, "--training.dataset=huggingface", "--training.dataset_path={folder}"]),
-    "report": ("jinja2", ["torchtitan-lite", "report", "{trained}/outputs", "--out", "{folder}/report.html"]),
+    "report": ("jinja2", ["torchtitan-lite", "report", "{trained}/outputs", "{folder}/report.html"]),
     "safetensors": ("safetensors", ["torchtitan-lite", "export", "{trained}/outputs", "{folder}/out"]),
     "wandb": ("wandb", [*TRAIN, "--metrics.enable_wandb"]),
 }

@@ -28,7 +28,7 @@ def check_files(config: JobConfig) -> None:
 
 
 def check_ranks(config: JobConfig, num_processes: int) -> None:
-    """Raise ConfigError if the degrees of parallelism or the batch do not fit so many processes."""
+    """Raise ConfigError if the degrees of parallelism or the batch do not fit this many processes."""
     refuse_shared_seed(config, num_processes)
     dims = build_parallel_dims(config.parallelism, config.comm.simulated_ranks or num_processes)
     global_batch_size(config.training, dims.dp_degree)
@@ -39,5 +39,5 @@ def refuse_shared_seed(config: JobConfig, num_processes: int) -> None:
     if config.checkpoint.create_seed_checkpoint and num_processes > 1:
         raise ConfigError(
             f"checkpoint.create_seed_checkpoint: expected one process, found {num_processes}. "
-            "Run python train.py without torchrun; any number of processes can begin from what it writes."
+            "Run python train.py without torchrun; any number of processes can start from what it writes."
         )

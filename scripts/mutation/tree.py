@@ -44,7 +44,6 @@ LOADED = (
     "torch.distributed.tensor.parallel",
     "torch.utils.tensorboard",
     "hypothesis.stateful",
-    "tyro",
     "xxhash",
 )
 _PR_SET_CHILD_SUBREAPER = 36

@@ -112,7 +112,7 @@ def test_what_is_missing_or_does_not_fit_is_refused_when_the_manager_is_made(tmp
     part = HuggingFaceModel({}, {"0.weight": PLACES["0.weight"]})
     with pytest.raises(ConfigError, match=r"hugging_face: 0\.bias, 1\.bias, 1\.weight of the model have no place"):
         manager_of(tmp_path, a_model(1), hugging_face=part)
-    with pytest.raises(ConfigError, match="with save_trained_only a checkpoint has no whole model"):
+    with pytest.raises(ConfigError, match="with save_trained_only a checkpoint lacks the frozen parameters"):
         manager_of(tmp_path, a_model(1), hugging_face=DESCRIBED, save_trained_only=True)
     with pytest.raises(ConfigError, match=r"checkpoint\.hf_folder: expected a folder of its own, found 'checkpoint'"):
         manager_of(tmp_path, a_model(1), hugging_face=DESCRIBED, hf_folder="checkpoint")

@@ -23,6 +23,8 @@ USAGE = 2
     ("arguments", "sentence"),
     [
         ((), "no verb is given: expected one of ls, inspect"),
+        (("--json", "ls"), "unrecognized options: --json; see torchtitan-lite --help"),
+        (("--print-completion", "fish"), "--print-completion: expected one of bash, zsh, found 'fish'; see"),
         (("lss", "x"), "there is no verb 'lss', did you mean ls?"),
         (("frobnicate",), "there is no verb 'frobnicate': expected one of ls,"),
         (("ls",), "missing from torchtitan-lite ls: FOLDER; see torchtitan-lite ls --help"),
@@ -33,7 +35,7 @@ USAGE = 2
             "--dtype: expected one of float32, float16, bfloat16, found 'int8'; see",
         ),
         (("prune", "a", "--keep-latest", "x"), "--keep-latest: expected a whole number, found 'x'; see"),
-        (("prune", "a", "--ttl-hours", "x"), "--ttl-hours: expected a number, found 'x'; see"),
+        (("prune", "a", "--keep-for-hours", "x"), "--keep-for-hours: expected a number, found 'x'; see"),
         (("prune", "a", "--keep-latest"), "--keep-latest: expected a value, found none; see"),
         (("ls", "--x"), "unrecognized options: --x; see torchtitan-lite ls --help"),
         (("ls", "-x", "a"), "unrecognized options: -x; see torchtitan-lite ls --help"),
@@ -47,6 +49,14 @@ USAGE = 2
             "unrecognized options: --ful; the nearest is --full; see torchtitan-lite verify --help",
         ),
         (("prune", "--keep_latest=x", "a"), "--keep-latest: expected a whole number, found 'x'; see"),
+        (
+            ("prune", "a", "--keep-every", "3", "--ttl-hours=2"),
+            "unrecognized options: --keep-every, --ttl-hours; --keep-every is now --keep-every-n-steps; --ttl-hours is "
+            "now --keep-for-hours; see torchtitan-lite prune --help",
+        ),
+        (("prune", "a", "--mode", "max"), "unrecognized options: --mode; --mode is now --metric max:NAME; see"),
+        (("report", "a", "--out", "b.html"), "unrecognized options: --out; --out is now OUT, an argument without"),
+        (("report", "a", "b"), "OUT b: expected a name that ends in .html; --compare-with names a second run"),
         (("ls", "--json"), "missing from torchtitan-lite ls: FOLDER; see torchtitan-lite ls --help"),
         (("ls", "--folder", "a"), "unrecognized options: --folder; see torchtitan-lite ls --help"),
         (("ls", "s3://bucket/run"), "s3://bucket/run is a URL, and only folders of this machine can be read"),
@@ -64,7 +74,7 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2(arguments: tuple[str, ...],
 def test_help_lists_every_verb_in_80_columns() -> None:
     code, screen = on_a_terminal("--help")
     assert code == 0
-    assert all(f"• {verb} " in plain(screen) for verb in VERBS)
+    assert all(f"\n    {verb} " in plain(screen) for verb in VERBS)
     assert max(map(len, plain(screen).splitlines())) <= 80
 
 
@@ -77,9 +87,7 @@ def test_help_of_each_verb(verb: str, capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_a_shell_can_complete_the_verbs(shell: str) -> None:
-    done = subprocess.run(
-        [*CLI, "--tyro-print-completion", shell], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([*CLI, "--print-completion", shell], cwd=ROOT, capture_output=True, text=True, check=True)
     assert all(verb in done.stdout for verb in VERBS)
 
 

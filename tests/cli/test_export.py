@@ -351,5 +351,5 @@ def test_sizes_have_units() -> None:
     sizes = {"5GB": 5 * 10**9, "500MiB": 500 << 20, "1.5kb": 1500, "7": 7, "2 TiB": 2 << 40, "3G": 3 * 10**9}
     assert {text: num_bytes(text) for text in sizes} == sizes
     for text in ("", "GB", "-1GB", "0", "5 apples", "1e9"):
-        with pytest.raises(ConfigError, match="is no size"):
+        with pytest.raises(ConfigError, match="is not a size"):
             num_bytes(text)

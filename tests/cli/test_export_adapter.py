@@ -132,7 +132,7 @@ def test_a_trained_tensor_that_peft_has_no_place_for_is_named(tmp_path: Path, ca
         manager.save(1)
     code, _, err = call(tmp_path / "run", tmp_path / "adapter", "--config", tmp_path / "adapter_config.json")
     assert code == 0
-    expected = "note: trained, but not a part of the adapter, and left out: base_model.model.model.norm.weight\n"
+    expected = "note: left out, because trained but not part of the adapter: base_model.model.model.norm.weight\n"
     assert err == expected
 
 

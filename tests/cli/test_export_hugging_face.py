@@ -150,7 +150,7 @@ def test_a_recorded_configuration_that_is_no_model_is_one_sentence(
     recorded(tmp_path, small[1], {"model": model, "training": {"seq_len": 8}, "job": {"description": "\ud800 | x"}})
     code, _, err = call(tmp_path / "step-1", tmp_path / "out", "--format", "hf", "--no-tokenizer")
     assert (code, err.count("\n")) == (2, 1)
-    assert f"{tmp_path}/step-1: the recorded configuration is no model: " in err
+    assert f"{tmp_path}/step-1: the recorded configuration is not a model: " in err
     options = ("--format", "hf", "--no-tokenizer", "--config", small[0] / "config.json")
     assert call(tmp_path / "step-1", tmp_path / "out", *options)[0] == 0
 

@@ -290,5 +290,5 @@ def test_no_first_step_is_put_before_the_steps_of_a_run(tmp_path: Path, said: Sa
     before = sorted(path.name for path in (tmp_path / "run").iterdir())
     code, printed, err = said("import-weights", tmp_path / "hf", tmp_path / "run" / "step-0")
     assert (code, printed) == (2, "")
-    assert f"{tmp_path}/run has step 3 of a run, which would not begin from the imported weights" in err
+    assert f"{tmp_path}/run has step 3 of a run, which would not start from the imported weights" in err
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == before

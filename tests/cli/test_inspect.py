@@ -140,6 +140,8 @@ def test_settings_at_their_defaults_are_left_out() -> None:
         "job.description": "mine",
         "other.a": "1",
     }
+    earlier = {"keep_best_metric": "loss", "keep_best_mode": "min", "tensor_digests": True, "verify_resume": False}
+    assert changed_settings({"checkpoint": earlier}) == {"checkpoint.digest_tensors": '["save"]'}
 
 
 def test_the_screen_fits_80_columns_and_means_the_same_without_colours(root: Path) -> None:

@@ -124,7 +124,7 @@ def test_a_copy_under_a_name_of_its_own_is_not_said_to_lack_its_manifest(root: P
     shutil.copytree(add_step(root, 1), root / "best")
     assert listed(root)["best"]["origin"] == "torchtitan_lite"
     ended = command("ls", root)
-    assert "Under names that no job looks for" in ended.out
+    assert "Copies under other names" in ended.out
     assert "Without a manifest" not in ended.out
 
 
@@ -154,6 +154,15 @@ def test_marks_of_a_checkpoint(root: Path) -> None:
     (root / "pins.json").write_text("?")
     ended = command("ls", root)
     assert ended.code == 0 and "Nothing is removed: " in ended.out and "to be removed," not in ended.out
+
+
+def test_the_keys_of_a_checkpoint_of_an_earlier_version_are_those_of_today(root: Path) -> None:
+    keys = {"keep_best_k": 1, "keep_best_metric": "val", "keep_best_mode": "max"}
+    for step, value in ((1, 2.0), (2, 1.0), (3, 0.0)):
+        add_step(root, step, extra={"config": {"checkpoint": keys}, "metrics": {"val": value}})
+    ended = command("ls", root)
+    assert "To be removed by keep_best_k 1, keep_best_metric max:val, the latest" in ended.out
+    assert [listed(root)[f"step-{step}"]["to_be_removed"] for step in (1, 2, 3)] == [False, True, False]
 
 
 def test_a_job_that_has_the_folder_is_named(root: Path) -> None:

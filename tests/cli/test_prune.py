@@ -77,7 +77,7 @@ def test_json_has_for_each_checkpoint_the_rules_that_keep_it(tmp_path: Path, sai
     store = fill(tmp_path, 1, 2, 3)
     filled.damage(tmp_path, 1, "manifest.json")
     save(store, 4, metrics={"val": 0.5})
-    code, out, err = said("prune", tmp_path, "--keep-every", 4, "--json")
+    code, out, err = said("prune", tmp_path, "--keep-every-n-steps", 4, "--json")
     found = json.loads(out)
     assert (code, err) == (0, "")
     assert {each["step"]: (each["removed"], each["kept_by"]) for each in found["checkpoints"]} == {
@@ -92,10 +92,10 @@ def test_json_has_for_each_checkpoint_the_rules_that_keep_it(tmp_path: Path, sai
 
 RULES: list[list[str]] = [
     *(["--keep-latest", str(count)] for count in (1, 2, 9)),
-    *(["--keep-every", str(count)] for count in (2, 3)),
+    *(["--keep-every-n-steps", str(count)] for count in (2, 3)),
     ["--keep-best", "1"],
-    ["--keep-best", "2", "--mode", "max", "--metric", "val"],
-    ["--ttl-hours", "1"],
+    ["--keep-best", "2", "--metric", "max:val"],
+    ["--keep-for-hours", "1"],
     ["--min-free-disk-gb", "1000000"],
     ["--min-free-disk-gb", "1"],
 ]
@@ -166,7 +166,7 @@ def test_a_prune_is_what_a_job_with_the_same_rules_would_do(tmp_path: Path, said
         (lambda root: root.mkdir(), "there is no complete checkpoint in it"),
         (filled.foreign, "there is no complete checkpoint in it"),
         (filled.half_written, "there is no complete checkpoint in it"),
-        (filled.of_torchtitan, "step-10, step-20 have no manifest, and nothing removes them"),
+        (filled.of_torchtitan, "step-10, step-20 have no manifest, so no rule removes them"),
         (filled.of_a_newer_version, "has format version 99, this version of torchtitan_lite reads up to"),
         (lambda root: None, "does not exist"),
         (lambda root: root.write_bytes(b""), "it is not a folder"),
@@ -190,9 +190,9 @@ def test_where_there_is_nothing_to_prune_one_sentence_says_why(
     [
         (["prune", "ROOT"], "no rule is given, so every checkpoint would stay: set --keep-latest"),
         (["prune", "ROOT", "--keep-latest", "-1"], "--keep-latest: expected at least 0, found -1"),
-        (["prune", "ROOT", "--ttl-hours", "nan"], "--ttl-hours: expected a finite number of at least 0, found nan"),
+        (["prune", "ROOT", "--keep-for-hours", "nan"], "--keep-for-hours: expected a finite number of at least 0"),
         (["prune", "ROOT", "--keep-best", "1", "--metric", ""], "--metric: expected the name of a metric"),
-        (["prune", "ROOT", "--keep-best", "1", "--mode", "best"], "--mode"),
+        (["prune", "ROOT", "--keep-best", "1", "--metric", "max:"], "--metric: expected the name of a metric"),
         (["prune", "ROOT:2", "--keep-latest", "1"], "ROOT:2 is one checkpoint: name the folder of checkpoints, ROOT"),
         (["prune", "ROOT/step-2", "--keep-latest", "1"], "is one checkpoint: name the folder"),
         (["prune", "s3://bucket/run", "--keep-latest", "1"], "s3://bucket/run is a URL"),

@@ -79,7 +79,7 @@ def test_what_is_no_complete_checkpoint_is_one_sentence(verb: str, root: Path) -
     cases = {
         f"{root}/nothing": (1, "does not exist"),
         f"{root}/nothing:7": (1, "does not exist"),
-        f"{root}:seven": (1, "does not exist, and 'seven' is no step: expected a number"),
+        f"{root}:seven": (1, "does not exist, and 'seven' is not a step: expected a number"),
         f"{root}/file": (1, "holds no checkpoint: it is not a folder"),
         f"{root}/empty": (1, "holds no checkpoint: there is no complete checkpoint in it"),
         f"{root}/empty:7": (1, "step 7 is not in"),

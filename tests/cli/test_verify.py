@@ -66,7 +66,7 @@ def test_a_complete_checkpoint_however_it_is_spelt(spelling: str, options: list[
 def test_a_flipped_byte_is_found_and_names_file_and_tensor(root: Path, call: Call) -> None:
     flip(root / "step-7" / "__1_0.distcp", 390)
     code, out, _ = call(root, "--sizes")
-    assert (code, "nothing is missing or cut." in out, "nothing is damaged" in out) == (0, True, False)
+    assert (code, "nothing is missing or truncated." in out, "nothing is damaged" in out) == (0, True, False)
     code, out, err = call(root)
     assert (code, err) == (3, "")
     assert "DAMAGED" in out

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from pathlib import Path
 
-from torchtitan_lite.config.help_texts import doc_strings
+from torchtitan_lite.config.argument_parser import doc_strings
 from torchtitan_lite.config.keys import KEYS, SECTIONS
 from torchtitan_lite.config.manager import parse_config
 from torchtitan_lite.config.reference import render

@@ -1,12 +1,18 @@
 """What a changed configuration means at resume."""
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from torchtitan_lite.config.drift import REFUSED, WARNED, Rule, compare, rule_of
 from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig, Model, Optimizer, Training
+from torchtitan_lite.config.keys import KEYS
+from torchtitan_lite.config.manager import parse_config
+from torchtitan_lite.config.own_loop import loop_config
+from torchtitan_lite.config.removed_keys import REMOVED
 from torchtitan_lite.errors import ConfigError
 
 
@@ -109,3 +115,74 @@ def test_an_unset_value_is_shown_as_none_in_parentheses() -> None:
 def test_another_global_batch_is_honoured_because_the_loader_warns() -> None:
     (change,) = compare(_stored(JobConfig()), JobConfig(training=Training(global_batch_size=16)))
     assert change.rule is Rule.HONOURED
+
+
+OLD_SWITCHES = {"tensor_digests": True, "verify_resume": False, "debug_staging": True}
+
+
+@pytest.mark.parametrize(
+    ("old", "now"),
+    [
+        (OLD_SWITCHES, {"digest_tensors": ("staging", "save")}),
+        (dict.fromkeys(OLD_SWITCHES, False), {}),
+        ({"tensor_digests": True}, {"digest_tensors": ("save",)}),
+        ({"keep_best_metric": "val", "keep_best_mode": "max"}, {"keep_best_metric": "max:val"}),
+        ({"keep_best_metric": "val", "keep_best_mode": "min"}, {"keep_best_metric": "min:val"}),
+        ({"keep_best_metric": "max:val", "keep_best_mode": "min"}, {"keep_best_metric": "min:max:val"}),
+        ({"keep_best_mode": "max"}, {"keep_best_metric": "max:loss"}),
+    ],
+    ids=str,
+)
+def test_a_removed_key_in_a_manifest_is_no_change_if_its_replacement_says_the_same(
+    old: dict[str, Any], now: dict[str, Any]
+) -> None:
+    assert compare(_before_the_removal(old), JobConfig(checkpoint=Checkpoint(**now))) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "now", "said"),
+    [
+        (OLD_SWITCHES, {"digest_tensors": ("save",)}, "checkpoint.digest_tensors: save, staging -> save"),
+        ({"verify_resume": True}, {}, "checkpoint.digest_tensors: load -> (none)"),
+        ({"keep_best_mode": "max"}, {}, "checkpoint.keep_best_metric: max:loss -> loss"),
+    ],
+)
+def test_a_removed_key_in_a_manifest_is_shown_as_its_replacement(
+    old: dict[str, Any], now: dict[str, Any], said: str
+) -> None:
+    (change,) = compare(_before_the_removal(old), JobConfig(checkpoint=Checkpoint(**now)))
+    assert str(change) == f"{said}  honoured"
+
+
+def _before_the_removal(old: dict[str, Any]) -> dict[str, Any]:
+    """Return the default configuration as an earlier version stored it, with the `old` keys of [checkpoint]."""
+    stored = _stored(JobConfig())
+    del stored["checkpoint"]["digest_tensors"]
+    stored["checkpoint"] |= old
+    return stored
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("tensor_digests", 'is not a key any more. To switch it on, add "save" to checkpoint.digest_tensors.'),
+        ("no_verify_resume", 'is not a key any more. To switch it on, add "load" to checkpoint.digest_tensors.'),
+        ("debug-staging=true", 'is not a key any more. To switch it on, add "staging" to checkpoint.digest_tensors.'),
+        ("keep_best_mode=max", 'Set checkpoint.keep_best_metric to "NAME" for the lowest values, or to "max:NAME" for'),
+    ],
+)
+def test_a_removed_key_is_refused_with_its_replacement(word: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        parse_config([f"--checkpoint.{word}"])
+    name = word.partition("=")[0].removeprefix("no_").replace("-", "_")
+    (tmp_path / "old.toml").write_text(f"[checkpoint]\n{name} = true\n")
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        parse_config(["--job.config_file", str(tmp_path / "old.toml")])
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        loop_config("outputs/checkpoint", {name: True})
+
+
+def test_every_removed_key_names_a_key_and_is_none() -> None:
+    for key, fix in REMOVED.items():
+        assert key not in KEYS
+        assert any(name in fix for name in KEYS)

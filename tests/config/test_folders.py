@@ -33,7 +33,7 @@ def test_an_address_is_one_sentence_that_names_the_key(section: Any, name: str, 
 @pytest.mark.parametrize("folder", ["~", "~/runs/1"])
 @pytest.mark.parametrize(("section", "name"), PLACES)
 def test_a_home_that_no_shell_expanded_is_refused_by_name(section: Any, name: str, folder: str) -> None:
-    with pytest.raises(ConfigError, match=rf"[.]{name}: '{folder}' begins with ~, which only a shell expands"):
+    with pytest.raises(ConfigError, match=rf"[.]{name}: '{folder}' starts with ~, which only a shell expands"):
         section(**{name: folder})
 
 

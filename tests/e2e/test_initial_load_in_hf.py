@@ -80,7 +80,7 @@ def test_what_cannot_be_imported_is_one_sentence_and_leaves_nothing(published: P
     for given, code, message in (
         ((*of(published), "--checkpoint.load_only"), 2, "has no checkpoint, and a run with load_only imports none"),
         (("--checkpoint.initial_load_in_hf",), 2, "checkpoint.initial_load_in_hf: there is no initial_load_path"),
-        ((*of(published), "--checkpoint.no_initial_load_model_only"), 2, "published weights are a model alone"),
+        ((*of(published), "--checkpoint.no_initial_load_model_only"), 2, "published weights have no optimizer"),
         (of(tmp_path / "nowhere"), 1, "nowhere"),
         (of(_quantized(published, tmp_path)), 2, "is quantized"),
     ):

@@ -145,7 +145,7 @@ def test_a_dark_screen_has_a_dark_page(folder: Path, tmp_path: Path) -> None:
 
 
 def test_pictures_show_the_complete_page_in_both_schemes(folder: Path, tmp_path: Path) -> None:
-    ended = command("report", folder, "--out", tmp_path / "r.html", "--png", "--json")
+    ended = command("report", folder, tmp_path / "r.html", "--png", "--json")
     assert ended.json["pictures"] == [str(tmp_path / f"r.{scheme}.png") for scheme in ("light", "dark")]
     for path in map(Path, ended.json["pictures"]):
         head = path.read_bytes()[:24]

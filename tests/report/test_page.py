@@ -102,7 +102,7 @@ def test_the_page_needs_no_network_and_has_no_script(page: str) -> None:
 
 def test_nothing_of_the_environment_is_in_it(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "a-secret-of-this-shell")
-    assert command("report", folder, "--out", tmp_path / "r.html").code == 0
+    assert command("report", folder, tmp_path / "r.html").code == 0
     assert "a-secret-of-this-shell" not in (tmp_path / "r.html").read_text()
 
 
@@ -130,7 +130,7 @@ def test_a_run_with_a_single_file_has_a_page(tmp_path: Path) -> None:
 def test_two_runs_are_next_to_each_other(folder: Path, tmp_path: Path) -> None:
     other = copy_of(folder, tmp_path / "other")
     (other / "config.json").write_text(json.dumps(CONFIG | {"optimizer": {"lr": 1e-3}}))
-    ended = command("report", folder, other, "--out", tmp_path / "two.html", "--json")
+    ended = command("report", folder, tmp_path / "two.html", "--compare-with", other, "--json")
     assert [run["status"] for run in ended.json["runs"]] == ["finished", "finished"]
     page = (tmp_path / "two.html").read_text()
     values = Checked(page).values
@@ -152,20 +152,20 @@ def test_a_thousand_ranks_are_a_grid(tmp_path: Path) -> None:
 
 
 def test_the_command_says_what_it_wrote_and_refuses_what_it_cannot(folder: Path, tmp_path: Path) -> None:
-    ended = command("report", folder, "--out", tmp_path / "r.html")
+    ended = command("report", folder, tmp_path / "r.html")
     assert ended.code == 0
     assert re.fullmatch(rf"{tmp_path}/r\.html: [\d.]+ KiB, 60 logged steps\n", ended.out)
-    assert command("report", tmp_path / "absent", "--out", tmp_path / "x.html").code == 1
-    assert command("report", folder, "--out", tmp_path / "x.txt").err.startswith("error: --out")
-    assert command("report", folder, "--out", tmp_path / "no" / "x.html").code == 2
+    assert command("report", tmp_path / "absent", tmp_path / "x.html").code == 1
+    assert command("report", folder, tmp_path / "x.txt").err.startswith("error: OUT")
+    assert command("report", folder, tmp_path / "no" / "x.html").code == 2
 
 
 def test_without_jinja2_the_error_names_the_extra(folder: Path) -> None:
     script = (
         "import sys; sys.modules['jinja2'] = None\n"
         "from torchtitan_lite.cli.app import main\n"
-        f"code = main(['report', {str(folder)!r}, '--out', '/dev/null.html'])\n"
-        f"code = main(['report', {str(folder)!r}, '--out', {str(folder / 'r.html')!r}])\n"
+        f"code = main(['report', {str(folder)!r}, '/dev/null.html'])\n"
+        f"code = main(['report', {str(folder)!r}, {str(folder / 'r.html')!r}])\n"
         "sys.exit(code + 10 * ('torch' in sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -188,7 +188,7 @@ def test_pictures_without_a_browser_are_refused_before_anything_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "")
-    ended = command("report", tmp_path, "--out", tmp_path / "r.html", "--png")
+    ended = command("report", tmp_path, tmp_path / "r.html", "--png")
     assert ended.code == 2
     assert ended.err.startswith("error: --png needs a browser") and ended.err.count("\n") == 1
 
@@ -211,5 +211,5 @@ def test_a_run_with_impossible_figures_only_has_a_page_that_says_so(tmp_path: Pa
     events = [event for step in range(1, 12) for event in saved(step, BEGUN + step, nbytes=10**30, seconds=1e-300)]
     write_lines(tmp_path / "events.jsonl", events)
     text = render([read_run(str(tmp_path))])
-    assert "No save is on record." not in text
+    assert "No save is recorded." not in text
     assert "no disk has that bandwidth: steps 1, 2, 3, 4, 5, 6, 7, 8 and 3 more." in text

@@ -59,7 +59,7 @@ def save(rank: int, folder: Path, topology: str) -> dict[str, str] | None:
 
 def load(rank: int, folder: Path, saved: Path, topology: str) -> dict[str, Any] | None:
     """Load `saved` into `topology`. Return digests, learning rates and next samples of this rank."""
-    with _trainer(rank, folder, topology, steps=4, start_from=saved, verify_resume=True) as trainer:
+    with _trainer(rank, folder, topology, steps=4, start_from=saved, digest_tensors=("save", "load")) as trainer:
         if trainer is None:
             return None
         with trainer.checkpointer:
@@ -96,7 +96,7 @@ def _trainer(
     steps: int,
     dropout: float = 0.0,
     start_from: Path | None = None,
-    verify_resume: bool = False,
+    digest_tensors: tuple[str, ...] = ("save",),
 ) -> Iterator[Any]:
     """Yield this rank's trainer, in a process group of the topology's size; None on a rank outside of it."""
     import torch
@@ -113,7 +113,7 @@ def _trainer(
     if start_from is not None and rank == 0:
         _link(start_from, folder / "checkpoint" / start_from.name)
     dist.barrier()
-    config = _config(folder, parallelism, steps=steps, dropout=dropout, verify_resume=verify_resume)
+    config = _config(folder, parallelism, steps=steps, dropout=dropout, digest_tensors=digest_tensors)
     try:
         yield Trainer(config, World(rank, size, rank, torch.device("cpu")))
         dist.barrier()
@@ -121,7 +121,9 @@ def _trainer(
         dist.destroy_process_group()
 
 
-def _config(folder: Path, parallelism: Parallelism, *, steps: int, dropout: float, verify_resume: bool) -> JobConfig:
+def _config(
+    folder: Path, parallelism: Parallelism, *, steps: int, dropout: float, digest_tensors: tuple[str, ...]
+) -> JobConfig:
     return JobConfig(
         job=Job(dump_folder=str(folder)),
         metrics=Metrics(log_freq=1),
@@ -142,8 +144,7 @@ def _config(folder: Path, parallelism: Parallelism, *, steps: int, dropout: floa
             enable_checkpoint=True,
             interval=3,
             preemption_signals=(),
-            tensor_digests=True,
-            verify_resume=verify_resume,
+            digest_tensors=digest_tensors,
             timeout_seconds=60,
         ),
     )

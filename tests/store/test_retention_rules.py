@@ -302,10 +302,13 @@ def test_space_takes_the_oldest_of_what_it_may_and_no_more_than_it_needs(
     ("keys", "policy"),
     [
         ({}, KeepAll()),
-        ({"keep_best_metric": "val", "keep_best_mode": "max"}, KeepAll()),
+        ({"keep_best_metric": "max:val"}, KeepAll()),
         ({"keep_latest_k": 3}, KeepLatest(3)),
         ({"keep_every_n_steps": 100}, KeepEvery(100)),
-        ({"keep_best_k": 2, "keep_best_metric": "val", "keep_best_mode": "max"}, KeepBest(2, "val", highest=True)),
+        ({"keep_best_k": 2, "keep_best_metric": "max:val"}, KeepBest(2, "val", highest=True)),
+        ({"keep_best_k": 2, "keep_best_metric": "min:val"}, KeepBest(2, "val")),
+        ({"keep_best_k": 2, "keep_best_metric": "min:max:val"}, KeepBest(2, "max:val")),
+        ({"keep_best_k": 2, "keep_best_metric": "val:max"}, KeepBest(2, "val:max")),
         ({"keep_for_hours": 1.5}, KeepFor(1.5)),
         ({"keep_latest_k": 1, "keep_best_k": 2}, KeepAny((KeepLatest(1), KeepBest(2, "loss")))),
     ],
@@ -323,8 +326,9 @@ def test_the_keys_become_rules(keys: dict[str, Any], policy: RetentionPolicy) ->
         ("keep_for_hours", -0.5, "expected a finite number of at least 0, found -0.5"),
         ("keep_for_hours", float("nan"), "expected a finite number of at least 0, found nan"),
         ("min_free_disk_gb", float("inf"), "expected a finite number of at least 0, found inf"),
-        ("keep_best_mode", "best", "expected one of min, max, found 'best'"),
         ("keep_best_metric", "", "expected the name of a metric, found an empty string"),
+        ("keep_best_metric", "max:", "expected the name of a metric, found an empty string"),
+        ("digest_tensors", ("save", "always"), "expected one of save, load, staging, found 'always'"),
     ],
 )
 def test_a_wrong_value_is_one_sentence_that_names_the_key(key: str, value: Any, message: str) -> None:

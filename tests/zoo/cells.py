@@ -182,7 +182,7 @@ def resume(rank: int, folder: Path, case: Case) -> Outcome:
     expected = torch.load(folder / f"held-{rank}.pt", weights_only=False)
     try:
         again = Run(case, rank, seed=1)
-        with again.manager(folder, load_only=True, verify_resume=True) as manager:
+        with again.manager(folder, load_only=True, digest_tensors=("load",)) as manager:
             if not manager.load() or manager.loaded_step != SAVED_AT:
                 return Outcome(DIFFERS, f"nothing of step {SAVED_AT} was loaded")
         different = difference(expected["held"], again.snapshot(), "after the load")
@@ -207,7 +207,7 @@ def load(rank: int, folder: Path, case: Case, saved_by: int) -> Outcome:
     again = Run(case, rank, seed=1)
     fresh = again.snapshot()
     try:
-        with again.manager(folder, load_only=True, verify_resume=True) as manager:
+        with again.manager(folder, load_only=True, digest_tensors=("load",)) as manager:
             if not manager.load():
                 return Outcome(DIFFERS, "nothing was loaded")
         again.step = SAVED_AT

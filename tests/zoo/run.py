@@ -106,7 +106,7 @@ class Run:
     def manager(self, folder: Path, **options: Any) -> CheckpointManager:
         """Return the manager of this run."""
         config = job_config(
-            folder, interval=3, async_mode=self.case.mode, max_failed_saves=1, tensor_digests=True, **options
+            folder, interval=3, async_mode=self.case.mode, max_failed_saves=1, digest_tensors=("save",), **options
         )
         return CheckpointManager(None, self.module, self.optimizers, self.schedulers, self.states, config)
 

@@ -177,7 +177,7 @@ def build_parts(
     retention = seams.retention or build_retention(config)
     housekeeping = build_housekeeping(config, retention, context.emit)
     waiter = build_waiter(housekeeping, context)
-    origin = Origin(lineage, topology, job_config.to_dict(), config.tensor_digests)
+    origin = Origin(lineage, topology, job_config.to_dict(), "save" in config.digest_tensors)
     savers = Savers(saver, SyncSaver(peers, plans))
     maker = SaveMaker(run, folders, waiter, savers, origin, context, images.listener)
     departure = Departure(watch, maker, waiter, context)

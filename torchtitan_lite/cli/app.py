@@ -6,24 +6,22 @@ listing must not take seconds. Errors are one sentence on stderr; `exit_codes` h
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import importlib
-import io
-import shutil
+import inspect
+import re
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Protocol, Union, cast
-
-import tyro
+from typing import Annotated, Any, Literal, Protocol, cast
 
 from torchtitan_lite.cli.exit_codes import INTERRUPTED, ExitCode, code_of, sentence_of
-from torchtitan_lite.cli.parser_texts import default_in_words, finding_in, fitted, unknown_options
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.spelling import as_spelled
-from torchtitan_lite.config.help_texts import LikeStdout, add_help_texts
+from torchtitan_lite.config.argument_parser import Option, Parser
 from torchtitan_lite.errors import ConfigError, TorchtitanLiteError
 from torchtitan_lite.log import forget_stdout
 
@@ -49,6 +47,15 @@ VERBS = {
     "memory": "torchtitan_lite.cli.memory:Memory",
 }
 """Each verb's module and class: a frozen dataclass of its arguments, as `Verb` has it."""
+
+
+RENAMED_OPTIONS = {
+    "--keep-every": "--keep-every-n-steps",
+    "--ttl-hours": "--keep-for-hours",
+    "--mode": "--metric max:NAME",
+    "--out": "OUT, an argument without an option's name",
+}
+"""Options of earlier versions, and what replaces each."""
 
 
 class Verb(Protocol):
@@ -83,38 +90,72 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str]) -> Verb:
     """Return the verb that `argv` asks for. Raise ConfigError for wrong usage; `--help` prints and exits with 0."""
-    config = (tyro.conf.FlagCreatePairsOff,)
     name = argv[0] if argv else ""
     if name in VERBS:
-        kind, arguments, registry = _load(name), list(argv[1:]), tyro.constructors.ConstructorRegistry()
-        if {"-h", "--help"} & {*arguments}:
-            # Reads the sources of the verb.
-            add_help_texts(registry, default_in_words)
-        prog = f"{PROGRAM} {name}"
-        return _quietly(
-            name,
-            lambda: cast(Verb, tyro.cli(kind, args=arguments, prog=prog, config=config, registry=registry)),
-            unknown_options(arguments, _options(kind)),
-        )
+        kind = _load(name)
+        parser = Parser(prog=f"{PROGRAM} {name}", description=inspect.getdoc(kind))
+        parser.add_fields(parser, kind, _default_in_words)
+        # --keep_latest is --keep-latest.
+        arguments = [re.sub("^--[^=]*", lambda found: found[0].replace("_", "-"), each) for each in argv[1:]]
+        return cast(Verb, kind(**_given(parser, parser.parse_known_intermixed_args, arguments)))
     if not name.startswith("-"):
         raise ConfigError(_unknown(name))
-    verbs: Any = Union[tuple(_with_first_sentence(each) for each in VERBS)]  # noqa: UP007  # made from a list
-    return _quietly(
-        "",
-        lambda: cast(Verb, tyro.cli(verbs, prog=PROGRAM, description=_DESCRIPTION, args=list(argv), config=config)),
-    )
+    parser = _parser_of_all()
+    shell = _given(parser, parser.parse_known_args, argv)["print_completion"]
+    if not shell:
+        raise ConfigError(_unknown(""))
+    import shtab
+
+    sys.stdout.write(shtab.complete(parser, shell))
+    raise SystemExit(0)
 
 
-def _with_first_sentence(name: str) -> Any:
-    """Return the class of the verb, described by the first sentence of its help, for the list of all verbs."""
-    kind = _load(name)
-    first = (kind.__doc__ or "").partition("\n\n")[0]
-    return Annotated[kind, tyro.conf.subcommand(name, description=first)]
+@dataclass(frozen=True)
+class _WithoutVerb:
+    print_completion: Annotated[Literal["", "bash", "zsh"], Option("{bash,zsh}")] = ""
+    """Print a script with which the shell completes verbs and options."""
 
 
-def _options(kind: Any) -> list[str]:
-    """Return the names of the fields of a verb's class that are options."""
-    return [field.name for field in dataclasses.fields(kind) if "Positional" not in str(field.type)]
+def _parser_of_all() -> Parser:
+    """Return the parser of all verbs, each described by the first sentence of its help."""
+    parser = Parser(prog=PROGRAM, description=_DESCRIPTION)
+    parser.add_fields(parser, _WithoutVerb, _default_in_words)
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB")
+    for name in VERBS:
+        kind = _load(name)
+        verb = verbs.add_parser(name, help=(inspect.getdoc(kind) or "").partition("\n\n")[0])
+        verb.add_fields(verb, kind, _default_in_words)
+    return parser
+
+
+def _given(
+    parser: Parser, parse: Callable[[Sequence[str]], tuple[Namespace, list[str]]], arguments: Sequence[str]
+) -> dict[str, Any]:
+    """Return what `parse`, a method of `parser`, finds. Raise ConfigError, for unknown options first."""
+    try:
+        values, rest = parse(arguments)
+        if not rest:
+            return vars(values)
+        finding = f"expected no further argument, found {' '.join(rest)}"
+    except ConfigError as error:
+        finding = str(error)
+    finding = _unknown_options(arguments, parser.known) or finding
+    raise ConfigError(f"{finding}; see {parser.prog} --help")
+
+
+def _unknown_options(arguments: Sequence[str], known: Sequence[str]) -> str:
+    """Return a finding about the options in `arguments` that are none of `known`, with the fix; empty for none."""
+    given = [each.partition("=")[0] for each in arguments if re.match("--?[a-zA-Z]", each)]
+    unknown = [option for option in given if option not in known]
+    hints = [f"; {option} is now {RENAMED_OPTIONS[option]}" for option in unknown if option in RENAMED_OPTIONS]
+    if len(unknown) == 1 and not hints:
+        hints = [f"; the nearest is {near}" for near in difflib.get_close_matches(unknown[0], known, n=1)]
+    return f"unrecognized options: {', '.join(unknown)}{''.join(hints)}" if unknown else ""
+
+
+def _default_in_words(default: object) -> str:
+    """Return what the help of an option says of its default: nothing of one that switches something off."""
+    return f"(default: {default})" if default and default is not dataclasses.MISSING else ""
 
 
 def _load(name: str) -> Any:
@@ -128,23 +169,3 @@ def _unknown(name: str) -> str:
         return f"no verb is given: {verbs}"
     near = difflib.get_close_matches(name, VERBS, n=1)
     return f"there is no verb {name!r}" + (f", did you mean {near[0]}?" if near else f": {verbs}")
-
-
-def _quietly(name: str, parse: Callable[[], Verb], unknown: str = "") -> Verb:
-    """Return what `parse` does; in place of tyro's boxed report and exit, raise ConfigError with one sentence.
-
-    The sentence is about the `unknown` options if there are any: tyro takes what follows one for its value.
-    """
-    report, help_text = io.StringIO(), LikeStdout()
-    try:
-        with contextlib.redirect_stderr(report), contextlib.redirect_stdout(help_text):
-            return parse()
-    except SystemExit as ending:
-        if not ending.code:
-            columns = shutil.get_terminal_size().columns
-            text = fitted(help_text.getvalue(), columns, with_verbs=not name)
-            # tyro has bullets also where it draws no boxes.
-            sys.stdout.write(text if "─" in text else text.replace("•", "*"))
-            raise
-        finding = unknown or finding_in(report.getvalue())
-        raise ConfigError(f"{finding}; see {f'{PROGRAM} {name}'.strip()} --help") from None

@@ -1,4 +1,4 @@
-"""`bring-back`: give a checkpoint that was set aside the name of its step again.
+"""`bring-back`: restore the name of a checkpoint that was quarantined or abandoned.
 
 A damaged one comes back only if every byte is again what was written; an abandoned one only if it is then visible.
 """
@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.writing import folder_to_write, holding, recover
+from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import readable_bytes
 from torchtitan_lite.store.manifest import CheckpointKind
@@ -23,14 +22,14 @@ from torchtitan_lite.store.store import CheckpointStore
 
 @dataclass(frozen=True)
 class BringBack:
-    """Give a checkpoint that was set aside the name of its step again."""
+    """Restore the name of a checkpoint that was quarantined or abandoned."""
 
-    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+    folder: Annotated[str, Positional("FOLDER")]
     """A folder of checkpoints, or the dump folder of a run."""
-    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
+    name: Annotated[str, Positional("NAME")]
     """The name in it: step-10.corrupt, which is verified first, or step-10.abandoned-RUN."""
     leave_branch: bool = False
-    """Set the branch that abandoned it aside in its place."""
+    """Abandon the branch that replaced it."""
     json: bool = False
     """Print JSON."""
 

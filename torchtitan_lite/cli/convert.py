@@ -7,27 +7,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
-
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.new_place import refuse_place
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.target import local, resolve
+from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted, readable_bytes
 
 
 @dataclass(frozen=True)
 class Convert:
-    """Write a checkpoint in the layout of another tool, or another tool's in ours.
+    """Convert a checkpoint to another tool's layout, or from one to ours.
 
-    Every tensor keeps its bits. OUT appears when it is whole and was read back; the checkpoint does not change.
+    Every tensor keeps its bits, and the checkpoint does not change. Writes OUT only after verifying it.
     """
 
-    step: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="STEP")]
+    step: Annotated[str, Positional("STEP")]
     """A checkpoint: its folder, FOLDER:10, or FOLDER for the latest."""
-    out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-    """The folder to make; named step-N where a job shall find it."""
+    out: Annotated[str, Positional("OUT")]
+    """Output folder (name it step-N if a job must find it)."""
     layout: Literal["dcp", "torchtitan", "ours"] = "dcp"
     """dcp: without our manifest. torchtitan: for the manager of torchtitan 0.3. ours: with manifest and digests."""
     optimizer: Literal["flat", "nested"] = "flat"
@@ -75,4 +74,4 @@ def _text(source: Path, out: Path, num_tensors: int, size: int, left_out: list[s
     states = Counter(key.partition(".")[0] for key in left_out)
     keys = {state: f" ({count} of its keys)" for state, count in states.items() if state not in left_out}
     names = ", ".join(f"{state}{keys.get(state, '')}" for state in states)
-    return f"{text}\nLeft out, because the layout has no place for it: {names}"
+    return f"{text}\nLeft out, because the layout cannot hold it: {names}"

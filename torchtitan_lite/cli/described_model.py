@@ -82,7 +82,8 @@ def described(opened: OpenedCheckpoint, given: Given) -> DescribedCheckpoint:
     names, left_out = _names(keys, read_name_map(given.name_map) if given.name_map else {})
     tensors = {each.name: opened.contents.tensors.get(each.key) for each in keys if each.name in names}
     if objects := [name for name, tensor in tensors.items() if tensor is None]:
-        raise ConfigError(f"{objects[0]} is no tensor, and safetensors holds only tensors: leave it out by --name-map")
+        finding = f"{objects[0]} is not a tensor, and safetensors holds only tensors"
+        raise ConfigError(f"{finding}: leave it out with --name-map")
     places = {name: Place(names[name], tensor.shape) for name, tensor in tensors.items() if tensor is not None}
     _refuse_other_llama(opened, config, places)
     files = _named_tokenizer(given.tokenizer).files() if given.tokenizer else {}
@@ -188,7 +189,7 @@ def _recorded_args(opened: OpenedCheckpoint, keys: list[ModelKey]) -> ModelArgs:
         # The stored embedding says how large the vocabulary is, also where the tokenizer is gone.
         return build_model_args(section, vocab_size=embedding[0] if embedding else 1, seq_len=int(training["seq_len"]))
     except (ConfigError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{opened.folder}: the recorded configuration is no model: {error}; {_HOW}") from None
+        raise ConfigError(f"{opened.folder}: the recorded configuration is not a model: {error}; {_HOW}") from None
 
 
 def _settings(opened: OpenedCheckpoint) -> dict[str, Any]:

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
-
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.target import resolve
+from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted
 from torchtitan_lite.store.manifest_fields import topology_in_words
@@ -39,18 +38,17 @@ class Diff:
 
     Compares names, shapes, dtypes, containers and objects; values by the
     digests in the manifests, if they have some, or with --values by reading
-    them. Exits with 0 if the states are equal, with 4 if they differ. Where
-    they come from (step, run, configuration) and the clocks of their runs are
-    listed and do not count.
+    them. Exits with 0 if the states are equal, with 4 if they differ. Step,
+    run, configuration and the clocks of the runs are listed, but do not count.
     """
 
-    a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="A")]
+    a: Annotated[str, Positional("A")]
     """A checkpoint."""
-    b: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="B")]
+    b: Annotated[str, Positional("B")]
     """Another one."""
     values: bool = False
     """Read the values: largest difference of each tensor."""
-    atol: Annotated[float, tyro.conf.arg(metavar="NUMBER")] = 0.0
+    atol: Annotated[float, Option("NUMBER")] = 0.0
     """Largest difference of two values that counts as equal; implies --values."""
     json: bool = False
     """Print JSON."""

@@ -34,7 +34,7 @@ class ExitCode(IntEnum):
 
 
 _UNFINISHED = (".tmp", ".unfinished")
-"""Of hidden names that no person gave: what is written there gets its own name when it is whole."""
+"""Of hidden names that no person gave: what is written there gets its own name when it is complete."""
 INTERRUPTED = 130
 """128 + SIGINT, as a shell has it."""
 

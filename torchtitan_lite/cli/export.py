@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import tyro
-
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.new_place import refuse_place
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.target import local, resolve
+from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted, readable_bytes
 
@@ -34,38 +33,35 @@ _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 class Export:
     """Write the weights of a checkpoint in another format, for other tools.
 
-    The checkpoint may be ours, plain DCP's or torchtitan's, full or weights-only. OUT appears when it is whole and was
-    read back.
+    The checkpoint may be ours, plain DCP's or torchtitan's, full or weights-only. Writes OUT only after verifying it.
     """
 
-    step: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="STEP")]
+    step: Annotated[str, Positional("STEP")]
     """A checkpoint: its folder, FOLDER:10, or FOLDER for the latest."""
-    out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-    """The folder to make, or the file (torch; safetensors if it is named *.safetensors)."""
+    out: Annotated[str, Positional("OUT")]
+    """Output folder, or file (torch; safetensors if it is named *.safetensors)."""
     format: Literal["safetensors", "torch", "dcp", "hf", "peft"] = "safetensors"
     """safetensors: files with an index. torch: one file for torch.load. dcp: a folder for dcp.load. hf: a folder for
     from_pretrained of transformers. peft: an adapter's folder for PeftModel.from_pretrained."""
-    dtype: Annotated[
-        Literal["", "float32", "float16", "bfloat16"], tyro.conf.arg(metavar="{float32,float16,bfloat16}")
-    ] = ""
-    """Cast floating-point tensors to it; without it, each keeps its own."""
-    max_shard_size: Annotated[str, tyro.conf.arg(metavar="SIZE")] = ""
+    dtype: Annotated[Literal["", "float32", "float16", "bfloat16"], Option("{float32,float16,bfloat16}")] = ""
+    """Cast floating-point tensors to this dtype; without it, each keeps its own."""
+    max_shard_size: Annotated[str, Option("SIZE")] = ""
     """The largest file, as 5GB or 500MiB; of safetensors and hf 5GB by default."""
-    include: Annotated[str, tyro.conf.arg(metavar="GLOBS")] = ""
+    include: Annotated[str, Option("GLOBS")] = ""
     """Globs of the model's names, with commas: only these."""
-    exclude: Annotated[str, tyro.conf.arg(metavar="GLOBS")] = ""
+    exclude: Annotated[str, Option("GLOBS")] = ""
     """Globs of the model's names, with commas: not these."""
-    config: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
+    config: Annotated[str, Option("FILE")] = ""
     """hf: the model's config.json, where the checkpoint does not describe the model. peft: the adapter_config.json."""
     names: Literal["llama", "same"] = "llama"
     """hf: llama, the model of train.py; same, a model that has Hugging Face's names already."""
-    name_map: Annotated[str, tyro.conf.arg(metavar="NAMES")] = ""
+    name_map: Annotated[str, Option("NAMES")] = ""
     """hf: FILE.json with {name in the model: name in the file}, or module:function."""
-    tokenizer: Annotated[str, tyro.conf.arg(metavar="PATH")] = ""
+    tokenizer: Annotated[str, Option("PATH")] = ""
     """hf: a tokenizer.json or its folder, in place of the recorded one."""
     no_tokenizer: bool = False
     """hf: write no files of a tokenizer."""
-    adapter: Annotated[str, tyro.conf.arg(metavar="NAME")] = "default"
+    adapter: Annotated[str, Option("NAME")] = "default"
     """peft: the name that the adapter has in the model."""
     json: bool = False
     """Print JSON."""
@@ -135,7 +131,7 @@ class Export:
         config = read_config(self.config, adapter.CONFIG)
         planned = adapter.plan_adapter(opened, config, adapter=self.adapter, name=out.absolute().name, dtype=self.dtype)
         if planned.left_out:
-            screen.note(f"note: trained, but not a part of the adapter, and left out: {listed(planned.left_out)}")
+            screen.note(f"note: left out, because trained but not part of the adapter: {listed(planned.left_out)}")
         return write_planned(planned.files, out, screen.progress)
 
     def _refuse_options(self) -> None:
@@ -152,7 +148,7 @@ def num_bytes(text: str) -> int:
     unit = _UNITS.get(match[2].upper().removesuffix("B") + "B" if match[2] else "") if match else None
     size = int(float(match[1]) * unit) if match and unit else 0
     if size < 1:
-        raise ConfigError(f"--max-shard-size {text!r} is no size: expected a number with a unit, as 5GB or 500MiB")
+        raise ConfigError(f"--max-shard-size {text!r} is not a size: expected a number with a unit, as 5GB or 500MiB")
     return size
 
 

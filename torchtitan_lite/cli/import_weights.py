@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import tyro
-
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.name_map import read_name_map
 from torchtitan_lite.cli.new_place import refuse_place
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.target import local
+from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted, readable_bytes
 from torchtitan_lite.store import layout
@@ -31,23 +30,23 @@ _TOKENIZER = "tokenizer.json"
 
 @dataclass(frozen=True)
 class ImportWeights:
-    """Make a checkpoint that a run starts from, out of weights of other software.
+    """Convert third-party weights into a seed checkpoint.
 
-    SOURCE is a folder of Hugging Face's, a safetensors file, a file of torch.save or a folder of Meta's Llama; nothing
-    in it is run. OUT appears when it is whole and was read back.
+    SOURCE is a Hugging Face folder, a safetensors file, a file of torch.save or a folder of Meta's Llama; no code in it
+    is run. Writes OUT only after verifying it.
     """
 
-    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
+    source: Annotated[str, Positional("SOURCE")]
     """The folder or the file with the weights."""
-    out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-    """The folder to make, as outputs/checkpoint/step-0."""
+    out: Annotated[str, Positional("OUT")]
+    """Output folder, such as outputs/checkpoint/step-0."""
     dtype: Literal["float32", "bfloat16", "float16", "same"] = "float32"
-    """Of floating-point tensors; same leaves each as it is."""
+    """Cast floating-point tensors to this dtype; same leaves each as it is."""
     files: int = 0
-    """Cut the tensors into so many files; without it, into files of up to 5 GB."""
+    """Number of files for the tensors; without it, as many as files of up to 5 GB need."""
     names: Literal["llama", "same"] = "llama"
     """llama: the model of train.py. same: keep the names, for a training loop of your own."""
-    name_map: Annotated[str, tyro.conf.arg(metavar="NAMES")] = ""
+    name_map: Annotated[str, Option("NAMES")] = ""
     """For your own loop: FILE.json with {name in your model: name in SOURCE}, or module:function."""
     json: bool = False
     """Print JSON."""
@@ -89,13 +88,13 @@ class ImportWeights:
 def _refuse_folder_of_a_run(out: Path) -> None:
     """Raise ConfigError if `out` would be the first step of a run that has later ones.
 
-    It would not begin from it; but if all later ones are damaged, it would, and with weights that are not its own.
+    It would not start from it; but if all later ones are damaged, it would, and with weights that are not its own.
     """
     if layout.parse_step(out.name) is None or not out.parent.is_dir():
         return
     if steps := [info.step for info in CheckpointStore(out.parent).committed()]:
         raise ConfigError(
-            f"{out}: {out.parent} has step {steps[-1]} of a run, which would not begin from the imported weights: name "
+            f"{out}: {out.parent} has step {steps[-1]} of a run, which would not start from the imported weights: name "
             "OUT in another folder"
         )
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
-
 from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, WrittenBy, open_checkpoint
 from torchtitan_lite.checkpoint.examining.summary import (
     Row,
@@ -29,7 +27,9 @@ from torchtitan_lite.cli.key_cell import KeyCell
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.target import resolve
 from torchtitan_lite.cli.words import age, number, size
+from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.config.job_config import JobConfig
+from torchtitan_lite.config.removed_keys import flat, in_keys_of_today
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted
 from torchtitan_lite.store import layout
@@ -54,9 +54,9 @@ _KINDS = {CheckpointKind.FULL: "full", CheckpointKind.WEIGHTS_ONLY: "weights-onl
 class Inspect:
     """Show what a checkpoint is and what is in it: origin, configuration, tensors, files."""
 
-    step: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="STEP")]
+    step: Annotated[str, Positional("STEP")]
     """The folder of a checkpoint, FOLDER:10 for a step in a folder of checkpoints, or FOLDER for its latest."""
-    tensors: Annotated[str, tyro.conf.arg(metavar="GLOB")] = ""
+    tensors: Annotated[str, Option("GLOB")] = ""
     """Show every tensor whose key matches, such as 'model.*'; a * matches dots, too."""
     ranks: bool = False
     """Show how many bytes each rank's file has of each part."""
@@ -219,12 +219,11 @@ class _View:
 
 def changed_settings(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the settings in `config` that are not at their defaults, by "section.key"."""
-    defaults = json.loads(json.dumps(JobConfig().to_dict()))
+    defaults = flat(json.loads(json.dumps(JobConfig().to_dict())))
     return {
-        f"{section}.{key}": value if isinstance(value, str) else json.dumps(value)
-        for section, keys in config.items()
-        for key, value in keys.items()
-        if section not in defaults or key not in defaults[section] or defaults[section][key] != value
+        key: value if isinstance(value, str) else json.dumps(value)
+        for key, value in in_keys_of_today(flat(config)).items()
+        if key not in defaults or defaults[key] != value
     }
 
 

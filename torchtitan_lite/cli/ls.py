@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import tyro
-
 from torchtitan_lite.checkpoint.examining.inventory import USABLE, ListedCheckpoint, inventory
 from torchtitan_lite.checkpoint.examining.opened import WrittenBy
 from torchtitan_lite.checkpoint.examining.retention_outlook import keep_keys, outlook
@@ -17,6 +15,7 @@ from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.target import folder_of_checkpoints, names_step, none_in
 from torchtitan_lite.cli.words import age, size
+from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.disk.plain_file import read_plain
 from torchtitan_lite.errors import CheckpointUnsafe, ConfigError, PinsUnreadable
 from torchtitan_lite.log import counted
@@ -43,9 +42,9 @@ _LOCK_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Ls:
-    """List the checkpoints in a folder, and what else is there."""
+    """List the checkpoints in a folder, and its other contents."""
 
-    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+    folder: Annotated[str, Positional("FOLDER")]
     """A folder of checkpoints, or the dump folder of a run."""
     json: bool = False
     """Print JSON."""
@@ -229,7 +228,7 @@ def _by_run(entries: Sequence[ListedCheckpoint]) -> list[tuple[str, list[ListedC
 
 def _title(entry: ListedCheckpoint) -> str:
     if entry.lineage is None and entry.origin is WrittenBy.OURS:
-        return "Under names that no job looks for"
+        return "Copies under other names"
     if entry.lineage is None:
         return (
             "Without a manifest: saved by torchtitan" if entry.origin is WrittenBy.TORCHTITAN else "Without a manifest"

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
-
 from torchtitan_lite.checkpoint.images.card import Card
 from torchtitan_lite.checkpoint.staging.mark import UnusableMark, read_mark
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.target import folder_of_checkpoints, local, names_step
 from torchtitan_lite.cli.words import age, size
+from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.distributed.environment import runtime_folder
 from torchtitan_lite.errors import CheckpointNotFound, ConfigError, FolderInUse
 from torchtitan_lite.keeper.client import HeldMemory, Keeper, KeeperDescription
@@ -39,13 +38,13 @@ _BLOCK_BYTES = 512
 class Memory:
     """List the checkpoints that this host keeps in memory for a folder, or free them.
 
-    They are there so that a job that was killed resumes from its last steps.
+    A job that was killed resumes from them.
     """
 
-    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+    folder: Annotated[str, Positional("FOLDER")]
     """A folder of checkpoints, or the dump folder of a run. It may have been deleted."""
     end: bool = False
-    """Free them, and end the process that keeps them. Refused while a job uses them."""
+    """Free them, and end the process that holds them; refused while a job uses them."""
     json: bool = False
     """Print JSON."""
 

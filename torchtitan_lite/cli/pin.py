@@ -1,6 +1,6 @@
 """`pin` and `unpin`: keep one checkpoint from removal, also while a job trains and removes others.
 
-They need no lease: the file of pins is replaced as a whole, under a lock that a job takes, too, right before it
+They need no lease: the file of pins is replaced in one rename, under a lock that a job takes, too, right before it
 removes something. So once `pin` has ended the step is there and stays.
 """
 
@@ -10,23 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
-
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.target import resolve
+from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.errors import CheckpointError, CheckpointNotFound
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.listing import is_unmanaged
 from torchtitan_lite.store.pins import Pins
 from torchtitan_lite.store.store import CheckpointStore
 
-Step = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="STEP")]
+Step = Annotated[str, Positional("STEP")]
 
 
 @dataclass(frozen=True)
 class Pin:
-    """Keep a checkpoint from removal, also while a job trains there."""
+    """Pin a checkpoint, so that no rule removes it (safe while a job is running)."""
 
     step: Step
     """FOLDER:10, the folder of a checkpoint, or FOLDER for its latest one."""
@@ -36,7 +35,7 @@ class Pin:
     def run(self, screen: Screen) -> ExitCode:
         root, step = _place(self.step)
         store, pins = CheckpointStore(root), Pins(root)
-        _refuse_foreign(store, step)
+        _refuse_without_manifest(store, step)
         with pins.changing() as pinned:
             store.get(step)
             was_pinned = step in pinned
@@ -55,7 +54,7 @@ class Pin:
 
 @dataclass(frozen=True)
 class Unpin:
-    """Let the rules remove a checkpoint again, also while a job trains there."""
+    """Unpin a checkpoint (safe while a job is running)."""
 
     step: Step
     """FOLDER:10, the folder of a checkpoint, or FOLDER for its latest one. It may be gone already."""
@@ -86,7 +85,7 @@ def _place(spelling: str) -> tuple[Path, int]:
     return target.root, target.step
 
 
-def _refuse_foreign(store: CheckpointStore, step: int) -> None:
+def _refuse_without_manifest(store: CheckpointStore, step: int) -> None:
     folder = store.root / layout.step_dir(step)
     if is_unmanaged(folder):
         raise CheckpointError(f"{folder} has no manifest, so no rule removes it and it needs no pin")

@@ -6,13 +6,12 @@ The decision is that of a training job, by the same function; with --dry-run it 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-import tyro
+from typing import TYPE_CHECKING, Annotated, Any
 
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.writing import folder_to_write, holding, recover, refuse_without_checkpoints
+from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.config.checks import at_least, not_negative
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import ConfigError
@@ -34,21 +33,19 @@ class Prune:
     The latest one, pinned ones and exported weights always stay.
     """
 
-    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+    folder: Annotated[str, Positional("FOLDER")]
     """A folder of checkpoints, or the dump folder of a run."""
-    keep_latest: Annotated[int, tyro.conf.arg(metavar="K")] = 0
+    keep_latest: Annotated[int, Option("K")] = 0
     """Keep the latest K full checkpoints."""
-    keep_every: Annotated[int, tyro.conf.arg(metavar="N")] = 0
+    keep_every_n_steps: Annotated[int, Option("N")] = 0
     """Keep those whose step is a multiple of N."""
-    keep_best: Annotated[int, tyro.conf.arg(metavar="K")] = 0
+    keep_best: Annotated[int, Option("K")] = 0
     """Keep the K with the best value of --metric."""
-    metric: Annotated[str, tyro.conf.arg(metavar="NAME")] = "loss"
-    """The metric for --keep-best, as the run recorded it."""
-    mode: Literal["min", "max"] = "min"
-    """Whether its lowest or its highest values are the best."""
-    ttl_hours: Annotated[float, tyro.conf.arg(metavar="HOURS")] = 0.0
+    metric: Annotated[str, Option("NAME")] = "loss"
+    """The metric for --keep-best, as the run recorded it: its lowest values are the best; with max:NAME its highest."""
+    keep_for_hours: Annotated[float, Option("HOURS")] = 0.0
     """Keep those that were saved at most this many hours ago."""
-    min_free_disk_gb: Annotated[float, tyro.conf.arg(metavar="GB")] = 0.0
+    min_free_disk_gb: Annotated[float, Option("GB")] = 0.0
     """While the disk has less free, in 10^9 bytes, remove the oldest that only --keep-latest, or no rule, keeps."""
     dry_run: bool = False
     """Print what would be removed, and by which rule the others stay; change nothing."""
@@ -77,32 +74,33 @@ class Prune:
         """Return the rules as the keys of a run's configuration. Raise ConfigError for wrong values, and for none."""
         for flag, number in (
             ("--keep-latest", self.keep_latest),
-            ("--keep-every", self.keep_every),
+            ("--keep-every-n-steps", self.keep_every_n_steps),
             ("--keep-best", self.keep_best),
         ):
             at_least(flag, number, 0)
-        not_negative("--ttl-hours", self.ttl_hours)
+        not_negative("--keep-for-hours", self.keep_for_hours)
         not_negative("--min-free-disk-gb", self.min_free_disk_gb)
-        if not self.metric:
+        if self.metric in ("", "min:", "max:"):
             raise ConfigError("--metric: expected the name of a metric, found an empty string.")
-        if not any((self.keep_latest, self.keep_every, self.keep_best, self.ttl_hours, self.min_free_disk_gb)):
+        rules = (self.keep_latest, self.keep_every_n_steps, self.keep_best, self.keep_for_hours, self.min_free_disk_gb)
+        if not any(rules):
             raise ConfigError(
-                "no rule is given, so every checkpoint would stay: set --keep-latest, --keep-every, --keep-best, "
-                "--ttl-hours or --min-free-disk-gb"
+                "no rule is given, so every checkpoint would stay: set --keep-latest, --keep-every-n-steps, "
+                "--keep-best, --keep-for-hours or --min-free-disk-gb"
             )
         return Checkpoint(
             keep_latest_k=self.keep_latest,
-            keep_every_n_steps=self.keep_every,
+            keep_every_n_steps=self.keep_every_n_steps,
             keep_best_k=self.keep_best,
             keep_best_metric=self.metric,
-            keep_best_mode=self.mode,
-            keep_for_hours=self.ttl_hours,
+            keep_for_hours=self.keep_for_hours,
             min_free_disk_gb=self.min_free_disk_gb,
         )
 
     def _show(self, verdicts: list[Verdict], store: CheckpointStore, screen: Screen) -> None:
-        if self.keep_best and not any(self.metric in verdict.info.metrics for verdict in verdicts):
-            screen.note(f"note: no checkpoint records the metric {self.metric!r}, so none is the best")
+        name, _ = self._config().best_metric
+        if self.keep_best and not any(name in verdict.info.metrics for verdict in verdicts):
+            screen.note(f"note: no checkpoint records the metric {name!r}, so none is the best")
         skipped = {step: error.finding for step, error in store.damaged().items()}
         for step, reason in skipped.items():
             screen.note(f"note: step {step} is neither counted nor removed: {reason}")
@@ -140,10 +138,10 @@ class Prune:
             return "could not be removed"
         words = {
             retention.LATEST_K: f"latest {self.keep_latest}",
-            retention.EVERY_N: f"every {self.keep_every}",
+            retention.EVERY_N: f"every {self.keep_every_n_steps}",
             retention.BEST_K: f"best {self.keep_best} by {self.metric}",
-            retention.FOR_HOURS: f"not older than {self.ttl_hours:g} h",
-            retention.NO_RULE: f"no {self.metric} to compare" if self.keep_best else "no rule",
+            retention.FOR_HOURS: f"not older than {self.keep_for_hours:g} h",
+            retention.NO_RULE: f"no {self._config().best_metric[0]} to compare" if self.keep_best else "no rule",
             retention.PINNED: "pinned",
             retention.LATEST: "the latest",
             retention.WITHOUT_NAN: "the latest without NaN",

@@ -1,4 +1,4 @@
-"""`report`: one HTML page about a run, or about two beside each other."""
+"""`report`: one HTML page about a run, or about two side by side."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import tyro
-
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.target import local
 from torchtitan_lite.cli.words import size
+from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.disk import durable
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted
@@ -27,29 +26,29 @@ if TYPE_CHECKING:
 class Report:
     """Write one HTML page about a run: loss, time, checkpoints, configuration.
 
-    With OTHER, a second run is beside it. The run may be under way; nothing of it
-    is changed. The page needs no network and has no script in it.
+    The run may be under way; nothing of it is changed. The page needs no network
+    and has no script in it.
     """
 
-    run_folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(name="dump_folder", metavar="DUMP_FOLDER")]
+    run_folder: Annotated[str, Positional("DUMP_FOLDER")]
     """The dump folder of the run."""
-    other: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[OTHER]")] = ""
-    """The dump folder of a second run."""
-    out: Annotated[str, tyro.conf.arg(metavar="FILE.html")] = "report.html"
+    out: Annotated[str, Positional("OUT.html")] = "report.html"
     """The file to write; a page that is there is replaced."""
+    compare_with: Annotated[str, Option("DUMP_FOLDER")] = ""
+    """The dump folder of a second run, to show side by side."""
     png: bool = False
-    """Also write FILE.light.png and FILE.dark.png, with chromium."""
+    """Also write OUT.light.png and OUT.dark.png, with chromium."""
     json: bool = False
     """Print JSON."""
 
     def run(self, screen: Screen) -> ExitCode:
         out = Path(self.out)
         if out.suffix not in (".html", ".htm"):
-            raise ConfigError(f"--out {self.out}: expected a name that ends in .html")
+            raise ConfigError(f"OUT {self.out}: expected a name that ends in .html; --compare-with names a second run")
         if not out.absolute().parent.is_dir():
-            raise ConfigError(f"--out {self.out}: there is no folder {out.parent}")
+            raise ConfigError(f"OUT {self.out}: there is no folder {out.parent}")
         browser = find_browser() if self.png else ""
-        runs = [read_run(str(local(folder))) for folder in (self.run_folder, self.other) if folder]
+        runs = [read_run(str(local(folder))) for folder in (self.run_folder, self.compare_with) if folder]
         text = render(runs)
         page = text.encode()
         durable.write_atomically(out, page)

@@ -5,27 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-import tyro
-
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.new_place import refuse_place
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.target import local, resolve
+from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted, readable_bytes
 
 
 @dataclass(frozen=True)
 class Reshard:
-    """Write the same checkpoint in another number of files, of equal size.
+    """Rewrite a checkpoint with another number of files, of equal size.
 
-    No load needs this: any number of ranks reads any number of files. OUT appears when it is whole and was read back.
+    No load needs this: any number of ranks reads any number of files. Writes OUT only after verifying it.
     """
 
-    step: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="STEP")]
+    step: Annotated[str, Positional("STEP")]
     """A checkpoint: its folder, FOLDER:10, or FOLDER for the latest."""
-    out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-    """The folder to make; named step-N where a job shall find it."""
+    out: Annotated[str, Positional("OUT")]
+    """Output folder (name it step-N if a job must find it)."""
     files: int
     """The number of files with tensors."""
     json: bool = False

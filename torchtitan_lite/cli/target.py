@@ -49,7 +49,7 @@ def resolve(spelling: str) -> Target:
         raise CheckpointNotFound(str(path), None, finding="it is not a folder")
     finding = "it does not exist"
     if colon and Path(folder).is_dir():
-        finding += f", and {number!r} is no step: expected a number, or {LATEST!r}"
+        finding += f", and {number!r} is not a step: expected a number, or {LATEST!r}"
     raise CheckpointNotFound(str(path), None, finding=finding)
 
 

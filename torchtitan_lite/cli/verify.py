@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
-
 from torchtitan_lite.cli.exit_codes import ExitCode, sentence_of
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.target import folder_of_checkpoints, local, none_in, resolve
+from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.errors import (
     CheckpointNotFound,
     CheckpointUnreadable,
@@ -48,12 +47,12 @@ class Verify:
     every tensor. Exits with 3 if anything is damaged.
     """
 
-    target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="STEP|FOLDER")]
+    target: Annotated[str, Positional("STEP|FOLDER")]
     """A checkpoint, or a folder of checkpoints: each of them."""
     sizes: bool = False
-    """Do not read the files: finds in milliseconds what is missing or cut."""
+    """Compare names and sizes only, in milliseconds: finds missing and truncated files."""
     full: bool = False
-    """Read every byte, as without it; for scripts of earlier versions."""
+    """Read every byte: the default, kept for scripts of earlier versions."""
     json: bool = False
     """Print JSON."""
 
@@ -273,7 +272,7 @@ def _summary(results: Sequence[_Result], full: bool, seconds: float) -> list[str
     num_damaged = sum(result.status == DAMAGED for result in verified)
     what = counted(len(verified), "checkpoint")
     if not full:
-        end = f"{num_damaged} damaged" if num_damaged else "nothing is missing or cut"
+        end = f"{num_damaged} damaged" if num_damaged else "nothing is missing or truncated"
         lines = [f"{what}, sizes only: {end}. No byte was read."]
     else:
         end = f"{num_damaged} damaged" if num_damaged else "nothing is damaged"

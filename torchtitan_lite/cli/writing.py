@@ -38,11 +38,12 @@ def refuse_without_checkpoints(store: CheckpointStore) -> None:
     """Raise CheckpointNotFound if there is none in the folder that this package manages."""
     if store.committed() or store.damaged() or store.unreadable():
         return
-    foreign = [folder.name for folder in store.unmanaged()]
+    unmanaged = [folder.name for folder in store.unmanaged()]
     finding = "there is no complete checkpoint in it"
-    if foreign:
-        has = "has" if len(foreign) == 1 else "have"
-        finding = f"{', '.join(foreign[:3])}{' ...' * (len(foreign) > 3)} {has} no manifest, and nothing removes them"
+    if unmanaged:
+        has = "has" if len(unmanaged) == 1 else "have"
+        names = f"{', '.join(unmanaged[:3])}{' ...' * (len(unmanaged) > 3)}"
+        finding = f"{names} {has} no manifest, so no rule removes them"
     raise CheckpointNotFound(str(store.root), None, finding=finding)
 
 

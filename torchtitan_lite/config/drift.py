@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_lite.config.job_config import JobConfig
+from torchtitan_lite.config.removed_keys import flat, in_keys_of_today
 
 
 class Rule(enum.Enum):
@@ -108,8 +109,8 @@ def rule_of(key: str) -> Rule:
 
 def compare(stored: Mapping[str, Mapping[str, Any]], config: JobConfig) -> list[Change]:
     """Return the keys that differ between `stored`, the configuration in a checkpoint, and `config`, in its order."""
-    defaults = _flat(JobConfig().to_dict())
-    before, now = {**defaults, **_flat(stored)}, _flat(config.to_dict())
+    defaults = flat(JobConfig().to_dict())
+    before, now = {**defaults, **in_keys_of_today(flat(stored))}, flat(config.to_dict())
     excluded = config.checkpoint.exclude_from_loading
     changes = [_change(key, before[key], now[key], excluded) for key in now if _plain(before[key]) != _plain(now[key])]
     return [change for change in changes if change.rule is not Rule.IGNORED]
@@ -122,10 +123,6 @@ def _change(key: str, before: Any, now: Any, excluded: tuple[str, ...]) -> Chang
     if rule is Rule.REFUSED and ALLOWED_BY_EXCLUSION.get(key) in excluded:
         return Change(key, before, now, Rule.WARNED, f"{ALLOWED_BY_EXCLUSION[key]} is not loaded")
     return Change(key, before, now, rule, REFUSED.get(key) or WARNED.get(key) or "")
-
-
-def _flat(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
 
 
 def _plain(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """The configuration of a job, as plain values.
 
 Each section is one frozen dataclass and each key has one doc string; `--help`, docs/config.md and the validation are
-made from them. Nothing here reads a file or the environment, or imports torch. A `build_*` function beside each object
+made from them. Nothing here reads a file or the environment, or imports torch. A `build_*` function next to each object
 turns values into that object. A `JobConfig` that exists is consistent in itself; what depends on the machine (ranks,
 devices, folders) is checked where it is known.
 """

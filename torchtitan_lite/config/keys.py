@@ -15,6 +15,7 @@ from typing import get_type_hints
 from torchtitan_lite.config.aliases import ALIASES, FORMER_SECTIONS_OF_PARALLELISM
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.config.kinds import ValueKind
+from torchtitan_lite.config.removed_keys import REMOVED
 from torchtitan_lite.config.unsupported import CONVERSION, SECTIONS_OF_CONVERSION, UNSUPPORTED
 from torchtitan_lite.errors import ConfigError
 
@@ -56,7 +57,10 @@ def meaning_of(name: str) -> Meaning | None:
 
 
 def unknown_key(name: str, where: str) -> ConfigError:
-    """Return the error for an unknown name, with the nearest key."""
+    """Return the error for an unknown name, with the nearest key; for a removed one, with its replacement."""
+    removed = next((key for key in (name, name.replace(".no_", ".", 1)) if key in REMOVED), None)
+    if removed is not None:
+        return ConfigError(f"{where} is not a key any more. {REMOVED[removed]}.")
     if name.partition(".")[0] in SECTIONS_OF_CONVERSION:
         return ConfigError(f"{where}: {CONVERSION} is not supported. Leave it out.")
     nearest = nearest_key(name)

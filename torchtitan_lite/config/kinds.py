@@ -1,8 +1,8 @@
 """The kind of value that a key takes, in a TOML file and on the command line.
 
 A `ValueKind` comes from a field's annotation. A TOML value has a type of its own, which must fit: a string is not a
-number, and a number is not a switch. On the command line every value is text. Both become the text that tyro parses,
-so there is one way from text to value.
+number, and a number is not a switch. On the command line every value is text. Both become text, so there is one way
+from text to value.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ValueKind:
     def describe(self) -> str:
         """Return what is expected, in the words of an error."""
         if self.choices:
-            return f"one of {', '.join(self.choices)}"
+            return f"one of {', '.join(filter(None, self.choices))}"
         return "a list of whole numbers" if self.element is int else _EXPECTED[self.base]
 
     def text_of(self, value: object, where: str) -> str:
@@ -88,7 +88,7 @@ class ValueKind:
         return words[0]
 
     def checked(self, text: str, key: str, where: str) -> str:
-        """Return the text as tyro takes it, choices in their exact spelling. Raise ConfigError if it does not fit."""
+        """Return the text, choices in their exact spelling. Raise ConfigError if it does not fit."""
         if self.choices:
             return self._choice(text, key, where)
         texts = split(text) if self.element is int else ()
@@ -97,6 +97,25 @@ class ValueKind:
         if not (self.optional and text == "None") and not _is(self.base, text):
             raise ConfigError(f"{where}: expected {self.describe()}, found {text!r}.")
         return text.lower() if self.base is bool else text
+
+    def fits(self, text: str) -> bool:
+        """Return whether `text` is one of the choices, or of the kind."""
+        return text in self.choices if self.choices else _is(self.base, text)
+
+    def value(self, text: str) -> Any:
+        """Return the value of a checked text."""
+        if self.optional and text == "None":
+            return None
+        if self.base is tuple:
+            return tuple(map(self.element, split(text)))
+        return text == "true" if self.base is bool else self.base(text)
+
+    @property
+    def metavar(self) -> str:
+        """What a help calls a value of the kind."""
+        named = f"{{{','.join(self.choices)}}}" if self.choices else self.base.__name__.upper()
+        named = {int: "1,2,...", str: "A,B,..."}[self.element] if self.base is tuple else named
+        return f"{named}|None" if self.optional else named
 
     def _choice(self, text: str, key: str, where: str) -> str:
         spellings = {choice.lower(): choice for choice in self.choices}

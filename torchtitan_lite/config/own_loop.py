@@ -9,7 +9,8 @@ from typing import Any
 
 from torchtitan_lite.config.folders import refuse_address
 from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig
-from torchtitan_lite.config.keys import KEYS, meaning_of, nearest_key
+from torchtitan_lite.config.keys import KEYS, meaning_of, nearest_key, unknown_key
+from torchtitan_lite.config.removed_keys import REMOVED
 from torchtitan_lite.errors import ConfigError
 
 _SECTION = "checkpoint"
@@ -24,10 +25,7 @@ _REPLACED_BY = {
         *("interval", "interval_type", "or_every_seconds", "at_steps", "enable_first_step_checkpoint"),
         *("mtbf_hours", "max_lost_seconds", "max_overhead", "continuous_floor_seconds"),
     ),
-    "retention": (
-        *("keep_latest_k", "keep_every_n_steps", "keep_best_k", "keep_best_metric", "keep_best_mode"),
-        "keep_for_hours",
-    ),
+    "retention": ("keep_latest_k", "keep_every_n_steps", "keep_best_k", "keep_best_metric", "keep_for_hours"),
 }
 """The keys whose question an argument answers."""
 
@@ -46,7 +44,7 @@ def loop_config(folder: str | os.PathLike[str], settings: Mapping[str, Any]) -> 
     """Return the configuration that saves into `folder`, with `settings` as keys of [checkpoint].
 
     Checkpoints are enabled unless `settings` say otherwise. torchtitan's other names of keys are accepted, and an
-    `export_folder` lies beside `folder`. Raises ConfigError for an unknown key, naming the
+    `export_folder` lies next to `folder`. Raises ConfigError for an unknown key, naming the
     nearest one, and for a wrong value.
     """
     if not isinstance(folder, str | os.PathLike) or not os.fspath(folder) or not Path(folder).name:
@@ -75,6 +73,8 @@ def _key(name: str) -> str:
     meaning = meaning_of(f"{_SECTION}.{name}")
     if meaning is not None and meaning.key in KEYS and not meaning.values:
         return meaning.key.partition(".")[2]
+    if f"{_SECTION}.{name}" in REMOVED:
+        raise unknown_key(f"{_SECTION}.{name}", name)
     nearest = nearest_key(f"{_SECTION}.{name}")
     fix = f"The nearest is {nearest.partition('.')[2]}" if nearest and nearest.startswith(f"{_SECTION}.") else ""
     raise ConfigError(f"{name} is not a key of [checkpoint]. {fix or 'None is near'}; docs/config.md lists all.")

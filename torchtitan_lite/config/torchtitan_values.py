@@ -39,7 +39,7 @@ def check_family(model: Setting | None) -> None:
     """Raise ConfigError if a model of another family is named."""
     if model is not None and model.text.lower() not in FAMILIES:
         raise ConfigError(
-            f"{model.where} = {model.text}: train.py trains the family llama3 alone. Train another model in a loop of "
+            f"{model.where} = {model.text}: train.py trains only the family llama3. Train another model in a loop of "
             "your own, with the same checkpoints: docs/own_loop.md."
         )
 

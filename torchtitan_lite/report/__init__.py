@@ -2,5 +2,5 @@
 
 The files that a run leaves in its dump folder are read and never changed, also while the run writes them. Everything
 between reading and the page is a function of plain values, and no module here imports torch. The figures in the page
-are those of the files: `<data value>` has them in full beside the rounded text.
+are those of the files: `<data value>` has them in full next to the rounded text.
 """

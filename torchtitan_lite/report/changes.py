@@ -15,6 +15,7 @@ from typing import Any
 
 from torchtitan_lite.checkpoint.examining.inventory import ListedCheckpoint
 from torchtitan_lite.config.drift import Rule, rule_of
+from torchtitan_lite.config.removed_keys import in_keys_of_today
 from torchtitan_lite.report.lines import number
 from torchtitan_lite.report.starts import ReportedStart
 
@@ -43,15 +44,15 @@ class KeyChange:
 
 
 def flat(config: object) -> dict[str, Any]:
-    """Return the values of a configuration by `section.key`, the secrets hidden; none for what is no configuration."""
+    """Return the values of a configuration by `section.key` of today, secrets hidden; none of what is not one."""
     if not isinstance(config, dict):
         return {}
     values: dict[str, Any] = {}
     for section, keys in config.items():
         for key, value in keys.items() if isinstance(keys, dict) else [("", keys)]:
-            name = f"{section}.{key}" if key else str(section)
-            values[name] = HIDDEN if _SECRET_KEY.search(name) and value else value
-    return values
+            values[f"{section}.{key}" if key else str(section)] = value
+    hidden = {key for key, value in values.items() if _SECRET_KEY.search(key) and value}
+    return in_keys_of_today({key: HIDDEN if key in hidden else value for key, value in values.items()})
 
 
 def shown(value: Any) -> str:

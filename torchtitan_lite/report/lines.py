@@ -1,6 +1,6 @@
 """The JSON Lines files of a run, read as a stream.
 
-A line that is no JSON object, such as the torn last one of a run under way, is skipped. Of metrics.jsonl only the
+A line that is not a JSON object, such as the torn last one of a run under way, is skipped. Of metrics.jsonl only the
 columns that the report draws are kept, so a million steps fit in 50 MB of memory.
 """
 

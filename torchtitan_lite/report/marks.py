@@ -218,7 +218,7 @@ def _shard_rows(shards: ShardMap) -> Figure:
 
 
 def _shard_grid(shards: ShardMap) -> Figure:
-    """Draw a cell for each rank, or for as many beside each other as fit: the more bytes, the darker."""
+    """Draw a cell for each rank, or for as many next to each other as fit: the more bytes, the darker."""
     totals = list(shards.totals.items())
     size = math.ceil(len(totals) / MAX_CELLS)
     groups = [totals[begin : begin + size] for begin in range(0, len(totals), size)]

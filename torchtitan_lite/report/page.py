@@ -32,7 +32,7 @@ MAX_START_ROWS = 100
 
 
 def render(runs: Sequence[Run]) -> str:
-    """Return the page of one run, or of two beside each other. Raises ExtraMissing without jinja2."""
+    """Return the page of one run, or of two side by side. Raises ExtraMissing without jinja2."""
     try:
         import jinja2
     except ImportError as error:

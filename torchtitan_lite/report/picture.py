@@ -25,14 +25,14 @@ def find_browser() -> str:
     found = next(filter(None, map(shutil.which, BROWSERS)), None)
     if found is None:
         raise ConfigError(
-            f"--png needs a browser, and there is none of {', '.join(BROWSERS)}: install one, on Debian with "
+            f"--png needs a browser, and found none of {', '.join(BROWSERS)}: install one, on Debian with "
             "apt-get install chromium, or leave --png out"
         )
     return found
 
 
 def pictures(page: str, browser: str, *, width: int = WIDTH) -> dict[str, bytes]:
-    """Return a PNG of the whole `page` in each colour scheme, so many pixels wide."""
+    """Return a PNG of the complete `page` in each colour scheme, `width` pixels wide."""
     with tempfile.TemporaryDirectory(prefix="report-") as name:
         folder = Path(name)
         measured = folder / "measured.html"

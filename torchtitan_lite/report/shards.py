@@ -55,7 +55,7 @@ def shard_map(step: int, sizes: Mapping[str, int], by_file: Mapping[str, Mapping
         found = ranks.setdefault(rank, Counter())
         parts = {part: nbytes for part, nbytes in by_file.get(name, {}).items() if part in named}
         found.update(parts)
-        # What is beside the tensors, headers and padding for the most part.
+        # What is next to the tensors, headers and padding for the most part.
         found[OTHER] += max(0, size - sum(parts.values()))
     if not ranks:
         return None

@@ -20,7 +20,7 @@ _BADGE_SHARE = 0.055
 
 @dataclass(frozen=True)
 class Figure:
-    """A drawing, and what the page writes beside it."""
+    """A drawing, and what the page writes next to it."""
 
     svg: str
     height: int

@@ -138,7 +138,7 @@ def build_retention(config: Checkpoint) -> RetentionPolicy:
     if config.keep_every_n_steps:
         rules.append(KeepEvery(config.keep_every_n_steps))
     if config.keep_best_k:
-        rules.append(KeepBest(config.keep_best_k, config.keep_best_metric, config.keep_best_mode == "max"))
+        rules.append(KeepBest(config.keep_best_k, *config.best_metric))
     if config.keep_for_hours:
         rules.append(KeepFor(config.keep_for_hours))
     if not rules:

@@ -115,7 +115,9 @@ class GoldenRun:
         self.train_state, self.plain = TrainState(), Plain(version, filled=filled)
         if filled:
             self._go_to_step(mesh)
-        options: dict[str, Any] = {"enable_checkpoint": True, "preemption_signals": (), "tensor_digests": True}
+        has_list = hasattr(Checkpoint, "digest_tensors")  # Older versions have a switch.
+        digests: dict[str, Any] = {"digest_tensors": ("save",)} if has_list else {"tensor_digests": True}
+        options: dict[str, Any] = {"enable_checkpoint": True, "preemption_signals": (), **digests}
         self.config = JobConfig(job=Job(dump_folder=str(folder)), checkpoint=Checkpoint(**options | checkpoint))
         self.manager = CheckpointManager(
             None,

@@ -76,8 +76,8 @@ def test_an_optimizer_and_a_model_that_raise_during_a_load(rank: int, tmp_path: 
 
 
 @on_two_ranks
-def test_a_model_that_raises_during_verify_resume(rank: int, tmp_path: Path) -> None:
-    run = saved(tmp_path, tensor_digests=True, verify_resume=True)
+def test_a_model_that_raises_while_it_is_digested_after_a_load(rank: int, tmp_path: Path) -> None:
+    run = saved(tmp_path, digest_tensors=("save", "load"))
     is_loaded: list[bool] = []
 
     def note(*_: Any) -> None:

@@ -20,7 +20,7 @@ def run_on(mesh: DeviceMesh, folder: Path) -> tuple[nn.Linear, CheckpointManager
     torch.manual_seed(0)
     model = nn.Linear(3, 5)
     fully_shard(model, mesh=mesh)
-    config = job_config(folder, tensor_digests=True, verify_resume=True)
+    config = job_config(folder, digest_tensors=("save", "load"))
     return model, CheckpointManager(None, model, None, None, {}, config)
 
 

@@ -1,4 +1,4 @@
-"""With `debug_staging` a change of any byte of a tensor while it is staged fails the save; else nothing is compared."""
+"""With "staging" in `digest_tensors` a changed byte of a tensor that is being staged fails the save; else none does."""
 
 from __future__ import annotations
 
@@ -61,6 +61,6 @@ def test_at_most_five_of_the_changed_tensors_are_named(stager: Stager, count: in
 
 def test_tensors_are_compared_if_the_configuration_says_so(stager: Stager) -> None:
     compare(stager, build_staging_watch(Checkpoint()), [torch.zeros(1)], {0: 0})
-    compare(stager, build_staging_watch(Checkpoint(debug_staging=True)), [torch.zeros(1), torch.zeros(0)], {})
+    compare(stager, build_staging_watch(Checkpoint(digest_tensors=("staging",))), [torch.zeros(1), torch.zeros(0)], {})
     with pytest.raises(RuntimeError, match="t0 changed"):
-        compare(stager, build_staging_watch(Checkpoint(debug_staging=True)), [torch.zeros(1)], {0: 0})
+        compare(stager, build_staging_watch(Checkpoint(digest_tensors=("staging",))), [torch.zeros(1)], {0: 0})

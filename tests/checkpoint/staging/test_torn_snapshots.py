@@ -1,4 +1,4 @@
-"""No checkpoint mixes two moments: optimizers wait, and `debug_staging` finds every other change."""
+"""No checkpoint mixes two moments: optimizers wait, and digests taken before staging find every other change."""
 
 from __future__ import annotations
 
@@ -98,6 +98,6 @@ def test_a_tensor_that_changed_while_it_was_staged_is_named_and_not_committed(tm
 
 @pytest.mark.parametrize("async_mode", ["async", "async_with_pinned_mem"])
 def test_a_run_that_changes_nothing_while_staging_saves_with_the_watch_on(start_run: StartRun, async_mode: str) -> None:
-    run = start_run(interval=2, async_mode=async_mode, debug_staging=True)
+    run = start_run(interval=2, async_mode=async_mode, digest_tensors=("staging",))
     run.train(6)
     assert run.committed() == [2, 4, 6]

@@ -80,7 +80,7 @@ def test_a_job_keeps_its_best_and_every_fourth_step(tmp_path: Path) -> None:
     job = jobs.run(
         tmp_path / "outputs",
         *("--training.steps=6", "--checkpoint.interval=1", "--checkpoint.keep_every_n_steps=4"),
-        *("--checkpoint.keep_best_k=1", "--checkpoint.keep_best_metric=grad_norm", "--checkpoint.keep_best_mode=max"),
+        *("--checkpoint.keep_best_k=1", "--checkpoint.keep_best_metric=max:grad_norm"),
     )
     logged = {line["step"]: line for line in read_lines(job.dump_folder / "metrics.jsonl")}
     best = max(logged, key=lambda step: logged[step]["grad_norm"])

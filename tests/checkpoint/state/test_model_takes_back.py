@@ -63,7 +63,7 @@ def test_extra_state_comes_back_at_the_size_it_was_saved_with(
     with managed(tmp_path, model, interval=1, async_mode=mode, **lent) as manager:
         manager.save(1)
     again = wrapped(lambda: ScaledLinear(form))
-    with managed(tmp_path, again, verify_resume=True) as manager:
+    with managed(tmp_path, again, digest_tensors=("load",)) as manager:
         assert manager.load()
     assert torch.equal(again["layer"].scales, torch.ones(5))
     assert same(dict(again.state_dict()), dict(model.state_dict()))
@@ -72,9 +72,9 @@ def test_extra_state_comes_back_at_the_size_it_was_saved_with(
 @pytest.mark.parametrize("copies", [True, False])
 def test_a_fused_weight_that_hooks_split_comes_back(tmp_path: Path, copies: bool) -> None:
     model = wrapped(lambda: FusedQkv(copies=copies))
-    step = saved(tmp_path, model, tensor_digests=True)
+    step = saved(tmp_path, model, digest_tensors=("save",))
     again = wrapped(lambda: FusedQkv(copies=copies))
-    with managed(tmp_path, again, verify_resume=True) as manager:
+    with managed(tmp_path, again, digest_tensors=("load",)) as manager:
         assert manager.load()
     assert torch.equal(again["layer"].weight, model["layer"].weight)
     assert again["layer"].loads == 1
@@ -125,7 +125,7 @@ def test_a_hook_that_exchanges_two_tensors_does_not_mix_them(tmp_path: Path) -> 
     assert torch.equal(again.b.weight, model.a.weight)
 
 
-def test_verify_resume_checks_the_model_and_not_the_tensors_that_were_read(tmp_path: Path) -> None:
+def test_the_model_is_compared_with_its_digests_and_not_the_tensors_that_were_read(tmp_path: Path) -> None:
     class Forgetful(nn.Linear):
         def __init__(self) -> None:
             super().__init__(2, 2)
@@ -134,9 +134,9 @@ def test_verify_resume_checks_the_model_and_not_the_tensors_that_were_read(tmp_p
         def _forget(self, *_: Any) -> None:
             nn.init.zeros_(self.weight)
 
-    saved(tmp_path, Forgetful(), tensor_digests=True)
+    saved(tmp_path, Forgetful(), digest_tensors=("save",))
     with (
-        managed(tmp_path, Forgetful(), verify_resume=True) as manager,
+        managed(tmp_path, Forgetful(), digest_tensors=("load",)) as manager,
         pytest.raises(CheckpointMismatch, match="weight"),
     ):
         manager.load()

@@ -56,12 +56,12 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
 
 
 def test_a_run_with_an_observer_continues_as_if_it_had_never_stopped(tmp_path: Path) -> None:
-    model, optimizer, manager = run(tmp_path, tensor_digests=True)
+    model, optimizer, manager = run(tmp_path, digest_tensors=("save",))
     with manager:
         train(model, optimizer, range(1, 4))
         manager.save(3, force=True)
         train(model, optimizer, range(4, 7))
-    again, other, manager = run(tmp_path, verify_resume=True)
+    again, other, manager = run(tmp_path, digest_tensors=("load",))
     with manager:
         assert manager.load()
     assert again[1].lowest.shape == (3,)

@@ -168,7 +168,7 @@ class Restore:
         self._model.keep([fqn for fqn in self._model_state if rules.wants(fqn)])
         # Most tensors were read in place. Extra state, and what hooks made of tensors, only the modules can load.
         self._peers.together(lambda: self._model.put_back(whole))
-        if self._config.checkpoint.verify_resume:
+        if "load" in self._config.checkpoint.digest_tensors:
             self._verify()
         if self._restores_rng:
             self._restore_rng()
@@ -297,8 +297,8 @@ class Restore:
         rules = build_load_rules(self._config.checkpoint)
         if rules.changes_tensors or self._cast:
             logger.warning(
-                "checkpoint.verify_resume verifies nothing: with renames, casts or a lower load_strictness the loaded "
-                "tensors need not equal the saved ones"
+                "checkpoint.digest_tensors: nothing is compared after this load: with renames, casts or a lower "
+                "load_strictness the loaded tensors need not equal the saved ones"
             )
             return
         verify(str(self._source.path), lambda: self._state_to_verify(rules), self._source.tensor_digests, self._peers)

@@ -28,7 +28,7 @@ def verify(path: str, make_state: Callable[[], dict[str, Any]], expected: Mappin
     rank is raised on every rank. **Collective**.
     """
     if not expected:
-        logger.warning("%s has no tensor digests: nothing to verify. Save with --checkpoint.tensor_digests", path)
+        logger.warning("%s has no tensor digests: nothing to verify. Save with --checkpoint.digest_tensors=save", path)
         return
     per_rank = peers.gather_made(lambda: _shares(make_state(), expected))
     found = _add_up([own for own, _ in per_rank])

@@ -1,8 +1,8 @@
 """Detect tensors that change while they are being staged.
 
 The guard holds back optimizers; it cannot hold back other code (a thread that averages weights, a loader
-that returns its live buffer). With `checkpoint.debug_staging` every tensor is digested before its copy
-begins, and the copy when it is complete. A save for which the two differ fails and names the tensors,
+that returns its live buffer). With "staging" in `checkpoint.digest_tensors` every tensor is digested before its
+copy begins, and the copy when it is complete. A save for which the two differ fails and names the tensors,
 instead of becoming a checkpoint that mixes two moments.
 """
 
@@ -53,8 +53,8 @@ DO_NOT_WATCH: StagingWatch = _do_not_watch
 
 
 def build_staging_watch(config: Checkpoint) -> StagingWatch:
-    """Return `watch` if `debug_staging` is on, else `DO_NOT_WATCH`."""
-    return watch if config.debug_staging else DO_NOT_WATCH
+    """Return `watch` if `digest_tensors` asks for it, else `DO_NOT_WATCH`."""
+    return watch if "staging" in config.digest_tensors else DO_NOT_WATCH
 
 
 def _digest(tensor: torch.Tensor) -> int:

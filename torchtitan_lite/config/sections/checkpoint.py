@@ -16,8 +16,18 @@ AsyncMode = Literal["disabled", "async", "async_with_pinned_mem"]
 IntervalType = Literal["steps", "seconds", "auto", "continuous", "none"]
 VerifyOnLoad = Literal["off", "size", "full"]
 WhenBusy = Literal["wait", "skip"]
-BestMode = Literal["min", "max"]
+DigestTime = Literal["save", "load", "staging"]
 Strictness = Literal["error", "warn", "ignore"]
+
+
+_SIDES = ("min", "max")
+
+
+def spelled_metric(name: str, *, highest: bool) -> str:
+    """Return the value of keep_best_metric for the metric `name`, in its shortest spelling."""
+    if highest:
+        return f"max:{name}"
+    return f"min:{name}" if name.partition(":")[0] in _SIDES else name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,10 +124,8 @@ class Checkpoint:
     that metric."""
 
     keep_best_metric: str = "loss"
-    """Name of the metric for keep_best_k, as given to save(metrics=...). The trainer records loss and grad_norm."""
-
-    keep_best_mode: BestMode = "min"
-    """Whether the lowest ("min") or the highest ("max") values of keep_best_metric are the best."""
+    """The metric for keep_best_k, as given to save(metrics=...): its lowest values are the best, or with "max:" before
+    the name ("max:accuracy") the highest. The trainer records loss and grad_norm."""
 
     keep_for_hours: float = 0.0
     """Also keep the checkpoints that were saved at most this many hours ago; 0: off."""
@@ -173,12 +181,11 @@ class Checkpoint:
     dry_run: bool = False
     """Print what a resume would load, change and refuse, then exit: with 0 if it would resume, 1 if not."""
 
-    tensor_digests: bool = False
-    """Write a digest of every tensor into the manifest. It does not depend on the topology."""
-
-    verify_resume: bool = False
-    """After a load, digest every tensor again and compare with the manifest. A difference is an error that names the
-    first such tensor."""
+    digest_tensors: tuple[str, ...] = ()
+    """When every tensor is digested; any of these. "save": into the manifest, the same for every topology. "load":
+    after a load, again, to compare with the manifest; a difference is an error that names the first such tensor.
+    "staging": before the copy of an asynchronous save, to compare the copy; if a tensor changed meanwhile, the save
+    fails and names it. The last one takes as long again as staging."""
 
     enable_first_step_checkpoint: bool = False
     """Also save at step 1, to find out early whether saving works."""
@@ -192,10 +199,6 @@ class Checkpoint:
     when_busy: WhenBusy = "wait"
     """What to do if a save is due and the last one is not durable yet: "wait" for the last one, or "skip" this one. In
     both cases at most one save is in flight, so there is at most one copy in memory."""
-
-    debug_staging: bool = False
-    """Digest every tensor before staging and compare the copy with it. If a tensor changed meanwhile, the save fails
-    and names it. Takes as long again as staging; async modes only."""
 
     lease_timeout_seconds: int = 30
     """Seconds without a sign of life after which the lease of another job on the folder is taken over, if its process
@@ -211,6 +214,12 @@ class Checkpoint:
     preemption_grace_seconds: int = 600
     """Seconds from the signal until a rank that could not leave, because its peers are gone, is ended with exit code 1.
     Set it below the time that your scheduler waits before it kills."""
+
+    @property
+    def best_metric(self) -> tuple[str, bool]:
+        """The name in keep_best_metric, and whether its highest values are the best."""
+        side, colon, name = self.keep_best_metric.partition(":")
+        return (name, side == "max") if colon and side in _SIDES else (self.keep_best_metric, False)
 
     def __post_init__(self) -> None:
         check_types(self, "checkpoint")
@@ -228,6 +237,10 @@ class Checkpoint:
         at_least("checkpoint.load_step", self.load_step, -1)
         at_least("checkpoint.timeout_seconds", self.timeout_seconds, 1)
         choice("checkpoint.verify_on_load", self.verify_on_load, get_args(VerifyOnLoad))
+        for time in self.digest_tensors:
+            choice("checkpoint.digest_tensors", time, get_args(DigestTime))
+        in_order = tuple(time for time in get_args(DigestTime) if time in self.digest_tensors)
+        object.__setattr__(self, "digest_tensors", in_order)
         choice("checkpoint.when_busy", self.when_busy, get_args(WhenBusy))
         # At least a few heartbeats: with fewer, the lease of a live job would look abandoned.
         at_least("checkpoint.lease_timeout_seconds", self.lease_timeout_seconds, 10)
@@ -293,8 +306,8 @@ class Checkpoint:
             )
         if self.last_save_in_hf and self.save_trained_only:
             raise ConfigError(
-                "checkpoint.last_save_in_hf: with save_trained_only a checkpoint has no whole model. Leave one of the "
-                "two out; torchtitan-lite export --format peft writes adapters."
+                "checkpoint.last_save_in_hf: with save_trained_only a checkpoint lacks the frozen parameters. Leave "
+                "one of the two out; torchtitan-lite export --format peft writes adapters."
             )
         if self.initial_load_in_hf and not self.initial_load_path:
             raise ConfigError(
@@ -307,15 +320,16 @@ class Checkpoint:
             )
         if self.initial_load_in_hf and not self.initial_load_model_only:
             raise ConfigError(
-                "checkpoint.initial_load_in_hf: published weights are a model alone, with no optimizer and no position "
-                "in the data. Set initial_load_model_only."
+                "checkpoint.initial_load_in_hf: published weights have no optimizer and no position in the data."
+                " Set initial_load_model_only."
             )
 
     def _check_retention(self) -> None:
         for name in ("keep_latest_k", "keep_every_n_steps", "keep_best_k"):
             at_least(f"checkpoint.{name}", getattr(self, name), 0)
-        choice("checkpoint.keep_best_mode", self.keep_best_mode, get_args(BestMode))
-        if not self.keep_best_metric:
+        name, highest = self.best_metric
+        if not name:
             raise ConfigError("checkpoint.keep_best_metric: expected the name of a metric, found an empty string.")
+        object.__setattr__(self, "keep_best_metric", spelled_metric(name, highest=highest))
         for name in ("keep_for_hours", "min_free_disk_gb"):
             not_negative(f"checkpoint.{name}", getattr(self, name))

@@ -23,7 +23,7 @@ class Metrics:
     """Folder for TensorBoard files, inside job.dump_folder; the same one for all restarts of a run."""
 
     rank_0_only: bool = True
-    """Write TensorBoard files from rank 0 only; if off, each rank writes into a folder of its own."""
+    """Write TensorBoard files from rank 0 only; if off, each rank writes to its own folder."""
 
     enable_progress_bar: bool = True
     """Show a progress bar below the log lines, while stderr is a terminal; in a pipe or a file there is none."""

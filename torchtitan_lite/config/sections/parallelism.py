@@ -16,7 +16,7 @@ class Parallelism:
     """How ranks share the model and the data. The product of the degrees is the number of processes."""
 
     data_parallel_replicate_degree: int = 1
-    """Groups of ranks that each hold the whole model and take different data: HSDP, or DDP if
+    """Groups of ranks that each hold the complete model and take different data: HSDP, or DDP if
     data_parallel_shard_degree is 1."""
 
     data_parallel_shard_degree: int = -1

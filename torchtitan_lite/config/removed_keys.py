@@ -1,0 +1,42 @@
+"""Keys that the configuration no longer has, and the keys that replace them.
+
+To set a removed key is an error that names its replacement. Configurations stored by an earlier version still have
+them: they are compared, with those of today and with each other, under the keys of today.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torchtitan_lite.config.sections.checkpoint import spelled_metric
+
+_DIGESTS = {
+    "checkpoint.tensor_digests": "save",
+    "checkpoint.verify_resume": "load",
+    "checkpoint.debug_staging": "staging",
+}
+"""The switches that `checkpoint.digest_tensors` replaces, and the name that stands in it for each."""
+
+REMOVED: Mapping[str, str] = {
+    "checkpoint.keep_best_mode": 'Set checkpoint.keep_best_metric to "NAME" for the lowest values, or to "max:NAME" '
+    "for the highest",
+    **{key: f'To switch it on, add "{name}" to checkpoint.digest_tensors' for key, name in _DIGESTS.items()},
+}
+"""Key to the fix, as the refusal says it."""
+
+
+def flat(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the values of a configuration by `section.key`."""
+    return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+
+
+def in_keys_of_today(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a stored configuration, by `section.key`, with the removed keys replaced by those that say the same."""
+    today = {key: value for key, value in values.items() if key not in REMOVED}
+    if _DIGESTS.keys() & values.keys():
+        today["checkpoint.digest_tensors"] = [name for key, name in _DIGESTS.items() if values.get(key)]
+    if "checkpoint.keep_best_mode" in values:
+        name, mode = str(values.get("checkpoint.keep_best_metric", "loss")), values["checkpoint.keep_best_mode"]
+        today["checkpoint.keep_best_metric"] = spelled_metric(name, highest=mode == "max")
+    return today
