@@ -251,8 +251,10 @@ class _Machine:
     def call(self) -> None:
         args = self._stack.pop()
         kind = self._stack[-1]
-        if type(kind) is not PickledName or type(args) is not tuple:
+        if type(kind) is not PickledName:
             raise InertPickleError(f"it calls a {type(kind).__name__}")
+        if type(args) is not tuple:
+            raise InertPickleError(f"it calls {kind.name} with a {type(args).__name__}, not with arguments")
         if kind.only_of and not _is_member(kind, args):
             raise InertPickleError(f"it asks for {kind.name}, which no checkpoint needs")
         self._judge(kind, args)
