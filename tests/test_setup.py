@@ -188,7 +188,7 @@ def test_a_failing_pip_ends_with_3_and_the_next_run_tries_again(machine: Machine
 
 def test_ci_runs_the_slow_tests_too_and_exits_with_the_code_of_pytest(machine: Machine) -> None:
     assert machine.run(".ci/run", PYTEST_EXIT="5").returncode == 5
-    assert machine.calls()[-1] == ALL
+    assert machine.calls()[-1] == f"{ALL} --durations=20"
 
 
 def test_pytest_gets_the_arguments_unchanged(machine: Machine) -> None:

@@ -105,9 +105,8 @@ class Run:
 
     def manager(self, folder: Path, **options: Any) -> CheckpointManager:
         """Return the manager of this run."""
-        config = job_config(
-            folder, interval=3, async_mode=self.case.mode, max_failed_saves=1, digest_tensors=("save",), **options
-        )
+        options = {"digest_tensors": ("save",), **options}
+        config = job_config(folder, interval=3, async_mode=self.case.mode, max_failed_saves=1, **options)
         return CheckpointManager(None, self.module, self.optimizers, self.schedulers, self.states, config)
 
     def train(self, until: int, manager: CheckpointManager | None = None) -> list[float]:
