@@ -331,7 +331,7 @@ def test_the_screen_fits_80_columns(tmp_path: Path, capsys: pytest.CaptureFixtur
     store = CheckpointStore(tmp_path)
     save(store, 123456789, metrics={"validation/loss": 1.0}, created_at=4e9)
     pin(tmp_path, 123456789)
-    verb = Prune(str(tmp_path), 1, 1, 1, "validation/loss", "min", 24.0, dry_run=True)
+    verb = Prune(str(tmp_path), 1, 1, 1, "validation/loss", 24.0, dry_run=True)
     verb.run(Screen(width=80))
     assert max(len(line) for line in capsys.readouterr().out.splitlines()) <= 80
 

@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn, get_args, get_type_hints
@@ -46,6 +47,8 @@ class Parser(argparse.ArgumentParser):
         self.color = False  # From Python 3.14 on it has colours of its own.
         self.known = ["-h", "--help"]
         """The options, in their order."""
+        self.places: list[str] = []
+        """The other arguments, as the usage has them."""
 
     def add_fields(self, group: Any, cls: type, hint: Hint, *, section: str = "") -> None:
         """Add an argument for each field of `cls` to `group`, which is this parser or a group in it."""
@@ -59,8 +62,9 @@ class Parser(argparse.ArgumentParser):
             option = f"--{section}.{field.name}" if section else f"--{field.name.replace('_', '-')}"
             options: dict[str, Any] = {"help": help_text, "default": field.default, "type": partial(_value, kind)}
             if isinstance(place, Positional):
-                nargs = {} if field.default is dataclasses.MISSING else {"nargs": "?"}
-                group.add_argument(field.name, metavar=place.metavar, **nargs, **options)
+                required = field.default is dataclasses.MISSING
+                self.places.append(place.metavar if required else f"[{place.metavar}]")
+                group.add_argument(field.name, metavar=place.metavar, nargs=None if required else "?", **options)
                 continue
             self.known.append(option)
             if kind.base is bool:
@@ -76,6 +80,10 @@ class Parser(argparse.ArgumentParser):
         from rich.console import Console
         from rich.text import Text
 
+        if self.places:  # In place of one that lists all options, and does not fit a narrow terminal.
+            usage = " ".join((self.prog, "[-h] [OPTIONS]", *self.places))
+            columns = shutil.get_terminal_size().columns
+            self.usage = textwrap.fill(usage, columns - len("usage: "), subsequent_indent=" " * len("usage: "))
         console, text = Console(file=file or sys.stdout), Text(self.format_help())
         if not console.no_color:  # With NO_COLOR it would still print bold text.
             text.highlight_regex(r"(?m)^\w[\w ]*:", "bold")
