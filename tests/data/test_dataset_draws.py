@@ -188,7 +188,7 @@ def test_resumed_workers_draw_what_uninterrupted_ones_do(kind: str, is_persisten
 
 
 @pytest.mark.parametrize("taken", [1, 2, 5, 6])
-@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_workers_are_kept_wherever_the_epoch_is_left(taken: int, every: int) -> None:
     assert_resumes_exactly("torch", {"num_workers": 2, "snapshot_every_n_steps": every}, 0, taken)
 

@@ -11,8 +11,8 @@ import pytest
 from tests.e2e.jobs import DEADLINE_SECONDS, TINY, run, start
 from tests.forked import REPO, run_code
 
-CONFIGS = [  # Variants of llama_debug.toml, which need no other model, are tried with the slow tests.
-    pytest.param(path.name, marks=[pytest.mark.slow] if path.stem.startswith("llama_debug_") else [])
+CONFIGS = [  # Variants of llama_debug.toml need no other model; another test has a dry run of 405B.
+    pytest.param(path.name, marks=[pytest.mark.slow] if path.stem.startswith(("llama_debug_", "llama3_405b")) else [])
     for path in sorted((REPO / "train_configs").glob("*.toml"))
 ]
 RANKS = {"llama3_8b.toml": 8, "llama3_70b.toml": 64, "llama3_405b.toml": 512}

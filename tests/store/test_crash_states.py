@@ -470,7 +470,12 @@ RELIED_ON = {
 """The synced file or folder, and the last new name in it. `.metadata` is synced twice."""
 
 
-@pytest.mark.parametrize("name", RELIED_ON)
+SLOW = ("replacement", "branch that replaces, no exchange")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in RELIED_ON]
+)
 def test_without_any_one_of_these_syncs_a_crash_loses_something(name: str, base: Path) -> None:
     scenario = named(name)
     recording = Recording.of(scenario, base / "recorded")

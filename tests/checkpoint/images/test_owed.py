@@ -86,7 +86,7 @@ class Job:
     [
         {"interval_type": "seconds", "interval": 100},
         pytest.param({"interval_type": "none", "or_every_seconds": 100}, marks=pytest.mark.slow),
-        {"interval": 1000, "at_steps": (2,), "or_every_seconds": 100},
+        pytest.param({"interval": 1000, "at_steps": (2,), "or_every_seconds": 100}, marks=pytest.mark.slow),
         {"interval_type": "continuous", "continuous_floor_seconds": 100},
         {"interval_type": "auto", "mtbf_hours": 1000},
     ],
