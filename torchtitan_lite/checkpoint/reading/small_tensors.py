@@ -26,8 +26,8 @@ def small_tensors(state: Mapping[str, Any], table: TensorTable) -> tuple[dict[st
     The tensors must outlive the pieces: they hold addresses in their memory.
     """
     kinds, places = table.kinds, table.places
+    # Complex tensors may be lazy conjugates: the bytes in their memory are not their elements.
     columns: dict[TensorKind, tuple[list[int], list[int]]] = {
-        # Complex tensors may be lazy conjugates: the bytes in their memory are not their elements.
         kind: ([], []) for kind in table.places_by_kind if 0 < kind.nbytes <= SMALL_BYTES and not kind.dtype.is_complex
     }
     others: dict[str, Any] = {}
