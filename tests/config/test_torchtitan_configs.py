@@ -65,7 +65,9 @@ def test_an_unknown_dataset_is_sent_to_hugging_face_and_a_misspelled_one_to_the_
 def test_a_model_of_another_family_is_sent_to_own_loops_before_all_else(tmp_path, name):
     file = tmp_path / "other.toml"
     file.write_text(f'[encoder]\nt5 = "x"\n[model]\nname = "{name}"\nflavor = "0.6B"\n[training]\ndataset = "c4"\n')
-    with pytest.raises(ConfigError, match=rf"other\.toml: model\.name = {name}: .*only the family llama3.*docs/own_loop\.md\.$"):
+    with pytest.raises(
+        ConfigError, match=rf"other\.toml: model\.name = {name}: .*only the family llama3.*docs/own_loop\.md\.$"
+    ):
         parse_config(["--job.config_file", str(file), "--training.no_such_key=1"])
 
 
