@@ -111,7 +111,7 @@ def test_a_straight_run_and_a_resumed_one_are_equal_but_for_their_clocks(
     assert out.splitlines()[-1] == "The states are equal."
     code, out, _ = call(tmp_path / "straight", tmp_path / "resumed")
     assert (code, out.splitlines()[-1]) == (0, "The states are equal." if digests else "Nothing else differs.")
-    assert ("  train_state.run_seconds          another digest\n" in out) == digests
+    assert ("  train_state.run_seconds          another digest\n" in out) == bool(digests)
     clocks = json.loads(call(tmp_path / "straight", tmp_path / "resumed", "--values", "--json")[1])["clocks"]
     assert clocks == ["train_state.productive_seconds", "train_state.run_seconds"]
 
