@@ -13,7 +13,7 @@ from contextlib import contextmanager
 def no_collection() -> Iterator[None]:
     """Switch cyclic garbage collection off for the block. Any thread; may be nested.
 
-    A table of 20,000 tensors, beside everything that torch has in memory, takes twice as long with it.
+    A table of 20,000 tensors, next to everything that torch has in memory, takes twice as long with it.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -22,7 +22,7 @@
     |- CorpusChanged (ValueError)                the data at resume is not the data of the run
     |- TokensNotWritten (RuntimeError)           a disk is full, or fails, while the tokens of a corpus are made
     |- ExtraMissing (ImportError)                an optional dependency is not installed
-    |- KeeperUnavailable (RuntimeError)          checkpoints are not kept in memory; training goes on
+    |- KeeperUnavailable (RuntimeError)          checkpoints are not kept in memory; training continues
     |- PeerLost (RuntimeError)                   another rank has ended, or does not answer
     `- TrainingDiverged (ArithmeticError)        a loss or gradient norm is not finite
 
@@ -333,7 +333,7 @@ class ExtraMissing(TorchtitanLiteError, ImportError):
 
 
 class KeeperUnavailable(TorchtitanLiteError, RuntimeError):
-    """No process keeps checkpoints in memory, because of `reason`. Training goes on, and resumes from the disk."""
+    """No process keeps checkpoints in memory, because of `reason`. Training continues, and resumes from the disk."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason

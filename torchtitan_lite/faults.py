@@ -175,7 +175,7 @@ def point(name: str, *, step: int | None = None, path: Path | None = None) -> No
 def limit(name: str, num_bytes: int, *, step: int | None = None, path: Path | None = None) -> int:
     """Pass the point `name` before a write of `num_bytes`; return how many of them to write. Any thread.
 
-    Fewer than `num_bytes` stand for a short write: the caller writes these, then goes on with the rest and passes the
+    Fewer than `num_bytes` stand for a short write: the caller writes these, then continues with the rest and passes the
     point again. Raises as `point` does.
     """
     if not _active:

@@ -55,7 +55,7 @@ def test_a_checkpoint_that_cannot_be_read_does_not_hide_the_others(closed: Path)
         ended = command("verify", "run", "--json")
     assert ended.code == 1 and ended.err == ""
     assert {each["name"]: each["status"] for each in ended.json["checkpoints"]} == {
-        **{"step-2": "whole", "step-4": "unreadable", "step-6": "whole"}
+        **{"step-2": "intact", "step-4": "unreadable", "step-6": "intact"}
     }
 
 

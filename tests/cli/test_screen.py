@@ -115,7 +115,7 @@ def test_progress_counts_the_bytes_of_all_threads(capsys: Capture, monkeypatch: 
 
 def test_a_narrow_terminal_gets_complete_lines_and_folds_them_itself(tmp_path: Path) -> None:
     add_step(tmp_path, 30)
-    for verb, row in (("ls", "  30  full  "), ("inspect", "model      "), ("verify", "  step-30   whole   ")):
+    for verb, row in (("ls", "  30  full  "), ("inspect", "model      "), ("verify", "  step-30   intact   ")):
         code, screen = on_a_terminal(verb, tmp_path, columns=40)
         lines = plain(screen).splitlines()
         assert code == 0

@@ -57,7 +57,7 @@ def test_a_complete_checkpoint_however_it_is_spelt(spelling: str, options: list[
     target = f"{root.parent}/{spelling}" if not spelling.startswith(":") else f"{root.parent}{spelling}"
     code, out, err = call(target, *options)
     assert (code, err) == (0, "")
-    assert out.splitlines()[0].split() == ["step-7", "whole", "3", "files", "34", "tensors", "126.7", "KiB"]
+    assert out.splitlines()[0].split() == ["step-7", "intact", "3", "files", "34", "tensors", "126.7", "KiB"]
     assert out.splitlines()[-1].endswith("No byte was read." if "--sizes" in options else "nothing is damaged.")
     entry = verified(root / "step-7", verified_in(root))
     assert entry is not None and (entry.depth, entry.num_findings) == ("sizes" if "--sizes" in options else "full", 0)
@@ -133,7 +133,7 @@ def test_one_damaged_step_does_not_hide_the_others(root: Path, call: Call) -> No
     flip(root / "step-7" / "manifest.json", 40)
     code, out, _ = call(root, "--json")
     assert code == 3
-    assert [each["status"] for each in as_json(out)] == ["damaged", "whole"]
+    assert [each["status"] for each in as_json(out)] == ["damaged", "intact"]
 
 
 @pytest.mark.parametrize("make", [of_2024, of_0_3])
@@ -183,7 +183,7 @@ def test_a_step_that_is_removed_meanwhile_is_one_sentence(
     copy = shutil.copytree(root, root.parent / "copy")
     code, out, err = call(root, "--json")
     assert (code, err) == (0, "")
-    assert [each["status"] for each in as_json(out)] == ["removed", "whole"]
+    assert [each["status"] for each in as_json(out)] == ["removed", "intact"]
     shutil.rmtree(root)
     shutil.copytree(copy, root)
     code, out, err = call(f"{root}:7")
@@ -260,7 +260,7 @@ def test_half_of_a_checkpoint_is_no_checkpoint(root: Path, call: Call) -> None:
 def test_a_result_that_cannot_be_written_is_a_note(root: Path, call: Call) -> None:
     (root / "verified.json").mkdir()
     code, out, err = call(root)
-    assert code == 0 and "whole" in out
+    assert code == 0 and "intact" in out
     assert err.startswith("note: ls will not show this result: ") and err.count("\n") == 1
 
 

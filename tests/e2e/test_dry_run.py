@@ -108,7 +108,7 @@ def test_a_dry_run_as_one_of_many_ranks_reports_a_resume_and_changes_nothing(tmp
     assert f"Resume from {folder}/checkpoint/step-2, step 2:" in log
     assert "  keys: all there, all fit" in log
     assert "  topology: 1 process -> pp 2 x dp_shard 2 x tp 2" in log
-    assert "It would go on." in log
+    assert "It would continue." in log
     assert "simulated_ranks" not in log.partition("Resume from")[2]
     code, log = dry_run(folder, *TINY, "--comm.simulated_ranks=4", "--checkpoint.load_rename=^output[.]=other.")
     assert code == 1

@@ -61,7 +61,7 @@ def test_a_run_killed_around_its_export_continues_at_the_right_step_and_exports_
     assert processes_of(memory_tier) == []
     assert_exported_once(folder, straight)
     again = run(folder, *STEPS, *IN_MEMORY, *arguments)
-    assert "To go on, raise --training.steps" in again.log
+    assert "To continue, raise --training.steps" in again.log
     assert processes_of(memory_tier) == []
     assert len(again.events("exported")) <= 1
 

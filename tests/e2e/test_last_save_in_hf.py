@@ -71,7 +71,7 @@ def test_the_last_save_is_written_once_and_a_rerun_ends_at_once(tmp_path: Path) 
     (event,) = job.events("exported")
     assert event["step"] == 2 and event["path"] == str(job.dump_folder / "hf" / "step-2") and event["bytes"] > 0
     again = run(tmp_path / "run", STEPS, *IN_HF)
-    assert f"step 2 of 2 is in {tmp_path}/run/checkpoint and {tmp_path}/run/hf. To go on" in again.log
+    assert f"step 2 of 2 is in {tmp_path}/run/checkpoint and {tmp_path}/run/hf. To continue" in again.log
     assert len(again.events("exported")) == 1
 
 

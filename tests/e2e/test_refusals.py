@@ -81,7 +81,7 @@ def test_a_dry_run_reports_what_a_resume_would_do_and_changes_no_file(copied: Pa
         job = run(copied / "run", *_of(copied), MORE_STEPS, "--checkpoint.dry_run", "--optimizer.lr=1e-3")
         assert "step-2, step 2:" in job.log
         assert "optimizer.lr: 0.0008 -> 0.001" in job.log
-        assert "It would go on." in job.log
+        assert "It would continue." in job.log
         assert "Training starts" not in job.log
         _is_refused(copied, ["--checkpoint.dry_run", "--model.flavor=1B"], 1, ["model.flavor: debugmodel -> 1B"])
 

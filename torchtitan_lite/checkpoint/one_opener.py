@@ -53,8 +53,8 @@ class OneOpener:
         if self.is_replaced:
             raise ConfigError(
                 f"another manager of this process opened {self.folders.checkpoints.root} after this one, which was "
-                "closed then. Use the other one; to go on with this one from what is saved there, call load() on this "
-                "one; for two runs at once, give each a folder of its own."
+                "closed then. Use the other one; to continue with this one from what is saved there, call its load(); "
+                "for two runs at once, give each a folder of its own."
             )
 
     def give_way(self, root: Path) -> None:

@@ -37,7 +37,7 @@ def refuse_place(out: Path, *, is_step: bool) -> None:
 
 
 def _steps_in(folder: Path) -> list[int]:
-    """Return the steps of the checkpoints in `folder`, whole or not."""
+    """Return the steps of the checkpoints in `folder`, complete or not."""
     if not folder.is_dir():
         return []
     places = Listing(folder).places().items()

@@ -114,7 +114,7 @@ def _of_step(root: Path, step: int) -> Target:
 def _latest(root: Path) -> Target:
     """Return the latest full checkpoint, else the latest that is not ours, else the latest weights-only one.
 
-    Where all are damaged, or the latest one that may be whole cannot be read, that is raised.
+    Where all are damaged, or the latest one that may be intact cannot be read, that is raised.
     """
     store = CheckpointStore(root)
     committed = store.committed()

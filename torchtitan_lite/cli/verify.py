@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from torchtitan_lite.checkpoint.examining.findings import Finding
     from torchtitan_lite.checkpoint.examining.verification import Looked, Read
 
-WHOLE, DAMAGED, GONE, UNREADABLE, TOO_NEW = "whole", "damaged", "removed", "unreadable", "too new"
+INTACT, DAMAGED, GONE, UNREADABLE, TOO_NEW = "intact", "damaged", "removed", "unreadable", "too new"
 _SHOWN_KEYS = 3
 _SHOWN_FINDINGS = 10
-_STYLES = {WHOLE: "green", DAMAGED: "bold red", UNREADABLE: "bold red"}
+_STYLES = {INTACT: "green", DAMAGED: "bold red", UNREADABLE: "bold red"}
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class _Result:
     """One checkpoint, and what is known of it so far."""
 
     folder: Path
-    status: str = WHOLE
+    status: str = INTACT
     reason: str = ""
     """Why it is not verified; empty if it is."""
     looked: Looked | None = None

@@ -64,7 +64,7 @@ def build_dataloader(config: JobConfig, tokenizer: Tokenizer, *, seed: int, rank
     total = global_batch_size(training, num_ranks)
     if rank == 0 and tokenizer.bos is None and tokenizer.eos is None:
         logger.warning(
-            "%s has neither BOS nor EOS: no token separates documents. Name them in tokenizer_config.json beside it",
+            "%s has neither BOS nor EOS: no token separates documents. Name them in tokenizer_config.json next to it",
             config.model.tokenizer_path,
         )
     loader: Loader

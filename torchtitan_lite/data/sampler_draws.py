@@ -6,7 +6,7 @@ depends on: the values of the sampler's attributes, its own random generators am
 draws from, as they were before. A resume puts these back before each beginning, and gives the attributes what they were
 at the save at the end.
 
-A sampler that goes on drawing from a generator that others draw from, too, and one that keeps an iterator or a new
+A sampler that continues drawing from a generator that others draw from, too, and one that keeps an iterator or a new
 object from one epoch to the next, is refused with the state.
 
 All of this module repairs torchdata: a loader that saves what its sampler depends on needs none of it.

@@ -19,7 +19,7 @@ BYTES = "bytes"
 TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 BOS_NAMES = ("<s>", "<bos>", "<|bos|>", "[BOS]", "<|begin_of_text|>", "<|startoftext|>")
 EOS_NAMES = ("</s>", "<eos>", "<|eos|>", "[EOS]", "<|end_of_text|>", "<|endoftext|>")
-"""Names that BOS and EOS have where no file beside tokenizer.json names them."""
+"""Names that BOS and EOS have where no file next to tokenizer.json names them."""
 _MAP_FILE = "special_tokens_map.json"
 _FURTHER_FILES = (CONFIG_FILE, _MAP_FILE, "chat_template.jinja")
 
@@ -94,9 +94,9 @@ class FileTokenizer:
         return [encoding.ids for encoding in encodings]
 
     def files(self) -> dict[str, bytes]:
-        """Return tokenizer.json and those beside it; a tokenizer_config.json is made where there is none."""
-        beside = {name: self._path.with_name(name) for name in _FURTHER_FILES}
-        found = {name: path.read_bytes() for name, path in beside.items() if path.is_file()}
+        """Return tokenizer.json and those next to it; a tokenizer_config.json is made where there is none."""
+        files = {name: self._path.with_name(name) for name in _FURTHER_FILES}
+        found = {name: path.read_bytes() for name, path in files.items() if path.is_file()}
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": self._bos_name,
@@ -122,7 +122,7 @@ class FileTokenizer:
             return None
         if name not in vocabulary:
             raise ConfigError(
-                f"model.tokenizer_path: the {key} {name!r}, which a file beside {self._path} names, is not in the "
+                f"model.tokenizer_path: the {key} {name!r}, which a file next to {self._path} names, is not in the "
                 f"vocabulary. Correct it in {self._path.with_name(CONFIG_FILE)}; null is a tokenizer without one."
             )
         return vocabulary[name]
@@ -166,7 +166,7 @@ def _loaded(path: Path, data: bytes) -> Any:
 
 
 def _marks_named_beside(path: Path) -> dict[str, str | None]:
-    """Return what the files beside tokenizer.json name as bos_token and eos_token; None is a token that is not used."""
+    """Return the bos_token and eos_token of the files next to tokenizer.json; None is a token that is not used."""
     named: dict[str, str | None] = {}
     for file in (path.with_name(_MAP_FILE), path.with_name(CONFIG_FILE)):  # The later one counts.
         if not file.is_file():

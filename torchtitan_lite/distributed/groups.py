@@ -1,7 +1,7 @@
 """Groups of all ranks for checkpoint traffic.
 
 They are gloo's, whatever training uses, and nothing else exchanges anything through them: two threads on one group
-corrupt it, and checkpoint traffic runs in a thread beside training.
+corrupt it, and checkpoint traffic runs in a thread alongside training.
 """
 
 from __future__ import annotations

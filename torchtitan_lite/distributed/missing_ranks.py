@@ -14,7 +14,7 @@ from torchtitan_lite.distributed.overdue import if_overdue
 from torchtitan_lite.log import logger
 
 NOTICE_SECONDS = 60.0
-"""Longer than ranks differ by in a step, and short beside the time-outs of training."""
+"""Longer than ranks differ by in a step, and short next to the time-outs of training."""
 
 
 @contextmanager

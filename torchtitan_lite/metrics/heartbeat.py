@@ -15,7 +15,7 @@ BEAT_SECONDS = 4.0
 
 
 class Heartbeat:
-    """Call `beat` every `seconds`, from `start` to `close`. An error of it is one warning, and the thread goes on."""
+    """Call `beat` every `seconds`, from `start` to `close`. An error of it is one warning, and the thread continues."""
 
     def __init__(self, beat: Callable[[], None], seconds: float = BEAT_SECONDS) -> None:
         self._beat = beat

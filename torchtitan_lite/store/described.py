@@ -32,9 +32,7 @@ def read_description(path: Path, ending: bytes) -> bytes:
         size = os.fstat(fd).st_size
         if size > DESCRIPTION_BYTES:
             if (most := most_description_bytes(path.parent, size)) < size:
-                raise CheckpointUnsafe(
-                    str(path), f"expected at most {most} bytes beside data of this size, found {size}"
-                )
+                raise CheckpointUnsafe(str(path), f"expected at most {most} bytes for data of this size, found {size}")
             if os.pread(fd, len(ending), size - len(ending)) != ending:
                 raise CheckpointDamaged(
                     str(path.parent), f"{path.name}: expected {ending!r} at the end of {size} bytes, found others"

@@ -201,7 +201,7 @@ class Manifest:
         if len(text) > (most := allowed_description_bytes(data_bytes)):
             raise SaveFailed(
                 self.step,
-                f"{layout.MANIFEST} would have {len(text)} bytes, and beside {data_bytes} bytes of data it may have "
+                f"{layout.MANIFEST} would have {len(text)} bytes, and for {data_bytes} bytes of data it may have "
                 f"{most}; give the state fewer or larger entries",
             )
         if len(self.lineage.abandons) > MAX_ABANDONED:

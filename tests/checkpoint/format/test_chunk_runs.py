@@ -221,8 +221,8 @@ def manifest_of(runs: list[Any], shape: list[int], files: int) -> Manifest:
 @pytest.mark.parametrize(
     ("runs", "message"),
     [
-        ([[5, [0, 1], 0, 0, [0], [200]]], "a run of 5 chunks, each in another file, beside 4 files"),
-        ([[10**15, [0, 1], 0, 0, [0], [1]]], "beside 4 files"),
+        ([[5, [0, 1], 0, 0, [0], [200]]], "a run of 5 chunks, each in another file, but there are 4 files"),
+        ([[10**15, [0, 1], 0, 0, [0], [1]]], "but there are 4 files"),
         ([[4, [0, 1], 0, 0, [0], [200]]], "its chunks have 800 elements where there are 1000"),
         ([[4, [0, 1], 0, 0, [0], [250]]] * 2, "its chunks have 2000 elements where there are 1000"),
         ([[4, [0, 1], 0, 0, [1], [250]]], "a chunk is partly outside of it"),

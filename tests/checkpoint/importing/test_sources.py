@@ -312,7 +312,7 @@ def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path) -> None:
     path = write_shards(tmp_path / "hf", {"a": torch.ones(1)}, count=1)
     index = path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "../../etc/passwd"}}))
-    with pytest.raises(CheckpointDamaged, match=r"'\.\./\.\./etc/passwd' is not the name of a file beside it"):
+    with pytest.raises(CheckpointDamaged, match=r"'\.\./\.\./etc/passwd' is not the name of a file next to it"):
         open_source(path)
 
 

@@ -197,7 +197,7 @@ def test_a_dry_run_reports_and_changes_nothing(start_run: StartRun) -> None:
 def test_a_dry_run_of_a_resume_that_fits_has_no_refusals(start_run: StartRun) -> None:
     _saved(start_run)
     report = start_run().manager.dry_run()
-    assert report is not None and not report.refusals and str(report).endswith("It would go on.")
+    assert report is not None and not report.refusals and str(report).endswith("It would continue.")
     assert start_run(folder=start_run().root / "elsewhere").manager.dry_run() is None
 
 

@@ -167,12 +167,12 @@ def test_a_card_that_is_too_long_for_its_image_is_refused_by_writer_and_reader()
     found = read_mark(mark.fd)
     assert found is not None
     assert len(found.card) == len(card)
-    with pytest.raises(ValueError, match=f"its card has {len(card)} bytes, {CARD_BYTES} are allowed beside 0 bytes"):
+    with pytest.raises(ValueError, match=f"its card has {len(card)} bytes, {CARD_BYTES} are allowed for 0 bytes"):
         mark.set(7, 0, card)
     mark.clear()
     mark.set(7, 1, card)
     _claim_other_size(mark, 0, card)
-    with pytest.raises(UnusableMark, match="are allowed beside 0 bytes"):
+    with pytest.raises(UnusableMark, match="are allowed for 0 bytes"):
         read_mark(mark.fd)
     mark.close()
 

@@ -204,7 +204,7 @@ def test_parameters_of_one_group_that_had_other_settings_are_refused(tmp_path: P
     _, _, loading = start(tmp_path, lambda model: decaying(model, split=False))
     with (
         loading,
-        pytest.raises(CheckpointMismatch, match=r"weight_decay: 0.0 in the checkpoint, beside 0.1 of 0.weight"),
+        pytest.raises(CheckpointMismatch, match=r"weight_decay: 0.0 in the checkpoint, next to 0.1 of 0.weight"),
     ):
         loading.load()
 

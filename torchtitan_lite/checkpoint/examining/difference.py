@@ -149,7 +149,7 @@ def _containers(a: Branch | None, b: Branch | None) -> Pairs:
 
 def _differing(a: Branch, b: Branch, name: str) -> Iterator[tuple[str, tuple[str, str]]]:
     if a.kind != b.kind:
-        yield name or "the whole state", (a.kind, b.kind)
+        yield name or "the complete state", (a.kind, b.kind)
     below_a, below_b = _below(a), _below(b)
     for key in sorted(below_a.keys() | below_b.keys()):
         one, other = below_a.get(key), below_b.get(key)

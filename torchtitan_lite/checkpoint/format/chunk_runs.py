@@ -168,7 +168,7 @@ def check_rows(rows: Collection[Row], num_files: int) -> None:
     """Raise ValueError if runs with these rows cannot be those of a checkpoint of `num_files` files."""
     longest = max((count for count, _, _ in rows), default=0)
     if longest > num_files:
-        raise ValueError(f"a run of {longest} chunks, each in another file, beside {num_files} files")
+        raise ValueError(f"a run of {longest} chunks, each in another file, but there are {num_files} files")
     if (total := sum(count for count, _, _ in rows)) > _MOST_FILES:
         raise ValueError(f"runs over {total} files in all; expected at most {_MOST_FILES}")
 

@@ -88,7 +88,7 @@ class _Walk:
                 raise TypeError(
                     f"{_expression([*self._path, key])} is a {type_name(value)}, which would come back from a "
                     "checkpoint as a plain tensor, without its class and attributes. Return plain tensors from "
-                    "state_dict, and what else it has beside them"
+                    "state_dict, and what else it has next to them"
                 )
         if name in self.flat:
             raise ValueError(

@@ -107,7 +107,7 @@ def _decode(document: object, depth: int) -> Any:
         if name.startswith("$"):
             return _tagged(name, content, depth + 1)
     if any(name.startswith("$") for name in document):
-        raise ValueError("expected a name that begins with $ alone, found others beside it")
+        raise ValueError("expected a name that begins with $ alone, found others next to it")
     return {name: _decode(item, depth + 1) for name, item in document.items()}
 
 

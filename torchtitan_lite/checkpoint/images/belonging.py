@@ -116,7 +116,7 @@ def _why_stale(image: ImageFacts, disk: OnDisk) -> str:
     known, latest = image.latest, disk.latest
     if latest is None:
         if known is not None and not _is_damaged(known, disk):
-            return f"it was made beside a step {known.step}, which is gone"
+            return f"it was made next to a step {known.step}, which is gone"
         if not disk.folder_id or image.folder_id != disk.folder_id:
             return "it is of another folder with this name"
         return ""
@@ -126,7 +126,7 @@ def _why_stale(image: ImageFacts, disk: OnDisk) -> str:
         return ""
     if known is not None and latest in image.before and _is_damaged(known, disk):
         return ""  # Only damage makes it the latest: nothing was committed since.
-    made = "before there was one" if known is None else f"beside another step {known.step}"
+    made = "before there was one" if known is None else f"next to another step {known.step}"
     return f"the latest step on disk, {latest.step}, is of another start, and it was made {made}"
 
 

@@ -16,7 +16,7 @@ _SHAPES = "param_shapes"
 """In DeepSpeed's files: the shape of each parameter. With ZeRO-3 the parameters next to it are empty."""
 FROM_DEEPSPEED = (
     "a part of a checkpoint of DeepSpeed's ZeRO, whose weights are cut over all files: run the zero_to_fp32.py that "
-    "DeepSpeed left beside it, and import what that writes"
+    "DeepSpeed left next to it, and import what that writes"
 )
 
 

@@ -150,7 +150,7 @@ def _listed(path: Path, index: str, names: Sequence[str]) -> list[Path]:
         raise CheckpointDamaged(str(path / index), "it has no weight_map of names to files")
     files = sorted({*places.values()})
     if odd := [file for file in files if not is_plain_name(file)]:
-        raise CheckpointDamaged(str(path / index), f"{odd[0][:100]!r} is not the name of a file beside it")
+        raise CheckpointDamaged(str(path / index), f"{odd[0][:100]!r} is not the name of a file next to it")
     if missing := [file for file in files if file not in names]:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise CheckpointDamaged(

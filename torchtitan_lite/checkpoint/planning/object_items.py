@@ -84,7 +84,7 @@ class ObjectItems:
         except NotPlain:
             if any(isinstance(tensor, DTensor) for tensor in tensors_in(value)):
                 raise TypeError(
-                    f"{key} is a {type(value).__name__} with DTensors in it, which is saved whole by one rank, so that "
+                    f"{key} is a {type(value).__name__} with DTensors in it, which one rank saves as a whole, so that "
                     "the other ranks would get its shards. Return a list or a dict of them from state_dict"
                 ) from None
             item = _saved_by_torch(key, value)

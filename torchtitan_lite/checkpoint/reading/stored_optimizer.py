@@ -198,7 +198,7 @@ class StoredOptimizer:
             value, expected = self._plain(leaf), self._plain(first_leaf)
             # NaN is not equal to itself.
             if _UNKNOWN not in (value, expected) and value != expected and repr(value) != repr(expected):
-                found[leaf.key] = f"{value} in the checkpoint, beside {expected} of {first}, which is in its group now"
+                found[leaf.key] = f"{value} in the checkpoint, next to {expected} of {first}, which is in its group now"
         return found
 
     def _parameter(self, stored: str) -> StoredTensor | None:

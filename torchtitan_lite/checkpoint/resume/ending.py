@@ -42,13 +42,13 @@ class Ended:
         *others, last = map(str, self.folders)
         where = f"{', '.join(others)} and {last}" if others else last
         if self.by_data:
-            return f"the data ended at step {self.step}, which is in {where}. To go on, raise --training.max_epochs."
+            return f"the data ended at step {self.step}, which is in {where}. To continue, raise --training.max_epochs."
         if self.step > steps:
             return (
                 f"step {self.step} is in {where}, beyond --training.steps={steps}. "
-                f"To go on, raise --training.steps above {self.step}."
+                f"To continue, raise --training.steps above {self.step}."
             )
-        return f"step {self.step} of {steps} is in {where}. To go on, raise --training.steps."
+        return f"step {self.step} of {steps} is in {where}. To continue, raise --training.steps."
 
 
 def ended_run(store: CheckpointStore, export: CheckpointStore | None, config: JobConfig) -> Ended | None:

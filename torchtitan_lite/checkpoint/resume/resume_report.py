@@ -54,5 +54,5 @@ class ResumeReport:
         lines = [f"Resume from {self.path}, step {self.step}:"]
         lines += ["  keys: all there, all fit" if not self.keys else str(self.keys)]
         lines += [f"  {note}" for note in self.notes] or ["  configuration and topology: as they were"]
-        lines += ["It would be refused:", *self.refusals, *self.ways_out] if self.refusals else ["It would go on."]
+        lines += ["It would be refused:", *self.refusals, *self.ways_out] if self.refusals else ["It would continue."]
         return "\n".join(lines)

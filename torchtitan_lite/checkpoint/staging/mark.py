@@ -132,7 +132,7 @@ def _too_long(card_bytes: int, num_bytes: int) -> str:
     most = min(CARD_BYTES + CARD_RATIO * num_bytes, CARD_MOST_BYTES)
     if card_bytes <= most:
         return ""
-    return f"its card has {card_bytes} bytes, {most} are allowed beside {num_bytes} bytes of an image"
+    return f"its card has {card_bytes} bytes, {most} are allowed for {num_bytes} bytes of an image"
 
 
 def _are_written(fd: int, at: int, num_bytes: int) -> bool:

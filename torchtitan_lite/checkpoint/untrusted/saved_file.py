@@ -73,7 +73,7 @@ class SavedFile:
                 }
             except (IndexError, UnicodeDecodeError, ValueError, struct.error) as error:
                 raise CheckpointDamaged(
-                    str(path), f"it is no whole file of torch.save ({error!s:.100}). Download or copy it again"
+                    str(path), f"it is not a complete file of torch.save ({error!s:.100}). Download or copy it again"
                 ) from None
         try:
             self.root = parse(pickled, _KNOWN)

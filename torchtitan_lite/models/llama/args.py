@@ -20,7 +20,7 @@ class RopeScaling:
     """How Llama 3.1 and later stretch the rotary embedding for longer sequences; Hugging Face's rope type "llama3"."""
 
     factor: float
-    """Wavelengths beyond `original_length / low_freq_factor` become so many times as long."""
+    """Wavelengths beyond `original_length / low_freq_factor` become that many times as long."""
 
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0

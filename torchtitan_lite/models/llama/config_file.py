@@ -1,4 +1,4 @@
-"""The sizes of a Llama, from the file that other software keeps beside its weights: config.json, or Meta's params.json.
+"""The sizes of a Llama, from the file that is next to its weights elsewhere: config.json, or Meta's params.json.
 
 `model.config_path` names such a file or its folder, and the model then has its sizes in place of the flavor's.
 """

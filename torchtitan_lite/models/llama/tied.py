@@ -1,7 +1,7 @@
 """Whether the two embeddings in stored weights are one tensor, where a file says so or leaves it open.
 
 Tied embeddings are one parameter of the model and one tensor of a checkpoint, `tok_embeddings.weight`. Other software
-may store the output projection beside it; it is dropped only after every element was compared.
+may store the output projection next to it; it is dropped only after every element was compared.
 """
 
 from __future__ import annotations
