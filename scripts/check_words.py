@@ -30,6 +30,9 @@ INSTEAD = {
     r"patiently": "with retries",
     r"foreign (key|section|feature)s?": "unsupported",
     r"called so|so called": "name it",
+    r"beside": "next to, alongside, while",
+    r"(go|goes|going|went) on": "continue",
+    r"so many": "that many, N",
 }
 SUFFIXES = {".md", ".py", ".sh", ".toml", ".yaml"}
 KEPT = "words: kept"
