@@ -79,7 +79,7 @@ class FileTokenizer:
         if not vocabulary:
             raise ConfigError(f"model.tokenizer_path: {path} has no tokens. Train it first.")
         self.vocab_size = 1 + max(vocabulary.values())
-        self._named = _marks_named_beside(path)
+        self._named = _marks_named_next_to(path)
         special = [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
         self._bos_name = self._name_of("bos_token", BOS_NAMES, special)
         self._eos_name = self._name_of("eos_token", EOS_NAMES, special)
@@ -165,7 +165,7 @@ def _loaded(path: Path, data: bytes) -> Any:
     return tokenizer
 
 
-def _marks_named_beside(path: Path) -> dict[str, str | None]:
+def _marks_named_next_to(path: Path) -> dict[str, str | None]:
     """Return the bos_token and eos_token of the files next to tokenizer.json; None is a token that is not used."""
     named: dict[str, str | None] = {}
     for file in (path.with_name(_MAP_FILE), path.with_name(CONFIG_FILE)):  # The later one counts.

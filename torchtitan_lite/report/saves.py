@@ -107,12 +107,12 @@ def _of_start(start: ReportedStart, *, is_last: bool) -> list[Save]:
     """Return the saves that `start` began; Fate.GONE stands for committed, until the folder was looked at."""
     saves: dict[tuple[int, str], Save] = {}  # The last step may be saved in full and exported.
     begun: dict[int, str] = {}
-    may_go_on = is_last and start.end == "unknown"
+    may_continue = is_last and start.end == "unknown"
     for time, event in start.events:
         step = event.step
         match event:
             case SaveStarted():
-                fate = Fate.UNDER_WAY if may_go_on else Fate.CUT
+                fate = Fate.UNDER_WAY if may_continue else Fate.CUT
                 begun[step] = kind = event.kind or "full"
                 saves[step, kind] = Save(step, time, start.number, fate, kind)
             case SaveFailure() if step in begun:

@@ -38,7 +38,7 @@ class RetiredCheckpoints:
         trash = []
         for path in Listing(self.root).replaced(info.step):
             # Before the checkpoint itself, or readers would see an older one of the step.
-            if path != info.path and not self._stays_beside(path, info.step):
+            if path != info.path and not self._stays_next_to(path, info.step):
                 trash.append(self._set_for_removal(path, info.step))
             elif path != info.path:
                 self._set_weights_aside(path, info.step)
@@ -155,12 +155,12 @@ class RetiredCheckpoints:
 
     def _let_go(self, path: Path, step: int) -> Path:
         """Remove or rename `path`, which was replaced, durably; return its former or new path."""
-        if self._stays_beside(path, step):
+        if self._stays_next_to(path, step):
             return self._set_weights_aside(path, step)
         self._remove_durably(path, step)
         return path
 
-    def _stays_beside(self, path: Path, step: int) -> bool:
+    def _stays_next_to(self, path: Path, step: int) -> bool:
         """Return whether `path` are exported weights that a full checkpoint of `step` replaced.
 
         They stay, under another name.

@@ -294,7 +294,7 @@ class CheckpointStore:
             # Its manifest goes, and with it the list of what it abandons.
             self._retired.rename_abandoned()
         is_there, there = os.path.lexists(final), self._manifests.find_intact(step, [final])
-        keeps_weights = there is not None and _stay_beside(there, sealed)
+        keeps_weights = there is not None and _both_stay(there, sealed)
         fence()
         # One system call, so `step-N` exists at every moment. Where the system has no such call there are two renames,
         # and `recover` undoes the first one if a crash comes between them.
@@ -327,7 +327,7 @@ class CheckpointStore:
         return self.root / layout.staging_dir(step)
 
 
-def _stay_beside(there: CheckpointInfo, sealed: Manifest) -> bool:
+def _both_stay(there: CheckpointInfo, sealed: Manifest) -> bool:
     """Return whether `there` are exported weights that a full checkpoint replaces, of no branch that it abandons.
 
     They must not be exchanged: what a crash leaves under the name of the staging folder is removed.

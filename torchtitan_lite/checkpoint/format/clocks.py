@@ -10,11 +10,11 @@ from collections.abc import Collection
 
 CLOCKS = ("run_seconds", "productive_seconds")
 """Fields of a `TrainState` that no training depends on."""
-_BESIDE = ("step", "n_tokens_seen", "log_steps")
+_COUNTERS = ("step", "n_tokens_seen", "log_steps")
 """Fields of a `TrainState` of every version: a user's state may have a `run_seconds` of its own."""
 
 
 def is_clock(key: str, keys: Collection[str]) -> bool:
     """Return whether `key`, one of the `keys` of a checkpoint, is a clock of its run."""
     state, dot, name = key.rpartition(".")
-    return name in CLOCKS and all(f"{state}{dot}{field}" in keys for field in _BESIDE)
+    return name in CLOCKS and all(f"{state}{dot}{field}" in keys for field in _COUNTERS)
