@@ -182,6 +182,16 @@ def test_a_removed_key_is_refused_with_its_replacement(word: str, said: str, tmp
         loop_config("outputs/checkpoint", {name: True})
 
 
+def test_a_file_of_an_earlier_version_is_refused_once_with_all_its_removed_keys(tmp_path: Path) -> None:
+    lines = [f"{key.partition('.')[2]} = false" for key in REMOVED]
+    (tmp_path / "old.toml").write_text("\n".join(["[checkpoint]", "interval = 5", *lines]))
+    with pytest.raises(ConfigError) as refusal:
+        parse_config(["--job.config_file", str(tmp_path / "old.toml")])
+    first, *fixes = str(refusal.value).splitlines()
+    assert first == f"{tmp_path}/old.toml: 4 of its keys are not keys any more."
+    assert fixes == [f"  {key}: {fix}." for key, fix in REMOVED.items()]
+
+
 def test_every_removed_key_names_a_key_and_is_none() -> None:
     for key, fix in REMOVED.items():
         assert key not in KEYS

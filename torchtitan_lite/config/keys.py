@@ -56,6 +56,14 @@ def meaning_of(name: str) -> Meaning | None:
     return meaning_of(f"parallelism.{key}") if section in FORMER_SECTIONS_OF_PARALLELISM else None
 
 
+def refuse_removed(names: Iterable[str], where: str) -> None:
+    """Raise ConfigError if several of `names` were removed: a file of an earlier version has them all."""
+    removed = [name for name in names if name in REMOVED]
+    if len(removed) > 1:
+        fixes = [f"  {name}: {REMOVED[name]}." for name in removed]
+        raise ConfigError("\n".join([f"{where}: {len(removed)} of its keys are not keys any more.", *fixes]))
+
+
 def unknown_key(name: str, where: str) -> ConfigError:
     """Return the error for an unknown name, with the nearest key; for a removed one, with its replacement."""
     removed = next((key for key in (name, name.replace(".no_", ".", 1)) if key in REMOVED), None)

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.config.aliases import VALUE_ALIASES
-from torchtitan_lite.config.keys import KNOWN_SECTIONS, Meaning, meaning_of, unknown_key, unknown_section
+from torchtitan_lite.config.keys import (
+    KNOWN_SECTIONS,
+    Meaning,
+    meaning_of,
+    refuse_removed,
+    unknown_key,
+    unknown_section,
+)
 from torchtitan_lite.errors import ConfigError
 
 if sys.version_info >= (3, 11):
@@ -66,6 +73,7 @@ def read_toml(path: Path) -> list[Setting]:
             raise ConfigError(f"{path}: {section} is outside any section. Put it under a [section] line.")
         if section.replace("-", "_") not in KNOWN_SECTIONS:
             raise unknown_section(section, str(path))
+    refuse_removed((name.replace("-", "_") for name, _ in _flat(document)), str(path))
     return [_toml_setting(name.replace("-", "_"), value, f"{path}: {name}") for name, value in _flat(document)]
 
 
