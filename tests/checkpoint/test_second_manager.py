@@ -92,7 +92,7 @@ def test_a_manager_that_was_replaced_says_so_and_saves_nothing_over_the_other(st
     second = start_run(interval=1, seed=1)
     assert second.manager.load()
     for call in (lambda: first.step(), first.manager.wait, first.manager.reset, lambda: first.manager.finish(3)):
-        with pytest.raises(ConfigError, match=r"another manager of this process opened .*call load\(\) on this one"):
+        with pytest.raises(ConfigError, match=r"another manager of this process opened .*call its load\(\)"):
             call()
     first.manager.close()
     second.train(4, last=False)
