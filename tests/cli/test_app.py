@@ -56,6 +56,7 @@ USAGE = 2
         ),
         (("prune", "a", "--mode", "max"), "unrecognized options: --mode; --mode is now --metric max:NAME; see"),
         (("report", "a", "--out", "b.html"), "unrecognized options: --out; --out is now OUT, an argument without"),
+        (("ls", "a", "--out", "b"), "unrecognized options: --out; see torchtitan-lite ls --help"),
         (("report", "a", "b"), "OUT b: expected a name that ends in .html; --compare-with names a second run"),
         (("ls", "--json"), "missing from torchtitan-lite ls: FOLDER; see torchtitan-lite ls --help"),
         (("ls", "--folder", "a"), "unrecognized options: --folder; see torchtitan-lite ls --help"),

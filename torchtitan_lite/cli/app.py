@@ -50,12 +50,12 @@ VERBS = {
 
 
 RENAMED_OPTIONS = {
-    "--keep-every": "--keep-every-n-steps",
-    "--ttl-hours": "--keep-for-hours",
-    "--mode": "--metric max:NAME",
-    "--out": "OUT, an argument without an option's name",
+    "prune --keep-every": "--keep-every-n-steps",
+    "prune --ttl-hours": "--keep-for-hours",
+    "prune --mode": "--metric max:NAME",
+    "report --out": "OUT, an argument without an option's name",
 }
-"""Options of earlier versions, and what replaces each."""
+"""Options that a verb had in earlier versions, and what replaces each."""
 
 
 class Verb(Protocol):
@@ -139,17 +139,18 @@ def _given(
         finding = f"expected no further argument, found {' '.join(rest)}"
     except ConfigError as error:
         finding = str(error)
-    finding = _unknown_options(arguments, parser.known) or finding
+    finding = _unknown_options(arguments, parser) or finding
     raise ConfigError(f"{finding}; see {parser.prog} --help")
 
 
-def _unknown_options(arguments: Sequence[str], known: Sequence[str]) -> str:
-    """Return a finding about the options in `arguments` that are none of `known`, with the fix; empty for none."""
+def _unknown_options(arguments: Sequence[str], parser: Parser) -> str:
+    """Return a finding about the options in `arguments` that `parser` does not know, with the fix; empty for none."""
     given = [each.partition("=")[0] for each in arguments if re.match("--?[a-zA-Z]", each)]
-    unknown = [option for option in given if option not in known]
-    hints = [f"; {option} is now {RENAMED_OPTIONS[option]}" for option in unknown if option in RENAMED_OPTIONS]
+    unknown = [option for option in given if option not in parser.known]
+    renamed = {option: RENAMED_OPTIONS.get(f"{parser.prog} {option}".removeprefix(f"{PROGRAM} ")) for option in unknown}
+    hints = [f"; {option} is now {now}" for option, now in renamed.items() if now]
     if len(unknown) == 1 and not hints:
-        hints = [f"; the nearest is {near}" for near in difflib.get_close_matches(unknown[0], known, n=1)]
+        hints = [f"; the nearest is {near}" for near in difflib.get_close_matches(unknown[0], parser.known, n=1)]
     return f"unrecognized options: {', '.join(unknown)}{''.join(hints)}" if unknown else ""
 
 
