@@ -16,7 +16,7 @@ from tests.cli.folders import half_written
 from tests.report.histories import BEGUN, CONFIG, copy_of, killed_and_resumed, loaded, metric, saved, write_lines
 from torchtitan_lite.errors import CheckpointError, CheckpointNotFound
 from torchtitan_lite.metrics.accounts import read_accounts
-from torchtitan_lite.report.changes import differences, flat, shown
+from torchtitan_lite.report.changes import differences, shown, without_secret_values
 from torchtitan_lite.report.curves import spans_of, stalls_by_line, time_ceiling
 from torchtitan_lite.report.page import render
 from torchtitan_lite.report.run import read_run
@@ -210,8 +210,11 @@ def test_a_start_of_an_earlier_version_is_compared_under_the_keys_of_today() -> 
     before = {"checkpoint": {"keep_best_metric": "val", "keep_best_mode": "max", "tensor_digests": True}}
     same = {"checkpoint": {"keep_best_metric": "max:val", "digest_tensors": ["save"]}}
     other = {"checkpoint": {"keep_best_metric": "val", "digest_tensors": ["save", "load"]}}
-    assert differences(flat(before), flat(same)) == []
-    assert [(change.key, change.before, change.now) for change in differences(flat(before), flat(other))] == [
+    assert differences(without_secret_values(before), without_secret_values(same)) == []
+    assert [
+        (change.key, change.before, change.now)
+        for change in differences(without_secret_values(before), without_secret_values(other))
+    ] == [
         ("checkpoint.keep_best_metric", "max:val", "val"),
         ("checkpoint.digest_tensors", "save", "save, load"),
     ]
@@ -226,7 +229,7 @@ def test_no_secret_of_a_configuration_is_shown() -> None:
         },
         "hub": {"token": "hf_123", "api_key": "k", "tokenizer_path": "bytes", "keep_best_metric": "loss"},
     }
-    values = {key: shown(value) for key, value in flat(config).items()}
+    values = {key: shown(value) for key, value in without_secret_values(config).items()}
     assert values == {
         "training.dataset_path": "https://(hidden)@host/data?X-Token=(hidden)&split=a",
         "training.tokens_folder": "tokens",
@@ -242,7 +245,7 @@ def test_every_key_of_a_real_configuration_is_shown() -> None:
     from torchtitan_lite.config.job_config import JobConfig
 
     config = JobConfig().to_dict()
-    hidden = [key for key, value in flat(config).items() if value == "(hidden)"]
+    hidden = [key for key, value in without_secret_values(config).items() if value == "(hidden)"]
     assert hidden == []
 
 

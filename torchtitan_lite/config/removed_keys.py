@@ -26,9 +26,15 @@ REMOVED: Mapping[str, str] = {
 """Key to the fix, as the refusal says it."""
 
 
-def flat(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the values of a configuration by `section.key`."""
-    return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+def flat(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a configuration by `section.key`; what is no section keeps its own name."""
+    values: dict[str, Any] = {}
+    for section, keys in sections.items():
+        if isinstance(keys, dict):
+            values |= {f"{section}.{key}": value for key, value in keys.items()}
+        else:
+            values[section] = keys
+    return values
 
 
 def in_keys_of_today(values: Mapping[str, Any]) -> dict[str, Any]:

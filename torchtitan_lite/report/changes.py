@@ -15,7 +15,7 @@ from typing import Any
 
 from torchtitan_lite.checkpoint.examining.inventory import ListedCheckpoint
 from torchtitan_lite.config.drift import Rule, rule_of
-from torchtitan_lite.config.removed_keys import in_keys_of_today
+from torchtitan_lite.config.removed_keys import flat, in_keys_of_today
 from torchtitan_lite.report.lines import number
 from torchtitan_lite.report.starts import ReportedStart
 
@@ -43,16 +43,12 @@ class KeyChange:
     """Whether a resume warns of it: the run is then another than without the change."""
 
 
-def flat(config: object) -> dict[str, Any]:
+def without_secret_values(config: object) -> dict[str, Any]:
     """Return the values of a configuration by `section.key` of today, secrets hidden; none of what is not one."""
     if not isinstance(config, dict):
         return {}
-    values: dict[str, Any] = {}
-    for section, keys in config.items():
-        for key, value in keys.items() if isinstance(keys, dict) else [("", keys)]:
-            values[f"{section}.{key}" if key else str(section)] = value
-    hidden = {key for key, value in values.items() if _SECRET_KEY.search(key) and value}
-    return in_keys_of_today({key: HIDDEN if key in hidden else value for key, value in values.items()})
+    values = in_keys_of_today(flat(config))
+    return {key: HIDDEN if _SECRET_KEY.search(key) and value else value for key, value in values.items()}
 
 
 def shown(value: Any) -> str:
@@ -82,8 +78,8 @@ def configs_of(
     for entry in sorted(entries, key=lambda entry: entry.created_at):
         begun = [start for start in starts if start.began <= entry.created_at]
         if begun and entry.config:
-            found[begun[-1].number] = flat(entry.config)
-    written = [(number(line.get("time")), flat(line.get("config"))) for line in lines]
+            found[begun[-1].number] = without_secret_values(entry.config)
+    written = [(number(line.get("time")), without_secret_values(line.get("config"))) for line in lines]
     for start in starts:
         # A start writes its line before the first sign of the next one, and a start without a line has the last one's.
         until = [config for time, config in written if time <= start.last_sign and config]

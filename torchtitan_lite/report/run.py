@@ -15,7 +15,7 @@ from torchtitan_lite.checkpoint.examining.inventory import USABLE, ListedCheckpo
 from torchtitan_lite.disk.plain_file import read_plain
 from torchtitan_lite.errors import CheckpointError, CheckpointNotFound, CheckpointUnsafe
 from torchtitan_lite.metrics.accounts import CLEAN_ENDS, FAILED, read_accounts
-from torchtitan_lite.report.changes import KeyChange, changes_by_start, configs_of, flat
+from torchtitan_lite.report.changes import KeyChange, changes_by_start, configs_of, without_secret_values
 from torchtitan_lite.report.lines import Logged, number, read_events, read_logged, read_records
 from torchtitan_lite.report.saves import Fate, Save, saves_of
 from torchtitan_lite.report.shards import ShardMap, read_shards
@@ -117,7 +117,7 @@ def read_run(spelling: str, *, now: float | None = None) -> Run:
 
 def _config(path: Path) -> dict[str, Any]:
     try:
-        return flat(json.loads(path.read_bytes()))
+        return without_secret_values(json.loads(path.read_bytes()))
     except (FileNotFoundError, ValueError, RecursionError):
         return {}
 

@@ -51,8 +51,8 @@ def of_one(a: torch.Tensor, b: torch.Tensor, base: Path) -> ValueDifference:
     return found["t"]
 
 
-def write(folder: Path, tensor: torch.Tensor) -> None:
-    """Write a checkpoint of ours with one tensor: DCP cannot save every dtype."""
+def write(folder: Path, tensor: torch.Tensor, **checkpoint: Any) -> None:
+    """Write a checkpoint of ours with one tensor, by a run with these keys: DCP cannot save every dtype."""
     folder.mkdir(parents=True)
     data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
     (folder / "__0_0.distcp").write_bytes(data)
@@ -66,6 +66,7 @@ def write(folder: Path, tensor: torch.Tensor) -> None:
         world_size=1,
         versions={},
         files={"__0_0.distcp": FileRecord.of(data), ".metadata": FileRecord.of(b"")},
+        extra={"config": {"checkpoint": checkpoint}},
         tensors=Table({"t": {"dtype": dtype, "shape": shape, "chunks": [chunk], "path": ["t"]}}),
     )
     (folder / "manifest.json").write_bytes(manifest.to_json())
@@ -195,6 +196,14 @@ def test_containers_of_another_type_and_empty_ones(tmp_path: Path) -> None:
         "extra.list": ("list", "-"),  # without a container in it, it is an object
     }
     assert not compare(a, a).has_any
+
+
+def test_the_configuration_of_an_earlier_version_is_compared_under_the_keys_of_today(tmp_path: Path) -> None:
+    removed = {"tensor_digests": True, "verify_resume": False, "keep_best_metric": "loss", "keep_best_mode": "min"}
+    write(tmp_path / "a", torch.zeros(2), interval=5, **removed)
+    write(tmp_path / "b", torch.zeros(2), interval=7, digest_tensors=["save"], keep_best_metric="loss")
+    found = compare(open_checkpoint(tmp_path / "a"), open_checkpoint(tmp_path / "b"))
+    assert found.origin == {"checkpoint.interval": ("5", "7")}
 
 
 def test_digests_say_which_values_differ_without_reading_them(tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torchtitan_lite.checkpoint.examining.object_digests import digest_of, shown
 from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint
 from torchtitan_lite.checkpoint.format.clocks import is_clock
 from torchtitan_lite.checkpoint.format.contents import StoredTensor
 from torchtitan_lite.checkpoint.format.structure import Branch
+from torchtitan_lite.config.removed_keys import flat, in_keys_of_today
 
 NOTHING = "-"
 """Stands for what one of the two does not have."""
@@ -191,12 +191,5 @@ def _facts(checkpoint: OpenedCheckpoint, in_detail: bool) -> Iterator[tuple[str,
         for name, step in (("parent step", lineage.parent_step), ("branched at step", lineage.branch_point)):
             yield name, NOTHING if step is None else str(step)
         yield from ((f"version of {name}", version) for name, version in sorted(manifest.versions.items()))
-        yield from _flat(checkpoint.config, "")
-
-
-def _flat(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
-    for name, value in config.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value if isinstance(value, str) else shown(value)
+        for key, value in in_keys_of_today(flat(checkpoint.config)).items():
+            yield key, value if isinstance(value, str) else shown(value)
