@@ -1,4 +1,4 @@
-"""The descriptors that this process has open."""
+"""The descriptors that a process has open."""
 
 from __future__ import annotations
 
@@ -12,6 +12,15 @@ _FOLDER = "/proc/self/fd"
 def num_open() -> int:
     """Return how many descriptors are open."""
     return len(os.listdir(_FOLDER))  # noqa: PTH208  # numbers, not paths
+
+
+def opened(pid: int | str = "self") -> list[str]:
+    """Return what a process has open: a path, or `socket:[...]` and the like. What it closes meanwhile is left out."""
+    names = []
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            names.append(str(descriptor.readlink()))
+    return names
 
 
 def num_open_of(*memories: str) -> int:

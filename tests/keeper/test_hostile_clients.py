@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.descriptors import opened
 from torchtitan_lite.errors import KeeperUnavailable
 from torchtitan_lite.keeper import messages
 from torchtitan_lite.keeper.client import Keeper
@@ -62,13 +63,7 @@ def targets(keeper: Keeper) -> list[str]:
     """Return what the keeper's descriptors are, without its connections."""
     described = keeper.describe()
     assert described is not None
-    found = []
-    for fd in Path(f"/proc/{described.pid}/fd").iterdir():
-        try:
-            found.append(str(fd.readlink()))
-        except FileNotFoundError:  # The connection that has just been closed.
-            continue
-    return sorted(target for target in found if not target.startswith("socket:"))
+    return sorted(name for name in opened(described.pid) if not name.startswith("socket:"))
 
 
 def test_a_request_that_is_none_gets_an_error_and_changes_nothing(keeper: Keeper, path: Path, image: Image) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
@@ -15,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.descriptors import opened
 from tests.keeper.children import Child
 from tests.keepers import has_ended, keepers_in
 from torchtitan_lite.errors import KeeperUnavailable
@@ -89,7 +89,7 @@ def test_it_has_nothing_of_the_process_that_started_it(runtime: Path, tmp_path: 
     assert os.read(ours, 1) == b"", "the keeper has the pipe"
     os.close(ours)
     process = Path(f"/proc/{pid_of(keeper)}")
-    targets = [str(fd.readlink()) for fd in (process / "fd").iterdir()]
+    targets = opened(int(process.name))
     own = [target for target in targets if not target.startswith(("socket:", "pipe:"))]
     assert sorted(own) == ["/dev/null"] * 3 + ["anon_inode:[eventpoll]", "anon_inode:inotify"]
     pipes = [target for target in targets if target.startswith("pipe:")]
@@ -284,16 +284,6 @@ def test_a_keeper_that_answers_late_as_on_a_busy_machine_is_used(keeper: Keeper,
     found.close()
 
 
-def open_in(pid: int) -> list[str]:
-    """Return what process `pid` has open, without connections that it closes meanwhile."""
-    names = []
-    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            names.append(str(descriptor.readlink()))
-    assert names
-    return names
-
-
 @pytest.mark.parametrize("left", ["no queue", "no watch"])
 def test_without_watches_it_looks_at_its_socket_now_and_then(
     runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str
@@ -314,7 +304,7 @@ def test_without_watches_it_looks_at_its_socket_now_and_then(
     assert os.waitpid(child, 0)[1] == 0
     keeper.join("first")
     pid = pid_of(keeper)
-    assert not [name for name in open_in(pid) if "queue" in name]
+    assert not [name for name in opened(pid) if "queue" in name]
     stayed(pid)  # Else the end of the connection would wake it.
     path.unlink()
     assert has_ended(pid)

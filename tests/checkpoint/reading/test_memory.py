@@ -15,6 +15,7 @@ from torch import Tensor
 from tests.checkpoint.reading.memory import MIB, peak_above_before, status_bytes
 from tests.checkpoint.small_run import Lent, target
 from tests.checkpoint.tiny_run import TinyRun
+from tests.descriptors import opened
 from tests.ranks import Ranks
 from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
@@ -153,5 +154,4 @@ def descriptors_and_threads(run: TinyRun) -> tuple[list[str], list[str]]:
     for thread in threading.enumerate():
         if thread.name in ("checkpoint", "housekeeping"):
             thread.join(60)
-    links = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-    return sorted(links), sorted(thread.name for thread in threading.enumerate())
+    return sorted(opened()), sorted(thread.name for thread in threading.enumerate())
