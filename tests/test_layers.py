@@ -25,10 +25,12 @@ LAYERS = {
     "disk": 2,
     "store": 3,
     "keeper": 3,
+    "bucket": 4,
     "distributed": 4,
     "checkpoint.schedule": 4,
     "checkpoint.format": 4,
     "checkpoint.context": 5,
+    "checkpoint.run_folders": 5,
     "checkpoint.state": 5,
     "checkpoint.untrusted": 6,
     "checkpoint.staging": 6,
@@ -59,6 +61,7 @@ LAYERS = {
 
 WITHOUT_TORCH = (
     *("__init__", "errors", "events", "faults", "log", "collection", "disk", "store", "config", "keeper"),
+    *("bucket", "checkpoint.run_folders"),
     *(
         f"checkpoint.format.{name}"
         for name in ("clocks", "containers", "contents", "dtypes", "plain_value", "structure")

@@ -18,6 +18,7 @@ SAVER = """
 import sys
 from pathlib import Path
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
+from torchtitan_lite.disk.new_file import NewFileOnDisk
 from torchtitan_lite.disk.writer_process import WriterProcess
 
 arena = StagingArena(4096, pin=False)
@@ -40,7 +41,7 @@ def test_the_writer_process_takes_the_standard_library_and_not_what_lies_in_the_
 ) -> None:
     for name in ("socket", "json", "struct", "signal", "ctypes", "mmap", "xxhash", "torchtitan_lite"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('the working directory was imported')\n")
-    script = SAVER + 'process.write(Path("written").absolute(), arena, 5, step=1)\nprocess.close()\n'
+    script = SAVER + 'process.write(NewFileOnDisk(Path("written").absolute()), arena, 5, step=1)\nprocess.close()\n'
     assert run(script, tmp_path) == (0, "")
     assert (tmp_path / "written").read_bytes() == b"hello"
 

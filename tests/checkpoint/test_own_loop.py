@@ -114,7 +114,7 @@ def test_everything_that_was_given_resumes(tmp_path: Path) -> None:
         ({"interval": "5"}, r"checkpoint\.interval: expected a whole number, found the string '5'"),
         ({"optimizer": nn.Linear(1, 1)}, "optimizer: expected an optimizer, found a Linear"),
         ({"folder": ""}, r"folder: expected the path of a folder for checkpoints, found ''"),
-        ({"folder": "s3://bucket/run"}, r"found the address 's3:/"),
+        ({"folder": "hf://org/run"}, r"found the address 'hf:/"),
         ({"checkpoint_folder": "x"}, r"checkpoint_folder is not a key"),
         ({"enable": False, "create_seed_checkpoint": True}, r"create_seed_checkpoint: nothing would be saved"),
     ],

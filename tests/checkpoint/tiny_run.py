@@ -32,6 +32,7 @@ from torchtitan_lite.checkpoint.saving.writer import SaveTarget
 from torchtitan_lite.checkpoint.schedule.interval import AnyOf, AtStep, SavePolicy
 from torchtitan_lite.checkpoint.state.stateful import ModelWrapper, OptimizerWrapper, Stateful
 from torchtitan_lite.config.job_config import Checkpoint
+from torchtitan_lite.disk.new_file import NewFileOnDisk
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.store import CheckpointStore
@@ -164,18 +165,18 @@ class ObservedSaver:
 
 
 class _WatchedStore(CheckpointStore):
-    """Wraps `store`: calls `before_write` once the folder for this rank's file exists."""
+    """Wraps `store`: calls `before_write` before this rank's file is written."""
 
     def __init__(self, store: CheckpointStore, before_write: Callable[[Path], object]) -> None:
         super().__init__(store.root, durable=store.durable)
         self._before_write: Callable[[Path], object] | None = before_write
 
-    def stage(self, step: int) -> Path:
-        folder = super().stage(step)
+    def new_file(self, place: str, name: str) -> NewFileOnDisk:
+        new = super().new_file(place, name)
         before_write, self._before_write = self._before_write, None
         if before_write is not None:
-            before_write(folder / layout.data_file(dist.get_rank() if dist.is_initialized() else 0, 0))
-        return folder
+            before_write(new.path)
+        return new
 
 
 def run_with(fault: str, rank: int, folder: Path, mode: str, **options: Any) -> TinyRun:

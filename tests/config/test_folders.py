@@ -1,4 +1,4 @@
-"""Folders in the configuration: an address of an object store is none, and a run overwrites no file of its model."""
+"""Folders in the configuration: where an address is none, and that a run overwrites no file of its model."""
 
 from __future__ import annotations
 
@@ -12,16 +12,26 @@ from torchtitan_lite.config.manager import parse_config
 from torchtitan_lite.config.own_loop import loop_config
 from torchtitan_lite.errors import ConfigError
 
-PLACES = [
-    (Job, "dump_folder"),
-    (Checkpoint, "folder"),
-    (Checkpoint, "export_folder"),
-    (Checkpoint, "initial_load_path"),
-]
+ON_DISK = [(Job, "dump_folder"), (Checkpoint, "hf_folder")]
+ANYWHERE = [(Checkpoint, "folder"), (Checkpoint, "export_folder"), (Checkpoint, "initial_load_path")]
+PLACES = ON_DISK + ANYWHERE
+IN_STORES = ["s3://bucket/x", "gs://bucket/x", "az://container/x"]
+ELSEWHERE = ["hf://org/name", "file:///tmp/x", "S3://bucket/x"]
 
 
-@pytest.mark.parametrize("address", ["s3://bucket/x", "gs://bucket/x", "hf://org/name", "file:///tmp/x"])
-@pytest.mark.parametrize(("section", "name"), PLACES)
+@pytest.mark.parametrize("address", IN_STORES)
+@pytest.mark.parametrize(("section", "name"), ANYWHERE)
+def test_checkpoints_may_be_in_an_object_store(section: Any, name: str, address: str) -> None:
+    assert getattr(section(**{name: address}), name) == address
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "address"),
+    [
+        *((*place, address) for place in ON_DISK for address in IN_STORES + ELSEWHERE),
+        *((*place, address) for place in ANYWHERE for address in ELSEWHERE),
+    ],
+)
 def test_an_address_is_one_sentence_that_names_the_key(section: Any, name: str, address: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         section(**{name: address})
@@ -37,10 +47,14 @@ def test_a_home_that_no_shell_expanded_is_refused_by_name(section: Any, name: st
         section(**{name: folder})
 
 
-@pytest.mark.parametrize("folder", ["s3://bucket/x", "~/runs/1", Path("~/runs/1")])
+@pytest.mark.parametrize("folder", ["hf://org/name", "~/runs/1", Path("~/runs/1")])
 def test_the_folder_of_an_own_loop_is_named_as_it_was_given(folder: Any) -> None:
     with pytest.raises(ConfigError, match=rf"^folder: .*'{folder}'"):
         loop_config(folder, {})
+
+
+def test_the_folder_of_an_own_loop_may_be_in_an_object_store() -> None:
+    assert loop_config("s3://bucket/runs/x", {}).checkpoint.folder == "s3://bucket/runs/x"
 
 
 def test_an_address_on_the_command_line_is_wrong_usage() -> None:

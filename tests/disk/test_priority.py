@@ -22,6 +22,7 @@ from torchtitan_lite.checkpoint.saving.writer import SaveTarget
 from torchtitan_lite.checkpoint.staging.stager import StagedCopy
 from torchtitan_lite.disk.background import NICE, Background, give_way
 from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.disk.new_file import NewFile
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.store.store import CheckpointStore
 
@@ -91,9 +92,9 @@ def test_no_thread_is_lowered_while_a_thread_writes_a_save(tmp_path: Path) -> No
     before = _nice_of_this_thread()
     while_writing: list[set[int]] = []
 
-    def write(path: Path, staged: StagedCopy, of: SaveTarget) -> FileRecord:
+    def write(new: NewFile, staged: StagedCopy, of: SaveTarget) -> FileRecord:
         while_writing.append(_nice_of_all_threads())
-        return write_in_place(path, staged, of)
+        return write_in_place(new, staged, of)
 
     saver = ThreadSaver(Peers(timedelta(seconds=60)), write=write)
     pending = saver.save({"weight": torch.ones(3)}, target(CheckpointStore(tmp_path), 1))

@@ -15,6 +15,7 @@ import pytest
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.disk.background import NICE
 from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.disk.new_file import NewFileOnDisk
 from torchtitan_lite.disk.writer_process import IGNORED_SIGNALS, WriterProcess
 from torchtitan_lite.errors import WriterProcessDied
 
@@ -50,7 +51,7 @@ def arena() -> Iterator[StagingArena]:
 
 def write(process: WriterProcess, path: Path, arena: StagingArena) -> bytes:
     """Return what was written, after comparing it with the answer of the process."""
-    record = process.write(path, arena, len(WORDS), step=1)
+    record = process.write(NewFileOnDisk(path), arena, len(WORDS), step=1)
     data = path.read_bytes()
     assert record == FileRecord.of(data)
     return data

@@ -753,9 +753,9 @@ def test_two_stores_of_one_folder_are_in_the_same_place_however_it_is_spelt(
     monkeypatch.chdir(tmp_path)
     one = CheckpointStore(tmp_path / "outputs" / "checkpoint")
     for spelling in ("outputs/checkpoint", "link/checkpoint", "outputs/../outputs/checkpoint"):
-        assert one.is_same_folder(CheckpointStore(Path(spelling)))
+        assert one.identity == CheckpointStore(Path(spelling)).identity
     for spelling in ("outputs", "outputs/checkpoint/x", "checkpoint"):
-        assert not one.is_same_folder(CheckpointStore(Path(spelling)))
+        assert one.identity != CheckpointStore(Path(spelling)).identity
 
 
 def test_findings_are_text_with_a_line_for_each(store: CheckpointStore, root: Path) -> None:

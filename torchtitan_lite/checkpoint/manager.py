@@ -44,8 +44,8 @@ from torchtitan_lite.distributed.step_consensus import StepConsensus
 from torchtitan_lite.distributed.tried_torch import report_later_torch
 from torchtitan_lite.events import EventListener
 from torchtitan_lite.log import logger
+from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.retention import RetentionPolicy
-from torchtitan_lite.store.store import CheckpointStore
 
 
 class CheckpointManager:
@@ -73,7 +73,7 @@ class CheckpointManager:
         states: Mapping[str, Stateful | dict[Any, Any]] | None,
         job_config: JobConfig,
         *,
-        store: CheckpointStore | None = None,
+        store: StoresCheckpoints | None = None,
         saver: Saver | None = None,
         save_policy: SavePolicy | None = None,
         retention: RetentionPolicy | None = None,
@@ -114,7 +114,7 @@ class CheckpointManager:
         self.preempted_by = 0
         """The signal that the ranks agreed to leave for, after `save` saved or before training; 0 for none."""
         if self._config.enable_checkpoint:
-            logger.info("Checkpointing active. Checkpoints will be loaded from and saved to %s", self._store.root)
+            logger.info("Checkpointing active. Checkpoints will be loaded from and saved to %s", self._store.address)
         report_later_torch(self._peers.rank)
 
     @classmethod

@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from torchtitan_lite.checkpoint.run_folders import RunFolders
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import FolderNotShared
 from torchtitan_lite.log import counted
-from torchtitan_lite.store.run_folders import RunFolders
 
 LOOK_SECONDS = 60.0
 """As long as NFS may remember by default which files a folder has (acdirmax)."""
@@ -35,7 +35,7 @@ def refuse_where_not_shared(
         return
     unseen = find_unseen(lambda: folders.first_without(tokens), min(LOOK_SECONDS, timeout_seconds / 2))
     if peers.max_over_ranks(unseen is not None)[0]:
-        views = peers.gather(_View(platform.node(), [str(root) for root in folders.roots], unseen))
+        views = peers.gather(_View(platform.node(), folders.addresses, unseen))
         error = _error(views)
         error.reported_elsewhere = not peers.is_coordinator
         raise error
@@ -59,9 +59,9 @@ class _View:
     """What one rank sees."""
 
     host: str
-    roots: Sequence[str]
+    addresses: Sequence[str]
     unseen: int | None
-    """Which of `roots` is another one than the coordinator's; None for none."""
+    """Which of `addresses` is another one than the coordinator's; None for none."""
 
 
 def _error(views: Sequence[_View]) -> FolderNotShared:
@@ -70,11 +70,11 @@ def _error(views: Sequence[_View]) -> FolderNotShared:
     ranks_in: dict[tuple[str, str], list[int]] = {}
     for rank, view in enumerate(views):
         if view.unseen == number:
-            ranks_in.setdefault((view.host, view.roots[number]), []).append(rank)
+            ranks_in.setdefault((view.host, view.addresses[number]), []).append(rank)
     blind = [f"{_in_words(ranks)} on {host} ({root})" for (host, root), ranks in ranks_in.items()]
     if len(blind) > _MOST_PLACES:
         blind[_MOST_PLACES:] = [f"{len(blind) - _MOST_PLACES} more folders"]
-    return FolderNotShared(views[0].roots[number], views[0].host, blind)
+    return FolderNotShared(views[0].addresses[number], views[0].host, blind)
 
 
 def _in_words(ranks: Sequence[int]) -> str:

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
+from torchtitan_lite.checkpoint.run_folders import RunFolders
 from torchtitan_lite.checkpoint.saving.waiter import SaveWaiter
 from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
-from torchtitan_lite.store.run_folders import RunFolders
 
 
 @dataclass
@@ -37,34 +36,34 @@ class OneOpener:
     def open(self) -> None:
         """Note that this manager opens its folders; close the managers that have one of them open."""
         self.is_replaced = False
-        for root in _resolved(self.folders.roots):
-            former = _OPEN.get(root)
+        for identity, address in zip(self.folders.identities, self.folders.addresses, strict=True):
+            former = _OPEN.get(identity)
             if former is not None and former is not self:
-                former.give_way(root)
-            _OPEN[root] = self
+                former.give_way(address)
+            _OPEN[identity] = self
 
     def note_closed(self) -> None:
         """Note that the manager is closed. Idempotent."""
-        for root in [root for root, opener in _OPEN.items() if opener is self]:
-            del _OPEN[root]
+        for identity in [identity for identity, opener in _OPEN.items() if opener is self]:
+            del _OPEN[identity]
 
     def refuse_if_replaced(self) -> None:
         """Raise ConfigError if another manager has opened a folder of this one: its steps would be saved over."""
         if self.is_replaced:
             raise ConfigError(
-                f"another manager of this process opened {self.folders.checkpoints.root} after this one, which was "
+                f"another manager of this process opened {self.folders.checkpoints.address} after this one, which was "
                 "closed then. Use the other one; to continue with this one from what is saved there, call its load(); "
                 "for two runs at once, give each a folder of its own."
             )
 
-    def give_way(self, root: Path) -> None:
-        """Close the manager after its save is durable. What fails is logged: who opens `root` continues."""
+    def give_way(self, folder: str) -> None:
+        """Close the manager after its save is durable. What fails is logged: who opens `folder` continues."""
         self.is_replaced = True
         self.note_closed()
         logger.warning(
             "Closing the manager that this process opened before on %s, because another one opens it. "
             "Use managers in a with statement, or call close()",
-            root,
+            folder,
         )
         try:
             if (close := self.close()) is not None:
@@ -82,13 +81,9 @@ class OneOpener:
         self.folders.release()
 
 
-_OPEN: dict[Path, OneOpener] = {}
-"""The opener of each folder that a manager of this process has open."""
+_OPEN: dict[str, OneOpener] = {}
+"""The opener of each folder, by its identity, that a manager of this process has open."""
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_OPEN.clear)  # A child has no manager open.
-
-
-def _resolved(roots: Sequence[Path]) -> list[Path]:
-    return [root.resolve() for root in roots]

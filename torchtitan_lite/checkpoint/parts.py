@@ -29,6 +29,7 @@ from torchtitan_lite.checkpoint.resume.load_source import new_run
 from torchtitan_lite.checkpoint.resume.run_load import RunLoad
 from torchtitan_lite.checkpoint.resume.wrong_folder import refuse_wrong_folders
 from torchtitan_lite.checkpoint.run_end import LastFormat, RunEnd, build_last_save
+from torchtitan_lite.checkpoint.run_folders import RunFolders
 from torchtitan_lite.checkpoint.saving.auto_interval import build_auto_interval
 from torchtitan_lite.checkpoint.saving.decider import SaveDecider
 from torchtitan_lite.checkpoint.saving.departure import Departure
@@ -50,8 +51,8 @@ from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.distributed.step_consensus import StepConsensus
 from torchtitan_lite.events import EventListener, emit_to
 from torchtitan_lite.store.housekeeping import Housekeeping, build_housekeeping
+from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.retention import RetentionPolicy, build_retention
-from torchtitan_lite.store.run_folders import RunFolders
 from torchtitan_lite.store.store import CheckpointStore
 
 RunObjects = tuple[
@@ -68,7 +69,7 @@ RunObjects = tuple[
 class Seams:
     """What a caller may hand in; None for what the configuration names."""
 
-    store: CheckpointStore | None
+    store: StoresCheckpoints | None
     saver: Saver | None
     save_policy: SavePolicy | None
     retention: RetentionPolicy | None
@@ -90,7 +91,7 @@ class Parts:
     own_groups: Sequence[Peers | StepConsensus]
     """Those that the caller did not hand in: the manager closes them."""
     folders: RunFolders
-    store: CheckpointStore
+    store: StoresCheckpoints
     saver: Saver
     images: NoImages
     preemption: PreemptionWatch
@@ -207,11 +208,12 @@ def build_parts(
     )
 
 
-def build_images(store: CheckpointStore, plans: PlanCache, context: RunContext) -> NoImages:
+def build_images(store: StoresCheckpoints, plans: PlanCache, context: RunContext) -> NoImages:
     """Return what the run keeps in memory: nothing unless it is a run that saves, and the memory is to be kept."""
     config = context.config
     is_no_run = not config.enable_checkpoint or config.load_only or config.create_seed_checkpoint or config.dry_run
-    if is_no_run or not config.memory_ttl_seconds or memory_is_off():
+    # What a keeper holds is compared with the folder on its host's disk; a bucket belongs to no host.
+    if is_no_run or not config.memory_ttl_seconds or memory_is_off() or not isinstance(store, CheckpointStore):
         return NoImages()
     # Imported only where it is used: a run without it loads none of it.
     from torchtitan_lite.checkpoint.images.run_images import build_run_images

@@ -12,13 +12,13 @@ from typing import Protocol
 
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.resume.ending import Ended, ended_run, export_of
+from torchtitan_lite.checkpoint.run_folders import RunFolders
 from torchtitan_lite.checkpoint.saving.maker import SaveMaker
 from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.store.manifest import CheckpointInfo
-from torchtitan_lite.store.run_folders import RunFolders
 
 
 class LastExport(Protocol):

@@ -23,6 +23,7 @@ from torchtitan_lite.errors import (
 from torchtitan_lite.log import counted, readable_bytes
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.listing import Listing, is_checkpoint
+from torchtitan_lite.store.place import Place
 from torchtitan_lite.store.store import CheckpointStore
 from torchtitan_lite.store.verified import FULL, SIZES, Verified, identity_of, record
 
@@ -133,7 +134,7 @@ def _folders(spelling: str, screen: Screen) -> tuple[list[Path], bool]:
         return [resolve(spelling).folder], True
     root = folder_of_checkpoints(spelling)
     store, listing = CheckpointStore(root), Listing(root)
-    abandoned: set[Path] = set()
+    abandoned: set[Place] = set()
     with contextlib.suppress(FormatTooNew):  # It is reported where that checkpoint is verified.
         abandoned = {info.path for info in store.intact()} - {info.path for info in store.committed()}
     places = [(step, paths[0]) for step, paths in listing.places().items() if paths[0].is_dir()]

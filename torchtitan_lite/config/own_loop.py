@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.config.folders import refuse_address
+from torchtitan_lite.config.folders import is_in_object_store, refuse_unknown_address
 from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig
 from torchtitan_lite.config.keys import KEYS, meaning_of, nearest_key, unknown_key
 from torchtitan_lite.config.removed_keys import REMOVED
@@ -52,13 +52,21 @@ def loop_config(folder: str | os.PathLike[str], settings: Mapping[str, Any]) -> 
             f"folder: expected the path of a folder for checkpoints, found {_shown(folder)}. Give one, such as "
             "'outputs/checkpoint'."
         )
-    refuse_address("folder", os.fspath(folder), "Name a folder, and copy it when the run is over.")
+    refuse_unknown_address("folder", os.fspath(folder))
     keys = {_key(name): value for name, value in settings.items()}
     if "folder" in keys:
         raise ConfigError("folder: given twice. Leave out checkpoint.folder.")
+    parent, name = _parts(os.fspath(folder))
+    section = Checkpoint(**{"enable_checkpoint": True, **keys, "folder": name})
+    return JobConfig(job=Job(dump_folder=parent), checkpoint=section)
+
+
+def _parts(folder: str) -> tuple[str, str]:
+    """Return the `dump_folder` and the `checkpoint.folder` of `folder`; an address needs no folder above it."""
+    if is_in_object_store(folder):
+        return ".", folder
     path = Path(folder)
-    section = Checkpoint(**{"enable_checkpoint": True, **keys, "folder": path.name})
-    return JobConfig(job=Job(dump_folder=str(path.parent)), checkpoint=section)
+    return str(path.parent), path.name
 
 
 def _shown(folder: object) -> str:

@@ -45,6 +45,11 @@ class FileSource(Protocol):
 
         The memory is padded to ALIGNMENT and valid until the next call.
         """
+        ...
+
+    def kept(self, begin: int, end: int) -> memoryview:
+        """Return bytes [begin, end), which stay as they are while anything refers to them."""
+        ...
 
 
 class InPlace:
@@ -63,6 +68,9 @@ class InPlace:
 
     def reader(self) -> Callable[[int, int], memoryview]:
         return lambda begin, end: self._view[begin : aligned(end)]
+
+    def kept(self, begin: int, end: int) -> memoryview:
+        return self._view[begin:end]
 
 
 class Bounced:
@@ -90,6 +98,12 @@ class Bounced:
             return buffer[: aligned(end - begin)]
 
         return read
+
+    def kept(self, begin: int, end: int) -> memoryview:
+        memory = memoryview(bytearray(end - begin))
+        for at in range(begin, end, self.request_bytes):
+            self._fill(memory[at - begin :], at, min(at + self.request_bytes, end))
+        return memory
 
 
 def aligned(num_bytes: int) -> int:

@@ -17,12 +17,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Protocol
 
 from torchtitan_lite import faults
-from torchtitan_lite.disk.block_writer import InPlace, write_blocks
+from torchtitan_lite.disk.block_writer import InPlace
 from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.disk.new_file import NewFile
 from torchtitan_lite.disk.shared_memory import map_shared
 
 POLL_SECONDS = 0.5
@@ -47,10 +47,10 @@ class UseArena:
 
 @dataclass(frozen=True)
 class Write:
-    """Requests to write the first `num_bytes` of an arena to a new file at `path`, and to sync it."""
+    """Requests to write the first `num_bytes` of an arena to the file `new`, durably."""
 
     arena: int
-    path: Path
+    new: NewFile
     num_bytes: int
     step: int
     record: FileRecord | None
@@ -165,7 +165,7 @@ def _answer(request: Write | DigestRequest, memory: memoryview) -> FileRecord | 
         if isinstance(request, DigestRequest):
             return _digested(memory, request)
         faults.set_step(request.step)
-        return write_blocks(request.path, InPlace(memory, request.num_bytes, request.record))
+        return request.new.write(InPlace(memory, request.num_bytes, request.record))
     except Exception as error:
         return error
 

@@ -1,11 +1,11 @@
 """A process that writes the files of a rank, so that training shares neither interpreter nor signals with it.
 
-It is a worker, not a peer: planning, agreement and commit stay in the trainer. The trainer sends a path and the length
-of the file's image in the staging arena, which both processes map; the process answers with digests. So it needs no
-process group, no rank and no torch, and starts in moments. A thread of its own digests copies that no disk write needs,
-so that these wait for no disk. It gives way to training (nice, lowest I/O priority). It
-ignores the signals that a scheduler sends to process groups, because the trainer decides what to save and when to
-end. It dies with its trainer, because an orphan must not write into a folder that a restarted job owns.
+It is a worker, not a peer: planning, agreement and commit stay in the trainer. The trainer sends the handle
+of a file and the length of its image in the staging arena, which both processes map; the process answers with digests.
+So it needs no process group, no rank and no torch, and starts in moments. A thread of its own digests copies that no
+disk write needs, so that these wait for no disk. It gives way to training (nice, lowest I/O priority). It ignores the
+signals that a scheduler sends to process groups, because the trainer decides what to save and when to end. It dies with
+its trainer, because an orphan must not write into a folder that a restarted job owns.
 `WriterProcess` is the end of the trainer, `serve` the end of the process.
 """
 
@@ -24,6 +24,7 @@ from torchtitan_lite import faults, log
 from torchtitan_lite.disk.background import give_way
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.forks import forget_in_children
+from torchtitan_lite.disk.new_file import NewFile
 from torchtitan_lite.disk.writer_line import Arena, DigestRequest, Line, LineBroken, Write, answer_all
 from torchtitan_lite.errors import WriterProcessDied
 
@@ -80,15 +81,15 @@ class WriterProcess:
         self._lines, self._is_reported = lines, False
 
     def write(
-        self, path: Path, arena: Arena, num_bytes: int, step: int, record: FileRecord | None = None
+        self, new: NewFile, arena: Arena, num_bytes: int, step: int, record: FileRecord | None = None
     ) -> FileRecord:
-        """Write the first `num_bytes` of `arena` to `path`, durably; return the record of the file.
+        """Write the first `num_bytes` of `arena` to `new`, durably; return the record of the file.
 
         `record` is that record if it is known; else the process takes the digests.
         Raises the error of the write, or `WriterProcessDied`: at once if the process ended, within a second if it was
         stopped.
         """
-        return self._ask(0, lambda number: Write(number, path, num_bytes, step, record), arena, f"writing {path}")
+        return self._ask(0, lambda number: Write(number, new, num_bytes, step, record), arena, f"writing {new}")
 
     def digest(self, arena: Arena, num_bytes: int, step: int) -> FileRecord:
         """Return the record of a file that is the first `num_bytes` of `arena`. Raises `WriterProcessDied`."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.events import CleanEnd, Committed, Event, Loaded, Resumed, SaveStarted
@@ -74,7 +73,7 @@ class Goodput:
             "starts": len(accounts.starts),
         }
 
-    def start_loop(self, step: int, checkpoints: Path) -> None:
+    def start_loop(self, step: int, checkpoints: str) -> None:
         """Note that training begins after `step`. `checkpoints` is the run's own folder of checkpoints."""
         self.clock.enter("other")
         if self.ledger is not None:
@@ -139,13 +138,13 @@ class Goodput:
         }
 
 
-def _source(step: int, loaded: Loaded | None, checkpoints: Path) -> str:
+def _source(step: int, loaded: Loaded | None, checkpoints: str) -> str:
     """Return what was loaded; None for a fresh start."""
     if loaded is None:
         return "fresh"
     if loaded.origin == "memory":
         return "memory"
-    return "checkpoint" if step else "seed" if Path(loaded.path).parent == checkpoints else "initial"
+    return "checkpoint" if step else "seed" if loaded.path.rpartition("/")[0] == checkpoints else "initial"
 
 
 def summary(accounts: Accounts) -> str:

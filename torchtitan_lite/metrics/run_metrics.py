@@ -21,6 +21,7 @@ import torch
 
 import torchtitan_lite
 from torchtitan_lite.checkpoint.schedule.failures import Past
+from torchtitan_lite.config.folders import is_in_object_store
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.events import EVENTS, Committed, Event, ImageMissed, ImageReady, Loaded, SaveStaged
@@ -70,7 +71,8 @@ class RunMetrics:
         self._wandb_module = import_wandb() if config.metrics.enable_wandb and self._ledger is not None else None
         self._wandb: WandbRun | None = None
         self._config = config
-        self._checkpoints = dump_folder / config.checkpoint.folder
+        folder = config.checkpoint.folder
+        self._checkpoints = folder if is_in_object_store(folder) else str(dump_folder / folder)
         self._world_size = world.world_size
         self._lock = threading.Lock()
         self._event_tags: dict[str, float] = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from typing import Any
 
 from torchtitan_lite import faults
 from torchtitan_lite.config.job_config import Checkpoint
@@ -19,9 +19,8 @@ from torchtitan_lite.errors import CheckpointUnreadable, LeaseLost, PinsUnreadab
 from torchtitan_lite.events import Emit, Purged
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
-from torchtitan_lite.store.pins import Pins
+from torchtitan_lite.store.protocol import StoresCheckpoints, nothing
 from torchtitan_lite.store.retention import RetentionPolicy, Verdict, judge
-from torchtitan_lite.store.store import CheckpointStore, nothing
 
 
 class Housekeeping:
@@ -43,7 +42,7 @@ class Housekeeping:
         self._retention = retention
         self._emit = emit
         self._known_good: set[int] = set()
-        self._num_bytes: dict[tuple[Path, CheckpointKind], int] = {}
+        self._num_bytes: dict[tuple[str, CheckpointKind], int] = {}
         """Size of the last checkpoint of each folder and kind."""
         self._background = Background("housekeeping") if in_background else None
         self._timeout_seconds = timeout_seconds
@@ -55,29 +54,29 @@ class Housekeeping:
         """Remember that this run committed or loaded the full checkpoint of `step`. **Any rank**."""
         self._known_good.add(step)
 
-    def note_committed(self, info: CheckpointInfo, store: CheckpointStore) -> None:
+    def note_committed(self, info: CheckpointInfo, store: StoresCheckpoints) -> None:
         """Remember that this run committed `info` to `store`."""
-        self._num_bytes[store.root, info.kind] = info.nbytes
+        self._num_bytes[store.address, info.kind] = info.nbytes
         if info.kind is CheckpointKind.FULL and not info.has_nan:
             self.note_good(info.step)
 
-    def make_sure_of_room(self, step: int, kind: CheckpointKind, store: CheckpointStore) -> None:
+    def make_sure_of_room(self, step: int, kind: CheckpointKind, store: StoresCheckpoints) -> None:
         """Raise SaveFailed unless there is room for as much as the last checkpoint of `kind` took."""
         faults.point("preflight", step=step)
-        if (store.root, kind) not in self._num_bytes:
+        if (store.address, kind) not in self._num_bytes:
             before = [info.nbytes for info in store.committed() if info.kind is kind]
-            self._num_bytes[store.root, kind] = before[-1] if before else 0
-        if not store.has_room(self._num_bytes[store.root, kind]):
+            self._num_bytes[store.address, kind] = before[-1] if before else 0
+        if not store.has_room(self._num_bytes[store.address, kind]):
             # Removals under way make room, and are no leftovers of a cut save.
             self.wait(self._timeout_seconds)
-        store.preflight(step, self._num_bytes[store.root, kind], make_room=lambda: self.purge(store))
+        store.preflight(step, self._num_bytes[store.address, kind], make_room=lambda: self.purge(store))
 
-    def purge_when_there_is_time(self, store: CheckpointStore, fence: Callable[[], None]) -> None:
+    def purge_when_there_is_time(self, store: StoresCheckpoints, fence: Callable[[], None]) -> None:
         """Purge, before returning, or in the background if saves are made there."""
         if self._background is None:
             self.purge(store, fence)
         else:
-            self._background.run(store.root, lambda: self.purge(store, fence))
+            self._background.run(store.address, lambda: self.purge(store, fence))
 
     def wait(self, seconds: float) -> bool:
         """Return whether the background work ended within `seconds`."""
@@ -88,19 +87,19 @@ class Housekeeping:
         if self._background is not None and not self._background.close(seconds):
             logger.warning("A checkpoint is still being removed after %.0f s; the next start removes the rest", seconds)
 
-    def purge(self, store: CheckpointStore, fence: Callable[[], None] = nothing) -> None:
+    def purge(self, store: StoresCheckpoints, fence: Callable[[], None] = nothing) -> None:
         """Remove the checkpoints that are not kept; remove nothing if the disk fails or the folder is another job's."""
         try:
             verdicts = self.verdicts(store)
         except OSError as error:
-            logger.warning("Could not list %s to remove what is no longer kept: %s", store.root, error)
+            logger.warning("Could not list %s to remove what is no longer kept: %s", store.address, error)
         except PinsUnreadable as error:
             self._warn_of(error)
         else:
             self._warned_of = ""
             self.remove([verdict.info for verdict in verdicts if verdict.goes], store, fence)
 
-    def verdicts(self, store: CheckpointStore) -> list[Verdict]:
+    def verdicts(self, store: StoresCheckpoints) -> list[Verdict]:
         """Return what happens to each committed checkpoint now. Changes nothing.
 
         Raises PinsUnreadable, and OSError if the disk fails.
@@ -111,14 +110,14 @@ class Housekeeping:
             store.committed(),
             protected=good & {max(good, default=-1)},
             known_good=good,
-            pinned=Pins(store.root).read(),
+            pinned=store.pins.read(),
             now=self._now(),
             missing_bytes=store.missing_bytes(self._min_free_bytes),
             is_sound=lambda info: _is_sound(info, store),
         )
 
     def remove(
-        self, infos: Sequence[CheckpointInfo], store: CheckpointStore, fence: Callable[[], None] = nothing
+        self, infos: Sequence[CheckpointInfo], store: StoresCheckpoints, fence: Callable[[], None] = nothing
     ) -> None:
         """Remove `infos`, but none that was pinned meanwhile. What cannot be removed stays, with a warning."""
         for info in infos:
@@ -141,19 +140,19 @@ class Housekeeping:
                     logger.info("Deleted step %d", info.step)
                     self._emit(Purged(info.step, bytes=info.nbytes))
 
-    def remove_failed_save(self, step: int, store: CheckpointStore) -> None:
+    def remove_failed_save(self, step: int, store: StoresCheckpoints) -> None:
         """Remove what a failed save left; log a warning if that fails."""
         try:
             store.remove_staging(step)
         except OSError as error:
             logger.warning("Could not remove what the failed save of step %d left: %s", step, error)
 
-    def _discard(self, info: CheckpointInfo, store: CheckpointStore, fence: Callable[[], None]) -> list[Path]:
+    def _discard(self, info: CheckpointInfo, store: StoresCheckpoints, fence: Callable[[], None]) -> Sequence[Any]:
         # Lease and pins are read again for each removal, because both may have changed since the decision. Under the
         # lock of the pins no `pin` can come between this look and the rename.
         with store.exclusive:
             fence()
-            with Pins(store.root).unchanged() as pinned:
+            with store.pins.unchanged() as pinned:
                 return [] if info.step in pinned else store.discard(info)
 
     def _warn_of(self, error: PinsUnreadable) -> None:
@@ -163,7 +162,7 @@ class Housekeeping:
             logger.warning("%s", error)
 
 
-def _is_sound(info: CheckpointInfo, store: CheckpointStore) -> bool:
+def _is_sound(info: CheckpointInfo, store: StoresCheckpoints) -> bool:
     try:
         return not store.check_sizes(info)
     except CheckpointUnreadable as error:

@@ -22,6 +22,7 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.listing import Listing, is_folder
 from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
 from torchtitan_lite.store.manifest_fields import METRICS, NAN_IN
+from torchtitan_lite.store.place import Place, on_disk
 
 SETTLED_NS = 50_000_000
 """A file changed more recently may change again with the same time: a tick of the kernel takes 10 ms."""
@@ -99,7 +100,7 @@ class KnownManifests:
         """Return what is wrong with the sizes of the files of `info`, one sentence each; empty if nothing is."""
         try:
             sizes = self._sizes(info)
-            findings = [size_finding(info.path / name, size) for name, size in sorted(sizes.items())]
+            findings = [size_finding(on_disk(info.path) / name, size) for name, size in sorted(sizes.items())]
         except CheckpointDamaged as error:
             return [error.finding]
         except OSError as error:
@@ -118,7 +119,7 @@ class KnownManifests:
 
         Raises as `find` does, and `CheckpointDamaged` where the manifest is gone.
         """
-        known = self._read(info.path, info.step)
+        known = self._read(on_disk(info.path), info.step)
         if known is None:
             raise CheckpointDamaged(str(info.path), f"{layout.MANIFEST} is missing")
         _raise_damage(known)
@@ -188,10 +189,12 @@ def describe(folder: Path, manifest: Manifest) -> CheckpointInfo:
     )
 
 
-def damage_in(folder: Path, error: CheckpointUnsafe) -> CheckpointDamaged:
+def damage_in(folder: Place, error: CheckpointUnsafe) -> CheckpointDamaged:
     """Return `error`, about `folder` or a file in it, as damage of the checkpoint in `folder`."""
     path = Path(error.path)
-    return CheckpointDamaged(str(folder), error.finding if path == folder else f"{path.name}: {error.finding}")
+    return CheckpointDamaged(
+        str(folder), error.finding if error.path == str(folder) else f"{path.name}: {error.finding}"
+    )
 
 
 def _raise_damage(known: _Known) -> None:

@@ -32,6 +32,7 @@ from torchtitan_lite.store.manifest_fields import (
     table,
     value_of,
 )
+from torchtitan_lite.store.place import Place
 
 FORMAT_VERSION = 4
 """1 had no digests and no table of tensors; up to 2, each table entry had its path without the types of the keys; up to
@@ -64,7 +65,7 @@ class CheckpointInfo:
     """One committed checkpoint, as it was when its manifest was read."""
 
     step: int
-    path: Path
+    path: Place
     kind: CheckpointKind
     created_at: float
     """Unix seconds."""

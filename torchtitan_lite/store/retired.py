@@ -19,6 +19,7 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.known_manifests import KnownManifests
 from torchtitan_lite.store.listing import Listing, is_folder
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
+from torchtitan_lite.store.place import on_disk
 
 
 class RetiredCheckpoints:
@@ -42,7 +43,7 @@ class RetiredCheckpoints:
                 trash.append(self._set_for_removal(path, info.step))
             elif path != info.path:
                 self._set_weights_aside(path, info.step)
-        return [*trash, self._set_for_removal(info.path, info.step)]
+        return [*trash, self._set_for_removal(on_disk(info.path), info.step)]
 
     def quarantine(self, step: int, findings: Sequence[str]) -> Path:
         """Rename the damaged checkpoint of `step` to `step-N.corrupt`, durably, and return its new path.

@@ -22,7 +22,9 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.known_manifests import damage_in
 from torchtitan_lite.store.listing import Listing, is_folder
 from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
-from torchtitan_lite.store.store import CheckpointStore, nothing
+from torchtitan_lite.store.place import on_disk
+from torchtitan_lite.store.protocol import nothing
+from torchtitan_lite.store.store import CheckpointStore
 
 CORRUPT, ABANDONED = "corrupt", "abandoned"
 _BLOCKS_AT_A_TIME = 64
@@ -180,7 +182,7 @@ def _leave(store: CheckpointStore, infos: Iterable[CheckpointInfo], fence: Calla
     for info in infos:
         spell = functools.partial(layout.abandoned_dir, info.step, info.run_id)
         fence()
-        store.durable.rename(info.path, place := Listing(store.root).free(spell))
+        store.durable.rename(on_disk(info.path), place := Listing(store.root).free(spell))
         moved.append(place)
     if moved:
         store.durable.fsync_dir(store.root)

@@ -21,19 +21,24 @@ from pathlib import Path
 from torchtitan_lite import faults
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import DISK, Durable, naming
+from torchtitan_lite.disk.new_file import NewFileOnDisk
 from torchtitan_lite.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
     CheckpointUnreadable,
     SaveFailed,
 )
-from torchtitan_lite.log import readable_bytes
+from torchtitan_lite.log import logger, readable_bytes
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.folder_id import folder_id
 from torchtitan_lite.store.known_manifests import KnownManifests, describe
+from torchtitan_lite.store.lease import Lease
 from torchtitan_lite.store.lineage import without_abandoned
 from torchtitan_lite.store.listing import Listing, is_folder, is_unmanaged
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
+from torchtitan_lite.store.pins import Pins
+from torchtitan_lite.store.place import on_disk
+from torchtitan_lite.store.protocol import StoresCheckpoints, nothing
 from torchtitan_lite.store.retired import RetiredCheckpoints
 
 
@@ -47,10 +52,6 @@ def _lock_of(root: Path) -> AbstractContextManager[bool]:
     """Return the lock that all stores of this process share for the folder `root`."""
     # Reentrant: housekeeping holds it while it calls `discard`, which takes it, too.
     return threading.RLock()
-
-
-def nothing() -> None:
-    """Do nothing."""
 
 
 class CheckpointStore:
@@ -81,9 +82,25 @@ class CheckpointStore:
         """Return the disk operations that the files of this store are written with."""
         return self._durable
 
-    def is_same_folder(self, other: CheckpointStore) -> bool:
-        """Return whether both stores are the same folder, however it is spelt."""
-        return self.root.resolve() == other.root.resolve()
+    @property
+    def address(self) -> str:
+        """The folder as people write it."""
+        return str(self.root)
+
+    @property
+    def identity(self) -> str:
+        """The same for every spelling of this folder, in this process."""
+        return str(self.root.resolve())
+
+    @property
+    def pins(self) -> Pins:
+        return Pins(self.root)
+
+    def lease(self, run_id: str, timeout_seconds: float) -> Lease:
+        """Return the lease of this folder, not yet taken. Any rank."""
+        return Lease(
+            self.root, run_id=run_id, timeout_seconds=timeout_seconds, make_room=functools.partial(recover, self)
+        )
 
     def folder_id(self, *, make: bool) -> str:
         """Return the id of this folder, which `make` gives it if it has none; empty without one. Raises OSError."""
@@ -176,6 +193,21 @@ class CheckpointStore:
         """Return whether `needed_bytes` may still be written."""
         return self._free_bytes(self.root) >= needed_bytes
 
+    def begin(self, step: int) -> str:
+        """Make an empty place for a save of `step`; return its name, for `new_file`. **Coordinator only**."""
+        self.clear_staging(step)
+        return layout.staging_dir(step)
+
+    def new_file(self, place: str, name: str) -> NewFileOnDisk:
+        """Return the file `name` of the save that `begin` gave the name `place`. **Any rank**."""
+        folder = self.root / place
+        self._durable.make_dir(folder)
+        return NewFileOnDisk(folder / name, self._durable)
+
+    def add_metadata(self, step: int, data: bytes) -> None:
+        """Write DCP's `.metadata` of the save of `step`. **Coordinator only**."""
+        self._durable.write_file(self.stage(step) / layout.METADATA, data)
+
     def stage(self, step: int) -> Path:
         """Create the folder that a save of `step` writes into, durably, and return it. **Any rank**; idempotent."""
         staging = self._staging(step)
@@ -229,7 +261,7 @@ class CheckpointStore:
         Returns what is left of it, for `empty`: nothing if it is gone, or another checkpoint is in its place by now.
         """
         with self.exclusive:
-            if self._manifests.find_intact(info.step, [info.path]) != info:
+            if self._manifests.find_intact(info.step, [on_disk(info.path)]) != info:
                 return []
             return self._retired.discard(info)
 
@@ -325,6 +357,14 @@ class CheckpointStore:
 
     def _staging(self, step: int) -> Path:
         return self.root / layout.staging_dir(step)
+
+
+def recover(store: StoresCheckpoints) -> bool:
+    """Remove what a crash left in the folder of `store`. Return whether there was anything. **Coordinator only**."""
+    recovered = store.recover()
+    for place in recovered:
+        logger.info("Recovered after a save that was cut off: %s", place)
+    return bool(recovered)
 
 
 def _both_stay(there: CheckpointInfo, sealed: Manifest) -> bool:

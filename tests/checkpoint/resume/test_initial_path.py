@@ -77,7 +77,13 @@ def test_a_path_without_a_checkpoint_is_refused_with_what_it_is_and_the_fix(
     assert str(refusal.value).startswith(f"{given} holds no checkpoint: ")
 
 
-@pytest.mark.parametrize("address", ["s3://bucket/step-4", "gs://bucket/step-4", "hf://org/name"])
+@pytest.mark.parametrize("address", ["s3://bucket/run", "gs://bucket/run/step-04", "az://container/run/"])
+def test_an_address_of_no_step_is_refused_before_the_store_gets_a_request(address: str) -> None:
+    with pytest.raises(CheckpointNotFound, match=f"^{address} .*the name of a checkpoint, such as step-1000"):
+        checked_initial_path(address)
+
+
+@pytest.mark.parametrize("address", ["hf://org/name", "https://host/step-4"])
 def test_an_address_is_refused_as_it_was_given(address: str) -> None:
     with pytest.raises(CheckpointNotFound, match=f"^{address} .*Copy the checkpoint"):
         checked_initial_path(address)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
-from pathlib import Path
 
 from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.small_run import Lent
@@ -14,6 +13,7 @@ from torchtitan_lite.checkpoint.saving.savers import PendingSave, ThreadSaver
 from torchtitan_lite.checkpoint.saving.writer import SaveTarget
 from torchtitan_lite.checkpoint.staging.stager import StagedCopy, build_stager
 from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.disk.new_file import NewFile
 from torchtitan_lite.distributed.peers import Peers
 
 
@@ -25,9 +25,9 @@ class SlowDisk:
         self.stager = build_stager()
         self.saver = ThreadSaver(Peers(timedelta(seconds=60)), copying=Copying(self.stager), write=self._write)
 
-    def _write(self, path: Path, staged: StagedCopy, target: SaveTarget) -> FileRecord:
+    def _write(self, new: NewFile, staged: StagedCopy, target: SaveTarget) -> FileRecord:
         assert self.may_write.wait(60)
-        return write_in_place(path, staged, target)
+        return write_in_place(new, staged, target)
 
 
 def test_skip_omits_due_saves_during_a_write_and_saves_again_after_it(start_run: StartRun) -> None:

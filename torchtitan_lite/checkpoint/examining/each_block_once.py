@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-from torchtitan_lite.disk.block_reader import BlockReader
+from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
 from torchtitan_lite.disk.read_requests import Piece
+from torchtitan_lite.store.place import Place
 
 KEPT_BLOCKS = 32
 """Blocks in memory at a time, and so the number of chunks side by side in a tensor's rows that are read only once."""
@@ -22,11 +22,11 @@ KEPT_BLOCKS = 32
 class EachBlockOnce:
     """Reads files of `folder`, verified where `records` has digests. Not for several threads at a time."""
 
-    def __init__(self, folder: Path, records: Mapping[str, FileRecord]) -> None:
-        self._folder, self._records = folder, records
-        self.direct = BlockReader()
+    def __init__(self, folder: Place, records: Mapping[str, FileRecord]) -> None:
+        self.files, self._records = files_of(folder), records
+        self.direct = self.files.reader()
         """For other reads meanwhile too: it keeps memory for its requests."""
-        self._cached = BlockReader(direct=False)
+        self._cached = self.files.reader(cached=True)
         self._kept: OrderedDict[tuple[str, int], bytearray] = OrderedDict()
 
     def read(self, file: str, pieces: Sequence[Piece], *, chunks: int = 1, again: bool = False) -> None:
@@ -35,7 +35,7 @@ class EachBlockOnce:
         `chunks` is how many are read in turn, piece by piece, in all files. `again` reads through the page cache: for
         bytes that are probably read several times.
         """
-        path, record = self._folder / file, self._records.get(file)
+        path, record = self.files.path_of(file), self._records.get(file)
         blocks = self._cached if again else self.direct
         if record is None or not record.blocks:
             blocks.read(path, record, pieces)

@@ -13,15 +13,15 @@ import reprlib
 import struct
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.checkpoint.format.contents import Item, StoredObject
+from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.checkpoint.untrusted.inert_pickle import InertPickleError, Instance, Persistent, PickledName, parse
 from torchtitan_lite.disk.digest import text_digest
-from torchtitan_lite.disk.plain_file import opened
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
 from torchtitan_lite.log import readable_bytes
+from torchtitan_lite.store.place import Place
 
 MAX_DEPTH = 200
 MOST_BYTES = 16 << 20
@@ -38,7 +38,7 @@ class _AnyName(dict[tuple[str, str], object]):
         return PickledName(".".join(name))
 
 
-def digest_of(folder: Path, key: str, stored: StoredObject) -> tuple[str, str]:
+def digest_of(folder: Place, key: str, stored: StoredObject) -> tuple[str, str]:
     """Return the digest of the object `key` of the checkpoint in `folder`, and a few words that describe it.
 
     Raises `CheckpointDamaged` for an item that is not what torch.save writes, and `CheckpointUnreadable`.
@@ -155,9 +155,9 @@ def _parts_of(item: Item) -> Iterator[Item]:
         yield Item(item.file, item.offset + at, min(MOST_BYTES, item.length - at))
 
 
-def _read(folder: Path, item: Item) -> bytes:
+def _read(folder: Place, item: Item) -> bytes:
     try:
-        with opened(folder / item.file) as fd:
+        with files_of(folder).opened(item.file) as fd:
             return os.pread(fd, item.length, item.offset)
     except OSError as error:
         raise CheckpointUnreadable(str(folder), f"{type(error).__name__}: {error}") from error

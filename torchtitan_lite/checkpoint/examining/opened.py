@@ -25,6 +25,7 @@ from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.errors import CheckpointNotFound, CheckpointUnreadable
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest
+from torchtitan_lite.store.place import Place, on_disk
 
 POSITIONS_OF_TORCHTITAN = "dataloader.dp_rank_"
 """The prefix of the keys under which torchtitan saves each data-parallel rank's position in the data."""
@@ -44,7 +45,7 @@ class WrittenBy(enum.Enum):
 class OpenedCheckpoint:
     """What is known of the checkpoint in `folder` before any tensor is read."""
 
-    folder: Path
+    folder: Place
     origin: WrittenBy
     contents: Contents
     """Its tensors and objects, checked: the files can hold them, and have the sizes of the manifest."""
@@ -74,20 +75,20 @@ class OpenedCheckpoint:
         return str(self.manifest.extra.get("topology", "")) if self.manifest is not None else ""
 
 
-def open_checkpoint(folder: Path) -> OpenedCheckpoint:
-    """Return the checkpoint in `folder`.
+def open_checkpoint(folder: Place) -> OpenedCheckpoint:
+    """Return the checkpoint in `folder`, on disk or in an object store.
 
     Raises CheckpointNotFound if there is none or only a part of one, CheckpointDamaged, CheckpointUnsafe,
     CheckpointUnreadable or FormatTooNew.
     """
-    if finding := absence(folder):
+    if isinstance(folder, Path) and (finding := absence(folder)):
         raise CheckpointNotFound(str(folder), None, finding=finding)
     opened = CheckpointFolder(folder, "size", DTYPES)
     manifest, contents = opened.manifest, opened.contents
     try:
         names = {*contents.files, layout.METADATA} if manifest is None else {*manifest.files}
-        sizes = {name: (folder / name).lstat().st_size for name in sorted(names)}
-        created_at = (folder / layout.METADATA).lstat().st_mtime if manifest is None else manifest.created_at
+        sizes = dict(sorted(opened.files.sizes_of(names).items()))
+        created_at = (on_disk(folder) / layout.METADATA).lstat().st_mtime if manifest is None else manifest.created_at
     except OSError as error:
         raise CheckpointUnreadable(str(folder), f"{type(error).__name__}: {error}") from error
     return OpenedCheckpoint(
@@ -97,7 +98,7 @@ def open_checkpoint(folder: Path) -> OpenedCheckpoint:
         manifest,
         sizes,
         kind=kind_of(contents) if manifest is None else manifest.kind,
-        step=layout.parse_step(folder.absolute().name) if manifest is None else manifest.step,
+        step=layout.parse_step(on_disk(folder).absolute().name) if manifest is None else manifest.step,
         world_size=(num_writers(sizes) or None) if manifest is None else manifest.world_size,
         created_at=created_at,
     )

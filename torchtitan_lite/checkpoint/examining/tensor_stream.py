@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -24,9 +23,9 @@ from torchtitan_lite.checkpoint.format.contents import Chunk, Contents, Item, Sh
 from torchtitan_lite.checkpoint.untrusted.stock_item import locate
 from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
 from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.disk.plain_file import opened
 from torchtitan_lite.disk.read_requests import Piece
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe
+from torchtitan_lite.store.place import Place
 
 SLICE_BYTES = 8 << 20
 """The largest slice, unless the caller wants another size; a slice has at least one element."""
@@ -90,7 +89,7 @@ class TensorStream:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Place,
         contents: Contents,
         records: Mapping[str, FileRecord],
         strides: Mapping[str, Shape] | None = None,
@@ -99,8 +98,9 @@ class TensorStream:
         self._folder, self._strides = folder, strides or {}
         self.contents = contents
         self._files = EachBlockOnce(folder, records)
-        self.reader = self._files.direct
-        """For other reads while this stream lives: it keeps memory for its requests."""
+        direct = self._files.direct
+        self.reader = direct if isinstance(direct, BlockReader) else BlockReader()
+        """For reads from a disk while this stream lives: it keeps memory for its requests."""
         self._scratch = memoryview(b"")
         self._key: str | None = None
         self._parts: list[_Part] = []
@@ -211,9 +211,9 @@ class TensorStream:
         """Return the part of a chunk whose elements only parsing its item finds."""
         item = chunk.item
         assert item is not None
-        path = self._folder / item.file
+        path = self._files.files.path_of(item.file)
         try:
-            with opened(path) as fd:
+            with self._files.files.opened(item.file) as fd:
                 layout = locate(_reading(fd, item), item.length)
         except OSError as error:
             raise CheckpointUnreadable(str(path), f"{type(error).__name__}: {error}") from error

@@ -15,9 +15,9 @@ from torchtitan_lite.checkpoint.hugging_face.described import Place
 if TYPE_CHECKING:
     from torchtitan_lite.checkpoint.context import RunContext
     from torchtitan_lite.checkpoint.hugging_face.last_export import HuggingFaceExport
+    from torchtitan_lite.checkpoint.run_folders import RunFolders
     from torchtitan_lite.checkpoint.state.run_state import RunState
     from torchtitan_lite.config.job_config import JobConfig
-    from torchtitan_lite.store.run_folders import RunFolders
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from torchtitan_lite.checkpoint.converting import new_output, safetensors_files
 from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, open_checkpoint
 from torchtitan_lite.checkpoint.hugging_face.described import DescribedModel
 from torchtitan_lite.checkpoint.hugging_face.writing import PlannedExport, listed, plan, write_rest, write_shards
+from torchtitan_lite.checkpoint.run_folders import RunFolders
 from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.config.job_config import JobConfig, Training
 from torchtitan_lite.disk.durable import DISK
@@ -28,7 +29,6 @@ from torchtitan_lite.events import WeightsExported
 from torchtitan_lite.log import logger, readable_bytes
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointInfo
-from torchtitan_lite.store.run_folders import RunFolders
 
 T = TypeVar("T")
 

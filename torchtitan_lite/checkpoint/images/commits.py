@@ -17,6 +17,7 @@ from torchtitan_lite.errors import CheckpointUnsafe
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.listing import Listing
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, last_digest
+from torchtitan_lite.store.place import on_disk
 from torchtitan_lite.store.store import CheckpointStore
 
 MOST_COMMITS = 4
@@ -45,7 +46,7 @@ class Commit:
 def commit_of(info: CheckpointInfo) -> Commit | None:
     """Return the step and the digest of a committed checkpoint; None if its manifest cannot be read."""
     try:
-        return Commit(info.step, _digest_in(info.path), _metadata_ns(info.path), info.run_id)
+        return Commit(info.step, _digest_in(on_disk(info.path)), _metadata_ns(on_disk(info.path)), info.run_id)
     except (OSError, CheckpointUnsafe):
         return None
 

@@ -30,6 +30,13 @@ class FilesInMemory:
     def manifest(self) -> Manifest | None:
         return self._manifest
 
+    def identity(self) -> tuple[int | str, ...] | None:
+        """Return nothing that ever differs: what is held stays."""
+        return ()
+
+    def path_of(self, name: str) -> Path:
+        return Path(name)
+
     def sizes_of(self, names: Iterable[str]) -> dict[str, int]:
         """Return the recorded sizes: an arena is longer than the file in it, and the reader checks that it is."""
         return {name: self._manifest.files[name].size for name in names if name in self._manifest.files}
@@ -44,7 +51,7 @@ class FilesInMemory:
         finally:
             os.close(fd)
 
-    def reader(self) -> MappedReader:
+    def reader(self, *, cached: bool = False) -> MappedReader:
         return self._reader
 
     def share(self, names: Sequence[str], number: int, count: int) -> Sequence[str]:

@@ -13,6 +13,7 @@ from torchtitan_lite.checkpoint.images.belonging import ChosenOnDisk, OnDisk, wh
 from torchtitan_lite.checkpoint.images.commits import Commit, commit_of, rests_in
 from torchtitan_lite.checkpoint.images.held_images import Complete, HeldImages
 from torchtitan_lite.checkpoint.images.image_source import ImageSource
+from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.checkpoint.resume.load_source import with_exclusions
 from torchtitan_lite.checkpoint.resume.source import LoadSource
 from torchtitan_lite.checkpoint.schedule.interval import BEGINNING
@@ -20,7 +21,7 @@ from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.manifest import CheckpointKind, Manifest
+from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.manifest_fields import START, TRAINED_SECONDS
 from torchtitan_lite.store.store import CheckpointStore
 
@@ -53,7 +54,7 @@ def _latest_commit(store: CheckpointStore) -> tuple[Commit | None, str]:
     full = [info for info in store.committed() if info.kind is CheckpointKind.FULL]
     if not full:
         return None, ""
-    manifest = Manifest.of_folder(full[-1].path)
+    manifest = files_of(full[-1].path).manifest()
     return commit_of(full[-1]), manifest.extra.get(START, "") if manifest is not None else ""
 
 
@@ -88,8 +89,8 @@ def _difference(each: Complete, chosen: LoadSource | None) -> str:
     if chosen is None or not _is_copy(each, chosen):
         return ""
     try:
-        on_disk = Manifest.of_folder(chosen.path)
-        if on_disk is not None and same_contents(on_disk, each.manifest):
+        manifest = files_of(chosen.path).manifest()
+        if manifest is not None and same_contents(manifest, each.manifest):
             return ""
     except (CheckpointError, OSError):
         pass

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.images.from_memory import prefer_memory
@@ -23,6 +22,7 @@ from torchtitan_lite.events import ImageSkipped
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Manifest
+from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.store import CheckpointStore
 
 
@@ -41,8 +41,9 @@ class ImageSources(Sources):
         self._held.look(topology=topology)
 
     def preferred(
-        self, chosen: LoadSource | None, store: CheckpointStore, wanted: int, config: Checkpoint, *, is_exact: bool
+        self, chosen: LoadSource | None, store: StoresCheckpoints, wanted: int, config: Checkpoint, *, is_exact: bool
     ) -> LoadSource | None:
+        assert isinstance(store, CheckpointStore), "images are kept of folders on disk alone"
         return prefer_memory(self._held, store, chosen, wanted, config, is_exact=is_exact)
 
     def drop(self, source: LoadSource, error: CheckpointError) -> bool:
@@ -59,13 +60,13 @@ class ImageSources(Sources):
         return True
 
     @contextmanager
-    def opened(self, source: LoadSource, root: Path) -> Iterator[Files | None]:
+    def opened(self, source: LoadSource, folder: str) -> Iterator[Files | None]:
         """Yield the files of the images on this host; they are unmapped after the block."""
         if not isinstance(source, ImageSource):
             yield None
             return
         peers = self._peers
-        manifest = Manifest.parse(source.manifest, str(source.path / layout.MANIFEST))
+        manifest = Manifest.parse(source.manifest, f"{source.path}/{layout.MANIFEST}")
         files = self._held.files(source.key, manifest, is_spread=source.is_spread)
         try:
             if source.is_spread:
@@ -77,7 +78,7 @@ class ImageSources(Sources):
         except CheckpointMismatch as error:
             if source.is_copy:
                 raise  # The step on disk does not fit either.
-            raise _of_image(error, source, root) from None
+            raise _of_image(error, source, folder) from None
         finally:
             files.close()
 
@@ -97,12 +98,12 @@ class ImageSources(Sources):
         self._held = HeldImages(None, "", self._peers)
 
 
-def _of_image(error: CheckpointMismatch, source: LoadSource, root: Path) -> CheckpointMismatch:
-    """Return `error` about the image `source` of the folder `root`, with the image's name and how to leave it out."""
+def _of_image(error: CheckpointMismatch, source: LoadSource, folder: str) -> CheckpointMismatch:
+    """Return `error` about the image `source` of the folder `folder`, with the image's name and how to leave it out."""
     path = f"the image of step {source.step} in memory" if error.path == str(source.path) else error.path
     way_out = (
         f"  It was read from memory. To load from disk, or to begin from scratch if nothing is there, free it: "
-        f"torchtitan-lite memory {root} --end"
+        f"torchtitan-lite memory {folder} --end"
     )
     named = CheckpointMismatch(path, f"{error.report}\n{way_out}")
     named.origin_rank, named.reported_elsewhere = error.origin_rank, error.reported_elsewhere

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.images.image import Image
@@ -12,6 +11,7 @@ from torchtitan_lite.checkpoint.images.images import Images
 from torchtitan_lite.checkpoint.saving.copy_listener import CopyListener, CopyOfSave
 from torchtitan_lite.checkpoint.saving.writer import Origin, RankContent
 from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.disk.new_file import NewFile
 from torchtitan_lite.store.manifest import CheckpointInfo
 
 
@@ -47,13 +47,13 @@ class ImageListener(CopyListener):
                 images.stager.pool.add_reader(copy.staged.slot)
                 images.marker.mark_later(image)
 
-        def write(path: Path) -> FileRecord:
+        def write(new: NewFile) -> FileRecord:
             # This copy has its digests, so the save does not hash it again. Without `memory_interval` there is time for
             # a digest during the disk write, which no step waits for, and the copy stays as short as it can be.
             if images.are_made_at_once:
-                return content.write(path)
+                return content.write(new)
             try:
-                record = content.write(path)
+                record = content.write(new)
             except Exception:
                 # The disk failed, not the copy: it is all that a kill leaves then.
                 images.marker.digest_here(image)

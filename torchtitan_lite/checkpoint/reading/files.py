@@ -6,6 +6,7 @@ followed, and nothing outside the folder is opened.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -16,7 +17,9 @@ from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.piece_table import PieceTable
 from torchtitan_lite.disk.plain_file import opened, sizes_of
 from torchtitan_lite.disk.read_requests import Piece
+from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Manifest
+from torchtitan_lite.store.place import Place
 
 
 class ReadsBlocks(Protocol):
@@ -36,6 +39,14 @@ class Files(Protocol):
         """Return our manifest; None in a checkpoint of plain DCP. Raises as `Manifest.of_folder`."""
         ...
 
+    def identity(self) -> tuple[int | str, ...] | None:
+        """Return what differs once another checkpoint has this place; None if there is none any more."""
+        ...
+
+    def path_of(self, name: str) -> Path:
+        """Return what the reader takes for the file `name`, and messages show."""
+        ...
+
     def sizes_of(self, names: Iterable[str]) -> dict[str, int]:
         """Return the size in bytes of each file of `names` that exists. Raises as `plain_file.sizes_of`."""
         ...
@@ -44,8 +55,8 @@ class Files(Protocol):
         """Open the file `name` for reading, until the end of the block. Raises OSError."""
         ...
 
-    def reader(self) -> ReadsBlocks:
-        """Return what reads the files."""
+    def reader(self, *, cached: bool = False) -> ReadsBlocks:
+        """Return what reads the files. `cached`: for bytes that are probably read several times."""
         ...
 
     def share(self, names: Sequence[str], number: int, count: int) -> Sequence[str]:
@@ -62,14 +73,40 @@ class FilesOnDisk:
     def manifest(self) -> Manifest | None:
         return Manifest.of_folder(self._folder)
 
+    def identity(self) -> tuple[int | str, ...] | None:
+        try:
+            found = (self._folder / layout.MANIFEST).lstat()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            # ESTALE is what a network file system gives for a file that another host removed; the load meets other
+            # errors.
+            return None if error.errno == errno.ESTALE else (error.errno or 0,)
+        return found.st_dev, found.st_ino, found.st_mtime_ns
+
+    def path_of(self, name: str) -> Path:
+        return self._folder / name
+
     def sizes_of(self, names: Iterable[str]) -> dict[str, int]:
         return sizes_of(self._folder, names)
 
     def opened(self, name: str) -> AbstractContextManager[int]:
         return opened(self._folder / name)
 
-    def reader(self) -> ReadsBlocks:
-        return BlockReader()
+    def reader(self, *, cached: bool = False) -> BlockReader:
+        return BlockReader(direct=not cached)
 
     def share(self, names: Sequence[str], number: int, count: int) -> Sequence[str]:
         return names[number::count]
+
+
+def files_of(place: Place) -> Files:
+    """Return the files of the checkpoint at `place`; opens nothing yet. Any rank.
+
+    Raises `ExtraMissing` for an object store without its client.
+    """
+    if isinstance(place, Path):
+        return FilesOnDisk(place)
+    from torchtitan_lite.bucket.reader import files_at  # Its client is an extra, and takes its time.
+
+    return files_at(place)

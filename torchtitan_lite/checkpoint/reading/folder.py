@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 from torchtitan_lite.checkpoint.format.contents import Contents
-from torchtitan_lite.checkpoint.reading.files import Files, FilesOnDisk
+from torchtitan_lite.checkpoint.reading.files import Files, files_of
 from torchtitan_lite.checkpoint.untrusted.safe_metadata import read_metadata
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Manifest
+from torchtitan_lite.store.place import Place, on_disk
 
 Verify = Literal["off", "size", "full"]
 """What a load compares with the manifest: nothing; the files' sizes; these and every byte that it reads."""
@@ -36,7 +36,7 @@ class CheckpointFolder:
 
     def __init__(
         self,
-        path: Path,
+        path: Place,
         verify: Verify = "full",
         dtypes: Mapping[str, Any] | None = None,
         files: Files | None = None,
@@ -45,7 +45,7 @@ class CheckpointFolder:
         world_size: int = 1,
     ) -> None:
         self.path = path
-        self.files: Files = FilesOnDisk(path) if files is None else files
+        self.files: Files = files_of(path) if files is None else files
         self.verify: Verify = verify
         self._rank, self._world_size = rank, world_size
         self._dtypes = _dtypes_of_torch() if dtypes is None else dtypes
@@ -56,12 +56,12 @@ class CheckpointFolder:
 
         Raises `CheckpointDamaged`, `CheckpointUnsafe` or `FormatTooNew`.
         """
-        path = self.path / layout.MANIFEST
+        path = f"{self.path}/{layout.MANIFEST}"
         try:
             with no_collection():
                 return self.files.manifest()
         except OSError as error:
-            raise CheckpointUnreadable(str(path), _reason(error)) from error
+            raise CheckpointUnreadable(path, _reason(error)) from error
 
     @cached_property
     @no_collection()
@@ -94,7 +94,7 @@ class CheckpointFolder:
         manifest = self.manifest
         if manifest is not None and (manifest.tensors or manifest.objects or manifest.structure):
             return Contents.of_manifest(manifest, str(self.path), self._dtypes)
-        return read_metadata(self.path, self._dtypes)
+        return read_metadata(on_disk(self.path), self._dtypes)
 
     def _check_size(self, name: str, expected: int, found: int | None) -> None:
         if found is None:

@@ -43,6 +43,7 @@ from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES
 from torchtitan_lite.disk.piece_table import PieceTable
 from torchtitan_lite.disk.read_requests import Piece
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable, CheckpointUnsafe
+from torchtitan_lite.store.place import Place
 
 BATCH_BYTES = 24 << 20
 """Memory for the buffers that one batch of staged parts or objects is read into."""
@@ -134,7 +135,7 @@ class CheckpointReader(StorageReader):
             blocks = self._blocks_without_tensors(file, len(records[file].blocks) // DIGEST_BYTES)
             if blocks:
                 with _Findings(self._folder, file):
-                    self._blocks.verify(self._folder.path / file, records[file], blocks)
+                    self._blocks.verify(self._folder.files.path_of(file), records[file], blocks)
 
     def _sorted(self, regions: Sequence[Region]) -> tuple[dict[str, list[Piece]], list[BufferedPart]]:
         """Split `regions` into pieces that are read directly into their place, by file, and staged parts."""
@@ -212,7 +213,7 @@ class CheckpointReader(StorageReader):
     def _layouts(self, items: Iterable[Item]) -> dict[Item, Layout | None]:
         layouts: dict[Item, Layout | None] = {}
         for file, of_file in groupby(sorted(items), key=lambda item: item.file):
-            path = self._folder.path / file
+            path = self._folder.files.path_of(file)
             try:
                 with self._folder.files.opened(file) as fd:
                     for item in of_file:
@@ -264,7 +265,7 @@ class CheckpointReader(StorageReader):
 
     def _fill(self, file: str, pieces: Sequence[Piece], table: PieceTable | None = None) -> None:
         with _Findings(self._folder, file):
-            self._blocks.read(self._folder.path / file, self._folder.records.get(file), pieces, table)
+            self._blocks.read(self._folder.files.path_of(file), self._folder.records.get(file), pieces, table)
 
     def _blocks_without_tensors(self, file: str, num_blocks: int) -> list[int]:
         """Return those of the `num_blocks` blocks of `file` that hold no part of a tensor."""
@@ -325,12 +326,12 @@ def _handing_bytes_to(planner: LoadPlanner, item: ReadItem) -> Callable[[Any], N
     return take
 
 
-def _of_another_shape(path: Path, region: Region, found: Any) -> CheckpointDamaged:
+def _of_another_shape(path: Place, region: Region, found: Any) -> CheckpointDamaged:
     finding = f"{region.key}: the metadata says {list(region.chunk.sizes)}, its item {found}"
     return CheckpointDamaged(str(path), finding, [region.key])
 
 
-def _outside(path: Path, region: Region) -> CheckpointMismatch:
+def _outside(path: Place, region: Region) -> CheckpointMismatch:
     box = f"{list(region.target.shape)} at {list(region.offsets)}"
     return CheckpointMismatch(str(path), f"  {region.key}: {box} is not inside a chunk of {list(region.chunk.sizes)}")
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ from torchtitan_lite.distributed import dcp
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch
 from torchtitan_lite.log import logger
+from torchtitan_lite.store.place import Place
 
 
 def _nothing(key: str) -> bool:
@@ -47,7 +47,7 @@ class StoredCheckpoint:
 
     def __init__(
         self,
-        path: Path,
+        path: Place,
         peers: Peers,
         rules: LoadRules = EVERYTHING,
         *,

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.checkpoint.resume.load_source import checkpoints_of_run
 from torchtitan_lite.config.job_config import JobConfig
-from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
-from torchtitan_lite.store.store import CheckpointStore
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
+from torchtitan_lite.store.protocol import StoresCheckpoints
 
 _SAYS_WHERE_DATA_END = ("dataset", "dataset_path", "dataset_text_key", "seq_len", "max_epochs")
 """Keys of [training]: while they are unchanged, the data ends at the same step."""
@@ -27,7 +28,7 @@ class Ended:
     """A run that has ended: its last step, and the folders that hold it."""
 
     step: int
-    folders: tuple[Path, ...]
+    folders: tuple[str, ...]
     by_data: bool = False
     """Whether the data ended before `training.steps`."""
     last: CheckpointInfo | None = field(default=None, compare=False, repr=False)
@@ -35,11 +36,11 @@ class Ended:
 
     def also_in(self, folder: Path) -> Ended:
         """Return this with `folder` as a further one that holds the last step."""
-        return dataclasses.replace(self, folders=(*self.folders, folder))
+        return dataclasses.replace(self, folders=(*self.folders, str(folder)))
 
     def summary(self, steps: int) -> str:
         """Return a sentence for the log of a run that asked for `steps`: what it left, and how to train on."""
-        *others, last = map(str, self.folders)
+        *others, last = self.folders
         where = f"{', '.join(others)} and {last}" if others else last
         if self.by_data:
             return f"the data ended at step {self.step}, which is in {where}. To continue, raise --training.max_epochs."
@@ -51,7 +52,7 @@ class Ended:
         return f"step {self.step} of {steps} is in {where}. To continue, raise --training.steps."
 
 
-def ended_run(store: CheckpointStore, export: CheckpointStore | None, config: JobConfig) -> Ended | None:
+def ended_run(store: StoresCheckpoints, export: StoresCheckpoints | None, config: JobConfig) -> Ended | None:
     """Return how the run in `store` ended; None while there is something left to train, save or export.
 
     `export` is the store of exports, None if the run makes none. **Coordinator only**.
@@ -68,10 +69,10 @@ def ended_run(store: CheckpointStore, export: CheckpointStore | None, config: Jo
     by_data = last.step < config.training.steps
     if by_data and not _was_ended_by_data(made_last, config):
         return None
-    return Ended(last.step, (store.root,) if export is None else (store.root, export.root), by_data, last)
+    return Ended(last.step, (store.address,) if export is None else (store.address, export.address), by_data, last)
 
 
-def export_of(step: int, run_id: str, export: CheckpointStore, config: JobConfig) -> CheckpointInfo | None:
+def export_of(step: int, run_id: str, export: StoresCheckpoints, config: JobConfig) -> CheckpointInfo | None:
     """Return the complete export of `step` of the run `run_id`, as `config` wants it, from `export`; None if missing.
 
     An export of another run, such as of a branch that was left, does not count, nor one of another dtype.
@@ -99,7 +100,7 @@ def _was_ended_by_data(made_last: CheckpointInfo, config: JobConfig) -> bool:
 
 def _section(info: CheckpointInfo, name: str) -> dict[str, Any]:
     """Return the section `name` of the configuration in the manifest of `info`; empty if it has none."""
-    manifest = Manifest.of_folder(info.path)
+    manifest = files_of(info.path).manifest()
     config = manifest.extra.get("config") if manifest is not None else None
     section = config.get(name) if isinstance(config, dict) else None
     return section if isinstance(section, dict) else {}

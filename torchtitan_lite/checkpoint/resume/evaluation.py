@@ -21,6 +21,7 @@ from torchtitan_lite.checkpoint.resume.initial_path import checked_initial_path
 from torchtitan_lite.checkpoint.resume.load_source import new_run
 from torchtitan_lite.checkpoint.resume.restore import Restore
 from torchtitan_lite.checkpoint.resume.source import LoadSource
+from torchtitan_lite.checkpoint.run_folders import open_store, usable
 from torchtitan_lite.checkpoint.state import arguments, fsdp1
 from torchtitan_lite.checkpoint.state.stateful import ModelWrapper, OptimizerWrapper, Stateful
 from torchtitan_lite.config.job_config import Checkpoint
@@ -29,8 +30,8 @@ from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointNotFound
 from torchtitan_lite.events import ignore
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.run_folders import usable
-from torchtitan_lite.store.store import CheckpointStore
+from torchtitan_lite.store.place import Place
+from torchtitan_lite.store.protocol import StoresCheckpoints
 
 
 @dataclass
@@ -64,7 +65,7 @@ def load_model(
     owners = _ModelAlone(wrapper, OptimizerWrapper(parts, [], {}))
     peers = Peers(timedelta(seconds=config.checkpoint.timeout_seconds))
     candidates = Candidates(
-        CheckpointStore(Path(folder)), step, config.checkpoint, peers, ignore, is_exact=step != -1, choose=_choose
+        open_store(str(folder)), step, config.checkpoint, peers, ignore, is_exact=step != -1, choose=_choose
     )
     with closing(peers):
         source = candidates.take(lambda source: Restore(source, config, peers, owners, topology="").run())
@@ -73,30 +74,30 @@ def load_model(
 
 
 def _choose(
-    store: CheckpointStore, step: int, config: Checkpoint, skipped: Collection[int] = (), *, is_exact: bool = False
+    store: StoresCheckpoints, step: int, config: Checkpoint, skipped: Collection[int] = (), *, is_exact: bool = False
 ) -> LoadSource | None:
     """Choose as `choose_source` does, among full and weights-only checkpoints; or `store` is one checkpoint itself.
 
     Return None if each one is in `skipped` or damaged. Raises `CheckpointNotFound`. Coordinator only.
     """
-    if store.root.is_file():
-        checked_initial_path(str(store.root))  # Raises with what the file is.
-    with usable(store.root):
-        managed = {info.step: info.path for info in store.committed()}
+    if Path(store.address).is_file():
+        checked_initial_path(store.address)  # Raises with what the file is.
+    with usable(store.address):
+        managed: dict[int, Place] = {info.step: info.path for info in store.committed()}
         others = {number: path for path in store.unmanaged() if (number := layout.parse_step(path.name)) is not None}
         has_damaged = bool(store.damaged())
     if is_exact:
         paths = {**others, **managed}
         if step not in paths:
-            raise CheckpointNotFound(str(store.root), step, sorted(paths))
+            raise CheckpointNotFound(store.address, step, sorted(paths))
         return _source(paths[step], step, is_explicit=True)
     if left := managed.keys() - set(skipped):
         return _source(managed[max(left)], max(left), is_explicit=False)
     if managed or has_damaged:
         return None
-    path = checked_initial_path(str(store.root))
+    path = checked_initial_path(store.address)
     return _source(path, layout.parse_step(path.name) or 0, is_explicit=True)
 
 
-def _source(path: Path, step: int, *, is_explicit: bool) -> LoadSource:
+def _source(path: Place, step: int, *, is_explicit: bool) -> LoadSource:
     return LoadSource(path, step, model_only=True, lineage=new_run(), is_explicit=is_explicit)

@@ -9,12 +9,12 @@ proof of damage. Every public method is **collective**.
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchtitan_lite import faults
+from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.checkpoint.resume.load_source import choose_source
 from torchtitan_lite.checkpoint.resume.source import LoadSource, Sources
 from torchtitan_lite.config.job_config import Checkpoint
@@ -31,7 +31,7 @@ from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.known_manifests import damage_in
 from torchtitan_lite.store.manifest import CheckpointKind
-from torchtitan_lite.store.store import CheckpointStore
+from torchtitan_lite.store.protocol import StoresCheckpoints
 
 _MOST_KEYS = 100
 """Keys in an event."""
@@ -45,7 +45,7 @@ _DAMAGED = "Step %d is damaged: %s. Trying an older one"
 class Candidates:
     """The checkpoints of `store` that a load of step `wanted` (-1: the latest) may use, latest first."""
 
-    store: CheckpointStore
+    store: StoresCheckpoints
     wanted: int
     config: Checkpoint
     peers: Peers
@@ -58,7 +58,7 @@ class Candidates:
     """What else there is to load; it goes before the disk."""
     damaged: dict[int, CheckpointDamaged] = field(default_factory=dict)
     """Damaged checkpoints found so far, by step; the same on every rank."""
-    _chosen: tuple[int, ...] | None = field(default=None, init=False, repr=False)
+    _chosen: tuple[int | str, ...] | None = field(default=None, init=False, repr=False)
     """The identity of the manifest of the last candidate; coordinator only."""
 
     def take(self, load: Callable[[LoadSource], None]) -> LoadSource | None:
@@ -106,7 +106,7 @@ class Candidates:
     ) -> LoadSource | None:
         source, self.damaged = self.peers.on_coordinator(choose)
         if source is None and self.damaged:
-            raise AllCheckpointsDamaged(str(self.store.root), {step: e.summary for step, e in self.damaged.items()})
+            raise AllCheckpointsDamaged(str(self.store.address), {step: e.summary for step, e in self.damaged.items()})
         return source
 
     def _choose_and_report(self) -> tuple[LoadSource | None, dict[int, CheckpointDamaged]]:
@@ -138,7 +138,7 @@ class Candidates:
             if not (findings := self._size_findings(source)):
                 break
             # The job that writes the folder has removed it meanwhile, as can happen to `load_model`: no damage.
-            if _identity(source.path) is None:
+            if files_of(source.path).identity() is None:
                 continue
             error = CheckpointDamaged(str(source.path), "; ".join(findings[:_MOST_FINDINGS]))
             if source.is_explicit:
@@ -147,7 +147,7 @@ class Candidates:
         if self.wanted == -1 and damaged and (source is None or source.initial):
             # A fresh start over damaged checkpoints would hide the damage.
             source = None
-        self._chosen = None if source is None else _identity(source.path)
+        self._chosen = None if source is None else files_of(source.path).identity()
         preferred = self.sources.preferred(source, self.store, self.wanted, self.config, is_exact=self.is_exact)
         return preferred, damaged
 
@@ -171,7 +171,7 @@ class Candidates:
         """Return whether `source`, one of several candidates, was removed or replaced; the same on every rank."""
         if source.is_explicit:
             return False
-        return self.peers.on_coordinator(lambda: _identity(source.path) != self._chosen)
+        return self.peers.on_coordinator(lambda: files_of(source.path).identity() != self._chosen)
 
     def _report_failure(self, step: int, error: CheckpointError) -> None:
         finding = error.cause if isinstance(error, CheckpointUnreadable) else getattr(error, "finding", "")
@@ -203,18 +203,6 @@ class Candidates:
             faults.point("quarantine", step=step)
             moved[step] = str(self.store.quarantine(step, [error.summary]))
         return moved
-
-
-def _identity(folder: Path) -> tuple[int, ...] | None:
-    """Return what differs once another checkpoint takes the place of `folder`; None if there is no checkpoint."""
-    try:
-        found = (folder / layout.MANIFEST).lstat()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        # ESTALE is what a network file system gives for a file that another host removed; the load meets other errors.
-        return None if error.errno == errno.ESTALE else (error.errno or 0,)
-    return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
 def _as_damage(source: LoadSource, error: CheckpointDamaged | CheckpointUnsafe) -> CheckpointDamaged:

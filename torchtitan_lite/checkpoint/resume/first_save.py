@@ -14,13 +14,13 @@ from collections.abc import Callable
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import RunNotLoaded
-from torchtitan_lite.store.store import CheckpointStore
+from torchtitan_lite.store.protocol import StoresCheckpoints
 
 
 class FirstSave:
     """Decides whether saves into `store` may begin."""
 
-    def __init__(self, store: CheckpointStore, config: Checkpoint, peers: Peers) -> None:
+    def __init__(self, store: StoresCheckpoints, config: Checkpoint, peers: Peers) -> None:
         self._store = store
         self._peers = peers
         # A seed checkpoint is made without loading, next to whatever is in the folder.
@@ -56,7 +56,7 @@ class FirstSave:
             return
         steps = self._peers.on_coordinator(lambda: [each[0] for each in self._present() if each not in self._left])
         if steps:
-            raise RunNotLoaded(str(self._store.root), steps)
+            raise RunNotLoaded(str(self._store.address), steps)
         self._is_allowed = True
 
     def _present(self) -> list[tuple[int, float, str]]:

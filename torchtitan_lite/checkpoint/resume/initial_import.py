@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.context import RunContext
+from torchtitan_lite.checkpoint.run_folders import usable
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.events import WeightsImported
 from torchtitan_lite.log import logger, readable_bytes
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointKind
-from torchtitan_lite.store.run_folders import usable
+from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.store import CheckpointStore
 
 ImportWeights = Callable[[Path, Path], Sequence[str]]
@@ -32,13 +33,18 @@ class InitialImport:
 
     def __init__(
         self,
-        store: CheckpointStore,
+        store: StoresCheckpoints,
         import_weights: ImportWeights | None,
         context: RunContext,
     ) -> None:
         config = context.config
         if config.initial_load_in_hf and config.enable_checkpoint and import_weights is None:
             raise ConfigError(f"checkpoint.initial_load_in_hf: only the trainer knows its model's names. {_BY_COMMAND}")
+        if config.initial_load_in_hf and config.enable_checkpoint and not isinstance(store, CheckpointStore):
+            raise ConfigError(
+                f"checkpoint.initial_load_in_hf: an import writes its step 0 to a disk, and {store.address} is none. "
+                f"{_BY_COMMAND}"
+            )
         self._store = store
         self._config = config
         self._import_weights = import_weights
@@ -63,7 +69,7 @@ class InitialImport:
             return
         if self._config.load_only:
             raise ConfigError(
-                f"checkpoint.initial_load_in_hf: {self._store.root} has no checkpoint, and a run with load_only "
+                f"checkpoint.initial_load_in_hf: {self._store.address} has no checkpoint, and a run with load_only "
                 f"imports none into it. {_BY_COMMAND}"
             )
         self._peers.on_coordinator(lambda: self._import(source))
@@ -71,16 +77,16 @@ class InitialImport:
     def _has_checkpoint(self) -> bool:
         """Return whether there is a checkpoint, or was one: damaged ones are no fresh start."""
         store = self._store
-        with usable(store.root):
+        with usable(store.address):
             has_full = any(info.kind is CheckpointKind.FULL for info in store.committed())
             return has_full or bool(store.damaged()) or bool(store.unreadable())
 
     def _import(self, source: Path) -> None:
         assert self._import_weights is not None, "the constructor refuses that"
-        out = self._store.root / layout.step_dir(0)
+        out = Path(self._store.address) / layout.step_dir(0)
         logger.info("Importing %s as step 0", source)
         began = self._clock()
-        with usable(self._store.root):
+        with usable(self._store.address):
             for note in self._import_weights(source, out):
                 logger.info("%s", note)
         seconds = self._clock() - began

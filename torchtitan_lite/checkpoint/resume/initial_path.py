@@ -12,9 +12,12 @@ import re
 import shlex
 from pathlib import Path
 
+from torchtitan_lite.checkpoint.run_folders import open_store
+from torchtitan_lite.config.folders import is_in_object_store
 from torchtitan_lite.errors import CheckpointNotFound
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.listing import Listing
+from torchtitan_lite.store.place import Place
 
 _SCHEME = re.compile(r"[A-Za-z][\w+.-]*://")
 _NAME_ON_A_HUB = re.compile(r"[\w.-]+/[\w.-]+")
@@ -30,13 +33,23 @@ _SAME_NAMES = " --names same"
 """For weights without a description of their model: those of a loop of one's own."""
 
 
-def checked_initial_path(given: str) -> Path:
+def checked_initial_path(given: str) -> Place:
     """Return the folder `given` if it holds a checkpoint; else raise `CheckpointNotFound` with what it is. Any rank."""
+    if is_in_object_store(given):
+        return _in_store(given)
     path = Path(given)
     # A `.metadata` that is no regular file is refused when it is read.
     if not _SCHEME.match(given) and os.path.lexists(path / layout.METADATA):
         return path
     raise CheckpointNotFound(given, None, finding=_finding(given, path))
+
+
+def _in_store(given: str) -> Place:
+    """Return the checkpoint that the address `given` names, which ends in step-N. Raises as the store's `get`."""
+    folder, _, name = given.rstrip("/").rpartition("/")
+    if (step := layout.parse_step(name)) is None:
+        raise CheckpointNotFound(given, None, finding="it does not end in the name of a checkpoint, such as step-1000")
+    return open_store(folder).get(step).path
 
 
 def _finding(given: str, path: Path) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import uuid
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
@@ -26,7 +25,8 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 from torchtitan_lite.store.manifest_fields import NAN_IN, TRAINED_SECONDS
-from torchtitan_lite.store.store import CheckpointStore
+from torchtitan_lite.store.place import Place, on_disk
+from torchtitan_lite.store.protocol import StoresCheckpoints
 
 _TRAIN_STATE = "train_state"
 
@@ -37,7 +37,7 @@ def new_run() -> Lineage:
 
 
 def choose_source(
-    store: CheckpointStore,
+    store: StoresCheckpoints,
     step: int,
     config: Checkpoint,
     skipped: Collection[int] = (),
@@ -54,12 +54,12 @@ def choose_source(
     return None if source is None else with_exclusions(source, config)
 
 
-def latest_step(store: CheckpointStore, config: Checkpoint) -> int:
+def latest_step(store: StoresCheckpoints, config: Checkpoint) -> int:
     """Return the latest committed step, full or weights-only, of the run that a load would resume; -1 for none."""
     return max((info.step for info in checkpoints_of_run(store, config)), default=-1)
 
 
-def checkpoints_of_run(store: CheckpointStore, config: Checkpoint) -> list[CheckpointInfo]:
+def checkpoints_of_run(store: StoresCheckpoints, config: Checkpoint) -> list[CheckpointInfo]:
     """Return the committed checkpoints, full or weights-only, of the run that a load would resume, by step."""
     committed = [info for info in store.committed() if _is_whole(info, store)]
     if config.load_step != -1:
@@ -70,7 +70,7 @@ def checkpoints_of_run(store: CheckpointStore, config: Checkpoint) -> list[Check
     return committed
 
 
-def _is_whole(info: CheckpointInfo, store: CheckpointStore) -> bool:
+def _is_whole(info: CheckpointInfo, store: StoresCheckpoints) -> bool:
     try:
         return not store.check_sizes(info)
     except CheckpointUnreadable:
@@ -83,7 +83,7 @@ def is_branch_of(info: CheckpointInfo | None, step: int, config: Checkpoint) -> 
 
 
 def _chosen(
-    store: CheckpointStore, step: int, config: Checkpoint, skipped: Collection[int], is_exact: bool
+    store: StoresCheckpoints, step: int, config: Checkpoint, skipped: Collection[int], is_exact: bool
 ) -> LoadSource | None:
     full = [info for info in store.committed() if info.kind is CheckpointKind.FULL and info.step not in skipped]
     latest = full[-1] if full else None
@@ -124,7 +124,7 @@ def _exclusions_of(config: dict[str, Any]) -> Collection[str]:
     return excluded if isinstance(excluded, list) else ()
 
 
-def _of_a_run_that_continues(source: LoadSource, store: CheckpointStore) -> LoadSource:
+def _of_a_run_that_continues(source: LoadSource, store: StoresCheckpoints) -> LoadSource:
     """Return `source`, with a new run id if checkpoints of its run were abandoned: new ones would count as these."""
     abandoned = {run_id for info in store.intact() for _, run_id in info.lineage.abandons}
     if source.lineage.run_id not in abandoned:
@@ -132,7 +132,7 @@ def _of_a_run_that_continues(source: LoadSource, store: CheckpointStore) -> Load
     return dataclasses.replace(source, lineage=dataclasses.replace(new_run(), parent_step=source.step))
 
 
-def _explicit(store: CheckpointStore, step: int) -> LoadSource:
+def _explicit(store: StoresCheckpoints, step: int) -> LoadSource:
     unmanaged = {layout.parse_step(path.name): path for path in store.unmanaged()}
     branch = dataclasses.replace(new_run(), parent_step=step, branch_point=step)
     if step in unmanaged:
@@ -175,10 +175,10 @@ def _initial(config: Checkpoint) -> LoadSource:
     )
 
 
-def _step_of(path: Path) -> int:
+def _step_of(path: Place) -> int:
     """Return the step of the checkpoint at `path`, from its manifest, or without one from its name; else 0."""
     manifest = CheckpointFolder(path).manifest
-    return manifest.step if manifest is not None else layout.parse_step(path.absolute().name) or 0
+    return manifest.step if manifest is not None else layout.parse_step(on_disk(path).absolute().name) or 0
 
 
 def _with_origin(source: LoadSource) -> LoadSource:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +24,7 @@ from torchtitan_lite.checkpoint.resume.resume_report import ResumeReport
 from torchtitan_lite.checkpoint.resume.source import LoadSource
 from torchtitan_lite.checkpoint.resume.verify_resume import verify
 from torchtitan_lite.checkpoint.resume.ways_out import built_otherwise, other_groups, ways_out
+from torchtitan_lite.checkpoint.run_folders import open_store, usable
 from torchtitan_lite.checkpoint.state.begun_loader import forget_iterator
 from torchtitan_lite.checkpoint.state.model import tensors_of
 from torchtitan_lite.checkpoint.state.optimizer_state import ParameterSlot
@@ -37,8 +37,7 @@ from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable, CheckpointUnsafe
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.manifest_fields import topology_in_words
-from torchtitan_lite.store.run_folders import usable
-from torchtitan_lite.store.store import CheckpointStore
+from torchtitan_lite.store.protocol import StoresCheckpoints
 
 
 def refuse_early(config: JobConfig, peers: Peers) -> None:
@@ -49,7 +48,7 @@ def refuse_early(config: JobConfig, peers: Peers) -> None:
     checkpoint = config.checkpoint
     if not checkpoint.enable_checkpoint or checkpoint.create_seed_checkpoint:
         return
-    store = CheckpointStore(Path(config.job.dump_folder) / checkpoint.folder)
+    store = open_store(checkpoint.folder, config.job.dump_folder)
     try:
         source = peers.on_coordinator(lambda: _chosen(store, checkpoint))
     except (CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe):
@@ -60,8 +59,8 @@ def refuse_early(config: JobConfig, peers: Peers) -> None:
             raise CheckpointMismatch(str(source.path), "\n".join(refused))
 
 
-def _chosen(store: CheckpointStore, config: Checkpoint) -> LoadSource | None:
-    with usable(store.root):
+def _chosen(store: StoresCheckpoints, config: Checkpoint) -> LoadSource | None:
+    with usable(store.address):
         return choose_source(store, config.load_step, config)
 
 

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from torchtitan_lite.checkpoint.format.key_report import KeyReport
 from torchtitan_lite.config.drift import Change, Rule
 from torchtitan_lite.store.manifest_fields import topology_in_words
+from torchtitan_lite.store.place import Place
 
 
 @dataclass(frozen=True)
 class ResumeReport:
     """A resume from `path` that has not happened yet."""
 
-    path: Path
+    path: Place
     step: int
     keys: KeyReport
     keys_are_refused: bool

@@ -15,11 +15,12 @@ from torchtitan_lite.checkpoint.resume.restore import Restore
 from torchtitan_lite.checkpoint.resume.resume_report import ResumeReport
 from torchtitan_lite.checkpoint.resume.source import LoadSource, Sources
 from torchtitan_lite.checkpoint.resume.wrong_folder import neighbour_with_steps, refuse_wrong_folders
+from torchtitan_lite.checkpoint.run_folders import RunFolders
 from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.events import Loaded, LoadStarted
 from torchtitan_lite.log import logger
-from torchtitan_lite.store.run_folders import RunFolders
+from torchtitan_lite.store.store import CheckpointStore
 
 
 class RunLoad:
@@ -59,7 +60,7 @@ class RunLoad:
         if source is None:
             self._report_unmanaged(wanted)
             self._report_neighbour()
-            logger.info("No checkpoint in %s: a fresh start", self._store.root)
+            logger.info("No checkpoint in %s: a fresh start", self._store.address)
         return source
 
     def report(self) -> ResumeReport | None:
@@ -85,7 +86,7 @@ class RunLoad:
         faults.set_step(source.step)
         faults.point("load")
         gc.collect()
-        with self._sources.opened(source, self._store.root) as files:
+        with self._sources.opened(source, self._store.address) as files:
             self._restore(source, files).run()
         gc.collect()
         seconds = self._clock() - began
@@ -117,11 +118,13 @@ class RunLoad:
             logger.warning("%s has no manifest and is skipped. To load it, name its step or path", path)
 
     def _report_neighbour(self) -> None:
-        root = self._store.root
-        if self._peers.is_coordinator and (found := neighbour_with_steps(root)):
+        store = self._store
+        if not self._peers.is_coordinator or not isinstance(store, CheckpointStore):
+            return
+        if found := neighbour_with_steps(store.root):
             logger.warning(
                 "%s has no checkpoint, but %s has, up to %s. If that run is meant, name its folder",
-                root,
+                store.root,
                 found.parent,
                 found.name,
             )

@@ -6,17 +6,16 @@ generators is the first checkpoint of a loop that counts from 0, and a resume lo
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.config.job_config import EXCLUDABLE_STATES
 from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.store.place import Place
 
 _OF_A_RUN = tuple(f"{name}." for name in EXCLUDABLE_STATES)
 """Beginnings of keys that are in every full checkpoint, ours and torchtitan's, and in no seed checkpoint of ours."""
 
 
-def is_seed(path: Path, step: int) -> bool:
+def is_seed(path: Place, step: int) -> bool:
     """Return whether the checkpoint of `step` at `path` is a seed; for an unreadable step 0, True. Coordinator."""
     if step != 0:
         return False

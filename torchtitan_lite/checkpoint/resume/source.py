@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.checkpoint.reading.files import Files
@@ -17,15 +16,16 @@ from torchtitan_lite.checkpoint.schedule.interval import AtRisk, Tick
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.store.lineage import Lineage
-from torchtitan_lite.store.store import CheckpointStore
+from torchtitan_lite.store.place import Place
+from torchtitan_lite.store.protocol import StoresCheckpoints
 
 
 @dataclass(frozen=True)
 class LoadSource:
     """A checkpoint to load."""
 
-    path: Path
-    """Its folder; where it would be, if it is only in memory."""
+    path: Place
+    """Where it is; where it would be, if it is only in memory."""
     step: int
     """The step that the run resumes from; 0 if it starts from scratch with these weights."""
     model_only: bool
@@ -110,7 +110,7 @@ class Sources:
         """Find what a run of `topology` could load. Before a choice; **collective**."""
 
     def preferred(
-        self, chosen: LoadSource | None, store: CheckpointStore, wanted: int, config: Checkpoint, *, is_exact: bool
+        self, chosen: LoadSource | None, store: StoresCheckpoints, wanted: int, config: Checkpoint, *, is_exact: bool
     ) -> LoadSource | None:
         """Return what goes before `chosen`, which `store` has for `wanted`; else `chosen`. **Coordinator only**."""
         return chosen
@@ -119,7 +119,7 @@ class Sources:
         """Return whether `source` was offered here; it is damaged then, and not offered again. **Collective**."""
         return False
 
-    def opened(self, source: LoadSource, root: Path) -> AbstractContextManager[Files | None]:
+    def opened(self, source: LoadSource, folder: str) -> AbstractContextManager[Files | None]:
         """Return a context with the files of `source`, None for those in its folder. **Collective**."""
         return nullcontext(None)
 

@@ -11,11 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.resume.initial_path import last_step
+from torchtitan_lite.checkpoint.run_folders import RunFolders, usable
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.listing import Listing, is_checkpoint
-from torchtitan_lite.store.run_folders import RunFolders, usable
 from torchtitan_lite.store.store import CheckpointStore
 
 _MOST_NAMES = 8
@@ -29,9 +29,10 @@ def refuse_wrong_folders(folders: RunFolders, config: Checkpoint, step: int) -> 
     for root in folders.roots:
         with usable(root):
             _refuse_checkpoint(root)
-    if step == config.load_step == -1 and not config.initial_load_path:
-        with usable(folders.checkpoints.root):
-            _refuse_foreign_only(folders.checkpoints)
+    store = folders.checkpoints
+    if step == config.load_step == -1 and not config.initial_load_path and isinstance(store, CheckpointStore):
+        with usable(store.root):
+            _refuse_foreign_only(store)
 
 
 def neighbour_with_steps(root: Path) -> Path | None:

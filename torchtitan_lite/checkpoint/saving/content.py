@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
@@ -17,26 +16,27 @@ from torchtitan_lite.checkpoint.saving.writer import RankContent, SaveTarget
 from torchtitan_lite.checkpoint.staging.slots import ArenaSlot
 from torchtitan_lite.checkpoint.staging.stager import StagedCopy, Stager, build_stager
 from torchtitan_lite.checkpoint.staging.watch import StagingWatch
-from torchtitan_lite.disk.block_writer import Bounced, InPlace, write_blocks
+from torchtitan_lite.disk.block_writer import Bounced, InPlace
 from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.disk.new_file import NewFile
 
-WriteStaged = Callable[[Path, StagedCopy, SaveTarget], FileRecord]
-"""Writes the file of a staged copy to a path, durably."""
+WriteStaged = Callable[[NewFile, StagedCopy, SaveTarget], FileRecord]
+"""Writes a file from a staged copy, durably."""
 
 
-def live_content(file: RankFile, target: SaveTarget) -> RankContent:
+def live_content(file: RankFile) -> RankContent:
     """Return content that writes the live tensors of `file` through a small buffer, without a copy.
 
     The state must not change until the file is written. Waits for the devices of the tensors.
     """
-    data, durable = file.data, target.store.durable
+    data = file.data
     _wait_for_devices(data.tensors)
     return RankContent(
         file.plan,
         file.objects,
         data.num_bytes,
         tensors=lambda: data.tensors,
-        write=lambda path: write_blocks(path, Bounced(data.num_bytes, data.fill), durable=durable),
+        write=lambda new: new.write(Bounced(data.num_bytes, data.fill)),
     )
 
 
@@ -87,7 +87,7 @@ class Copies:
             file.objects,
             file.data.num_bytes,
             tensors=staged.tensors,
-            write=lambda path: self._write(path, staged, target),
+            write=lambda new: self._write(new, staged, target),
             wait=lambda: compare(staged),
         )
         return self.listener.copied(CopyOfSave(target, file.plan, file.objects, staged), content)
@@ -98,8 +98,6 @@ class Copies:
             self.stager.pool.release(self._written.popleft())
 
 
-def write_in_place(path: Path, staged: StagedCopy, target: SaveTarget) -> FileRecord:
-    """Write the staged copy to `path` in this process, durably."""
-    return write_blocks(
-        path, InPlace(staged.arena.memory, staged.num_bytes, staged.record), durable=target.store.durable
-    )
+def write_in_place(new: NewFile, staged: StagedCopy, target: SaveTarget) -> FileRecord:
+    """Write the staged copy to `new` in this process, durably."""
+    return new.write(InPlace(staged.arena.memory, staged.num_bytes, staged.record))

@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.format.flattening import State
+from torchtitan_lite.checkpoint.run_folders import RunFolders
 from torchtitan_lite.checkpoint.saving.copy_listener import CopyListener
 from torchtitan_lite.checkpoint.saving.export import DTYPES, weights_only
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, Saver, SavesStates, refused
@@ -28,8 +29,7 @@ from torchtitan_lite.events import SaveSkipped
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointKind
-from torchtitan_lite.store.run_folders import RunFolders
-from torchtitan_lite.store.store import CheckpointStore
+from torchtitan_lite.store.protocol import StoresCheckpoints
 
 T = TypeVar("T")
 
@@ -200,7 +200,7 @@ class SaveMaker:
         return any(info.step == step and info.kind is CheckpointKind.FULL for info in committed)
 
     def _and_wait(
-        self, step: int, make_state: Callable[[], State], kind: CheckpointKind, store: CheckpointStore
+        self, step: int, make_state: Callable[[], State], kind: CheckpointKind, store: StoresCheckpoints
     ) -> None:
         failure: SaveFailed | None = None
         # No interval follows the last save, so it is tried again at once.
@@ -215,7 +215,7 @@ class SaveMaker:
         raise failure
 
     def _begin(
-        self, step: int, make_state: Callable[[], State], kind: CheckpointKind, store: CheckpointStore, saver: Saver
+        self, step: int, make_state: Callable[[], State], kind: CheckpointKind, store: StoresCheckpoints, saver: Saver
     ) -> None:
         state: State = {}
         metrics: dict[str, float] = {}

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -33,6 +32,7 @@ from torchtitan_lite.collection import no_collection
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.background import lower_io
 from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.disk.new_file import NewFile
 from torchtitan_lite.disk.writer_process import WriterProcess
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointError, LeaseLost, RanksDiffer, SaveFailed
@@ -170,7 +170,7 @@ class SyncSaver(StateSaver):
         """Do nothing: nothing is under way."""
 
     def _content(self, file: RankFile, target: SaveTarget) -> RankContent:
-        return live_content(file, target)
+        return live_content(file)
 
     def _run(self, commit: Callable[[], CheckpointInfo | None]) -> Future[CheckpointInfo | None]:
         return _at_once(commit)
@@ -273,8 +273,8 @@ class ProcessSaver(CopyingSaver):
         super().close(timeout_seconds)
         self.process.close()
 
-    def _write_in_process(self, path: Path, staged: StagedCopy, target: SaveTarget) -> FileRecord:
-        return self.process.write(path, staged.arena, staged.num_bytes, target.step, staged.record)
+    def _write_in_process(self, new: NewFile, staged: StagedCopy, target: SaveTarget) -> FileRecord:
+        return self.process.write(new, staged.arena, staged.num_bytes, target.step, staged.record)
 
 
 def build_saver(

@@ -28,7 +28,7 @@ from torchtitan_lite.events import Committed, Emit, SaveFailure, SaveStaged, Sav
 from torchtitan_lite.log import logger, readable_bytes
 from torchtitan_lite.store.housekeeping import Housekeeping
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
-from torchtitan_lite.store.store import CheckpointStore
+from torchtitan_lite.store.protocol import StoresCheckpoints
 
 
 @dataclass
@@ -37,7 +37,7 @@ class _Save:
 
     pending: PendingSave
     kind: CheckpointKind
-    store: CheckpointStore
+    store: StoresCheckpoints
     fence: Callable[[], None]
     began_seconds: float
     stall_seconds: float = 0.0
@@ -102,7 +102,7 @@ class SaveWaiter:
         step: int,
         state: State,
         kind: CheckpointKind,
-        store: CheckpointStore,
+        store: StoresCheckpoints,
         saver: SavesStates,
         origin: Origin,
         fence: Callable[[], None] = free,
@@ -252,7 +252,7 @@ class SaveWaiter:
         finally:
             save.over.set_result(None)
 
-    def _preflight(self, step: int, kind: CheckpointKind, store: CheckpointStore, fence: Callable[[], None]) -> None:
+    def _preflight(self, step: int, kind: CheckpointKind, store: StoresCheckpoints, fence: Callable[[], None]) -> None:
         """Raise for a save that would fail half-way: the folder belongs to another job, or the disk has no room."""
         if self._peers.is_coordinator:
             # First: making room, and then staging, remove what another job's save has staged.

@@ -32,6 +32,7 @@ from torchtitan_lite.checkpoint.saving.agreed_planner import AgreedPlanner
 from torchtitan_lite.checkpoint.saving.nan_check import names_with_nan
 from torchtitan_lite.checkpoint.schedule.interval import NOTHING_AT_RISK, AtRisk
 from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.disk.new_file import NewFile
 from torchtitan_lite.distributed import dcp
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointError
@@ -40,7 +41,7 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage, abandoned_by
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.manifest_fields import METRICS, NAN_IN, RESUMED_FROM_MEMORY, START, TRAINED_SECONDS
-from torchtitan_lite.store.store import CheckpointStore
+from torchtitan_lite.store.protocol import StoresCheckpoints
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def ignore_slowest(rank: int, seconds: float) -> None:
 class SaveTarget:
     """The checkpoint that a save creates."""
 
-    store: CheckpointStore
+    store: StoresCheckpoints
     step: int
     kind: CheckpointKind
     origin: Origin
@@ -99,7 +100,7 @@ class RankContent:
     num_bytes: int
     tensors: Callable[[], Sequence[torch.Tensor]]
     """Returns the tensors that are written, in file order, for digests and the search for NaN."""
-    write: Callable[[Path], FileRecord]
+    write: Callable[[NewFile], FileRecord]
     """Writes the file durably."""
     wait: Callable[[], None] = free
     """Returns when the state may change. Raises RuntimeError if it changed while it was copied."""
@@ -135,19 +136,20 @@ class CommittingWriter(StorageWriter):
         """Do nothing: the constructor has the place."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        if is_coordinator:
-            # DCP calls this in the planning phase, which ends on all ranks before any of them writes.
-            self._target.store.clear_staging(self._target.step)
+        """Do nothing: the place of the save is made with the global plan."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
+        # On the coordinator alone, in the planning phase, which ends on all ranks before any of them writes. The plans
+        # bring the name of the place to the ranks.
+        place = self._target.store.begin(self._target.step)
+        return [dataclasses.replace(plan, storage_data=place) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         future: Future[list[Any]] = Future()
-        future.set_result(self._written())
+        future.set_result(self._written(plan.storage_data))
         return future
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
@@ -169,7 +171,7 @@ class CommittingWriter(StorageWriter):
         if slowest is not None:
             target.note_slowest(slowest[1], slowest[0])
         described = description.metadata(objects)
-        target.store.durable.write_file(target.store.stage(target.step) / layout.METADATA, described.data)
+        target.store.add_metadata(target.step, described.data)
         manifest = Manifest(
             step=target.step,
             kind=target.kind,
@@ -207,13 +209,13 @@ class CommittingWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return isinstance(checkpoint_id, str | Path)
 
-    def _written(self) -> list[WrittenFile]:
+    def _written(self, place: str) -> list[WrittenFile]:
         content, target = self._content, self._target
         assert content is not None, "AgreedPlanner raised the failure before"
         if content.num_bytes == 0:
             return []
         plan, began = content.plan, time.perf_counter()
-        record = content.write(target.store.stage(target.step) / plan.file_name)
+        record = content.write(target.store.new_file(place, plan.file_name))
         # From the copy and in the saver's thread, where there is one: no step waits for it.
         digests = _shares(plan.items, content.tensors()) if target.origin.tensor_digests else {}
         prefix = "model." if target.kind is CheckpointKind.FULL else ""

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from torchtitan_lite.config.checks import at_least, choice, not_negative
 from torchtitan_lite.config.field_types import check_types
-from torchtitan_lite.config.folders import refuse_address
+from torchtitan_lite.config.folders import refuse_address, refuse_unknown_address
 from torchtitan_lite.config.sections.training import DtypeName
 from torchtitan_lite.errors import ConfigError
 
@@ -223,9 +223,9 @@ class Checkpoint:
 
     def __post_init__(self) -> None:
         check_types(self, "checkpoint")
-        for name in ("folder", "export_folder", "hf_folder"):
-            refuse_address(f"checkpoint.{name}", getattr(self, name), "Name a folder inside job.dump_folder.")
-        refuse_address("checkpoint.initial_load_path", self.initial_load_path, "Copy the checkpoint to a folder first.")
+        for name in ("folder", "export_folder", "initial_load_path"):
+            refuse_unknown_address(f"checkpoint.{name}", getattr(self, name))
+        refuse_address("checkpoint.hf_folder", self.hf_folder, "Name a folder inside job.dump_folder.")
         if not self.folder:
             raise ConfigError("checkpoint.folder: expected the name of a folder, found an empty string.")
         choice("checkpoint.export_dtype", self.export_dtype, get_args(DtypeName))

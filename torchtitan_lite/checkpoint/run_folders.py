@@ -6,41 +6,54 @@ folder are **coordinator only**.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from torchtitan_lite import faults
+from torchtitan_lite.config.folders import is_in_object_store
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.errors import ConfigError, FolderUnusable, TorchtitanLiteError
-from torchtitan_lite.log import logger
-from torchtitan_lite.store.lease import Lease
-from torchtitan_lite.store.store import CheckpointStore
+from torchtitan_lite.store.protocol import StoresCheckpoints
+from torchtitan_lite.store.store import CheckpointStore, recover
+
+
+def open_store(folder: str, dump_folder: str = "") -> StoresCheckpoints:
+    """Return the store of `folder`: an address such as s3://bucket/run, else a path below `dump_folder`. Any rank.
+
+    Touches neither disk nor network. Raises ConfigError for another address, `ExtraMissing` without the client of one.
+    """
+    if not is_in_object_store(folder):
+        return CheckpointStore(Path(dump_folder) / folder)
+    from torchtitan_lite.bucket.store import open_bucket  # Its client is an extra, and takes its time.
+
+    return open_bucket(folder)
 
 
 class RunFolders:
     """The stores `checkpoints` and, if the run exports, `exports`."""
 
-    def __init__(self, config: JobConfig, run_id: str, checkpoints: CheckpointStore | None = None) -> None:
-        section, dump_folder = config.checkpoint, Path(config.job.dump_folder)
-        self.checkpoints = checkpoints or CheckpointStore(dump_folder / section.folder)
-        self.exports = CheckpointStore(dump_folder / section.export_folder) if section.export_folder else None
+    def __init__(self, config: JobConfig, run_id: str, checkpoints: StoresCheckpoints | None = None) -> None:
+        section, dump_folder = config.checkpoint, config.job.dump_folder
+        self.checkpoints = checkpoints or open_store(section.folder, dump_folder)
+        self.exports = open_store(section.export_folder, dump_folder) if section.export_folder else None
         self._stores = [store for store in (self.checkpoints, self.exports) if store is not None]
-        self._leases = {
-            store.root: Lease(
-                store.root,
-                run_id=run_id,
-                timeout_seconds=section.lease_timeout_seconds,
-                make_room=functools.partial(_recover, store),
-            )
-            for store in self._stores
-        }
+        self._leases = {store.address: store.lease(run_id, section.lease_timeout_seconds) for store in self._stores}
+
+    @property
+    def addresses(self) -> list[str]:
+        """The folders, as people write them. Any rank."""
+        return [store.address for store in self._stores]
+
+    @property
+    def identities(self) -> list[str]:
+        """The folders, each the same however it is spelt. Any rank."""
+        return [store.identity for store in self._stores]
 
     @property
     def roots(self) -> list[Path]:
-        """The paths of the folders. Any rank."""
-        return [store.root for store in self._stores]
+        """The paths of those that are on disk. Any rank."""
+        return [store.root for store in self._stores if isinstance(store, CheckpointStore)]
 
     def take(self) -> list[str]:
         """Reserve the folders for this job, and remove what a crash left in them. Return the tokens of the leases.
@@ -50,17 +63,17 @@ class RunFolders:
         self._refuse_one_for_both()
         faults.point("lease")
         # All leases before the first recovery, which removes files: until then they may be another job's.
-        for root, lease in self._leases.items():
-            with usable(root):
+        for address, lease in self._leases.items():
+            with usable(address):
                 lease.take()
         faults.point("recover")
         for store in self._stores:
-            with usable(store.root):
-                _recover(store)
+            with usable(store.address):
+                recover(store)
         return [lease.token for lease in self._leases.values()]
 
     def first_without(self, tokens: Sequence[str]) -> int | None:
-        """Return which of `roots` is the first in which this host does not see the lease of its token; None for none.
+        """Return which of `addresses` is the first whose lease this host does not see with its token; None for none.
 
         Any rank. `tokens` are those that `take` returned on the coordinator.
         """
@@ -72,20 +85,20 @@ class RunFolders:
         for lease in self._leases.values():
             lease.release()
 
-    def fence(self, store: CheckpointStore) -> Callable[[], None]:
+    def fence(self, store: StoresCheckpoints) -> Callable[[], None]:
         """Return a function that raises `LeaseLost` once the folder of `store` belongs to another job."""
-        return self._leases[store.root].check
+        return self._leases[store.address].check
 
     def _refuse_one_for_both(self) -> None:
-        if self.exports is not None and self.exports.is_same_folder(self.checkpoints):
+        if self.exports is not None and self.exports.identity == self.checkpoints.identity:
             raise ConfigError(
-                f"checkpoint.export_folder: {self.exports.root} is also the folder of checkpoints, where the "
+                f"checkpoint.export_folder: {self.exports.address} is also the folder of checkpoints, where the "
                 "export would replace the last full checkpoint. Name another folder."
             )
 
 
 @contextmanager
-def usable(folder: Path) -> Iterator[None]:
+def usable(folder: Path | str) -> Iterator[None]:
     """Raise `FolderUnusable` for an OSError in the block; errors of this package pass unchanged."""
     try:
         yield
@@ -93,11 +106,3 @@ def usable(folder: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise FolderUnusable(str(folder), str(error)) from error
-
-
-def _recover(store: CheckpointStore) -> bool:
-    """Remove what a crash left in the folder of `store`. Return whether there was anything."""
-    recovered = store.recover()
-    for path in recovered:
-        logger.info("Recovered after a save that was cut off: %s", path)
-    return bool(recovered)

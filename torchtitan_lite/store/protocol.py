@@ -1,0 +1,169 @@
+"""What a run asks of its folder of checkpoints, on a disk or in an object store.
+
+For every reader and after any crash a step is a complete checkpoint or absent, and one job writes at a time: the
+promises of docs/commit_protocol.md hold for each implementation. It gives out handles, never paths: a `Place` names a
+checkpoint, a `NewFile` is written by whoever has its bytes. Errors of the machine are raised as OSError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torchtitan_lite.disk.new_file import NewFile
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
+from torchtitan_lite.store.place import Place
+
+
+def nothing() -> None:
+    """Do nothing."""
+
+
+class HoldsFolder(Protocol):
+    """The right of one job to write a folder. **Coordinator only**, where nothing else is said."""
+
+    def take(self) -> None:
+        """Take the folder, and keep it until `release`; again, do nothing. Raises `FolderInUse`, OSError."""
+
+    @property
+    def token(self) -> str:
+        """What no other holder has. Between `take` and `release`."""
+        ...
+
+    def is_visible(self, token: str) -> bool:
+        """Return whether this host sees that the folder is held with `token`. **Any rank**; changes nothing."""
+        ...
+
+    def check(self) -> None:
+        """Raise `LeaseLost` unless the folder is still ours. Any thread, between `take` and `release`."""
+
+    def release(self) -> None:
+        """Give the folder up, if it is still ours. Idempotent."""
+
+
+class KeepsPins(Protocol):
+    """The steps of a folder that no rule removes. Every method raises `PinsUnreadable` if they cannot be known."""
+
+    def read(self) -> frozenset[int]:
+        """Return the pinned steps."""
+        ...
+
+    def unchanged(self) -> AbstractContextManager[frozenset[int]]:
+        """Return a context with the pinned steps, none of which loses its pin, or gets one unseen, in the block."""
+        ...
+
+    def changing(self) -> AbstractContextManager[set[int]]:
+        """Return a context with the pinned steps, to be changed in the block, durably. Needs no lease."""
+        ...
+
+
+class StoresCheckpoints(Protocol):
+    """One folder of checkpoints. What changes it is **coordinator only**, where nothing else is said."""
+
+    @property
+    def address(self) -> str:
+        """The folder as people write it."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """The same for every spelling of this folder, in this process."""
+        ...
+
+    @property
+    def pins(self) -> KeepsPins: ...
+
+    @property
+    def exclusive(self) -> AbstractContextManager[bool]:
+        """Return the lock that orders commits of this process and removals in the background."""
+        ...
+
+    def lease(self, run_id: str, timeout_seconds: float) -> HoldsFolder:
+        """Return the lease of this folder, not yet taken. Any rank."""
+        ...
+
+    def folder_id(self, *, make: bool) -> str:
+        """Return the id of this folder, which `make` gives it if it has none; empty without one."""
+        ...
+
+    def committed(self) -> list[CheckpointInfo]:
+        """Return every committed checkpoint that no other one abandons, by ascending step. Raises `FormatTooNew`."""
+        ...
+
+    def intact(self) -> list[CheckpointInfo]:
+        """Return the same as `committed`, plus abandoned checkpoints that have their name still."""
+        ...
+
+    def unmanaged(self) -> list[Any]:
+        """Return the places of checkpoints that have no manifest of ours, by ascending step."""
+        ...
+
+    def latest(self, kind: CheckpointKind = CheckpointKind.FULL) -> CheckpointInfo | None:
+        """Return the committed checkpoint of `kind` with the highest step; warn of damaged ones of a higher step."""
+        ...
+
+    def damaged(self) -> dict[int, CheckpointDamaged]:
+        """Return what is wrong with each step that has no intact checkpoint, by step."""
+        ...
+
+    def unreadable(self) -> dict[int, CheckpointUnreadable]:
+        """Return the error of each step of which nothing could be read, by step."""
+        ...
+
+    def get(self, step: int) -> CheckpointInfo:
+        """Return the committed checkpoint of `step`. Raises `CheckpointNotFound` and what was found wrong with it."""
+        ...
+
+    def check_sizes(self, info: CheckpointInfo) -> list[str]:
+        """Return what is wrong with the sizes of the files of `info`, one sentence each."""
+        ...
+
+    def preflight(self, step: int, needed_bytes: int, make_room: Callable[[], object] = nothing) -> None:
+        """Raise `SaveFailed` unless there is room for a save of `step` with `needed_bytes`."""
+
+    def missing_bytes(self, wanted_bytes: int) -> int:
+        """Return how many more bytes must be free so that `wanted_bytes` are."""
+        ...
+
+    def has_room(self, needed_bytes: int) -> bool:
+        """Return whether `needed_bytes` may still be written."""
+        ...
+
+    def begin(self, step: int) -> str:
+        """Make an empty place for a save of `step`; return its name, for `new_file`."""
+        ...
+
+    def new_file(self, place: str, name: str) -> NewFile:
+        """Return the file `name` of the save that `begin` gave the name `place`. **Any rank**."""
+        ...
+
+    def add_metadata(self, step: int, data: bytes) -> None:
+        """Write DCP's `.metadata` of the save of `step`."""
+
+    def commit(self, step: int, manifest: Manifest, fence: Callable[[], object] = nothing) -> CheckpointInfo:
+        """Commit what was written since `begin`, durably, after every rank has written its files.
+
+        `fence` raises if the folder belongs to another job by now; then nothing is changed. Raises `SaveFailed`,
+        OSError. The checkpoint of `step` is then the old one or the new one, complete.
+        """
+        ...
+
+    def remove_staging(self, step: int) -> None:
+        """Remove what a failed save of `step` left, when no rank writes into it any more."""
+
+    def discard(self, info: CheckpointInfo) -> Sequence[Any]:
+        """Make `info` absent for every reader, durably; return what is left of it, for `empty`."""
+        ...
+
+    def empty(self, trash: Sequence[Any]) -> None:
+        """Remove what was discarded; may run alongside anything but `recover`."""
+
+    def quarantine(self, step: int, findings: Sequence[str]) -> Place:
+        """Set the damaged checkpoint of `step` aside, durably, with `findings`; return its new place."""
+        ...
+
+    def recover(self) -> Sequence[Any]:
+        """Finish or remove everything that cut saves and removals left; return it. Before the first load."""
+        ...
