@@ -25,12 +25,12 @@ LAYERS = {
     "disk": 2,
     "store": 3,
     "keeper": 3,
-    "bucket": 4,
+    "bucket": 5,
     "distributed": 4,
     "checkpoint.schedule": 4,
     "checkpoint.format": 4,
     "checkpoint.context": 5,
-    "checkpoint.run_folders": 5,
+    "checkpoint.run_folders": 6,
     "checkpoint.state": 5,
     "checkpoint.untrusted": 6,
     "checkpoint.staging": 6,
@@ -119,6 +119,7 @@ NAMES_ON_DISK = (
 NO_EVENTS = {
     "faults": ("committed",),
     "store.store": ("committed",),
+    "bucket.saves": ("committed",),
     "checkpoint.examining.inventory": ("committed", "quarantined"),
     "report.saves": ("purged", "quarantined"),
 }

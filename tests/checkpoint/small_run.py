@@ -144,6 +144,7 @@ class SmallRun(Run):
     def __init__(
         self,
         folder: Path,
+        /,
         *,
         seed: int = 0,
         states: dict[str, Any] | None = None,
@@ -216,7 +217,7 @@ class SmallRun(Run):
         return sorted(path.name for path in self.root.iterdir() if path.name != layout.LOCK)
 
 
-def job_config(folder: Path, **checkpoint: Any) -> JobConfig:
+def job_config(folder: Path, /, **checkpoint: Any) -> JobConfig:
     """Return a config with checkpoints in `folder`. It watches no signals, because these belong to the test runner."""
     defaults: dict[str, Any] = {"enable_checkpoint": True, "preemption_signals": (), "timeout_seconds": 60}
     return JobConfig(job=Job(dump_folder=str(folder)), checkpoint=Checkpoint(**defaults | checkpoint))

@@ -63,6 +63,11 @@ def runtime_folder() -> Path | None:
     return Path(value) if value else None
 
 
+def value_of(name: str) -> str:
+    """Return the value of the variable `name`; the empty string if it is not set."""
+    return os.environ.get(name, "")
+
+
 def set_default(name: str, value: str) -> None:
     """Set the variable `name` to `value`, unless the user set it."""
     os.environ.setdefault(name, value)

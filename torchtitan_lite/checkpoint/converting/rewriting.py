@@ -49,7 +49,12 @@ class Rewritten:
 
 
 def convert(opened: OpenedCheckpoint, out: Path, to: Layout, progress: Progress, *, dp_ranks: int = 1) -> Rewritten:
-    """Write `opened` to the new folder `out` in the layout `to`. Raises as `export` does."""
+    """Write `opened` to the new folder `out` in the layout `to`. Raises as `export` does.
+
+    What is in an object store in our layout is copied, with its manifest.
+    """
+    if to == "ours" and opened.manifest is not None and not isinstance(opened.folder, Path):
+        return _copied(opened, opened.manifest, out, progress)
     if opened.origin is _SAME[to]:
         raise ConfigError(f"{opened.folder} has this layout already: copy it, or use reshard")
     reader = _reader(opened)
@@ -60,7 +65,7 @@ def convert(opened: OpenedCheckpoint, out: Path, to: Layout, progress: Progress,
         "ours": as_ours,
     }
     relaid = by_layout[to](reader)
-    num_files = _fitting(relaid.state, len([name for name in opened.sizes if layout.is_data_file(name)]))
+    num_files = _fitting(relaid.state, _num_data_files(opened))
     manifest = _new_manifest(opened, relaid, out, reader) if to == "ours" else None
     return _write(opened, out, relaid, num_files, manifest, progress)
 
@@ -74,6 +79,16 @@ def reshard(opened: OpenedCheckpoint, out: Path, num_files: int, progress: Progr
     if opened.manifest is not None:
         _check_step(opened.manifest.step, out)
     return _write(opened, out, relaid, num_files, opened.manifest, progress)
+
+
+def _copied(opened: OpenedCheckpoint, manifest: Manifest, out: Path, progress: Progress) -> Rewritten:
+    _check_step(manifest.step, out)
+    relaid = as_stored(_reader(opened))
+    return _write(opened, out, relaid, _fitting(relaid.state, _num_data_files(opened)), manifest, progress)
+
+
+def _num_data_files(opened: OpenedCheckpoint) -> int:
+    return len([name for name in opened.sizes if layout.is_data_file(name)])
 
 
 def _reader(opened: OpenedCheckpoint) -> Reader:

@@ -1,8 +1,8 @@
 """Compare every block of a checkpoint's files with its digest.
 
-Threads take spans of blocks from all files, each with a reader of its own, so that none waits for another at the end
-of a file. A file is dropped from the page cache first: the bytes on the disk are compared, not a copy in memory.
-Memory: `THREADS` x 5 MiB. Raises `CheckpointUnreadable` for an error of the machine.
+Threads take spans of blocks from all files, each on disk with a reader of its own, so that none waits for another at
+the end of a file. A file is dropped from the page cache first: the bytes on the disk are compared, not a copy in memory.
+Memory: `THREADS` x 5 MiB; of an object store, that of its reader for each thread. Raises `CheckpointUnreadable` for an error of the machine.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from pathlib import Path
 
 from torchtitan_lite.checkpoint.examining.findings import Finding
 from torchtitan_lite.checkpoint.format.contents import Contents
+from torchtitan_lite.checkpoint.reading.files import ReadsBlocks, files_of
 from torchtitan_lite.disk.block_reader import THREADS, BlockReader, DamagedRange
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord, num_blocks
 from torchtitan_lite.disk.in_threads import in_threads
 from torchtitan_lite.disk.plain_file import opened
 from torchtitan_lite.errors import CheckpointUnsafe
+from torchtitan_lite.store.place import Place
 
 SPAN_BLOCKS = 32
 """Blocks that a thread reads at a time."""
@@ -36,22 +38,31 @@ def one_thread() -> BlockReader:
     return BlockReader(threads=1)
 
 
+def readers_of(folder: Place) -> Callable[[], ReadsBlocks]:
+    """Return what makes the readers of several threads: on disk one for each, of an object store one for all."""
+    if isinstance(folder, Path):
+        return one_thread
+    reader = files_of(folder).reader()
+    return lambda: reader
+
+
 class FileDigests:
     """The files in `folder` that have digests in `records`, and the `contents` that they hold."""
 
     def __init__(
-        self, folder: Path, records: Mapping[str, FileRecord], contents: Contents | None, on_bytes: OnBytes
+        self, folder: Place, records: Mapping[str, FileRecord], contents: Contents | None, on_bytes: OnBytes
     ) -> None:
-        self._folder, self._contents = folder, contents
+        self._folder, self._files, self._contents = folder, files_of(folder), contents
         self._records = dict(sorted(records.items()))
         self._on_bytes, self._lock = on_bytes, threading.Lock()
         self._damaged: dict[str, list[int]] = {file: [] for file in self._records}
         self._skipped: dict[str, int] = {}
 
-    def compare(self, make_reader: Callable[[], BlockReader]) -> list[Finding]:
-        """Read all spans and return what is damaged. Each thread has a reader of its own: none waits for another."""
-        for file in self._records:
-            _drop_from_cache(self._folder / file)
+    def compare(self, make_reader: Callable[[], ReadsBlocks]) -> list[Finding]:
+        """Read all spans and return what is damaged. Each thread makes its reader: none waits for another."""
+        if isinstance(self._folder, Path):
+            for file in self._records:
+                _drop_from_cache(self._folder / file)
         spans = [(file, span) for file, record in self._records.items() for span in _spans(num_blocks(record.size))]
 
         def make_worker() -> Callable[[tuple[str, range]], None]:
@@ -61,10 +72,10 @@ class FileDigests:
         in_threads(spans, max(1, min(THREADS, len(spans))), make_worker)
         return [finding for file in self._records for finding in self._findings(file)]
 
-    def _compare(self, reader: BlockReader, file: str, span: range) -> None:
+    def _compare(self, reader: ReadsBlocks, file: str, span: range) -> None:
         record = self._records[file]
         if len(self._damaged[file]) < MOST_DAMAGED_BLOCKS:
-            damaged = _damaged(reader, self._folder / file, record, span)
+            damaged = _damaged(reader, self._files.path_of(file), record, span)
             with self._lock:
                 self._damaged[file] += damaged
                 self._on_bytes(min(span.stop * BLOCK_BYTES, record.size) - span.start * BLOCK_BYTES)
@@ -92,7 +103,7 @@ def _spans(count: int) -> Iterator[range]:
     return (range(begin, min(begin + SPAN_BLOCKS, count)) for begin in range(0, count, SPAN_BLOCKS))
 
 
-def _damaged(reader: BlockReader, path: Path, record: FileRecord, blocks: range) -> list[int]:
+def _damaged(reader: ReadsBlocks, path: Path, record: FileRecord, blocks: range) -> list[int]:
     """Return those of `blocks` that have another digest, twice."""
     try:
         reader.verify(path, record, blocks)
@@ -101,7 +112,7 @@ def _damaged(reader: BlockReader, path: Path, record: FileRecord, blocks: range)
         return [block for block in blocks if _is_damaged(reader, path, record, block)]
 
 
-def _is_damaged(reader: BlockReader, path: Path, record: FileRecord, block: int) -> bool:
+def _is_damaged(reader: ReadsBlocks, path: Path, record: FileRecord, block: int) -> bool:
     try:
         reader.verify(path, record, [block])
     except DamagedRange:

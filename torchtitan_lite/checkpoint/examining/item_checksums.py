@@ -16,15 +16,15 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtitan_lite.checkpoint.format.contents import Item, Shape
+from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.checkpoint.untrusted.inert_pickle import InertPickleError, PickledName, parse
 from torchtitan_lite.checkpoint.untrusted.stock_item import locate
 from torchtitan_lite.disk.in_threads import in_threads
-from torchtitan_lite.disk.plain_file import opened
 from torchtitan_lite.errors import CheckpointUnreadable
+from torchtitan_lite.store.place import Place
 
 THREADS = 3
 SLICE_BYTES = 1 << 20
@@ -73,17 +73,17 @@ class _AnyName(dict[tuple[str, str], object]):
         return PickledName(".".join(name))
 
 
-def check_items(folder: Path, items: Sequence[PlacedItem], on_bytes: Callable[[int], None]) -> CheckedItems:
+def check_items(folder: Place, items: Sequence[PlacedItem], on_bytes: Callable[[int], None]) -> CheckedItems:
     """Read all of each of `items`; return which of them are damaged, in their order, and how many have no checksum.
 
     `on_bytes` receives the length of each item. Raises `CheckpointUnreadable` for an error of the machine.
     """
-    checked, lock = CheckedItems(), threading.Lock()
+    checked, lock, files = CheckedItems(), threading.Lock(), files_of(folder)
     # One file at a time: a checkpoint may have more of them than a process may open.
     for file, of_file in groupby(sorted(items, key=lambda place: place.item), key=lambda place: place.item.file):
         places = list(of_file)
         try:
-            with opened(folder / file) as fd:
+            with files.opened(file) as fd:
 
                 def check(place: PlacedItem, fd: int = fd) -> None:
                     text, has_checksum = _finding(_Window(fd, place.item), place)

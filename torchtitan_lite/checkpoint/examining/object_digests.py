@@ -8,7 +8,6 @@ versions of torch may differ, so an equal digest proves equality and a different
 from __future__ import annotations
 
 import io
-import os
 import reprlib
 import struct
 import zipfile
@@ -18,7 +17,9 @@ from typing import Any
 from torchtitan_lite.checkpoint.format.contents import Item, StoredObject
 from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.checkpoint.untrusted.inert_pickle import InertPickleError, Instance, Persistent, PickledName, parse
+from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.disk.digest import text_digest
+from torchtitan_lite.disk.read_requests import Piece
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
 from torchtitan_lite.log import readable_bytes
 from torchtitan_lite.store.place import Place
@@ -156,8 +157,12 @@ def _parts_of(item: Item) -> Iterator[Item]:
 
 
 def _read(folder: Place, item: Item) -> bytes:
+    files, data = files_of(folder), bytearray(item.length)
     try:
-        with files_of(folder).opened(item.file) as fd:
-            return os.pread(fd, item.length, item.offset)
+        files.reader(cached=True).read(files.path_of(item.file), None, [Piece(item.offset, memoryview(data))])
+    except DamagedRange as damage:
+        finding = f"bytes {damage.begin} to {damage.end} of {item.file}: {damage.finding}"
+        raise CheckpointDamaged(str(folder), finding) from None
     except OSError as error:
         raise CheckpointUnreadable(str(folder), f"{type(error).__name__}: {error}") from error
+    return bytes(data)

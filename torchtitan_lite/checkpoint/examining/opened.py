@@ -1,4 +1,4 @@
-"""Any checkpoint on disk, opened without torch: ours, plain DCP's, torchtitan's.
+"""Any checkpoint, opened without torch: ours, plain DCP's, torchtitan's; in an object store only ours.
 
 Nothing is changed, and no tensor is read. Only our manifest records what a checkpoint is. For one without a manifest
 it follows from the names of its entries, its folder and its files; what does not follow is None or empty:
@@ -21,6 +21,7 @@ from typing import Any
 
 from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES
+from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.errors import CheckpointNotFound, CheckpointUnreadable
 from torchtitan_lite.store import layout
@@ -29,6 +30,7 @@ from torchtitan_lite.store.place import Place, on_disk
 
 POSITIONS_OF_TORCHTITAN = "dataloader.dp_rank_"
 """The prefix of the keys under which torchtitan saves each data-parallel rank's position in the data."""
+_WITHOUT_MANIFEST = f"there is no {layout.MANIFEST} in it"
 
 
 class WrittenBy(enum.Enum):
@@ -84,7 +86,10 @@ def open_checkpoint(folder: Place) -> OpenedCheckpoint:
     if isinstance(folder, Path) and (finding := absence(folder)):
         raise CheckpointNotFound(str(folder), None, finding=finding)
     opened = CheckpointFolder(folder, "size", DTYPES)
-    manifest, contents = opened.manifest, opened.contents
+    manifest = opened.manifest
+    if manifest is None and not isinstance(folder, Path):
+        raise CheckpointNotFound(str(folder), None, finding=_WITHOUT_MANIFEST)
+    contents = opened.contents
     try:
         names = {*contents.files, layout.METADATA} if manifest is None else {*manifest.files}
         sizes = dict(sorted(opened.files.sizes_of(names).items()))
@@ -104,8 +109,10 @@ def open_checkpoint(folder: Place) -> OpenedCheckpoint:
     )
 
 
-def absence(folder: Path) -> str:
+def absence(folder: Place) -> str:
     """Return why there is no complete checkpoint in `folder`, in a few words; the empty string if there may be one."""
+    if not isinstance(folder, Path):
+        return _WITHOUT_MANIFEST if files_of(folder).identity() is None else ""
     if not folder.is_dir():
         return "it is not a folder" if os.path.lexists(folder) else "it does not exist"
     names = {path.name for path in folder.iterdir()}

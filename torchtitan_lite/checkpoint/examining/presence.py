@@ -11,14 +11,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, CheckpointUnreadable, CheckpointUnsafe
 from torchtitan_lite.store import layout
+from torchtitan_lite.store.place import Place
 
-Identity = tuple[int, ...]
+Identity = tuple[int | str, ...]
 
 
-def identity_of(folder: Path) -> Identity | None:
+def identity_of(folder: Place) -> Identity | None:
     """Return what differs once another checkpoint has the name `folder`; None if there is no checkpoint."""
+    if not isinstance(folder, Path):
+        return files_of(folder).identity()
     for name in (layout.MANIFEST, layout.METADATA):
         try:
             found = (folder / name).lstat()
@@ -31,14 +35,20 @@ def identity_of(folder: Path) -> Identity | None:
     return None
 
 
-def refuse_if_gone(folder: Path, identity: Identity | None) -> None:
+def refuse_if_gone(folder: Place, identity: Identity | None) -> None:
     """Raise `CheckpointNotFound` if the checkpoint in `folder` is not the one of `identity` any more."""
-    if identity is None or identity_of(folder) != identity:
+    found = identity_of(folder)
+    # An error of the machine or of a store says nothing of what is there.
+    if identity is None or (found != identity and not _is_error(found) and not _is_error(identity)):
         raise CheckpointNotFound(str(folder), None, finding="it was removed or replaced while it was read")
 
 
+def _is_error(identity: Identity | None) -> bool:
+    return identity is not None and len(identity) == 1 and isinstance(identity[0], int)
+
+
 @contextmanager
-def reporting_removal(*folders: Path) -> Iterator[None]:
+def reporting_removal(*folders: Place) -> Iterator[None]:
     """In place of an error of reading, raise `CheckpointNotFound` if one of `folders` was removed or replaced."""
     before = {folder: identity_of(folder) for folder in folders}
     try:
@@ -49,7 +59,7 @@ def reporting_removal(*folders: Path) -> Iterator[None]:
 
 
 @contextmanager
-def present(*folders: Path) -> Iterator[None]:
+def present(*folders: Place) -> Iterator[None]:
     """Raise `CheckpointNotFound` if one of `folders` was removed or replaced, also where nothing failed meanwhile."""
     before = {folder: identity_of(folder) for folder in folders}
     with reporting_removal(*folders):
@@ -58,7 +68,7 @@ def present(*folders: Path) -> Iterator[None]:
     _refuse(before)
 
 
-def _refuse(before: dict[Path, Identity | None]) -> None:
+def _refuse(before: dict[Place, Identity | None]) -> None:
     for folder, identity in before.items():
         if identity is not None:
             refuse_if_gone(folder, identity)

@@ -1,4 +1,4 @@
-"""Verify a checkpoint where it lies, without a job and without torch.
+"""Verify a checkpoint where it lies, on disk or in an object store, without a job and without torch.
 
 `look_at` compares the manifest with itself and with the names and sizes of the files; `read_through` then reads every
 byte, and compares it with the digests in the manifest or, where there are none, with the checksums that torch.save put
@@ -11,22 +11,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import stat
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.examining.file_digests import FileDigests, OnBytes, one_thread
+from torchtitan_lite.checkpoint.examining.file_digests import FileDigests, OnBytes, readers_of
 from torchtitan_lite.checkpoint.examining.findings import Finding
+from torchtitan_lite.checkpoint.examining.found_files import FoundFiles, found_at
 from torchtitan_lite.checkpoint.examining.item_checksums import PlacedItem, check_items
 from torchtitan_lite.checkpoint.examining.opened import absence
 from torchtitan_lite.checkpoint.examining.presence import Identity, identity_of, refuse_if_gone
 from torchtitan_lite.checkpoint.format.contents import Contents, Item
+from torchtitan_lite.checkpoint.reading.files import Files, ReadsBlocks, files_of
 from torchtitan_lite.checkpoint.untrusted.safe_metadata import read_metadata
 from torchtitan_lite.collection import no_collection
-from torchtitan_lite.disk.block_reader import BlockReader
-from torchtitan_lite.disk.plain_file import size_finding, sizes_of
 from torchtitan_lite.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -37,13 +36,14 @@ from torchtitan_lite.errors import (
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.known_manifests import damage_in
 from torchtitan_lite.store.manifest import Manifest
+from torchtitan_lite.store.place import Place
 
 
 @dataclass(frozen=True)
 class Looked:
     """A checkpoint, and what the checks found that need none of its data."""
 
-    path: Path
+    path: Place
     identity: Identity
     """What differs once another checkpoint has its name."""
     manifest: Manifest | None = None
@@ -78,7 +78,7 @@ class Read:
     """Those of them that have no checksum for their data."""
 
 
-def look_at(folder: Path) -> Looked:
+def look_at(folder: Place) -> Looked:
     """Check the checkpoint in `folder`: its manifest, names, sizes, and that chunks cover each tensor exactly once.
 
     Raises `CheckpointNotFound` if there is no checkpoint, or none any more; `FormatTooNew`; `CheckpointUnreadable`.
@@ -103,9 +103,10 @@ def look_at(folder: Path) -> Looked:
 
 
 def read_through(
-    looked: Looked, on_bytes: OnBytes = lambda count: None, make_reader: Callable[[], BlockReader] = one_thread
+    looked: Looked, on_bytes: OnBytes = lambda count: None, make_reader: Callable[[], ReadsBlocks] | None = None
 ) -> Read:
     """Read every byte of the files in `looked.sizes` and compare it. Raises as `look_at` does."""
+    make_reader = make_reader or readers_of(looked.path)
     records = looked.manifest.files if looked.manifest is not None else {}
     with_digests = {file: records[file] for file in looked.sizes if file in records and records[file].blocks}
     items = list(_items(looked, looked.sizes.keys() - with_digests.keys()))
@@ -123,43 +124,55 @@ def read_through(
 
 
 def _looked(looked: Looked) -> Looked:
-    folder = looked.path
+    folder, files = looked.path, files_of(looked.path)
     try:
-        manifest = Manifest.of_folder(folder)
+        manifest = files.manifest()
         step = layout.parse_step(folder.name)
         if manifest is not None and step is not None and manifest.step != step:
             raise CheckpointDamaged(str(folder), f"{layout.MANIFEST}: it is the manifest of step {manifest.step}")
         looked = dataclasses.replace(looked, manifest=manifest)
-        has_tables = manifest is not None and (manifest.tensors or manifest.objects or manifest.structure)
-        contents = Contents.of_manifest(manifest, str(folder)) if manifest and has_tables else read_metadata(folder)
+        contents = _contents(folder, manifest)
         contents.check_names()
     except (CheckpointDamaged, CheckpointUnsafe) as error:
-        return dataclasses.replace(looked, findings=(_of_error(folder, error),))
+        return dataclasses.replace(looked, findings=(finding_of(folder, error),))
     except FileNotFoundError:
         # Only a manifest of format 1 needs this file: others have the tables themselves.
         return dataclasses.replace(looked, findings=(Finding(layout.METADATA, "it is missing"),))
     recorded = {name: record.size for name, record in manifest.files.items()} if manifest is not None else {}
-    findings, sizes = _of_sizes(looked.path, contents, recorded)
+    found = found_at(folder)
+    findings, sizes = _of_sizes(found, files, contents, recorded)
     # A file of another size is one finding, not one for each tensor in it.
     findings += _of_coverage(contents, recorded or sizes)
     described = {*recorded, *contents.files, layout.MANIFEST, layout.METADATA}
-    unknown = tuple(sorted(path.name for path in folder.iterdir() if path.name not in described))
+    unknown = tuple(sorted(name for name in found.names if name not in described))
     return dataclasses.replace(looked, contents=contents, findings=tuple(findings), sizes=sizes, unknown=unknown)
 
 
-def _of_sizes(folder: Path, contents: Contents, recorded: Mapping[str, int]) -> tuple[list[Finding], dict[str, int]]:
+def _contents(folder: Place, manifest: Manifest | None) -> Contents:
+    """Return what `manifest` describes, or, on disk and without a table in it, DCP's metadata."""
+    has_tables = manifest is not None and (manifest.tensors or manifest.objects or manifest.structure)
+    if isinstance(folder, Path) and not has_tables:
+        return read_metadata(folder)
+    if manifest is None:
+        raise CheckpointDamaged(str(folder), f"{layout.MANIFEST} is missing")
+    return Contents.of_manifest(manifest, str(folder))
+
+
+def _of_sizes(
+    found: FoundFiles, files: Files, contents: Contents, recorded: Mapping[str, int]
+) -> tuple[list[Finding], dict[str, int]]:
     """Return what is wrong with the sizes of all files, and the sizes of the others."""
     findings, sizes = [], {}
     for name, size in sorted(recorded.items()):
-        if text := size_finding(folder / name, size):
-            keys = tuple(contents.keys_in(name, _found_bytes(folder / name, size), math.inf))
+        if text := found.size_finding(name, size):
+            keys = tuple(contents.keys_in(name, found.sound_bytes(name, size), math.inf))
             findings.append(Finding(name, f"it {text.removeprefix(f'{name} ')}", keys))
         else:
             sizes[name] = size
     own = set() if recorded else {layout.METADATA}
     for name in sorted((contents.files | own) - recorded.keys()):
         try:
-            sizes |= sizes_of(folder, [name])
+            sizes |= files.sizes_of([name])
             text = "" if name in sizes else "it is missing"
         except CheckpointUnsafe as error:
             text = error.finding
@@ -210,17 +223,9 @@ def _is_inside(item: Item, sizes: Mapping[str, int]) -> bool:
     return item.offset >= 0 and item.length >= 0 and item.offset + item.length <= sizes[item.file]
 
 
-def _of_error(folder: Path, error: CheckpointDamaged | CheckpointUnsafe) -> Finding:
+def finding_of(folder: Place, error: CheckpointDamaged | CheckpointUnsafe) -> Finding:
+    """Return what `error`, about the checkpoint in `folder`, says as a finding."""
     damage = damage_in(folder, error) if isinstance(error, CheckpointUnsafe) else error
     file, colon, text = damage.finding.partition(": ")
     is_file = colon and file in (layout.MANIFEST, layout.METADATA)
     return Finding(file, text, damage.keys) if is_file else Finding("", damage.finding, damage.keys)
-
-
-def _found_bytes(path: Path, expected: int) -> float:
-    """Return from which byte on the file `path` is not what was saved."""
-    try:
-        found = path.lstat()
-    except OSError:
-        return 0
-    return min(found.st_size, expected) if stat.S_ISREG(found.st_mode) else 0

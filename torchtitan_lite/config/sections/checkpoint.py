@@ -38,7 +38,8 @@ class Checkpoint:
     """Save and load checkpoints."""
 
     folder: str = "checkpoint"
-    """Folder for checkpoints, inside job.dump_folder."""
+    """Folder for checkpoints, inside job.dump_folder, or the address of one in an object store: s3://bucket/run.
+    docs/object_stores.md"""
 
     interval_type: IntervalType = "steps"
     """When to save. "steps" and "seconds": every `interval` of them. "auto": so that the time lost to saves and to
@@ -80,9 +81,9 @@ class Checkpoint:
     """dtype of floating-point tensors in the weights-only checkpoint."""
 
     export_folder: str = ""
-    """Folder for the weights-only checkpoint, inside job.dump_folder. If set, the run writes that checkpoint there and
-    also saves the last step in full. Empty: with model_weights_only, the weights-only checkpoint replaces the last full
-    one."""
+    """Folder for the weights-only checkpoint, inside job.dump_folder, or an address. If set, the run writes that
+    checkpoint there and also saves the last step in full. Empty: with model_weights_only, the weights-only checkpoint
+    replaces the last full one."""
 
     last_save_in_hf: bool = False
     """At the end, also write the weights in Hugging Face's format, in export_dtype: into hf_folder/step-N, once the

@@ -1,0 +1,41 @@
+"""Fixtures: an S3 server, and a fresh folder in a bucket of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from tests.bucket.proxy import Proxy, running_proxy
+from tests.bucket.server import Server, running_server
+
+BUCKET = "checkpoints"
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[Server]:
+    """An S3 server with the bucket `BUCKET`; the same for all tests of this process."""
+    pytest.importorskip("obstore")
+    pytest.importorskip("moto")
+    with running_server() as server:
+        server.make_bucket(BUCKET)
+        yield server
+
+
+@pytest.fixture
+def folder(s3: Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The address of a folder that no other test uses; the environment leads to its server."""
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{BUCKET}/run-{next(_numbers)}"
+
+
+@pytest.fixture
+def proxy(s3: Server, folder: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """A proxy between this test and its server; the environment leads to the proxy."""
+    with running_proxy(s3.endpoint) as proxy:
+        for name, value in proxy.environment.items():
+            monkeypatch.setenv(name, value)
+        yield proxy

@@ -1,0 +1,139 @@
+"""Stores of one folder in memory, saves in them, and what a reader finds there."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tests.bucket.memory_objects import Bucket, MemoryObjects
+from torchtitan_lite.bucket.head_file import BucketClock
+from torchtitan_lite.bucket.lease import BucketLease
+from torchtitan_lite.bucket.objects import Objects
+from torchtitan_lite.bucket.store import BucketStore
+from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.lineage import Lineage
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
+
+FULL, WEIGHTS = CheckpointKind.FULL, CheckpointKind.WEIGHTS_ONLY
+FILE = layout.data_file(0, 0)
+_times = itertools.count(1_000_000)
+
+
+@dataclass
+class FakeTime:
+    """A clock that only sleeping moves. Hearts beat once and stop."""
+
+    now: float = 1e9
+    slept: list[float] = field(default_factory=list)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.slept.append(seconds)
+
+    def clock(self) -> BucketClock:
+        return BucketClock(self.sleep, lambda: self.now, lambda: self.now, _stop)
+
+
+def _stop(event: threading.Event, seconds: float) -> bool:
+    return True
+
+
+def no_probe(objects: Objects) -> None:
+    """Take the store for fit."""
+
+
+def new_store(bucket: Bucket, time: FakeTime | None = None) -> tuple[BucketStore, MemoryObjects]:
+    """Return a store with a client of its own."""
+    objects = MemoryObjects(bucket)
+    return BucketStore(objects, clock=(time or FakeTime()).clock(), probe=no_probe), objects
+
+
+@dataclass
+class Job:
+    """A job that has taken the folder."""
+
+    store: BucketStore
+    objects: MemoryObjects
+    lease: BucketLease
+
+
+def started(bucket: Bucket, time: FakeTime | None = None) -> Job:
+    """Return a job that took the folder and removed leftovers, as each start does."""
+    job = new_job(bucket, time)
+    job.lease.take()
+    job.store.recover()
+    return job
+
+
+def new_job(bucket: Bucket, time: FakeTime | None = None) -> Job:
+    """Return a job that has not taken the folder yet."""
+    store, objects = new_store(bucket, time)
+    return Job(store, objects, store.lease("run0", 30.0))
+
+
+def manifest_of(
+    step: int,
+    data: bytes,
+    *,
+    run_id: str = "run0",
+    kind: CheckpointKind = FULL,
+    abandons: tuple[tuple[int, str], ...] = (),
+) -> Manifest:
+    """Return the manifest of a checkpoint of `step` with `data` in its file."""
+    return Manifest(
+        step=step,
+        kind=kind,
+        created_at=float(next(_times)),
+        world_size=1,
+        versions={},
+        files={FILE: FileRecord.of(data)},
+        lineage=Lineage(run_id, abandons=abandons),
+    )
+
+
+def save(store: BucketStore, step: int, data: bytes = b"data", **about: object) -> CheckpointInfo:
+    """Save `data` as `step`, as a run does; `about` as for `manifest_of`."""
+    place = write(store, step, data)
+    assert place
+    return store.commit(step, manifest_of(step, data, **about))  # type: ignore[arg-type]  # passed on
+
+
+def write(store: BucketStore, step: int, data: bytes = b"data") -> str:
+    """Write the files of a save of `step`; return its name."""
+    place = store.begin(step)
+    store.objects.put(f"{place}/{FILE}", data)
+    store.add_metadata(step, b"metadata")
+    return place
+
+
+def found_in(bucket: Bucket) -> dict[int, bytes]:
+    """Return what a reader with a client of its own finds: the data of each step, after checking every file."""
+    store, objects = new_store(bucket)
+    found = {}
+    for info in store.committed():
+        assert store.check_sizes(info) == []
+        manifest = Manifest.parse(objects.get(f"{info.path.name}/{layout.MANIFEST}")[0])
+        for name, record in manifest.files.items():
+            assert FileRecord.of(objects.get(f"{info.path.name}/{name}")[0]) == record
+        found[info.step] = objects.get(f"{info.path.name}/{FILE}")[0]
+    return found
+
+
+def purge(store: BucketStore, step: int) -> bool:
+    """Remove `step` as a policy does; return whether it was removed."""
+    with store.exclusive, store.pins.unchanged() as pinned:
+        trash = [] if step in pinned else store.discard(store.get(step))
+    store.empty(trash)
+    return bool(trash)
+
+
+def pin(store: BucketStore, *steps: int) -> None:
+    """Pin `steps`, as the tool does."""
+    with store.pins.changing() as pinned:
+        pinned.update(steps)
+
+
+Act = Callable[[Job], object]

@@ -1,0 +1,80 @@
+"""An address is parsed once, printed as it was written, and refused with what is wrong, without a secret of it."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtitan_lite.bucket.address import Address, is_address, parse
+from torchtitan_lite.errors import ConfigError
+
+NAMES = st.text(st.sampled_from("abzABZ019!_.,'()=+@-"), min_size=1, max_size=9).filter(lambda n: n not in (".", ".."))
+
+
+@given(st.sampled_from(["s3", "gs", "az"]), st.lists(NAMES, min_size=1, max_size=4), st.sampled_from(["", "/"]))
+def test_an_address_is_printed_as_it_was_written(scheme: str, names: list[str], slash: str) -> None:
+    text = f"{scheme}://my-bucket.1/" + "/".join(names)
+    address = parse(text + slash)
+    assert address == Address(scheme, "my-bucket.1", "/".join(names))
+    assert str(address) == text
+    assert parse(str(address.child("step-5"))) == address.child("step-5")
+    assert pickle.loads(pickle.dumps(address)) == address
+
+
+def test_only_what_begins_with_a_scheme_is_meant_as_an_address() -> None:
+    assert all(
+        map(is_address, ["s3://bucket/run", "gs://b/r", "az://b/r", "s3:///run", "http://host/run", "s3a://b/r"])
+    )
+    assert not any(
+        map(is_address, ["outputs/checkpoint", "/data/run", "./s3://bucket", "s3:/bucket/run", "a b://c", ""])
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "finding"),
+    [
+        ("http://host/run", r"'http://host/run' is not the address .* expected s3:// \(Amazon S3"),
+        ("file:///data/run", "is not the address"),
+        ("hdfs://host/run", "is not the address"),
+        ("S3://bucket/run", "is not the address"),
+        ("outputs/checkpoint", "is not the address"),
+        ("s3://", "has no bucket: expected a bucket of letters"),
+        ("s3:///run", "has no bucket"),
+        ("s3://bücket/run", "has no bucket: .* found 'bücket'"),
+        ("s3://bucket", "is a complete bucket: name a folder in it, as in s3://bucket/run"),
+        ("s3://bucket/", "is a complete bucket: name a folder in it, as in s3://bucket/run"),
+        ("s3://bucket/run/../other", r"has the folder '\.\.' in it"),
+        ("s3://bucket/./run", r"has the folder '\.' in it"),
+        ("s3://bucket//run", "has the folder '' in it"),
+        ("s3://bucket/run//", "has the folder '' in it"),
+        ("s3://bucket/my run", "has ' ' in the name of a folder: expected letters"),
+        ("s3://bucket/run%2F", "has '%' in the name"),
+        ("s3://bucket/run\n", r"has '\\n' in the name"),
+        ("s3://bucket/run?versionId=1", r"^'s3://bucket/run' is followed by '\?' or '#'"),
+        ("s3://bucket/run#1", "^'s3://bucket/run' is followed by"),
+    ],
+)
+def test_what_is_no_address_is_refused_in_one_sentence(text: str, finding: str) -> None:
+    with pytest.raises(ConfigError, match=finding):
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "s3://AKIA:5ecret@bucket/run",
+        "s3://AKIA:5ecret/with/slashes@bucket/run",
+        "s3://5ecret@bucket/run",
+        "https://user:5ecret@host/bucket/run",
+        "https://host/bucket/run?X-Amz-Signature=5ecret",
+        "s3://bucket/run?X-Amz-Signature=5ecret",
+        "s3://bucket/run#5ecret",
+    ],
+)
+def test_a_secret_in_an_address_is_not_printed(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(text)
+    assert "5ecret" not in str(caught.value)

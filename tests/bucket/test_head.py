@@ -1,0 +1,134 @@
+"""What head.json says, as a value and as text."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from torchtitan_lite.bucket.head import Entry, Head, Status
+from torchtitan_lite.bucket.head_text import VERSION, WrongDigest, parse, to_text
+from torchtitan_lite.errors import FormatTooNew
+from torchtitan_lite.store.holder import Holder
+from torchtitan_lite.store.manifest import CheckpointKind, seal
+
+FULL, WEIGHTS = CheckpointKind.FULL, CheckpointKind.WEIGHTS_ONLY
+PATH = "s3://bucket/run/head.json"
+
+
+def entry(step: int, number: int = 0, kind: CheckpointKind = FULL, run_id: str = "run0") -> Entry:
+    return Entry(step, f"{step * 100 + number:016x}", kind, run_id, "d" * 32)
+
+
+def statuses(head: Head) -> dict[str, Status]:
+    return {each.name: each.status for each in head.entries}
+
+
+@pytest.fixture
+def head() -> Head:
+    head = Head().taken_by(Holder.this_process("run0", 1e9), 10.0).with_pins([5], [])
+    return head.with_commit(entry(5)).with_commit(entry(10)).with_corrupt(entry(10).name, ["wrong", "x" * 1000])
+
+
+def test_a_head_survives_being_written(head: Head) -> None:
+    assert parse(to_text(head), PATH) == head
+
+
+def test_the_head_of_a_new_folder_survives_being_written() -> None:
+    assert parse(to_text(Head()), PATH) == Head()
+
+
+def test_any_changed_byte_is_found(head: Head) -> None:
+    text = to_text(head)
+    for at in range(len(text)):
+        with pytest.raises(WrongDigest):
+            parse(text[:at] + bytes([text[at] ^ 1]) + text[at + 1 :], PATH)
+
+
+def test_any_cut_is_found(head: Head) -> None:
+    text = to_text(head)
+    for length in range(len(text)):
+        with pytest.raises(WrongDigest):
+            parse(text[:length], PATH)
+
+
+def test_a_later_version_is_no_damage(head: Head) -> None:
+    later = to_text(head).replace(b'"format_version": 1', f'"format_version": {VERSION + 1}'.encode())
+    with pytest.raises(FormatTooNew, match=r"s3://bucket/run/head\.json has format version 2"):
+        parse(sealed_again(later), PATH)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("epoch", -1),
+        ("holder", {"token": 3}),
+        ("beat_seconds", -1.0),
+        ("pinned", ["5"]),
+        ("checkpoints", [3]),
+        ("checkpoints", [{"step": 3, "attempt": "../../etc"}]),
+    ],
+)
+def test_a_wrong_field_is_named_and_is_no_damage(head: Head, name: str, value: object) -> None:
+    document = json.loads(to_text(head)) | {name: value}
+    del document["digest"]
+    text = seal(json.dumps(document).encode().removesuffix(b"}"))
+    with pytest.raises(ValueError, match=r"epoch|holder|beat_seconds|pinned|checkpoints|attempt") as raised:
+        parse(text, PATH)
+    assert not isinstance(raised.value, WrongDigest)
+
+
+def sealed_again(text: bytes) -> bytes:
+    return seal(text[: text.rindex(b',\n"digest"')])
+
+
+def test_ten_thousand_checkpoints_stay_under_four_megabytes() -> None:
+    many = tuple(
+        dataclasses.replace(entry(step), step=10**9 + step, attempt="f" * 16, run_id="r" * 32) for step in range(10_000)
+    )
+    head = Head(10**6, 10**9, Holder.this_process("run0", 1e9), 10.0, frozenset(each.step for each in many), many)
+    text = to_text(head)
+    assert len(text) < 4_000_000
+    assert parse(text, PATH) == head
+
+
+def test_a_second_commit_of_a_step_retires_the_first_in_the_same_change() -> None:
+    head = Head().with_commit(entry(5)).with_commit(entry(5, 1))
+    assert statuses(head) == {entry(5).name: Status.RETIRED, entry(5, 1).name: Status.KEPT}
+
+
+def test_weights_that_a_full_checkpoint_replaces_stay() -> None:
+    head = Head().with_commit(entry(5, kind=WEIGHTS)).with_commit(entry(5, 1))
+    assert statuses(head)[entry(5).name] is Status.WEIGHTS
+
+
+def test_a_full_checkpoint_that_weights_replace_is_retired() -> None:
+    head = Head().with_commit(entry(5)).with_commit(entry(5, 1, WEIGHTS))
+    assert statuses(head)[entry(5).name] is Status.RETIRED
+
+
+def test_a_commit_sets_aside_what_it_abandons() -> None:
+    head = Head().with_commit(entry(5)).with_commit(entry(10)).with_commit(entry(15, run_id="run2"))
+    head = head.with_commit(entry(10, 1, run_id="run1"), [(10, "run0"), (15, "run0")])
+    assert [each.name for each in head.kept] == [entry(5).name, entry(10, 1).name, entry(15).name]
+    assert statuses(head)[entry(10).name] is Status.ABANDONED
+
+
+def test_a_change_that_is_in_it_already_changes_nothing(head: Head) -> None:
+    name = entry(5).name
+    retired = head.with_pins([], [5]).with_retired(name)
+    assert head.with_commit(entry(5)) == head
+    assert head.with_pins([5], [6]) == head
+    assert retired != head and retired.with_retired(name) == retired
+    assert head.with_corrupt(entry(10).name, ["other"]) == head
+    assert retired.without([name]).without([name]) == retired.without([name])
+
+
+def test_a_pinned_step_is_not_retired(head: Head) -> None:
+    assert head.with_retired(entry(5).name) == head
+
+
+def test_only_what_readers_do_not_see_leaves_the_list(head: Head) -> None:
+    assert head.without([entry(5).name]) == head
+    assert [each.step for each in head.without([entry(10).name]).entries] == [5]

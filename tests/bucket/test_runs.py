@@ -1,0 +1,189 @@
+"""A run whose folder is in an object store: saved, resumed, fallen back and rolled back as on a disk."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.bucket.proxy import Proxy, answers, where
+from tests.bucket.server import Server
+from tests.checkpoint.small_run import SmallRun, Tiny, same
+from torchtitan_lite.bucket.address import parse
+from torchtitan_lite.bucket.head import Status
+from torchtitan_lite.bucket.obstore_objects import connect
+from torchtitan_lite.bucket.store import BucketStore, open_bucket
+from torchtitan_lite.checkpoint import load_model
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.manifest import CheckpointKind
+
+MODES = ("disabled", "async", "async_with_pinned_mem")
+
+
+@pytest.fixture(params=MODES)
+def mode(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def straight(tmp_path: Path, steps: int) -> dict[str, Any]:
+    """Return the contents of a run on a disk that never stopped."""
+    with SmallRun(tmp_path / "straight", interval=100) as run:
+        run.manager.load()
+        run.train(steps)
+        return run.contents()
+
+
+def stored(folder: str) -> BucketStore:
+    return open_bucket(folder)
+
+
+def steps(folder: str) -> list[int]:
+    return [info.step for info in stored(folder).committed()]
+
+
+def overwrite(folder: str, step: int, name: str) -> None:
+    """Change one byte of a file of `step`."""
+    objects, place = connect(parse(folder)), stored(folder).get(step).path
+    data = bytearray(objects.get(f"{place.name}/{name}")[0])
+    data[len(data) // 2] ^= 1
+    objects.put(f"{place.name}/{name}", bytes(data))
+
+
+def test_a_restarted_run_is_the_run_that_never_stopped(folder: str, mode: str, tmp_path: Path) -> None:
+    with SmallRun(tmp_path, folder=folder, interval=2, async_mode=mode) as first:
+        assert not first.manager.load()
+        first.train(5, last=False)
+    assert steps(folder) == [2, 4]
+    with SmallRun(tmp_path, folder=folder, interval=2, async_mode=mode, seed=1) as second:
+        assert second.manager.load()
+        assert second.train_state.step == 4
+        second.train(7)
+        assert same(second.contents(), straight(tmp_path, 7))
+    assert steps(folder) == [2, 4, 6, 7]
+    assert not (tmp_path / "s3:").exists()
+
+
+def test_retention_removes_the_objects_of_what_is_not_kept(folder: str, mode: str, tmp_path: Path) -> None:
+    with SmallRun(tmp_path, folder=folder, interval=1, async_mode=mode, keep_latest_k=2) as run:
+        run.manager.load()
+        run.train(5)
+        assert run.manager._housekeeping.wait(60)
+    assert steps(folder) == [4, 5]
+    found = {each.key.partition("/")[0].partition(".")[0] for each in connect(parse(folder)).list("step")}
+    assert found == {"step-4", "step-5"}
+
+
+def test_a_changed_byte_makes_a_load_take_the_step_before_and_the_head_says_so(folder: str, tmp_path: Path) -> None:
+    with SmallRun(tmp_path, folder=folder, interval=2) as first:
+        first.manager.load()
+        first.train(6)
+    overwrite(folder, 6, layout.data_file(0, 0))
+    with SmallRun(tmp_path, folder=folder, interval=2, seed=1) as second:
+        assert second.manager.load()
+        assert second.train_state.step == 4
+        second.train(6)
+        assert same(second.contents(), straight(tmp_path, 6))
+    assert steps(folder) == [2, 4, 6]
+    assert [(each.step, each.status) for each in stored(folder).set_aside()] == [(6, Status.CORRUPT)]
+
+
+def test_rolled_back_the_steps_after_it_are_abandoned(folder: str, tmp_path: Path) -> None:
+    with SmallRun(tmp_path, folder=folder, interval=2) as first:
+        first.manager.load()
+        first.train(6)
+    for expected in (2, 4):  # The second start continues the branch.
+        with SmallRun(tmp_path, folder=folder, interval=2, load_step=2, seed=1) as branch:
+            assert branch.manager.load()
+            assert branch.train_state.step == expected
+            branch.train(expected + 2)
+    assert steps(folder) == [2, 4, 6]
+    assert [(each.step, each.status) for each in stored(folder).set_aside()] == [
+        (4, Status.ABANDONED),
+        (6, Status.ABANDONED),
+    ]
+
+
+def test_a_run_ends_with_its_export_in_another_folder_and_a_new_one_begins_from_it(folder: str, tmp_path: Path) -> None:
+    exports = f"{folder}-exports"
+    settings: dict[str, Any] = {"folder": folder, "export_folder": exports, "export_dtype": "bfloat16", "interval": 9}
+    with SmallRun(tmp_path, **settings) as run:
+        run.manager.load()
+        run.train(3)
+        weights = run.contents()["model"]
+    (info,) = stored(exports).committed()
+    assert (info.step, info.kind) == (3, CheckpointKind.WEIGHTS_ONLY)
+    model = Tiny()
+    assert load_model(model, exports) == 3
+    assert same(dict(model.state_dict()), {key: _rounded(value) for key, value in weights.items()})
+    place = f"{folder}/step-3"
+    with SmallRun(
+        tmp_path / "new", folder=f"{folder}-new", initial_load_path=place, initial_load_model_only=False
+    ) as new:
+        assert new.manager.load()
+        assert new.train_state.step == 3
+    with (
+        pytest.raises(CheckpointNotFound, match=r"step 4 .*\(it has 3\)"),
+        SmallRun(tmp_path / "other", folder=f"{folder}-other", initial_load_path=f"{folder}/step-4") as other,
+    ):
+        other.manager.load()
+
+
+def _rounded(value: torch.Tensor) -> torch.Tensor:
+    return value.to(torch.bfloat16).to(value.dtype) if value.is_floating_point() else value
+
+
+def test_a_step_that_was_named_and_is_damaged_ends_the_start(folder: str, tmp_path: Path) -> None:
+    with SmallRun(tmp_path, folder=folder, interval=2) as first:
+        first.manager.load()
+        first.train(4)
+    overwrite(folder, 2, layout.data_file(0, 0))
+    with SmallRun(tmp_path, folder=folder, load_step=2) as second, pytest.raises(CheckpointDamaged):
+        second.manager.load()
+    assert steps(folder) == [2, 4]
+
+
+def test_a_save_that_the_store_refuses_is_a_failed_save_and_the_next_one_is_made(
+    proxy: Proxy, folder: str, mode: str, tmp_path: Path
+) -> None:
+    with SmallRun(tmp_path, folder=folder, interval=1, async_mode=mode, max_failed_saves=3) as run:
+        run.manager.load()
+        run.train(1, last=False)
+        assert run.manager.wait()
+        proxy.again(where(answers(403, "AccessDenied"), path="*.distcp*"))
+        run.train(2, last=False)
+        run.manager.wait()
+        proxy.again()
+        run.train(3)
+    assert run.events.steps("save_failed") == [2]
+    assert "the store refuses it" in run.events.figures("save_failed")["reason"]
+    assert steps(folder) == [1, 3]
+
+
+def test_no_secret_is_in_a_file_or_a_line_of_the_log(
+    folder: str, s3: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    with SmallRun(tmp_path, folder=folder, interval=2) as run:
+        run.manager.load()
+        run.train(4)
+    secrets = [s3.environment[name] for name in ("AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID")]
+    objects = connect(parse(folder))
+    texts = [objects.get(each.key)[0] for each in objects.list("")]
+    texts += [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(texts) >= 8
+    assert not [secret for secret in secrets for text in [*texts, caplog.text.encode()] if secret.encode() in text]
+
+
+def test_an_import_needs_a_disk_and_says_so_before_it_reads_anything(folder: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="an import writes its step 0 to a disk"):
+        SmallRun(
+            tmp_path,
+            folder=folder,
+            initial_load_in_hf=True,
+            initial_load_path="x",
+            seams={"import_weights": lambda source, out: []},
+        )

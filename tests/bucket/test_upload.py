@@ -1,0 +1,122 @@
+"""A file becomes an object with the same bytes and the digests of what was sent, from memory or through parts."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import pickle
+import random
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.bucket import proxy as proxies
+from tests.bucket.proxy import Proxy, where
+from torchtitan_lite import faults
+from torchtitan_lite.bucket.address import parse
+from torchtitan_lite.bucket.obstore_objects import ObstoreObjects, connect
+from torchtitan_lite.bucket.upload import MOST_PARTS, PART_BYTES, ObjectToUpload, part_bytes_of, upload
+from torchtitan_lite.disk.block_writer import ALIGNMENT, Bounced, FileSource, InPlace, aligned
+from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
+
+DATA = random.Random(0).randbytes(2 * PART_BYTES + BLOCK_BYTES + 17)
+SIZES = [0, 1, BLOCK_BYTES, PART_BYTES - 1, PART_BYTES, PART_BYTES + 1, 2 * PART_BYTES, len(DATA)]
+
+
+def in_place(data: bytes, record: FileRecord | None = None) -> InPlace:
+    """`data` in memory as in an arena, with bytes after it that do not belong to the file."""
+    memory = mmap.mmap(-1, aligned(len(data)) + ALIGNMENT)
+    memory[:] = b"\xee" * len(memory)
+    memory[: len(data)] = data
+    return InPlace(memoryview(memory), len(data), record)
+
+
+def bounced(data: bytes) -> Bounced:
+    """`data` as from tensors, in requests that are no larger than those of a disk."""
+
+    def fill(buffer: memoryview, begin: int, end: int) -> None:
+        assert 0 <= begin < end <= len(data) and end - begin <= Bounced.request_bytes
+        buffer[: end - begin] = data[begin:end]
+
+    return Bounced(len(data), fill)
+
+
+@pytest.fixture(autouse=True)
+def no_faults() -> Iterator[None]:
+    yield
+    faults.install("", rank=0)
+
+
+@pytest.mark.parametrize("num_bytes", SIZES)
+@pytest.mark.parametrize("source_of", [in_place, bounced])
+def test_the_object_has_the_bytes_and_the_record_their_digests(folder: str, num_bytes: int, source_of) -> None:  # type: ignore[no-untyped-def]
+    data = DATA[:num_bytes]
+    new = ObjectToUpload(folder, "step-1.0123456789abcdef/__0_0.distcp")
+    assert str(new) == f"{folder}/step-1.0123456789abcdef/__0_0.distcp"
+    assert pickle.loads(pickle.dumps(new)) == new
+    assert new.write(source_of(data)) == FileRecord.of(data)
+    objects = connect(parse(folder))
+    assert [(each.key, each.size) for each in objects.list("")] == [(new.key, num_bytes)]
+    assert objects.get(new.key)[0] == data
+
+
+def test_a_record_that_is_known_is_not_made_again(folder: str) -> None:
+    known = FileRecord(10, b"it is so")
+    assert ObjectToUpload(folder, "a").write(in_place(b"0123456789", known)) is known
+
+
+@given(st.integers(0, 5 << 40))
+def test_parts_are_complete_blocks_and_no_more_than_a_store_takes(num_bytes: int) -> None:
+    part_bytes = part_bytes_of(num_bytes)
+    assert part_bytes % BLOCK_BYTES == 0
+    assert part_bytes >= PART_BYTES
+    assert -(-num_bytes // part_bytes) <= MOST_PARTS
+
+
+def test_a_small_file_is_one_request_and_a_large_one_is_sent_in_parts(proxy: Proxy, folder: str) -> None:
+    objects = ObstoreObjects(parse(folder))
+    upload(objects, "a", in_place(DATA[: PART_BYTES - 1]))
+    assert [entry.method for entry in proxy.log] == ["PUT"]
+    proxy.again()
+    upload(objects, "a", in_place(DATA))
+    assert sorted(entry.method for entry in proxy.log) == ["POST", "POST", "PUT", "PUT", "PUT"]
+
+
+def test_a_part_that_is_sent_again_has_the_same_bytes(proxy: Proxy, folder: str) -> None:
+    proxy.rules += [
+        where(proxies.loses_answer, "PUT", "*partNumber=1*", times=1),
+        where(proxies.answers(503, "SlowDown"), "PUT", "*partNumber=2*", times=1),
+    ]
+    objects = ObstoreObjects(parse(folder))
+    assert upload(objects, "a", bounced(DATA)) == FileRecord.of(DATA)
+    assert objects.get("a")[0] == DATA
+
+
+@pytest.mark.parametrize("num_bytes", [100, len(DATA)])
+def test_the_faults_of_a_write_happen_in_an_upload(folder: str, num_bytes: int) -> None:
+    new, objects = ObjectToUpload(folder, "step-1.0123456789abcdef/__0_0.distcp"), connect(parse(folder))
+    for spec, code in [
+        ("EIO@write:path=*.distcp", errno.EIO),
+        ("tear@write", errno.EIO),
+        ("EDQUOT@open", errno.EDQUOT),
+    ]:
+        faults.install(spec, rank=0)
+        with pytest.raises(OSError, match=r"s3://checkpoints/run-.*/__0_0\.distcp") as caught:
+            new.write(in_place(DATA[:num_bytes]))
+        assert caught.value.errno == code
+        assert list(objects.list("")) == []
+    faults.install("short@write:times=2", rank=0)
+    assert new.write(in_place(DATA[:num_bytes])) == FileRecord.of(DATA[:num_bytes])
+    assert objects.get(new.key)[0] == DATA[:num_bytes]
+
+
+def test_what_the_source_raises_is_raised(folder: str) -> None:
+    def fill(buffer: memoryview, begin: int, end: int) -> None:
+        raise MemoryError("no room")
+
+    source: FileSource = Bounced(len(DATA), fill)
+    with pytest.raises(MemoryError, match="no room"):
+        ObjectToUpload(folder, "a").write(source)
+    assert list(connect(parse(folder)).list("")) == []

@@ -1,0 +1,79 @@
+"""Objects that no head lists: what cut saves and removals left.
+
+A save that was cut leaves objects of an attempt that is in no head. They go once they have not changed for a day, by
+the times of the store alone, because a head that was restored from a copy may lack what is needed. The manifest goes
+first, so a checkpoint without some of its objects is never taken for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from torchtitan_lite.bucket import naming
+from torchtitan_lite.bucket.objects import Objects
+from torchtitan_lite.log import logger
+from torchtitan_lite.store import layout
+
+KEPT_SECONDS = 24 * 3600.0
+"""For people, who look after a failure on the next day."""
+
+
+def delete_attempt(objects: Objects, name: str) -> None:
+    """Delete all objects of the checkpoint called `name`, the manifest first. May be cut and repeated."""
+    objects.delete([f"{name}/{layout.MANIFEST}"])
+    objects.delete([each.key for each in objects.list(f"{name}/")])
+
+
+def remove(objects: Objects, names: Iterable[str]) -> list[str]:
+    """Delete the checkpoints `names`, which no reader sees; return those that are gone. What stays is a warning."""
+    # A few objects more are no reason not to train.
+    return [name for name in names if _is_removed(objects, name)]
+
+
+def _is_removed(objects: Objects, name: str) -> bool:
+    try:
+        delete_attempt(objects, name)
+    except OSError as error:
+        logger.warning("Could not remove %s/%s, which is no longer kept: %s", objects.address, name, error)
+        return False
+    return True
+
+
+def remove_beats(objects: Objects, epochs: Iterable[int]) -> None:
+    """Delete the beats of `epochs`; what stays is a warning."""
+    try:
+        objects.delete([naming.beat_key(epoch) for epoch in epochs])
+    except OSError as error:
+        logger.warning("Could not remove the beats of earlier jobs in %s: %s", objects.address, error)
+
+
+@dataclass
+class Inventory:
+    """What one listing of the folder shows."""
+
+    latest: dict[str, float] = field(default_factory=dict)
+    """The time of the latest object of each checkpoint, by its name, in the clock of the store."""
+    beats: set[int] = field(default_factory=set)
+    """The epochs that have a beat."""
+
+    @classmethod
+    def of(cls, objects: Objects) -> Inventory:
+        """List the folder."""
+        inventory = cls()
+        for each in objects.list(""):
+            if (split := naming.split_key(each.key)) is not None:
+                inventory.latest[split[0]] = max(each.modified, inventory.latest.get(split[0], each.modified))
+            elif (epoch := naming.parse_beat(each.key)) is not None:
+                inventory.beats.add(epoch)
+        return inventory
+
+    def strays(self, known: Collection[str], before: float) -> list[str]:
+        """Return the checkpoints that are not `known` and have no object since `before`."""
+        return sorted(name for name, at in self.latest.items() if name not in known and at < before)
+
+
+def store_time(objects: Objects, key: str, text: bytes) -> float:
+    """Return the time by the clock of the store: write the object `key`, and return when it was written."""
+    objects.put(key, text)
+    return objects.head(key).modified

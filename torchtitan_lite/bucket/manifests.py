@@ -1,0 +1,161 @@
+"""The manifests of the checkpoints in an object store, each read once.
+
+A manifest is never written again, so what was read stays true. The head names the digest of each: one with another
+digest is not what was committed. A manifest that the store does not give is neither intact nor damaged: a caller who
+needs it gets the error, all others one warning. Any thread.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from torchtitan_lite import faults
+from torchtitan_lite.bucket.head import Entry
+from torchtitan_lite.bucket.objects import Objects
+from torchtitan_lite.disk.in_threads import in_threads
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
+from torchtitan_lite.log import logger
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
+from torchtitan_lite.store.manifest_fields import METRICS, NAN_IN
+from torchtitan_lite.store.place import ObjectPlace
+
+_AT_A_TIME = 16
+"""Requests: each takes tens of milliseconds, whatever the size."""
+_LAST_LINE = re.compile(rb'\n"digest": "([0-9a-f]{32})"\n}\n')
+_LAST_LINE_BYTES = len('\n"digest": ""\n}\n') + 32
+
+
+class _Known(NamedTuple):
+    info: CheckpointInfo
+    sizes: Mapping[str, int]
+
+
+class AttemptManifests:
+    """The manifests that were read in the folder of `objects`."""
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self._known: dict[str, _Known] = {}
+        self._warned: dict[str, str] = {}
+
+    def find(self, entry: Entry) -> CheckpointInfo:
+        """Return the checkpoint of `entry`. Raises CheckpointDamaged, CheckpointUnreadable or FormatTooNew."""
+        return self._read(entry).info
+
+    def known_sizes(self, name: str) -> Mapping[str, int] | None:
+        """Return the sizes in bytes of the files of the checkpoint `name`; None if its manifest was not read yet."""
+        known = self._known.get(name)
+        return None if known is None else known.sizes
+
+    def remember(self, entry: Entry, manifest: Manifest) -> None:
+        """Remember `manifest`, which was just written, as that of `entry`."""
+        self._known[entry.name] = _known(ObjectPlace(self._objects.address, entry.name), manifest)
+
+    def intact(self, entries: Sequence[Entry]) -> list[CheckpointInfo]:
+        """Return those of `entries` that are intact, by the same order. Raises FormatTooNew."""
+        # Without this, the table would keep an entry for each step that was ever purged.
+        self._forget_all_but({entry.name for entry in entries})
+        self._read_together([entry for entry in entries if entry.name not in self._known])
+        found = (self.find_intact(entry) for entry in entries)
+        return [info for info in found if info is not None]
+
+    def find_intact(self, entry: Entry) -> CheckpointInfo | None:
+        """Return the same as `find`, but None for damage, and None with a warning for what could not be read."""
+        try:
+            return self.find(entry)
+        except CheckpointDamaged:
+            return None
+        except CheckpointUnreadable as error:
+            self._warn(error)
+            return None
+
+    def _read_together(self, entries: Sequence[Entry]) -> None:
+        def read(entry: Entry) -> None:
+            self.find_intact(entry)
+
+        in_threads(entries, min(_AT_A_TIME, len(entries)), lambda: read)
+
+    def _read(self, entry: Entry) -> _Known:
+        if (known := self._known.get(entry.name)) is None:
+            place = ObjectPlace(self._objects.address, entry.name)
+            faults.point("listing", step=entry.step)
+            manifest, _ = read_manifest(self._objects, place, entry.step, entry.digest)
+            known = self._known[entry.name] = _known(place, manifest)
+            self._warned.pop(str(place), None)
+        return known
+
+    def _forget_all_but(self, names: Collection[str]) -> None:
+        for name in list(self._known):
+            if name not in names:
+                self._known.pop(name, None)
+
+    def _warn(self, error: CheckpointUnreadable) -> None:
+        if self._warned.get(error.path) != error.cause:
+            self._warned[error.path] = error.cause
+            logger.warning("%s could not be read, so it is neither counted nor removed: %s", error.path, error.cause)
+
+
+def read_manifest(objects: Objects, place: ObjectPlace, step: int, digest: str = "") -> tuple[Manifest, str]:
+    """Return the manifest of `step` at `place`, and the digest that it ends with: `digest`, if that is not empty.
+
+    Raises CheckpointDamaged, also where there is none, CheckpointUnreadable and FormatTooNew.
+    """
+    try:
+        try:
+            return _parsed(objects, place, step, digest)
+        except CheckpointDamaged:
+            # Once more, because what was read may have been damaged on its way.
+            return _parsed(objects, place, step, digest)
+    except FileNotFoundError:
+        raise CheckpointDamaged(str(place), f"{layout.MANIFEST} is missing") from None
+    except OSError as error:
+        raise CheckpointUnreadable(str(place), f"{type(error).__name__}: {error}") from error
+
+
+def _known(place: ObjectPlace, manifest: Manifest) -> _Known:
+    info = CheckpointInfo(
+        manifest.step,
+        place,
+        manifest.kind,
+        manifest.created_at,
+        manifest.nbytes,
+        manifest.lineage,
+        has_nan=bool(manifest.extra.get(NAN_IN)),
+        metrics=manifest.extra.get(METRICS, {}),
+    )
+    return _Known(info, {name: record.size for name, record in manifest.files.items()})
+
+
+def size_findings(expected: Mapping[str, int], found: Mapping[str, int]) -> list[str]:
+    """Return what is wrong with the sizes `found` of files, by name, one sentence each; empty if nothing is."""
+    return [
+        f"{name} has {found[name]} bytes, not {size}" if name in found else f"{name} is missing"
+        for name, size in sorted(expected.items())
+        if found.get(name) != size
+    ]
+
+
+def last_digest_of(data: bytes) -> str:
+    """Return the digest in the last line of the manifest `data`; the empty string if it has none."""
+    match = _LAST_LINE.fullmatch(data, max(0, len(data) - _LAST_LINE_BYTES))
+    return match[1].decode() if match is not None else ""
+
+
+def _parsed(objects: Objects, place: ObjectPlace, step: int, digest: str) -> tuple[Manifest, str]:
+    data, _ = objects.get(f"{place.name}/{layout.MANIFEST}")
+    try:
+        found = last_digest_of(data)
+        manifest = Manifest.parse(data, f"{place}/{layout.MANIFEST}")
+        if not found or found != (digest or found):
+            raise ValueError(f"expected {digest or 'a digest'} as its last line, found {found or 'none'}")
+        if manifest.step != step:
+            raise ValueError(f"it is the manifest of step {manifest.step}")
+    except CheckpointDamaged as error:
+        # Its path went through pathlib, which does not know addresses.
+        raise CheckpointDamaged(str(place), error.finding) from None
+    except ValueError as error:
+        raise CheckpointDamaged(str(place), f"{layout.MANIFEST}: {error}") from None
+    return manifest, found

@@ -1,0 +1,82 @@
+"""What a folder of checkpoints asks of an object store: few verbs, each of them one request that may be repeated.
+
+A key names one object below the address. Nothing here knows what a checkpoint is. Conditions are the only means by
+which two jobs that write at the same time are told apart: `put_if_absent` and `put_if_match` are carried out by the
+store as one step, or refused. Any thread, any rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+Condition = Mapping[str, str]
+"""What distinguishes one version of an object from every other: opaque, as the store's client returned it."""
+
+
+class ConditionFailed(OSError):
+    """The object is not in the state that a conditional write named, so nothing was written."""
+
+
+class StoreUnavailable(OSError):
+    """The store gave no usable answer before the deadline. A write may have been carried out, or may yet be."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One object, as a listing or `head` shows it."""
+
+    key: str
+    size: int
+    """Bytes."""
+    condition: Condition
+    modified: float
+    """Unix seconds, by the clock of the store."""
+
+
+class Objects(Protocol):
+    """The objects below one address.
+
+    Every method raises `StoreUnavailable` without an answer before the deadline, PermissionError where the store
+    refuses the key that it was given, and FileNotFoundError for an object (or a bucket) that does not exist.
+    """
+
+    address: str
+    """As people write it: s3://bucket/run."""
+
+    def get(self, key: str) -> tuple[bytes, Condition]:
+        """Return the contents of the small object `key`, and the condition that it has this version."""
+        ...
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write the small object `key`, whatever was there."""
+        ...
+
+    def put_if_absent(self, key: str, data: bytes) -> Condition:
+        """Create the small object `key`. Raises `ConditionFailed` if it exists."""
+        ...
+
+    def put_if_match(self, key: str, data: bytes, condition: Condition) -> Condition:
+        """Replace the small object `key`. Raises `ConditionFailed` unless it has the version of `condition`."""
+        ...
+
+    def upload(self, key: str, parts: Iterator[memoryview], part_bytes: int, at_a_time: int) -> None:
+        """Write the object `key` from `parts`, each of `part_bytes` but the last, in several requests at a time."""
+        ...
+
+    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """Return the bytes [begin, end) of each range of the object `key`; shorter where the object ends before."""
+        ...
+
+    def head(self, key: str) -> Listed:
+        """Return what is known of the object `key` without its contents."""
+        ...
+
+    def list(self, prefix: str) -> Iterator[Listed]:
+        """Yield every object whose key begins with `prefix`, in any order."""
+        ...
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete the objects `keys`; those that do not exist are no error."""
+        ...

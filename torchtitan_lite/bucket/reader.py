@@ -1,0 +1,102 @@
+"""The files of one checkpoint in an object store, each an object below its prefix.
+
+A checkpoint's objects are written once, so what was read of one stays true. The manifest alone says that a checkpoint
+is complete; whether it is listed is for the store of its folder.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from torchtitan_lite.bucket.address import parse
+from torchtitan_lite.bucket.object_path import ObjectPath
+from torchtitan_lite.bucket.object_reader import ObjectReader
+from torchtitan_lite.bucket.objects import Objects
+from torchtitan_lite.bucket.obstore_objects import connect
+from torchtitan_lite.disk.plain_file import is_plain_name
+from torchtitan_lite.errors import CheckpointUnsafe
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.manifest import Manifest
+from torchtitan_lite.store.place import ObjectPlace
+
+
+def files_at(place: ObjectPlace) -> ObjectFiles:
+    """Return the files of the checkpoint at `place`; sends nothing yet. Any rank.
+
+    Raises ExtraMissing without `obstore`, ConfigError for an address that is none.
+    """
+    return ObjectFiles(connect(parse(place.address)), place)
+
+
+class ObjectFiles:
+    """The files of the checkpoint at `place` in `objects`. Errors of the store are raised as OSError."""
+
+    def __init__(self, objects: Objects, place: ObjectPlace) -> None:
+        self._objects = objects
+        self._place = place
+
+    def manifest(self) -> Manifest | None:
+        """Return the manifest; None if there is none. Raises as `Manifest.parse`."""
+        try:
+            return Manifest.parse(self._get(layout.MANIFEST), str(self.path_of(layout.MANIFEST)))
+        except FileNotFoundError:
+            return None
+
+    def identity(self) -> tuple[int | str, ...] | None:
+        """Return what differs once another checkpoint has this place; None if there is none any more."""
+        try:
+            condition = self._objects.head(self._key(layout.MANIFEST)).condition
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            # The load meets it, too, and says what it is.
+            return (error.errno or 0,)
+        return tuple(f"{name}={value}" for name, value in sorted(condition.items()))
+
+    def path_of(self, name: str) -> ObjectPath:
+        """Return what the reader takes for the file `name`, and messages show."""
+        return ObjectPath(f"{self._place}/{name}")
+
+    def sizes_of(self, names: Iterable[str]) -> dict[str, int]:
+        """Return the size in bytes of each file of `names` that exists, from one listing.
+
+        Raises `CheckpointUnsafe` for a name that cannot be a file's.
+        """
+        wanted = {*names}
+        for name in wanted:
+            if not is_plain_name(name):
+                raise CheckpointUnsafe(str(self._place), f"{name[:100]!r} is not the name of a file in it")
+        prefix = self._key("")
+        sizes = {each.key.removeprefix(prefix): each.size for each in self._objects.list(prefix)} if wanted else {}
+        return {name: size for name, size in sizes.items() if name in wanted}
+
+    @contextmanager
+    def opened(self, name: str) -> Iterator[int]:
+        """Yield a descriptor of a copy of the small file `name`; all of it is fetched."""
+        with tempfile.TemporaryFile() as file:
+            file.write(self._get(name))
+            file.seek(0)
+            yield file.fileno()
+
+    def read(self, name: str, limit: int) -> bytes:
+        """Return the contents of the small file `name`. Raises CheckpointUnsafe if it has more than `limit` bytes."""
+        size = self._objects.head(self._key(name)).size
+        if size > limit:
+            raise CheckpointUnsafe(str(self.path_of(name)), f"expected at most {limit} bytes, found {size}")
+        return self._get(name)
+
+    def reader(self, *, cached: bool = False) -> ObjectReader:
+        """Return what reads the files."""
+        return ObjectReader(self._objects, self._place.name)
+
+    def share(self, names: Sequence[str], number: int, count: int) -> Sequence[str]:
+        """Return the part of `names` that rank `number` of `count` looks at."""
+        return names[number::count]
+
+    def _get(self, name: str) -> bytes:
+        return self._objects.get(self._key(name))[0]
+
+    def _key(self, name: str) -> str:
+        return f"{self._place.name}/{name}"

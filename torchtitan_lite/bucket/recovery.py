@@ -1,0 +1,102 @@
+"""A head made from the manifests, where `head.json` is lost or damaged.
+
+A checkpoint counts if its manifest has its own digest and its files have their sizes; what has a manifest and does not
+count is corrupt, so it stays. The commits are repeated in their order, by epoch and time, so what was replaced or
+abandoned is so again. Pins are not in manifests: they are lost. Reads no data and changes nothing; what cannot be read
+ends it, because it may be what was committed last.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torchtitan_lite.bucket import naming
+from torchtitan_lite.bucket.head import Entry, Head
+from torchtitan_lite.bucket.manifests import read_manifest, size_findings
+from torchtitan_lite.bucket.objects import Condition, Objects
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, FolderUnusable
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.manifest import UNKNOWN, CheckpointKind, Manifest
+from torchtitan_lite.store.place import ObjectPlace
+
+ATTEMPT = "attempt"
+"""Field of a manifest's `extra`: the attempt that wrote it."""
+EPOCH = "epoch"
+"""Field of a manifest's `extra`: the epoch of the job that wrote it."""
+
+
+@dataclass(frozen=True)
+class FoundCommit:
+    """A checkpoint as its objects describe it."""
+
+    entry: Entry
+    epoch: int = 0
+    created_at: float = 0.0
+    abandons: tuple[tuple[int, str], ...] = ()
+
+    def onto(self, head: Head) -> Head:
+        """Return `head` after this commit."""
+        findings = self.entry.findings
+        if not self.entry.digest:
+            # What it replaced is not known, and it must not replace what is intact.
+            return dataclasses.replace(head, entries=(*head.entries, self.entry))
+        after = head.with_commit(self.entry, self.abandons)
+        return after.with_corrupt(self.entry.name, findings) if findings else after
+
+
+def rebuilt(objects: Objects) -> Head:
+    """Return the head that the manifests in the folder amount to, with the highest epoch that they or beats name.
+
+    Raises FormatTooNew, FolderUnusable for a manifest that cannot be read, and OSError.
+    """
+    try:
+        commits = [_found(objects, name, sizes) for name, sizes in _with_manifest(objects)]
+    except CheckpointUnreadable as error:
+        path = f"{objects.address}/{naming.HEAD}"
+        raise FolderUnusable(path, f"it is lost or damaged, and {error.path} cannot be read: {error.cause}") from error
+    head = Head(epoch=max([highest_beat(objects)[0], *(each.epoch for each in commits)]))
+    for each in sorted(commits, key=lambda each: (each.epoch, each.created_at)):
+        head = each.onto(head)
+    return head
+
+
+def highest_beat(objects: Objects) -> tuple[int, Condition | None]:
+    """Return the highest epoch with a beat, and the version of that; (0, None) if there is none."""
+    beats = [(epoch, found) for found in objects.list(naming.BEATS) if (epoch := naming.parse_beat(found.key))]
+    if not beats:
+        return 0, None
+    epoch, latest = max(beats, key=lambda beat: beat[0])
+    return epoch, latest.condition
+
+
+def _with_manifest(objects: Objects) -> Iterable[tuple[str, Mapping[str, int]]]:
+    """Return the names of the checkpoints that have a manifest, with the sizes in bytes of their files."""
+    sizes: dict[str, dict[str, int]] = {}
+    for each in objects.list(naming.CHECKPOINTS):
+        if (split := naming.split_key(each.key)) is not None:
+            sizes.setdefault(split[0], {})[split[1]] = each.size
+    return sorted((name, files) for name, files in sizes.items() if layout.MANIFEST in files)
+
+
+def _found(objects: Objects, name: str, sizes: Mapping[str, int]) -> FoundCommit:
+    step, attempt = naming.parse_attempt(name) or (0, "")
+    try:
+        manifest, digest = read_manifest(objects, ObjectPlace(objects.address, name), step)
+    except CheckpointDamaged as error:
+        entry = Entry(step, attempt, CheckpointKind.FULL, UNKNOWN.run_id, "").damaged([error.finding])
+        return FoundCommit(entry)
+    entry = Entry(step, attempt, manifest.kind, manifest.lineage.run_id, digest, findings=_findings(manifest, sizes))
+    return FoundCommit(entry, _epoch_of(manifest), manifest.created_at, manifest.lineage.abandons)
+
+
+def _findings(manifest: Manifest, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    if layout.FINDINGS in sizes:
+        return (f"it was set aside; {layout.FINDINGS} says why",)
+    return tuple(size_findings({name: record.size for name, record in manifest.files.items()}, sizes))
+
+
+def _epoch_of(manifest: Manifest) -> int:
+    epoch = manifest.extra.get(EPOCH)
+    return epoch if type(epoch) is int and epoch >= 0 else 0

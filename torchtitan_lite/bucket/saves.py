@@ -1,0 +1,161 @@
+"""The saves that a store has begun: each writes below a name of its own, and becomes visible by one swap of the head.
+
+The objects of a save are deleted only while it is certain that it was not committed and will not be: a swap without an
+answer may be carried out later, and a head that was lost may be made again from what lies there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from torchtitan_lite import faults
+from torchtitan_lite.bucket import naming
+from torchtitan_lite.bucket.garbage import delete_attempt
+from torchtitan_lite.bucket.head import Entry, Head, Status
+from torchtitan_lite.bucket.holding import HeldHead
+from torchtitan_lite.bucket.manifests import AttemptManifests, last_digest_of, size_findings
+from torchtitan_lite.bucket.object_path import ObjectPath
+from torchtitan_lite.bucket.objects import Objects
+from torchtitan_lite.bucket.recovery import ATTEMPT, EPOCH
+from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.errors import CheckpointError, LeaseLost, SaveFailed
+from torchtitan_lite.log import logger
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
+from torchtitan_lite.store.place import ObjectPlace
+
+
+class BucketSaves:
+    """The saves under way in the folder of `objects`. **Coordinator only**."""
+
+    def __init__(
+        self, objects: Objects, held: HeldHead, manifests: AttemptManifests, new_attempt: Callable[[], str]
+    ) -> None:
+        self._objects = objects
+        self._held = held
+        self._manifests = manifests
+        self._new_attempt = new_attempt
+        self._begun: dict[int, list[str]] = {}
+        """The names of the saves of each step that are neither committed nor removed; the last one is under way."""
+        self._metadata: dict[str, FileRecord] = {}
+        self._unknown: dict[str, int] = {}
+        """The names of saves whose swap had no answer, and the number of the head's version that it named."""
+
+    def begin(self, step: int) -> str:
+        """Return the name of a new save of `step`. Raises CheckpointError if this process holds nothing."""
+        self._held.claim()
+        name = naming.attempt_name(step, self._new_attempt())
+        self._begun.setdefault(step, []).append(name)
+        return name
+
+    def add_metadata(self, step: int, data: bytes) -> None:
+        """Write DCP's `.metadata` of the save of `step`."""
+        name = self._under_way(step)
+        self._objects.put(f"{name}/{layout.METADATA}", data)
+        self._metadata[name] = FileRecord.of(data)
+
+    def commit(self, step: int, manifest: Manifest) -> CheckpointInfo:
+        """Make the save of `step` visible in place of what it replaces and abandons.
+
+        Raises SaveFailed, also if it is not known whether it became visible, LeaseLost, and OSError: it did not.
+        """
+        name = self._under_way(step)
+        place = ObjectPlace(self._objects.address, name)
+        entry = self._sealed(place, manifest)
+        faults.point("commit", step=step, path=ObjectPath(str(place)))
+        head = self._swapped_in(entry, manifest.lineage.abandons)
+        faults.point("committed", step=step, path=ObjectPath(str(place)))
+        self._begun[step].remove(name)
+        self._clean_after(step, head, manifest.lineage.abandons)
+        return self._manifests.find(entry)
+
+    def remove(self, step: int) -> None:
+        """Delete the objects of the saves of `step` that will certainly not be committed. Raises OSError."""
+        if not self._begun.get(step):
+            return
+        try:
+            head = self._held.read()
+        except LeaseLost:
+            # Another job may have made a lost head again, and listed them.
+            return
+        for name in list(self._begun[step]):
+            if head.find(name) is None:
+                # A later version of the head refuses a swap that is under way still; until there is one, it may come.
+                if head.change <= self._unknown.get(name, -1):
+                    continue
+                delete_attempt(self._objects, name)
+            self._begun[step].remove(name)
+
+    def _under_way(self, step: int) -> str:
+        if not self._begun.get(step):
+            raise SaveFailed(step, "it was not begun")
+        return self._begun[step][-1]
+
+    def _sealed(self, place: ObjectPlace, manifest: Manifest) -> Entry:
+        """Return the entry of the complete checkpoint at `place`, after writing its manifest."""
+        step, attempt = naming.parse_attempt(place.name) or (0, "")
+        if manifest.step != step:
+            raise SaveFailed(step, f"its manifest is of step {manifest.step}, not {step}")
+        sealed = dataclasses.replace(
+            manifest,
+            files=manifest.files | self._described(place, manifest),
+            extra=manifest.extra | {ATTEMPT: attempt, EPOCH: self._held.claim().epoch},
+        )
+        self._make_sure_of_files(place, sealed)
+        path = f"{place.name}/{layout.MANIFEST}"
+        faults.point("manifest", step=step, path=ObjectPath(f"{place}/{layout.MANIFEST}"))
+        data = sealed.to_readable_json()
+        # The manifest comes last: what has one is complete.
+        self._objects.put(path, data)
+        entry = Entry(step, attempt, sealed.kind, sealed.lineage.run_id, last_digest_of(data))
+        self._manifests.remember(entry, sealed)
+        return entry
+
+    def _described(self, place: ObjectPlace, manifest: Manifest) -> dict[str, FileRecord]:
+        """Return the record of DCP's `.metadata`, of what was written where the manifest has no digest of it."""
+        record = manifest.files.get(layout.METADATA)
+        if record is None or not record.blocks:
+            record = self._metadata.pop(place.name, None)
+        if record is None:
+            raise SaveFailed(manifest.step, f"{place}/{layout.METADATA} is missing")
+        return {layout.METADATA: record}
+
+    def _make_sure_of_files(self, place: ObjectPlace, sealed: Manifest) -> None:
+        """Leave the files of `sealed`, and no others, at `place`. Raises SaveFailed."""
+        there = {each.key.removeprefix(f"{place.name}/"): each.size for each in self._objects.list(f"{place.name}/")}
+        sizes = {name: record.size for name, record in sealed.files.items()}
+        if findings := size_findings(sizes, there):
+            raise SaveFailed(sealed.step, f"{place}/{findings[0]}")
+        if others := sorted(there.keys() - sizes.keys()):
+            self._objects.delete([f"{place.name}/{name}" for name in others])
+
+    def _swapped_in(self, entry: Entry, abandons: tuple[tuple[int, str], ...]) -> Head:
+        def with_commit(head: Head) -> Head:
+            self._unknown[entry.name] = head.change
+            return head.with_commit(entry, abandons)
+
+        try:
+            # Whoever holds it: a job that took the folder since then found this commit in it.
+            head = self._held.change(with_commit, is_done=lambda head: head.find(entry.name) is not None)
+        except OSError as error:
+            if entry.name not in self._unknown:
+                raise
+            path = f"{self._objects.address}/{entry.name}"
+            finding = f"whether {path} was committed is not known, the next start finds out"
+            raise SaveFailed(entry.step, f"{error}; {finding}") from error
+        self._unknown.pop(entry.name, None)
+        return head
+
+    def _clean_after(self, step: int, head: Head, abandons: tuple[tuple[int, str], ...]) -> None:
+        """Delete what the commit of `step` replaced, and earlier tries of it; log a warning if that fails."""
+        for entry in head.entries:
+            if entry.status is Status.ABANDONED and (entry.step, entry.run_id) in abandons:
+                logger.info("Step %d is of an abandoned branch and is set aside: %s", entry.step, entry.name)
+        try:
+            for entry in head.entries:
+                if entry.step == step and entry.status is Status.RETIRED:
+                    self._held.delete(entry.name)
+            self.remove(step)
+        except (OSError, CheckpointError) as error:
+            logger.warning("Step %d is saved, but what it replaced could not be removed: %s", step, error)

@@ -1,0 +1,334 @@
+"""One folder of checkpoints in an object store.
+
+For every reader and after any crash a step is a complete checkpoint or absent: it is there while the head lists it, and
+one swap of the head is the commit, the removal, the roll-back. Objects of a checkpoint are written once, under a name
+that no other save has, before the swap, and deleted after a swap. A swap is refused to a job that was fenced off. What
+an interrupted save left is in no head, and `recover` removes it.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+from torchtitan_lite.bucket.address import parse
+from torchtitan_lite.bucket.garbage import KEPT_SECONDS, Inventory, remove, remove_beats, store_time
+from torchtitan_lite.bucket.head import Entry, Head, Status
+from torchtitan_lite.bucket.head_file import DEADLINE_SECONDS, BucketClock, HeadFile
+from torchtitan_lite.bucket.holding import HeldHead
+from torchtitan_lite.bucket.identity import id_of, make_id
+from torchtitan_lite.bucket.lease import BucketLease
+from torchtitan_lite.bucket.manifests import AttemptManifests, size_findings
+from torchtitan_lite.bucket.naming import beat_key
+from torchtitan_lite.bucket.objects import Objects
+from torchtitan_lite.bucket.obstore_objects import connect
+from torchtitan_lite.bucket.pins import BucketPins
+from torchtitan_lite.bucket.probe import probe
+from torchtitan_lite.bucket.recovery import rebuilt
+from torchtitan_lite.bucket.saves import BucketSaves
+from torchtitan_lite.bucket.upload import ObjectToUpload
+from torchtitan_lite.errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    CheckpointUnreadable,
+    SaveFailed,
+)
+from torchtitan_lite.log import logger
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
+from torchtitan_lite.store.place import ObjectPlace
+from torchtitan_lite.store.protocol import nothing
+
+
+def open_bucket(folder: str) -> BucketStore:
+    """Return the store at the address `folder`. Sends nothing. Raises ConfigError, and `ExtraMissing`."""
+    return BucketStore(connect(parse(folder)))
+
+
+def _new_attempt() -> str:
+    return secrets.token_hex(8)
+
+
+class BucketStore:
+    """The checkpoints in the folder of `objects`, which need not exist yet. Errors of the store are raised as OSError.
+
+    What changes something is for the holder of the lease that was made here, and raises CheckpointError without it.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        *,
+        clock: BucketClock | None = None,
+        deadline_seconds: float = DEADLINE_SECONDS,
+        new_attempt: Callable[[], str] = _new_attempt,
+        probe: Callable[[Objects], None] = probe,
+    ) -> None:
+        self._objects = objects
+        self._clock = clock or BucketClock()
+        self._probe = probe
+        self._file = HeadFile(objects, self._clock, deadline_seconds)
+        self._manifests = AttemptManifests(objects)
+        self._held = HeldHead(objects, self._file)
+        self._saves = BucketSaves(objects, self._held, self._manifests, new_attempt)
+
+    @property
+    def address(self) -> str:
+        """The folder as people write it."""
+        return self._objects.address
+
+    @property
+    def identity(self) -> str:
+        """The same for every spelling of this folder, in this process."""
+        return self._objects.address
+
+    @property
+    def objects(self) -> Objects:
+        """The objects of the folder."""
+        return self._objects
+
+    @property
+    def pins(self) -> BucketPins:
+        return BucketPins(self._file)
+
+    @property
+    def exclusive(self) -> AbstractContextManager[bool]:
+        """Return the lock that orders the swaps of this process here: a background purge and commits."""
+        return self._held.exclusive
+
+    def lease(self, run_id: str, timeout_seconds: float) -> BucketLease:
+        """Return the lease of this folder, not yet taken. What this store changes then needs it. Any rank."""
+        lease = BucketLease(
+            self._objects,
+            self._file,
+            run_id=run_id,
+            timeout_seconds=timeout_seconds,
+            clock=self._clock,
+            probe=self._probe,
+        )
+        self._held.lease = lease
+        return lease
+
+    def folder_id(self, *, make: bool) -> str:
+        """Return the id of this folder, which `make` gives it if it has none; empty without one. Raises OSError."""
+        return make_id(self._objects, self._probe) if make else id_of(self._objects)
+
+    def committed(self) -> list[CheckpointInfo]:
+        """Return every committed checkpoint that no other one abandons, by ascending step.
+
+        Raises FormatTooNew for a newer format. Where the head is lost or damaged, returns what the next start will find
+        in the manifests.
+        """
+        return self.intact()
+
+    def intact(self) -> list[CheckpointInfo]:
+        """Return the same as `committed`: what is abandoned loses its place with the commit that abandons it."""
+        while True:
+            kept = self._head().kept
+            infos = self._manifests.intact(kept)
+            # A manifest that is missing may be that of a checkpoint which was replaced since the head was read.
+            if len(infos) == len(kept) or self._head().kept == kept:
+                return infos
+
+    def set_aside(self) -> list[Entry]:
+        """Return the damaged, the abandoned, and the weights that a full checkpoint replaced, which all stay."""
+        aside = (Status.CORRUPT, Status.ABANDONED, Status.WEIGHTS)
+        return [entry for entry in self._head().entries if entry.status in aside]
+
+    def unmanaged(self) -> list[ObjectPlace]:
+        """Return nothing: what has no entry in the head is no checkpoint."""
+        return []
+
+    def latest(self, kind: CheckpointKind = CheckpointKind.FULL) -> CheckpointInfo | None:
+        """Return the committed checkpoint of `kind` with the highest step; None if there is none.
+
+        Logs a warning for each damaged one of a higher step.
+        """
+        latest = next((info for info in reversed(self.committed()) if info.kind is kind), None)
+        for step, error in self._errors_by_step().items():
+            if latest is None or step > latest.step:
+                logger.warning("Skipped step %d: %s", step, error)
+        return latest
+
+    def damaged(self) -> dict[int, CheckpointDamaged]:
+        """Return what is wrong with each step whose manifest is damaged, missing, or not what was committed."""
+        errors = self._errors_by_step()
+        return {step: error for step, error in errors.items() if isinstance(error, CheckpointDamaged)}
+
+    def unreadable(self) -> dict[int, CheckpointUnreadable]:
+        """Return the error of each step whose manifest could not be read, by step.
+
+        Nothing is known of these checkpoints.
+        """
+        errors = self._errors_by_step()
+        return {step: error for step, error in errors.items() if isinstance(error, CheckpointUnreadable)}
+
+    def get(self, step: int) -> CheckpointInfo:
+        """Return the committed checkpoint of `step`.
+
+        Raises CheckpointNotFound (also where another checkpoint abandons it), CheckpointDamaged, CheckpointUnreadable
+        or FormatTooNew.
+        """
+        entry = self._head().kept_of(step)
+        if entry is None:
+            raise CheckpointNotFound(self.address, step, [info.step for info in self.committed()])
+        try:
+            return self._manifests.find(entry)
+        except CheckpointDamaged:
+            if self._head().kept_of(step) == entry:
+                raise
+        # It was replaced or removed since the head was read.
+        return self.get(step)
+
+    def check_sizes(self, info: CheckpointInfo) -> list[str]:
+        """Return what is wrong with the sizes of the files of `info`, one sentence each; empty if nothing is.
+
+        Changes nothing and reads nothing but the manifest. Raises FormatTooNew, and CheckpointUnreadable where the
+        store does not answer.
+        """
+        name = info.path.name
+        try:
+            if (sizes := self._manifests.known_sizes(name)) is None:
+                self.get(info.step)
+                sizes = self._manifests.known_sizes(name)
+            found = {each.key.removeprefix(f"{name}/"): each.size for each in self._objects.list(f"{name}/")}
+        except (CheckpointDamaged, CheckpointNotFound) as error:
+            return [error.finding or f"{layout.MANIFEST} is missing"]
+        except OSError as error:
+            raise CheckpointUnreadable(str(info.path), f"{type(error).__name__}: {error}") from error
+        return size_findings({layout.MANIFEST: found.get(layout.MANIFEST, 0)} | dict(sizes or {}), found)
+
+    def preflight(self, step: int, needed_bytes: int, make_room: Callable[[], object] = nothing) -> None:
+        """Do nothing: an object store has room."""
+
+    def missing_bytes(self, wanted_bytes: int) -> int:
+        """Return 0: an object store has room."""
+        return 0
+
+    def has_room(self, needed_bytes: int) -> bool:
+        """Return True: an object store has room."""
+        return True
+
+    def begin(self, step: int) -> str:
+        """Return the name of a new save of `step`, for `new_file`. **Coordinator only**. Sends nothing."""
+        return self._saves.begin(step)
+
+    def new_file(self, place: str, name: str) -> ObjectToUpload:
+        """Return the file `name` of the save that `begin` gave the name `place`. **Any rank**."""
+        return ObjectToUpload(self.address, f"{place}/{name}")
+
+    def add_metadata(self, step: int, data: bytes) -> None:
+        """Write DCP's `.metadata` of the save of `step`. **Coordinator only**."""
+        self._saves.add_metadata(step, data)
+
+    def commit(self, step: int, manifest: Manifest, fence: Callable[[], object] = nothing) -> CheckpointInfo:
+        """Make the save of `step` visible. **Coordinator only**, after every rank has written its files.
+
+        `fence` raises if the folder belongs to another job by now; after it raised, nothing is changed. Raises
+        LeaseLost, with or without a fence, SaveFailed if the files are not those of the manifest, OSError if the store
+        fails: the checkpoint of `step` is then the old one, and `remove_staging` may follow. Also raises SaveFailed if
+        the store does not say what became of the commit: it is the old one or the new one then, complete. A replaced
+        checkpoint that cannot be removed after the commit is a warning.
+        """
+        fence()
+        run_id = manifest.lineage.run_id
+        if abandoning := [info for info in self.intact() if (step, run_id) in info.lineage.abandons]:
+            # A head that is made again from the manifests would not have the new checkpoint.
+            raise SaveFailed(step, f"{abandoning[0].path} abandons step {step} of run {run_id}")
+        return self._saves.commit(step, manifest)
+
+    def remove_staging(self, step: int) -> None:
+        """Remove what failed saves of `step` left. **Coordinator only**, when no rank writes into it any more.
+
+        What may be committed after all stays.
+        """
+        self._saves.remove(step)
+
+    def discard(self, info: CheckpointInfo) -> list[ObjectPlace]:
+        """Make the checkpoint of `info` absent for every reader, durably. **Coordinator only**.
+
+        Returns what is left of it, for `empty`: nothing if it is gone, pinned, or replaced by now.
+        """
+        name = info.path.name
+        was_kept: list[str] = []
+
+        def retired(head: Head) -> Head:
+            if (entry := head.kept_of(info.step)) is not None and entry.name == name:
+                was_kept.append(name)
+            return head.with_retired(name)
+
+        entry = self._held.change(retired).find(name)
+        is_retired = entry is not None and entry.status is Status.RETIRED
+        return [ObjectPlace(self.address, name)] if was_kept and is_retired else []
+
+    def empty(self, trash: Sequence[ObjectPlace]) -> None:
+        """Remove what was discarded. **Coordinator only**; may run alongside anything but `recover`."""
+        for place in trash:
+            self._held.delete(place.name)
+
+    def quarantine(self, step: int, findings: Sequence[str]) -> ObjectPlace:
+        """Set the damaged checkpoint of `step` aside with `findings`, durably, and return its place.
+
+        **Coordinator only**, after every rank has agreed. Nothing reads, counts or removes it there.
+        """
+        if (entry := self._held.read().kept_of(step)) is None:
+            raise CheckpointNotFound(self.address, step, [info.step for info in self.committed()])
+        place = ObjectPlace(self.address, entry.name)
+        self._held.change(lambda head: head.with_corrupt(entry.name, findings))
+        logger.warning("Step %d is damaged and is set aside: %s", step, place)
+        self._write_findings(place, step, findings)
+        return place
+
+    def recover(self) -> list[ObjectPlace]:
+        """Finish or remove everything that cut saves and removals left. **Coordinator only**, before the first load.
+
+        Returns what was removed. Unknown names stay untouched.
+        """
+        head, inventory = self._held.read(), Inventory.of(self._objects)
+        retired = [entry.name for entry in head.entries if entry.status is Status.RETIRED]
+        leftovers = [*(name for name in retired if name in inventory.latest), *self._strays(head, inventory)]
+        removed = remove(self._objects, leftovers)
+        remove_beats(self._objects, [epoch for epoch in inventory.beats if epoch < self._held.claim().epoch])
+        # Also what people removed by hand.
+        gone = {entry.name for entry in head.entries if entry.name not in inventory.latest}.union(retired)
+        gone.difference_update(set(leftovers).difference(removed))
+        if head.without(gone) != head:
+            self._held.change(lambda head: head.without(gone))
+        return [ObjectPlace(self.address, name) for name in removed]
+
+    def _head(self) -> Head:
+        return self._file.look().head or rebuilt(self._objects)
+
+    def _errors_by_step(self) -> dict[int, CheckpointDamaged | CheckpointUnreadable]:
+        """Return what is wrong with each checkpoint that the head lists, by step."""
+        while True:
+            kept = self._head().kept
+            errors = {entry.step: error for entry in kept if (error := self._error_of(entry)) is not None}
+            if not errors or self._head().kept == kept:
+                return errors
+
+    def _error_of(self, entry: Entry) -> CheckpointDamaged | CheckpointUnreadable | None:
+        try:
+            self._manifests.find(entry)
+        except (CheckpointDamaged, CheckpointUnreadable) as error:
+            return error
+        return None
+
+    def _write_findings(self, place: ObjectPlace, step: int, findings: Sequence[str]) -> None:
+        text = json.dumps({"step": step, "findings": list(findings)}, indent=2) + "\n"
+        try:
+            self._objects.put(f"{place.name}/{layout.FINDINGS}", text.encode())
+        except OSError as error:
+            logger.warning("Could not write %s/%s: %s", place, layout.FINDINGS, error)
+
+    def _strays(self, head: Head, inventory: Inventory) -> list[str]:
+        """Return the checkpoints that are in no head and have not changed for a day."""
+        known = {entry.name for entry in head.entries}
+        if known.issuperset(inventory.latest):
+            return []
+        lease, claim = self._held.lease, self._held.claim()
+        kept_seconds = KEPT_SECONDS if lease is None else max(KEPT_SECONDS, lease.timeout_seconds)
+        now = store_time(self._objects, beat_key(claim.epoch), f"{claim.token} looks at the time\n".encode())
+        return inventory.strays(known, now - kept_seconds)
