@@ -107,7 +107,7 @@ def test_a_holder_that_commits_lives(bucket: Bucket) -> None:
     file = HeadFile(MemoryObjects(bucket), BucketClock())
     other = started(Bucket())
     save(other.store, 5)
-    committed = other.store._head().entries
+    committed = other.store.head().entries
     lease, _, _ = lease_of(bucket, lambda seconds: file.change(lambda head: replace(head, entries=committed)))
     with pytest.raises(FolderInUse):
         lease.take()

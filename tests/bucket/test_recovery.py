@@ -74,7 +74,7 @@ def test_every_committed_checkpoint_is_found_again(job: Job, bucket: Bucket, acc
     assert found_in(bucket) == before, "a reader finds what the next start will find"
     later = started(bucket)
     assert found_in(bucket) == before == {5: b"5", 10: b"again"}
-    assert later.store._head().epoch == 2
+    assert later.store.head().epoch == 2
     save(later.store, 20)
     assert found_in(bucket).keys() == {5, 10, 20}
 
@@ -327,7 +327,7 @@ def test_no_epoch_comes_twice(bucket: Bucket) -> None:
     for _ in range(3):
         started(bucket).lease.release()
     lose(bucket)
-    assert started(bucket).store._head().epoch == 4
+    assert started(bucket).store.head().epoch == 4
 
 
 def test_what_was_removed_in_part_is_no_damage(job: Job, bucket: Bucket) -> None:

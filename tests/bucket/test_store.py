@@ -158,7 +158,7 @@ def test_a_reader_finds_the_old_or_the_new_one_while_a_step_is_saved_again(job: 
     store, objects = new_store(bucket)
     objects.before = lambda request: save(job.store, 5, b"second") if request.number == 2 else None
     assert [info.step for info in store.committed()] == [5]
-    assert store.get(5).path.name in {entry.name for entry in job.store._head().kept}
+    assert store.get(5).path.name in {entry.name for entry in job.store.head().kept}
 
 
 def test_weights_that_a_full_checkpoint_replaces_stay(job: Job, bucket: Bucket) -> None:
@@ -188,7 +188,7 @@ def test_the_entry_of_what_is_gone_leaves_the_list_with_the_next_swap(job: Job) 
     save(job.store, 5)
     purge(job.store, 5)
     save(job.store, 10)
-    assert [entry.step for entry in job.store._head().entries] == [10]
+    assert [entry.step for entry in job.store.head().entries] == [10]
 
 
 def test_what_was_discarded_before_is_no_trash(job: Job) -> None:
@@ -398,7 +398,7 @@ def test_a_start_removes_retired_checkpoints_and_old_beats(job: Job, bucket: Buc
     later = new_job(bucket)
     later.lease.take()
     assert later.store.recover() == [info.path]
-    assert later.store._head().entries == ()
+    assert later.store.head().entries == ()
     assert [key for key in bucket.stored if key.startswith("step-")] == []
     assert "beat-1" not in bucket.stored
 
