@@ -31,6 +31,7 @@ PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
 OFFLINE = ("--no-deps", "--no-index")
 TRAIN = ("torchtitan-lite-train", "--job.config_file", "llama_debug.toml")
 SHORT = ("--checkpoint.interval=2", "--checkpoint.async_mode=async_with_pinned_mem", "--metrics.log_freq=1")
+OPENED = "from torchtitan_lite.bucket.store import open_bucket as o; print('opened', o('s3://bucket/run').address)"
 ADAPTED = "from torchtitan_lite.data.adapters import StatefulDataLoaderAdapter as A; A(None, rank=0, num_ranks=1)"
 WITHOUT = {
     "torchdata": ("torchdata", ["python", "-c", ADAPTED]),
@@ -40,6 +41,7 @@ WITHOUT = {
     "report": ("jinja2", ["torchtitan-lite", "report", "{trained}/outputs", "{folder}/report.html"]),
     "safetensors": ("safetensors", ["torchtitan-lite", "export", "{trained}/outputs", "{folder}/out"]),
     "wandb": ("wandb", [*TRAIN, "--metrics.enable_wandb"]),
+    "cloud": ("obstore", [*TRAIN, "--checkpoint.folder=s3://bucket/run"]),
 }
 """The package of each extra, and a command that needs it."""
 
@@ -59,6 +61,7 @@ WITH = {
     ),
     "report": (WITHOUT["report"][1], "{folder}/report.html"),
     "safetensors": (WITHOUT["safetensors"][1], "Exported"),
+    "cloud": (["python", "-c", OPENED], "opened s3://bucket/run"),
 }
 """A command that uses each extra that the tests have, and words of what it says."""
 

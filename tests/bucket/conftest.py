@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.bucket.azurite import PROGRAM, running_azurite
 from tests.bucket.proxy import Proxy, running_proxy
 from tests.bucket.server import Server, running_server
 
@@ -30,6 +31,24 @@ def folder(s3: Server, monkeypatch: pytest.MonkeyPatch) -> str:
     for name, value in s3.environment.items():
         monkeypatch.setenv(name, value)
     return f"s3://{BUCKET}/run-{next(_numbers)}"
+
+
+@pytest.fixture(scope="session")
+def azure() -> Iterator[dict[str, str]]:
+    """The variables that lead to an Azure Blob server with the container `BUCKET`."""
+    pytest.importorskip("obstore")
+    if PROGRAM is None:
+        pytest.skip("azurite is not installed: npm install -g azurite")
+    with running_azurite(BUCKET) as environment:
+        yield environment
+
+
+@pytest.fixture
+def azure_folder(azure: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """The address of a folder that no other test uses, on an Azure Blob server."""
+    for name, value in azure.items():
+        monkeypatch.setenv(name, value)
+    return f"az://{BUCKET}/run-{next(_numbers)}"
 
 
 @pytest.fixture

@@ -71,9 +71,10 @@ class Folder:
             lease.release()
 
 
-@pytest.fixture(params=["disk", "object store"])
+@pytest.fixture(params=["disk", "S3", "Azure"])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Folder]:
-    address = str(tmp_path / "run") if request.param == "disk" else request.getfixturevalue("folder")
+    fixtures = {"S3": "folder", "Azure": "azure_folder"}
+    address = str(tmp_path / "run") if request.param == "disk" else request.getfixturevalue(fixtures[request.param])
     with closing(Folder(address)) as opened:
         yield opened
 

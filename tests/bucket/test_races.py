@@ -1,4 +1,4 @@
-"""Processes that take one folder at the same moment, on a server that speaks S3: one of them gets it."""
+"""Processes that take one folder at the same moment, on a real server: one of them gets it."""
 
 from __future__ import annotations
 
@@ -66,8 +66,14 @@ class Contender:
         self._popen.communicate()
 
 
+@pytest.fixture(params=["S3", "Azure"])
+def raced(request: pytest.FixtureRequest) -> str:
+    """The address of the folder; the environment leads to its server."""
+    return str(request.getfixturevalue({"S3": "folder", "Azure": "azure_folder"}[request.param]))
+
+
 @pytest.fixture
-def contenders(folder: str) -> Iterator[list[Contender]]:
+def contenders(raced: str) -> Iterator[list[Contender]]:
     started = [Contender() for _ in range(PROCESSES)]
     yield started
     for each in started:
@@ -91,20 +97,20 @@ def said(contenders: list[Contender], command: str) -> list[str]:
     "races", [1, pytest.param(15, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.exhaustive)]
 )
 def test_of_eight_processes_one_gets_a_new_folder_and_one_a_folder_that_was_given_up(
-    contenders: list[Contender], folder: str, races: int
+    contenders: list[Contender], raced: str, races: int
 ) -> None:
     for number in range(races):
         for _ in range(2):  # Twice: new, and given up.
-            answers = race(contenders, f"{folder}-{number}")
+            answers = race(contenders, f"{raced}-{number}")
             assert sorted(answers) == ["in use"] * (PROCESSES - 1) + ["taken"]
             said(contenders, "release")
 
 
 def test_of_seven_processes_one_gets_the_folder_of_a_process_that_was_killed(
-    contenders: list[Contender], folder: str
+    contenders: list[Contender], raced: str
 ) -> None:
-    contenders[0].begin(f"take {folder}")
+    contenders[0].begin(f"take {raced}")
     assert contenders[0].answer() == "taken"
     contenders[0].close()
-    answers = race(contenders[1:], folder)
+    answers = race(contenders[1:], raced)
     assert sorted(answers) == ["in use"] * (PROCESSES - 2) + ["taken"]

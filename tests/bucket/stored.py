@@ -1,0 +1,78 @@
+"""Complete checkpoints in an object store, made of golden ones without a job, and what a fault does to them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lite.bucket.address import parse
+from torchtitan_lite.bucket.obstore_objects import connect
+from torchtitan_lite.bucket.store import BucketStore, open_bucket
+from torchtitan_lite.disk.block_writer import Bounced
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
+from torchtitan_lite.store.place import ObjectPlace
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "format-3" / "two-ranks" / "checkpoint" / "step-7"
+
+
+@contextmanager
+def held(folder: str) -> Iterator[BucketStore]:
+    """Yield the store of `folder`, which this process holds in the block."""
+    store = open_bucket(folder)
+    lease = store.lease("trains", 30.0)
+    lease.take()
+    try:
+        yield store
+    finally:
+        lease.release()
+
+
+def add(store: BucketStore, step: int, **changes: Any) -> CheckpointInfo:
+    """Save the golden checkpoint as `step`, with these `changes` of its manifest."""
+    return store.commit(step, write(store, step, **changes))
+
+
+def write(store: BucketStore, step: int, **changes: Any) -> Manifest:
+    """Write the files of the golden checkpoint as a save of `step`; return the manifest for its commit."""
+    manifest = Manifest.of_folder(GOLDEN)
+    assert manifest is not None
+    place = store.begin(step)
+    for path in sorted(GOLDEN.glob("__*")):
+        store.new_file(place, path.name).write(_content(path.read_bytes()))
+    store.add_metadata(step, (GOLDEN / layout.METADATA).read_bytes())
+    return dataclasses.replace(manifest, step=step, extra=manifest.extra | changes.pop("extra", {}), **changes)
+
+
+def _content(data: bytes) -> Bounced:
+    def fill(buffer: memoryview, begin: int, end: int) -> None:
+        buffer[: end - begin] = data[begin:end]
+
+    return Bounced(len(data), fill)
+
+
+def flip(info: CheckpointInfo, name: str, at: int) -> None:
+    """Flip a bit of the byte `at` of the file `name` of `info`."""
+    objects, key = connect(parse(_place(info).address)), f"{_place(info).name}/{name}"
+    data = bytearray(objects.get(key)[0])
+    data[at] ^= 1
+    objects.put(key, bytes(data))
+
+
+def cut(info: CheckpointInfo, name: str) -> None:
+    """Cut the last byte off the file `name` of `info`."""
+    objects, key = connect(parse(_place(info).address)), f"{_place(info).name}/{name}"
+    objects.put(key, objects.get(key)[0][:-1])
+
+
+def remove(info: CheckpointInfo, name: str) -> None:
+    """Delete the file `name` of `info`."""
+    connect(parse(_place(info).address)).delete([f"{_place(info).name}/{name}"])
+
+
+def _place(info: CheckpointInfo) -> ObjectPlace:
+    assert isinstance(info.path, ObjectPlace)
+    return info.path
