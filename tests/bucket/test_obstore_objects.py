@@ -220,6 +220,14 @@ def test_a_request_to_a_busy_store_is_sent_again(proxied: ObstoreObjects, proxy:
         assert [entry.status for entry in proxy.log][:2] != [200, 200]
 
 
+def test_a_deletion_whose_answer_is_lost_is_made_again(proxied: ObstoreObjects, proxy: Proxy) -> None:
+    for action in (proxies.resets, proxies.loses_answer):
+        proxied.put("a", b"a")
+        proxy.again(at(1, action))
+        proxied.delete(["a"])
+        assert list(proxied.list("")) == []
+
+
 def test_a_read_whose_answer_is_cut_is_read_again(proxied: ObstoreObjects, proxy: Proxy) -> None:
     data = os.urandom(300_000)
     proxied.put("a", data)

@@ -153,9 +153,6 @@ def _parsed(objects: Objects, place: ObjectPlace, step: int, digest: str) -> tup
             raise ValueError(f"expected {digest or 'a digest'} as its last line, found {found or 'none'}")
         if manifest.step != step:
             raise ValueError(f"it is the manifest of step {manifest.step}")
-    except CheckpointDamaged as error:
-        # Its path went through pathlib, which does not know addresses.
-        raise CheckpointDamaged(str(place), error.finding) from None
     except ValueError as error:
         raise CheckpointDamaged(str(place), f"{layout.MANIFEST}: {error}") from None
     return manifest, found

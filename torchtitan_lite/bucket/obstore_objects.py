@@ -155,11 +155,18 @@ class ObstoreObjects:
         waiting = iter(keys)
         while batch := list(islice(waiting, _DELETED_AT_A_TIME if self._deletes_in_bulk else 1)):
             try:
-                with self._translated(batch[0]):
-                    self._client.delete(self._small, batch)
-            except FileNotFoundError as error:
-                if not is_missing_object(error):
-                    raise
+                self._delete(batch)
+            except StoreUnavailable:
+                # Once more: the client does not repeat it after a cut connection, and it may be repeated.
+                self._delete(batch)
+
+    def _delete(self, batch: Sequence[str]) -> None:
+        try:
+            with self._translated(batch[0]):
+                self._client.delete(self._small, batch)
+        except FileNotFoundError as error:
+            if not is_missing_object(error):
+                raise
 
     @contextmanager
     def _translated(self, key: str) -> Iterator[None]:

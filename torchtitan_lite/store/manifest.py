@@ -243,7 +243,8 @@ class Manifest:
 
 def damage_to(path: str, error: Exception) -> CheckpointDamaged:
     """Return `error`, about the file `path` of a checkpoint, as damage of that checkpoint."""
-    return CheckpointDamaged(str(Path(path).parent), f"{Path(path).name}: {error}")
+    folder, _, name = path.rpartition("/")  # Not pathlib, which makes s3:/ of s3://.
+    return CheckpointDamaged(folder or ".", f"{name}: {error}")
 
 
 def last_digest(fd: int) -> str:
