@@ -20,10 +20,10 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "format-3" / "two-ranks" / "chec
 
 
 @contextmanager
-def held(folder: str) -> Iterator[BucketStore]:
+def held(folder: str, timeout_seconds: float = 30.0) -> Iterator[BucketStore]:
     """Yield the store of `folder`, which this process holds in the block."""
     store = open_bucket(folder)
-    lease = store.lease("trains", 30.0)
+    lease = store.lease("trains", timeout_seconds)
     lease.take()
     try:
         yield store

@@ -51,7 +51,7 @@ class Start:
 
     @property
     def acknowledged(self) -> int:
-        """The latest step that was committed, as the process was told."""
+        """The latest step that was committed, as the process heard."""
         return max((line["committed"] for line in self.lines() if "committed" in line), default=0)
 
     def __str__(self) -> str:

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from obstore.fsspec import register
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 from tests.bucket.proxy import Proxy, answers, where
 from tests.bucket.server import Server
@@ -161,6 +164,17 @@ def test_a_save_that_the_store_refuses_is_a_failed_save_and_the_next_one_is_made
     assert run.events.steps("save_failed") == [2]
     assert "the store refuses it" in run.events.figures("save_failed")["reason"]
     assert steps(folder) == [1, 3]
+
+
+def test_plain_dcp_reads_the_prefix_of_a_checkpoint(folder: str, tmp_path: Path) -> None:
+    with SmallRun(tmp_path, folder=folder, interval=2) as run:
+        run.manager.load()
+        run.train(2)
+        weights = run.contents()["model"]
+    register("s3")
+    read = {f"model.{key}": torch.zeros_like(value) for key, value in weights.items()}
+    dcp.load(read, storage_reader=FsspecReader(str(stored(folder).get(2).path)), no_dist=True)
+    assert same(read, {f"model.{key}": value for key, value in weights.items()})
 
 
 def test_no_secret_is_in_a_file_or_a_line_of_the_log(

@@ -60,8 +60,12 @@ USAGE = 2
         (("report", "a", "b"), "OUT b: expected a name that ends in .html; --compare-with names a second run"),
         (("ls", "--json"), "missing from torchtitan-lite ls: FOLDER; see torchtitan-lite ls --help"),
         (("ls", "--folder", "a"), "unrecognized options: --folder; see torchtitan-lite ls --help"),
-        (("ls", "s3://bucket/run"), "s3://bucket/run is a URL, and only folders of this machine can be read"),
-        (("inspect", "gs://bucket/run:7"), "gs://bucket/run:7 is a URL"),
+        (
+            ("ls", "hdfs://bucket/run"),
+            "'hdfs://bucket/run' is not the address of a folder in an object store: expected",
+        ),
+        (("inspect", "s3://bucket:7"), "an address of a folder in an object store has a user, a password or a port"),
+        (("memory", "gs://bucket/run"), "gs://bucket/run is an address, and memory works only on folders on disk"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value) or "nothing",
 )

@@ -259,7 +259,7 @@ def test_refusals_are_one_sentence_and_leave_nothing(run: SmallRun, tmp_path: Pa
         ((newer, out), 1, "there are files of tensors in it, but no .metadata"),
         ((tmp_path / "plain", out, "--layout", "torchtitan"), 1, "no optimizer whose state has names of parameters"),
         ((tmp_path / "none", out), 1, "does not exist"),
-        ((step, "s3://bucket/out"), 2, "is a URL"),
+        ((step, "s3://bucket/out"), 2, "expected a folder on disk, found an address"),
     ):
         code, printed, err = call(*arguments)
         assert (code, printed, err.count("\n")) == (expected, "", 1), (arguments, err)

@@ -224,7 +224,7 @@ def _half(step: Path) -> Path:
         (lambda step: step.rename(step.with_name("step-7.staging")), 1, "a save into it is under way"),
         (lambda step: step.parent / "step-8", 1, "step-8 does not exist"),
         (lambda step: f"{step.parent}:8", 1, "(it has 7)"),
-        (lambda step: "s3://bucket/step-7", 2, "s3://bucket/step-7 is a URL"),
+        (lambda step: "hdfs://bucket/run:7", 2, "'hdfs://bucket/run' is not the address of a folder"),
     ],
 )
 def test_what_cannot_be_compared_is_one_sentence(

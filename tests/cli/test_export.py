@@ -260,7 +260,7 @@ def test_what_is_no_complete_checkpoint_is_one_sentence(
 
 def test_wrong_usage_is_one_sentence(tmp_path: Path, call: Call) -> None:
     for arguments in (
-        ("s3://bucket/step-7", "out"),
+        ("hdfs://bucket/run:7", "out"),
         (STEP, "s3://bucket/out"),
         (STEP, tmp_path / "out", "--max-shard-size", "many"),
         (STEP, tmp_path / "out", "--format", "torch", "--max-shard-size", "1GB"),

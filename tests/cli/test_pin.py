@@ -128,7 +128,7 @@ def test_where_there_are_no_locks_a_step_that_is_gone_after_the_pin_is_an_error(
                 self.empty(self.discard(super().get(step)))
             return super().get(step)
 
-    monkeypatch.setattr(pin_module, "CheckpointStore", Late)
+    monkeypatch.setattr(pin_module, "open_store", lambda root: Late(Path(root)))
     code, _, err = said("pin", f"{tmp_path}:1")
     assert (code, err) == (1, f"error: step 1 of {tmp_path} was removed while it was being pinned\n")
     assert Pins(tmp_path).read() == set()
@@ -170,7 +170,7 @@ def test_another_process_that_keeps_the_lock_is_an_error(
         (filled.of_a_newer_version, "{}:10", 1, "has format version 99"),
         (lambda root: fill(root, 1), "{}:2", 1, "step 2 is not in {} (it has 1)"),
         (lambda root: fill(root, 1), "{}/step-1/manifest.json", 1, "it is not a folder"),
-        (lambda root: fill(root, 1), "s3://bucket/run:1", 2, "s3://bucket/run:1 is a URL"),
+        (lambda root: fill(root, 1), "hdfs://bucket/run:1", 2, "'hdfs://bucket/run' is not the address of a folder"),
     ],
 )
 def test_what_cannot_be_pinned_is_one_sentence(
@@ -217,7 +217,7 @@ def test_a_pin_that_is_cut_anywhere_loses_nothing(tmp_path: Path, monkeypatch: p
         before = contents(root / "step-1") | contents(root / "step-2")
         disk = Cut(at)
         with monkeypatch.context() as patched:
-            patched.setattr(pin_module, "Pins", lambda root, disk=disk: Pins(root, disk))
+            patched.setattr("torchtitan_lite.store.store.Pins", lambda root, disk=disk: Pins(root, disk))
             try:
                 main(["pin", f"{root}:2"])
             except Crash:

@@ -195,7 +195,7 @@ def test_where_there_is_nothing_to_prune_one_sentence_says_why(
         (["prune", "ROOT", "--keep-best", "1", "--metric", "max:"], "--metric: expected the name of a metric"),
         (["prune", "ROOT:2", "--keep-latest", "1"], "ROOT:2 is one checkpoint: name the folder of checkpoints, ROOT"),
         (["prune", "ROOT/step-2", "--keep-latest", "1"], "is one checkpoint: name the folder"),
-        (["prune", "s3://bucket/run", "--keep-latest", "1"], "s3://bucket/run is a URL"),
+        (["prune", "hdfs://bucket/run", "--keep-latest", "1"], "'hdfs://bucket/run' is not the address of a folder"),
         (["prune", "--keep-latest", "1"], "FOLDER"),
     ],
 )

@@ -127,7 +127,7 @@ def test_refusals_are_one_sentence_and_leave_nothing(tmp_path: Path, call: Call)
         ((STEP, tmp_path / "step-8", "--files", 2), 2, "is the name of step 8, and the checkpoint is of step 7"),
         ((STEP, damaged, "--files", 2), 2, "expected a new folder, found a checkpoint"),
         ((damaged, tmp_path / "out", "--files", 2), 3, "is damaged: bytes 0 to "),
-        (("s3://bucket/step-7", tmp_path / "out", "--files", 2), 2, "is a URL"),
+        (("hdfs://bucket/run:7", tmp_path / "out", "--files", 2), 2, "is not the address of a folder"),
         ((tmp_path / "none", tmp_path / "out", "--files", 2), 1, "does not exist"),
     ):
         code, out, err = call(*arguments)

@@ -97,9 +97,9 @@ def test_what_is_no_complete_checkpoint_is_one_sentence(verb: str, root: Path) -
         assert ended.err.startswith("error: ") and sentence in ended.err, (spelling, ended.err)
 
 
-def test_urls_are_refused() -> None:
-    with pytest.raises(ConfigError, match="s3://b/c is a URL"):
-        resolve("s3://b/c")
+def test_addresses_of_no_object_store_are_refused() -> None:
+    with pytest.raises(ConfigError, match="'hdfs://b/c' is not the address of a folder in an object store"):
+        resolve("hdfs://b/c")
     with pytest.raises(CheckpointNotFound):
         resolve("")
 

@@ -226,7 +226,7 @@ def test_a_newer_format_is_one_sentence_and_no_damage(root: Path, call: Call) ->
         (lambda base: (base / "gone").touch(), "gone", 1, "gone holds no checkpoint: it is not a folder"),
         (lambda base: (base / "a").mkdir(), "a", 1, "a holds no checkpoint: there is no complete checkpoint in it"),
         (lambda base: None, "checkpoint:8", 1, "step 8 is not in checkpoint (it has 7)"),
-        (lambda base: None, "s3://bucket/step-7", 2, "s3://bucket/step-7 is a URL"),
+        (lambda base: None, "hdfs://bucket/run", 2, "'hdfs://bucket/run' is not the address of a folder"),
     ],
 )
 def test_what_cannot_be_verified_is_one_sentence(

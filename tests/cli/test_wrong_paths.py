@@ -56,7 +56,8 @@ def test_an_empty_folder_is_an_error(verb: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_url_is_wrong_usage(verb: str, tmp_path: Path) -> None:
-    code, out, err = _ended(verb, "s3://bucket/run", tmp_path)
+def test_an_address_of_no_object_store_is_wrong_usage(verb: str, tmp_path: Path) -> None:
+    code, out, err = _ended(verb, "hdfs://bucket/run", tmp_path)
     assert (code, out) == (2, "")
-    assert err.startswith("error: s3://bucket/run is a URL, and only folders of this machine can be read")
+    found = ("'hdfs://bucket/run' is not the address of a folder", "hdfs://bucket/run is an address, and")
+    assert err.startswith(tuple(f"error: {each}" for each in found))

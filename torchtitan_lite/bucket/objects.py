@@ -1,7 +1,7 @@
 """What a folder of checkpoints asks of an object store: few verbs, each of them one request that may be repeated.
 
 A key names one object below the address. Nothing here knows what a checkpoint is. Conditions are the only means by
-which two jobs that write at the same time are told apart: `put_if_absent` and `put_if_match` are carried out by the
+which two jobs that write at the same time are kept apart: `put_if_absent` and `put_if_match` are carried out by the
 store as one step, or refused. Any thread, any rank.
 """
 

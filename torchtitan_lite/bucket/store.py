@@ -42,9 +42,9 @@ from torchtitan_lite.store.place import ObjectPlace
 from torchtitan_lite.store.protocol import nothing
 
 
-def open_bucket(folder: str) -> BucketStore:
+def open_bucket(folder: str, clock: BucketClock | None = None) -> BucketStore:
     """Return the store at the address `folder`. Sends nothing. Raises ConfigError, and `ExtraMissing`."""
-    return BucketStore(connect(parse(folder)))
+    return BucketStore(connect(parse(folder)), clock=clock)
 
 
 def _new_attempt() -> str:
@@ -115,6 +115,10 @@ class BucketStore:
         """Return the id of this folder, which `make` gives it if it has none; empty without one. Raises OSError."""
         return make_id(self._objects, self._probe) if make else id_of(self._objects)
 
+    def head(self) -> Head:
+        """Return the head; where it is lost or damaged, what the next start makes of the manifests."""
+        return self._file.look().head or rebuilt(self._objects)
+
     def committed(self) -> list[CheckpointInfo]:
         """Return every committed checkpoint that no other one abandons, by ascending step.
 
@@ -126,16 +130,16 @@ class BucketStore:
     def intact(self) -> list[CheckpointInfo]:
         """Return the same as `committed`: what is abandoned loses its place with the commit that abandons it."""
         while True:
-            kept = self._head().kept
+            kept = self.head().kept
             infos = self._manifests.intact(kept)
             # A manifest that is missing may be that of a checkpoint which was replaced since the head was read.
-            if len(infos) == len(kept) or self._head().kept == kept:
+            if len(infos) == len(kept) or self.head().kept == kept:
                 return infos
 
     def set_aside(self) -> list[Entry]:
         """Return the damaged, the abandoned, and the weights that a full checkpoint replaced, which all stay."""
         aside = (Status.CORRUPT, Status.ABANDONED, Status.WEIGHTS)
-        return [entry for entry in self._head().entries if entry.status in aside]
+        return [entry for entry in self.head().entries if entry.status in aside]
 
     def unmanaged(self) -> list[ObjectPlace]:
         """Return nothing: what has no entry in the head is no checkpoint."""
@@ -171,13 +175,13 @@ class BucketStore:
         Raises CheckpointNotFound (also where another checkpoint abandons it), CheckpointDamaged, CheckpointUnreadable
         or FormatTooNew.
         """
-        entry = self._head().kept_of(step)
+        entry = self.head().kept_of(step)
         if entry is None:
             raise CheckpointNotFound(self.address, step, [info.step for info in self.committed()])
         try:
             return self._manifests.find(entry)
         except CheckpointDamaged:
-            if self._head().kept_of(step) == entry:
+            if self.head().kept_of(step) == entry:
                 raise
         # It was replaced or removed since the head was read.
         return self.get(step)
@@ -298,15 +302,12 @@ class BucketStore:
             self._held.change(lambda head: head.without(gone))
         return [ObjectPlace(self.address, name) for name in removed]
 
-    def _head(self) -> Head:
-        return self._file.look().head or rebuilt(self._objects)
-
     def _errors_by_step(self) -> dict[int, CheckpointDamaged | CheckpointUnreadable]:
         """Return what is wrong with each checkpoint that the head lists, by step."""
         while True:
-            kept = self._head().kept
+            kept = self.head().kept
             errors = {entry.step: error for entry in kept if (error := self._error_of(entry)) is not None}
-            if not errors or self._head().kept == kept:
+            if not errors or self.head().kept == kept:
                 return errors
 
     def _error_of(self, entry: Entry) -> CheckpointDamaged | CheckpointUnreadable | None:

@@ -26,9 +26,10 @@ from torchtitan_lite.errors import ConfigError, TorchtitanLiteError
 from torchtitan_lite.log import forget_stdout
 
 PROGRAM = "torchtitan-lite"
-_DESCRIPTION = """List, check, compare, convert and thin out checkpoints on disk, without a job.
+_DESCRIPTION = """List, check, compare, convert and thin out checkpoints, without a job.
 
-STEP is a checkpoint's folder, FOLDER:10 for a step, or FOLDER for its latest."""
+STEP is a checkpoint's folder, FOLDER:10 for a step, or FOLDER for its latest; FOLDER may be an address such as
+s3://bucket/run."""
 
 VERBS = {
     "ls": "torchtitan_lite.cli.ls:Ls",

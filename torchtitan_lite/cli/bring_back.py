@@ -11,6 +11,7 @@ from typing import Annotated
 
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
+from torchtitan_lite.cli.target import local
 from torchtitan_lite.cli.writing import folder_to_write, holding, recover
 from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.errors import ConfigError
@@ -34,6 +35,7 @@ class BringBack:
     """Print JSON."""
 
     def run(self, screen: Screen) -> ExitCode:
+        local(self.folder, "bring-back")
         store = CheckpointStore(folder_to_write(self.folder))
         name = self._name_in(store.root)
         with holding(store, "bring-back", screen) as lease:

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from torchtitan_lite.cli.exit_codes import ExitCode
-from torchtitan_lite.cli.new_place import refuse_place
+from torchtitan_lite.cli.new_place import new_place
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.target import local, resolve
+from torchtitan_lite.cli.target import resolve
 from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted, readable_bytes
+from torchtitan_lite.store.place import Place
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,7 @@ class Convert:
             raise ConfigError(f"--dp-ranks {self.dp_ranks}: expected at least 1, with --layout torchtitan")
         if self.optimizer == "nested" and self.layout != "dcp":
             raise ConfigError("--optimizer nested: expected --layout dcp")
-        out = local(self.out)
-        refuse_place(out, is_step=True)
+        out = new_place(self.out, is_step=True)
         target = resolve(self.step)
 
         from torchtitan_lite.checkpoint.converting.rewriting import convert
@@ -66,7 +66,7 @@ class Convert:
         return ExitCode.FINE
 
 
-def _text(source: Path, out: Path, num_tensors: int, size: int, left_out: list[str]) -> str:
+def _text(source: Place, out: Path, num_tensors: int, size: int, left_out: list[str]) -> str:
     text = f"Converted {source}\nto {out}: {counted(num_tensors, 'tensor')}, {readable_bytes(size)}"
     if not left_out:
         return text

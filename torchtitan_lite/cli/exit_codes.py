@@ -17,6 +17,7 @@ from torchtitan_lite.errors import (
     CheckpointUnsafe,
     ConfigError,
     FolderInUse,
+    FolderUnusable,
     FormatTooNew,
     KeeperUnavailable,
     LeaseLost,
@@ -74,6 +75,8 @@ def _text_of(error: BaseException) -> str:
                 f"{error.path} has format version {error.found}, this version of torchtitan_lite reads up to "
                 f"{error.known}: upgrade torchtitan_lite"
             )
+        case FolderUnusable():
+            return f"{error.folder} cannot be used: {error.cause}"
         case FolderInUse():
             return f"{error.folder} is in use by {error.holder}: end that job, or wait for it"
         case KeeperUnavailable():

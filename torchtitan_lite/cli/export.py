@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from torchtitan_lite.cli.exit_codes import ExitCode
-from torchtitan_lite.cli.new_place import refuse_place
+from torchtitan_lite.cli.new_place import new_place
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.target import local, resolve
+from torchtitan_lite.cli.target import resolve
 from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted, readable_bytes
+from torchtitan_lite.store.place import Place
 
 if TYPE_CHECKING:
     from torchtitan_lite.checkpoint.converting.exporting import Exported
@@ -68,8 +69,7 @@ class Export:
 
     def run(self, screen: Screen) -> ExitCode:
         most = num_bytes(self.max_shard_size) if self.max_shard_size else None
-        out = local(self.out)
-        refuse_place(out, is_step=self.format == "dcp")
+        out = new_place(self.out, is_step=self.format == "dcp")
         target = resolve(self.step)
 
         from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
@@ -152,7 +152,7 @@ def num_bytes(text: str) -> int:
     return size
 
 
-def _text(source: Path, out: Path, done: Exported) -> str:
+def _text(source: Place, out: Path, done: Exported) -> str:
     weights = [name for name in done.files if not name.endswith((".json", ".md", ".jinja"))]
     others = [name for name in done.files if name not in weights]
     size = f"{readable_bytes(done.num_bytes)} in {counted(len(weights), 'file')}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.name_map import read_name_map
-from torchtitan_lite.cli.new_place import refuse_place
+from torchtitan_lite.cli.new_place import new_place
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.target import local
 from torchtitan_lite.config.argument_parser import Option, Positional
@@ -56,8 +56,7 @@ class ImportWeights:
             raise ConfigError(f"--files {self.files}: expected at least 1")
         if self.names == "same" and self.name_map:
             raise ConfigError("--names same and --name-map: expected one of them")
-        source, out = local(self.source), local(self.out)
-        refuse_place(out, is_step=True)
+        source, out = local(self.source, "import-weights"), new_place(self.out, is_step=True)
         names = read_name_map(self.name_map) if self.name_map else None
 
         from torchtitan_lite.checkpoint.importing.seed import Form, refuse_out

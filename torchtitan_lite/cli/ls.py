@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from torchtitan_lite.bucket.address import is_address
 from torchtitan_lite.checkpoint.examining.inventory import USABLE, ListedCheckpoint, inventory
 from torchtitan_lite.checkpoint.examining.opened import WrittenBy
 from torchtitan_lite.checkpoint.examining.retention_outlook import keep_keys, outlook
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.target import folder_of_checkpoints, names_step, none_in
+from torchtitan_lite.cli.spelt_address import SpeltAddress
+from torchtitan_lite.cli.target import Root, folder_of_checkpoints, names_step, none_in
 from torchtitan_lite.cli.words import age, size
 from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.disk.plain_file import read_plain
@@ -45,46 +47,46 @@ class Ls:
     """List the checkpoints in a folder, and its other contents."""
 
     folder: Annotated[str, Positional("FOLDER")]
-    """A folder of checkpoints, or the dump folder of a run."""
+    """A folder of checkpoints, on disk or as an address, or the dump folder of a run."""
     json: bool = False
     """Print JSON."""
 
     def run(self, screen: Screen) -> ExitCode:
         if names_step(self.folder):
             raise ConfigError(f"{self.folder} is a checkpoint, not a folder of checkpoints: use inspect")
-        root = folder_of_checkpoints(self.folder)
-        entries = inventory(root)
-        if not entries:
-            if is_checkpoint(root):
-                raise ConfigError(f"{root} is a checkpoint, not a folder of checkpoints: use inspect")
-            raise none_in(root, "there is no checkpoint of any step in it")
-        found = _Found.of(root, entries, time.time())
+        found = _in_store(self.folder) if is_address(self.folder) else _on_disk(folder_of_checkpoints(self.folder))
+        if not found.entries:
+            raise none_in(found.root, "there is no checkpoint of any step in it")
         screen.show(found.to_json() if screen.as_json else None, found.render)
         return ExitCode.FINE
 
 
 @dataclass(frozen=True)
 class _Found:
-    root: Path
+    root: Root
     entries: Sequence[ListedCheckpoint]
     now: float
     holder: Holder | None
+    """The job that has the folder now, as far as can be seen from here."""
     pinned: frozenset[int]
     pins_error: str
     keys: dict[str, Any]
     verdicts: dict[int, Verdict]
 
     @classmethod
-    def of(cls, root: Path, entries: Sequence[ListedCheckpoint], now: float) -> _Found:
-        pinned, error = frozenset[int](), ""
-        try:
-            pinned = Pins(root).read()
-        except PinsUnreadable as unreadable:
-            error = str(unreadable)
-        keys = keep_keys(entries)
+    def of(
+        cls,
+        root: Root,
+        entries: Sequence[ListedCheckpoint],
+        holder: Holder | None,
+        pinned: frozenset[int],
+        pins_error: str = "",
+    ) -> _Found:
+        keys, now = keep_keys(entries), time.time()
         # Where the pins cannot be known, no job removes anything.
-        verdicts = {} if error else outlook(entries, keys, pinned, now)
-        return cls(root, entries, now, _holder(root), pinned, error, keys, verdicts)
+        verdicts = {} if pins_error else outlook(entries, keys, pinned, now)
+        lives = None if holder is None or holder.has_ended() else holder
+        return cls(root, entries, now, lives, pinned, pins_error, keys, verdicts)
 
     @property
     def latest(self) -> ListedCheckpoint | None:
@@ -97,7 +99,7 @@ class _Found:
         return verdict is not None and verdict.goes
 
     def is_pinned(self, entry: ListedCheckpoint) -> bool:
-        return entry.step in self.pinned and layout.parse_step(entry.name) is not None
+        return entry.step in self.pinned and entry.has_name_of_step
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -128,6 +130,11 @@ class _Found:
             parts += ["", Text(f"To be removed by {rules}, the latest checkpoint's configuration.")]
         if self.pins_error:
             parts += ["", Text(f"Nothing is removed: {self.pins_error}")]
+        if usable and not isinstance(self.root, Path):
+            last = self.latest or usable[-1]
+            # Not folded: the address is to be copied.
+            address = Text(f"{self.root}/{last.name}", no_wrap=True, overflow="ignore")
+            parts += ["", Text(f"The address of step {last.step}:"), address]
         return Group(*parts)
 
     def _row(self, entry: ListedCheckpoint) -> tuple[str, ...]:
@@ -164,7 +171,9 @@ class _Found:
             what = entry.state.value.replace("_", " ")
             what += ", pinned" if self.is_pinned(entry) else ""
             what += f": {entry.finding}" if entry.finding else ""
-            table.add_row(entry.name, size(entry.nbytes), age(self.now - entry.created_at), what)
+            # Of a committed one in an object store, all of whose objects are gone, nothing is known.
+            old = age(self.now - entry.created_at) if entry.created_at else ""
+            table.add_row(entry.name, size(entry.nbytes), old, what)
         return table
 
     def _json_of(self, entry: ListedCheckpoint) -> dict[str, Any]:
@@ -172,6 +181,7 @@ class _Found:
         checked = entry.verified
         return {
             "name": entry.name,
+            "path": f"{self.root}/{entry.name}",
             "state": entry.state.value,
             "finding": entry.finding,
             "step": entry.step,
@@ -237,10 +247,31 @@ def _title(entry: ListedCheckpoint) -> str:
     return f"Run {entry.lineage.run_id}" + (f", rolled back to step {begun}" if begun is not None else "")
 
 
-def _holder(root: Path) -> Holder | None:
-    """Return the job that has the folder now, as far as can be seen from here."""
+def _on_disk(root: Path) -> _Found:
+    entries = inventory(root)
+    if not entries and is_checkpoint(root):
+        raise ConfigError(f"{root} is a checkpoint, not a folder of checkpoints: use inspect")
+    pinned, error = frozenset[int](), ""
     try:
-        holder = Holder.parse(read_plain(root / layout.LOCK, _LOCK_BYTES))
+        pinned = Pins(root).read()
+    except PinsUnreadable as unreadable:
+        error = str(unreadable)
+    return _Found.of(root, entries, _holder(root), pinned, error)
+
+
+def _in_store(spelling: str) -> _Found:
+    # Its client is an extra, and takes its time.
+    from torchtitan_lite.bucket.store import open_bucket
+    from torchtitan_lite.checkpoint.examining.stored_inventory import stored_inventory
+
+    root = SpeltAddress.of(spelling).folder
+    head, entries = stored_inventory(open_bucket(str(root)))
+    return _Found.of(root, entries, head.holder, head.pinned)
+
+
+def _holder(root: Path) -> Holder | None:
+    """Return the job in the lock file; None if there is none."""
+    try:
+        return Holder.parse(read_plain(root / layout.LOCK, _LOCK_BYTES))
     except (OSError, CheckpointUnsafe):
         return None
-    return None if holder is None or holder.has_ended() else holder

@@ -174,6 +174,7 @@ def _keeper_of(root: Path) -> Keeper:
 
 
 def _root(spelling: str) -> Path:
+    local(spelling, "memory")
     if names_step(spelling):
         raise ConfigError(
             f"{spelling} is one checkpoint: name the folder of checkpoints, {spelling.rpartition(':')[0]}"
@@ -181,7 +182,7 @@ def _root(spelling: str) -> Path:
     try:
         return folder_of_checkpoints(spelling)
     except CheckpointNotFound:
-        return local(spelling)
+        return Path(spelling)
 
 
 def _order(image: _Image) -> tuple[bool, int, int, str]:

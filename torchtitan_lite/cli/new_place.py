@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from torchtitan_lite.bucket.address import is_address
 from torchtitan_lite.cli.target import IN_DUMP_FOLDER
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.listing import Listing, is_checkpoint
+
+
+def new_place(spelling: str, *, is_step: bool) -> Path:
+    """Return `spelling`, the argument OUT, as a path. Raise ConfigError for an address, and as `refuse_place`."""
+    if is_address(spelling):
+        raise ConfigError(f"OUT {spelling}: expected a folder on disk, found an address")
+    out = Path(spelling)
+    refuse_place(out, is_step=is_step)
+    return out
 
 
 def refuse_place(out: Path, *, is_step: bool) -> None:

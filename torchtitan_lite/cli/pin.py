@@ -1,7 +1,8 @@
 """`pin` and `unpin`: keep one checkpoint from removal, also while a job trains and removes others.
 
 They need no lease: the file of pins is replaced in one rename, under a lock that a job takes, too, right before it
-removes something. So once `pin` has ended the step is there and stays.
+removes something; in an object store by a swap of the object that a removal swaps, too. So once `pin` has ended the
+step is there and stays.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from torchtitan_lite.checkpoint.run_folders import open_store
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.target import resolve
+from torchtitan_lite.cli.target import Root, resolve, root_of
 from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.errors import CheckpointError, CheckpointNotFound
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.listing import is_unmanaged
-from torchtitan_lite.store.pins import Pins
-from torchtitan_lite.store.store import CheckpointStore
+from torchtitan_lite.store.protocol import KeepsPins
 
 Step = Annotated[str, Positional("STEP")]
 
@@ -34,8 +35,9 @@ class Pin:
 
     def run(self, screen: Screen) -> ExitCode:
         root, step = _place(self.step)
-        store, pins = CheckpointStore(root), Pins(root)
-        _refuse_without_manifest(store, step)
+        store = open_store(str(root))
+        pins = store.pins
+        _refuse_without_manifest(root, step)
         with pins.changing() as pinned:
             store.get(step)
             was_pinned = step in pinned
@@ -48,7 +50,7 @@ class Pin:
                 pinned.discard(step)
             raise CheckpointError(f"step {step} of {root} was removed while it was being pinned") from None
         text = f"Step {step} of {root} was pinned already" if was_pinned else f"Pinned step {step} of {root}"
-        screen.show(_data(pins, step, changed=not was_pinned), lambda: text)
+        screen.show(_data(root, pins, step, changed=not was_pinned), lambda: text)
         return ExitCode.FINE
 
 
@@ -63,33 +65,34 @@ class Unpin:
 
     def run(self, screen: Screen) -> ExitCode:
         root, step = _place(self.step)
-        pins = Pins(root)
+        pins = open_store(str(root)).pins
         with pins.changing() as pinned:
             was_pinned = step in pinned
             pinned.discard(step)
         text = f"Unpinned step {step} of {root}" if was_pinned else f"Step {step} of {root} was not pinned"
-        screen.show(_data(pins, step, changed=was_pinned), lambda: text)
+        screen.show(_data(root, pins, step, changed=was_pinned), lambda: text)
         return ExitCode.FINE
 
 
-def _place(spelling: str) -> tuple[Path, int]:
+def _place(spelling: str) -> tuple[Root, int]:
     """Return the folder of checkpoints and the step that `spelling` means; the step need not be there."""
     try:
         target = resolve(spelling)
     except CheckpointNotFound as error:
         if error.step is None:
             raise
-        return Path(error.folder), error.step
+        return root_of(error.folder), error.step
     if target.root is None or target.step is None:
-        raise CheckpointError(f"{target.folder} is not called step-N, so no rule removes it and it needs no pin")
+        what = "is not called step-N" if isinstance(target.folder, Path) else "is the checkpoint of no step"
+        raise CheckpointError(f"{target.folder} {what}, so no rule removes it and it needs no pin")
     return target.root, target.step
 
 
-def _refuse_without_manifest(store: CheckpointStore, step: int) -> None:
-    folder = store.root / layout.step_dir(step)
-    if is_unmanaged(folder):
+def _refuse_without_manifest(root: Root, step: int) -> None:
+    if isinstance(root, Path) and is_unmanaged(root / layout.step_dir(step)):
+        folder = root.absolute() / layout.step_dir(step)
         raise CheckpointError(f"{folder} has no manifest, so no rule removes it and it needs no pin")
 
 
-def _data(pins: Pins, step: int, *, changed: bool) -> dict[str, Any]:
-    return {"folder": str(pins.path.parent), "step": step, "changed": changed, "pinned": sorted(pins.read())}
+def _data(root: Root, pins: KeepsPins, step: int, *, changed: bool) -> dict[str, Any]:
+    return {"folder": str(root), "step": step, "changed": changed, "pinned": sorted(pins.read())}

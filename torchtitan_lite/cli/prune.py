@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
+from torchtitan_lite.bucket.address import is_address
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.writing import folder_to_write, holding, recover, refuse_without_checkpoints
+from torchtitan_lite.cli.writing import holding, recover, refuse_without_checkpoints, store_to_write
 from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.config.checks import at_least, not_negative
 from torchtitan_lite.config.job_config import Checkpoint
@@ -18,9 +19,8 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted, readable_bytes
 from torchtitan_lite.store import retention
 from torchtitan_lite.store.housekeeping import build_housekeeping
-from torchtitan_lite.store.pins import Pins
+from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.retention import Verdict, build_retention
-from torchtitan_lite.store.store import CheckpointStore
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -54,7 +54,9 @@ class Prune:
 
     def run(self, screen: Screen) -> ExitCode:
         config = self._config()
-        store = CheckpointStore(folder_to_write(self.folder))
+        store = store_to_write(self.folder, screen)
+        if self.min_free_disk_gb and is_address(self.folder):
+            raise ConfigError(f"--min-free-disk-gb: {store.address} is in an object store, which always has room")
         refuse_without_checkpoints(store)
         removed: set[int] = set()
         housekeeping = build_housekeeping(config, build_retention(config), lambda event: removed.add(event.step))
@@ -97,7 +99,7 @@ class Prune:
             min_free_disk_gb=self.min_free_disk_gb,
         )
 
-    def _show(self, verdicts: list[Verdict], store: CheckpointStore, screen: Screen) -> None:
+    def _show(self, verdicts: list[Verdict], store: StoresCheckpoints, screen: Screen) -> None:
         name, _ = self._config().best_metric
         if self.keep_best and not any(name in verdict.info.metrics for verdict in verdicts):
             screen.note(f"note: no checkpoint records the metric {name!r}, so none is the best")
@@ -107,7 +109,7 @@ class Prune:
         skipped |= {step: error.cause for step, error in store.unreadable().items()}  # The store warns of these.
         going = [verdict.info for verdict in verdicts if verdict.goes]
         data = {
-            "folder": str(store.root),
+            "folder": store.address,
             "dry_run": self.dry_run,
             "removed_bytes": sum(info.nbytes for info in going),
             "checkpoints": [_json_of(verdict) for verdict in verdicts],
@@ -156,9 +158,9 @@ FAILED = "could_not_be_removed"
 """What keeps a checkpoint that the disk would not remove."""
 
 
-def _as_done(verdicts: list[Verdict], removed: set[int], store: CheckpointStore) -> list[Verdict]:
+def _as_done(verdicts: list[Verdict], removed: set[int], store: StoresCheckpoints) -> list[Verdict]:
     """Return what became of `verdicts`: a checkpoint may have been pinned meanwhile, or the disk may have failed."""
-    pinned = Pins(store.root).read()
+    pinned = store.pins.read()
     done = []
     for verdict in verdicts:
         if verdict.goes and verdict.info.step not in removed:

@@ -48,7 +48,7 @@ class Report:
         if not out.absolute().parent.is_dir():
             raise ConfigError(f"OUT {self.out}: there is no folder {out.parent}")
         browser = find_browser() if self.png else ""
-        runs = [read_run(str(local(folder))) for folder in (self.run_folder, self.compare_with) if folder]
+        runs = [read_run(str(local(folder, "report"))) for folder in (self.run_folder, self.compare_with) if folder]
         text = render(runs)
         page = text.encode()
         durable.write_atomically(out, page)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from torchtitan_lite.cli.exit_codes import ExitCode
-from torchtitan_lite.cli.new_place import refuse_place
+from torchtitan_lite.cli.new_place import new_place
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.target import local, resolve
+from torchtitan_lite.cli.target import resolve
 from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted, readable_bytes
@@ -33,8 +33,7 @@ class Reshard:
     def run(self, screen: Screen) -> ExitCode:
         if self.files < 1:
             raise ConfigError(f"--files {self.files}: expected at least 1")
-        out = local(self.out)
-        refuse_place(out, is_step=True)
+        out = new_place(self.out, is_step=True)
         target = resolve(self.step)
 
         from torchtitan_lite.checkpoint.converting.rewriting import reshard

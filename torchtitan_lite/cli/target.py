@@ -1,7 +1,8 @@
 """Which checkpoint a person means.
 
-A step is spelt as the folder of a checkpoint, as `FOLDER:10`, or as `FOLDER` for the latest in a folder of checkpoints.
-A dump folder stands for the `checkpoint` in it. Nothing is changed, and only manifests are read.
+A step is spelt as the folder of a checkpoint, as `FOLDER:10`, or as `FOLDER` for the latest in a folder of checkpoints,
+which may be an address. A dump folder stands for the `checkpoint` in it. Nothing is changed, and only manifests are
+read.
 """
 
 from __future__ import annotations
@@ -11,23 +12,29 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchtitan_lite.bucket.address import Address, is_address
+from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.checkpoint.resume.initial_path import last_step
+from torchtitan_lite.checkpoint.run_folders import open_store
+from torchtitan_lite.cli.spelt_address import LATEST, SpeltAddress
 from torchtitan_lite.errors import AllCheckpointsDamaged, CheckpointNotFound, ConfigError
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.listing import Listing, is_checkpoint
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
-from torchtitan_lite.store.store import CheckpointStore
+from torchtitan_lite.store.place import ObjectPlace, Place
 
-LATEST = "latest"
 IN_DUMP_FOLDER = "checkpoint"
+
+Root = Path | Address
+"""A folder of checkpoints. Its string is what people write, and what `open_store` takes."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A checkpoint on disk, which may be damaged or not ours."""
+    """A checkpoint, which may be damaged or not ours."""
 
-    folder: Path
-    root: Path | None
+    folder: Place
+    root: Root | None
     """The folder of checkpoints that it is in; None for a checkpoint that has not the name of a step."""
     step: int | None
     """Its step by its name; None if its name is not one of a step."""
@@ -36,9 +43,11 @@ class Target:
 def resolve(spelling: str) -> Target:
     """Return the checkpoint that `spelling` means.
 
-    Raises ConfigError for a URL, CheckpointNotFound if there is none, and what `CheckpointStore.get` raises.
+    Raises ConfigError for a wrong address, CheckpointNotFound if there is none, and what `get` of a store raises.
     """
-    path = local(spelling)
+    if is_address(spelling):
+        return _in_store(SpeltAddress.of(spelling))
+    path = Path(spelling)
     if path.is_dir():
         return _of_folder(path)
     folder, colon, number = spelling.rpartition(":")
@@ -54,18 +63,20 @@ def resolve(spelling: str) -> Target:
 
 
 def names_step(spelling: str) -> bool:
-    """Return whether `spelling`, which is no folder, is FOLDER:10 or FOLDER:latest."""
+    """Return whether `spelling`, which is no folder, is FOLDER:10 or FOLDER:latest, or a step's address."""
+    if is_address(spelling):
+        return SpeltAddress.of(spelling).is_step
     folder, _, number = spelling.rpartition(":")
     is_step = (number.isascii() and number.isdecimal()) or number == LATEST
-    return bool(folder) and is_step and not os.path.lexists(spelling) and "://" not in spelling
+    return bool(folder) and is_step and not os.path.lexists(spelling)
 
 
 def folder_of_checkpoints(spelling: str) -> Path:
-    """Return the folder of checkpoints that `spelling` means: itself, or `checkpoint` in a dump folder.
+    """Return the folder of checkpoints on disk that `spelling` means: itself, or `checkpoint` in a dump folder.
 
-    Raises ConfigError for a URL, and CheckpointNotFound if there is no such folder.
+    Raises CheckpointNotFound if there is no such folder.
     """
-    path = local(spelling)
+    path = Path(spelling)
     if not path.is_dir():
         finding = "it is not a folder" if os.path.lexists(path) else "it does not exist"
         raise CheckpointNotFound(str(path), None, finding=finding)
@@ -73,11 +84,34 @@ def folder_of_checkpoints(spelling: str) -> Path:
     return below if not Listing(path).steps() and below.is_dir() else path
 
 
-def local(spelling: str) -> Path:
-    """Return `spelling` as a path. Raise ConfigError for a URL."""
-    if "://" in spelling:
-        raise ConfigError(f"{spelling} is a URL, and only folders of this machine can be read: copy it here first")
+def local(spelling: str, verb: str) -> Path:
+    """Return `spelling` as a path, for a `verb` that works only on disk. Raise ConfigError for an address."""
+    if is_address(spelling):
+        raise ConfigError(f"{spelling} is an address, and {verb} works only on folders on disk")
     return Path(spelling)
+
+
+def root_of(text: str) -> Root:
+    """Return the folder of checkpoints that is called `text` in messages."""
+    return SpeltAddress.of(text).folder if is_address(text) else Path(text)
+
+
+def _in_store(spelt: SpeltAddress) -> Target:
+    from torchtitan_lite.bucket.store import open_bucket  # Its client is an extra, and takes its time.
+
+    if not spelt.name and spelt.step is None:
+        return _latest(spelt.folder)
+    store = open_bucket(str(spelt.folder))
+    head = store.head()
+    kept = next((entry for entry in head.kept if spelt.step == entry.step or spelt.name == entry.name), None)
+    if kept is not None:
+        return Target(ObjectPlace(store.address, kept.name), spelt.folder, kept.step)
+    if spelt.step is not None:
+        raise CheckpointNotFound(store.address, spelt.step, [entry.step for entry in head.kept])
+    place = ObjectPlace(store.address, spelt.name)
+    if files_of(place).identity() is None:
+        raise CheckpointNotFound(str(place), None, finding=f"there is no {layout.MANIFEST} in it")
+    return Target(place, None, None)
 
 
 def _of_folder(path: Path) -> Target:
@@ -88,10 +122,10 @@ def _of_folder(path: Path) -> Target:
     return Target(path, None if step is None else path.parent, step)
 
 
-def none_in(root: Path, finding: str) -> CheckpointNotFound:
-    """Return the error for a folder without checkpoints; it names the folders below that have some."""
+def none_in(root: Root, finding: str) -> CheckpointNotFound:
+    """Return the error for a folder without checkpoints; on disk it names the folders below that have some."""
     found = []
-    for path in sorted(path for path in root.iterdir() if path.is_dir()):
+    for path in sorted(path for path in root.iterdir() if path.is_dir()) if isinstance(root, Path) else []:
         for below in (path, path / IN_DUMP_FOLDER):
             with suppress(OSError):  # What cannot be listed is left out.
                 if below.is_dir() and not is_checkpoint(below) and last_step(below):
@@ -106,17 +140,17 @@ def _of_step(root: Path, step: int) -> Target:
     if folder.is_dir():
         return Target(folder, root, step)
     try:
-        return _of_info(CheckpointStore(root).get(step), root)
+        return _of_info(open_store(str(root)).get(step), root)
     except CheckpointNotFound as error:
         raise CheckpointNotFound(str(root), step, error.available) from None  # The store knows the absolute path only.
 
 
-def _latest(root: Path) -> Target:
+def _latest(root: Root) -> Target:
     """Return the latest full checkpoint, else the latest that is not ours, else the latest weights-only one.
 
     Where all are damaged, or the latest one that may be intact cannot be read, that is raised.
     """
-    store = CheckpointStore(root)
+    store = open_store(str(root))
     committed = store.committed()
     full = [info for info in committed if info.kind is CheckpointKind.FULL]
     if full:
@@ -132,5 +166,6 @@ def _latest(root: Path) -> Target:
     raise none_in(root, "there is no complete checkpoint in it")
 
 
-def _of_info(info: CheckpointInfo, root: Path) -> Target:
-    return Target(root / info.path.name, root, info.step)
+def _of_info(info: CheckpointInfo, root: Root) -> Target:
+    # The store on disk knows absolute paths only.
+    return Target(root / info.path.name if isinstance(root, Path) else info.path, root, info.step)

@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from torchtitan_lite.bucket.address import is_address
 from torchtitan_lite.cli.exit_codes import ExitCode, sentence_of
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.target import folder_of_checkpoints, local, none_in, resolve
+from torchtitan_lite.cli.spelt_address import SpeltAddress
+from torchtitan_lite.cli.target import folder_of_checkpoints, none_in, resolve
 from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.errors import (
+    CheckpointDamaged,
     CheckpointNotFound,
     CheckpointUnreadable,
     CheckpointUnsafe,
@@ -23,7 +26,7 @@ from torchtitan_lite.errors import (
 from torchtitan_lite.log import counted, readable_bytes
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.listing import Listing, is_checkpoint
-from torchtitan_lite.store.place import Place
+from torchtitan_lite.store.place import ObjectPlace, Place
 from torchtitan_lite.store.store import CheckpointStore
 from torchtitan_lite.store.verified import FULL, SIZES, Verified, identity_of, record
 
@@ -82,13 +85,17 @@ class Verify:
 class _Result:
     """One checkpoint, and what is known of it so far."""
 
-    folder: Path
+    folder: Place
     status: str = INTACT
     reason: str = ""
     """Why it is not verified; empty if it is."""
     looked: Looked | None = None
     read: Read | None = None
     findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.folder.absolute().name if isinstance(self.folder, Path) else self.folder.name
 
     def add(self, findings: Sequence[Finding]) -> None:
         self.findings += findings
@@ -108,7 +115,7 @@ class _Result:
     def to_json(self) -> dict[str, Any]:
         looked = self.looked
         document: dict[str, Any] = {
-            "name": self.folder.absolute().name,
+            "name": self.name,
             "path": str(self.folder),
             "status": self.status,
             "reason": self.reason,
@@ -127,9 +134,12 @@ class _Result:
         return document
 
 
-def _folders(spelling: str, screen: Screen) -> tuple[list[Path], bool]:
+def _folders(spelling: str, screen: Screen) -> tuple[Sequence[Place], bool]:
     """Return the checkpoints that `spelling` means, and whether it names a single one."""
-    path = local(spelling)
+    if is_address(spelling):
+        address = SpeltAddress.of(spelling)
+        return ([resolve(spelling).folder], True) if address.is_step else (_kept(address), False)
+    path = Path(spelling)
     if not path.is_dir() or is_checkpoint(path):
         return [resolve(spelling).folder], True
     root = folder_of_checkpoints(spelling)
@@ -147,6 +157,16 @@ def _folders(spelling: str, screen: Screen) -> tuple[list[Path], bool]:
     return folders, False
 
 
+def _kept(address: SpeltAddress) -> list[Place]:
+    """Return the checkpoints in the folder at `address`."""
+    from torchtitan_lite.bucket.store import open_bucket  # Its client is an extra, and takes its time.
+
+    store = open_bucket(str(address.folder))
+    if not (kept := store.head().kept):
+        raise none_in(address.folder, "there is no complete checkpoint in it")
+    return [ObjectPlace(store.address, entry.name) for entry in kept]
+
+
 def _is_one(folder: Path) -> bool:
     """Return whether `folder` has files of a checkpoint; one that cannot be listed is reported where it is read."""
     try:
@@ -157,14 +177,31 @@ def _is_one(folder: Path) -> bool:
         return True
 
 
-def _looked_at(folder: Path, is_one: bool) -> _Result:
-    from torchtitan_lite.checkpoint.examining.verification import look_at
+def _looked_at(folder: Place, is_one: bool) -> _Result:
+    from torchtitan_lite.checkpoint.examining.verification import finding_of, look_at
 
     result = _Result(folder)
     with _set_apart(result, is_one):
+        if isinstance(folder, ObjectPlace) and (damage := _damage_by_head(folder)) is not None:
+            result.add([finding_of(folder, damage)])
+            return result
         result.looked = look_at(folder)
         result.add(result.looked.findings)
     return result
+
+
+def _damage_by_head(place: ObjectPlace) -> CheckpointDamaged | None:
+    """Return what is wrong with the manifest at `place`, if it is missing or not the one that was committed."""
+    from torchtitan_lite.bucket.store import open_bucket  # Its client is an extra, and takes its time.
+
+    store = open_bucket(place.address)
+    kept = next((entry for entry in store.head().kept if entry.name == place.name), None)
+    try:
+        if kept is not None:
+            store.get(kept.step)
+    except CheckpointDamaged as error:
+        return error
+    return None
 
 
 def _read(results: Sequence[_Result], is_one: bool, screen: Screen) -> None:
@@ -204,7 +241,10 @@ def _record(result: _Result, full: bool, screen: Screen) -> None:
     """Write the result where `ls` finds it. A result that cannot be written is a note."""
     from torchtitan_lite.checkpoint.examining import presence
 
-    folder, looked = result.folder.absolute(), result.looked
+    looked = result.looked
+    if not isinstance(result.folder, Path):
+        return  # Who may read a bucket need not have the right to write there.
+    folder = result.folder.absolute()
     if layout.parse_step(folder.name) is None or result.reason or looked is None or looked.contents is None:
         return
     try:
@@ -238,9 +278,9 @@ def _rendered(results: Sequence[_Result], full: bool, seconds: float) -> Rendera
     for result in results:
         status = Text(result.status.upper() if result.status == DAMAGED else result.status)
         status.stylize(_STYLES.get(result.status, ""))
-        table.add_row(Text(result.folder.absolute().name), status, *_figures(result))
+        table.add_row(Text(result.name), status, *_figures(result))
         if result.findings or result.reason:
-            parts += [Text(), Text(result.folder.absolute().name), *_details(result)]
+            parts += [Text(), Text(result.name), *_details(result)]
     parts += [Text(), *(Text(line) for line in _summary(results, full, seconds))]
     return Group(*parts)
 
@@ -281,7 +321,7 @@ def _summary(results: Sequence[_Result], full: bool, seconds: float) -> list[str
         speed = f" ({seconds:.1f} s, {readable_bytes(int(nbytes / seconds))}/s)" if seconds >= 0.1 else ""
         lines = [f"{what}, every byte{speed}: {end}."]
     for result in verified:
-        name = result.folder.absolute().name
+        name = result.name
         if result.compared_with == "checksums":
             lines.append(f"{name} has no digests: compared with the checksums that torch.save wrote.")
         if result.read is not None and result.read.num_without_checksum:

@@ -7,23 +7,43 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from torchtitan_lite.bucket.address import is_address
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.target import folder_of_checkpoints, names_step
+from torchtitan_lite.cli.spelt_address import SpeltAddress
+from torchtitan_lite.cli.target import Root, folder_of_checkpoints, names_step
 from torchtitan_lite.errors import CheckpointNotFound, ConfigError
 from torchtitan_lite.store.lease import Lease, LeaseClock
 from torchtitan_lite.store.listing import is_checkpoint
+from torchtitan_lite.store.protocol import HoldsFolder, StoresCheckpoints
 from torchtitan_lite.store.store import CheckpointStore
 
 _LOOKS_OF_A_LIVE_JOB = 4
 """One each second, and a job renews its lock file every two."""
+_TIMEOUT_SECONDS = 30.0
+
+
+def store_to_write(spelling: str, screen: Screen) -> StoresCheckpoints:
+    """Return the store of the folder of checkpoints `spelling`, which may be an address. Raise ConfigError for a step.
+
+    While its lease is waited for, `screen` has a note.
+    """
+    if not is_address(spelling):
+        return CheckpointStore(folder_to_write(spelling))
+    from torchtitan_lite.bucket.head_file import BucketClock  # Its client is an extra, and takes its time.
+    from torchtitan_lite.bucket.store import open_bucket  # As above.
+
+    address = SpeltAddress.of(spelling)
+    if address.is_step:
+        raise ConfigError(f"{spelling} is one checkpoint: name the folder of checkpoints, {address.folder}")
+    return open_bucket(str(address.folder), BucketClock(_sleep(address.folder, screen, looks=1)))
 
 
 def folder_to_write(spelling: str) -> Path:
-    """Return the folder of checkpoints `spelling`. Raise ConfigError for a single checkpoint."""
+    """Return the folder of checkpoints `spelling` on disk. Raise ConfigError for a single checkpoint."""
     if names_step(spelling):
         raise ConfigError(
             f"{spelling} is one checkpoint: name the folder of checkpoints, {spelling.rpartition(':')[0]}"
@@ -34,7 +54,7 @@ def folder_to_write(spelling: str) -> Path:
     return root
 
 
-def refuse_without_checkpoints(store: CheckpointStore) -> None:
+def refuse_without_checkpoints(store: StoresCheckpoints) -> None:
     """Raise CheckpointNotFound if there is none in the folder that this package manages."""
     if store.committed() or store.damaged() or store.unreadable():
         return
@@ -44,29 +64,40 @@ def refuse_without_checkpoints(store: CheckpointStore) -> None:
         has = "has" if len(unmanaged) == 1 else "have"
         names = f"{', '.join(unmanaged[:3])}{' ...' * (len(unmanaged) > 3)}"
         finding = f"{names} {has} no manifest, so no rule removes them"
-    raise CheckpointNotFound(str(store.root), None, finding=finding)
+    raise CheckpointNotFound(store.address, None, finding=finding)
 
 
-def recover(store: CheckpointStore, screen: Screen) -> None:
+def recover(store: StoresCheckpoints, screen: Screen) -> None:
     """Finish or remove what a crash left, as the start of a job does. The caller holds the lease."""
     for path in store.recover():
         screen.note(f"note: {path.name} is recovered or removed: a job was cut off there")
 
 
 @contextmanager
-def holding(store: CheckpointStore, verb: str, screen: Screen) -> Iterator[Lease]:
+def holding(store: StoresCheckpoints, verb: str, screen: Screen) -> Iterator[HoldsFolder]:
     """Hold the lease of `store` in the block. Raises FolderInUse."""
-    looks = itertools.count(1)
-
-    def sleep(seconds: float) -> None:
-        # A job that lives shows it sooner.
-        if next(looks) == _LOOKS_OF_A_LIVE_JOB:
-            screen.note(f"note: a silent job has {store.root}; waiting up to 30 s to see whether it lives")
-        time.sleep(seconds)
-
-    lease = Lease(store.root, run_id=f"torchtitan-lite {verb}", clock=LeaseClock(sleep))
+    lease = _lease(store, f"torchtitan-lite {verb}", screen)
     lease.take()
     try:
         yield lease
     finally:
         lease.release()
+
+
+def _lease(store: StoresCheckpoints, run_id: str, screen: Screen) -> HoldsFolder:
+    if isinstance(store, CheckpointStore):
+        return Lease(store.root, run_id=run_id, clock=LeaseClock(_sleep(store.root, screen, _LOOKS_OF_A_LIVE_JOB)))
+    return store.lease(run_id, _TIMEOUT_SECONDS)
+
+
+def _sleep(root: Root, screen: Screen, looks: int) -> Callable[[float], None]:
+    """Return what sleeps between two looks at the holder of `root`, and notes the wait when `looks` were in vain."""
+    numbers = itertools.count(1)
+
+    def sleep(seconds: float) -> None:
+        # A job on a disk that lives shows it sooner.
+        if next(numbers) == looks:
+            screen.note(f"note: a silent job has {root}; waiting up to 30 s to see whether it lives")
+        time.sleep(seconds)
+
+    return sleep

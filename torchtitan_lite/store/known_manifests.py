@@ -175,7 +175,7 @@ def identity_of(folder: Path) -> Identity:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-def describe(folder: Path, manifest: Manifest) -> CheckpointInfo:
+def describe(folder: Place, manifest: Manifest) -> CheckpointInfo:
     """Return what `manifest` says of the checkpoint in `folder`."""
     return CheckpointInfo(
         manifest.step,

@@ -1,8 +1,9 @@
 """Compare every block of a checkpoint's files with its digest.
 
-Threads take spans of blocks from all files, each on disk with a reader of its own, so that none waits for another at
-the end of a file. A file is dropped from the page cache first: the bytes on the disk are compared, not a copy in memory.
-Memory: `THREADS` x 5 MiB; of an object store, that of its reader for each thread. Raises `CheckpointUnreadable` for an error of the machine.
+Threads take spans of blocks from all files, on disk each with a reader of its own, so that none waits for another at
+the end of a file. A file is dropped from the page cache first: what the disk has is compared, not a copy in memory.
+Memory: `THREADS` x 5 MiB; of an object store, `THREADS` times that of its reader. Raises `CheckpointUnreadable` for an
+error of the machine.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The files that lie at the place of a checkpoint, by name and size, whatever its manifest says.
 
-Of a folder on disk each file is looked at when it is asked for; of an object store all of them at once, by a listing.
+Of a folder on disk each file is looked at by itself; of an object store all of them at once, by a listing.
 """
 
 from __future__ import annotations

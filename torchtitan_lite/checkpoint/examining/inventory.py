@@ -13,7 +13,7 @@ import enum
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from torchtitan_lite.store.known_manifests import describe
 from torchtitan_lite.store.lineage import Lineage, without_abandoned
 from torchtitan_lite.store.listing import Listing, is_folder
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
+from torchtitan_lite.store.place import Place
 from torchtitan_lite.store.verified import Verified, verified, verified_in
 
 _FINDINGS_BYTES = 1 << 20
@@ -70,7 +71,7 @@ class ListedCheckpoint:
     """One checkpoint, or what is left of one."""
 
     name: str
-    """Of its folder."""
+    """Of its folder, or of its prefix in an object store."""
     state: FolderState
     step: int | None
     nbytes: int
@@ -91,6 +92,8 @@ class ListedCheckpoint:
     """The configuration of the run that saved it; empty if unknown."""
     info: CheckpointInfo | None = field(default=None, repr=False)
     """What the store knows of a committed one."""
+    has_name_of_step: bool = False
+    """Whether it has the place of its step, so that a pin of the step is for it."""
 
 
 def inventory(root: Path) -> list[ListedCheckpoint]:
@@ -102,8 +105,14 @@ def inventory(root: Path) -> list[ListedCheckpoint]:
         with contextlib.suppress(FileNotFoundError):
             entry = _entry(root / name)
             if entry is not None:
-                entries.append(dataclasses.replace(entry, verified=verified(root / name, records)))
-    entries = _with_abandoned(entries)
+                is_step = layout.parse_step(name) is not None
+                result = verified(root / name, records)
+                entries.append(dataclasses.replace(entry, verified=result, has_name_of_step=is_step))
+    return in_order(with_abandoned(entries))
+
+
+def in_order(entries: Iterable[ListedCheckpoint]) -> list[ListedCheckpoint]:
+    """Return `entries` by ascending step; of one step, those first that can be loaded."""
     return sorted(entries, key=lambda entry: (entry.step is None, entry.step or 0, entry.state not in USABLE))
 
 
@@ -151,7 +160,7 @@ def _of_step(folder: Path, step: int) -> ListedCheckpoint:
         raise
     except OSError as error:
         return _rest(folder, FolderState.UNREADABLE, step, error.strerror or str(error))
-    return _managed(folder, manifest, FolderState.DAMAGED if finding else FolderState.COMMITTED, finding)
+    return managed(folder, manifest, FolderState.DAMAGED if finding else FolderState.COMMITTED, finding)
 
 
 def _of_aside(folder: Path, step: int, why: str) -> ListedCheckpoint:
@@ -163,7 +172,7 @@ def _of_aside(folder: Path, step: int, why: str) -> ListedCheckpoint:
         manifest = Manifest.of_folder(folder) if is_folder(folder) else None
     except (CheckpointDamaged, CheckpointUnsafe, FormatTooNew, OSError):
         manifest = None
-    return _rest(folder, state, step, finding) if manifest is None else _managed(folder, manifest, state, finding)
+    return _rest(folder, state, step, finding) if manifest is None else managed(folder, manifest, state, finding)
 
 
 def _findings(folder: Path) -> str:
@@ -175,7 +184,8 @@ def _findings(folder: Path) -> str:
         return "it was found damaged"
 
 
-def _managed(folder: Path, manifest: Manifest, state: FolderState, finding: str) -> ListedCheckpoint:
+def managed(folder: Place, manifest: Manifest, state: FolderState, finding: str) -> ListedCheckpoint:
+    """Return the entry of the checkpoint in `folder`, as its manifest describes it."""
     info = describe(folder, manifest)
     return ListedCheckpoint(
         name=folder.name,
@@ -234,11 +244,15 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 def _missing(folder: Path, manifest: Manifest) -> str:
     findings = (size_finding(folder / name, record.size) for name, record in sorted(manifest.files.items()))
-    found = [finding for finding in findings if finding]
+    return in_short([finding for finding in findings if finding])
+
+
+def in_short(found: Sequence[str]) -> str:
+    """Return the findings `found`, one for each file, in one line; the empty string if there are none."""
     return found[0] + (f", and {counted(len(found) - 1, 'more file')}" if len(found) > 1 else "") if found else ""
 
 
-def _with_abandoned(entries: Iterable[ListedCheckpoint]) -> list[ListedCheckpoint]:
+def with_abandoned(entries: Iterable[ListedCheckpoint]) -> list[ListedCheckpoint]:
     """Return `entries`; those that a committed one abandons have that state, renamed or not, and the reason."""
     entries = list(entries)
     infos = [entry.info for entry in entries if entry.info is not None]

@@ -1,0 +1,117 @@
+"""What is in a folder of checkpoints in an object store, for a person: the same as `inventory` of a folder on disk.
+
+One listing and each manifest once; all of it again if a job committed or removed something meanwhile. Nothing is
+changed. What is in no head is a save that is under way or was cut off; unknown names are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from torchtitan_lite.bucket import naming
+from torchtitan_lite.bucket.head import Entry, Head, Status
+from torchtitan_lite.bucket.manifests import read_manifest, size_findings
+from torchtitan_lite.bucket.store import BucketStore
+from torchtitan_lite.checkpoint.examining.inventory import (
+    FolderState,
+    ListedCheckpoint,
+    in_order,
+    in_short,
+    managed,
+    with_abandoned,
+)
+from torchtitan_lite.disk.in_threads import in_threads
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, FormatTooNew
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.place import ObjectPlace
+
+_AT_A_TIME = 16
+"""Manifests, each of which takes tens of milliseconds, whatever its size."""
+_STATES = {
+    Status.KEPT: FolderState.COMMITTED,
+    Status.WEIGHTS: FolderState.SET_ASIDE,
+    Status.CORRUPT: FolderState.QUARANTINED,
+    Status.ABANDONED: FolderState.ABANDONED,
+    Status.RETIRED: FolderState.BEING_REMOVED,
+}
+_FINDINGS = {
+    Status.WEIGHTS: "a full checkpoint of its step replaced it",
+    Status.CORRUPT: "it was found damaged",
+    Status.RETIRED: "it is being removed, or its removal was cut off",
+}
+_HALF_WRITTEN = "a save into it is under way or was cut off"
+
+
+@dataclass
+class _Objects:
+    """Those of one checkpoint."""
+
+    sizes: dict[str, int] = field(default_factory=dict)
+    modified: float = 0.0
+    """When the latest of them was written, in Unix seconds; 0 if there is none."""
+
+
+def stored_inventory(store: BucketStore) -> tuple[Head, list[ListedCheckpoint]]:
+    """Return the head of `store`, and what is in its folder, by ascending step. Raises OSError."""
+    while True:
+        head = store.head()
+        found = _found(store, head)
+        # Else parts of what was committed or removed since then were not seen.
+        if store.head().entries == head.entries:
+            return head, in_order(with_abandoned(found))
+
+
+def _found(store: BucketStore, head: Head) -> list[ListedCheckpoint]:
+    objects = _listed(store)
+    found: dict[str, ListedCheckpoint] = {}
+
+    def read(entry: Entry) -> None:
+        found[entry.name] = _entry(store, entry, objects.get(entry.name, _Objects()))
+
+    # What is set aside or being removed, and whose objects are gone, was removed.
+    entries = [entry for entry in head.entries if entry.status is Status.KEPT or entry.name in objects]
+    in_threads(entries, min(_AT_A_TIME, len(entries)), lambda: read)
+    known = {entry.name for entry in head.entries}
+    for name in objects.keys() - known:
+        found[name] = _rest(name, objects[name], FolderState.HALF_WRITTEN, _HALF_WRITTEN)
+    return list(found.values())
+
+
+def _listed(store: BucketStore) -> Mapping[str, _Objects]:
+    """Return the objects of each checkpoint, by its name."""
+    found: dict[str, _Objects] = {}
+    for each in store.objects.list(naming.CHECKPOINTS):
+        if (split := naming.split_key(each.key)) is not None:
+            of_name = found.setdefault(split[0], _Objects())
+            of_name.sizes[split[1]] = each.size
+            of_name.modified = max(of_name.modified, each.modified)
+    return found
+
+
+def _entry(store: BucketStore, entry: Entry, objects: _Objects) -> ListedCheckpoint:
+    place, is_kept = ObjectPlace(store.address, entry.name), entry.status is Status.KEPT
+    state, finding = _STATES[entry.status], "; ".join(entry.findings) or _FINDINGS.get(entry.status, "")
+    try:
+        manifest, _ = read_manifest(store.objects, place, entry.step, entry.digest)
+    except CheckpointDamaged as error:
+        state, finding = (FolderState.DAMAGED, error.summary) if is_kept else (state, finding)
+    except CheckpointUnreadable as error:
+        state, finding = (FolderState.UNREADABLE, error.cause) if is_kept else (state, finding)
+    except FormatTooNew as error:
+        too_new = f"it has format version {error.found}, this version reads up to {error.known}"
+        state, finding = (FolderState.NEWER_FORMAT, too_new) if is_kept else (state, finding)
+    else:
+        sizes = {name: record.size for name, record in manifest.files.items()}
+        if is_kept and (findings := size_findings(sizes, objects.sizes)):
+            state, finding = FolderState.DAMAGED, in_short(findings)
+        return replace(managed(place, manifest, state, finding), has_name_of_step=is_kept)
+    return replace(_rest(entry.name, objects, state, finding), has_name_of_step=is_kept)
+
+
+def _rest(name: str, objects: _Objects, state: FolderState, finding: str) -> ListedCheckpoint:
+    step, _ = naming.parse_attempt(name) or (None, "")
+    nbytes = sum(size for file, size in objects.sizes.items() if file != layout.MANIFEST)
+    return ListedCheckpoint(
+        name=name, state=state, step=step, nbytes=nbytes, created_at=objects.modified, finding=finding
+    )
