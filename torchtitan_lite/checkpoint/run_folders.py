@@ -38,7 +38,7 @@ class RunFolders:
         self.checkpoints = checkpoints or open_store(section.folder, dump_folder)
         self.exports = open_store(section.export_folder, dump_folder) if section.export_folder else None
         self._stores = [store for store in (self.checkpoints, self.exports) if store is not None]
-        self._leases = {store.address: store.lease(run_id, section.lease_timeout_seconds) for store in self._stores}
+        self._leases = {store: store.lease(run_id, section.lease_timeout_seconds) for store in self._stores}
 
     @property
     def addresses(self) -> list[str]:
@@ -63,8 +63,8 @@ class RunFolders:
         self._refuse_one_for_both()
         faults.point("lease")
         # All leases before the first recovery, which removes files: until then they may be another job's.
-        for address, lease in self._leases.items():
-            with usable(address):
+        for store, lease in self._leases.items():
+            with usable(store.address):
                 lease.take()
         faults.point("recover")
         for store in self._stores:
@@ -87,7 +87,7 @@ class RunFolders:
 
     def fence(self, store: StoresCheckpoints) -> Callable[[], None]:
         """Return a function that raises `LeaseLost` once the folder of `store` belongs to another job."""
-        return self._leases[store.address].check
+        return self._leases[store].check
 
     def _refuse_one_for_both(self) -> None:
         if self.exports is not None and self.exports.identity == self.checkpoints.identity:

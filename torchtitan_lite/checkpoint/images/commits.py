@@ -45,8 +45,9 @@ class Commit:
 
 def commit_of(info: CheckpointInfo) -> Commit | None:
     """Return the step and the digest of a committed checkpoint; None if its manifest cannot be read."""
+    folder = on_disk(info.path)
     try:
-        return Commit(info.step, _digest_in(on_disk(info.path)), _metadata_ns(on_disk(info.path)), info.run_id)
+        return Commit(info.step, _digest_in(folder), _metadata_ns(folder), info.run_id)
     except (OSError, CheckpointUnsafe):
         return None
 
