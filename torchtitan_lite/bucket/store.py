@@ -204,8 +204,17 @@ class BucketStore:
             raise CheckpointUnreadable(str(info.path), f"{type(error).__name__}: {error}") from error
         return size_findings({layout.MANIFEST: found.get(layout.MANIFEST, 0)} | dict(sizes or {}), found)
 
-    def preflight(self, step: int, needed_bytes: int, make_room: Callable[[], object] = nothing) -> None:
-        """Do nothing: an object store has room."""
+    def preflight(
+        self,
+        step: int,
+        needed_bytes: int,
+        make_room: Callable[[], object] = nothing,
+        fence: Callable[[], object] = nothing,
+    ) -> None:
+        """Do nothing: an object store has room, and a save writes where no other one does.
+
+        The fence would be a request for which training waits; the commit finds out.
+        """
 
     def missing_bytes(self, wanted_bytes: int) -> int:
         """Return 0: an object store has room."""

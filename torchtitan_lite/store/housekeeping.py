@@ -60,8 +60,13 @@ class Housekeeping:
         if info.kind is CheckpointKind.FULL and not info.has_nan:
             self.note_good(info.step)
 
-    def make_sure_of_room(self, step: int, kind: CheckpointKind, store: StoresCheckpoints) -> None:
-        """Raise SaveFailed unless there is room for as much as the last checkpoint of `kind` took."""
+    def make_sure_of_room(
+        self, step: int, kind: CheckpointKind, store: StoresCheckpoints, fence: Callable[[], None] = nothing
+    ) -> None:
+        """Raise SaveFailed unless there is room for as much as the last checkpoint of `kind` took.
+
+        `fence` raises if the folder belongs to another job by now.
+        """
         faults.point("preflight", step=step)
         if (store.address, kind) not in self._num_bytes:
             before = [info.nbytes for info in store.committed() if info.kind is kind]
@@ -69,7 +74,7 @@ class Housekeeping:
         if not store.has_room(self._num_bytes[store.address, kind]):
             # Removals under way make room, and are no leftovers of a cut save.
             self.wait(self._timeout_seconds)
-        store.preflight(step, self._num_bytes[store.address, kind], make_room=lambda: self.purge(store))
+        store.preflight(step, self._num_bytes[store.address, kind], lambda: self.purge(store), fence)
 
     def purge_when_there_is_time(self, store: StoresCheckpoints, fence: Callable[[], None]) -> None:
         """Purge, before returning, or in the background if saves are made there."""

@@ -120,8 +120,17 @@ class StoresCheckpoints(Protocol):
         """Return what is wrong with the sizes of the files of `info`, one sentence each."""
         ...
 
-    def preflight(self, step: int, needed_bytes: int, make_room: Callable[[], object] = nothing) -> None:
-        """Raise `SaveFailed` unless there is room for a save of `step` with `needed_bytes`."""
+    def preflight(
+        self,
+        step: int,
+        needed_bytes: int,
+        make_room: Callable[[], object] = nothing,
+        fence: Callable[[], object] = nothing,
+    ) -> None:
+        """Raise `SaveFailed` unless there is room for a save of `step` with `needed_bytes`, while training waits.
+
+        Calls `fence`, which raises if the folder belongs to another job, if a save would remove what that job wrote.
+        """
 
     def missing_bytes(self, wanted_bytes: int) -> int:
         """Return how many more bytes must be free so that `wanted_bytes` are."""

@@ -168,12 +168,21 @@ class CheckpointStore:
         """
         return self._manifests.check_sizes(info)
 
-    def preflight(self, step: int, needed_bytes: int, make_room: Callable[[], object] = nothing) -> None:
+    def preflight(
+        self,
+        step: int,
+        needed_bytes: int,
+        make_room: Callable[[], object] = nothing,
+        fence: Callable[[], object] = nothing,
+    ) -> None:
         """Check that there is room for a save of `step` with `needed_bytes`. **Coordinator only**.
 
-        No save may be under way. Where there is too little room, removes what cut saves left and calls `make_room`.
-        Raises SaveFailed if that is not enough; the save has not begun then.
+        `fence` raises if the folder belongs to another job by now. No save may be under way. Where there is too little
+        room, removes what cut saves left and calls `make_room`. Raises SaveFailed if that is not enough; the save has
+        not begun then.
         """
+        # First: making room, and then staging, remove what another job's save has staged.
+        fence()
         if self._free_bytes(self.root) < needed_bytes:
             self.recover()
             # Leftovers of cut saves go before checkpoints, which `make_room` removes: no run needs the former.

@@ -255,9 +255,7 @@ class SaveWaiter:
     def _preflight(self, step: int, kind: CheckpointKind, store: StoresCheckpoints, fence: Callable[[], None]) -> None:
         """Raise for a save that would fail half-way: the folder belongs to another job, or the disk has no room."""
         if self._peers.is_coordinator:
-            # First: making room, and then staging, remove what another job's save has staged.
-            fence()
-            self._housekeeping.make_sure_of_room(step, kind, store)
+            self._housekeeping.make_sure_of_room(step, kind, store, fence)
 
     def _report_saved(self, save: _Save) -> None:
         committed = save.pending.durable.result()
