@@ -142,6 +142,11 @@ class CheckpointDamaged(CheckpointError, ValueError):
         return _clause(self.finding) + (f" (in it: {', '.join(self.keys[:3])}{more})" if self.keys else "")
 
 
+def _key_of(folder: str) -> str:
+    """Return the option that names another folder in place of `folder`."""
+    return "--checkpoint.folder" if "://" in folder else "--job.dump_folder"
+
+
 class AllCheckpointsDamaged(CheckpointError, ValueError):
     """No checkpoint in `folder` is what was committed; `findings` is by step. None was changed."""
 
@@ -150,7 +155,7 @@ class AllCheckpointsDamaged(CheckpointError, ValueError):
         each = "".join(f"\n  step {step}: {finding}" for step, finding in sorted(findings.items(), reverse=True))
         super().__init__(
             f"every checkpoint in {folder} is damaged; none of them was changed:{each}\n"
-            "Restore one of them from a copy, or start from scratch with another --job.dump_folder."
+            f"Restore one of them from a copy, or start from scratch with another {_key_of(folder)}."
         )
 
 
@@ -247,7 +252,11 @@ class FolderUnusable(CheckpointError, OSError):
         self.folder, self.cause = folder, cause
         super().__init__(
             f"{folder} cannot be used for checkpoints: {_clause(cause)}. "
-            "Make it a folder that this user may write, with room, or set another --job.dump_folder."
+            + (
+                "Set another --checkpoint.folder if that cannot be put right."
+                if "://" in folder
+                else "Make it a folder that this user may write, with room, or set another --job.dump_folder."
+            )
         )
 
 
@@ -269,7 +278,7 @@ class FolderInUse(CheckpointError, RuntimeError):
     def __init__(self, folder: str, holder: str) -> None:
         self.folder, self.holder = folder, holder
         super().__init__(
-            f"{folder} is in use by {holder}. End that job, or give this one another folder with --job.dump_folder."
+            f"{folder} is in use by {holder}. End that job, or give this one another folder with {_key_of(folder)}."
         )
 
 
@@ -280,7 +289,7 @@ class LeaseLost(CheckpointError, RuntimeError):
         self.folder, self.holder = folder, holder
         if holder:
             what = f"was taken from this job, which was silent for too long; it is now with {holder}"
-            fix = "Let the other job run, or end it and start this one again, or use another --job.dump_folder"
+            fix = f"Let the other job run, or end it and start this one again, or use another {_key_of(folder)}"
         else:
             what = "is no longer this job's, because its lock file is gone: it, or the folder, was moved or removed"
             fix = "If the folder was moved, move it back; then start this job again"

@@ -105,7 +105,7 @@ def write(store: BucketStore, step: int, data: bytes = b"data") -> str:
     """Write the files of a save of `step`; return its name."""
     place = store.begin(step)
     store.objects.put(f"{place}/{FILE}", data)
-    store.add_metadata(step, b"metadata")
+    store.add_metadata(place, b"metadata")
     return place
 
 

@@ -43,7 +43,7 @@ def write(store: BucketStore, step: int, **changes: Any) -> Manifest:
     place = store.begin(step)
     for path in sorted(GOLDEN.glob("__*")):
         store.new_file(place, path.name).write(_content(path.read_bytes()))
-    store.add_metadata(step, (GOLDEN / layout.METADATA).read_bytes())
+    store.add_metadata(place, (GOLDEN / layout.METADATA).read_bytes())
     return dataclasses.replace(manifest, step=step, extra=manifest.extra | changes.pop("extra", {}), **changes)
 
 

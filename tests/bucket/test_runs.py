@@ -122,12 +122,11 @@ def test_a_run_ends_with_its_export_in_another_folder_and_a_new_one_begins_from_
     model = Tiny()
     assert load_model(model, exports) == 3
     assert same(dict(model.state_dict()), {key: _rounded(value) for key, value in weights.items()})
-    place = f"{folder}/step-3"
-    with SmallRun(
-        tmp_path / "new", folder=f"{folder}-new", initial_load_path=place, initial_load_model_only=False
-    ) as new:
-        assert new.manager.load()
-        assert new.train_state.step == 3
+    for number, place in enumerate((f"{folder}/step-3", str(stored(folder).get(3).path))):
+        of_run: dict[str, Any] = {"initial_load_path": place, "initial_load_model_only": False}
+        with SmallRun(tmp_path / "new", folder=f"{folder}-new-{number}", **of_run) as new:
+            assert new.manager.load()
+            assert new.train_state.step == 3
     with (
         pytest.raises(CheckpointNotFound, match=r"step 4 .*\(it has 3\)"),
         SmallRun(tmp_path / "other", folder=f"{folder}-other", initial_load_path=f"{folder}/step-4") as other,

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.bucket.memory_objects import Bucket, Fate, Request
+from tests.bucket.memory_objects import Bucket, Fate, Request, at
 from tests.bucket.saving import (
     FILE,
     FULL,
@@ -27,6 +27,7 @@ from tests.bucket.saving import (
 )
 from torchtitan_lite.bucket.garbage import KEPT_SECONDS
 from torchtitan_lite.bucket.naming import attempt_name
+from torchtitan_lite.bucket.objects import StoreUnavailable
 from torchtitan_lite.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -115,7 +116,7 @@ def test_a_file_of_another_size_is_not_committed(job: Job, bucket: Bucket) -> No
 
 def test_a_missing_file_is_not_committed(job: Job, bucket: Bucket) -> None:
     place = job.store.begin(5)
-    job.store.add_metadata(5, b"metadata")
+    job.store.add_metadata(place, b"metadata")
     with pytest.raises(SaveFailed, match=rf"s3://bucket/run/{place}/{FILE} is missing"):
         job.store.commit(5, manifest_of(5, b"data"))
 
@@ -364,11 +365,49 @@ def test_what_a_failed_save_left_is_removed(job: Job, bucket: Bucket) -> None:
     assert not any(key.startswith("step-") for key in bucket.stored)
 
 
-def test_a_failed_try_is_removed_once_the_next_one_is_committed(job: Job, bucket: Bucket) -> None:
-    write(job.store, 5, b"first")
+def test_a_failed_try_that_could_not_be_removed_is_removed_once_the_next_one_is_committed(
+    job: Job, bucket: Bucket
+) -> None:
+    place = write(job.store, 5, b"first")
+    job.objects.fate = lambda request: Fate.NEVER_SENT if request.verb == "delete" else Fate.CARRIED_OUT
+    with pytest.raises(StoreUnavailable):
+        job.store.remove_staging(5, place)
+    job.objects.fate = at(0, Fate.NEVER_SENT)
     save(job.store, 5, b"second")
     assert len([key for key in bucket.stored if key.startswith("step-")]) == 3
     assert found_in(bucket) == {5: b"second"}
+
+
+def test_a_save_that_was_given_up_and_one_of_the_same_step_do_not_touch_each_other(job: Job, bucket: Bucket) -> None:
+    given_up = write(job.store, 5, b"first")
+    under_way = write(job.store, 5, b"second")
+    job.store.remove_staging(5, given_up)
+    with pytest.raises(SaveFailed, match="its files were removed"):
+        job.store.commit(5, manifest_of(5, b"first"), place=given_up)
+    assert found_in(bucket) == {}
+    job.store.commit(5, manifest_of(5, b"second"), place=under_way)
+    assert found_in(bucket) == {5: b"second"}
+    job.store.remove_staging(5, given_up)
+    job.store.remove_staging(5, under_way)
+    assert found_in(bucket) == {5: b"second"}
+
+
+def test_a_save_that_wakes_late_commits_its_own_files(job: Job, bucket: Bucket) -> None:
+    late = write(job.store, 5, b"first")
+    write(job.store, 5, b"second")
+    job.store.commit(5, manifest_of(5, b"first"), place=late)
+    assert found_in(bucket) == {5: b"first"}
+    job.store.commit(5, manifest_of(5, b"second"))
+    assert found_in(bucket) == {5: b"second"}
+
+
+def test_a_save_of_before_the_folder_was_given_up_is_not_committed(job: Job, bucket: Bucket) -> None:
+    place = write(job.store, 5)
+    job.lease.release()
+    job.lease.take()
+    with pytest.raises(SaveFailed, match="was given up since it began"):
+        job.store.commit(5, manifest_of(5, b"data"), place=place)
+    assert found_in(bucket) == {}
 
 
 def test_removing_a_failed_save_leaves_what_is_committed(job: Job, bucket: Bucket) -> None:

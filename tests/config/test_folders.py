@@ -40,6 +40,20 @@ def test_an_address_is_one_sentence_that_names_the_key(section: Any, name: str, 
     assert "\n" not in message
 
 
+@pytest.mark.parametrize("scheme", ["s3://", "S3://", "https://", "s3:/", "gs://"])
+@pytest.mark.parametrize(("section", "name"), PLACES)
+def test_a_login_in_an_address_is_refused_and_not_shown(section: Any, name: str, scheme: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        section(**{name: f"{scheme}KEY:hunter2@bucket/run"})
+    assert not any(secret in str(refusal.value) for secret in ("KEY", "hunter2"))
+
+
+@pytest.mark.parametrize(("key", "value"), [("memory_interval", 5), ("min_free_disk_gb", 10.0)])
+def test_what_needs_a_disk_is_refused_with_a_folder_in_an_object_store(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"checkpoint\.{key}: found {value} with a folder in an object store"):
+        Checkpoint(folder="s3://bucket/run", async_mode="async", **{key: value})
+
+
 @pytest.mark.parametrize("folder", ["~", "~/runs/1"])
 @pytest.mark.parametrize(("section", "name"), PLACES)
 def test_a_home_that_no_shell_expanded_is_refused_by_name(section: Any, name: str, folder: str) -> None:

@@ -50,9 +50,10 @@ class AttemptManifests:
         known = self._known.get(name)
         return None if known is None else known.sizes
 
-    def remember(self, entry: Entry, manifest: Manifest) -> None:
-        """Remember `manifest`, which was just written, as that of `entry`."""
-        self._known[entry.name] = _known(ObjectPlace(self._objects.address, entry.name), manifest)
+    def remember(self, entry: Entry, manifest: Manifest) -> CheckpointInfo:
+        """Remember `manifest`, which was just written, as that of `entry`; return what it says."""
+        known = self._known[entry.name] = _known(ObjectPlace(self._objects.address, entry.name), manifest)
+        return known.info
 
     def intact(self, entries: Sequence[Entry]) -> list[CheckpointInfo]:
         """Return those of `entries` that are intact, by the same order. Raises FormatTooNew."""

@@ -1,7 +1,9 @@
 """The saves that a store has begun: each writes below a name of its own, and becomes visible by one swap of the head.
 
-The objects of a save are deleted only while it is certain that it was not committed and will not be: a swap without an
-answer may be carried out later, and a head that was lost may be made again from what lies there.
+A save is known by that name, never by its step: one that the loop gave up may end while another save of the same step
+is under way, and neither touches the other. The objects of a save are deleted only while it is certain that it was not
+committed and will not be: a swap without an answer may be carried out later, and a head that was lost may be made again
+from what lies there.
 """
 
 from __future__ import annotations
@@ -14,12 +16,13 @@ from torchtitan_lite.bucket import naming
 from torchtitan_lite.bucket.garbage import delete_attempt
 from torchtitan_lite.bucket.head import Entry, Head, Status
 from torchtitan_lite.bucket.holding import HeldHead
+from torchtitan_lite.bucket.lease import Claim
 from torchtitan_lite.bucket.manifests import AttemptManifests, last_digest_of, size_findings
 from torchtitan_lite.bucket.object_path import ObjectPath
 from torchtitan_lite.bucket.objects import Objects
 from torchtitan_lite.bucket.recovery import ATTEMPT, EPOCH
 from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.errors import CheckpointError, LeaseLost, SaveFailed
+from torchtitan_lite.errors import CheckpointError, SaveFailed
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
@@ -36,64 +39,85 @@ class BucketSaves:
         self._held = held
         self._manifests = manifests
         self._new_attempt = new_attempt
-        self._begun: dict[int, list[str]] = {}
-        """The names of the saves of each step that are neither committed nor removed; the last one is under way."""
+        self._begun: dict[str, Claim] = {}
+        """The saves that are neither committed nor removed, by name, and what this process held when each began."""
+        self._failed: dict[str, None] = {}
+        """The names of those that have failed, in order; their objects are to go."""
         self._metadata: dict[str, FileRecord] = {}
         self._unknown: dict[str, int] = {}
         """The names of saves whose swap had no answer, and the number of the head's version that it named."""
 
     def begin(self, step: int) -> str:
         """Return the name of a new save of `step`. Raises CheckpointError if this process holds nothing."""
-        self._held.claim()
+        claim = self._held.claim()
         name = naming.attempt_name(step, self._new_attempt())
-        self._begun.setdefault(step, []).append(name)
+        self._begun[name] = claim
         return name
 
-    def add_metadata(self, step: int, data: bytes) -> None:
-        """Write DCP's `.metadata` of the save of `step`."""
-        name = self._under_way(step)
+    def latest(self, step: int) -> str:
+        """Return the name of the save of `step` that began last; the empty string if there is none."""
+        return next(iter(reversed(self._of(step))), "")
+
+    def add_metadata(self, name: str, data: bytes) -> None:
+        """Write DCP's `.metadata` of the save `name`."""
         self._objects.put(f"{name}/{layout.METADATA}", data)
         self._metadata[name] = FileRecord.of(data)
 
-    def commit(self, step: int, manifest: Manifest) -> CheckpointInfo:
-        """Make the save of `step` visible in place of what it replaces and abandons.
+    def commit(self, name: str, manifest: Manifest) -> CheckpointInfo:
+        """Make the save `name` visible in place of what it replaces and abandons.
 
         Raises SaveFailed, also if it is not known whether it became visible, LeaseLost, and OSError: it did not.
         """
-        name = self._under_way(step)
-        place = ObjectPlace(self._objects.address, name)
-        entry = self._sealed(place, manifest)
+        self._refuse_what_is_over(name, manifest.step)
+        step, place = manifest.step, ObjectPlace(self._objects.address, name)
+        entry, info = self._sealed(place, manifest)
         faults.point("commit", step=step, path=ObjectPath(str(place)))
         head = self._swapped_in(entry, manifest.lineage.abandons)
         faults.point("committed", step=step, path=ObjectPath(str(place)))
-        self._begun[step].remove(name)
+        self._begun.pop(name, None)
         self._clean_after(step, head, manifest.lineage.abandons)
-        return self._manifests.find(entry)
+        return info
 
-    def remove(self, step: int) -> None:
-        """Delete the objects of the saves of `step` that will certainly not be committed. Raises OSError."""
-        if not self._begun.get(step):
+    def remove(self, step: int, name: str = "") -> None:
+        """Delete the objects of the save `name`, which has failed, by default of all of `step`. Raises OSError.
+
+        What may be committed after all stays until a later call, or commit, finds that it will not be.
+        """
+        self._failed.update(dict.fromkeys([name] if name else self._of(step)))
+        self._remove_failed()
+
+    def _remove_failed(self) -> None:
+        if not self._failed:
             return
-        try:
-            head = self._held.read()
-        except LeaseLost:
-            # Another job may have made a lost head again, and listed them.
-            return
-        for name in list(self._begun[step]):
+        # No swap of this process comes between the look at the head and the note that the save is over.
+        with self._held.exclusive:
+            try:
+                head = self._held.read()
+            except CheckpointError:
+                # Another job may have made a lost head again, and listed them.
+                return
+            # A later version of the head refuses a swap that is under way still; until there is one, it may come.
+            over = [name for name in self._failed if head.find(name) or head.change > self._unknown.get(name, -1)]
+            for name in over:
+                self._begun.pop(name, None)
+        for name in over:
             if head.find(name) is None:
-                # A later version of the head refuses a swap that is under way still; until there is one, it may come.
-                if head.change <= self._unknown.get(name, -1):
-                    continue
                 delete_attempt(self._objects, name)
-            self._begun[step].remove(name)
+            self._failed.pop(name, None)
 
-    def _under_way(self, step: int) -> str:
-        if not self._begun.get(step):
-            raise SaveFailed(step, "it was not begun")
-        return self._begun[step][-1]
+    def _of(self, step: int) -> list[str]:
+        return [name for name in list(self._begun) if (naming.parse_attempt(name) or (-1, ""))[0] == step]
 
-    def _sealed(self, place: ObjectPlace, manifest: Manifest) -> Entry:
-        """Return the entry of the complete checkpoint at `place`, after writing its manifest."""
+    def _refuse_what_is_over(self, name: str, step: int) -> None:
+        """Raise SaveFailed unless the save `name` is under way, of the time for which this process holds the folder."""
+        claim = self._begun.get(name)
+        if claim is None or name in self._failed:
+            raise SaveFailed(step, "it was not begun, or its files were removed")
+        if claim != self._held.claim():
+            raise SaveFailed(step, f"{self._objects.address} was given up since it began")
+
+    def _sealed(self, place: ObjectPlace, manifest: Manifest) -> tuple[Entry, CheckpointInfo]:
+        """Return the entry of the complete checkpoint at `place`, and what it is, after writing its manifest."""
         step, attempt = naming.parse_attempt(place.name) or (0, "")
         if manifest.step != step:
             raise SaveFailed(step, f"its manifest is of step {manifest.step}, not {step}")
@@ -109,8 +133,7 @@ class BucketSaves:
         # The manifest comes last: what has one is complete.
         self._objects.put(path, data)
         entry = Entry(step, attempt, sealed.kind, sealed.lineage.run_id, last_digest_of(data))
-        self._manifests.remember(entry, sealed)
-        return entry
+        return entry, self._manifests.remember(entry, sealed)
 
     def _described(self, place: ObjectPlace, manifest: Manifest) -> dict[str, FileRecord]:
         """Return the record of DCP's `.metadata`, of what was written where the manifest has no digest of it."""
@@ -132,6 +155,7 @@ class BucketSaves:
 
     def _swapped_in(self, entry: Entry, abandons: tuple[tuple[int, str], ...]) -> Head:
         def with_commit(head: Head) -> Head:
+            self._refuse_what_is_over(entry.name, entry.step)
             self._unknown[entry.name] = head.change
             return head.with_commit(entry, abandons)
 
@@ -148,7 +172,7 @@ class BucketSaves:
         return head
 
     def _clean_after(self, step: int, head: Head, abandons: tuple[tuple[int, str], ...]) -> None:
-        """Delete what the commit of `step` replaced, and earlier tries of it; log a warning if that fails."""
+        """Delete what the commit of `step` replaced, and what failed saves left; log a warning if that fails."""
         for entry in head.entries:
             if entry.status is Status.ABANDONED and (entry.step, entry.run_id) in abandons:
                 logger.info("Step %d is of an abandoned branch and is set aside: %s", entry.step, entry.name)
@@ -156,6 +180,6 @@ class BucketSaves:
             for entry in head.entries:
                 if entry.step == step and entry.status is Status.RETIRED:
                     self._held.delete(entry.name)
-            self.remove(step)
+            self._remove_failed()
         except (OSError, CheckpointError) as error:
             logger.warning("Step %d is saved, but what it replaced could not be removed: %s", step, error)

@@ -232,12 +232,16 @@ class BucketStore:
         """Return the file `name` of the save that `begin` gave the name `place`. **Any rank**."""
         return ObjectToUpload(self.address, f"{place}/{name}")
 
-    def add_metadata(self, step: int, data: bytes) -> None:
-        """Write DCP's `.metadata` of the save of `step`. **Coordinator only**."""
-        self._saves.add_metadata(step, data)
+    def add_metadata(self, place: str, data: bytes) -> None:
+        """Write DCP's `.metadata` of the save that `begin` gave the name `place`. **Coordinator only**."""
+        self._saves.add_metadata(place, data)
 
-    def commit(self, step: int, manifest: Manifest, fence: Callable[[], object] = nothing) -> CheckpointInfo:
-        """Make the save of `step` visible. **Coordinator only**, after every rank has written its files.
+    def commit(
+        self, step: int, manifest: Manifest, fence: Callable[[], object] = nothing, *, place: str = ""
+    ) -> CheckpointInfo:
+        """Make the save `place` of `step`, by default the one that began last, visible. **Coordinator only**.
+
+        Every rank has written its files by now.
 
         `fence` raises if the folder belongs to another job by now; after it raised, nothing is changed. Raises
         LeaseLost, with or without a fence, SaveFailed if the files are not those of the manifest, OSError if the store
@@ -250,14 +254,14 @@ class BucketStore:
         if abandoning := [info for info in self.intact() if (step, run_id) in info.lineage.abandons]:
             # A head that is made again from the manifests would not have the new checkpoint.
             raise SaveFailed(step, f"{abandoning[0].path} abandons step {step} of run {run_id}")
-        return self._saves.commit(step, manifest)
+        return self._saves.commit(place or self._saves.latest(step), manifest)
 
-    def remove_staging(self, step: int) -> None:
-        """Remove what failed saves of `step` left. **Coordinator only**, when no rank writes into it any more.
+    def remove_staging(self, step: int, place: str = "") -> None:
+        """Remove what the failed save `place` left, by default all of `step`. **Coordinator only**.
 
-        What may be committed after all stays.
+        No rank writes into it any more. What may be committed after all stays.
         """
-        self._saves.remove(step)
+        self._saves.remove(step, place)
 
     def discard(self, info: CheckpointInfo) -> list[ObjectPlace]:
         """Make the checkpoint of `info` absent for every reader, durably. **Coordinator only**.

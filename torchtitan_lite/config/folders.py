@@ -24,6 +24,11 @@ def is_in_object_store(value: str) -> bool:
 
 def refuse_unknown_address(key: str, value: str) -> None:
     """Raise ConfigError if `value` of `key` is an address, but of no object store that is known; or starts with ~/."""
+    if _has_login(value):
+        raise ConfigError(
+            f"{key}: the address has a user or a password in it. Give the credentials of a store in the environment; "
+            "docs/object_stores.md names the variables."
+        )
     if not is_in_object_store(value):
         known = ", ".join(f"{scheme}://" for scheme in OBJECT_STORES)
         refuse_address(key, value, f"Name a folder, or an address that begins with one of {known}.")
@@ -37,4 +42,15 @@ def refuse_address(key: str, value: str, instead: str) -> None:
     if value == "~" or value.startswith("~/"):
         raise ConfigError(f"{key}: {value!r} starts with ~, which only a shell expands. Give the full path.")
     if _ADDRESS.match(value):
-        raise ConfigError(f"{key}: expected a folder of a file system, found the address {value!r}. {instead}")
+        # Neither a login nor what is signed: messages are logged.
+        shown = (
+            f"an address at {value.partition(':')[0]}:"
+            if _has_login(value) or "?" in value
+            else f"the address {value!r}"
+        )
+        raise ConfigError(f"{key}: expected a folder of a file system, found {shown}. {instead}")
+
+
+def _has_login(value: str) -> bool:
+    """Return whether `value` is an address with a user before its host."""
+    return _ADDRESS.match(value) is not None and "@" in value.partition(":")[2].lstrip("/").partition("/")[0]

@@ -72,7 +72,7 @@ class RunMetrics:
         self._wandb: WandbRun | None = None
         self._config = config
         folder = config.checkpoint.folder
-        self._checkpoints = folder if is_in_object_store(folder) else str(dump_folder / folder)
+        self._checkpoints = folder.rstrip("/") if is_in_object_store(folder) else str(dump_folder / folder)
         self._world_size = world.world_size
         self._lock = threading.Lock()
         self._event_tags: dict[str, float] = {}

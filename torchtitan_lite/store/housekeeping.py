@@ -145,10 +145,10 @@ class Housekeeping:
                     logger.info("Deleted step %d", info.step)
                     self._emit(Purged(info.step, bytes=info.nbytes))
 
-    def remove_failed_save(self, step: int, store: StoresCheckpoints) -> None:
-        """Remove what a failed save left; log a warning if that fails."""
+    def remove_failed_save(self, step: int, store: StoresCheckpoints, place: str = "") -> None:
+        """Remove what a failed save left at `place`; log a warning if that fails."""
         try:
-            store.remove_staging(step)
+            store.remove_staging(step, place)
         except OSError as error:
             logger.warning("Could not remove what the failed save of step %d left: %s", step, error)
 

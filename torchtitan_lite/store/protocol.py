@@ -148,19 +148,21 @@ class StoresCheckpoints(Protocol):
         """Return the file `name` of the save that `begin` gave the name `place`. **Any rank**."""
         ...
 
-    def add_metadata(self, step: int, data: bytes) -> None:
-        """Write DCP's `.metadata` of the save of `step`."""
+    def add_metadata(self, place: str, data: bytes) -> None:
+        """Write DCP's `.metadata` of the save that `begin` gave the name `place`."""
 
-    def commit(self, step: int, manifest: Manifest, fence: Callable[[], object] = nothing) -> CheckpointInfo:
-        """Commit what was written since `begin`, durably, after every rank has written its files.
+    def commit(
+        self, step: int, manifest: Manifest, fence: Callable[[], object] = nothing, *, place: str = ""
+    ) -> CheckpointInfo:
+        """Commit the save `place` of `step`, durably, after every rank has written its files.
 
         `fence` raises if the folder belongs to another job by now; then nothing is changed. Raises `SaveFailed`,
         OSError. The checkpoint of `step` is then the old one or the new one, complete.
         """
         ...
 
-    def remove_staging(self, step: int) -> None:
-        """Remove what a failed save of `step` left, when no rank writes into it any more."""
+    def remove_staging(self, step: int, place: str = "") -> None:
+        """Remove what the failed save `place` of `step` left, when no rank writes into it any more."""
 
     def discard(self, info: CheckpointInfo) -> Sequence[Any]:
         """Make `info` absent for every reader, durably; return what is left of it, for `empty`."""

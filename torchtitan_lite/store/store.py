@@ -213,9 +213,10 @@ class CheckpointStore:
         self._durable.make_dir(folder)
         return NewFileOnDisk(folder / name, self._durable)
 
-    def add_metadata(self, step: int, data: bytes) -> None:
-        """Write DCP's `.metadata` of the save of `step`. **Coordinator only**."""
-        self._durable.write_file(self.stage(step) / layout.METADATA, data)
+    def add_metadata(self, place: str, data: bytes) -> None:
+        """Write DCP's `.metadata` of the save that `begin` gave the name `place`. **Coordinator only**."""
+        self._durable.make_dir(self.root / place)
+        self._durable.write_file(self.root / place / layout.METADATA, data)
 
     def stage(self, step: int) -> Path:
         """Create the folder that a save of `step` writes into, durably, and return it. **Any rank**; idempotent."""
@@ -233,14 +234,16 @@ class CheckpointStore:
         elif os.path.lexists(staging):
             self._retired.remove(staging)
 
-    def remove_staging(self, step: int) -> None:
+    def remove_staging(self, step: int, place: str = "") -> None:
         """Remove the staging folder of `step`. **Coordinator only**, when no rank writes into it any more."""
         with self.exclusive:
             staging = self._superfluous_staging(step)
         if os.path.lexists(staging):
             self._retired.remove(staging)
 
-    def commit(self, step: int, manifest: Manifest, fence: Callable[[], object] = nothing) -> CheckpointInfo:
+    def commit(
+        self, step: int, manifest: Manifest, fence: Callable[[], object] = nothing, *, place: str = ""
+    ) -> CheckpointInfo:
         """Turn what was staged into `step-N`, durably. **Coordinator only**, after every rank has synced its files.
 
         `fence` raises if the folder belongs to another job by now. It is called first, and again right before each

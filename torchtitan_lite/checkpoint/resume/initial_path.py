@@ -47,9 +47,13 @@ def checked_initial_path(given: str) -> Place:
 def _in_store(given: str) -> Place:
     """Return the checkpoint that the address `given` names, which ends in step-N. Raises as the store's `get`."""
     folder, _, name = given.rstrip("/").rpartition("/")
-    if (step := layout.parse_step(name)) is None:
+    # As `ls` shows it, a name has the attempt, too.
+    if (step := layout.parse_step(name.partition(".")[0])) is None:
         raise CheckpointNotFound(given, None, finding="it does not end in the name of a checkpoint, such as step-1000")
-    return open_store(folder).get(step).path
+    place = open_store(folder).get(step).path
+    if "." in name and place.name != name:
+        raise CheckpointNotFound(given, None, finding=f"that step is {place} now")
+    return place
 
 
 def _finding(given: str, path: Path) -> str:

@@ -46,6 +46,8 @@ class _Save:
     """Whether the loop waited for its staging as long as for a complete save: no code waits for it again."""
     slowest: list[tuple[int, float]] = field(default_factory=list)
     """On the coordinator, once all have written: the rank that took longest to write its file, and its seconds."""
+    places: list[str] = field(default_factory=list)
+    """On the coordinator, once it has begun: the name of its place."""
     over: Future[None] = field(default_factory=Future)
     """Done when retention, or the removal of a failed save's leftovers, is over, too. Threads that wait for `durable`
     may wake before that."""
@@ -121,6 +123,7 @@ class SaveWaiter:
         faults.set_step(step)
         faults.point("save")
         slowest: list[tuple[int, float]] = []
+        places: list[str] = []
         target = SaveTarget(
             store,
             step,
@@ -130,6 +133,7 @@ class SaveWaiter:
             check=lambda: self._preflight(step, kind, store, fence),
             writes_anyway=writes_anyway,
             note_slowest=lambda rank, seconds: slowest.append((rank, seconds)),
+            note_place=places.append,
         )
         try:
             pending = saver.save(state, target)
@@ -137,7 +141,7 @@ class SaveWaiter:
             self._emit(SaveFailure(step, reason=str(error), in_a_row=self._failed_in_a_row))
             raise
         self.differs = pending.differs
-        save = _Save(pending, kind, store, fence, began_seconds=began, slowest=slowest)
+        save = _Save(pending, kind, store, fence, began_seconds=began, slowest=slowest, places=places)
         save.pending.durable.add_done_callback(lambda _: self._when_over(save))
         save.stall_seconds = self._clock() - began
         self._save = save
@@ -244,7 +248,8 @@ class SaveWaiter:
             if _failed(save.pending.durable):
                 # After a lost lease the staging folder may be another job's.
                 if not isinstance(save.pending.durable.exception(), LeaseLost):
-                    self._housekeeping.remove_failed_save(save.pending.step, save.store)
+                    for place in save.places:
+                        self._housekeeping.remove_failed_save(save.pending.step, save.store, place)
                 return
             if (committed := save.pending.durable.result()) is not None:
                 self._housekeeping.note_committed(committed, save.store)

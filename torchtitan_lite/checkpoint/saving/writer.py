@@ -89,6 +89,8 @@ class SaveTarget:
     """Whether the checkpoint is written although ranks hold different values under one name: no save follows."""
     note_slowest: Callable[[int, float], None] = ignore_slowest
     """Called before the commit with the rank that took longest to write its file, and its seconds. Coordinator."""
+    note_place: Callable[[str], object] = str
+    """Called with the name of the save's place, before any rank writes there. Coordinator."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,7 @@ class CommittingWriter(StorageWriter):
 
     def __init__(self, target: SaveTarget, content: RankContent | None) -> None:
         self._target, self._content = target, content
+        self._place = ""
         self.committed: CheckpointInfo | None = None
         """What was committed: on the coordinator, after `finish`; else None."""
 
@@ -144,8 +147,9 @@ class CommittingWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         # On the coordinator alone, in the planning phase, which ends on all ranks before any of them writes. The plans
         # bring the name of the place to the ranks.
-        place = self._target.store.begin(self._target.step)
-        return [dataclasses.replace(plan, storage_data=place) for plan in plans]
+        self._place = self._target.store.begin(self._target.step)
+        self._target.note_place(self._place)
+        return [dataclasses.replace(plan, storage_data=self._place) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         future: Future[list[Any]] = Future()
@@ -171,7 +175,7 @@ class CommittingWriter(StorageWriter):
         if slowest is not None:
             target.note_slowest(slowest[1], slowest[0])
         described = description.metadata(objects)
-        target.store.add_metadata(target.step, described.data)
+        target.store.add_metadata(self._place, described.data)
         manifest = Manifest(
             step=target.step,
             kind=target.kind,
@@ -193,7 +197,7 @@ class CommittingWriter(StorageWriter):
             },
             format_version=description.format_version,
         )
-        self.committed = target.store.commit(target.step, manifest, target.fence)
+        self.committed = target.store.commit(target.step, manifest, target.fence, place=self._place)
         if nan_in:
             # A warning and not a refusal: a refused save would end runs that a person would rather inspect.
             logger.warning(

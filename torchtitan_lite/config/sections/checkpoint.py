@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from torchtitan_lite.config.checks import at_least, choice, not_negative
 from torchtitan_lite.config.field_types import check_types
-from torchtitan_lite.config.folders import refuse_address, refuse_unknown_address
+from torchtitan_lite.config.folders import is_in_object_store, refuse_address, refuse_unknown_address
 from torchtitan_lite.config.sections.training import DtypeName
 from torchtitan_lite.errors import ConfigError
 
@@ -227,6 +227,8 @@ class Checkpoint:
         for name in ("folder", "export_folder", "initial_load_path"):
             refuse_unknown_address(f"checkpoint.{name}", getattr(self, name))
         refuse_address("checkpoint.hf_folder", self.hf_folder, "Name a folder inside job.dump_folder.")
+        if is_in_object_store(self.folder):
+            self._refuse_what_needs_a_disk()
         if not self.folder:
             raise ConfigError("checkpoint.folder: expected the name of a folder, found an empty string.")
         choice("checkpoint.export_dtype", self.export_dtype, get_args(DtypeName))
@@ -275,6 +277,14 @@ class Checkpoint:
                 "checkpoint.exclude_from_loading: 'optimizer' without 'lr_scheduler': a new optimizer would start at "
                 "an old learning rate. Add lr_scheduler."
             )
+
+    def _refuse_what_needs_a_disk(self) -> None:
+        for name, why in (("memory_interval", "keeps no images"), ("min_free_disk_gb", "is never full")):
+            if getattr(self, name) > 0:
+                raise ConfigError(
+                    f"checkpoint.{name}: found {getattr(self, name)} with a folder in an object store, which {why}. "
+                    "Leave it out."
+                )
 
     def _check_interval(self) -> None:
         choice("checkpoint.interval_type", self.interval_type, get_args(IntervalType))
