@@ -143,7 +143,7 @@ def _client(address: str, num_bytes: int) -> dict[str, float]:
     import numpy
     import obstore
 
-    from torchtitan_lite.bucket.address import parse
+    from torchtitan_lite.config.address import parse
     from torchtitan_lite.bucket.obstore_objects import connect
 
     objects: Any = connect(parse(address))

@@ -97,8 +97,13 @@ def manifest_of(
 def save(store: BucketStore, step: int, data: bytes = b"data", **about: object) -> CheckpointInfo:
     """Save `data` as `step`, as a run does; `about` as for `manifest_of`."""
     place = write(store, step, data)
-    assert place
-    return store.commit(step, manifest_of(step, data, **about))  # type: ignore[arg-type]  # passed on
+    return store.commit(step, manifest_of(step, data, **about), place=place)  # type: ignore[arg-type]  # passed on
+
+
+def remove_failed(job: Job, bucket: Bucket, step: int) -> None:
+    """Have all that lies there of saves of `step` removed, but what is committed, as a run does with a failed save."""
+    for place in sorted({key.partition("/")[0] for key in bucket.stored if key.startswith(f"step-{step}.")}):
+        job.store.remove_staging(step, place)
 
 
 def write(store: BucketStore, step: int, data: bytes = b"data") -> str:

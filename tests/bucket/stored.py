@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.bucket.address import parse
 from torchtitan_lite.bucket.obstore_objects import connect
 from torchtitan_lite.bucket.store import BucketStore, open_bucket
+from torchtitan_lite.config.address import parse
 from torchtitan_lite.disk.block_writer import Bounced
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
@@ -33,18 +33,19 @@ def held(folder: str, timeout_seconds: float = 30.0) -> Iterator[BucketStore]:
 
 def add(store: BucketStore, step: int, **changes: Any) -> CheckpointInfo:
     """Save the golden checkpoint as `step`, with these `changes` of its manifest."""
-    return store.commit(step, write(store, step, **changes))
+    place, manifest = write(store, step, **changes)
+    return store.commit(step, manifest, place=place)
 
 
-def write(store: BucketStore, step: int, **changes: Any) -> Manifest:
-    """Write the files of the golden checkpoint as a save of `step`; return the manifest for its commit."""
+def write(store: BucketStore, step: int, **changes: Any) -> tuple[str, Manifest]:
+    """Write the files of the golden checkpoint as a save of `step`; return its place and the manifest to commit."""
     manifest = Manifest.of_folder(GOLDEN)
     assert manifest is not None
     place = store.begin(step)
     for path in sorted(GOLDEN.glob("__*")):
         store.new_file(place, path.name).write(_content(path.read_bytes()))
     store.add_metadata(place, (GOLDEN / layout.METADATA).read_bytes())
-    return dataclasses.replace(manifest, step=step, extra=manifest.extra | changes.pop("extra", {}), **changes)
+    return place, dataclasses.replace(manifest, step=step, extra=manifest.extra | changes.pop("extra", {}), **changes)
 
 
 def _content(data: bytes) -> Bounced:

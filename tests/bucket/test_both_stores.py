@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from contextlib import closing
@@ -10,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.bucket.address import parse
 from torchtitan_lite.bucket.obstore_objects import connect
 from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.checkpoint.run_folders import open_store
+from torchtitan_lite.config.address import parse
 from torchtitan_lite.disk.block_writer import Bounced
 from torchtitan_lite.disk.read_requests import Piece
 from torchtitan_lite.errors import (
@@ -79,13 +80,15 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Folder]:
         yield opened
 
 
-def written(store: StoresCheckpoints, step: int, data: bytes, *, run_id: str = "a1", **settings: object) -> Manifest:
-    """Write the files of `step` as one rank does; return its manifest."""
+def written(
+    store: StoresCheckpoints, step: int, data: bytes, *, run_id: str = "a1", **settings: object
+) -> tuple[str, Manifest]:
+    """Write the files of `step` as one rank does; return the place and the manifest of the save."""
     place = store.begin(step)
     record = store.new_file(place, DATA).write(Bounced(len(data), lambda buffer, b, e: _fill(buffer, data[b:e])))
     store.add_metadata(place, b"of dcp")
     abandons = tuple(settings.pop("abandons", ()))  # type: ignore[call-overload]
-    return Manifest(
+    return place, Manifest(
         **{
             "step": step,
             "kind": CheckpointKind.FULL,
@@ -104,7 +107,8 @@ def _fill(buffer: memoryview, data: bytes) -> None:
 
 
 def save(store: StoresCheckpoints, step: int, data: bytes = b"data", **settings: object) -> CheckpointInfo:
-    return store.commit(step, written(store, step, data, **settings))
+    place, manifest = written(store, step, data, **settings)
+    return store.commit(step, manifest, place=place)
 
 
 def read(info: CheckpointInfo) -> bytes:
@@ -156,10 +160,10 @@ def test_steps_are_listed_by_number(run: Folder) -> None:
 def test_a_save_that_is_not_committed_is_not_listed_and_its_removal_changes_nothing_else(run: Folder) -> None:
     store = run.taken()
     save(store, 5)
-    written(store, 6, b"half")
+    place, _ = written(store, 6, b"half")
     assert steps(store) == steps(run.open()) == [5]
-    store.remove_staging(6)
-    store.remove_staging(6)
+    store.remove_staging(6, place)
+    store.remove_staging(6, place)
     assert steps(store) == [5]
     assert read(save(store, 6, b"again")) == b"again"
 
@@ -175,8 +179,8 @@ def test_a_second_save_of_a_step_replaces_the_first(run: Folder) -> None:
 def test_a_failed_second_save_of_a_step_leaves_the_first(run: Folder) -> None:
     store = run.taken()
     save(store, 5, b"old")
-    written(store, 5, b"newer")
-    store.remove_staging(5)
+    place, _ = written(store, 5, b"newer")
+    store.remove_staging(5, place)
     assert read(run.open().get(5)) == b"old"
 
 
@@ -274,12 +278,12 @@ def test_a_job_that_lost_the_folder_commits_nothing(run: Folder) -> None:
     lost = first.lease("a1", 30.0)
     lost.take()
     save(first, 5, b"old")
-    manifest = written(first, 6, b"late")
+    place, manifest = written(first, 6, b"late")
     second = run.taken()  # Of the same process, so at once.
     with pytest.raises(LeaseLost):
         lost.check()
     with pytest.raises(LeaseLost):
-        first.commit(6, manifest, lost.check)
+        first.commit(6, manifest, lost.check, place=place)
     assert steps(second) == steps(run.open()) == [5]
     assert read(save(second, 6, b"of the second")) == b"of the second"
     lost.release()
@@ -290,15 +294,15 @@ def test_a_job_that_lost_the_folder_commits_nothing(run: Folder) -> None:
 def test_a_file_that_is_not_what_was_written_is_no_commit(run: Folder, fault: str) -> None:
     store = run.taken()
     save(store, 5, b"old")
-    manifest = written(store, 6, b"data")
+    place, manifest = written(store, 6, b"data")
     other = (
         {DATA: manifest.files[DATA].__class__(3)}
         if fault == "shorter"
         else {layout.data_file(1, 0): manifest.files[DATA]}
     )
     with pytest.raises(SaveFailed, match="has 4 bytes" if fault == "shorter" else "is missing"):
-        store.commit(6, manifest.__class__(**{**vars(manifest), "files": other}))
-    store.remove_staging(6)
+        store.commit(6, dataclasses.replace(manifest, files=other), place=place)
+    store.remove_staging(6, place)
     assert steps(store) == steps(run.open()) == [5]
 
 

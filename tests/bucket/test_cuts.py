@@ -1,6 +1,6 @@
 """Every request of everything that a job does, cut before or after it, or its answer lost.
 
-Whatever happens, readers find the old state or the new one, complete, before and after the next start; what was
+Wherever it is cut, readers find the old state or the new one, complete, before and after the next start; what was
 acknowledged is the new one.
 """
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.bucket.memory_objects import Bucket, Fate, Killed, Request, at
-from tests.bucket.saving import Job, found_in, new_job, new_store, pin, purge, save, started
+from tests.bucket.saving import Job, found_in, new_job, new_store, pin, purge, remove_failed, save, started
 from torchtitan_lite.bucket.objects import StoreUnavailable
 from torchtitan_lite.errors import CheckpointError, SaveFailed
 
@@ -147,7 +147,7 @@ def _after_a_failure(case: Case) -> None:
         return
     with contextlib.suppress(StoreUnavailable, CheckpointError):
         for step in (5, 10, 15, 20):
-            case.job.store.remove_staging(step)
+            remove_failed(case.job, case.bucket, step)
 
 
 def test_what_may_have_been_committed_is_not_removed() -> None:
@@ -161,7 +161,7 @@ def test_what_may_have_been_committed_is_not_removed() -> None:
     with pytest.raises(SaveFailed, match=r"whether .* was committed is not known, the next start finds out"):
         save(job.store, 5, b"new")
     job.objects.fate = at(0, Fate.NEVER_SENT)
-    job.store.remove_staging(5)
+    remove_failed(job, bucket, 5)
     assert found_in(bucket) == {5: b"new"}
     started(bucket)
     assert found_in(bucket) == {5: b"new"}
@@ -177,7 +177,7 @@ def test_what_may_be_committed_later_is_not_removed() -> None:
     with pytest.raises(SaveFailed, match="is not known"):
         save(job.store, 5, b"new")
     job.objects.fate = at(0, Fate.NEVER_SENT)
-    job.store.remove_staging(5)
+    remove_failed(job, bucket, 5)
     assert found_in(bucket) == {5: b"old"}
     bucket.deliver()
     assert found_in(bucket) == {5: b"new"}
@@ -190,7 +190,7 @@ def test_what_was_not_committed_for_certain_is_removed_with_the_next_save() -> N
     with pytest.raises(SaveFailed):
         save(job.store, 5, b"first")
     job.objects.fate = at(0, Fate.NEVER_SENT)
-    job.store.remove_staging(5)
+    remove_failed(job, bucket, 5)
     save(job.store, 5, b"second")
     bucket.deliver()
     assert found_in(bucket) == {5: b"second"}
@@ -209,7 +209,7 @@ def test_a_late_swap_does_not_undo_a_pin_and_its_end() -> None:
     with tool.pins.changing() as pinned:
         pinned.discard(7)
     job.objects.fate = at(0, Fate.NEVER_SENT)
-    job.store.remove_staging(5)
+    remove_failed(job, bucket, 5)
     assert not any(key.startswith("step-") for key in bucket.stored)
     bucket.deliver()
     assert found_in(bucket) == {}

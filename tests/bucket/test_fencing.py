@@ -1,4 +1,4 @@
-"""Two jobs in one folder: whatever a holder that lost it still does, nothing of that becomes visible."""
+"""Two jobs in one folder: nothing that a holder does after it lost the folder becomes visible."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.bucket.memory_objects import Bucket, Fate, Request
-from tests.bucket.saving import Job, found_in, purge, save, started
+from tests.bucket.memory_objects import Bucket, Fate, Request, carried_out
+from tests.bucket.saving import Job, found_in, purge, remove_failed, save, started
 from torchtitan_lite.errors import CheckpointError, LeaseLost
 
 MOST_REQUESTS = 40
@@ -36,10 +36,10 @@ def taken_over_before(number: int, act: Callable[[Job], object]) -> tuple[Bucket
         is_done = True
     except LeaseLost:
         is_done = False
-    num_requests = len(job.objects.requests)
+    num_requests, job.objects.before = len(job.objects.requests), carried_out
     found = found_in(bucket)
     for step in (5, 10, 15):
-        job.store.remove_staging(step)
+        remove_failed(job, bucket, step)
     if others:
         started(bucket)
         assert found_in(bucket) == found

@@ -1,4 +1,4 @@
-"""A folder in an object store over its complete life: every acknowledged save loads, whatever happens, in any order.
+"""A folder in an object store over its complete life: every acknowledged save loads after faults in any order.
 
 Saves, purges, pins, quarantines and rolling back; a fault at any request of any of them; kills and the next start;
 requests that are carried out late; a head that is lost or damaged. The model is what each rule says should be there.
@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 )
 
 from tests.bucket.memory_objects import Bucket, Fate, Killed, at
-from tests.bucket.saving import Job, found_in, new_job, new_store, purge, save
+from tests.bucket.saving import Job, found_in, new_job, new_store, purge, remove_failed, save
 from torchtitan_lite.bucket.naming import HEAD
 from torchtitan_lite.errors import CheckpointUnreadable, SaveFailed
 
@@ -178,7 +178,7 @@ class Life(RuleBasedStateMachine):
             done = None
         objects.fate = at(0, Fate.CARRIED_OUT)
         if not objects.is_dead and done is None and self.job.lease.claim is not None:
-            self.job.store.remove_staging(self.step)
+            remove_failed(self.job, self.bucket, self.step)
         self.bucket.deliver()
         if objects.is_dead:
             self.start()
@@ -198,7 +198,7 @@ def _take(job: Job) -> None:
 @pytest.mark.parametrize(
     "examples", [60, pytest.param(300, marks=pytest.mark.slow), pytest.param(1500, marks=pytest.mark.exhaustive)]
 )
-def test_every_acknowledged_save_loads_whatever_happens(examples: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_acknowledged_save_loads_after_any_faults(examples: int, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "torchtitan_lite")
     Life.examples = Life.faults = 0
     run_state_machine_as_test(Life, settings=settings(max_examples=examples, stateful_step_count=20, deadline=None))

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from tests.bucket import proxy as proxies
 from tests.bucket.proxy import Proxy, where
 from tests.disk.pieces import SIZE, Room, dense, pieces_of, ranges
-from torchtitan_lite.bucket.address import parse
 from torchtitan_lite.bucket.object_path import ObjectPath
 from torchtitan_lite.bucket.object_reader import GAP_BYTES, ObjectReader
 from torchtitan_lite.bucket.objects import Objects
 from torchtitan_lite.bucket.obstore_objects import ObstoreObjects, connect
+from torchtitan_lite.config.address import parse
 from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
 from torchtitan_lite.disk.read_requests import REQUEST_BYTES

@@ -10,9 +10,9 @@ import pytest
 
 from tests.bucket import proxy as proxies
 from tests.bucket.proxy import Proxy, at, where
-from torchtitan_lite.bucket.address import parse
 from torchtitan_lite.bucket.objects import ConditionFailed, Objects, StoreUnavailable
 from torchtitan_lite.bucket.obstore_objects import ObstoreObjects, connect
+from torchtitan_lite.config.address import parse
 from torchtitan_lite.disk.digest import BLOCK_BYTES
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from tests.bucket.proxy import Proxy, answers, at, calls, loses_answer, resets, where
 from tests.bucket.saving import FILE, FakeTime, manifest_of
-from torchtitan_lite.bucket.address import parse
 from torchtitan_lite.bucket.naming import HEAD
 from torchtitan_lite.bucket.obstore_objects import ObstoreObjects
 from torchtitan_lite.bucket.store import BucketStore
+from torchtitan_lite.config.address import parse
 from torchtitan_lite.disk.block_writer import Bounced
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import CheckpointError, FolderUnusable, LeaseLost
@@ -50,7 +50,7 @@ def save(store: BucketStore, step: int, data: bytes = b"data", lineage: Lineage 
     assert record == FileRecord.of(data)
     store.add_metadata(place, b"metadata")
     run = lineage or Lineage("run0")
-    store.commit(step, manifest_of(step, data, run_id=run.run_id, abandons=run.abandons))
+    store.commit(step, manifest_of(step, data, run_id=run.run_id, abandons=run.abandons), place=place)
 
 
 def found_in(folder: str) -> dict[int, bytes]:

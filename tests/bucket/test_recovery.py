@@ -20,6 +20,7 @@ from tests.bucket.saving import (
     new_store,
     pin,
     purge,
+    remove_failed,
     save,
     started,
     write,
@@ -96,7 +97,7 @@ def test_a_holder_commits_nothing_before_the_next_start(job: Job, bucket: Bucket
     with pytest.raises((LeaseLost, FolderUnusable)):
         save(job.store, 10)
     with contextlib.suppress(FolderUnusable):  # Only a warning of the run.
-        job.store.remove_staging(10)
+        remove_failed(job, bucket, 10)
     started(bucket)
     assert found_in(bucket)[5] == b"data"
 
@@ -163,13 +164,13 @@ def test_weights_that_a_full_checkpoint_replaced_stay_aside(job: Job, bucket: Bu
 
 
 def test_of_one_step_the_highest_epoch_counts(job: Job, bucket: Bucket) -> None:
-    """Whatever the clocks of the hosts say."""
-    write(job.store, 5, b"first")
-    job.store.commit(5, manifest_of(5, b"first"))
+    """The clocks of the hosts do not count."""
+    place = write(job.store, 5, b"first")
+    job.store.commit(5, manifest_of(5, b"first"), place=place)
     later = started(bucket)
-    write(later.store, 5, b"second")
+    place = write(later.store, 5, b"second")
     bucket_before = dict(bucket.stored)
-    later.store.commit(5, replace(manifest_of(5, b"second"), created_at=1.0))
+    later.store.commit(5, replace(manifest_of(5, b"second"), created_at=1.0), place=place)
     # What the commit removed comes back, as where it was cut before that.
     bucket.stored = bucket_before | bucket.stored
     lose(bucket)
@@ -318,7 +319,7 @@ def test_a_job_whose_head_is_gone_leaves_its_save_for_the_next_start(job: Job, b
     job.objects.before = lose_it
     with pytest.raises(LeaseLost):
         save(job.store, 5, b"new")
-    job.store.remove_staging(5)
+    remove_failed(job, bucket, 5)
     started(bucket)
     assert found_in(bucket) == {5: b"new"}
 

@@ -15,11 +15,11 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from tests.bucket.proxy import Proxy, answers, where
 from tests.bucket.server import Server
 from tests.checkpoint.small_run import SmallRun, Tiny, same
-from torchtitan_lite.bucket.address import parse
 from torchtitan_lite.bucket.head import Status
 from torchtitan_lite.bucket.obstore_objects import connect
 from torchtitan_lite.bucket.store import BucketStore, open_bucket
 from torchtitan_lite.checkpoint import load_model
+from torchtitan_lite.config.address import parse
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointKind

@@ -102,15 +102,15 @@ def test_the_manifest_names_its_attempt_and_epoch(job: Job) -> None:
 def test_files_that_the_manifest_does_not_list_are_removed(job: Job, bucket: Bucket) -> None:
     place = write(job.store, 5)
     job.objects.put(f"{place}/{layout.data_file(7, 0)}", b"of a rank that was not asked")
-    job.store.commit(5, manifest_of(5, b"data"))
+    job.store.commit(5, manifest_of(5, b"data"), place=place)
     names = {key.removeprefix(f"{place}/") for key in bucket.stored if key.startswith(place)}
     assert names == {FILE, layout.METADATA, layout.MANIFEST}
 
 
 def test_a_file_of_another_size_is_not_committed(job: Job, bucket: Bucket) -> None:
-    write(job.store, 5, b"dat")
+    place = write(job.store, 5, b"dat")
     with pytest.raises(SaveFailed, match="has 3 bytes, not 4"):
-        job.store.commit(5, manifest_of(5, b"data"))
+        job.store.commit(5, manifest_of(5, b"data"), place=place)
     assert found_in(bucket) == {}
 
 
@@ -118,31 +118,31 @@ def test_a_missing_file_is_not_committed(job: Job, bucket: Bucket) -> None:
     place = job.store.begin(5)
     job.store.add_metadata(place, b"metadata")
     with pytest.raises(SaveFailed, match=rf"s3://bucket/run/{place}/{FILE} is missing"):
-        job.store.commit(5, manifest_of(5, b"data"))
+        job.store.commit(5, manifest_of(5, b"data"), place=place)
 
 
 def test_a_save_without_metadata_is_not_committed(job: Job) -> None:
     place = job.store.begin(5)
     job.objects.put(f"{place}/{FILE}", b"data")
     with pytest.raises(SaveFailed, match=r"\.metadata is missing"):
-        job.store.commit(5, manifest_of(5, b"data"))
+        job.store.commit(5, manifest_of(5, b"data"), place=place)
 
 
 def test_a_manifest_of_another_step_is_not_committed(job: Job) -> None:
-    write(job.store, 5)
+    place = write(job.store, 5)
     with pytest.raises(SaveFailed, match="its manifest is of step 6, not 5"):
-        job.store.commit(5, manifest_of(6, b"data"))
+        job.store.commit(5, manifest_of(6, b"data"), place=place)
 
 
 def test_after_the_fence_raised_nothing_is_changed(job: Job, bucket: Bucket) -> None:
-    write(job.store, 5)
+    place = write(job.store, 5)
     before = bucket.state()
 
     def fence() -> None:
         raise LeaseLost("s3://bucket/run", "another job")
 
     with pytest.raises(LeaseLost):
-        job.store.commit(5, manifest_of(5, b"data"), fence)
+        job.store.commit(5, manifest_of(5, b"data"), fence, place=place)
     assert bucket.state() == before
 
 
@@ -358,10 +358,9 @@ def test_a_manifest_is_read_once(job: Job, bucket: Bucket) -> None:
 
 
 def test_what_a_failed_save_left_is_removed(job: Job, bucket: Bucket) -> None:
-    write(job.store, 5)
-    write(job.store, 5)
-    job.store.remove_staging(5)
-    job.store.remove_staging(5)
+    places = [write(job.store, 5), write(job.store, 5)]
+    for place in [*places, *places]:
+        job.store.remove_staging(5, place)
     assert not any(key.startswith("step-") for key in bucket.stored)
 
 
@@ -394,10 +393,10 @@ def test_a_save_that_was_given_up_and_one_of_the_same_step_do_not_touch_each_oth
 
 def test_a_save_that_wakes_late_commits_its_own_files(job: Job, bucket: Bucket) -> None:
     late = write(job.store, 5, b"first")
-    write(job.store, 5, b"second")
+    other = write(job.store, 5, b"second")
     job.store.commit(5, manifest_of(5, b"first"), place=late)
     assert found_in(bucket) == {5: b"first"}
-    job.store.commit(5, manifest_of(5, b"second"))
+    job.store.commit(5, manifest_of(5, b"second"), place=other)
     assert found_in(bucket) == {5: b"second"}
 
 
@@ -411,8 +410,8 @@ def test_a_save_of_before_the_folder_was_given_up_is_not_committed(job: Job, buc
 
 
 def test_removing_a_failed_save_leaves_what_is_committed(job: Job, bucket: Bucket) -> None:
-    save(job.store, 5)
-    job.store.remove_staging(5)
+    info = save(job.store, 5)
+    job.store.remove_staging(5, info.path.name)
     assert found_in(bucket) == {5: b"data"}
 
 

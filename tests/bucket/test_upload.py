@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from tests.bucket import proxy as proxies
 from tests.bucket.proxy import Proxy, where
 from torchtitan_lite import faults
-from torchtitan_lite.bucket.address import parse
 from torchtitan_lite.bucket.obstore_objects import ObstoreObjects, connect
 from torchtitan_lite.bucket.upload import MOST_PARTS, PART_BYTES, ObjectToUpload, part_bytes_of, upload
+from torchtitan_lite.config.address import parse
 from torchtitan_lite.disk.block_writer import ALIGNMENT, Bounced, FileSource, InPlace, aligned
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
 

@@ -1,7 +1,7 @@
 """Keys below the address of a folder of checkpoints in an object store.
 
 A save writes below `step-N.<attempt>/`, where the attempt is random, so no save ever writes a key of another one. Each
-parser accepts exactly what its maker produces; whatever else lies in the folder is an unknown name: never read, never
+parser accepts exactly what its maker produces; all else in the folder is an unknown name: never read, never
 removed.
 """
 

@@ -50,7 +50,7 @@ class Objects(Protocol):
         ...
 
     def put(self, key: str, data: bytes) -> None:
-        """Write the small object `key`, whatever was there."""
+        """Write the small object `key`; replace what was there."""
         ...
 
     def put_if_absent(self, key: str, data: bytes) -> Condition:

@@ -18,9 +18,9 @@ from datetime import timedelta
 from itertools import chain, islice
 from typing import Any
 
-from torchtitan_lite.bucket.address import Address
 from torchtitan_lite.bucket.objects import Condition, ConditionFailed, Listed, StoreUnavailable
 from torchtitan_lite.bucket.refusals import PastTheEnd, is_missing_object, meaning
+from torchtitan_lite.config.address import Address
 from torchtitan_lite.distributed.environment import value_of
 from torchtitan_lite.errors import ConfigError, ExtraMissing
 

@@ -10,11 +10,11 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from torchtitan_lite.bucket.address import parse
 from torchtitan_lite.bucket.object_path import ObjectPath
 from torchtitan_lite.bucket.object_reader import ObjectReader
 from torchtitan_lite.bucket.objects import Objects
 from torchtitan_lite.bucket.obstore_objects import connect
+from torchtitan_lite.config.address import parse
 from torchtitan_lite.disk.plain_file import is_plain_name
 from torchtitan_lite.errors import CheckpointUnsafe
 from torchtitan_lite.store import layout

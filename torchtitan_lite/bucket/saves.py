@@ -54,10 +54,6 @@ class BucketSaves:
         self._begun[name] = claim
         return name
 
-    def latest(self, step: int) -> str:
-        """Return the name of the save of `step` that began last; the empty string if there is none."""
-        return next(iter(reversed(self._of(step))), "")
-
     def add_metadata(self, name: str, data: bytes) -> None:
         """Write DCP's `.metadata` of the save `name`."""
         self._objects.put(f"{name}/{layout.METADATA}", data)
@@ -78,12 +74,12 @@ class BucketSaves:
         self._clean_after(step, head, manifest.lineage.abandons)
         return info
 
-    def remove(self, step: int, name: str = "") -> None:
-        """Delete the objects of the save `name`, which has failed, by default of all of `step`. Raises OSError.
+    def remove(self, name: str) -> None:
+        """Delete the objects of the save `name`, which has failed. Raises OSError.
 
         What may be committed after all stays until a later call, or commit, finds that it will not be.
         """
-        self._failed.update(dict.fromkeys([name] if name else self._of(step)))
+        self._failed[name] = None
         self._remove_failed()
 
     def _remove_failed(self) -> None:
@@ -99,14 +95,12 @@ class BucketSaves:
             # A later version of the head refuses a swap that is under way still; until there is one, it may come.
             over = [name for name in self._failed if head.find(name) or head.change > self._unknown.get(name, -1)]
             for name in over:
-                self._begun.pop(name, None)
+                for table in (self._begun, self._metadata, self._unknown):
+                    table.pop(name, None)
         for name in over:
             if head.find(name) is None:
                 delete_attempt(self._objects, name)
             self._failed.pop(name, None)
-
-    def _of(self, step: int) -> list[str]:
-        return [name for name in list(self._begun) if (naming.parse_attempt(name) or (-1, ""))[0] == step]
 
     def _refuse_what_is_over(self, name: str, step: int) -> None:
         """Raise SaveFailed unless the save `name` is under way, of the time for which this process holds the folder."""

@@ -13,7 +13,6 @@ import secrets
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
-from torchtitan_lite.bucket.address import parse
 from torchtitan_lite.bucket.garbage import KEPT_SECONDS, Inventory, remove, remove_beats, store_time
 from torchtitan_lite.bucket.head import Entry, Head, Status
 from torchtitan_lite.bucket.head_file import DEADLINE_SECONDS, BucketClock, HeadFile
@@ -29,6 +28,7 @@ from torchtitan_lite.bucket.probe import probe
 from torchtitan_lite.bucket.recovery import rebuilt
 from torchtitan_lite.bucket.saves import BucketSaves
 from torchtitan_lite.bucket.upload import ObjectToUpload
+from torchtitan_lite.config.address import parse
 from torchtitan_lite.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -237,9 +237,9 @@ class BucketStore:
         self._saves.add_metadata(place, data)
 
     def commit(
-        self, step: int, manifest: Manifest, fence: Callable[[], object] = nothing, *, place: str = ""
+        self, step: int, manifest: Manifest, fence: Callable[[], object] = nothing, *, place: str
     ) -> CheckpointInfo:
-        """Make the save `place` of `step`, by default the one that began last, visible. **Coordinator only**.
+        """Make the save `place` of `step` visible. **Coordinator only**.
 
         Every rank has written its files by now.
 
@@ -254,14 +254,14 @@ class BucketStore:
         if abandoning := [info for info in self.intact() if (step, run_id) in info.lineage.abandons]:
             # A head that is made again from the manifests would not have the new checkpoint.
             raise SaveFailed(step, f"{abandoning[0].path} abandons step {step} of run {run_id}")
-        return self._saves.commit(place or self._saves.latest(step), manifest)
+        return self._saves.commit(place, manifest)
 
-    def remove_staging(self, step: int, place: str = "") -> None:
-        """Remove what the failed save `place` left, by default all of `step`. **Coordinator only**.
+    def remove_staging(self, step: int, place: str) -> None:
+        """Remove what the failed save `place` of `step` left. **Coordinator only**.
 
         No rank writes into it any more. What may be committed after all stays.
         """
-        self._saves.remove(step, place)
+        self._saves.remove(place)
 
     def discard(self, info: CheckpointInfo) -> list[ObjectPlace]:
         """Make the checkpoint of `info` absent for every reader, durably. **Coordinator only**.

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from torchtitan_lite import faults
-from torchtitan_lite.config.folders import is_in_object_store
+from torchtitan_lite.config.address import is_in_object_store
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.errors import ConfigError, FolderUnusable, TorchtitanLiteError
 from torchtitan_lite.store.protocol import StoresCheckpoints

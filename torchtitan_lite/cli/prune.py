@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from torchtitan_lite.bucket.address import is_address
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.writing import holding, recover, refuse_without_checkpoints, store_to_write
+from torchtitan_lite.config.address import is_address
 from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.config.checks import at_least, not_negative
 from torchtitan_lite.config.job_config import Checkpoint

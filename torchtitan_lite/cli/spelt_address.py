@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchtitan_lite.bucket import naming
-from torchtitan_lite.bucket.address import Address, parse
+from torchtitan_lite.config.address import Address, parse
 from torchtitan_lite.store import layout
 
 LATEST = "latest"

@@ -12,11 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_lite.bucket.address import Address, is_address
 from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.checkpoint.resume.initial_path import last_step
 from torchtitan_lite.checkpoint.run_folders import open_store
 from torchtitan_lite.cli.spelt_address import LATEST, SpeltAddress
+from torchtitan_lite.config.address import Address, is_address
 from torchtitan_lite.errors import AllCheckpointsDamaged, CheckpointNotFound, ConfigError
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.listing import Listing, is_checkpoint

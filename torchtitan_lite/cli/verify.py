@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from torchtitan_lite.bucket.address import is_address
 from torchtitan_lite.cli.exit_codes import ExitCode, sentence_of
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.spelt_address import SpeltAddress
 from torchtitan_lite.cli.target import folder_of_checkpoints, none_in, resolve
+from torchtitan_lite.config.address import is_address
 from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.errors import (
     CheckpointDamaged,

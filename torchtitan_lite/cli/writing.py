@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torchtitan_lite.bucket.address import is_address
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.spelt_address import SpeltAddress
 from torchtitan_lite.cli.target import Root, folder_of_checkpoints, names_step
+from torchtitan_lite.config.address import is_address
 from torchtitan_lite.errors import CheckpointNotFound, ConfigError
 from torchtitan_lite.store.lease import Lease, LeaseClock
 from torchtitan_lite.store.listing import is_checkpoint

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.config.folders import is_in_object_store, refuse_unknown_address
+from torchtitan_lite.config.address import is_in_object_store
+from torchtitan_lite.config.folders import refuse_unknown_address
 from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig
 from torchtitan_lite.config.keys import KEYS, meaning_of, nearest_key, unknown_key
 from torchtitan_lite.config.removed_keys import REMOVED

@@ -21,7 +21,7 @@ import torch
 
 import torchtitan_lite
 from torchtitan_lite.checkpoint.schedule.failures import Past
-from torchtitan_lite.config.folders import is_in_object_store
+from torchtitan_lite.config.address import is_in_object_store
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.events import EVENTS, Committed, Event, ImageMissed, ImageReady, Loaded, SaveStaged

@@ -145,7 +145,7 @@ class Housekeeping:
                     logger.info("Deleted step %d", info.step)
                     self._emit(Purged(info.step, bytes=info.nbytes))
 
-    def remove_failed_save(self, step: int, store: StoresCheckpoints, place: str = "") -> None:
+    def remove_failed_save(self, step: int, store: StoresCheckpoints, place: str) -> None:
         """Remove what a failed save left at `place`; log a warning if that fails."""
         try:
             store.remove_staging(step, place)

@@ -152,7 +152,7 @@ class StoresCheckpoints(Protocol):
         """Write DCP's `.metadata` of the save that `begin` gave the name `place`."""
 
     def commit(
-        self, step: int, manifest: Manifest, fence: Callable[[], object] = nothing, *, place: str = ""
+        self, step: int, manifest: Manifest, fence: Callable[[], object] = nothing, *, place: str
     ) -> CheckpointInfo:
         """Commit the save `place` of `step`, durably, after every rank has written its files.
 
@@ -161,7 +161,7 @@ class StoresCheckpoints(Protocol):
         """
         ...
 
-    def remove_staging(self, step: int, place: str = "") -> None:
+    def remove_staging(self, step: int, place: str) -> None:
         """Remove what the failed save `place` of `step` left, when no rank writes into it any more."""
 
     def discard(self, info: CheckpointInfo) -> Sequence[Any]:

@@ -1,4 +1,4 @@
-"""The files that lie at the place of a checkpoint, by name and size, whatever its manifest says.
+"""The files that lie at the place of a checkpoint, by name and size, listed in its manifest or not.
 
 Of a folder on disk each file is looked at by itself; of an object store all of them at once, by a listing.
 """

@@ -13,7 +13,7 @@ import shlex
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.run_folders import open_store
-from torchtitan_lite.config.folders import is_in_object_store
+from torchtitan_lite.config.address import is_in_object_store
 from torchtitan_lite.errors import CheckpointNotFound
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.listing import Listing

@@ -30,12 +30,21 @@ class Address:
     prefix: str
     """Names with "/" between them, without one at the ends."""
 
-    def child(self, name: str) -> Address:
-        """Return the address of `name` in this folder."""
-        return Address(self.scheme, self.bucket, f"{self.prefix}/{name}")
-
     def __str__(self) -> str:
         return f"{self.scheme}://{self.bucket}/{self.prefix}"
+
+
+def is_in_object_store(text: str) -> bool:
+    """Return whether `text` is meant as the address of a folder in a store that is known."""
+    return is_address(text) and text.partition("://")[0] in SCHEMES
+
+
+def printable(text: str) -> str:
+    """Return the address `text`, which may be of anything, without a login and without what may be a signature."""
+    begin = re.match("[^:]*:/*", text)
+    scheme, rest = ("", text) if begin is None else (begin[0], text[begin.end() :])
+    host, slash, path = re.split("[?#]", rest)[0].partition("/")
+    return scheme + host.rpartition("@")[2] + slash + path
 
 
 def is_address(text: str) -> bool:
@@ -48,9 +57,8 @@ def parse(text: str) -> Address:
     scheme, _, rest = text.partition("://")
     bucket, _, prefix = rest.partition("/")
     _refuse_secrets(bucket)
-    # What follows "?" may be a signature.
-    shown = re.split("[?#]", text)[0]
-    if not is_address(text) or scheme not in SCHEMES:
+    shown = printable(text)
+    if not is_in_object_store(text):
         known = ", ".join(f"{name}:// ({what})" for name, what in SCHEMES.items())
         raise ConfigError(f"{shown!r} is not the address of a folder in an object store: expected {known}. {_FORM}.")
     if shown != text:
