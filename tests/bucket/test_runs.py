@@ -14,13 +14,14 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 from tests.bucket.proxy import Proxy, answers, where
 from tests.bucket.server import Server
-from tests.checkpoint.small_run import SmallRun, Tiny, same
+from tests.checkpoint.small_run import SmallRun, Tiny, job_config, same
 from torchtitan_lite.bucket.head import Status
 from torchtitan_lite.bucket.obstore_objects import connect
 from torchtitan_lite.bucket.store import BucketStore, open_bucket
 from torchtitan_lite.checkpoint import load_model
+from torchtitan_lite.checkpoint.run_folders import RunFolders
 from torchtitan_lite.config.address import parse
-from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, FolderUnusable
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointKind
 
@@ -163,6 +164,19 @@ def test_a_save_that_the_store_refuses_is_a_failed_save_and_the_next_one_is_made
     assert run.events.steps("save_failed") == [2]
     assert "the store refuses it" in run.events.figures("save_failed")["reason"]
     assert steps(folder) == [1, 3]
+
+
+def test_a_rank_that_may_not_read_is_no_rank_with_another_folder(proxy: Proxy, folder: str, tmp_path: Path) -> None:
+    first = RunFolders(job_config(tmp_path, folder=folder), "a1")
+    tokens = first.take()
+    other_rank = RunFolders(job_config(tmp_path, folder=folder), "a1")
+    assert other_rank.first_without(tokens) is None
+    assert other_rank.first_without(["another"]) == 0
+    proxy.again(where(answers(403, "InvalidAccessKeyId"), path="*head.json*"))
+    with pytest.raises(FolderUnusable, match=r"does not know the access key: see AWS_ACCESS_KEY_ID.*folder"):
+        other_rank.first_without(tokens)
+    proxy.again()
+    first.release()
 
 
 def test_plain_dcp_reads_the_prefix_of_a_checkpoint(folder: str, tmp_path: Path) -> None:

@@ -143,10 +143,13 @@ class BucketLease:
         return self._timeout_seconds
 
     def is_visible(self, token: str) -> bool:
-        """Return whether this host reads a head with `token`. **Any rank**; changes nothing."""
+        """Return whether this host reads a head with `token`. **Any rank**; changes nothing.
+
+        Raises OSError where the store does not let this host read: it is no other folder then.
+        """
         try:
             holder = self._file.read()[0].holder
-        except (OSError, CheckpointError):
+        except (FileNotFoundError, CheckpointError):
             return False
         return holder is not None and holder.token == token
 

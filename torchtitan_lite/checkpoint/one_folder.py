@@ -28,12 +28,14 @@ def refuse_where_not_shared(
 ) -> None:
     """Raise `FolderNotShared` on every rank unless all see the locks with `tokens` in `folders`. **Collective**.
 
-    Waits only where a rank does not see them: at most `LOOK_SECONDS`, and half of `timeout_seconds`, for which the
-    other ranks wait.
+    Raises `FolderUnusable`, on every rank, where one may not look: in an object store, for lack of credentials. Waits
+    only where a rank does not see them: at most `LOOK_SECONDS`, and half of `timeout_seconds`, for which the other
+    ranks wait.
     """
     if peers.world_size == 1:
         return
-    unseen = find_unseen(lambda: folders.first_without(tokens), min(LOOK_SECONDS, timeout_seconds / 2))
+    seconds = min(LOOK_SECONDS, timeout_seconds / 2)
+    unseen = peers.together(lambda: find_unseen(lambda: folders.first_without(tokens), seconds))
     if peers.max_over_ranks(unseen is not None)[0]:
         views = peers.gather(_View(platform.node(), folders.addresses, unseen))
         error = _error(views)

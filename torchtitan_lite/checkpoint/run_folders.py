@@ -75,10 +75,14 @@ class RunFolders:
     def first_without(self, tokens: Sequence[str]) -> int | None:
         """Return which of `addresses` is the first whose lease this host does not see with its token; None for none.
 
-        Any rank. `tokens` are those that `take` returned on the coordinator.
+        Any rank. `tokens` are those that `take` returned on the coordinator. Raises `FolderUnusable` where the system
+        does not let this rank see.
         """
-        seen = enumerate(zip(self._leases.values(), tokens, strict=True))
-        return next((number for number, (lease, token) in seen if not lease.is_visible(token)), None)
+        for number, (store, token) in enumerate(zip(self._stores, tokens, strict=True)):
+            with usable(store.address):
+                if not self._leases[store].is_visible(token):
+                    return number
+        return None
 
     def release(self) -> None:
         """Give the folders up to other jobs."""

@@ -33,7 +33,10 @@ class HoldsFolder(Protocol):
         ...
 
     def is_visible(self, token: str) -> bool:
-        """Return whether this host sees that the folder is held with `token`. **Any rank**; changes nothing."""
+        """Return whether this host sees that the folder is held with `token`. **Any rank**; changes nothing.
+
+        May raise OSError where that cannot be known.
+        """
         ...
 
     def check(self) -> None:
