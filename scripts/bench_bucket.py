@@ -143,8 +143,8 @@ def _client(address: str, num_bytes: int) -> dict[str, float]:
     import numpy
     import obstore
 
-    from torchtitan_lite.config.address import parse
     from torchtitan_lite.bucket.obstore_objects import connect
+    from torchtitan_lite.config.address import parse
 
     objects: Any = connect(parse(address))
     data = memoryview(numpy.random.default_rng(0).bytes(num_bytes))  # type: ignore[arg-type]  # bytes are a buffer
