@@ -43,12 +43,14 @@ def write(store: BucketStore, step: int, **changes: Any) -> tuple[str, Manifest]
     assert manifest is not None
     place = store.begin(step)
     for path in sorted(GOLDEN.glob("__*")):
-        store.new_file(place, path.name).write(_content(path.read_bytes()))
+        store.new_file(place, path.name).write(content(path.read_bytes()))
     store.add_metadata(place, (GOLDEN / layout.METADATA).read_bytes())
     return place, dataclasses.replace(manifest, step=step, extra=manifest.extra | changes.pop("extra", {}), **changes)
 
 
-def _content(data: bytes) -> Bounced:
+def content(data: bytes) -> Bounced:
+    """Return `data` as the contents of a new file."""
+
     def fill(buffer: memoryview, begin: int, end: int) -> None:
         buffer[: end - begin] = data[begin:end]
 

@@ -1,7 +1,8 @@
 """The place where a result appears, complete or not at all.
 
 Everything is written into a hidden folder next to OUT, synced, checked there, and renamed to OUT in one step. A failure
-removes the folder; what a killed process left is removed by the next command that writes the same OUT.
+removes the folder, unless what is in it can be continued; what a killed process left is removed, or continued, by the
+next command that writes the same OUT.
 """
 
 from __future__ import annotations
@@ -22,14 +23,20 @@ def new_folder(out: Path) -> Iterator[Path]:
 
     Raises ConfigError if `out` exists and is no empty folder, or if another process writes it.
     """
-    _refuse_existing(out, may_be_empty_folder=True)
-    with _staging(out) as folder:
+    with _locked(out, may_be_empty_folder=True) as folder, _emptied(folder):
         yield folder
-        DISK.fsync_dir(folder)
-        # Again, because it may have appeared while this was written.
-        _refuse_existing(out, may_be_empty_folder=True)
-        DISK.rename(folder, out)
-        DISK.fsync_dir(out.parent)
+        _appear(folder, out)
+
+
+@contextmanager
+def continued_folder(out: Path) -> Iterator[Path]:
+    """Yield a folder that becomes `out` if the block ends without an error; else it stays for the next call.
+
+    It has what earlier calls and killed processes left. Raises ConfigError as `new_folder`.
+    """
+    with _locked(out, may_be_empty_folder=True) as folder:
+        yield folder
+        _appear(folder, out)
 
 
 @contextmanager
@@ -38,18 +45,26 @@ def new_file(out: Path) -> Iterator[Path]:
 
     Raises ConfigError if `out` exists, or if another process writes it.
     """
-    _refuse_existing(out, may_be_empty_folder=False)
-    with _staging(out) as folder:
+    with _locked(out, may_be_empty_folder=False) as folder, _emptied(folder):
         file = folder / out.name
         yield file
         _refuse_existing(out, may_be_empty_folder=False)
         DISK.rename(file, out)
         DISK.fsync_dir(out.parent)
-        DISK.remove_tree(folder)
+
+
+def _appear(folder: Path, out: Path) -> None:
+    DISK.fsync_dir(folder)
+    # Again, because it may have appeared while this was written.
+    _refuse_existing(out, may_be_empty_folder=True)
+    DISK.rename(folder, out)
+    DISK.fsync_dir(out.parent)
 
 
 @contextmanager
-def _staging(out: Path) -> Iterator[Path]:
+def _locked(out: Path, *, may_be_empty_folder: bool) -> Iterator[Path]:
+    """Yield the hidden folder, which exists and is this process's."""
+    _refuse_existing(out, may_be_empty_folder=may_be_empty_folder)
     folder = out.absolute().parent / f".{out.name}.unfinished"
     DISK.make_dir(folder.parent)
     folder.mkdir(exist_ok=True)
@@ -59,13 +74,19 @@ def _staging(out: Path) -> Iterator[Path]:
             stack.enter_context(locked(folder, wait_seconds=0))
         except BlockingIOError:
             raise ConfigError(f"{out} is being written by another process: wait for it, or name another OUT") from None
-        try:
-            for left in folder.iterdir():  # By a process that was killed.
-                DISK.remove_tree(left) if left.is_dir() else DISK.remove_file(left)
-            yield folder
-        finally:
-            if folder.exists():
-                DISK.remove_tree(folder)
+        yield folder
+
+
+@contextmanager
+def _emptied(folder: Path) -> Iterator[None]:
+    """Remove what is in `folder`, and at the end the folder, if it is still there."""
+    try:
+        for left in folder.iterdir():  # By a process that was killed.
+            DISK.remove_tree(left) if left.is_dir() else DISK.remove_file(left)
+        yield
+    finally:
+        if folder.exists():
+            DISK.remove_tree(folder)
 
 
 def _refuse_existing(out: Path, *, may_be_empty_folder: bool) -> None:

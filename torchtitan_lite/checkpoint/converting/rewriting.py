@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,13 +21,15 @@ from torchtitan_lite.checkpoint.converting import new_output
 from torchtitan_lite.checkpoint.converting.dcp_folder import Written, cut_into_files, write_checkpoint
 from torchtitan_lite.checkpoint.converting.exporting import Progress
 from torchtitan_lite.checkpoint.converting.layouts import Relaid, as_nested, as_ours, as_stored, as_torchtitan
+from torchtitan_lite.checkpoint.converting.mirroring import mirror
 from torchtitan_lite.checkpoint.converting.new_state import NewState
 from torchtitan_lite.checkpoint.converting.reader import Reader
 from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, WrittenBy, open_checkpoint
 from torchtitan_lite.checkpoint.examining.tensor_stream import TensorStream
 from torchtitan_lite.checkpoint.format.chunk_runs import format_version
 from torchtitan_lite.disk.durable import DISK
-from torchtitan_lite.errors import ConfigError, TorchtitanLiteError
+from torchtitan_lite.errors import CheckpointDamaged, ConfigError, TorchtitanLiteError
+from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Manifest, Table
 
@@ -51,10 +54,10 @@ class Rewritten:
 def convert(opened: OpenedCheckpoint, out: Path, to: Layout, progress: Progress, *, dp_ranks: int = 1) -> Rewritten:
     """Write `opened` to the new folder `out` in the layout `to`. Raises as `export` does.
 
-    What is in an object store in our layout is copied, with its manifest.
+    What is in an object store in our layout is copied byte for byte, and a copy that was cut is continued.
     """
     if to == "ours" and opened.manifest is not None and not isinstance(opened.folder, Path):
-        return _copied(opened, opened.manifest, out, progress)
+        return _mirrored(opened, opened.manifest, out, progress)
     if opened.origin is _SAME[to]:
         raise ConfigError(f"{opened.folder} has this layout already: copy it, or use reshard")
     reader = _reader(opened)
@@ -81,10 +84,27 @@ def reshard(opened: OpenedCheckpoint, out: Path, num_files: int, progress: Progr
     return _write(opened, out, relaid, num_files, opened.manifest, progress)
 
 
-def _copied(opened: OpenedCheckpoint, manifest: Manifest, out: Path, progress: Progress) -> Rewritten:
+def _mirrored(opened: OpenedCheckpoint, manifest: Manifest, out: Path, progress: Progress) -> Rewritten:
     _check_step(manifest.step, out)
-    relaid = as_stored(_reader(opened))
-    return _write(opened, out, relaid, _fitting(relaid.state, _num_data_files(opened)), manifest, progress)
+    with (
+        new_output.continued_folder(out) as folder,
+        progress(f"Writing {out.name}", 2 * opened.nbytes) as advance,
+        _keeping_what_is_right(folder),
+    ):
+        mirror(opened, manifest, folder, advance)
+    return Rewritten([*manifest.files, layout.MANIFEST], len(manifest.tensors), opened.nbytes, [])
+
+
+@contextmanager
+def _keeping_what_is_right(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointDamaged:
+        DISK.remove_tree(folder)
+        raise
+    except BaseException:
+        logger.warning("What was copied stays in %s: the same command continues", folder)
+        raise
 
 
 def _num_data_files(opened: OpenedCheckpoint) -> int:
