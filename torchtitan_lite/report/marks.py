@@ -37,6 +37,7 @@ SHAPES = {
     Fate.FAILED: svg.element("path", d=_CROSS),
     Fate.CUT: svg.element("path", d=_CROSS),
     Fate.UNDER_WAY: svg.element("circle", r=5),
+    Fate.UNSEEN: svg.element("path", d="M-5 0h10M0 -5v10"),
     Fate.GONE: svg.element("path", d="M-5 0h10"),
 }
 """No two that look alike in print: the fill differs too."""

@@ -11,22 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.checkpoint.examining.inventory import USABLE, ListedCheckpoint, inventory
-from torchtitan_lite.disk.plain_file import read_plain
-from torchtitan_lite.errors import CheckpointError, CheckpointNotFound, CheckpointUnsafe
+from torchtitan_lite.checkpoint.examining.inventory import USABLE, ListedCheckpoint
+from torchtitan_lite.errors import CheckpointError, CheckpointNotFound
 from torchtitan_lite.metrics.accounts import CLEAN_ENDS, FAILED, read_accounts
 from torchtitan_lite.report.changes import KeyChange, changes_by_start, configs_of, without_secret_values
-from torchtitan_lite.report.lines import Logged, number, read_events, read_logged, read_records
+from torchtitan_lite.report.folder import CheckpointFolder, HolderSeen
+from torchtitan_lite.report.lines import Logged, read_events, read_logged, read_records
 from torchtitan_lite.report.saves import Fate, Save, saves_of
 from torchtitan_lite.report.shards import ShardMap, read_shards
 from torchtitan_lite.report.starts import CUT, UNKNOWN, ReportedStart, starts_of
 from torchtitan_lite.report.time_parts import TimeParts, steps_per_line, time_parts
-from torchtitan_lite.store import layout
-from torchtitan_lite.store.holder import Holder
 
 METRICS, EVENTS, CONFIG, CONFIGS = "metrics.jsonl", "events.jsonl", "config.json", "configs.jsonl"
 RUNNING = "running"
-_LOCK_BYTES = 1 << 16
 _SILENT_SECONDS = 120.0
 """A job of another machine whose lock has not changed for so long does not count as running."""
 
@@ -89,8 +86,8 @@ def read_run(spelling: str, *, now: float | None = None) -> Run:
         finding = "it is not a folder" if os.path.lexists(folder) else "it does not exist"
         raise CheckpointNotFound(str(folder), None, finding=finding)
     config = _config(folder / CONFIG)
-    root = folder / str(config.get("checkpoint.folder") or "checkpoint")
-    entries = inventory(root) if root.is_dir() else []
+    checkpoints = CheckpointFolder.of(folder, str(config.get("checkpoint.folder") or "checkpoint"))
+    entries = checkpoints.entries
     logged, events = read_logged(folder / METRICS), read_events(folder / EVENTS)
     if not (len(logged) or events or config or entries):
         raise CheckpointError(
@@ -98,7 +95,7 @@ def read_run(spelling: str, *, now: float | None = None) -> Run:
         )
     ledger = read_accounts(folder)
     starts = starts_of(events, ledger, logged.steps[-1] if len(logged) else 0)
-    saves = saves_of(starts, [*entries, *_exports(folder, config)])
+    saves = saves_of(starts, [*entries, *_exports(folder, config)], are_seen=checkpoints.was_read)
     known = configs_of(starts, entries, read_records(folder / CONFIGS), config)
     return Run(
         folder=folder,
@@ -107,10 +104,10 @@ def read_run(spelling: str, *, now: float | None = None) -> Run:
         starts=tuple(starts),
         saves=tuple(saves),
         parts=time_parts(ledger, logged, starts, saves),
-        shards=_shards(root, entries),
+        shards=_shards(checkpoints),
         config=config or (known[max(known)] if known else {}),
         changes=changes_by_start(known),
-        status=_status(starts, root, now),
+        status=_status(starts, checkpoints.lock, now),
         read_at=now,
     )
 
@@ -125,30 +122,26 @@ def _config(path: Path) -> dict[str, Any]:
 def _exports(folder: Path, config: Mapping[str, Any]) -> list[ListedCheckpoint]:
     """Return the weights that the run exported into a folder of their own."""
     export_folder = config.get("checkpoint.export_folder")
-    root = folder / str(export_folder)
-    return inventory(root) if export_folder and root.is_dir() else []
+    return [*CheckpointFolder.of(folder, str(export_folder)).entries] if export_folder else []
 
 
-def _shards(root: Path, entries: list[ListedCheckpoint]) -> ShardMap | None:
+def _shards(checkpoints: CheckpointFolder) -> ShardMap | None:
     """Return the shard map of the latest full checkpoint, else of the latest one; None without any."""
-    usable = [entry for entry in entries if entry.state in USABLE]
+    usable = [entry for entry in checkpoints.entries if entry.state in USABLE]
     full = [entry for entry in usable if entry.kind is not None and entry.kind.value == "full"]
     for entry in reversed(full or usable):
-        if (found := read_shards(root / entry.name, entry.step or 0)) is not None:
+        if (found := read_shards(checkpoints.place_of(entry.name), entry.step or 0)) is not None:
             return found
     return None
 
 
-def _status(starts: list[ReportedStart], root: Path, now: float) -> str:
-    """Return how the run is doing: as its last start ended, or if it did not say, as its lock shows it."""
+def _status(starts: list[ReportedStart], lock: HolderSeen | None, now: float) -> str:
+    """Return how the run is doing: as its last start ended, or if it did not say, as its `lock` shows it."""
     end = starts[-1].end if starts else UNKNOWN
     if end in (*CLEAN_ENDS, FAILED):
         return end
-    try:
-        lock = read_plain(root / layout.LOCK, _LOCK_BYTES)
-    except (OSError, CheckpointUnsafe):
+    if lock is None:
         return UNKNOWN if end == UNKNOWN else CUT
-    holder = Holder.parse(lock)
-    if holder is None:
+    if lock.holder is None:
         return UNKNOWN
-    return CUT if holder.has_ended() or now - number(json.loads(lock).get("at")) > _SILENT_SECONDS else RUNNING
+    return CUT if lock.holder.has_ended() or now - lock.at > _SILENT_SECONDS else RUNNING

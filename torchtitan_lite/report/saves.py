@@ -35,6 +35,8 @@ class Fate(enum.Enum):
     CUT = "cut off"
     UNDER_WAY = "under way"
     GONE = "not there any more"
+    UNSEEN = "not looked at"
+    """Its folder could not be read."""
 
 
 _FATE_OF_STATE = {
@@ -86,8 +88,13 @@ class Save:
         return bool(self.nbytes) and self.seconds is not None and self.bytes_per_second is None
 
 
-def saves_of(starts: Sequence[ReportedStart], entries: Sequence[ListedCheckpoint]) -> list[Save]:
-    """Return the saves of all `starts` in their order, then the `entries` in the folders that none of them made."""
+def saves_of(
+    starts: Sequence[ReportedStart], entries: Sequence[ListedCheckpoint], *, are_seen: bool = True
+) -> list[Save]:
+    """Return the saves of all `starts` in their order, then the `entries` in the folders that none of them made.
+
+    `are_seen`: whether what has no entry is gone; else its folder could not be read.
+    """
     saves = [save for start in starts for save in _of_start(start, is_last=start is starts[-1])]
     removed, times = _removals(starts), _times(saves)
     found, unknown = _matched(saves, entries)
@@ -98,7 +105,8 @@ def saves_of(starts: Sequence[ReportedStart], entries: Sequence[ListedCheckpoint
             entry = found[index]
             changes = {"fate": _FATE_OF_STATE.get(entry.state, save.fate), "note": entry.finding}
         elif save.fate is Fate.GONE:
-            changes = {"fate": _removal(save, times[save.step], removed)}
+            fate = _removal(save, times[save.step], removed)
+            changes = {"fate": fate if are_seen or fate is not Fate.GONE else Fate.UNSEEN}
         result.append(dataclasses.replace(save, **changes))
     return [*result, *(_of_entry(entry) for entry in unknown)]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
 from torchtitan_lite.checkpoint.examining.summary import bytes_by_file
 from torchtitan_lite.errors import TorchtitanLiteError
 from torchtitan_lite.store import layout
+from torchtitan_lite.store.place import Place
 
 OTHER = "other"
 MAX_PARTS = 4
@@ -32,7 +32,7 @@ class ShardMap:
         return {rank: sum(parts.values()) for rank, parts in self.ranks.items()}
 
 
-def read_shards(folder: Path, step: int) -> ShardMap | None:
+def read_shards(folder: Place, step: int) -> ShardMap | None:
     """Return the shard map of the checkpoint in `folder`; None if it cannot be read. No tensor is read."""
     try:
         opened = open_checkpoint(folder)
