@@ -372,10 +372,7 @@ def test_prune_refuses_a_folder_whose_job_lives(folder: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (
-            ["bring-back", "FOLDER", "step-7.corrupt"],
-            "FOLDER is an address, and bring-back works only on folders on disk",
-        ),
+        (["bring-back", "FOLDER:7", "step-7"], "FOLDER:7 is one checkpoint: name the folder of checkpoints, FOLDER"),
         (["memory", "FOLDER"], "FOLDER is an address, and memory works only on folders on disk"),
         (["report", "FOLDER"], "FOLDER is an address, and report works only on folders on disk"),
         (["import-weights", "FOLDER", "out"], "FOLDER is an address, and import-weights works only on folders on disk"),

@@ -97,12 +97,6 @@ def newer(root: Path) -> None:
         (lambda root: fill(root, 1), ["ROOT:1", "step-1.corrupt"], 2, "ROOT:1 is one checkpoint"),
         (lambda root: fill(root, 1), ["ROOT/step-1", "step-1.corrupt"], 2, "ROOT/step-1 is one checkpoint"),
         (lambda root: fill(root, 1), ["ROOT", "/elsewhere/step-1.corrupt"], 2, "/elsewhere/step-1.corrupt is not in"),
-        (
-            lambda root: fill(root, 1),
-            ["s3://bucket/run", "step-1.corrupt"],
-            2,
-            "s3://bucket/run is an address, and bring-back works only",
-        ),
         (lambda root: fill(root, 1), ["ROOT"], 2, "NAME"),
     ],
 )

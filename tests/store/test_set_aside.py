@@ -13,7 +13,7 @@ from tests.store import filled
 from tests.store.crashing import Contents, Crash, Cut, contents
 from tests.store.filled import fill, names, save
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, FormatTooNew
-from torchtitan_lite.store.set_aside import bring_back, check, find, names_of, refuse_harm
+from torchtitan_lite.store.set_aside import ShelfOnDisk, bring_back, check, find, names_of, refuse_harm
 from torchtitan_lite.store.store import CheckpointStore
 
 
@@ -44,7 +44,7 @@ def back(store: CheckpointStore, name: str, *, leave_branch: bool = False) -> li
     """Recover and bring `name` back, as the command does; return the names that were set aside for it."""
     store.recover()
     aside = find(store.root, name)
-    refuse_harm(store, aside, leave_branch=leave_branch)
+    refuse_harm(store, aside, ShelfOnDisk(store).in_the_way(aside), leave_branch=leave_branch)
     check(aside, lambda num_bytes: None)
     return [path.name for path in bring_back(store, aside)]
 

@@ -149,6 +149,26 @@ class Head:
             ),
         )
 
+    def with_brought_back(self, name: str, leaving: Collection[str]) -> Head:
+        """Return the head after the checkpoint `name`, which was set aside, came back in place of those in `leaving`.
+
+        Unchanged if another one of its step is kept.
+        """
+        left = replace(
+            self,
+            entries=tuple(
+                replace(entry, status=Status.ABANDONED)
+                if entry.name in leaving and entry.status is Status.KEPT
+                else entry
+                for entry in self.entries
+            ),
+        )
+        found = self.find(name)
+        if found is None or left.kept_of(found.step) is not None:
+            return self
+        kept = replace(found, status=Status.KEPT, findings=())
+        return replace(left, entries=tuple(kept if entry.name == name else entry for entry in left.entries))
+
     def with_pins(self, added: Collection[int], removed: Collection[int]) -> Head:
         """Return the head with the steps `added` pinned and the steps `removed` not."""
         return replace(self, pinned=self.pinned.union(added).difference(removed))

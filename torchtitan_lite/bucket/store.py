@@ -98,6 +98,13 @@ class BucketStore:
         """Return the lock that orders the swaps of this process here: a background purge and commits."""
         return self._held.exclusive
 
+    def change(self, make: Callable[[Head], Head]) -> Head:
+        """Replace the head by what `make` returns for it, in one swap; return that. **Coordinator only**.
+
+        Raises LeaseLost, CheckpointError without the lease, and OSError: the head may be changed then.
+        """
+        return self._held.change(make)
+
     def lease(self, run_id: str, timeout_seconds: float) -> BucketLease:
         """Return the lease of this folder, not yet taken. What this store changes then needs it. Any rank."""
         lease = BucketLease(

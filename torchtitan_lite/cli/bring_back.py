@@ -11,13 +11,14 @@ from typing import Annotated
 
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.target import local
-from torchtitan_lite.cli.writing import folder_to_write, holding, recover
+from torchtitan_lite.cli.writing import holding, recover, store_to_write
+from torchtitan_lite.config.address import is_address
 from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import readable_bytes
 from torchtitan_lite.store.manifest import CheckpointKind
-from torchtitan_lite.store.set_aside import SetAside, bring_back, check, find, refuse_harm
+from torchtitan_lite.store.protocol import StoresCheckpoints
+from torchtitan_lite.store.set_aside import SetAside, Shelf, ShelfOnDisk, refuse_harm
 from torchtitan_lite.store.store import CheckpointStore
 
 
@@ -26,31 +27,30 @@ class BringBack:
     """Restore the name of a checkpoint that was quarantined or abandoned."""
 
     folder: Annotated[str, Positional("FOLDER")]
-    """A folder of checkpoints, or the dump folder of a run."""
+    """A folder of checkpoints, on disk or as an address, or the dump folder of a run."""
     name: Annotated[str, Positional("NAME")]
-    """The name in it: step-10.corrupt, which is verified first, or step-10.abandoned-RUN."""
+    """The name in it: step-10.corrupt, which is verified first, or step-10.abandoned-RUN; ls lists them."""
     leave_branch: bool = False
     """Abandon the branch that replaced it."""
     json: bool = False
     """Print JSON."""
 
     def run(self, screen: Screen) -> ExitCode:
-        local(self.folder, "bring-back")
-        store = CheckpointStore(folder_to_write(self.folder))
-        name = self._name_in(store.root)
+        store = store_to_write(self.folder, screen)
+        shelf, name = _shelf(store), self._name_in(store.address)
         with holding(store, "bring-back", screen) as lease:
             recover(store, screen)  # First: after a crash the step may have its old name and still be abandoned.
-            aside = find(store.root, name)
-            refuse_harm(store, aside, leave_branch=self.leave_branch)
+            aside = shelf.find(name)
+            refuse_harm(store, aside, shelf.in_the_way(aside), leave_branch=self.leave_branch)
             with screen.progress(f"verifying {aside.folder.name}", aside.manifest.nbytes) as advance:
-                check(aside, advance)
+                shelf.check(aside, advance)
             lease.check()
-            left = bring_back(store, aside, lease.check)
+            left = shelf.bring_back(aside, lease.check)
             info = store.get(aside.step)
         latest = store.latest()
         is_latest = latest is not None and latest.step == aside.step and info.kind is CheckpointKind.FULL
         data = {
-            "folder": str(store.root),
+            "folder": store.address,
             "name": aside.folder.name,
             "step": aside.step,
             "run_id": aside.run_id,
@@ -60,12 +60,28 @@ class BringBack:
         screen.show(data, lambda: _in_words(aside, [path.name for path in left], is_latest))
         return ExitCode.FINE
 
-    def _name_in(self, root: Path) -> str:
+    def _name_in(self, folder: str) -> str:
         """Return the name, which a shell may have completed to a path. Raise ConfigError for one elsewhere."""
         path = Path(self.name)
-        if path.name != self.name and path.parent.resolve() != root.resolve():
-            raise ConfigError(f"{self.name} is not in {root}: NAME is the name of a folder in FOLDER")
+        is_elsewhere = (
+            self.name != f"{folder}/{path.name}"
+            if is_address(folder)
+            else path.parent.resolve() != Path(folder).resolve()
+        )
+        if path.name != self.name and is_elsewhere:
+            raise ConfigError(f"{self.name} is not in {folder}: NAME is the name of a folder in FOLDER")
         return path.name
+
+
+def _shelf(store: StoresCheckpoints) -> Shelf:
+    if isinstance(store, CheckpointStore):
+        return ShelfOnDisk(store)
+    # Its client is an extra, and takes its time.
+    from torchtitan_lite.bucket.set_aside import BucketShelf
+    from torchtitan_lite.bucket.store import BucketStore
+
+    assert isinstance(store, BucketStore)
+    return BucketShelf(store)
 
 
 def _in_words(aside: SetAside, left: list[str], is_latest: bool) -> str:

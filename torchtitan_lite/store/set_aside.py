@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord, num_blocks
@@ -22,8 +23,8 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.known_manifests import damage_in
 from torchtitan_lite.store.listing import Listing, is_folder
 from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
-from torchtitan_lite.store.place import on_disk
-from torchtitan_lite.store.protocol import nothing
+from torchtitan_lite.store.place import Place, on_disk
+from torchtitan_lite.store.protocol import StoresCheckpoints, nothing
 from torchtitan_lite.store.store import CheckpointStore
 
 CORRUPT, ABANDONED = "corrupt", "abandoned"
@@ -32,9 +33,9 @@ _BLOCKS_AT_A_TIME = 64
 
 @dataclass(frozen=True)
 class SetAside:
-    """A checkpoint under the name that says why it was set aside."""
+    """A checkpoint that was set aside, with its manifest."""
 
-    folder: Path
+    folder: Place
     step: int
     why: str
     """`CORRUPT` or `ABANDONED`."""
@@ -44,6 +45,59 @@ class SetAside:
     def run_id(self) -> str:
         """Return the id of its run."""
         return self.manifest.lineage.run_id
+
+
+class VerifiesBlocks(Protocol):
+    """Verifies blocks of files, as `BlockReader` does."""
+
+    def verify(self, path: Path, record: FileRecord, blocks: Sequence[int]) -> None: ...
+
+
+class Shelf(Protocol):
+    """What was set aside in one folder of checkpoints."""
+
+    def find(self, name: str) -> SetAside:
+        """Return what is called `name`. Raises CheckpointNotFound, and CheckpointDamaged without its manifest."""
+        ...
+
+    def check(self, aside: SetAside, advance: Callable[[int], object]) -> None:
+        """Raise CheckpointDamaged unless `aside` is what was committed.
+
+        Reads and digests every byte of a damaged one, and calls `advance` with the number of bytes that it read. Of an
+        abandoned one, in which nothing was ever wrong, it compares the sizes of files: a load verifies it anyway.
+        """
+        ...
+
+    def in_the_way(self, aside: SetAside) -> Place | None:
+        """Return what has the place of the step of `aside` now; None if nothing has."""
+        ...
+
+    def bring_back(self, aside: SetAside, fence: Callable[[], object]) -> Sequence[Place]:
+        """Make `aside` the checkpoint of its step, durably; return what was set aside of the branch that abandons it.
+
+        After `check` and `refuse_harm`. `fence` raises if the folder belongs to another job by now.
+        """
+        ...
+
+
+class ShelfOnDisk:
+    """What was set aside in the folder of `store`."""
+
+    def __init__(self, store: CheckpointStore) -> None:
+        self._store = store
+
+    def find(self, name: str) -> SetAside:
+        return find(self._store.root, name)
+
+    def check(self, aside: SetAside, advance: Callable[[int], object]) -> None:
+        check(aside, advance)
+
+    def in_the_way(self, aside: SetAside) -> Place | None:
+        final = self._store.root / layout.step_dir(aside.step)
+        return final if os.path.lexists(final) else None
+
+    def bring_back(self, aside: SetAside, fence: Callable[[], object] = nothing) -> Sequence[Place]:
+        return bring_back(self._store, aside, fence)
 
 
 def names_of(root: Path) -> list[str]:
@@ -80,23 +134,21 @@ def _why(name: str) -> tuple[int, str] | None:
 
 
 def check(aside: SetAside, advance: Callable[[int], object]) -> None:
-    """Raise CheckpointDamaged unless `aside` is what was committed.
-
-    Reads and digests every byte of a damaged one, and calls `advance` with the number of bytes that it read. Of an
-    abandoned one, in which nothing was ever wrong, it compares the sizes of files: a load verifies it anyway.
-    """
+    """Raise as `Shelf.check` does."""
+    folder = on_disk(aside.folder)
     for name, record in sorted(aside.manifest.files.items()):
-        finding = size_finding(aside.folder / name, record.size)
+        finding = size_finding(folder / name, record.size)
         if not finding and aside.why == CORRUPT:
-            finding = _digest_finding(aside.folder / name, record, advance)
+            finding = digest_finding(BlockReader(), folder / name, record, advance)
         if finding:
             raise CheckpointDamaged(str(aside.folder), finding)
 
 
-def _digest_finding(path: Path, record: FileRecord, advance: Callable[[int], object]) -> str:
+def digest_finding(reader: VerifiesBlocks, path: Path, record: FileRecord, advance: Callable[[int], object]) -> str:
+    """Return what is wrong with the bytes of the file `path`; the empty string if nothing is."""
     if record.size and not record.blocks:
         return f"{path.name} has no digests in {layout.MANIFEST}, so it cannot be verified"
-    reader, count = BlockReader(), num_blocks(record.size)
+    count = num_blocks(record.size)
     for begin in range(0, count, _BLOCKS_AT_A_TIME):
         end = min(begin + _BLOCKS_AT_A_TIME, count)
         try:
@@ -107,27 +159,28 @@ def _digest_finding(path: Path, record: FileRecord, advance: Callable[[int], obj
     return ""
 
 
-def branch_in_the_way(store: CheckpointStore, aside: SetAside) -> list[CheckpointInfo]:
+def branch_in_the_way(store: StoresCheckpoints, aside: SetAside) -> list[CheckpointInfo]:
     """Return the committed checkpoints of the branches that abandon `aside`, by ascending step; mostly none."""
-    runs = {info.run_id for info in _abandoners(store, aside)}
+    runs = {info.run_id for info in abandoners_of(store, aside)}
     return [info for info in store.intact() if info.run_id in runs]
 
 
-def _abandoners(store: CheckpointStore, aside: SetAside) -> list[CheckpointInfo]:
+def abandoners_of(store: StoresCheckpoints, aside: SetAside) -> list[CheckpointInfo]:
+    """Return the committed checkpoints that abandon `aside`."""
     return [info for info in store.intact() if (aside.step, aside.run_id) in info.lineage.abandons]
 
 
-def refuse_harm(store: CheckpointStore, aside: SetAside, *, leave_branch: bool) -> None:
+def refuse_harm(store: StoresCheckpoints, aside: SetAside, there: Place | None, *, leave_branch: bool) -> None:
     """Raise CheckpointError, with the names, if `aside` cannot come back next to the checkpoints that are there.
 
-    `leave_branch`: whether the branch that abandons it is set aside in its place.
+    `there`: what has the place of its step. `leave_branch`: whether the branch that abandons it is set aside.
     """
-    name, final = aside.folder.name, store.root / layout.step_dir(aside.step)
+    name = aside.folder.name
     branch = branch_in_the_way(store, aside)
     given_up = {info.path for info in branch}
-    if os.path.lexists(final) and final not in given_up:
-        raise CheckpointError(f"{name} stays as it is: {final} is there already. Rename or remove that one first.")
-    if (abandoners := _abandoners(store, aside)) and not leave_branch:
+    if there is not None and there not in given_up:
+        raise CheckpointError(f"{name} stays as it is: {there} is there already. Rename or remove that one first.")
+    if (abandoners := abandoners_of(store, aside)) and not leave_branch:
         raise CheckpointError(
             f"{name} stays as it is: {_listed(abandoners)} of run {abandoners[0].run_id} abandons it, and no run would "
             f"see it. With --leave-branch it comes back, and {_listed(branch)} {'is' if len(branch) == 1 else 'are'} "
@@ -147,13 +200,10 @@ def refuse_harm(store: CheckpointStore, aside: SetAside, *, leave_branch: bool) 
 
 
 def bring_back(store: CheckpointStore, aside: SetAside, fence: Callable[[], object] = nothing) -> list[Path]:
-    """Give `aside` the name of its step, durably; return the new paths of the branch that was set aside for it.
-
-    After `check` and `refuse_harm`. `fence` raises if the folder belongs to another job by now.
-    """
+    """Give `aside` the name of its step, and return the new paths of the branch; see `Shelf.bring_back`."""
     final = store.root / layout.step_dir(aside.step)
     with store.exclusive:
-        abandoners, branch = _abandoners(store, aside), branch_in_the_way(store, aside)
+        abandoners, branch = abandoners_of(store, aside), branch_in_the_way(store, aside)
         rest = [info for info in reversed(branch) if info not in abandoners]
         # Until the last of the abandoners has lost its name the step is still abandoned, and a start after a crash
         # renames it again. So they go last, and the others before them, or a crash would leave two branches.
@@ -169,10 +219,11 @@ def bring_back(store: CheckpointStore, aside: SetAside, fence: Callable[[], obje
 
 def _take_name(store: CheckpointStore, aside: SetAside, final: Path, fence: Callable[[], object]) -> None:
     fence()
-    if os.path.lexists(aside.folder / layout.FINDINGS):
+    folder = on_disk(aside.folder)
+    if os.path.lexists(folder / layout.FINDINGS):
         # It is undamaged: these findings are no longer true.
-        store.durable.remove_file(aside.folder / layout.FINDINGS)
-    store.durable.rename(aside.folder, final)
+        store.durable.remove_file(folder / layout.FINDINGS)
+    store.durable.rename(folder, final)
     store.durable.fsync_dir(store.root)
 
 

@@ -1,0 +1,78 @@
+"""A checkpoint in an object store that was set aside becomes the checkpoint of its step again."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.bucket.stored import add, flip, held
+from tests.cli.command import command
+from torchtitan_lite.bucket.store import BucketStore, open_bucket
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.lineage import Lineage
+
+DATA = layout.data_file(0, 0)
+
+
+@pytest.fixture
+def store(folder: str) -> BucketStore:
+    return open_bucket(folder)
+
+
+def steps(store: BucketStore) -> list[int]:
+    return [info.step for info in store.committed()]
+
+
+def test_an_undamaged_one_comes_back_without_its_findings(folder: str, store: BucketStore) -> None:
+    with held(folder) as holding:
+        add(holding, 7)
+        info = add(holding, 9)
+        holding.quarantine(9, ["a finding"])
+    assert steps(store) == [7]
+    ended = command("bring-back", folder, info.path.name)
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.startswith(f"{info.path.name} (") and ended.out.endswith(
+        "is step 9 again\nIt is the latest: the next start resumes from it\n"
+    )
+    assert steps(store) == [7, 9]
+    assert store.set_aside() == []
+    keys = {each.key for each in store.objects.list(f"{info.path.name}/")}
+    assert f"{info.path.name}/{layout.FINDINGS}" not in keys
+    again = command("bring-back", folder, info.path.name)
+    assert (again.code, f"it was not set aside ({folder} has nothing that was)" in again.err) == (1, True)
+
+
+def test_a_damaged_one_stays(folder: str, store: BucketStore) -> None:
+    with held(folder) as holding:
+        info = add(holding, 7)
+        holding.quarantine(7, ["a finding"])
+    flip(info, DATA, 5000)
+    ended = command("bring-back", folder, f"{folder}/{info.path.name}")
+    assert (ended.code, f"{DATA}: bytes 0 to " in ended.err) == (3, True)
+    assert (steps(store), [entry.step for entry in store.set_aside()]) == ([], [7])
+
+
+def test_one_whose_step_was_saved_again_stays(folder: str, store: BucketStore) -> None:
+    with held(folder) as holding:
+        old = add(holding, 7)
+        holding.quarantine(7, ["a finding"])
+        new = add(holding, 7)
+    ended = command("bring-back", folder, old.path.name)
+    assert (ended.code, ended.err.count("\n")) == (1, 1)
+    assert f"{old.path.name} stays as it is: {new.path} is there already" in ended.err
+    assert store.get(7).path == new.path
+
+
+def test_an_abandoned_one_takes_the_place_of_the_branch(folder: str, store: BucketStore) -> None:
+    with held(folder) as holding:
+        add(holding, 7, lineage=Lineage("runa"))
+        left = add(holding, 9, lineage=Lineage("runa"))
+        branch = add(holding, 9, lineage=Lineage("runb", 7, abandons=((9, "runa"),)))
+        add(holding, 11, lineage=Lineage("runb", 9))
+    refused = command("bring-back", folder, left.path.name)
+    assert (refused.code, f"{branch.path.name} of run runb abandons it" in refused.err) == (1, True)
+    ended = command("bring-back", folder, left.path.name, "--leave-branch")
+    assert ended.code == 0 and f"{branch.path.name}" in ended.out
+    assert [info.path for info in store.committed()] == [store.get(7).path, left.path]
+    with held(folder) as holding:
+        add(holding, 13, lineage=Lineage("runa", 9))
+    assert steps(store) == [7, 9, 13]

@@ -1,0 +1,72 @@
+"""Checkpoints in an object store that were set aside, and become the checkpoint of their step again.
+
+That is one swap of the head, which sets the branch aside that abandons one: a cut leaves the state before it or after.
+**The caller holds the lease**.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torchtitan_lite.bucket.head import Head, Status
+from torchtitan_lite.bucket.manifests import read_manifest, size_findings
+from torchtitan_lite.bucket.object_path import ObjectPath
+from torchtitan_lite.bucket.object_reader import ObjectReader
+from torchtitan_lite.bucket.store import BucketStore
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound
+from torchtitan_lite.log import logger
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.place import ObjectPlace, Place
+from torchtitan_lite.store.protocol import nothing
+from torchtitan_lite.store.set_aside import ABANDONED, CORRUPT, SetAside, branch_in_the_way, digest_finding
+
+_WHY = {Status.CORRUPT: CORRUPT, Status.ABANDONED: ABANDONED}
+
+
+class BucketShelf:
+    """What was set aside in the folder of `store`; see `Shelf`."""
+
+    def __init__(self, store: BucketStore) -> None:
+        self._store = store
+
+    def find(self, name: str) -> SetAside:
+        head = self._store.head()
+        entry = head.find(name)
+        if entry is None or entry.status not in _WHY:
+            there = ", ".join(entry.name for entry in head.entries if entry.status in _WHY)
+            finding = f"it was not set aside ({self._store.address} has {there or 'nothing that was'})"
+            raise CheckpointNotFound(f"{self._store.address}/{name}", None, finding=finding)
+        place = ObjectPlace(self._store.address, name)
+        manifest, _ = read_manifest(self._store.objects, place, entry.step, entry.digest)
+        return SetAside(place, entry.step, _WHY[entry.status], manifest)
+
+    def check(self, aside: SetAside, advance: Callable[[int], object]) -> None:
+        name, objects = aside.folder.name, self._store.objects
+        sizes = {each.key.removeprefix(f"{name}/"): each.size for each in objects.list(f"{name}/")}
+        files = aside.manifest.files
+        findings = size_findings({file: record.size for file, record in files.items()}, sizes)
+        if not findings and aside.why == CORRUPT:
+            reader = ObjectReader(objects, name)
+            for file, record in sorted(files.items()):
+                findings += [digest_finding(reader, ObjectPath(f"{aside.folder}/{file}"), record, advance)]
+        if finding := next(filter(None, findings), ""):
+            raise CheckpointDamaged(str(aside.folder), finding)
+
+    def in_the_way(self, aside: SetAside) -> Place | None:
+        entry = self._store.head().kept_of(aside.step)
+        return None if entry is None else ObjectPlace(self._store.address, entry.name)
+
+    def bring_back(self, aside: SetAside, fence: Callable[[], object] = nothing) -> Sequence[Place]:
+        fence()
+        branch = {info.path.name for info in branch_in_the_way(self._store, aside)}
+
+        def brought_back(head: Head) -> Head:
+            return head.with_brought_back(aside.folder.name, branch)
+
+        self._store.change(brought_back)
+        try:
+            # It is undamaged: these findings are no longer true.
+            self._store.objects.delete([f"{aside.folder.name}/{layout.FINDINGS}"])
+        except OSError as error:
+            logger.warning("Could not delete %s/%s: %s", aside.folder, layout.FINDINGS, error)
+        return [ObjectPlace(self._store.address, name) for name in sorted(branch)]
