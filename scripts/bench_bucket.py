@@ -25,6 +25,8 @@ from typing import Any
 PART_BYTES = 8 << 20
 AT_A_TIME = 5
 SAVES = 4
+PAUSE_SECONDS = 1.0
+"""Between two saves, as steps of a training are: what one leaves to do in the background is over before the next."""
 FIGURES = {
     "blocked_seconds": "training is blocked by a save",
     "durable_seconds": "a save, until it is durable",
@@ -115,6 +117,7 @@ def _loop(folder: str, num_bytes: int) -> dict[str, float]:
             manager.maybe_wait_for_staging()
             blocked.append(time.monotonic() - began)
             manager.wait()
+            time.sleep(PAUSE_SECONDS)
             most = max(most, _private_bytes("self"))
         pid = manager._saver.process.pid  # type: ignore[attr-defined]  # of this mode
         writer = _private_bytes(str(pid))
@@ -168,10 +171,6 @@ def _client(address: str, num_bytes: int) -> dict[str, float]:
     load_seconds = time.monotonic() - began
     objects.delete([f"object-{number}" for number in range(SAVES)])
     return {"durable_seconds": statistics.median(seconds[1:]), "load_seconds": load_seconds}
-
-
-def _fetched(client: Any, objects: Any, begin: int, end: int) -> int:
-    return len(client.get_range(objects._bulk, "object-0", start=begin, end=end))
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def test_every_piece_gets_its_bytes(
 ) -> None:
     pieces, room = pieces_of(ranges), Room(dense(BLOCK_BYTES - 7, many))
     record = RECORD if digests else FileRecord(SIZE)
-    ObjectReader(objects, NAME, threads).read(file, record, pieces, room.table)
+    ObjectReader(objects, NAME, threads=threads).read(file, record, pieces, room.table)
     assert all(piece.into == DATA[piece.at : piece.at + len(piece.into)] for piece in pieces)
     assert room.memory == room.expected(DATA)
 
@@ -153,7 +153,7 @@ def test_an_unreadable_part_outweighs_damage(objects: Objects, file: Path) -> No
             return [memoryview(bytes(ranges[0][1]))]
 
     with pytest.raises(CheckpointUnreadable, match="the store refuses it"):
-        ObjectReader(WrongAndRefused(), NAME, 2).read(file, RECORD, pieces_of([(0, SIZE)]))  # type: ignore[arg-type]
+        ObjectReader(WrongAndRefused(), NAME, threads=2).read(file, RECORD, pieces_of([(0, SIZE)]))  # type: ignore[arg-type]
 
 
 def test_cut_answers_are_read_again(proxied: ObstoreObjects, proxy: Proxy, file: Path) -> None:
@@ -170,7 +170,7 @@ def test_neighbours_are_fetched_together_and_wide_gaps_are_not(
         proxy.again()
         found: list[str] = []
         proxy.rules.append(lambda request: found.append(request.headers.get("range", request.method)))
-        ObjectReader(proxied, NAME, 1).read(file, RECORD, pieces_of(list(ranges)))
+        ObjectReader(proxied, NAME, threads=1).read(file, RECORD, pieces_of(list(ranges)))
         return found
 
     block = BLOCK_BYTES

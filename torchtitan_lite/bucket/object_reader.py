@@ -33,13 +33,18 @@ T = TypeVar("T")
 
 
 class ObjectReader:
-    """Reads objects below `prefix`, which were written once; `threads` requests at a time. Any thread."""
+    """Reads objects below `prefix`, which were written once; `threads` requests at a time. Any thread.
 
-    def __init__(self, objects: Objects, prefix: str, threads: int = THREADS) -> None:
+    `sizes` has those of the objects that are known; the reader adds to them.
+    """
+
+    def __init__(
+        self, objects: Objects, prefix: str, sizes: dict[str, int] | None = None, *, threads: int = THREADS
+    ) -> None:
         self._objects = objects
         self._prefix = prefix
         self._threads = threads
-        self._sizes: dict[str, int] = {}
+        self._sizes = {} if sizes is None else sizes
 
     def read(
         self, path: Path, record: FileRecord | None, pieces: Sequence[Piece], table: PieceTable | None = None

@@ -36,6 +36,8 @@ class ObjectFiles:
     def __init__(self, objects: Objects, place: ObjectPlace) -> None:
         self._objects = objects
         self._place = place
+        self._sizes: dict[str, int] = {}
+        """Of the objects that were listed or read; they do not change."""
 
     def manifest(self) -> Manifest | None:
         """Return the manifest; None if there is none. Raises as `Manifest.parse`."""
@@ -70,6 +72,7 @@ class ObjectFiles:
                 raise CheckpointUnsafe(str(self._place), f"{name[:100]!r} is not the name of a file in it")
         prefix = self._key("")
         sizes = {each.key.removeprefix(prefix): each.size for each in self._objects.list(prefix)} if wanted else {}
+        self._sizes.update(sizes)
         return {name: size for name, size in sizes.items() if name in wanted}
 
     @contextmanager
@@ -89,7 +92,7 @@ class ObjectFiles:
 
     def reader(self, *, cached: bool = False) -> ObjectReader:
         """Return what reads the files."""
-        return ObjectReader(self._objects, self._place.name)
+        return ObjectReader(self._objects, self._place.name, self._sizes)
 
     def share(self, names: Sequence[str], number: int, count: int) -> Sequence[str]:
         """Return the part of `names` that rank `number` of `count` looks at."""
