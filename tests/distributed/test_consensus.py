@@ -138,3 +138,15 @@ def test_one_process_without_a_group_agrees_with_itself() -> None:
     with pytest.raises(CorpusChanged) as raised:
         peers.raise_together(CorpusChanged(["files"]))
     assert not raised.value.reported_elsewhere
+
+
+@on_two_ranks
+def test_names_on_all_ranks_are_found_without_sending_them(rank: int) -> None:
+    mine = {"shared", "also shared", f"of rank {rank}"}
+    known = ["none", "also shared", "of rank 0", "of rank 1", "shared"]
+    assert Peers(TIMEOUT).on_all_ranks(mine, known) == ["also shared", "shared"]
+    assert Peers(TIMEOUT).on_all_ranks(set(), known) == []
+
+
+def test_names_of_the_only_rank_are_on_all_ranks() -> None:
+    assert Peers(TIMEOUT).on_all_ranks({"b", "c"}, ["a", "b", "c"]) == ["b", "c"]

@@ -9,7 +9,7 @@ another rank has ended.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from functools import cached_property
 from typing import TypeVar, cast
@@ -128,6 +128,15 @@ class Peers:
         with naming_lost_peers():
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._control_group)
         return tuple(values.tolist())
+
+    def on_all_ranks(self, mine: Collection[str], known: Sequence[str]) -> list[str]:
+        """Return those of the names `known`, the same on each rank, that every rank has in `mine`. No name travels."""
+        if self.world_size == 1:
+            return [name for name in known if name in mine]
+        has = torch.tensor([name in mine for name in known], dtype=torch.uint8, device="cpu")
+        with naming_lost_peers():
+            dist.all_reduce(has, op=dist.ReduceOp.MIN, group=self._control_group)
+        return [known[at] for at in has.nonzero().flatten().tolist()]
 
     def scatter_answers(self, mine: T, answer: Callable[[list[T]], list[U]]) -> U:
         """Send each rank's `mine` to the coordinator; return this rank's part of what `answer` returns there.

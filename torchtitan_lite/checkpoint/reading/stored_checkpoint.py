@@ -7,6 +7,7 @@ they were saved with.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
@@ -79,13 +80,13 @@ class StoredCheckpoint:
         self._peers.together(lambda: self._reader.verify_rest(self._peers.rank, self._peers.world_size))
 
     def keys(self, prefix: str) -> list[str]:
-        """Return the flat keys that begin with `prefix`."""
-        return [key for key in self.contents if key.startswith(prefix)]
+        """Return the flat keys that begin with `prefix`, which has a dot in it."""
+        return [key for key in self._keys_by_state.get(prefix.partition(".")[0], ()) if key.startswith(prefix)]
 
     def has_state(self, name: str) -> bool:
         """Return whether the checkpoint has the nested state `name`, even an empty one."""
         prefix = f"{name}."
-        return any(key.startswith(prefix) for key in self.contents) or self.contents.container(name) is not None
+        return bool(self.keys(prefix)) or self.contents.container(name) is not None
 
     def model_names(self, model: Mapping[str, Any]) -> dict[str, str]:
         """Map the model's name of each stored entry, after the renames, to the checkpoint's flat key."""
@@ -237,6 +238,14 @@ class StoredCheckpoint:
         return planner.state
 
     @cached_property
+    def _keys_by_state(self) -> Mapping[str, Sequence[str]]:
+        """The flat keys by what is before their first dot: each state asks for its own, among those of all ranks."""
+        keys: dict[str, list[str]] = {}
+        for key in self.contents:
+            keys.setdefault(key.partition(".")[0], []).append(key)
+        return keys
+
+    @cached_property
     def _model(self) -> StoredModel:
         return StoredModel(self.contents, self._rules)
 
@@ -251,15 +260,21 @@ class StoredCheckpoint:
     def _joint_report(self, own: Callable[[], KeyReport]) -> KeyReport:
         """Return the joint report of all ranks. **Collective**.
 
-        Each rank may have a part of the model, so a key is unexpected only if it is on every rank.
+        Each rank may have a part of the model, so a key is unexpected only if it is on every rank. What differs
+        otherwise travels only where something does.
         """
-        reports = self._peers.gather_made(own)
-        mine = reports[self._peers.rank].unexpected
-        unexpected = [key for key in mine if all(key in other.unexpected for other in reports)]
-        together = merged(*reports)
-        return KeyReport(
-            missing=list(dict.fromkeys(together.missing)), unexpected=unexpected, mismatched=together.mismatched
-        )
+        mine = self._peers.together(own)
+        differs, none = self._peers.max_over_ranks(bool(mine.missing or mine.mismatched), not mine.unexpected)
+        unexpected = [] if none else self._peers.on_all_ranks({*mine.unexpected}, self._known_names())
+        if not differs:
+            return KeyReport(unexpected=unexpected)
+        together = merged(*self._peers.gather(dataclasses.replace(mine, unexpected=())))
+        missing = list(dict.fromkeys(together.missing))
+        return KeyReport(missing=missing, unexpected=unexpected, mismatched=together.mismatched)
+
+    def _known_names(self) -> list[str]:
+        """Return every name that a report may call unexpected, in an order that is the same on every rank."""
+        return list(dict.fromkeys([*self.contents, *self._model.names("model.")]))
 
     def _placeholder(self, key: str) -> Any:
         stored = self.contents.tensors.get(key)
