@@ -17,6 +17,7 @@ LAYERS = {
     "__init__": 0,
     "errors": 0,
     "log": 0,
+    "host_memory": 0,
     "collection": 0,
     "events": 1,
     "faults": 1,
@@ -60,7 +61,19 @@ LAYERS = {
 """Each part imports only from parts with lower numbers."""
 
 WITHOUT_TORCH = (
-    *("__init__", "errors", "events", "faults", "log", "collection", "disk", "store", "config", "keeper"),
+    *(
+        "__init__",
+        "errors",
+        "events",
+        "faults",
+        "log",
+        "collection",
+        "host_memory",
+        "disk",
+        "store",
+        "config",
+        "keeper",
+    ),
     *("bucket", "checkpoint.run_folders"),
     *(
         f"checkpoint.format.{name}"

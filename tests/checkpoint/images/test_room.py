@@ -7,16 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.checkpoint.images.room import (
-    Room,
-    available_in,
-    free_bytes,
-    host_id,
-    is_short,
-    num_arenas,
-    oom_kills,
-    reserve_bytes,
-)
+from torchtitan_lite.checkpoint.images.room import Room, is_short, num_arenas, reserve_bytes
+from torchtitan_lite.host_memory import available_in, free_bytes, host_id, oom_kills
 
 GIB = 1 << 30
 MEMINFO = "MemTotal:       33554432 kB\nMemFree:         1048576 kB\nMemAvailable:   20971520 kB\n"

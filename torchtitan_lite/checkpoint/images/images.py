@@ -18,16 +18,7 @@ from torchtitan_lite.checkpoint.images.image import Image
 from torchtitan_lite.checkpoint.images.image_stager import ImageStager
 from torchtitan_lite.checkpoint.images.marker import Marker
 from torchtitan_lite.checkpoint.images.pool import NUM_RECENT
-from torchtitan_lite.checkpoint.images.room import (
-    MAX_ARENAS,
-    Room,
-    free_bytes,
-    host_id,
-    is_short,
-    num_arenas,
-    oom_kills,
-    reserve_bytes,
-)
+from torchtitan_lite.checkpoint.images.room import MAX_ARENAS, Room, is_short, num_arenas, reserve_bytes
 from torchtitan_lite.checkpoint.images.tier import Tier
 from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
 from torchtitan_lite.checkpoint.saving.writer import Origin
@@ -36,6 +27,7 @@ from torchtitan_lite.checkpoint.staging.watch import build_staging_watch
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.disk.writer_process import WriterProcess
 from torchtitan_lite.events import ImageMissed
+from torchtitan_lite.host_memory import free_bytes, host_id, oom_kills
 from torchtitan_lite.log import counted, logger, readable_bytes
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 

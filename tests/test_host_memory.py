@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.checkpoint.images.room import available_in, free_bytes, host_id
+from torchtitan_lite.host_memory import available_in, free_bytes, host_id
 
 GIB = 1 << 30
 HOST = {"proc/meminfo": "MemTotal:       33554432 kB\nMemAvailable:   20971520 kB\n"}
