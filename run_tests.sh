@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set up if needed, then run the tests: ./run_tests.sh [--all | --exhaustive] [pytest arguments]
 #
-#   --all          also the tests marked slow
+#   --all          also the tests marked slow, and where npm is there, with an Azure server
 #   --exhaustive   also the full products of topologies and kill points
 #   PYTHON         see scripts/env.sh
 #
@@ -9,19 +9,30 @@
 
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/env.sh"
 
+AZURITE=3.35.0 # its version
+
 selection=(-m "not slow and not exhaustive")
 thorough=(--hypothesis-profile thorough)
 arguments=()
+is_fast=1
 for argument in "$@"; do
     case $argument in
-    --all) selection=(-m "not exhaustive" "${thorough[@]}") ;;
-    --exhaustive) selection=("${thorough[@]}") ;;
+    --all) selection=(-m "not exhaustive" "${thorough[@]}") is_fast="" ;;
+    --exhaustive) selection=("${thorough[@]}") is_fast="" ;;
     *) arguments+=("$argument") ;;
     esac
 done
 
 set_up test
 cd "$ROOT"
+# In .venv, where a fresh clone has none. Without npm or a network, the tests on an Azure server are skipped.
+azurite="$VENV/azurite/node_modules/.bin"
+if [[ -z $is_fast && -d $VENV && ! -x $azurite/azurite-blob ]] && command -v npm >/dev/null; then
+    say "installing azurite $AZURITE, the Azure server of the tests."
+    timeout 120 npm install --prefix "$VENV/azurite" --no-audit --no-fund "azurite@$AZURITE" >/dev/null 2>&1 ||
+        say "npm could not install it; the tests on an Azure server are skipped."
+fi
+export PATH="$azurite:$PATH"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # several processes with all cores each would be slower
 # Two processes, each running one file of tests at a time. `-n 0` among the arguments is one process, as --pdb needs.
 exec "$PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder ${selection[@]+"${selection[@]}"} ${arguments[@]+"${arguments[@]}"}

@@ -1,4 +1,4 @@
-"""An Azure Blob server for tests: azurite, if it is installed (`npm install -g azurite`), on 127.0.0.1."""
+"""An Azure Blob server for tests: azurite, if it is installed, on 127.0.0.1."""
 
 from __future__ import annotations
 

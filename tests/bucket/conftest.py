@@ -38,7 +38,7 @@ def azure() -> Iterator[dict[str, str]]:
     """The variables that lead to an Azure Blob server with the container `BUCKET`."""
     pytest.importorskip("obstore")
     if PROGRAM is None:
-        pytest.skip("azurite is not installed: npm install -g azurite")
+        pytest.skip("azurite is not installed: ./run_tests.sh --all installs it, where npm is there")
     with running_azurite(BUCKET) as environment:
         yield environment
 
