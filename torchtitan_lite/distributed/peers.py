@@ -129,6 +129,16 @@ class Peers:
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._control_group)
         return tuple(values.tolist())
 
+    def gather_number(self, mine: int) -> list[int]:
+        """Return each rank's `mine`, of 63 bits, by rank, on every rank; in a fifth of the time of an object."""
+        if self.world_size == 1:
+            return [mine]
+        own = torch.tensor([mine], dtype=torch.int64, device="cpu")
+        numbers = [torch.zeros_like(own) for _ in range(self.world_size)]
+        with naming_lost_peers():
+            dist.all_gather(numbers, own, group=self._control_group)
+        return [int(number) for number in numbers]
+
     def on_all_ranks(self, mine: Collection[str], known: Sequence[str]) -> list[str]:
         """Return those of the names `known`, the same on each rank, that every rank has in `mine`. No name travels."""
         if self.world_size == 1:

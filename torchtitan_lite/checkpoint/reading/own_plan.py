@@ -44,7 +44,8 @@ class OwnPlanner(LoadPlanner):
 
     def __init__(self, folder: CheckpointFolder) -> None:
         self._folder = folder
-        self._wanted = RankReads()
+        self.wanted = RankReads()
+        """What `plan` has planned."""
         self.state: dict[str, Any] = {}
         """The flat state that is read into."""
 
@@ -54,11 +55,11 @@ class OwnPlanner(LoadPlanner):
         self.state = state
         contents = self._folder.contents
         small, others = small_tensors(state, contents.table)
-        self._wanted = RankReads(small=small)
-        regions = self._wanted.regions
+        self.wanted = RankReads(small=small)
+        regions = self.wanted.regions
         for key, target in others.items():
             if key in contents.objects:
-                self._wanted.objects.append((key, partial(state.__setitem__, key)))
+                self.wanted.objects.append((key, partial(state.__setitem__, key)))
                 continue
             stored = contents.tensors[key]
             if tuple(target.shape) != stored.shape:
@@ -81,7 +82,7 @@ class OwnPlanner(LoadPlanner):
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return dataclasses.replace(central_plan, storage_data=self._wanted)
+        return dataclasses.replace(central_plan, storage_data=self.wanted)
 
     def _regions_of(self, key: str, stored: StoredTensor, target: torch.Tensor) -> Iterator[Region]:
         """Yield the regions of `stored` that fill the memory of `target`. Raises `CheckpointMismatch` for a misfit."""
