@@ -1,0 +1,22 @@
+"""The bench of loads by ranks prints a line for each layout and version, and leaves no file."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+def test_a_quick_run_compares_two_versions_and_leaves_no_file(tmp_path: Path) -> None:
+    quick = ["--rounds", "1", "--mb", "32", "--ranks", "2", "--layouts", "ddp", "fsdp"]
+    command = [sys.executable, str(ROOT / "scripts" / "bench_rank_loads.py"), *quick, "--folder", str(tmp_path)]
+    found = subprocess.run([*command, "--against", str(ROOT)], capture_output=True, text=True, timeout=300)
+
+    assert found.returncode == 0, found.stderr
+    lines = [line.split() for line in found.stdout.splitlines()]
+    assert [line[:2] for line in lines] == [[layout, name] for layout in ("ddp", "fsdp") for name in ("this", "other")]
+    assert all("read / size" in " ".join(line) for line in lines)
+    assert not list(tmp_path.iterdir())
