@@ -2,7 +2,8 @@
 
 What `BlockReader` promises of a file on disk holds of an object: of each touched block all bytes are digested, from
 the memory that they arrived in, before the read returns. A block with a wrong digest is read once more, and only then
-reported as damage; what the store does not give is never reported as damage. Memory: `THREADS` x `REQUEST_BYTES`.
+reported as damage; what the store does not give is never reported as damage. What ranks of one host read alike each of
+them fetches a part of, and gives it to the others. Memory: `THREADS` x `REQUEST_BYTES`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, FileRecord, b
 from torchtitan_lite.disk.in_threads import in_threads
 from torchtitan_lite.disk.piece_table import PieceTable
 from torchtitan_lite.disk.read_requests import Piece, Segment, by_block, segments
+from torchtitan_lite.distributed.host_exchange import Alone, Exchanges
 from torchtitan_lite.errors import CheckpointUnreadable
 from torchtitan_lite.log import logger
 
@@ -39,12 +41,19 @@ class ObjectReader:
     """
 
     def __init__(
-        self, objects: Objects, prefix: str, sizes: dict[str, int] | None = None, *, threads: int = THREADS
+        self,
+        objects: Objects,
+        prefix: str,
+        sizes: dict[str, int] | None = None,
+        *,
+        threads: int = THREADS,
+        exchange: Exchanges | None = None,
     ) -> None:
         self._objects = objects
         self._prefix = prefix
         self._threads = threads
         self._sizes = {} if sizes is None else sizes
+        self._exchange = exchange or Alone()
 
     def read(
         self, path: Path, record: FileRecord | None, pieces: Sequence[Piece], table: PieceTable | None = None
@@ -58,8 +67,11 @@ class ObjectReader:
         if record is not None and size != record.size:
             raise DamagedRange(path, min(size, record.size), record.size, f"it has {size} bytes")
         requests = list(_together(segments(pieces, size, bool(blocks), table)))
-        read = _Object(self._objects, f"{self._prefix}/{path.name}", path, size, blocks).read
-        _run(requests, read, min(self._threads, len(requests)))
+        # What has no digests is not taken from another rank: nothing would show that it is right.
+        exchange = self._exchange if blocks else Alone()
+        first = exchange.reserve(len(requests))
+        read = _Object(self._objects, f"{self._prefix}/{path.name}", path, size, blocks, exchange).read
+        _run(list(enumerate(requests, first)), read, min(self._threads, len(requests)))
 
     def verify(self, path: Path, record: FileRecord, blocks: Sequence[int]) -> None:
         """Check the digest of each of `blocks`, which ascend. Raises as `read` does."""
@@ -75,18 +87,31 @@ class ObjectReader:
 class _Object:
     """One object of `size` bytes, whose digests are `blocks`; without digests nothing is checked."""
 
-    def __init__(self, objects: Objects, key: str, path: Path, size: int, blocks: bytes) -> None:
+    def __init__(self, objects: Objects, key: str, path: Path, size: int, blocks: bytes, exchange: Exchanges) -> None:
         self._objects, self._key, self._path, self._size, self._blocks = objects, key, path, size, blocks
+        self._exchange = exchange
 
-    def read(self, request: Sequence[Segment]) -> None:
-        """Fill the pieces of the segments of `request`, which are fetched together. Any thread."""
+    def read(self, numbered: tuple[int, Sequence[Segment]]) -> None:
+        """Fill the pieces of the segments of a request with its number, which are fetched together. Any thread."""
+        number, request = numbered
         begin, end = request[0].begin, max(segment.end for segment in request)
         if end > self._size:
             raise DamagedRange(self._path, self._size, end, f"the object ends after {self._size} bytes")
-        data = self._fetch(begin, end)
-        for segment in request:
-            for part in by_block(segment):
-                self._fill(part, data[part.begin - begin : part.end - begin])
+        name = f"{self._key} {begin} {end}"
+        try:
+            data = self._exchange.take(number, name)
+            if data is None:
+                data = self._fetch(begin, end)
+                self._exchange.offer(number, name, data)
+            for segment in request:
+                for part in by_block(segment):
+                    self._fill(part, data[part.begin - begin : part.end - begin])
+        except BaseException:
+            # Nothing more is read, and no other rank is to wait for what this one would offer.
+            self._exchange.leave()
+            raise
+        finally:
+            self._exchange.release(number)
 
     def _fill(self, part: Segment, data: memoryview) -> None:
         """Fill the pieces of `part`, which are within one block, from `data`, its bytes; from others if wrong."""
@@ -146,14 +171,14 @@ def _together(found: Iterable[Segment]) -> Iterator[list[Segment]]:
         yield together
 
 
-def _run(requests: Sequence[Sequence[Segment]], read: Callable[[Sequence[Segment]], None], threads: int) -> None:
+def _run(requests: Sequence[T], read: Callable[[T], None], threads: int) -> None:
     """Call `read` with each of `requests`, in several threads; raise the worst of their errors.
 
     An error of the store outweighs damage, which may be another symptom of the same failure.
     """
     failures: list[Exception] = []
 
-    def work(request: Sequence[Segment]) -> None:
+    def work(request: T) -> None:
         try:
             if not failures:
                 read(request)

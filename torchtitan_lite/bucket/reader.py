@@ -16,6 +16,8 @@ from torchtitan_lite.bucket.objects import Objects
 from torchtitan_lite.bucket.obstore_objects import connect
 from torchtitan_lite.config.address import parse
 from torchtitan_lite.disk.plain_file import is_plain_name
+from torchtitan_lite.disk.reads_blocks import ReadsBlocks
+from torchtitan_lite.distributed.host_exchange import ReadsAlike
 from torchtitan_lite.errors import CheckpointUnsafe
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Manifest
@@ -93,6 +95,12 @@ class ObjectFiles:
     def reader(self, *, cached: bool = False) -> ObjectReader:
         """Return what reads the files."""
         return ObjectReader(self._objects, self._place.name, self._sizes)
+
+    @contextmanager
+    def shared_reader(self, own: ReadsBlocks, ranks: ReadsAlike) -> Iterator[ReadsBlocks]:
+        """Yield what fetches each request on one rank, for all that make it."""
+        with ranks.exchange() as exchange:
+            yield ObjectReader(self._objects, self._place.name, self._sizes, exchange=exchange)
 
     def share(self, names: Sequence[str], number: int, count: int) -> Sequence[str]:
         """Return the part of `names` that rank `number` of `count` looks at."""

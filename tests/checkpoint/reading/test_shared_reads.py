@@ -18,6 +18,7 @@ from torchtitan_lite import faults
 from torchtitan_lite.checkpoint import CheckpointManager
 from torchtitan_lite.checkpoint.reading import shared_reads
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
+from torchtitan_lite.distributed.host_exchange import Alone
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointUnreadable
 
@@ -113,4 +114,6 @@ def test_small_reads_ask_nothing_of_other_ranks(four_ranks: Ranks, tmp_path: Pat
 
 
 def small_is_shared(rank: int, folder: Path) -> bool:
-    return shared_reads.are_shared(shared_reads.RankReads(), Peers(TIMEOUT))
+    reads = shared_reads.SharedReads(shared_reads.RankReads(), Peers(TIMEOUT))
+    with reads.exchange() as exchange:
+        return reads.is_shared() or not isinstance(exchange, Alone)

@@ -13,11 +13,12 @@ from pathlib import Path
 
 from torchtitan_lite.checkpoint.converting.new_file import Advance, read_back
 from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint
-from torchtitan_lite.checkpoint.reading.files import ReadsBlocks, files_of
+from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
 from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, FileRecord, block_digest
 from torchtitan_lite.disk.durable import DISK, naming
 from torchtitan_lite.disk.read_requests import Piece
+from torchtitan_lite.disk.reads_blocks import ReadsBlocks
 from torchtitan_lite.errors import CheckpointDamaged
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Manifest

@@ -17,11 +17,12 @@ from pathlib import Path
 
 from torchtitan_lite.checkpoint.examining.findings import Finding
 from torchtitan_lite.checkpoint.format.contents import Contents
-from torchtitan_lite.checkpoint.reading.files import ReadsBlocks, files_of
+from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.disk.block_reader import THREADS, BlockReader, DamagedRange
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord, num_blocks
 from torchtitan_lite.disk.in_threads import in_threads
 from torchtitan_lite.disk.plain_file import opened
+from torchtitan_lite.disk.reads_blocks import ReadsBlocks
 from torchtitan_lite.errors import CheckpointUnsafe
 from torchtitan_lite.store.place import Place
 

@@ -23,9 +23,10 @@ from torchtitan_lite.checkpoint.examining.item_checksums import PlacedItem, chec
 from torchtitan_lite.checkpoint.examining.opened import absence
 from torchtitan_lite.checkpoint.examining.presence import Identity, identity_of, refuse_if_gone
 from torchtitan_lite.checkpoint.format.contents import Contents, Item
-from torchtitan_lite.checkpoint.reading.files import Files, ReadsBlocks, files_of
+from torchtitan_lite.checkpoint.reading.files import Files, files_of
 from torchtitan_lite.checkpoint.untrusted.safe_metadata import read_metadata
 from torchtitan_lite.collection import no_collection
+from torchtitan_lite.disk.reads_blocks import ReadsBlocks
 from torchtitan_lite.errors import (
     CheckpointDamaged,
     CheckpointNotFound,

@@ -15,6 +15,8 @@ from pathlib import Path
 from torchtitan_lite.disk.digest import num_blocks
 from torchtitan_lite.disk.mapped_reader import MappedReader
 from torchtitan_lite.disk.read_requests import Piece
+from torchtitan_lite.disk.reads_blocks import ReadsBlocks
+from torchtitan_lite.distributed.host_exchange import ReadsAlike
 from torchtitan_lite.store.manifest import Manifest
 
 
@@ -53,6 +55,11 @@ class FilesInMemory:
 
     def reader(self, *, cached: bool = False) -> MappedReader:
         return self._reader
+
+    @contextmanager
+    def shared_reader(self, own: ReadsBlocks, ranks: ReadsAlike) -> Iterator[ReadsBlocks]:
+        """Return `own`: all of it is in memory."""
+        yield own
 
     def share(self, names: Sequence[str], number: int, count: int) -> Sequence[str]:
         """Return the own file of this rank if the images are spread over hosts, else a share of all."""

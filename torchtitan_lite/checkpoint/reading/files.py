@@ -7,29 +7,18 @@ followed, and nothing outside the folder is opened.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
 from torchtitan_lite.disk.block_reader import BlockReader
-from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.disk.piece_table import PieceTable
 from torchtitan_lite.disk.plain_file import opened, sizes_of
-from torchtitan_lite.disk.read_requests import Piece
+from torchtitan_lite.disk.reads_blocks import ReadsBlocks
+from torchtitan_lite.distributed.host_exchange import ReadsAlike
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Manifest
 from torchtitan_lite.store.place import Place
-
-
-class ReadsBlocks(Protocol):
-    """Reads parts of files, as `BlockReader` does."""
-
-    def read(
-        self, path: Path, record: FileRecord | None, pieces: Sequence[Piece], table: PieceTable | None = None
-    ) -> None: ...
-
-    def verify(self, path: Path, record: FileRecord, blocks: Sequence[int]) -> None: ...
 
 
 class Files(Protocol):
@@ -57,6 +46,13 @@ class Files(Protocol):
 
     def reader(self, *, cached: bool = False) -> ReadsBlocks:
         """Return what reads the files. `cached`: for bytes that are probably read several times."""
+        ...
+
+    def shared_reader(self, own: ReadsBlocks, ranks: ReadsAlike) -> AbstractContextManager[ReadsBlocks]:
+        """Return what reads the files in the block, together with `ranks`. **Collective**.
+
+        That is `own`, a `reader` of these files, where no other rank reads the same.
+        """
         ...
 
     def share(self, names: Sequence[str], number: int, count: int) -> Sequence[str]:
@@ -95,6 +91,11 @@ class FilesOnDisk:
 
     def reader(self, *, cached: bool = False) -> BlockReader:
         return BlockReader(direct=not cached)
+
+    @contextmanager
+    def shared_reader(self, own: ReadsBlocks, ranks: ReadsAlike) -> Iterator[ReadsBlocks]:
+        # The page cache gives to all of them what one has read.
+        yield self.reader(cached=True) if ranks.is_shared() else own
 
     def share(self, names: Sequence[str], number: int, count: int) -> Sequence[str]:
         return names[number::count]

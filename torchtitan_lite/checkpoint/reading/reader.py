@@ -24,7 +24,6 @@ from torch.futures import Future
 
 from torchtitan_lite.checkpoint.format.contents import Chunk, Item, Shape
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES, to_metadata
-from torchtitan_lite.checkpoint.reading.files import ReadsBlocks
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder, Verify
 from torchtitan_lite.checkpoint.reading.regions import (
     BufferedPart,
@@ -42,6 +41,7 @@ from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES
 from torchtitan_lite.disk.piece_table import PieceTable
 from torchtitan_lite.disk.read_requests import Piece
+from torchtitan_lite.disk.reads_blocks import ReadsBlocks
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable, CheckpointUnsafe
 from torchtitan_lite.store.place import Place
 

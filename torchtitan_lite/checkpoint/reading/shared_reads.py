@@ -1,16 +1,21 @@
-"""Whether ranks of one host read the same bytes, which the page cache then gives to all of them.
+"""Which ranks of one host read the same bytes, so that these are read once.
 
-Ranks of DDP have equal plans, as have those with the same shard under HSDP. Past the page cache each of them would read
-the disk. Through it the first one that asks for a page reads it, and the others, which ask in the same order, wait for
-that page and copy it. Nothing else joins them: a rank that fails, or is late, delays no other one. What one rank alone
-reads stays out of the page cache: to make room for it there takes longer than to read it.
+Ranks of DDP have equal plans, as have those with the same shard under HSDP. From a disk they read through the page
+cache: the first one that asks for a page reads it, and the others, which ask in the same order, wait for that page and
+copy it. Nothing else joins them: a rank that fails, or is late, delays no other one. What one rank alone reads stays
+out of the page cache: to make room for it there takes longer than to read it. From an object store each rank fetches a
+part, and gives it to the others (host_exchange.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import xxhash
 
 from torchtitan_lite.checkpoint.reading.reader import RankReads
+from torchtitan_lite.distributed.host_exchange import MOST_RANKS, Alone, Exchanges, HostExchange, made, opened
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.host_memory import host_id
 
@@ -18,15 +23,53 @@ SHARED_BYTES = 64 << 20
 """Below this, to read twice takes less than to find out."""
 
 
-def are_shared(wanted: RankReads, peers: Peers) -> bool:
-    """Return whether another rank of this host reads exactly what this one does, and it is much. **Collective**."""
-    if peers.world_size == 1:
-        return False
-    (most,) = peers.max_over_ranks(_num_bytes(wanted))
-    if most < SHARED_BYTES:
-        return False
-    mine = xxhash.xxh3_64_intdigest(f"{host_id()} {_digest(wanted)}".encode()) >> 1
-    return peers.gather_number(mine).count(mine) > 1
+class SharedReads:
+    """What one rank reads, `wanted`, among what the others do; see `ReadsAlike`."""
+
+    def __init__(self, wanted: RankReads, peers: Peers) -> None:
+        self._wanted = wanted
+        self._peers = peers
+
+    def is_shared(self) -> bool:
+        return len(self._sharing()[0]) > 1
+
+    @contextmanager
+    def exchange(self) -> Iterator[Exchanges]:
+        ranks, is_anywhere = self._sharing()
+        exchange = self._met(ranks) if is_anywhere else None
+        try:
+            yield exchange or Alone()
+        finally:
+            if exchange is not None:
+                exchange.close()
+
+    def _sharing(self) -> tuple[list[int], bool]:
+        """Return the ranks of this host that read the same, and whether any ranks of the job do. **Collective**.
+
+        Both are for reads that are large on some rank. The first has this rank; the second is the same on all.
+        """
+        peers = self._peers
+        if peers.world_size == 1 or peers.max_over_ranks(_num_bytes(self._wanted))[0] < SHARED_BYTES:
+            return [peers.rank], False
+        numbers = peers.gather_number(xxhash.xxh3_64_intdigest(f"{host_id()} {_digest(self._wanted)}".encode()) >> 1)
+        ranks = [rank for rank, number in enumerate(numbers) if number == numbers[peers.rank]]
+        return ranks, len({*numbers}) < len(numbers)
+
+    def _met(self, ranks: list[int]) -> HostExchange | None:
+        """Return the exchange with the others of `ranks`; None if there are no others. **Collective**.
+
+        No rank has one if the memory of a rank cannot be opened by another one.
+        """
+        peers, position = self._peers, ranks.index(self._peers.rank)
+        mine = made() if 1 < len(ranks) <= MOST_RANKS else None
+        numbers = peers.gather_number(0 if mine is None else mine.number)
+        rings = None if mine is None else opened(mine, [numbers[rank] for rank in ranks], position)
+        (has_failed,) = peers.max_over_ranks(rings is None and len(ranks) > 1)
+        exchange = None if rings is None else HostExchange(rings, position)
+        if exchange is not None and has_failed:
+            exchange.close()
+            return None
+        return exchange
 
 
 def _num_bytes(wanted: RankReads) -> int:

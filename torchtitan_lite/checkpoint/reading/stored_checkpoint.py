@@ -28,7 +28,7 @@ from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder, Verify
 from torchtitan_lite.checkpoint.reading.listed_groups import read_listed_groups
 from torchtitan_lite.checkpoint.reading.load_rules import EVERYTHING, LoadRules
 from torchtitan_lite.checkpoint.reading.own_plan import ALL, OwnPlanner, OwnReader
-from torchtitan_lite.checkpoint.reading.shared_reads import are_shared
+from torchtitan_lite.checkpoint.reading.shared_reads import SharedReads
 from torchtitan_lite.checkpoint.reading.stored_model import StoredModel
 from torchtitan_lite.checkpoint.reading.stored_optimizer import StoredOptimizer
 from torchtitan_lite.checkpoint.state.optimizer_state import OF_OPTIMIZERS, ParameterSlot, tensors_in
@@ -60,8 +60,7 @@ class StoredCheckpoint:
         self._peers = peers
         self._rules = rules
         self._folder = CheckpointFolder(path, verify, files=files, rank=peers.rank, world_size=peers.world_size)
-        self._reader = OwnReader(self._folder)
-        self._shared_reader = OwnReader(self._folder, blocks=self._folder.files.reader(cached=True))
+        self._blocks = self._folder.files.reader()
         self._optimizer: StoredOptimizer | None = None
         self._fitting: tuple[Mapping[str, Any], Mapping[str, ParameterSlot], bool] | None = None
         """The model, slots and `cast` of a report without a difference: nothing needs to be compared again."""
@@ -79,7 +78,8 @@ class StoredCheckpoint:
 
         If they are not what was committed, or cannot be read, on one rank, it raises the error on every rank.
         """
-        self._peers.together(lambda: self._reader.verify_rest(self._peers.rank, self._peers.world_size))
+        reader = OwnReader(self._folder, blocks=self._blocks)
+        self._peers.together(lambda: reader.verify_rest(self._peers.rank, self._peers.world_size))
 
     def keys(self, prefix: str) -> list[str]:
         """Return the flat keys that begin with `prefix`, which has a dot in it."""
@@ -235,9 +235,9 @@ class StoredCheckpoint:
         except Exception as error:
             failure = error
         dcp.raise_worst(failure, self._peers, str(self.path))
-        reader = self._shared_reader if are_shared(planner.wanted, self._peers) else self._reader
-        # All of it is one entry of the state dict, because DCP takes long for each entry.
-        dcp.load({ALL: planner.state}, reader, planner, self._peers, str(self.path))
+        with self._folder.files.shared_reader(self._blocks, SharedReads(planner.wanted, self._peers)) as blocks:
+            # All of it is one entry of the state dict, because DCP takes long for each entry.
+            dcp.load({ALL: planner.state}, OwnReader(self._folder, blocks=blocks), planner, self._peers, str(self.path))
         return planner.state
 
     @cached_property

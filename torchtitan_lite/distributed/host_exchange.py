@@ -1,0 +1,252 @@
+"""Bytes that ranks of one host pass to each other, in the memory of the host.
+
+Ranks that read the same number their requests alike, and each is made by one of them, which offers what came to the
+others. It is an offer only: a rank that does not get it in time, or gets something else, makes the request itself. So
+no rank depends on another one, and what is taken must be checked as if it came from the store. Each rank has a ring of
+slots; a slot is filled again once every other rank has released it, or the ring ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import Protocol
+
+import xxhash
+
+SLOT_BYTES = 8 << 20
+SLOTS = 4
+PATIENCE_SECONDS = 15.0
+"""How long a rank waits for another one, once: after that it makes the requests of that one itself."""
+_POLL_SECONDS = 0.0005
+_HEADER_BYTES = mmap.PAGESIZE
+_CLOSED, _FIRST_SLOT = 1, 2
+"""Words of the header: whether the ring has ended, and the first of the slots' words, which are `_WORDS` each."""
+_NUMBER, _KEY, _LENGTH, _WORDS = 0, 1, 2, 3
+_ALL = (1 << 64) - 1
+_FD_BITS, _MAGIC_BITS = 20, 20
+MOST_RANKS = (_HEADER_BYTES // 8 - _FIRST_SLOT - SLOTS * _WORDS) // SLOTS
+"""Of one exchange: the header has a word for each of them and each slot."""
+
+
+class Exchanges(Protocol):
+    """What passes bytes between ranks."""
+
+    def reserve(self, count: int) -> int:
+        """Return the number of the first of `count` requests, which are made in the same order on all ranks."""
+        ...
+
+    def take(self, number: int, key: str) -> memoryview | None:
+        """Return the bytes of request `number`, valid until `release`; None if this rank is to make it. Any thread.
+
+        `key` names the request: nothing else is returned for it.
+        """
+        ...
+
+    def offer(self, number: int, key: str, data: memoryview) -> None:
+        """Offer the bytes of request `number`, if it is this rank's. Any thread; may wait for the others."""
+
+    def release(self, number: int) -> None:
+        """Say that this rank needs nothing of request `number` any more. Any thread."""
+
+    def leave(self) -> None:
+        """Say that this rank needs nothing, and offers nothing, from now on: others wait for it no more."""
+
+
+class ReadsAlike(Protocol):
+    """What the ranks of a job are about to read, and which of them read the same. Both methods are **collective**."""
+
+    def is_shared(self) -> bool:
+        """Return whether another rank of this host reads exactly what this one does, and it is much."""
+        ...
+
+    def exchange(self) -> AbstractContextManager[Exchanges]:
+        """Return the exchange of this rank with those ranks, for the time of the block."""
+        ...
+
+
+class Alone:
+    """Passes nothing."""
+
+    def reserve(self, count: int) -> int:
+        return 0
+
+    def take(self, number: int, key: str) -> memoryview | None:
+        return None
+
+    def offer(self, number: int, key: str, data: memoryview) -> None:
+        pass
+
+    def release(self, number: int) -> None:
+        pass
+
+    def leave(self) -> None:
+        pass
+
+
+class Ring:
+    """The memory of one rank, in the descriptor `fd`, which this object owns. Raises OSError and ValueError."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._map = mmap.mmap(fd, _HEADER_BYTES + SLOTS * SLOT_BYTES)
+        self._bytes = memoryview(self._map)
+        self.words = self._bytes[:_HEADER_BYTES].cast("Q")
+
+    @classmethod
+    def make(cls) -> Ring:
+        fd = os.memfd_create("torchtitan_lite-exchange", os.MFD_CLOEXEC)
+        os.ftruncate(fd, _HEADER_BYTES + SLOTS * SLOT_BYTES)
+        ring = cls(fd)
+        ring.words[0] = secrets.randbits(_MAGIC_BITS)
+        return ring
+
+    @property
+    def number(self) -> int:
+        """What another process of this host finds it by."""
+        return ((os.getpid() << _FD_BITS | self.fd) << _MAGIC_BITS) | self.words[0]
+
+    @classmethod
+    def of(cls, number: int) -> Ring:
+        """Return the ring of another process that has the number `number`. Raises OSError and ValueError."""
+        place, magic = divmod(number, 1 << _MAGIC_BITS)
+        pid, fd = divmod(place, 1 << _FD_BITS)
+        ring = cls(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
+        if ring.words[0] != magic:
+            ring.close()
+            raise ValueError("this is no ring of that rank")
+        return ring
+
+    def word(self, slot: int, which: int) -> int:
+        """Return the place of a word of `slot`."""
+        return _FIRST_SLOT + slot * _WORDS + which
+
+    def released(self, slot: int, position: int) -> int:
+        """Return the place of the word with the number up to which the rank at `position` has released `slot`."""
+        return _FIRST_SLOT + SLOTS * _WORDS + position * SLOTS + slot
+
+    def contents(self, slot: int) -> memoryview:
+        begin = _HEADER_BYTES + slot * SLOT_BYTES
+        return self._bytes[begin : begin + SLOT_BYTES]
+
+    def close(self) -> None:
+        self.words.release()
+        self._bytes.release()
+        # The traceback of an error may still refer to what was taken.
+        with suppress(BufferError):
+            self._map.close()
+        os.close(self.fd)
+
+
+class HostExchange:
+    """The exchange between `rings`, one for each rank by position; this rank's is at `position`."""
+
+    def __init__(self, rings: Sequence[Ring], position: int, patience_seconds: float = PATIENCE_SECONDS) -> None:
+        self._rings = rings
+        self._position = position
+        self._patience_seconds = patience_seconds
+        self._reserved = 0
+        self._given_up: set[int] = set()
+        """The positions of ranks that nothing is waited for any more."""
+
+    def reserve(self, count: int) -> int:
+        first = self._reserved
+        self._reserved += count
+        return first
+
+    def take(self, number: int, key: str) -> memoryview | None:
+        owner, slot = self._place(number)
+        if owner == self._position or owner in self._given_up:
+            return None
+        ring = self._rings[owner]
+        at = ring.word(slot, _NUMBER)
+        # What is offered is numbered from 1: an empty slot has 0.
+        own = self._rings[self._position]
+        if not self._wait(lambda: ring.words[at] > number or bool(ring.words[_CLOSED] or own.words[_CLOSED])):
+            self._given_up.add(owner)
+        length = ring.words[ring.word(slot, _LENGTH)]
+        is_it = ring.words[at] == number + 1 and ring.words[ring.word(slot, _KEY)] == _hashed(key)
+        return ring.contents(slot)[:length] if is_it and 0 < length <= SLOT_BYTES else None
+
+    def offer(self, number: int, key: str, data: memoryview) -> None:
+        owner, slot = self._place(number)
+        ring = self._rings[self._position]
+        if owner != self._position or ring.words[_CLOSED]:
+            return
+        before = ring.words[ring.word(slot, _NUMBER)]
+        others = [ring.released(slot, other) for other in range(len(self._rings)) if other != owner]
+        if not self._wait(lambda: all(ring.words[at] >= before for at in others)):
+            ring.words[_CLOSED] = 1
+            return
+        fits = len(data) <= SLOT_BYTES
+        if fits:
+            ring.contents(slot)[: len(data)] = data
+        ring.words[ring.word(slot, _LENGTH)] = len(data) if fits else 0
+        ring.words[ring.word(slot, _KEY)] = _hashed(key)
+        # The number last: it says that the others are there.
+        ring.words[ring.word(slot, _NUMBER)] = number + 1
+
+    def release(self, number: int) -> None:
+        owner, slot = self._place(number)
+        if owner != self._position:
+            ring = self._rings[owner]
+            at = ring.released(slot, self._position)
+            # After `leave` it is more already.
+            ring.words[at] = max(ring.words[at], number + 1)
+
+    def leave(self) -> None:
+        self._rings[self._position].words[_CLOSED] = 1
+        for ring in self._rings:
+            for slot in range(SLOTS):
+                ring.words[ring.released(slot, self._position)] = _ALL
+
+    def close(self) -> None:
+        """Leave; others may still take what this rank has offered. No thread is in another method."""
+        self.leave()
+        for ring in self._rings:
+            ring.close()
+
+    def _place(self, number: int) -> tuple[int, int]:
+        """Return the position of the rank that makes request `number`, and the slot of its ring."""
+        return number % len(self._rings), number // len(self._rings) % SLOTS
+
+    def _wait(self, is_over: Callable[[], bool]) -> bool:
+        """Wait until `is_over`; return whether it was in time."""
+        end = time.monotonic() + self._patience_seconds
+        while not is_over():
+            if time.monotonic() > end:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
+
+
+def made() -> Ring | None:
+    """Return a new ring; None where the system has no such memory."""
+    try:
+        return Ring.make()
+    except (OSError, AttributeError):  # AttributeError: of a system without memfd_create.
+        return None
+
+
+def opened(mine: Ring, numbers: Sequence[int], position: int) -> list[Ring] | None:
+    """Return the rings that have `numbers`, of which `mine` is at `position`; None, and close them, if one is missing.
+
+    Ranks of a host may be in containers of their own, where no rank gets at the memory of another one.
+    """
+    rings: list[Ring] = []
+    try:
+        for other, number in enumerate(numbers):
+            rings.append(mine if other == position else Ring.of(number))
+        return rings
+    except (OSError, ValueError):
+        for ring in {id(ring): ring for ring in (mine, *rings)}.values():
+            ring.close()
+        return None
+
+
+def _hashed(key: str) -> int:
+    return xxhash.xxh3_64_intdigest(key.encode())
