@@ -31,7 +31,7 @@ class HolderSeen:
 
 
 @dataclass(frozen=True)
-class CheckpointFolder:
+class SeenFolder:
     """What is in a folder of checkpoints; the default is nothing."""
 
     entries: tuple[ListedCheckpoint, ...] = ()
@@ -41,7 +41,7 @@ class CheckpointFolder:
     was_read: bool = True
 
     @classmethod
-    def of(cls, dump_folder: Path, name: str) -> CheckpointFolder:
+    def of(cls, dump_folder: Path, name: str) -> SeenFolder:
         """Return the folder called `name` in a configuration.
 
         A store that cannot be read is a warning: what the dump folder has is known without it.
@@ -55,10 +55,10 @@ class CheckpointFolder:
             return cls(was_read=False)
 
 
-def _on_disk(root: Path) -> CheckpointFolder:
+def _on_disk(root: Path) -> SeenFolder:
     if not root.is_dir():
-        return CheckpointFolder()
-    return CheckpointFolder(tuple(inventory(root)), _lock(root / layout.LOCK), lambda name: root / name)
+        return SeenFolder()
+    return SeenFolder(tuple(inventory(root)), _lock(root / layout.LOCK), lambda name: root / name)
 
 
 def _lock(path: Path) -> HolderSeen | None:
@@ -70,7 +70,7 @@ def _lock(path: Path) -> HolderSeen | None:
     return HolderSeen(holder, 0.0 if holder is None else number(json.loads(lock).get("at")))
 
 
-def _in_store(address: str) -> CheckpointFolder:
+def _in_store(address: str) -> SeenFolder:
     # Its client is an extra, and takes its time.
     from torchtitan_lite.bucket.naming import beat_key
     from torchtitan_lite.bucket.store import open_bucket
@@ -81,4 +81,4 @@ def _in_store(address: str) -> CheckpointFolder:
     lock = None
     if head.holder is not None:
         lock = HolderSeen(head.holder, store.objects.head(beat_key(head.epoch)).modified)
-    return CheckpointFolder(tuple(entries), lock, lambda name: ObjectPlace(store.address, name))
+    return SeenFolder(tuple(entries), lock, lambda name: ObjectPlace(store.address, name))

@@ -15,7 +15,7 @@ from torchtitan_lite.checkpoint.examining.inventory import USABLE, ListedCheckpo
 from torchtitan_lite.errors import CheckpointError, CheckpointNotFound
 from torchtitan_lite.metrics.accounts import CLEAN_ENDS, FAILED, read_accounts
 from torchtitan_lite.report.changes import KeyChange, changes_by_start, configs_of, without_secret_values
-from torchtitan_lite.report.folder import CheckpointFolder, HolderSeen
+from torchtitan_lite.report.folder import HolderSeen, SeenFolder
 from torchtitan_lite.report.lines import Logged, read_events, read_logged, read_records
 from torchtitan_lite.report.saves import Fate, Save, saves_of
 from torchtitan_lite.report.shards import ShardMap, read_shards
@@ -86,7 +86,7 @@ def read_run(spelling: str, *, now: float | None = None) -> Run:
         finding = "it is not a folder" if os.path.lexists(folder) else "it does not exist"
         raise CheckpointNotFound(str(folder), None, finding=finding)
     config = _config(folder / CONFIG)
-    checkpoints = CheckpointFolder.of(folder, str(config.get("checkpoint.folder") or "checkpoint"))
+    checkpoints = SeenFolder.of(folder, str(config.get("checkpoint.folder") or "checkpoint"))
     entries = checkpoints.entries
     logged, events = read_logged(folder / METRICS), read_events(folder / EVENTS)
     if not (len(logged) or events or config or entries):
@@ -122,10 +122,10 @@ def _config(path: Path) -> dict[str, Any]:
 def _exports(folder: Path, config: Mapping[str, Any]) -> list[ListedCheckpoint]:
     """Return the weights that the run exported into a folder of their own."""
     export_folder = config.get("checkpoint.export_folder")
-    return [*CheckpointFolder.of(folder, str(export_folder)).entries] if export_folder else []
+    return [*SeenFolder.of(folder, str(export_folder)).entries] if export_folder else []
 
 
-def _shards(checkpoints: CheckpointFolder) -> ShardMap | None:
+def _shards(checkpoints: SeenFolder) -> ShardMap | None:
     """Return the shard map of the latest full checkpoint, else of the latest one; None without any."""
     usable = [entry for entry in checkpoints.entries if entry.state in USABLE]
     full = [entry for entry in usable if entry.kind is not None and entry.kind.value == "full"]
