@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from obstore.fsspec import register
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
-from tests.bucket.proxy import Proxy, answers, where
+from tests.bucket.proxy import Action, Proxy, Request, answers, where
 from tests.bucket.server import Server
 from tests.checkpoint.small_run import SmallRun, Tiny, job_config, same
 from torchtitan_lite.bucket.head import Status
@@ -21,7 +22,13 @@ from torchtitan_lite.bucket.store import BucketStore, open_bucket
 from torchtitan_lite.checkpoint import load_model
 from torchtitan_lite.checkpoint.run_folders import RunFolders
 from torchtitan_lite.config.address import parse
-from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, FolderUnusable
+from torchtitan_lite.errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    CheckpointUnreadable,
+    ConfigError,
+    FolderUnusable,
+)
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointKind
 
@@ -177,6 +184,28 @@ def test_a_rank_that_may_not_read_is_no_rank_with_another_folder(proxy: Proxy, f
         other_rank.first_without(tokens)
     proxy.again()
     first.release()
+
+
+def test_a_store_that_refuses_in_a_load_is_not_taken_for_a_removal(
+    proxy: Proxy, folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with SmallRun(tmp_path, folder=folder, interval=2) as run:
+        run.manager.load()
+        run.train(2)
+    # From the first part of a file on it refuses everything.
+    refused = where(answers(403, "AccessDenied"))
+    is_refusing = threading.Event()
+
+    def from_a_file_on(request: Request) -> Action | None:
+        if ".distcp" in request.path:
+            is_refusing.set()
+        return refused(request) if is_refusing.is_set() else None
+
+    proxy.again(from_a_file_on)
+    with SmallRun(tmp_path, folder=folder) as run, pytest.raises(CheckpointUnreadable, match="the store refuses it"):
+        run.manager.load()
+    proxy.again()
+    assert "was removed during the load" not in caplog.text
 
 
 def test_plain_dcp_reads_the_prefix_of_a_checkpoint(folder: str, tmp_path: Path) -> None:

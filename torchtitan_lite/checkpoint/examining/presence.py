@@ -11,12 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.reading.files import files_of
+from torchtitan_lite.checkpoint.reading.files import Identity, differs, files_of
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, CheckpointUnreadable, CheckpointUnsafe
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.place import Place
-
-Identity = tuple[int | str, ...]
 
 
 def identity_of(folder: Place) -> Identity | None:
@@ -37,14 +35,8 @@ def identity_of(folder: Place) -> Identity | None:
 
 def refuse_if_gone(folder: Place, identity: Identity | None) -> None:
     """Raise `CheckpointNotFound` if the checkpoint in `folder` is not the one of `identity` any more."""
-    found = identity_of(folder)
-    # An error of the machine or of a store says nothing of what is there.
-    if identity is None or (found != identity and not _is_error(found) and not _is_error(identity)):
+    if identity is None or differs(identity_of(folder), identity):
         raise CheckpointNotFound(str(folder), None, finding="it was removed or replaced while it was read")
-
-
-def _is_error(identity: Identity | None) -> bool:
-    return identity is not None and len(identity) == 1 and isinstance(identity[0], int)
 
 
 @contextmanager

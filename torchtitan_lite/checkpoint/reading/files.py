@@ -20,6 +20,17 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Manifest
 from torchtitan_lite.store.place import Place
 
+Identity = tuple[int | str, ...]
+
+
+def differs(found: Identity | None, known: Identity | None) -> bool:
+    """Return whether `found` proves that another checkpoint, or none, is where `known` was: an error proves nothing."""
+    return found != known and not _is_error(found) and not _is_error(known)
+
+
+def _is_error(identity: Identity | None) -> bool:
+    return identity is not None and len(identity) == 1 and isinstance(identity[0], int)
+
 
 class Files(Protocol):
     """The files of one checkpoint."""
@@ -28,8 +39,11 @@ class Files(Protocol):
         """Return our manifest; None in a checkpoint of plain DCP. Raises as `Manifest.of_folder`."""
         ...
 
-    def identity(self) -> tuple[int | str, ...] | None:
-        """Return what differs once another checkpoint has this place; None if there is none any more."""
+    def identity(self) -> Identity | None:
+        """Return what differs once another checkpoint has this place; None if there is none any more.
+
+        Where that cannot be known, the code of the error alone: see `differs`.
+        """
         ...
 
     def path_of(self, name: str) -> Path:
@@ -69,7 +83,7 @@ class FilesOnDisk:
     def manifest(self) -> Manifest | None:
         return Manifest.of_folder(self._folder)
 
-    def identity(self) -> tuple[int | str, ...] | None:
+    def identity(self) -> Identity | None:
         try:
             found = (self._folder / layout.MANIFEST).lstat()
         except FileNotFoundError:

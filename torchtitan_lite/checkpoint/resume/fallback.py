@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchtitan_lite import faults
-from torchtitan_lite.checkpoint.reading.files import files_of
+from torchtitan_lite.checkpoint.reading.files import Identity, differs, files_of
 from torchtitan_lite.checkpoint.resume.load_source import choose_source
 from torchtitan_lite.checkpoint.resume.source import LoadSource, Sources
 from torchtitan_lite.config.job_config import Checkpoint
@@ -58,7 +58,7 @@ class Candidates:
     """What else there is to load; it goes before the disk."""
     damaged: dict[int, CheckpointDamaged] = field(default_factory=dict)
     """Damaged checkpoints found so far, by step; the same on every rank."""
-    _chosen: tuple[int | str, ...] | None = field(default=None, init=False, repr=False)
+    _chosen: Identity | None = field(default=None, init=False, repr=False)
     """The identity of the manifest of the last candidate; coordinator only."""
 
     def take(self, load: Callable[[LoadSource], None]) -> LoadSource | None:
@@ -171,7 +171,7 @@ class Candidates:
         """Return whether `source`, one of several candidates, was removed or replaced; the same on every rank."""
         if source.is_explicit:
             return False
-        return self.peers.on_coordinator(lambda: files_of(source.path).identity() != self._chosen)
+        return self.peers.on_coordinator(lambda: differs(files_of(source.path).identity(), self._chosen))
 
     def _report_failure(self, step: int, error: CheckpointError) -> None:
         finding = error.cause if isinstance(error, CheckpointUnreadable) else getattr(error, "finding", "")
