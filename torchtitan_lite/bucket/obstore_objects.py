@@ -8,6 +8,7 @@ has one client for each address; a forked child makes its own.
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import functools
 import os
@@ -140,7 +141,8 @@ class ObstoreObjects:
 
     def head(self, key: str) -> Listed:
         with self._translated(key):
-            return _listed(self._client.head(self._small, key))
+            # obstore 0.11 has the complete path in it.
+            return dataclasses.replace(_listed(self._client.head(self._small, key)), key=key)
 
     def list(self, prefix: str) -> Iterator[Listed]:
         # The client lists complete folders only.
