@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.descriptors import num_open_of
+from tests.descriptors import opened as opened_paths
 from torchtitan_lite.distributed.host_exchange import SLOT_BYTES, SLOTS, HostExchange, Ring, opened
 
 PATIENCE = 60.0
@@ -66,6 +69,62 @@ def test_another_request_of_the_same_number_is_not_taken(three: list[HostExchang
     assert taken(three[1], 0, "one") == b"data"
 
 
+def test_a_request_that_a_later_one_has_overtaken_is_not_offered(three: list[HostExchange]) -> None:
+    later = 3 * SLOTS  # In the same slot.
+    three[0].offer(later, "later", memoryview(b"later"))
+    three[0].offer(0, "slow", memoryview(b"slow"))
+    assert taken(three[1], 0, "slow") is None
+    assert taken(three[1], later, "later") == b"later"
+
+
+def test_what_was_taken_stays_as_it_was(three: list[HostExchange]) -> None:
+    three[0].offer(0, "first", memoryview(b"first"))
+    held = three[1].take(0, "first")
+    for rank in three[1:]:
+        rank.release(3 * SLOTS)  # Another thread of each is a turn ahead.
+    three[0].offer(3 * SLOTS, "later", memoryview(b"later"))
+    assert held == b"first"
+    assert taken(three[2], 0, "first") is None
+
+
+def test_many_threads_of_slow_and_fast_requests_take_nothing_wrong(three: list[HostExchange]) -> None:
+    num_requests, size = 40 * 3 * SLOTS, 1 << 16
+    wrong: list[int] = []
+
+    def run(rank: HostExchange) -> None:
+        numbers, lock = iter(range(num_requests)), threading.Lock()
+        rank.reserve(num_requests)
+
+        def work() -> None:
+            while True:
+                with lock:
+                    number = next(numbers, None)
+                if number is None:
+                    return
+                expected = number.to_bytes(8, "little") * (size // 8)
+                data = rank.take(number, str(number))
+                if data is None:
+                    if number % 7 == 0:
+                        sum(range(200_000))  # This request takes longer than those after it.
+                    rank.offer(number, str(number), memoryview(expected))
+                elif data != expected:
+                    wrong.append(number)
+                rank.release(number)
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    ranks = [threading.Thread(target=run, args=(rank,)) for rank in three]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join()
+    assert wrong == []
+
+
 def test_what_is_too_long_for_a_slot_is_made_by_each_rank(three: list[HostExchange]) -> None:
     three[0].offer(0, "one", memoryview(bytes(SLOT_BYTES + 1)))
     assert taken(three[1], 0, "one") is None
@@ -109,6 +168,15 @@ def test_memory_that_is_no_ring_is_refused() -> None:
     gone.close()
     again = Ring.make()
     assert opened(again, [again.number, number], 0) is None
+
+
+def test_memory_that_cannot_be_a_ring_is_closed(tmp_path: Path) -> None:
+    mine = Ring.make()
+    with (tmp_path / "short").open("w+b") as file:
+        number = ((os.getpid() << 20 | file.fileno()) << 20) | 1
+        before = opened_paths().count(file.name)
+        assert opened(mine, [mine.number, number], 0) is None
+        assert opened_paths().count(file.name) == before
 
 
 def test_nothing_of_an_exchange_stays_open() -> None:

@@ -3,7 +3,7 @@
 What `BlockReader` promises of a file on disk holds of an object: of each touched block all bytes are digested, from
 the memory that they arrived in, before the read returns. A block with a wrong digest is read once more, and only then
 reported as damage; what the store does not give is never reported as damage. What ranks of one host read alike each of
-them fetches a part of, and gives it to the others. Memory: `THREADS` x `REQUEST_BYTES`.
+them fetches a part of, and gives it to the others. Memory: `THREADS` x `REQUEST_BYTES`, and the ring of an exchange.
 """
 
 from __future__ import annotations

@@ -34,7 +34,9 @@ class BucketShelf:
         entry = head.find(name)
         if entry is None or entry.status not in _WHY:
             there = ", ".join(entry.name for entry in head.entries if entry.status in _WHY)
-            finding = f"it was not set aside ({self._store.address} has {there or 'nothing that was'})"
+            finding = (
+                f"it is not set aside as damaged or abandoned ({self._store.address} has {there or 'nothing that is'})"
+            )
             raise CheckpointNotFound(f"{self._store.address}/{name}", None, finding=finding)
         place = ObjectPlace(self._store.address, name)
         manifest, _ = read_manifest(self._store.objects, place, entry.step, entry.digest)

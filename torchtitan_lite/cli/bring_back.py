@@ -29,7 +29,7 @@ class BringBack:
     folder: Annotated[str, Positional("FOLDER")]
     """A folder of checkpoints, on disk or as an address, or the dump folder of a run."""
     name: Annotated[str, Positional("NAME")]
-    """The name in it: step-10.corrupt, which is verified first, or step-10.abandoned-RUN; ls lists them."""
+    """The name in it, as ls shows it: step-10.corrupt, which is verified first, or step-10.abandoned-RUN."""
     leave_branch: bool = False
     """Abandon the branch that replaced it."""
     json: bool = False

@@ -14,7 +14,7 @@ import errno
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -97,10 +97,12 @@ class BlockReader:
             size = os.fstat(fd).st_size
             if record is not None and size != record.size:
                 raise DamagedRange(path, min(size, record.size), record.size, f"it has {size} bytes")
-            direct = self._open_direct(path, stack) if self.direct and O_DIRECT else None
+            # Also where it reads through the page cache: what is wrong there is read again past it.
+            again = self._open_direct(path, stack) if O_DIRECT else None
+            direct = again if self.direct else None
             cached = stack.enter_context(look_into_cache(fd, size)) if direct is not None else None
             ahead = _nothing if self.direct else _fetching(fd)
-            yield _File(path, size, fd, direct if cached is not None else None, cached, ahead, self.pause)
+            yield _File(path, size, fd, direct if cached is not None else None, again, cached, ahead, self.pause)
 
     def _open_direct(self, path: Path, stack: ExitStack) -> int | None:
         try:
@@ -156,6 +158,8 @@ class _File:
     size: int
     fd: int
     direct: int | None
+    again: int | None
+    """For a second read, past the page cache; None where the system refuses that."""
     cached: Callable[[int, int], bool] | None
     ahead: Callable[[int, int], object]
     """Called with the begin and the size of what is read next through the page cache."""
@@ -230,7 +234,7 @@ class _File:
 
     def _read_again(self, part: Segment, blocks: bytes, buffers: _Buffers) -> None:
         """Read `part`, one block, again, into its places. Raises `DamagedRange` if its digest is wrong again."""
-        self._fill_bounce(buffers, part.begin, part.end, self.direct)
+        self._fill_bounce(buffers, part.begin, part.end, self.again)
         found = block_digest(buffers.bounce[: part.end - part.begin])
         expected = _digest_of(part.begin, blocks)
         if found != expected:
@@ -248,7 +252,7 @@ class _File:
                     return
             except OSError as error:
                 # A refusal; any other error was raised as CheckpointUnreadable.
-                self.direct = None
+                self.direct = self.again = None
                 _log_refusal(self.path, error)
         self._fill([buffers.bounce[: end - begin]], begin)
 
@@ -306,8 +310,13 @@ def _fetching(fd: int) -> Callable[[int, int], object]:
     """
     if not hasattr(os, "posix_fadvise"):
         return _nothing
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-    return lambda begin, num_bytes: os.posix_fadvise(fd, begin, num_bytes, os.POSIX_FADV_WILLNEED)
+
+    def ahead(begin: int, num_bytes: int, advice: int = os.POSIX_FADV_WILLNEED) -> None:
+        with suppress(OSError):  # Some file systems take no advice.
+            os.posix_fadvise(fd, begin, num_bytes, advice)
+
+    ahead(0, 0, os.POSIX_FADV_RANDOM)
+    return ahead
 
 
 def _with_retries(

@@ -2,8 +2,9 @@
 
 Ranks that read the same number their requests alike, and each is made by one of them, which offers what came to the
 others. It is an offer only: a rank that does not get it in time, or gets something else, makes the request itself. So
-no rank depends on another one, and what is taken must be checked as if it came from the store. Each rank has a ring of
-slots; a slot is filled again once every other rank has released it, or the ring ends.
+none needs another one, and what is taken must be checked as if it came from the store. Each rank has a ring of slots;
+a slot is filled again once every other rank has released it. That is for speed alone: a taker copies what it takes,
+and looks afterwards whether the slot still had it.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Protocol
 
 import xxhash
@@ -21,7 +23,7 @@ import xxhash
 SLOT_BYTES = 8 << 20
 SLOTS = 4
 PATIENCE_SECONDS = 15.0
-"""How long a rank waits for another one, once: after that it makes the requests of that one itself."""
+"""How long the threads of a rank wait for another one: after that they make the requests of that one themselves."""
 _POLL_SECONDS = 0.0005
 _HEADER_BYTES = mmap.PAGESIZE
 _CLOSED, _FIRST_SLOT = 1, 2
@@ -41,7 +43,7 @@ class Exchanges(Protocol):
         ...
 
     def take(self, number: int, key: str) -> memoryview | None:
-        """Return the bytes of request `number`, valid until `release`; None if this rank is to make it. Any thread.
+        """Return a copy of the bytes of request `number`; None if this rank is to make it. Any thread.
 
         `key` names the request: nothing else is returned for it.
         """
@@ -100,8 +102,9 @@ class Ring:
     @classmethod
     def make(cls) -> Ring:
         fd = os.memfd_create("torchtitan_lite-exchange", os.MFD_CLOEXEC)
-        os.ftruncate(fd, _HEADER_BYTES + SLOTS * SLOT_BYTES)
-        ring = cls(fd)
+        with _closing_after_an_error(fd):
+            os.ftruncate(fd, _HEADER_BYTES + SLOTS * SLOT_BYTES)
+            ring = cls(fd)
         ring.words[0] = secrets.randbits(_MAGIC_BITS)
         return ring
 
@@ -115,7 +118,9 @@ class Ring:
         """Return the ring of another process that has the number `number`. Raises OSError and ValueError."""
         place, magic = divmod(number, 1 << _MAGIC_BITS)
         pid, fd = divmod(place, 1 << _FD_BITS)
-        ring = cls(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
+        opened_fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        with _closing_after_an_error(opened_fd):
+            ring = cls(opened_fd)
         if ring.words[0] != magic:
             ring.close()
             raise ValueError("this is no ring of that rank")
@@ -152,6 +157,8 @@ class HostExchange:
         self._reserved = 0
         self._given_up: set[int] = set()
         """The positions of ranks that nothing is waited for any more."""
+        self._filling = [threading.Lock() for _ in range(SLOTS)]
+        self._releasing = threading.Lock()
 
     def reserve(self, count: int) -> int:
         first = self._reserved
@@ -162,53 +169,71 @@ class HostExchange:
         owner, slot = self._place(number)
         if owner == self._position or owner in self._given_up:
             return None
-        ring = self._rings[owner]
+        ring, own = self._rings[owner], self._rings[self._position]
         at = ring.word(slot, _NUMBER)
         # What is offered is numbered from 1: an empty slot has 0.
-        own = self._rings[self._position]
         if not self._wait(lambda: ring.words[at] > number or bool(ring.words[_CLOSED] or own.words[_CLOSED])):
             self._given_up.add(owner)
+        if not self._has(ring, slot, number, key):
+            return None
         length = ring.words[ring.word(slot, _LENGTH)]
-        is_it = ring.words[at] == number + 1 and ring.words[ring.word(slot, _KEY)] == _hashed(key)
-        return ring.contents(slot)[:length] if is_it and 0 < length <= SLOT_BYTES else None
+        if not 0 < length <= SLOT_BYTES:
+            return None
+        data = memoryview(bytes(ring.contents(slot)[:length]))
+        # Else it was filled again meanwhile.
+        return data if self._has(ring, slot, number, key) else None
 
     def offer(self, number: int, key: str, data: memoryview) -> None:
         owner, slot = self._place(number)
         ring = self._rings[self._position]
-        if owner != self._position or ring.words[_CLOSED]:
+        if owner != self._position:
             return
-        before = ring.words[ring.word(slot, _NUMBER)]
-        others = [ring.released(slot, other) for other in range(len(self._rings)) if other != owner]
-        if not self._wait(lambda: all(ring.words[at] >= before for at in others)):
-            ring.words[_CLOSED] = 1
-            return
-        fits = len(data) <= SLOT_BYTES
-        if fits:
-            ring.contents(slot)[: len(data)] = data
-        ring.words[ring.word(slot, _LENGTH)] = len(data) if fits else 0
-        ring.words[ring.word(slot, _KEY)] = _hashed(key)
-        # The number last: it says that the others are there.
-        ring.words[ring.word(slot, _NUMBER)] = number + 1
+        # A request that takes long may come when a later one is in its slot, or about to be.
+        with self._filling[slot]:
+            before = ring.words[ring.word(slot, _NUMBER)]
+            others = [ring.released(slot, other) for other in range(len(self._rings)) if other != owner]
+            if before > number:
+                return
+            is_free = self._wait(lambda: bool(ring.words[_CLOSED]) or all(ring.words[at] >= before for at in others))
+            if not is_free:
+                ring.words[_CLOSED] = 1
+            if ring.words[_CLOSED]:
+                return
+            # No rank takes it while it is filled.
+            ring.words[ring.word(slot, _NUMBER)] = 0
+            fits = len(data) <= SLOT_BYTES
+            if fits:
+                ring.contents(slot)[: len(data)] = data
+            ring.words[ring.word(slot, _LENGTH)] = len(data) if fits else 0
+            ring.words[ring.word(slot, _KEY)] = _hashed(key)
+            # The number last: it says that the others are there.
+            ring.words[ring.word(slot, _NUMBER)] = number + 1
 
     def release(self, number: int) -> None:
         owner, slot = self._place(number)
         if owner != self._position:
             ring = self._rings[owner]
             at = ring.released(slot, self._position)
-            # After `leave` it is more already.
-            ring.words[at] = max(ring.words[at], number + 1)
+            with self._releasing:
+                # After `leave`, and after a later request, it is more already.
+                ring.words[at] = max(ring.words[at], number + 1)
 
     def leave(self) -> None:
         self._rings[self._position].words[_CLOSED] = 1
-        for ring in self._rings:
-            for slot in range(SLOTS):
-                ring.words[ring.released(slot, self._position)] = _ALL
+        with self._releasing:
+            for ring in self._rings:
+                for slot in range(SLOTS):
+                    ring.words[ring.released(slot, self._position)] = _ALL
 
     def close(self) -> None:
         """Leave; others may still take what this rank has offered. No thread is in another method."""
         self.leave()
         for ring in self._rings:
             ring.close()
+
+    def _has(self, ring: Ring, slot: int, number: int, key: str) -> bool:
+        words = ring.words
+        return words[ring.word(slot, _NUMBER)] == number + 1 and words[ring.word(slot, _KEY)] == _hashed(key)
 
     def _place(self, number: int) -> tuple[int, int]:
         """Return the position of the rank that makes request `number`, and the slot of its ring."""
@@ -246,6 +271,15 @@ def opened(mine: Ring, numbers: Sequence[int], position: int) -> list[Ring] | No
         for ring in {id(ring): ring for ring in (mine, *rings)}.values():
             ring.close()
         return None
+
+
+@contextmanager
+def _closing_after_an_error(fd: int) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        os.close(fd)
+        raise
 
 
 def _hashed(key: str) -> int:

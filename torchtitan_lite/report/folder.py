@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,5 +82,7 @@ def _in_store(address: str) -> SeenFolder:
     head, entries = stored_inventory(store)
     lock = None
     if head.holder is not None:
-        lock = HolderSeen(head.holder, store.objects.head(beat_key(head.epoch)).modified)
+        lock = HolderSeen(head.holder, math.inf)
+        with suppress(FileNotFoundError):  # It was taken a moment ago.
+            lock = HolderSeen(head.holder, store.objects.head(beat_key(head.epoch)).modified)
     return SeenFolder(tuple(entries), lock, lambda name: ObjectPlace(store.address, name))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.checkpoint.examining.inventory import USABLE, ListedCheckpoint
+from torchtitan_lite.checkpoint.examining.inventory import USABLE
 from torchtitan_lite.errors import CheckpointError, CheckpointNotFound
 from torchtitan_lite.metrics.accounts import CLEAN_ENDS, FAILED, read_accounts
 from torchtitan_lite.report.changes import KeyChange, changes_by_start, configs_of, without_secret_values
@@ -95,7 +95,9 @@ def read_run(spelling: str, *, now: float | None = None) -> Run:
         )
     ledger = read_accounts(folder)
     starts = starts_of(events, ledger, logged.steps[-1] if len(logged) else 0)
-    saves = saves_of(starts, [*entries, *_exports(folder, config)], are_seen=checkpoints.was_read)
+    exports = _exports(folder, config)
+    are_seen = checkpoints.was_read and exports.was_read
+    saves = saves_of(starts, [*entries, *exports.entries], are_seen=are_seen)
     known = configs_of(starts, entries, read_records(folder / CONFIGS), config)
     return Run(
         folder=folder,
@@ -119,10 +121,10 @@ def _config(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _exports(folder: Path, config: Mapping[str, Any]) -> list[ListedCheckpoint]:
-    """Return the weights that the run exported into a folder of their own."""
+def _exports(folder: Path, config: Mapping[str, Any]) -> SeenFolder:
+    """Return the folder of weights that the run exported into a folder of their own."""
     export_folder = config.get("checkpoint.export_folder")
-    return [*SeenFolder.of(folder, str(export_folder)).entries] if export_folder else []
+    return SeenFolder.of(folder, str(export_folder)) if export_folder else SeenFolder()
 
 
 def _shards(checkpoints: SeenFolder) -> ShardMap | None:

@@ -31,7 +31,7 @@ def mirror(opened: OpenedCheckpoint, manifest: Manifest, folder: Path, advance: 
     """Write the files of `opened`, and `manifest` as it is there, to `folder`, synced, and check them.
 
     `folder` may have files of a copy that was cut; others go. Raises CheckpointDamaged, CheckpointUnreadable and the
-    OSError of the disk: what is right in `folder` then stays.
+    OSError of the disk; what is right in `folder` is taken by the next call.
     """
     files = files_of(opened.folder)
     reader = files.reader()
@@ -49,11 +49,15 @@ def mirror(opened: OpenedCheckpoint, manifest: Manifest, folder: Path, advance: 
     for name, record in manifest.files.items():
         read_back(folder / name, record, on_disk, advance)
     with files.opened(layout.MANIFEST) as fd, os.fdopen(fd, "rb", closefd=False) as file:
-        DISK.write_file(folder / layout.MANIFEST, file.read())
+        data = file.read()
+    Manifest.parse(data, str(files.path_of(layout.MANIFEST)))  # It has a digest of itself.
+    DISK.write_file(folder / layout.MANIFEST, data)
     DISK.fsync_dir(folder)
 
 
 def _copy(source: Path, record: FileRecord, reader: ReadsBlocks, to: Path, advance: Advance) -> None:
+    if record.size and not record.blocks:
+        raise DamagedRange(source, 0, record.size, f"there are no digests of it in {layout.MANIFEST}")
     buffer = memoryview(bytearray(min(_SPAN_BYTES, record.size)))
     with _open(to) as fd:
         DISK.set_size(fd, record.size)

@@ -30,13 +30,18 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def continued_folder(out: Path) -> Iterator[Path]:
-    """Yield a folder that becomes `out` if the block ends without an error; else it stays for the next call.
+    """Yield a folder that becomes `out` if the block ends without an error; else it stays, if the block leaves it.
 
-    It has what earlier calls and killed processes left. Raises ConfigError as `new_folder`.
+    It has what earlier calls and killed processes left. Raises ConfigError as `new_folder`; if `out` has appeared
+    meanwhile, nothing stays.
     """
     with _locked(out, may_be_empty_folder=True) as folder:
         yield folder
-        _appear(folder, out)
+        try:
+            _appear(folder, out)
+        except ConfigError:
+            DISK.remove_tree(folder)
+            raise
 
 
 @contextmanager

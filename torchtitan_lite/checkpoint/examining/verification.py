@@ -21,9 +21,9 @@ from torchtitan_lite.checkpoint.examining.findings import Finding
 from torchtitan_lite.checkpoint.examining.found_files import FoundFiles, found_at
 from torchtitan_lite.checkpoint.examining.item_checksums import PlacedItem, check_items
 from torchtitan_lite.checkpoint.examining.opened import absence
-from torchtitan_lite.checkpoint.examining.presence import Identity, identity_of, refuse_if_gone
+from torchtitan_lite.checkpoint.examining.presence import identity_of, refuse_if_gone
 from torchtitan_lite.checkpoint.format.contents import Contents, Item
-from torchtitan_lite.checkpoint.reading.files import Files, files_of
+from torchtitan_lite.checkpoint.reading.files import Files, Identity, files_of
 from torchtitan_lite.checkpoint.untrusted.safe_metadata import read_metadata
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.disk.reads_blocks import ReadsBlocks

@@ -25,7 +25,7 @@ Identity = tuple[int | str, ...]
 
 def differs(found: Identity | None, known: Identity | None) -> bool:
     """Return whether `found` proves that another checkpoint, or none, is where `known` was: an error proves nothing."""
-    return found != known and not _is_error(found) and not _is_error(known)
+    return found is None or (found != known and not _is_error(found) and not _is_error(known))
 
 
 def _is_error(identity: Identity | None) -> bool:

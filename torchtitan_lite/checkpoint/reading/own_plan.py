@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 
 from torchtitan_lite.checkpoint.format.contents import Shape, StoredTensor
 from torchtitan_lite.checkpoint.format.shards import parts_of
@@ -22,6 +23,7 @@ from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.checkpoint.reading.reader import CheckpointReader, RankReads, Region
 from torchtitan_lite.checkpoint.reading.small_tensors import small_tensors
 from torchtitan_lite.collection import no_collection
+from torchtitan_lite.disk.reads_blocks import ReadsBlocks
 from torchtitan_lite.errors import CheckpointMismatch
 
 ALL = "all"
@@ -29,7 +31,20 @@ ALL = "all"
 
 
 class OwnReader(CheckpointReader):
-    """A `CheckpointReader` for `OwnPlanner`, which takes the contents from the folder instead of DCP's metadata."""
+    """A `CheckpointReader` for `OwnPlanner`, which takes the contents from the folder instead of DCP's metadata.
+
+    `when_read` is called once it has read what is wanted, or failed.
+    """
+
+    def __init__(self, folder: CheckpointFolder, blocks: ReadsBlocks, when_read: Callable[[], object] = bool) -> None:
+        super().__init__(folder, blocks=blocks)
+        self._when_read = when_read
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        try:
+            return super().read_data(plan, planner)
+        finally:
+            self._when_read()
 
     def read_metadata(self) -> Metadata:
         return Metadata(state_dict_metadata={})

@@ -10,7 +10,7 @@ part, and gives it to the others (host_exchange.py).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import xxhash
 
@@ -29,6 +29,11 @@ class SharedReads:
     def __init__(self, wanted: RankReads, peers: Peers) -> None:
         self._wanted = wanted
         self._peers = peers
+        self._exchange: Exchanges = Alone()
+
+    def leave(self) -> None:
+        """Let no other rank wait for this one, which has read what it wants, or failed. Any rank."""
+        self._exchange.leave()
 
     def is_shared(self) -> bool:
         return len(self._sharing()[0]) > 1
@@ -37,11 +42,15 @@ class SharedReads:
     def exchange(self) -> Iterator[Exchanges]:
         ranks, is_anywhere = self._sharing()
         exchange = self._met(ranks) if is_anywhere else None
+        if exchange is None:
+            yield self._exchange
+            return
+        self._exchange = exchange
         try:
-            yield exchange or Alone()
+            yield exchange
         finally:
-            if exchange is not None:
-                exchange.close()
+            self._exchange = Alone()
+            exchange.close()
 
     def _sharing(self) -> tuple[list[int], bool]:
         """Return the ranks of this host that read the same, and whether any ranks of the job do. **Collective**.
@@ -62,14 +71,20 @@ class SharedReads:
         """
         peers, position = self._peers, ranks.index(self._peers.rank)
         mine = made() if 1 < len(ranks) <= MOST_RANKS else None
-        numbers = peers.gather_number(0 if mine is None else mine.number)
-        rings = None if mine is None else opened(mine, [numbers[rank] for rank in ranks], position)
-        (has_failed,) = peers.max_over_ranks(rings is None and len(ranks) > 1)
-        exchange = None if rings is None else HostExchange(rings, position)
-        if exchange is not None and has_failed:
-            exchange.close()
-            return None
-        return exchange
+        with ExitStack() as stack:
+            if mine is not None:
+                stack.callback(mine.close)
+            numbers = peers.gather_number(0 if mine is None else mine.number)
+            stack.pop_all()
+            rings = None if mine is None else opened(mine, [numbers[rank] for rank in ranks], position)
+            exchange = None if rings is None else HostExchange(rings, position)
+            if exchange is not None:
+                stack.callback(exchange.close)
+            (has_failed,) = peers.max_over_ranks(exchange is None and len(ranks) > 1)
+            if has_failed:
+                return None
+            stack.pop_all()
+            return exchange
 
 
 def _num_bytes(wanted: RankReads) -> int:
@@ -78,12 +93,16 @@ def _num_bytes(wanted: RankReads) -> int:
 
 
 def _digest(wanted: RankReads) -> str:
-    """Return the digest of the places in files that `wanted` has, whatever memory they go to."""
+    """Return the digest of the requests that `wanted` makes."""
     digest = xxhash.xxh3_64()
     for region in wanted.regions:
         chunk = region.chunk
-        place = (region.key, chunk.file, chunk.at, chunk.offsets, region.offsets, tuple(region.target.shape))
-        digest.update(repr(place).encode())
+        place = (region.key, chunk.file, chunk.at, chunk.offsets, region.offsets)
+        # By these it is decided whether a part is read into its place, and so in which request.
+        target = region.target
+        memory = (tuple(target.shape), target.stride(), str(target.dtype), target.device.type)
+        digest.update(repr((place, memory)).encode())
+    digest.update(repr([key for key, _ in wanted.objects]).encode())
     for file, table in sorted(wanted.small.items()):
         digest.update(repr((file, table.begins, table.counts)).encode())
     return digest.hexdigest()

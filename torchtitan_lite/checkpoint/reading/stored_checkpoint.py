@@ -235,9 +235,11 @@ class StoredCheckpoint:
         except Exception as error:
             failure = error
         dcp.raise_worst(failure, self._peers, str(self.path))
-        with self._folder.files.shared_reader(self._blocks, SharedReads(planner.wanted, self._peers)) as blocks:
+        shared = SharedReads(planner.wanted, self._peers)
+        with self._folder.files.shared_reader(self._blocks, shared) as blocks:
+            reader = OwnReader(self._folder, blocks, shared.leave)
             # All of it is one entry of the state dict, because DCP takes long for each entry.
-            dcp.load({ALL: planner.state}, OwnReader(self._folder, blocks=blocks), planner, self._peers, str(self.path))
+            dcp.load({ALL: planner.state}, reader, planner, self._peers, str(self.path))
         return planner.state
 
     @cached_property
