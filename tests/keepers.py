@@ -65,10 +65,12 @@ def keepers_in(folder: Path) -> list[int]:
 def has_one_keeper_at_most(folder: Path) -> bool:
     """Return whether at most one keeper is left in `folder`, once one that is being started has its process to itself.
 
-    A start that is killed meanwhile leaves the process that forks it for a moment.
+    A start that is killed meanwhile leaves the processes that fork it for a moment, which end one after another.
     """
-    keepers = keepers_in(folder)
-    return len(keepers) <= 1 or (any(map(has_ended, keepers)) and len(keepers_in(folder)) <= 1)
+    while len(keepers := keepers_in(folder)) > 1:
+        if not any(map(has_ended, keepers)):
+            return False
+    return True
 
 
 def processes_of(folder: Path) -> list[int]:
