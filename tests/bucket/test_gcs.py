@@ -62,8 +62,8 @@ MISSING = error("NoSuchKey", "The specified key does not exist.")
 
 @contextmanager
 def replayed(exchanges: list[Exchange], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObstoreObjects]:
-    """Yield the objects of a server that expects each request of `exchanges` once, in any order."""
-    left, unknown, lock = list(exchanges), list[str](), threading.Lock()
+    """Yield the objects of a server that takes each request of `exchanges` out of them, in any order; none is left."""
+    left, unknown, lock = exchanges, list[str](), threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -175,6 +175,7 @@ def test_a_missing_object_may_be_deleted(tmp_path: Path, monkeypatch: pytest.Mon
     ]
     with replayed(exchanges, tmp_path, monkeypatch) as objects:
         objects.delete(["a", "b", "c"])
+    assert exchanges == []
 
 
 def test_a_large_object_goes_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,6 +196,7 @@ def test_a_large_object_goes_in_parts(tmp_path: Path, monkeypatch: pytest.Monkey
     ]
     with replayed(exchanges, tmp_path, monkeypatch) as objects:
         objects.upload("a", iter([memoryview(b"11111111"), memoryview(b"2")]), part_bytes=8, at_a_time=2)
+    assert exchanges == []
 
 
 @pytest.mark.parametrize(

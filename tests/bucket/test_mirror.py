@@ -97,6 +97,15 @@ def test_a_damaged_step_leaves_no_copy(folder: str, info: CheckpointInfo, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_step_that_is_removed_while_it_is_copied_leaves_no_copy(
+    folder: str, info: CheckpointInfo, proxy: Proxy, tmp_path: Path
+) -> None:
+    proxy.again(where(answers(404, "NoSuchKey"), method="GET", path=f"*/{LARGE}"))
+    ended = command("convert", folder, tmp_path / "out", "--layout", "ours")
+    assert (ended.code, "the same command continues" in ended.err) == (1, False)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_copy_that_another_process_writes_is_left_alone(folder: str, info: CheckpointInfo, tmp_path: Path) -> None:
     left = tmp_path / ".out.unfinished"
     left.mkdir()

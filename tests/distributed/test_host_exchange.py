@@ -170,7 +170,7 @@ def test_memory_that_is_no_ring_is_refused() -> None:
     assert opened(again, [again.number, number], 0) is None
 
 
-def test_memory_that_cannot_be_a_ring_is_closed(tmp_path: Path) -> None:
+def test_a_file_of_another_process_is_refused_and_nothing_stays_open(tmp_path: Path) -> None:
     mine = Ring.make()
     with (tmp_path / "short").open("w+b") as file:
         number = ((os.getpid() << 20 | file.fileno()) << 20) | 1

@@ -149,8 +149,8 @@ class Head:
             ),
         )
 
-    def with_brought_back(self, name: str, leaving: Collection[str]) -> Head:
-        """Return the head after the checkpoint `name`, which was set aside, came back in place of those in `leaving`.
+    def with_brought_back(self, name: str, branch: Collection[str]) -> Head:
+        """Return the head after the checkpoint `name`, which was set aside, came back in place of those in `branch`.
 
         Unchanged if another one of its step is kept.
         """
@@ -158,7 +158,7 @@ class Head:
             self,
             entries=tuple(
                 replace(entry, status=Status.ABANDONED)
-                if entry.name in leaving and entry.status is Status.KEPT
+                if entry.name in branch and entry.status is Status.KEPT
                 else entry
                 for entry in self.entries
             ),

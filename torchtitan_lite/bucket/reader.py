@@ -85,13 +85,6 @@ class ObjectFiles:
             file.seek(0)
             yield file.fileno()
 
-    def read(self, name: str, limit: int) -> bytes:
-        """Return the contents of the small file `name`. Raises CheckpointUnsafe if it has more than `limit` bytes."""
-        size = self._objects.head(self._key(name)).size
-        if size > limit:
-            raise CheckpointUnsafe(str(self.path_of(name)), f"expected at most {limit} bytes, found {size}")
-        return self._get(name)
-
     def reader(self, *, cached: bool = False) -> ObjectReader:
         """Return what reads the files."""
         return ObjectReader(self._objects, self._place.name, self._sizes)

@@ -25,6 +25,7 @@ SLOTS = 4
 PATIENCE_SECONDS = 15.0
 """How long the threads of a rank wait for another one: after that they make the requests of that one themselves."""
 _POLL_SECONDS = 0.0005
+_NAME = "torchtitan_lite-exchange"
 _HEADER_BYTES = mmap.PAGESIZE
 _CLOSED, _FIRST_SLOT = 1, 2
 """Words of the header: whether the ring has ended, and the first of the slots' words, which are `_WORDS` each."""
@@ -101,7 +102,7 @@ class Ring:
 
     @classmethod
     def make(cls) -> Ring:
-        fd = os.memfd_create("torchtitan_lite-exchange", os.MFD_CLOEXEC)
+        fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         with _closing_after_an_error(fd):
             os.ftruncate(fd, _HEADER_BYTES + SLOTS * SLOT_BYTES)
             ring = cls(fd)
@@ -118,7 +119,11 @@ class Ring:
         """Return the ring of another process that has the number `number`. Raises OSError and ValueError."""
         place, magic = divmod(number, 1 << _MAGIC_BITS)
         pid, fd = divmod(place, 1 << _FD_BITS)
-        opened_fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        path = f"/proc/{pid}/fd/{fd}"
+        # Where processes are numbered otherwise there, this is a file of another one, which is not even opened.
+        if _NAME not in os.readlink(path):  # noqa: PTH115  # a name, not a path
+            raise ValueError("this is no ring of that rank")
+        opened_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         with _closing_after_an_error(opened_fd):
             ring = cls(opened_fd)
         if ring.words[0] != magic:

@@ -1,7 +1,7 @@
 """A copy of a checkpoint of ours on a disk: the same files, byte for byte, with the same manifest.
 
 A copy that was cut is continued. Its blocks have digests in the manifest, so what lies there is kept where it is right,
-whatever wrote it, and only the rest is fetched. The manifest comes last.
+and only the rest is fetched. The manifest comes last.
 """
 
 from __future__ import annotations

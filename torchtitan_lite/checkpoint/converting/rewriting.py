@@ -27,7 +27,6 @@ from torchtitan_lite.checkpoint.converting.reader import Reader
 from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, WrittenBy, open_checkpoint
 from torchtitan_lite.checkpoint.examining.tensor_stream import TensorStream
 from torchtitan_lite.checkpoint.format.chunk_runs import format_version
-from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.errors import CheckpointDamaged, ConfigError, TorchtitanLiteError
 from torchtitan_lite.log import logger
@@ -90,19 +89,20 @@ def _mirrored(opened: OpenedCheckpoint, manifest: Manifest, out: Path, progress:
     with (
         new_output.continued_folder(out) as folder,
         progress(f"Writing {out.name}", 2 * opened.nbytes) as advance,
-        _keeping_what_is_right(folder, opened),
+        _keeping_what_is_right(folder),
     ):
         mirror(opened, manifest, folder, advance)
     return Rewritten([*manifest.files, layout.MANIFEST], len(manifest.tensors), opened.nbytes, [])
 
 
 @contextmanager
-def _keeping_what_is_right(folder: Path, opened: OpenedCheckpoint) -> Iterator[None]:
+def _keeping_what_is_right(folder: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if isinstance(error, CheckpointDamaged) or files_of(opened.folder).identity() is None:
-            # It cannot be continued.
+        was_removed = isinstance(error.__cause__ or error, FileNotFoundError)
+        if isinstance(error, CheckpointDamaged) or was_removed:
+            # There is nothing to continue from.
             DISK.remove_tree(folder)
         else:
             logger.warning("What was copied stays in %s: the same command continues", folder)
