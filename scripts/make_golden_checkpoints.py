@@ -41,10 +41,10 @@ def main() -> None:
 
 def _write_folder_of_format() -> None:
     target = golden_run.GOLDEN / f"format-{FORMAT_VERSION}"
-    shutil.rmtree(target, ignore_errors=True)
     for name, world_size in golden_run.WRITERS.items():
-        if golden_run.WRITTEN[name] != FORMAT_VERSION:
+        if golden_run.WRITTEN.get(name) != FORMAT_VERSION:
             continue
+        shutil.rmtree(target / name, ignore_errors=True)
         if world_size == 1:
             golden_run.save(target / name)
         else:

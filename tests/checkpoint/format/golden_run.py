@@ -29,17 +29,17 @@ from torchtitan_lite.store.manifest import FORMAT_VERSION, Manifest
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 STEP = 7
-WRITERS = {"one-process": 1, "two-ranks": 2, "four-ranks": 4}
+WRITERS = {"one-process": 1, "two-ranks": 2, "four-ranks": 4, "five-ranks": 5}
 """Name of a folder to the number of processes that wrote its checkpoints."""
-WRITTEN = {"one-process": 3, "two-ranks": 3, "four-ranks": 4}
-"""The version of the format in which these processes write today: of fewer than four ranks, a manifest has no runs."""
+WRITTEN = {"one-process": 3, "two-ranks": 3, "five-ranks": 4}
+"""The version of the format in which these processes write today: a tensor of fewer than four chunks is in no runs."""
 
 PARAMETERS: dict[str, tuple[torch.dtype, tuple[int, ...], Placement]] = {
     "weight": (
         torch.float32,
         (5, 3),
         Shard(0),
-    ),  # Of two ranks one has three rows, the other two; of four one has none.
+    ),  # Of two ranks one has three rows, the other two.
     "brief": (torch.bfloat16, (4, 2), Shard(1)),
 }
 BUFFERS: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_lite.checkpoint.format import chunk_runs
+from torchtitan_lite.checkpoint.format import chunk_runs, found_runs
 from torchtitan_lite.checkpoint.format.chunk_runs import ChunkRun, ChunkRuns, FileSizes, files_of
 from torchtitan_lite.checkpoint.format.contents import Chunk, Contents, StoredTensor
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES
@@ -56,7 +56,7 @@ def listed(shape: list[int], chunks: list[list[Any]]) -> StoredTensor:
 
 def in_runs(shape: list[int], chunks: list[list[Any]]) -> StoredTensor:
     """Return the tensor with these chunks in runs, through JSON; as a list where that is as short."""
-    encoded = chunk_runs.encode(chunks)
+    encoded = found_runs.encode(chunks)
     if encoded is None:
         return listed(shape, chunks)
     assert len(encoded) < len(chunks)
@@ -143,14 +143,14 @@ def test_the_chunks_outside_are_those_in_a_missing_or_too_short_file(
 
 def test_a_sharded_tensor_is_one_run_however_many_ranks_hold_it() -> None:
     chunks = [[f"__{rank}_0.distcp", 640, [4 * rank, 0], [4, 7]] for rank in range(1000)]
-    assert chunk_runs.encode(chunks) == [[1000, [0, 1], 640, 0, [0, 0], [4, 7]]]
+    assert found_runs.encode(chunks) == [[1000, [0, 1], 640, 0, [0, 0], [4, 7]]]
 
 
 def test_tensor_parallelism_over_columns_is_a_run_for_each_part() -> None:
     chunks = [
         [f"__{8 * shard + part}_0.distcp", 0, [2 * shard, 5 * part], [2, 5]] for shard in range(50) for part in range(8)
     ]
-    runs = chunk_runs.encode(chunks)
+    runs = found_runs.encode(chunks)
     assert runs is not None
     assert runs[3] == [50, [3, 8], 0, 0, [0, 15], [2, 5]]
     assert len(runs) == 8
@@ -171,7 +171,7 @@ def test_tensor_parallelism_over_columns_is_a_run_for_each_part() -> None:
     ids=lambda pair: pair[0],
 )
 def test_a_list_stays_where_runs_are_no_shorter(chunks: tuple[str, list[list[Any]]]) -> None:
-    assert chunk_runs.encode(chunks[1]) is None
+    assert found_runs.encode(chunks[1]) is None
 
 
 @pytest.mark.parametrize(

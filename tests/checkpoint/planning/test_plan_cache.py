@@ -9,11 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -21,13 +16,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.small_run import target
 from tests.checkpoint.tiny_run import TinyRun
-from tests.examples import examples
 from tests.ranks import on_two_ranks
 from torchtitan_lite import faults
-from torchtitan_lite.checkpoint.planning.balance import balanced
 from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
 from torchtitan_lite.checkpoint.planning.replicas import Replicas
-from torchtitan_lite.checkpoint.planning.shared_items import holders_of
 from torchtitan_lite.checkpoint.saving.savers import SyncSaver
 from torchtitan_lite.checkpoint.state.stateful import ModelWrapper, OptimizerWrapper
 from torchtitan_lite.distributed.peers import Peers
@@ -105,63 +97,6 @@ def test_a_plan_that_fails_is_raised_and_not_kept() -> None:
     with pytest.raises(ValueError, match=r"'a\.b' and another entry of the state are both called 'a\.b'"):
         plans.plan({"a": {"b": 1}, "a.b": 2})
     plans.plan(state(w=torch.zeros(3)))
-
-
-def plan_of(sizes: dict[str, int]) -> SavePlan:
-    return create_default_local_save_plan({name: torch.empty(size) for name, size in sizes.items()}, False)
-
-
-@settings(max_examples=examples(60), deadline=None)
-@given(
-    st.lists(st.integers(1, 1000), min_size=1, max_size=40),
-    st.integers(1, 8),
-    st.integers(0, 10),
-)
-def test_each_item_is_written_once_and_no_rank_has_much_more_than_its_share(
-    sizes: list[int], num_ranks: int, num_own: int
-) -> None:
-    shared = {f"shared{i}": size for i, size in enumerate(sizes)}
-    plans = [plan_of(shared | {f"own{rank}.{i}": 5 for i in range(num_own)}) for rank in range(num_ranks)]
-    kept = balanced(plans, holders_of(plans)[0])
-    written = [plan.items[n].index.fqn for plan, numbers in zip(plans, kept, strict=True) for n in numbers]
-    assert sorted(written) == sorted({item.index.fqn for plan in plans for item in plan.items})
-    assert all(numbers == sorted(numbers) for numbers in kept)
-    loads = [
-        sum(item.tensor_data.chunk.sizes.numel() for n in numbers if (item := plan.items[n]).tensor_data)
-        for plan, numbers in zip(plans, kept, strict=True)
-    ]
-    assert max(loads) - min(loads) <= max(sizes), "the last item went to the rank with the fewest bytes"
-
-
-def chunk_of(fqn: str, size: int, begin: int, whole: int) -> WriteItem:
-    data = TensorWriteData(
-        ChunkStorageMetadata(torch.Size([begin]), torch.Size([size])), TensorProperties(), torch.Size([whole])
-    )
-    return WriteItem(MetadataIndex(fqn, torch.Size([begin])), WriteItemType.SHARD, tensor_data=data)
-
-
-@pytest.mark.parametrize(("num_ranks", "places"), [(3, {0, 4}), (4, {0})])
-def test_equal_chunks_begin_at_the_same_byte_of_each_file_from_four_ranks_on(num_ranks: int, places: set[int]) -> None:
-    """Only rank 0 writes the number, which lies before them in the state."""
-    plans = [
-        SavePlan([chunk_of("step", 1, 0, 1), chunk_of("a", 8, 8 * rank, 8 * num_ranks), chunk_of("b", 0, 0, 0)])
-        for rank in range(num_ranks)
-    ]
-    found = set()
-    for plan, numbers in zip(plans, balanced(plans, holders_of(plans)[0]), strict=True):
-        sizes = [(plan.items[n].index.fqn, plan.items[n].tensor_data) for n in numbers]
-        before = [data.chunk.sizes.numel() * 4 for _, data in sizes[: [fqn for fqn, _ in sizes].index("a")] if data]
-        found.add(sum(before))
-    assert found == places
-
-
-def test_one_byte_goes_to_the_holder_with_least_and_zero_bytes_to_the_first_holder() -> None:
-    plans = [plan_of({"own": 9, "empty": 0}), plan_of({"empty": 0})]
-    for plan in plans:
-        plan.items.extend(
-            create_default_local_save_plan({"byte": torch.empty(1, dtype=torch.int8)}, False).items  # On both ranks.
-        )
-    assert balanced(plans, holders_of(plans)[0]) == [[0, 1], [1]]
 
 
 @on_two_ranks

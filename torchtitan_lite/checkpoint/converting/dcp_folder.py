@@ -12,31 +12,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchtitan_lite.checkpoint.converting.new_file import Advance, Elements, Part, read_back, write_new
 from torchtitan_lite.checkpoint.converting.new_state import NewObject, NewState, NewTensor
 from torchtitan_lite.checkpoint.examining.cut import Cut, number_of
 from torchtitan_lite.checkpoint.examining.tensor_stream import Stream
-from torchtitan_lite.checkpoint.format.chunk_runs import with_runs
-from torchtitan_lite.checkpoint.format.description import DCP_VERSION
 from torchtitan_lite.checkpoint.format.file_data import FileLayout
-from torchtitan_lite.checkpoint.format.metadata_file import metadata_bytes
+from torchtitan_lite.checkpoint.format.found_runs import with_runs
+from torchtitan_lite.checkpoint.format.metadata_file import PlacedItem, metadata_head, metadata_tail
+from torchtitan_lite.checkpoint.format.tensor_table import TensorTable
+from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.format.torch_item import OBJECT_GRAIN
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.errors import ConfigError, TorchtitanLiteError
 from torchtitan_lite.store import layout
-from torchtitan_lite.torch_private import storage_info
+from torchtitan_lite.store.manifest import Table
 
 
 class NewChunk(NamedTuple):
@@ -61,7 +54,7 @@ def write_checkpoint(folder: Path, state: NewState, num_files: int, stream: Stre
     Raises ConfigError if the tensors cannot be cut into that many.
     """
     files = cut_into_files(state.tensors, num_files)
-    places: dict[MetadataIndex, Any] = {}
+    placed: list[PlacedItem] = []
     written = Written({}, {}, {})
     for key, tensor in state.tensors.items():
         name = str(tensor.dtype).removeprefix("torch.")
@@ -69,15 +62,16 @@ def write_checkpoint(folder: Path, state: NewState, num_files: int, stream: Stre
     for number, pieces in enumerate(files):
         objects = state.objects if number == 0 else {}
         name = layout.data_file(number, 0)
-        parts = _place(name, pieces, objects, state.tensors, written, places)
+        parts = _place(name, pieces, objects, state.tensors, written, placed)
         written.files[name] = write_new(folder / name, parts, stream, advance)
-    metadata = metadata_bytes(_metadata(state, written, places))
+    tables = with_runs(written.tensors)
+    metadata = _metadata(state, tables, placed)
     DISK.write_file(folder / layout.METADATA, metadata)
     for name, record in written.files.items():
         read_back(folder / name, record, stream.reader, advance)
     written.files[layout.METADATA] = FileRecord.of(metadata)
     _check(folder, state)
-    return written._replace(tensors=with_runs(written.tensors))
+    return written._replace(tensors=tables)
 
 
 def cut_into_files(tensors: Mapping[str, NewTensor], num_files: int) -> list[list[NewChunk]]:
@@ -132,16 +126,14 @@ def _place(
     objects: Mapping[str, NewObject],
     tensors: Mapping[str, NewTensor],
     written: Written,
-    places: dict[MetadataIndex, Any],
+    placed: list[PlacedItem],
 ) -> list[Part]:
-    """Return the parts of the file `name`, and add their places to `written` and `places`."""
+    """Return the parts of the file `name`, and add their places to `written` and `placed`."""
     layout_of_file = FileLayout([(tensors[piece.key].dtype, piece.cut.sizes) for piece in pieces])
     parts: list[Part] = []
     for number, (piece, place) in enumerate(zip(pieces, layout_of_file.places, strict=True)):
         tensor, cut = tensors[piece.key], piece.cut
         chunks = written.tensors[piece.key]["chunks"]
-        index = MetadataIndex(piece.key, torch.Size(cut.offsets), len(chunks))
-        places[index] = storage_info()(name, place.item_at, place.item_bytes)
         chunks.append([name, place.data_at, list(cut.offsets), list(cut.sizes)])
         parts.append(layout_of_file.frames[number].head)
         if piece.num_bytes:
@@ -149,7 +141,7 @@ def _place(
         parts.append(layout_of_file.tails[number])
     at = layout_of_file.end
     for key, stored in objects.items():
-        places[MetadataIndex(key)] = storage_info()(name, at, len(stored.item))
+        placed.append((key, name, at, len(stored.item)))
         plain = {"value": stored.plain} if stored.is_plain else {"item": [name, at, len(stored.item)]}
         written.objects[key] = plain
         item = stored.item + bytes(-len(stored.item) % OBJECT_GRAIN)
@@ -158,16 +150,9 @@ def _place(
     return parts
 
 
-def _metadata(state: NewState, written: Written, places: dict[MetadataIndex, Any]) -> Metadata:
-    described: dict[str, Any] = {}
-    for key, tensor in state.tensors.items():
-        chunks = [
-            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-            for _, _, offsets, sizes in written.tensors[key]["chunks"]
-        ]
-        described[key] = TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape), chunks)
-    described |= {key: BytesStorageMetadata() for key in state.objects}
-    return Metadata(described, planner_data=dict(state.paths), storage_data=places, version=DCP_VERSION)
+def _metadata(state: NewState, tensors: Mapping[str, Any], placed: Sequence[PlacedItem]) -> bytes:
+    table = TensorTable.parse(Table(tensors), DTYPES)
+    return b"".join([*metadata_head(table, state.objects, state.paths), *metadata_tail(placed)])
 
 
 def _check(folder: Path, state: NewState) -> None:

@@ -173,41 +173,10 @@ def check_rows(rows: Collection[Row], num_files: int) -> None:
         raise ValueError(f"runs over {total} files in all; expected at most {_MOST_FILES}")
 
 
-def with_runs(entries: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return `entries` of the table of tensors, with runs in place of lists of chunks where that is shorter."""
-    return {key: _with_runs(entry) for key, entry in entries.items()}
-
-
 def format_version(entries: Mapping[str, Mapping[str, Any]]) -> int:
     """Return the lowest version of the format that has such `entries` of the table of tensors."""
     # The older version where that is possible, so that older releases can read what fewer than four ranks saved.
     return FORMAT_VERSION if any("runs" in entry for entry in entries.values()) else FORMAT_WITHOUT_RUNS
-
-
-def _with_runs(entry: dict[str, Any]) -> dict[str, Any]:
-    runs = encode(entry["chunks"])
-    return entry if runs is None else {name: of for name, of in entry.items() if name != "chunks"} | {"runs": runs}
-
-
-def encode(chunks: Sequence[Sequence[Any]]) -> list[list[Any]] | None:
-    """Return the runs of `chunks`, which are [file, at, offsets, sizes] each, in the form that JSON holds.
-
-    Return None where a list of the chunks is as short.
-    """
-    if len(chunks) < LEAST_CHUNKS:
-        return None
-    ranked = []
-    for file, at, offsets, sizes in chunks:
-        rank = layout.rank_of(file)
-        if rank is None or file != layout.data_file(rank, 0):
-            return None
-        ranked.append(ChunkRun(1, rank, 1, at, 0, tuple(offsets), tuple(sizes)))
-    # Found in the chunks, whatever made them. A description by mesh and placement would be shorter, but would have to
-    # know every placement that a user brings.
-    runs = min((_joined(ranked, dim) for dim in _cut_dims(ranked)), key=len, default=ranked)
-    if len(runs) == len(chunks):
-        return None
-    return [[r.num_chunks, [r.rank, r.rank_step], r.at, r.dim, [*r.offsets], [*r.sizes]] for r in runs]
 
 
 def decode(value: Any, num_dims: int) -> ChunkRuns:
@@ -232,39 +201,3 @@ def _run(value: Any, num_dims: int) -> ChunkRun:
     if count > 1 and (dim >= num_dims or sizes[dim] == 0):
         raise ValueError("the chunks of a run do not lie one after another")
     return ChunkRun(count, rank, step, at, dim, tuple(offsets), tuple(sizes))
-
-
-def _cut_dims(ranked: Sequence[ChunkRun]) -> list[int]:
-    """Return the dimensions along which the chunks differ in their offsets."""
-    return [dim for dim in range(len(ranked[0].offsets)) if len({run.offsets[dim] for run in ranked}) > 1]
-
-
-def _joined(ranked: Sequence[ChunkRun], dim: int) -> list[ChunkRun]:
-    """Return `ranked`, runs of one chunk, with those joined that adjoin along `dim`."""
-
-    def place(run: ChunkRun) -> tuple[Any, ...]:
-        return run.offsets[:dim], run.offsets[dim + 1 :], run.offsets[dim], run.sizes
-
-    runs: list[ChunkRun] = []
-    for each in sorted(ranked, key=place):
-        longer = _longer(runs[-1], each, dim) if runs else None
-        if longer is None:
-            runs.append(each)
-        else:
-            runs[-1] = longer
-    return runs
-
-
-def _longer(run: ChunkRun, following: ChunkRun, dim: int) -> ChunkRun | None:
-    """Return `run` with the chunk `following` at its end; None if it does not belong there."""
-    step = following.rank - run.rank - (run.num_chunks - 1) * run.rank_step
-    fits = (
-        run.at == following.at
-        and run.sizes == following.sizes
-        and run.sizes[dim] > 0
-        and (step == run.rank_step if run.num_chunks > 1 else step > 0)
-        and following.offsets[dim] == run.offsets[dim] + run.num_chunks * run.sizes[dim]
-        and following.offsets[:dim] == run.offsets[:dim]
-        and following.offsets[dim + 1 :] == run.offsets[dim + 1 :]
-    )
-    return run._replace(num_chunks=run.num_chunks + 1, rank_step=step, dim=dim) if fits else None

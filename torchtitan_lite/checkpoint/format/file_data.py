@@ -41,6 +41,14 @@ class TensorPlace:
         return self.data_at + self.data_bytes
 
 
+def extent_of(spec: Spec) -> tuple[int, int]:
+    """Return how many bytes of a tensor's item come before its elements, and how many up to the next item."""
+    dtype, shape = spec
+    frame = tensor_frame(dtype, shape)
+    item_bytes = len(frame.head) + torch.Size(shape).numel() * dtype.itemsize + len(frame.tail)
+    return len(frame.head), _aligned(item_bytes)
+
+
 class FileLayout:
     """The places of tensors with these `specs`, one after another, in a file."""
 

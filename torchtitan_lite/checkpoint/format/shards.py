@@ -18,7 +18,7 @@ A tensor that is sharded on such a mesh is refused.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -44,14 +44,26 @@ class LocalShard(NamedTuple):
     memory: torch.Tensor
 
 
+class Split(NamedTuple):
+    """A placement without torch: along one dimension of a mesh."""
+
+    dim: int
+    """The dimension of the tensor that it splits; -1 for none."""
+    split_factor: int = 1
+    """Into how many parts dimensions of the mesh to the right split it before."""
+
+
 def box_of(shape: Shape, mesh: Shape, placements: Sequence[Placement], coordinate: Sequence[int]) -> Box:
     """Return the box of a tensor of `shape` that the rank at `coordinate` in a mesh of these sizes holds.
 
     Raises ValueError for placements whose shards are not boxes, and for partial sums.
     """
+    for placement in placements:
+        if placement.is_partial():
+            raise ValueError(f"{placement} is a sum that is still to be reduced. Redistribute it first.")
     offsets, sizes = [0] * len(shape), list(shape)
     for dim, whole in enumerate(shape):
-        for mesh_dim in _split_order(dim, mesh, placements):
+        for mesh_dim in split_order(dim, mesh, placements):
             num_rows = -(-sizes[dim] // mesh[mesh_dim])  # of each shard, fewer in the last ones, as torch.chunk cuts
             begin = min(coordinate[mesh_dim] * num_rows, sizes[dim])
             offsets[dim] += begin
@@ -59,6 +71,35 @@ def box_of(shape: Shape, mesh: Shape, placements: Sequence[Placement], coordinat
         if sizes[dim] == 0:
             offsets[dim] = whole
     return Box(tuple(offsets), tuple(sizes))
+
+
+def split_of(placement: Placement) -> Split:
+    """Return what `placement` says about its dimension of the mesh."""
+    return Split(getattr(placement, "dim", -1), getattr(placement, "split_factor", 1))
+
+
+def split_order(dim: int, mesh: Shape, placements: Sequence[Placement | Split]) -> list[int]:
+    """Return the mesh dimensions that split dimension `dim` of a tensor, in the order of the splits.
+
+    Raises ValueError for placements whose shards are not boxes.
+    """
+    order: list[int] = []
+    for mesh_dim in reversed(range(len(placements))):
+        placement = placements[mesh_dim]
+        if getattr(placement, "dim", None) != dim or mesh[mesh_dim] == 1:
+            continue
+        before, splits = 0, 1
+        factor = getattr(placement, "split_factor", 1)
+        while splits < factor and before < len(order):
+            splits *= mesh[order[before]]
+            before += 1
+        if splits != factor:
+            raise ValueError(
+                f"{list(placements)} on a mesh of {list(mesh)} gives ranks rows that are not contiguous. "
+                "Redistribute it to Shard or Replicate first."
+            )
+        order.insert(before, mesh_dim)
+    return order
 
 
 def parts_of(name: str, tensor: torch.Tensor) -> Iterator[LocalShard]:
@@ -130,26 +171,3 @@ def _checked(name: str, tensor: DTensor, box: Box, memory: torch.Tensor) -> Loca
             "Make it with fully_shard, parallelize_module or distribute_tensor, or give from_local the whole shape."
         )
     return LocalShard(box.offsets, memory.reshape(box.sizes))
-
-
-def _split_order(dim: int, mesh: Shape, placements: Sequence[Placement]) -> list[int]:
-    """Return the mesh dimensions that split dimension `dim` of a tensor, in the order of the splits."""
-    order: list[int] = []
-    for mesh_dim in reversed(range(len(placements))):
-        placement: Any = placements[mesh_dim]
-        if placement.is_partial():
-            raise ValueError(f"{placement} is a sum that is still to be reduced. Redistribute it first.")
-        if getattr(placement, "dim", None) != dim or mesh[mesh_dim] == 1:
-            continue
-        before, splits = 0, 1
-        factor = getattr(placement, "split_factor", 1)
-        while splits < factor and before < len(order):
-            splits *= mesh[order[before]]
-            before += 1
-        if splits != factor:
-            raise ValueError(
-                f"{list(placements)} on a mesh of {list(mesh)} gives ranks rows that are not contiguous. "
-                "Redistribute it to Shard or Replicate first."
-            )
-        order.insert(before, mesh_dim)
-    return order

@@ -1,64 +1,87 @@
-"""Which of the ranks that hold an item writes it. Pure, coordinator only."""
+"""Which of the ranks that hold a part of a tensor writes it. Coordinator only, pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+import numpy as np
+import numpy.typing as npt
 
-from torchtitan_lite.checkpoint.format.chunk_runs import LEAST_CHUNKS
-from torchtitan_lite.checkpoint.planning.shared_items import Holders
+from torchtitan_lite.checkpoint.planning.spread import Numbers, Spread
 
 
-def balanced(plans: Sequence[SavePlan], holders: Holders, *, of_lowest: bool = False) -> list[list[int]]:
-    """Return for each rank the numbers of those of its items that it writes: each item once, the bytes spread evenly.
+@dataclass
+class Spreading:
+    """A tensor that is spread over ranks."""
 
-    An item of only one rank stays there. Objects, and the items whose numbers are in a plan's storage data, go to the
-    lowest rank that has them; with `of_lowest` all do. The others go, the largest first, to the rank with the fewest
+    spread: Spread
+    itemsize: int
+    is_lowest_ranks: bool
+    """Whether of each part only the lowest rank that holds it may write it."""
+    writers: Numbers = field(init=False)
+    """For each box the row of `spread.ranks` that writes it: at first that of the lowest rank."""
+
+    def __post_init__(self) -> None:
+        self.writers = self.spread.starts
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether a rank cannot know by itself whether it writes its part."""
+        return self.is_lowest_ranks or not self.spread.numels.any() or self.spread.largest_shared > 0
+
+
+def balance(tensors: Sequence[Spreading], num_ranks: int) -> None:
+    """Choose the writer of each part of `tensors`: each is written once, the bytes spread evenly.
+
+    A part of only one rank stays there. The others go, those of the largest tensors first, to the rank with the fewest
     bytes among their holders (Graham's rule: at most 4/3 of the best possible).
     """
-    load = [0] * len(plans)
-    alone: list[list[int]] = [[] for _ in plans]
-    kept: list[list[int]] = [[] for _ in plans]
-    shared: list[tuple[int, Sequence[tuple[int, int]]]] = []
-    for held in holders.values():
-        rank, number = held[0]
-        num_bytes = _num_bytes(plans[rank].items[number])
-        is_the_lowest_ranks = of_lowest or any(number in (plans[rank].storage_data or ()) for rank, number in held)
-        if len(held) == 1 or num_bytes == 0 or is_the_lowest_ranks:
-            # Counted before the shared items are given out: this rank has to write it in any case.
-            load[rank] += num_bytes
-            (alone if len(held) == 1 else kept)[rank].append(number)
+    loads: Numbers = np.zeros(num_ranks, dtype=np.int64)
+    shared: list[Spreading] = []
+    of_lowest: dict[int, tuple[Spread, int]] = {}
+    for tensor in tensors:
+        spread = tensor.spread
+        if tensor.is_lowest_ranks or not spread.largest_shared:
+            num_bytes = of_lowest.get(id(spread), (spread, 0))[1] + tensor.itemsize
+            of_lowest[id(spread)] = spread, num_bytes
         else:
-            shared.append((num_bytes, held))
-    # The largest first: then no two ranks differ by more than the largest item. DCP goes through them in their order.
-    for num_bytes, held in sorted(shared, key=lambda pair: -pair[0]):
-        rank, number = min(held, key=lambda place: load[place[0]])
-        load[rank] += num_bytes
-        kept[rank].append(number)
-    if len(plans) < LEAST_CHUNKS:
-        return [sorted(alone[rank] + kept[rank]) for rank in range(len(plans))]
-    return [_in_file_order(plan.items, alone[rank], kept[rank]) for rank, plan in enumerate(plans)]
+            shared.append(tensor)
+            if not spread.is_shared.all():
+                alone = ~spread.is_shared
+                np.add.at(loads, spread.ranks[spread.starts[alone]], spread.numels[alone] * tensor.itemsize)
+    # Counted before the shared parts are given out: these ranks have to write them in any case.
+    for spread, num_bytes in of_lowest.values():
+        np.add.at(loads, spread.ranks[spread.starts], spread.numels * num_bytes)
+    # The largest first: then no two ranks differ by more than the largest part. DCP goes through them in their order.
+    for tensor in sorted(shared, key=_largest_part, reverse=True):
+        spread = tensor.spread
+        boxes = spread.is_shared & (spread.numels > 0)
+        rows = _with_least(spread, loads, boxes)
+        if len(rows) < len(tensor.writers):
+            tensor.writers = tensor.writers.copy()
+            tensor.writers[boxes] = rows
+        else:
+            tensor.writers = rows
+        np.add.at(loads, spread.ranks[rows], spread.numels[boxes] * tensor.itemsize)
 
 
-def _in_file_order(items: Sequence[WriteItem], alone: list[int], shared: list[int]) -> list[int]:
-    """Return the numbers of the `items` that only this rank has and of others that it writes, as they lie in its file.
-
-    Chunks of cut tensors come first, and of these the ones that no other rank has: so equal chunks begin at the same
-    byte of every rank's file, and the manifest needs one run for all of them (chunk_runs.py).
-    """
-    of_cut = [[number for number in sorted(numbers) if _is_cut(items[number])] for numbers in (alone, shared)]
-    cut = [*of_cut[0], *of_cut[1]]
-    return [*cut, *sorted({*alone, *shared} - {*cut})]
+def _largest_part(tensor: Spreading) -> int:
+    return int(tensor.spread.largest_shared) * tensor.itemsize
 
 
-def _is_cut(item: WriteItem) -> bool:
-    """Return whether `item` is a chunk with elements, but not with all those of its tensor."""
-    return item.tensor_data is not None and 0 < item.tensor_data.chunk.sizes.numel() < item.tensor_data.size.numel()
-
-
-def _num_bytes(item: WriteItem) -> int:
-    """Return the bytes of a chunk's elements; 0 for an object. (`tensor_storage_size` is of the whole tensor.)"""
-    if item.tensor_data is None:
-        return 0
-    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+def _with_least(spread: Spread, loads: Numbers, boxes: npt.NDArray[np.bool_]) -> Numbers:
+    """Return for each of `boxes` the row of `spread.ranks` that has the least of `loads`, the first of these."""
+    starts, counts = spread.starts[boxes], spread.counts[boxes]
+    rows = np.repeat(starts - np.concatenate([[0], np.cumsum(counts)[:-1]]), counts) + np.arange(counts.sum())
+    of_rows = loads[spread.ranks[rows]]
+    if len(counts) == 1:
+        return rows[[of_rows.argmin()]]
+    if (counts == counts[0]).all():
+        with_least: Numbers = starts + of_rows.reshape(-1, counts[0]).argmin(axis=1)
+        return with_least
+    begins = np.concatenate([[0], np.cumsum(counts)[:-1]])
+    least = np.repeat(np.minimum.reduceat(of_rows, begins), counts)
+    first = np.where(of_rows == least, rows, len(spread.ranks))
+    found: Numbers = np.minimum.reduceat(first, begins)
+    return found

@@ -3,10 +3,10 @@
 Each rank compares the structure of its state (names, containers, dtypes, shapes, shardings) with that of
 the last save, and one all-reduce max says whether it is unchanged on all ranks. If so, the last plan
 holds and nothing else travels. If it changed on any rank, all ranks plan again: each rank proves that
-its state can be rebuilt, DCP makes its items, and the coordinator assigns each item that several ranks
-hold to one of them (replicas.py), balanced, and lays out every file. Planning comes before staging,
-while the caller waits, so that a rank stages only what it writes. The same exchange carries what the ranks
-need to know whether they hold equal parameters (rank_comparison.py).
+its state can be rebuilt, DCP makes its items, and of their outlines (outline.py) the coordinator makes one plan
+(joint_plan.py): what several ranks hold goes to one of them, balanced, and every file is laid out. Planning comes
+before staging, while the caller waits, so that a rank stages only what it writes. The same exchange carries what the
+ranks need to know whether they hold equal parameters (rank_comparison.py).
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import faults
-from torchtitan_lite.checkpoint.format.description import Description, PlannedFile
+from torchtitan_lite.checkpoint.format.description import Description
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES
 from torchtitan_lite.checkpoint.format.file_data import FileLayout, Spec
 from torchtitan_lite.checkpoint.format.flattening import State, flatten
-from torchtitan_lite.checkpoint.format.joint_structure import joint
 from torchtitan_lite.checkpoint.format.kinds import difference, refuse_piece
 from torchtitan_lite.checkpoint.format.shards import knows_its_parts, local_of, part_of
-from torchtitan_lite.checkpoint.format.structure import Branch, decode, encode, paths_of, rebuild
-from torchtitan_lite.checkpoint.planning.balance import balanced
+from torchtitan_lite.checkpoint.format.structure import Branch, decode, encode, rebuild
+from torchtitan_lite.checkpoint.planning.joint_plan import JointPlan
 from torchtitan_lite.checkpoint.planning.object_items import ObjectItems
+from torchtitan_lite.checkpoint.planning.outline import Outlined, entries_of, outlined
+from torchtitan_lite.checkpoint.planning.own_part import OwnPart
 from torchtitan_lite.checkpoint.planning.rank_comparison import OWN_NAMES, RankComparison
 from torchtitan_lite.checkpoint.planning.rank_file import PlannedSave, RankPlan
-from torchtitan_lite.checkpoint.planning.replicas import SHOWN, Replicas
-from torchtitan_lite.checkpoint.planning.shared_items import SharedItems, holders_of, shared_by_rank
+from torchtitan_lite.checkpoint.planning.replicas import Replicas
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import RanksDiffer
@@ -153,83 +153,25 @@ class PlanCache:
         self._examined = examined
 
     def _make(self, state: State, flat: State, structure: Branch) -> RankPlan:
-        local: SavePlan | None = None
+        local: list[WriteItem] = []
+        own: Outlined | None = None
         failure: Exception | None = None
         try:
-            local = _local_plan(flat, structure)
-            local = dataclasses.replace(local, storage_data=self._replicas.of_lowest_rank(state, local.items))
+            local = _local_items(flat)
+            entries, meshes = entries_of(local, self._replicas.of_lowest_rank(state, local), flat)
+            own = outlined(entries, meshes, structure)
         except Exception as error:
             failure = error
-        answers = _Answers(failure or local, of_lowest=self._comparison.takes_lowest)
-        with no_collection():  # The coordinator holds an object for each chunk of each rank.
-            answer = _Answer(*self._peers.scatter_answers(answers.mine, answers.of_all))
-        assert local is not None
-        self._comparison.use(answer.shared, answer.num_groups, local.items)
-        self._contradiction = answer.contradiction
-        return _rank_plan(self._peers.rank, [local.items[number] for number in answer.kept], answers.description, flat)
-
-
-class _Answer(NamedTuple):
-    """What the coordinator answers to the plan of a rank."""
-
-    kept: list[int]
-    """The numbers of those of its items that it writes."""
-    shared: Sequence[SharedItems] = ()
-    num_groups: int = 0
-    contradiction: RanksDiffer | None = None
-
-
-class _Answers:
-    """The coordinator's answers to the plans of all ranks. The description stays on the coordinator."""
-
-    def __init__(self, mine: SavePlan | Exception | None, *, of_lowest: bool = False) -> None:
-        self.mine = mine
-        self._of_lowest = of_lowest
-        self.description: Description | None = None
-
-    def of_all(self, plans: list[SavePlan | Exception | None]) -> list[tuple[Any, ...]]:
-        """Return the values of each rank's `_Answer`, without those that say nothing. Raises the first rank's failure.
-
-        As a plain tuple: a class has its name in each of the pickled answers.
-        """
-        whole: list[SavePlan] = []
-        for plan in plans:
-            if isinstance(plan, Exception):
-                raise plan
-            assert plan is not None
-            whole.append(plan)
-        holders, odd = holders_of(whole)
-        kept = balanced(whole, holders, of_lowest=self._of_lowest)
-        reduced = [
-            dataclasses.replace(plan, items=[plan.items[number] for number in numbers], storage_data=None)
-            for plan, numbers in zip(whole, kept, strict=True)
-        ]
-        # DCP's planner merges the chunks into one metadata and checks that every tensor is complete. The paths of keys
-        # come from the structure: DCP's way to join them is quadratic in the number of ranks that have their own keys.
-        final, metadata = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(reduced)
-        structure = joint(plan.planner_data for plan in whole)
-        tensors = {
-            key for key, of_key in metadata.state_dict_metadata.items() if isinstance(of_key, TensorStorageMetadata)
-        }
-        paths = paths_of(structure, tensors=tensors)
-        if paths.keys() != metadata.state_dict_metadata.keys():
-            lost = min(paths.keys() ^ metadata.state_dict_metadata.keys())
-            raise ValueError(f"no rank writes {lost}, which a rank has in its state")
-        metadata = dataclasses.replace(metadata, planner_data=paths)
-        files = [_planned_file(rank, plan.items) for rank, plan in enumerate(final)]
-        self.description = Description(metadata, files, structure)
-        shared, num_groups = shared_by_rank(whole, holders)
-        contradiction = RanksDiffer(_contradicting(odd), OWN_NAMES) if odd else None
-        if not num_groups and contradiction is None:
-            return [(numbers,) for numbers in kept]
-        return [(*of_rank, num_groups, contradiction) for of_rank in zip(kept, shared, strict=True)]
-
-
-def _contradicting(odd: Mapping[str, Mapping[int, str]]) -> str:
-    """Return the names in `odd`, each with what two of its ranks have."""
-    pairs = [(key, *list(of_ranks.items())[:2]) for key, of_ranks in list(odd.items())[:SHOWN]]
-    named = [f"{key} ({one} on rank {rank}, {other} on rank {second})" for key, (rank, one), (second, other) in pairs]
-    return ", ".join(named) + (f" and {len(odd) - SHOWN} more" if len(odd) > SHOWN else "")
+        joint = JointPlan(of_lowest=self._comparison.takes_lowest)
+        with no_collection():  # The coordinator holds some objects for each rank.
+            outline = failure if own is None else own.outline
+            asked = self._peers.scatter_answers(outline, joint.ask)
+            assert own is not None, "else all ranks failed together"
+            answer = self._peers.scatter_answers(own.of(asked.wanted), joint.answers)
+        part = OwnPart(local, own.sections, asked.numbers, answer)
+        self._comparison.use(part.shared(), answer.num_groups, local)
+        self._contradiction = RanksDiffer(answer.contradiction, OWN_NAMES) if answer.contradiction else None
+        return _rank_plan(self._peers.rank, part.kept(self._peers.world_size), joint.description, flat)
 
 
 def _flattened(state: State, check: Callable[[], None] | None) -> tuple[State, Branch]:
@@ -307,12 +249,11 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     return tensor.numel() == 0 and not tensor.is_meta
 
 
-def _local_plan(flat: State, structure: Branch) -> SavePlan:
+def _local_items(flat: State) -> list[WriteItem]:
+    """Return what DCP would write of `flat`, where the memory has it."""
     planner = DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner(flat)
-    plan = planner.create_local_plan()
-    items = [_placed(item, flat[item.index.fqn]) for item in plan.items]
-    return dataclasses.replace(plan, items=items, planner_data=structure)
+    return [_placed(item, flat[item.index.fqn]) for item in planner.create_local_plan().items]
 
 
 def _placed(item: WriteItem, value: Any) -> WriteItem:
@@ -330,21 +271,17 @@ def _placed(item: WriteItem, value: Any) -> WriteItem:
 
 
 def _rank_plan(rank: int, items: Sequence[WriteItem], description: Description | None, flat: State) -> RankPlan:
-    file = _planned_file(rank, items)
-    keys = [item.index.fqn for item in items if item.type == WriteItemType.BYTE_IO]
-    volatile = {number for number, item in enumerate(file.items) if not _only_step_changes(item.index.fqn, flat)}
-    return RankPlan(file.name, file.items, keys, file.layout, description, volatile)
+    tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
+    objects = [item.index.fqn for item in items if item.type == WriteItemType.BYTE_IO]
+    volatile = {number for number, item in enumerate(tensors) if not _only_step_changes(item.index.fqn, flat)}
+    file = FileLayout([_spec(item) for item in tensors])
+    return RankPlan(layout.data_file(rank, 0), tensors, objects, file, description, volatile)
 
 
 def _only_step_changes(key: str, flat: State) -> bool:
     fqn = key.removeprefix("model.")
     # A scheduler may change a setting that is a tensor, such as lr.
     return key.startswith("optimizer.state.") or f"optimizer.param_groups.{fqn}.lr" in flat
-
-
-def _planned_file(rank: int, items: Sequence[WriteItem]) -> PlannedFile:
-    tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
-    return PlannedFile(layout.data_file(rank, 0), tensors, FileLayout([_spec(item) for item in tensors]))
 
 
 def _spec(item: WriteItem) -> Spec:

@@ -135,7 +135,7 @@ class RankComparison:
         if highest is None:
             highest = self._peers.max_over_ranks(*self._peers.together(lambda: self.report(flat)))
         found = None
-        if any(highest[at] != -highest[at + 1] for at in range(0, len(highest), 2)):
+        if any(_NONE < highest[at] != -highest[at + 1] for at in range(0, len(highest), 2)):
             found = self._looked_at(flat)
         self._num_compared += 1
         self._is_complete, self._digesting = True, None

@@ -1,22 +1,22 @@
-"""The items of a plan that several ranks hold, sorted by the ranks that hold them. Coordinator only, pure.
+"""What several ranks hold alike, sorted by the ranks that hold it.
 
 Ranks that hold the same items are a group: all ranks under DDP, the replicas of one shard under HSDP. Training keeps
-parameters and optimizer states equal within a group; rank_comparison.py looks whether it does.
+parameters and optimizer states equal within a group; rank_comparison.py looks whether it does. Tensors that are placed
+alike have the same groups, which are found once, as a `Pattern`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan
+import numpy as np
+
+from torchtitan_lite.checkpoint.planning.spread import Numbers
 
 SAMPLE_BYTES = 1 << 16
 """Bytes of what it shares that a rank samples at a save, at most: 1 ms, where a megabyte takes 8."""
-
-Holders = Mapping[MetadataIndex, Sequence[tuple[int, int]]]
-"""For each item the ranks that hold it, ascending, each with the item's number in its plan."""
 
 
 @dataclass(frozen=True)
@@ -35,64 +35,53 @@ class SharedItems:
     """The part of `SAMPLE_BYTES` that is for this group: the same on all its ranks."""
 
 
-def holders_of(plans: Sequence[SavePlan]) -> tuple[Holders, dict[str, dict[int, str]]]:
-    """Return the holders of each item, and what contradicts the lowest rank that has a tensor of the name.
+class Member(NamedTuple):
+    """A rank's place in one of its groups."""
 
-    The second is by key and rank: the shape and dtype there, the lowest rank's first. Such a tensor of a parameter or
-    an optimizer state has no place in a checkpoint; of any other state the lowest rank's is saved. A rank that
-    contradicts holds nothing of that name.
-    """
-    holders: dict[MetadataIndex, list[tuple[int, int]]] = {}
-    kinds: dict[str, tuple[tuple[object, object], int]] = {}
-    odd: dict[str, dict[int, str]] = {}
-    for rank, plan in enumerate(plans):
-        of_lowest = plan.storage_data or ()
-        for number, item in enumerate(plan.items):
-            if (data := item.tensor_data) is not None:
-                kind = (data.size, data.properties.dtype)
-                first, lowest = kinds.setdefault(item.index.fqn, (kind, rank))
-                if first != kind:
-                    if number not in of_lowest:
-                        odd.setdefault(item.index.fqn, {lowest: _described(*first)})[rank] = _described(*kind)
-                    continue
-            holders.setdefault(item.index, []).append((rank, number))
-    return holders, odd
+    pattern: int
+    group: int
+    lowest: int
+    previous: int | None
+    next: int | None
+    sample_bytes: int
 
 
-def shared_by_rank(plans: Sequence[SavePlan], holders: Holders) -> tuple[list[list[SharedItems]], int]:
-    """Return what each rank shares with others, and the number of groups.
+class Patterns:
+    """The different ways in which ranks share tensors, each by number. Coordinator only, pure."""
 
-    Without the items whose numbers are in a plan's storage data, which the ranks compare as values (replicas.py).
-    """
-    columns: dict[tuple[int, ...], list[list[int]]] = {}
-    for held in holders.values():
-        if len(held) == 1:
-            continue
-        rank, number = held[0]
-        data = plans[rank].items[number].tensor_data
-        if data is None or not data.chunk.sizes.numel() or number in (plans[rank].storage_data or ()):
-            continue
-        ranks = tuple(rank for rank, _ in held)
-        for column, (_, number) in zip(columns.setdefault(ranks, [[] for _ in ranks]), held, strict=True):
-            column.append(number)
-    num_groups_of = [0] * len(plans)
-    for ranks in columns:
-        for rank in ranks:
-            num_groups_of[rank] += 1
-    shared: list[list[SharedItems]] = [[] for _ in plans]
-    for group, (ranks, of_ranks) in enumerate(columns.items()):
-        sample_bytes = SAMPLE_BYTES // max(num_groups_of[rank] for rank in ranks)
-        neighbours = zip((None, *ranks[:-1]), ranks, (*ranks[1:], None), of_ranks, strict=True)
-        for previous, rank, following, numbers in neighbours:
-            shared[rank].append(SharedItems(group, ranks[0], previous, following, _compact(numbers), sample_bytes))
-    return shared, len(columns)
+    def __init__(self) -> None:
+        self._numbers: dict[bytes, int] = {}
+        self._groups: list[tuple[Numbers, Numbers]] = []
 
+    def number_of(self, ranks: Numbers, counts: Numbers) -> int:
+        """Return the number of the pattern of these groups: of `ranks` the first `counts[0]`, and so on; ascending.
 
-def _compact(numbers: list[int]) -> Sequence[int]:
-    """Return `numbers`, as a range if they are one: it is sent to a rank in a few bytes."""
-    whole = range(numbers[0], numbers[-1] + 1)
-    return whole if len(whole) == len(numbers) and all(a == b for a, b in zip(whole, numbers, strict=True)) else numbers
+        Groups of one rank share nothing; -1 if there are no others.
+        """
+        is_shared = counts > 1
+        if not is_shared.any():
+            return -1
+        if not is_shared.all():
+            ranks, counts = ranks[np.repeat(is_shared, counts)], counts[is_shared]
+        order = np.argsort(ranks, kind="stable")
+        lowest = np.repeat(ranks[np.cumsum(counts) - counts], counts)
+        number = self._numbers.setdefault(ranks[order].tobytes() + lowest[order].tobytes(), len(self._groups))
+        if number == len(self._groups):
+            self._groups.append((ranks, counts))
+        return number
 
-
-def _described(size: object, dtype: object) -> str:
-    return f"{list(size)} of {dtype}"  # type: ignore[call-overload]  # a torch.Size
+    def members(self, num_ranks: int) -> tuple[list[list[Member]], int]:
+        """Return the places of each rank in groups, and the number of all groups."""
+        num_patterns: Numbers = np.zeros(num_ranks, dtype=np.int64)
+        for ranks, _ in self._groups:
+            num_patterns[ranks] += 1
+        members: list[list[Member]] = [[] for _ in range(num_ranks)]
+        group = 0
+        for pattern, (all_ranks, counts) in enumerate(self._groups):
+            sample_bytes = SAMPLE_BYTES // int(num_patterns[all_ranks].max())
+            for ranks in np.split(all_ranks, np.cumsum(counts)[:-1]):
+                neighbours = zip((None, *ranks[:-1].tolist()), ranks.tolist(), (*ranks[1:].tolist(), None), strict=True)
+                for previous, rank, following in neighbours:
+                    members[rank].append(Member(pattern, group, int(ranks[0]), previous, following, sample_bytes))
+                group += 1
+        return members, group

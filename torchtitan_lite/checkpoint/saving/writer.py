@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -27,6 +27,7 @@ import torchtitan_lite
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.format.description import Description, PlacedObject
 from torchtitan_lite.checkpoint.format.tensor_digest import TensorDigest, digest_chunk, finish
+from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.planning.rank_file import RankPlan
 from torchtitan_lite.checkpoint.saving.agreed_planner import AgreedPlanner
 from torchtitan_lite.checkpoint.saving.nan_check import names_with_nan
@@ -276,12 +277,11 @@ def _tensor_digests(files: Sequence[WrittenFile], description: Description) -> d
     for file in files:
         for key, digest in file.digests.items():
             total[key] = total.get(key, TensorDigest.zero()) + digest
-    described = description.of_dcp.state_dict_metadata
-    return {
-        key: finish(digest, tensor.properties.dtype, tensor.size).to_hex()
-        for key, digest in total.items()
-        if isinstance(tensor := described[key], TensorStorageMetadata)
-    }
+    found: dict[str, str] = {}
+    for key, digest in total.items():
+        entry = description.tensors[key]
+        found[key] = finish(digest, DTYPES[entry["dtype"]], entry["shape"]).to_hex()
+    return found
 
 
 def _shares(items: Sequence[WriteItem], written: Sequence[torch.Tensor]) -> dict[str, TensorDigest]:

@@ -1,0 +1,120 @@
+"""Finds what is regular about the chunks of a tensor: the runs that stand in the manifest in place of them.
+
+They are found in the chunks, whatever made them. A description by mesh and placement would be shorter, but would have
+to know every placement that a user brings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtitan_lite.checkpoint.format.chunk_runs import LEAST_CHUNKS
+from torchtitan_lite.store import layout
+
+Numbers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The boxes in the order in which those that adjoin along `dim` follow one another."""
+
+    dim: int
+    order: Numbers | None
+    """None for the order that they have."""
+    adjoins: npt.NDArray[np.bool_]
+    """For each box but the last whether the next one has the same sizes and adjoins it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Boxes:
+    """The boxes of the chunks of a tensor: a row each."""
+
+    offsets: Numbers
+    sizes: Numbers
+
+    def runs(self, ranks: Numbers, at: Numbers) -> list[list[Any]] | None:
+        """Return the runs, in the form that JSON holds, of chunks which begin at byte `at` of the files of `ranks`.
+
+        Return None where a list of the chunks is as short.
+        """
+        if len(ranks) < LEAST_CHUNKS:
+            return None
+        found = min((_runs_in(rows, ranks, at) for rows in self._rows), key=len, default=[])
+        if not found or sum(count for count, _, _, _ in found) == len(found):
+            return None
+        offsets, sizes = self.offsets, self.sizes
+        return [
+            [count, [int(ranks[first]), step], int(at[first]), dim, offsets[first].tolist(), sizes[first].tolist()]
+            for count, first, step, dim in found
+        ]
+
+    @cached_property
+    def _rows(self) -> list[_Rows]:
+        cut = np.flatnonzero((self.offsets != self.offsets[:1]).any(axis=0))
+        return [self._along(int(dim)) for dim in cut]
+
+    def _along(self, dim: int) -> _Rows:
+        others = np.delete(self.offsets, dim, axis=1)
+        along = self.offsets[:, dim]
+        order = np.lexsort((*self.sizes.T[::-1], along, *others.T[::-1]))
+        is_sorted = bool((order == np.arange(len(order))).all())
+        others, along, sizes = others[order], along[order], self.sizes[order]
+        adjoins = (
+            (others[1:] == others[:-1]).all(axis=1)
+            & (sizes[1:] == sizes[:-1]).all(axis=1)
+            & (sizes[1:, dim] > 0)
+            & (along[1:] == along[:-1] + sizes[:-1, dim])
+        )
+        return _Rows(dim, None if is_sorted else order, adjoins)
+
+
+def with_runs(entries: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return `entries` of the table of tensors, with runs in place of lists of chunks where that is shorter."""
+    return {key: _with_runs(entry) for key, entry in entries.items()}
+
+
+def encode(chunks: Sequence[Sequence[Any]]) -> list[list[Any]] | None:
+    """Return the runs of `chunks`, which are [file, at, offsets, sizes] each, in the form that JSON holds.
+
+    Return None where a list of the chunks is as short.
+    """
+    if len(chunks) < LEAST_CHUNKS:
+        return None
+    ranks = [layout.rank_of(file) for file, _, _, _ in chunks]
+    if any(rank is None or file != layout.data_file(rank, 0) for rank, (file, *_) in zip(ranks, chunks, strict=True)):
+        return None
+    _, at, offsets, sizes = zip(*chunks, strict=True)
+    boxes = Boxes(np.array(offsets, dtype=np.int64), np.array(sizes, dtype=np.int64))
+    return boxes.runs(np.array(ranks, dtype=np.int64), np.array(at, dtype=np.int64))
+
+
+def _with_runs(entry: dict[str, Any]) -> dict[str, Any]:
+    runs = encode(entry["chunks"])
+    return entry if runs is None else {name: of for name, of in entry.items() if name != "chunks"} | {"runs": runs}
+
+
+def _runs_in(rows: _Rows, ranks: Numbers, at: Numbers) -> list[tuple[int, int, int, int]]:
+    """Return count, number of the first chunk, step of the rank and dimension of each run along `rows`."""
+    if rows.order is not None:
+        ranks, at = ranks[rows.order], at[rows.order]
+    steps = ranks[1:] - ranks[:-1]
+    joins = rows.adjoins & (at[1:] == at[:-1]) & (steps > 0)
+    goes_on = joins[1:] & joins[:-1] & (steps[1:] == steps[:-1])
+    ends = np.append(np.flatnonzero(~goes_on), len(joins) - 1)
+    """The last of each row of neighbours with one step."""
+    found, first = [], 0
+    while first < len(ranks):
+        last = first
+        if first < len(joins) and joins[first]:
+            last = int(ends[np.searchsorted(ends, first)]) + 1
+        number = first if rows.order is None else int(rows.order[first])
+        is_run = last > first
+        found.append((last - first + 1, number, int(steps[first]) if is_run else 1, rows.dim if is_run else 0))
+        first = last + 1
+    return found

@@ -1,0 +1,425 @@
+"""Who writes what, and where: for all ranks, from their outlines. Coordinator only.
+
+Nothing here grows with ranks x tensors: tensors that are placed alike have one `Spread`, and of each tensor two columns
+say which rank writes a part of it, and at which byte. Each rank knows by itself what it alone holds, and writes that;
+it is told which of the others it writes.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from torchtitan_lite.checkpoint.format.chunk import Shape
+from torchtitan_lite.checkpoint.format.chunk_runs import LEAST_CHUNKS
+from torchtitan_lite.checkpoint.format.description import Description
+from torchtitan_lite.checkpoint.format.file_data import extent_of
+from torchtitan_lite.checkpoint.format.joint_structure import joint
+from torchtitan_lite.checkpoint.format.structure import Branch, branch_of, decode
+from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
+from torchtitan_lite.checkpoint.planning.balance import Spreading, balance
+from torchtitan_lite.checkpoint.planning.outline import Digest, Outline, PlanEntry, section_of
+from torchtitan_lite.checkpoint.planning.shared_items import Member, Patterns
+from torchtitan_lite.checkpoint.planning.spread import Holders, Numbers, Placed, Spread
+from torchtitan_lite.store import layout
+
+_SHOWN = 4
+
+
+class Asked(NamedTuple):
+    """What the coordinator says of a rank's outline."""
+
+    numbers: tuple[int, ...]
+    """Of the rank's sections, among those of all ranks: what it writes lies in its file in this order."""
+    wanted: tuple[Digest, ...]
+    """The pieces that it sends."""
+
+
+class PlanAnswer(NamedTuple):
+    """What the coordinator answers to a rank."""
+
+    sections: tuple[bytes, ...]
+    """A packed `Told` for each of the rank's sections."""
+    kept: bytes
+    """The numbers of those of its decided entries that it writes, 4 bytes each."""
+    members: list[Member] = []  # noqa: RUF012  # never changed
+    num_groups: int = 0
+    contradiction: str = ""
+
+
+class Told(NamedTuple):
+    """What each rank that has a section needs to know of it."""
+
+    first: int
+    """The number of its first entry among those of all sections."""
+    is_decided: bytes
+    """For each entry 1 if the coordinator decides who writes it; a rank writes what it has of the others."""
+    patterns: list[int]
+    """For each entry the number of the pattern of those that share it, or -1."""
+
+
+@dataclass
+class _Section:
+    """A piece of entries, and the ranks that have it."""
+
+    ranks: list[int] = field(default_factory=list)
+    entries: Sequence[PlanEntry] = ()
+    meshes: Mapping[int, Shape] = field(default_factory=dict)
+    first: int = 0
+    coordinates: dict[int, Numbers] = field(default_factory=dict)
+
+    def fill(self, text: bytes, first: int) -> None:
+        self.entries, self.meshes = section_of(text)
+        self.first = first
+        self.column = np.array(self.ranks, dtype=np.int64)
+        self.is_decided = bytearray(len(self.entries))
+        self.patterns = [-1] * len(self.entries)
+
+    def told(self) -> bytes:
+        return zlib.compress(pickle.dumps(tuple(Told(self.first, bytes(self.is_decided), self.patterns))), 1)
+
+
+_Place = tuple[_Section, int]
+"""An entry, by its section and its number there."""
+
+
+_Boxes = slice | Numbers
+_ALL = slice(None)
+
+
+@dataclass
+class _Tensor(Spreading):
+    """A tensor of the joint state."""
+
+    key: str
+    dtype: str
+    places: Sequence[_Place]
+    """The entries that have it, in the order of the holders of its spread."""
+
+    def by_place(self) -> Iterator[tuple[_Place, _Boxes]]:
+        """Yield the boxes that are written by ranks with each of the places."""
+        if len(self.places) == 1:
+            yield self.places[0], _ALL
+            return
+        of_box = self.spread.of_holders[self.writers]
+        for number, place in enumerate(self.places):
+            yield place, np.flatnonzero(of_box == number)
+
+    def entry(self, at: Numbers) -> dict[str, object]:
+        """Return its entry in the manifest's table; the elements of each box begin `at` these bytes of their files."""
+        spread, ranks = self.spread, self.spread.ranks[self.writers]
+        described: dict[str, object] = {"dtype": self.dtype, "shape": list(spread.shape)}
+        if runs := spread.boxes.runs(ranks, at):
+            return described | {"runs": runs}
+        columns = ranks.tolist(), at.tolist(), spread.offsets.tolist(), spread.sizes.tolist()
+        chunks = [[layout.data_file(rank, 0), *where] for rank, *where in zip(*columns, strict=True)]
+        return described | {"chunks": chunks}
+
+
+class _Files:
+    """The files of all ranks, as far as they are laid out."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._ends: Numbers = np.zeros(num_ranks, dtype=np.int64)
+        self._extents: dict[tuple[Spread, str], tuple[Numbers, Numbers]] = {}
+
+    def place(self, tensor: _Tensor, boxes: _Boxes) -> Numbers:
+        """Put these boxes at the ends of their files; return the bytes at which their elements begin."""
+        before, until_next = self._extents_of(tensor)
+        ranks = tensor.spread.ranks_in_a_row if isinstance(boxes, slice) and not tensor.is_decided else None
+        where = tensor.spread.ranks[tensor.writers[boxes]] if ranks is None else ranks
+        at: Numbers = self._ends[where] + before[boxes]
+        self._ends[where] += until_next[boxes]
+        return at
+
+    def _extents_of(self, tensor: _Tensor) -> tuple[Numbers, Numbers]:
+        alike = tensor.spread, tensor.dtype
+        if alike not in self._extents:
+            kinds, of_box = tensor.spread.kinds
+            found = np.array([extent_of((DTYPES[tensor.dtype], sizes)) for sizes in kinds], dtype=np.int64)
+            self._extents[alike] = found[of_box, 0], found[of_box, 1]
+        return self._extents[alike]
+
+
+class JointPlan:
+    """Plans what all ranks save together; with `of_lowest` all that ranks share comes from the lowest of them."""
+
+    def __init__(self, *, of_lowest: bool = False) -> None:
+        self._of_lowest = of_lowest
+        self._outlines: Sequence[Outline] = ()
+        self._sections: dict[Digest, _Section] = {}
+        self.description: Description | None = None
+        """Of the checkpoint, after `answers`."""
+
+    def ask(self, outlines: Sequence[Outline | Exception | None]) -> list[Asked]:
+        """Return what each rank is asked for. Raises the failure of the lowest rank that has one."""
+        for each in outlines:
+            if isinstance(each, Exception):
+                raise each
+        self._outlines = [each for each in outlines if isinstance(each, Outline)]
+        numbers: dict[Digest, int] = {}
+        known: set[Digest] = set()
+        asked = []
+        for rank, outline in enumerate(self._outlines):
+            for digest in outline.sections:
+                numbers.setdefault(digest, len(numbers))
+                self._sections.setdefault(digest, _Section()).ranks.append(rank)
+            wanted = list(dict.fromkeys((*outline.sections, outline.root, *outline.containers)))
+            asked.append(
+                Asked(
+                    tuple(numbers[digest] for digest in outline.sections),
+                    tuple(digest for digest in wanted if digest not in known),
+                )
+            )
+            known.update(wanted)
+        return asked
+
+    def answers(self, pieces: Sequence[Mapping[Digest, bytes]]) -> list[PlanAnswer]:
+        """Return the answer to each rank, whose `pieces` are those that it was asked for.
+
+        Raises ValueError if the parts of a tensor do not make it up, or if states do not fit together.
+        """
+        texts = {digest: text for of_rank in pieces for digest, text in of_rank.items()}
+        num_entries = 0
+        for digest, section in self._sections.items():
+            section.fill(texts[digest], num_entries)
+            num_entries += len(section.entries)
+        places: dict[str, list[_Place]] = {}
+        for section in self._sections.values():
+            for number, entry in enumerate(section.entries):
+                places.setdefault(entry.key, []).append((section, number))
+        kept = _Kept(len(self._outlines))
+        tensors, objects, odd = self._keys(places)
+        for key in objects:
+            for section, number in places[key]:
+                section.is_decided[number] = 1
+            section, number = min(places[key], key=lambda place: place[0].ranks[0])
+            kept.add(section.first + number, section.column[:1])
+        balance(tensors, len(self._outlines))
+        for tensor in tensors:
+            if tensor.is_decided:
+                for (section, number), boxes in tensor.by_place():
+                    section.is_decided[number] = 1
+                    kept.add(section.first + number, tensor.spread.ranks[tensor.writers[boxes]])
+        self.description = Description(self._laid_out(tensors), objects, self._structure(texts))
+        members, num_groups = self._shared(tensors)
+        told = {digest: section.told() for digest, section in self._sections.items()}
+        return [
+            PlanAnswer(tuple(told[digest] for digest in outline.sections), of_rank, of_members, num_groups, odd)
+            for outline, of_rank, of_members in zip(self._outlines, kept.by_rank(), members, strict=True)
+        ]
+
+    def _keys(self, places: Mapping[str, list[_Place]]) -> tuple[list[_Tensor], list[str], str]:
+        """Return the tensors and the names of the objects, and what contradicts the lowest rank's tensors.
+
+        Such a tensor of a parameter or an optimizer state has no place in a checkpoint; of any other state the lowest
+        rank's is saved. A rank that contradicts holds nothing of that name.
+        """
+        spreads: dict[tuple[object, ...], Spread] = {}
+        tensors, objects, odd = [], [], []
+        for key, of_key in places.items():
+            if len(of_key) > 1:
+                of_key = sorted(of_key, key=lambda place: place[0].ranks[0])
+            lowest = of_key[0][0].entries[of_key[0][1]]
+            if len(of_key) > 1:
+                of_key, contradicting = _agreeing(lowest, of_key)
+                odd += contradicting
+            if not lowest.dtype:
+                objects.append(key)
+                continue
+            try:
+                spread = self._spread(lowest.shape, of_key, spreads)
+            except ValueError as error:
+                raise ValueError(f"{key}: {error}") from None
+            is_lowest_ranks = self._of_lowest or any(section.entries[at].is_lowest_ranks for section, at in of_key)
+            tensors.append(_Tensor(spread, DTYPES[lowest.dtype].itemsize, is_lowest_ranks, key, lowest.dtype, of_key))
+        shown = ", ".join(odd[:_SHOWN]) + (f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else "")
+        return tensors, objects, shown
+
+    def _spread(self, shape: Shape, places: Sequence[_Place], spreads: dict[tuple[object, ...], Spread]) -> Spread:
+        alike = (shape, *((section.first, *section.entries[at][4:]) for section, at in places))
+        if alike not in spreads:
+            spreads[alike] = Spread(shape, [self._holders(*place) for place in places])
+        return spreads[alike]
+
+    def _holders(self, section: _Section, number: int) -> Holders:
+        entry = section.entries[number]
+        if entry.mesh < 0:
+            return Holders(section.column, Placed((), (), entry.offsets, entry.sizes))
+        if entry.mesh not in section.coordinates:
+            of_ranks = [self._outlines[rank].places[entry.mesh] for rank in section.ranks]
+            section.coordinates[entry.mesh] = np.array(of_ranks, dtype=np.int64)
+        placed = Placed(section.meshes[entry.mesh], entry.placements)
+        return Holders(section.column, placed, section.coordinates[entry.mesh])
+
+    def _laid_out(self, tensors: Sequence[_Tensor]) -> dict[str, dict[str, object]]:
+        """Place all parts in the files, and return the entries of the tensors in the manifest's table.
+
+        Parts of cut tensors come first, and of these the ones that no other rank has: so equal parts begin at the same
+        byte of every rank's file, and the manifest needs one run for all of them (chunk_runs.py).
+        """
+        parts: list[list[tuple[int, _Tensor, _Boxes]]] = [[], [], []]
+        num_parts = dict.fromkeys((tensor.key for tensor in tensors), 0)
+        for tensor in tensors:
+            for (section, number), boxes in tensor.by_place():
+                for order, chosen in self._by_order(tensor, boxes):
+                    parts[order].append((section.first + number, tensor, chosen))
+                    num_parts[tensor.key] += 1
+        files = _Files(len(self._outlines))
+        begun: dict[str, Numbers] = {}
+        entries: dict[str, dict[str, object]] = {tensor.key: {} for tensor in tensors}
+        for of_order in parts:
+            for _, tensor, boxes in sorted(of_order, key=lambda part: part[0]):
+                at = files.place(tensor, boxes)
+                if num_parts[tensor.key] > 1:
+                    num_parts[tensor.key] -= 1
+                    begun.setdefault(tensor.key, np.zeros(len(tensor.writers), dtype=np.int64))[boxes] = at
+                    continue
+                if (whole := begun.pop(tensor.key, None)) is not None:
+                    whole[boxes] = at
+                entries[tensor.key] = tensor.entry(at if whole is None else whole)
+        return entries
+
+    def _by_order(self, tensor: _Tensor, boxes: _Boxes) -> Iterator[tuple[int, _Boxes]]:
+        """Yield those of `boxes` that come first in their files, second, or last."""
+        is_cut = tensor.spread.is_cut[boxes]
+        if len(self._outlines) < LEAST_CHUNKS or not is_cut.any():
+            yield 2, boxes
+        elif is_cut.all():
+            yield int(tensor.is_decided), boxes
+        else:
+            numbers = np.arange(len(tensor.writers))[boxes]
+            yield int(tensor.is_decided), numbers[is_cut]
+            yield 2, numbers[~is_cut]
+
+    def _shared(self, tensors: Sequence[_Tensor]) -> tuple[list[list[Member]], int]:
+        """Find the pattern of each entry; return the places of each rank in groups, and the number of groups."""
+        patterns = Patterns()
+        known: dict[tuple[object, ...], int] = {}
+        for tensor in tensors:
+            spread = tensor.spread
+            if not spread.largest_shared or any(s.entries[at].is_lowest_ranks for s, at in tensor.places):
+                continue
+            entries = [section.entries[at] for section, at in tensor.places]
+            if any(entry.sizes for entry in entries):
+                for number, (section, at) in enumerate(tensor.places):
+                    ranks, counts = _of_one_box(spread, number)
+                    section.patterns[at] = patterns.number_of(ranks, counts)
+                continue
+            alike = (
+                len(spread.shape),
+                *(
+                    (s.first, entry.mesh, entry.placements)
+                    for (s, _), entry in zip(tensor.places, entries, strict=True)
+                ),
+            )
+            if alike not in known:
+                groups = self._without_empty(spread, tensor.places)
+                known[alike] = patterns.number_of(groups.ranks, groups.counts)
+            for section, at in tensor.places:
+                section.patterns[at] = known[alike]
+        return patterns.members(len(self._outlines))
+
+    def _without_empty(self, spread: Spread, places: Sequence[_Place]) -> Spread:
+        """Return the spread of a tensor that is placed as `spread`, and of which no rank's part is empty."""
+        shape = [1] * len(spread.shape)
+        for section, at in places:
+            entry = section.entries[at]
+            for split, size in zip(entry.placements, section.meshes.get(entry.mesh, ()), strict=True):
+                if split.dim >= 0:
+                    shape[split.dim] *= size
+        try:
+            return Spread(tuple(shape), [self._holders(*place) for place in places])
+        except ValueError:  # Stages of other sizes, of which each has all.
+            return spread
+
+    def _structure(self, texts: Mapping[Digest, bytes]) -> Branch:
+        branches: list[Branch] = []
+        seen: set[tuple[Digest, int, Digest]] = set()
+        roots: dict[Digest, Branch] = {}
+        for outline in self._outlines:
+            new = [at for at, digest in enumerate(outline.containers) if (outline.root, at, digest) not in seen]
+            if outline.root in roots and not new:
+                continue
+            seen.update((outline.root, at, outline.containers[at]) for at in new)
+            is_first = outline.root not in roots
+            root = roots.setdefault(outline.root, decode(json.loads(texts[outline.root])))
+            if is_first and not outline.containers:
+                branches.append(root)
+                continue
+            chosen = range(len(root.keys)) if is_first else new
+            children = [json.loads(texts[outline.containers[at]]) for at in chosen]
+            branches.append(
+                branch_of(root.kind, [root.keys[at] for at in chosen], [child and decode(child) for child in children])
+            )
+        return joint(branches)
+
+
+class _Kept:
+    """Which of the decided entries each rank writes."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._ranks: list[Numbers] = []
+        self._numbers: list[int] = []
+
+    def add(self, number: int, ranks: Numbers) -> None:
+        """Let each of `ranks` write its part of entry `number`."""
+        self._ranks.append(ranks)
+        self._numbers.append(number)
+
+    def by_rank(self) -> Iterator[bytes]:
+        """Yield the numbers for each rank."""
+        if not self._ranks:
+            yield from (b"" for _ in range(self._num_ranks))
+            return
+        ranks = np.concatenate(self._ranks)
+        numbers = np.repeat(np.array(self._numbers, dtype=np.uint32), [len(each) for each in self._ranks])
+        order = np.argsort(ranks, kind="stable")
+        ends = 4 * np.searchsorted(ranks[order], np.arange(self._num_ranks + 1))
+        packed = numbers[order].tobytes()
+        yield from (packed[begin:end] for begin, end in pairwise(ends.tolist()))
+
+
+def _agreeing(lowest: PlanEntry, places: Sequence[_Place]) -> tuple[list[_Place], list[str]]:
+    """Return those of `places` with a tensor like `lowest`, or with an object as it is, and how the others differ."""
+    agreeing: list[_Place] = []
+    odd: list[str] = []
+    for section, at in places:
+        entry = section.entries[at]
+        if bool(entry.dtype) != bool(lowest.dtype):
+            kinds = ["a tensor" if each.dtype else "an object" for each in (lowest, entry)]
+            ranks = places[0][0].ranks[0], section.ranks[0]
+            raise ValueError(
+                f"{lowest.key} is {kinds[0]} on rank {ranks[0]} and {kinds[1]} on rank {ranks[1]}, and a checkpoint "
+                "can hold only one of them. Use a name of its own for each"
+            )
+        if (entry.shape, entry.dtype) == (lowest.shape, lowest.dtype):
+            agreeing.append((section, at))
+            continue
+        section.is_decided[at] = 1  # And is given to no rank.
+        if not entry.is_lowest_ranks and not odd:
+            rank, second = places[0][0].ranks[0], section.ranks[0]
+            odd.append(f"{lowest.key} ({_shown(lowest)} on rank {rank}, {_shown(entry)} on rank {second})")
+    return agreeing, odd
+
+
+def _shown(entry: PlanEntry) -> str:
+    return f"{list(entry.shape)} of torch.{entry.dtype}"
+
+
+def _of_one_box(spread: Spread, holders: int) -> tuple[Numbers, Numbers]:
+    """Return the ranks that hold the box of these holders, which all hold the same one, and their number."""
+    rows = np.flatnonzero(spread.of_holders == holders)
+    if not len(rows):
+        return rows, rows
+    box = int(np.searchsorted(spread.starts, rows[0], side="right")) - 1
+    begin, count = spread.starts[box], spread.counts[box]
+    return spread.ranks[begin : begin + count], spread.counts[box : box + 1]

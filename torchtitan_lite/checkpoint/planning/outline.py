@@ -1,0 +1,168 @@
+"""What one rank says of its state when the ranks plan: in pieces, of which each travels once, whichever ranks have it.
+
+A piece is the entries under one name of the state, or one container in it, as JSON. Nothing in it depends on the rank's
+place: a shard is the placements of its tensor on a mesh. So the replicas and the shards of a model have equal pieces,
+and each stage of a pipeline has one of its own. A rank sends the digests of its pieces and its place in each mesh; of
+each piece the coordinator then asks the lowest rank that has it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import xxhash
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.tensor import DTensor
+
+from torchtitan_lite.checkpoint.format.flattening import State
+from torchtitan_lite.checkpoint.format.shards import Split, knows_its_parts, split_of
+from torchtitan_lite.checkpoint.format.structure import Branch, encode
+
+Shape = tuple[int, ...]
+Digest = bytes
+
+_MOST_NAMES = 256
+"""Names of a state with a piece each; of one with more, such as bare weights, all entries are one piece."""
+
+
+class PlanEntry(NamedTuple):
+    """What a rank has under one name."""
+
+    key: str
+    dtype: str = ""
+    """Empty for an object."""
+    shape: Shape = ()
+    """Of the whole tensor."""
+    is_lowest_ranks: bool = False
+    """Whether only the lowest rank that has it may write it."""
+    mesh: int = -1
+    """The number of its mesh in the rank's outline; -1 if it has none."""
+    placements: tuple[Split, ...] = ()
+    offsets: Shape = ()
+    sizes: Shape = ()
+    """The part of the tensor that the rank has; empty with a mesh."""
+
+
+class MeshPlace(NamedTuple):
+    """A mesh, and the rank's place in it."""
+
+    shape: Shape
+    coordinate: Shape
+
+
+class Outline(NamedTuple):
+    """What a rank sends first. Its size does not grow with the state."""
+
+    sections: tuple[Digest, ...]
+    """The pieces with its entries, in order."""
+    root: Digest
+    """The piece with the names of the state."""
+    containers: tuple[Digest, ...]
+    """The piece of each of these names: the containers under it."""
+    places: tuple[Shape, ...]
+    """The rank's coordinate in each of its meshes."""
+
+
+@dataclass(frozen=True)
+class Outlined:
+    """The outline of a rank's state, and its pieces."""
+
+    outline: Outline
+    pieces: Mapping[Digest, bytes]
+    sections: Sequence[range]
+    """The numbers of the items in each section."""
+
+    def of(self, digests: Collection[Digest]) -> dict[Digest, bytes]:
+        """Return the pieces with these digests."""
+        return {digest: self.pieces[digest] for digest in digests}
+
+
+def entries_of(
+    items: Sequence[WriteItem], lowest: Collection[int], flat: State
+) -> tuple[list[PlanEntry], list[MeshPlace]]:
+    """Return an entry for each of the `items` of the state `flat`, and the meshes that these name.
+
+    `lowest` has the numbers of those that only the lowest rank may write.
+    """
+    meshes: dict[Any, int] = {}
+    entries = [_entry(item, number in lowest, flat, meshes) for number, item in enumerate(items)]
+    return entries, [MeshPlace(tuple(mesh.shape), tuple(mesh.get_coordinate() or ())) for mesh in meshes]
+
+
+def outlined(entries: Sequence[PlanEntry], meshes: Sequence[MeshPlace], structure: Branch) -> Outlined:
+    """Return the outline of a rank with these `entries`, whose state has the containers of `structure`."""
+    pieces: dict[Digest, bytes] = {}
+
+    def add(document: Any) -> Digest:
+        text = json.dumps(document, separators=(",", ":")).encode()
+        digest = xxhash.xxh3_128_digest(text)
+        pieces[digest] = text
+        return digest
+
+    ranges = _by_name([entry.key for entry in entries])
+    sections = []
+    for numbers in ranges:
+        of_section = entries[numbers.start : numbers.stop]
+        used = {entry.mesh for entry in of_section}
+        shapes = {number: mesh.shape for number, mesh in enumerate(meshes) if number in used}
+        sections.append(add({"meshes": shapes, "entries": [_shortened(entry) for entry in of_section]}))
+    root = encode(structure)
+    containers: tuple[Digest, ...] = ()
+    if len(structure.children) <= _MOST_NAMES:
+        children = root.pop("children", None) or [None] * len(structure.children)
+        containers = tuple(add(child) for child in children)
+    places = tuple(mesh.coordinate for mesh in meshes)
+    return Outlined(Outline(tuple(sections), add(root), containers, places), pieces, ranges)
+
+
+def section_of(text: bytes) -> tuple[list[PlanEntry], dict[int, Shape]]:
+    """Return the entries in the piece `text`, and the shapes of their meshes by number."""
+    document = json.loads(text)
+    entries = [_decoded(*map(_tuples, entry)) for entry in document["entries"]]
+    return entries, {int(number): tuple(shape) for number, shape in document["meshes"].items()}
+
+
+def _decoded(*fields: Any) -> PlanEntry:
+    entry = PlanEntry(*fields)
+    return entry._replace(placements=tuple(Split(*each) for each in entry.placements)) if entry.placements else entry
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _by_name(keys: Sequence[str]) -> list[range]:
+    """Return the numbers of `keys` in ranges of which each begins with the same name."""
+    lengths = [len([*of_name]) for _, of_name in groupby(keys, lambda key: key.partition(".")[0])]
+    if len(lengths) > _MOST_NAMES:
+        lengths = [len(keys)]
+    ranges, begin = [], 0
+    for length in lengths:
+        ranges.append(range(begin, begin + length))
+        begin += length
+    return ranges
+
+
+def _shortened(entry: PlanEntry) -> tuple[Any, ...]:
+    """Return the fields of `entry` without those at the end that say nothing."""
+    if not entry.dtype:
+        return entry[:1]
+    return entry if entry.sizes else entry[:4] if entry.mesh < 0 else entry[:6]
+
+
+def _entry(item: WriteItem, is_lowest_ranks: bool, flat: State, meshes: dict[Any, int]) -> PlanEntry:
+    key, data = item.index.fqn, item.tensor_data
+    if data is None:
+        return PlanEntry(key)
+    value = flat.get(key)
+    entry = PlanEntry(key, str(data.properties.dtype).removeprefix("torch."), tuple(data.size), is_lowest_ranks)
+    if type(value) is DTensor and not knows_its_parts(value):
+        mesh = meshes.setdefault(value.device_mesh, len(meshes))
+        return entry._replace(mesh=mesh, placements=tuple(map(split_of, value.placements)))
+    if data.chunk.sizes == data.size:
+        return entry
+    return entry._replace(offsets=tuple(data.chunk.offsets), sizes=tuple(data.chunk.sizes))
