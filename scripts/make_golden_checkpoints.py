@@ -24,7 +24,6 @@ sys.path.insert(0, str(ROOT))  # tests/ is not installed with the package.
 
 from tests.checkpoint.format import golden_of_torch, golden_run  # noqa: E402  # after the line above
 from torchtitan_lite.store import layout  # noqa: E402  # of this clone
-from torchtitan_lite.store.manifest import FORMAT_VERSION  # noqa: E402  # of this clone
 
 
 def main() -> None:
@@ -40,9 +39,10 @@ def main() -> None:
 
 
 def _write_folder_of_format() -> None:
-    target = golden_run.GOLDEN / f"format-{FORMAT_VERSION}"
+    newest = max(golden_run.WRITTEN.values())
+    target = golden_run.GOLDEN / f"format-{newest}"
     for name, world_size in golden_run.WRITERS.items():
-        if golden_run.WRITTEN.get(name) != FORMAT_VERSION:
+        if golden_run.WRITTEN.get(name) != newest:
             continue
         shutil.rmtree(target / name, ignore_errors=True)
         if world_size == 1:

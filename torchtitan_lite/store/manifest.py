@@ -34,11 +34,12 @@ from torchtitan_lite.store.manifest_fields import (
 )
 from torchtitan_lite.store.place import Place
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """1 had no digests and no table of tensors; up to 2, each table entry had its path without the types of the keys; up to
-3, no entry had `runs`."""
+3, no entry had `runs`; up to 4, `.metadata` was always among the files, and the manifest had all that is in them."""
+FORMAT_WITH_RUNS = 4
 FORMAT_WITHOUT_RUNS = 3
-"""Of a manifest without runs, which releases that know no runs read too."""
+"""Each version is written where it suffices, so that older releases can read it."""
 
 _TABLES = ("tensors", "objects", "structure")
 _LAST_LINE = re.compile(rb',\n"digest": "([0-9a-f]{32})"\n}\n')
@@ -170,7 +171,7 @@ class Manifest:
     extra: dict[str, Any] = field(default_factory=dict)
     """JSON values; the store looks only at `nan_in` and `metrics`."""
     format_version: int = FORMAT_WITHOUT_RUNS
-    """`FORMAT_VERSION` if `tensors` has runs."""
+    """The lowest that has what is in it."""
 
     @property
     def nbytes(self) -> int:

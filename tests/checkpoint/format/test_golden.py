@@ -26,7 +26,7 @@ from tests.ranks import Ranks
 from torchtitan_lite.disk.block_writer import Bounced, write_blocks
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import AllCheckpointsDamaged
-from torchtitan_lite.store.manifest import FORMAT_VERSION, Manifest
+from torchtitan_lite.store.manifest import FORMAT_VERSION, FORMAT_WITH_RUNS, Manifest
 from torchtitan_lite.store.store import CheckpointStore
 
 FOLDERS = sorted((path for path in GOLDEN.glob("format-*/*")), key=lambda path: (len(path.parts[-2]), path.parts[-2:]))
@@ -78,7 +78,7 @@ def test_every_version_of_the_format_has_a_folder_by_each_number_of_ranks_that_w
     assert {named(folder) for folder in FOLDERS} == before_runs | with_empty_shards | {
         named(folder) for folder in CURRENT.values()
     }
-    assert max(WRITTEN.values()) == FORMAT_VERSION
+    assert max(WRITTEN.values()) == FORMAT_WITH_RUNS
 
 
 @each_folder

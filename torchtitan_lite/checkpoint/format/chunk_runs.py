@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, overload
 
 from torchtitan_lite.checkpoint.format.chunk import Chunk, Shape
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.manifest import FORMAT_VERSION, FORMAT_WITHOUT_RUNS
+from torchtitan_lite.store.manifest import FORMAT_WITH_RUNS, FORMAT_WITHOUT_RUNS
 
 LEAST_CHUNKS = 4
 """A tensor of fewer chunks is stored as a list of them, which earlier versions can read."""
@@ -175,8 +175,7 @@ def check_rows(rows: Collection[Row], num_files: int) -> None:
 
 def format_version(entries: Mapping[str, Mapping[str, Any]]) -> int:
     """Return the lowest version of the format that has such `entries` of the table of tensors."""
-    # The older version where that is possible, so that older releases can read what fewer than four ranks saved.
-    return FORMAT_VERSION if any("runs" in entry for entry in entries.values()) else FORMAT_WITHOUT_RUNS
+    return FORMAT_WITH_RUNS if any("runs" in entry for entry in entries.values()) else FORMAT_WITHOUT_RUNS
 
 
 def decode(value: Any, num_dims: int) -> ChunkRuns:
