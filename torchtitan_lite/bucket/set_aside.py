@@ -18,6 +18,7 @@ from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.place import ObjectPlace, Place
 from torchtitan_lite.store.protocol import nothing
+from torchtitan_lite.store.rank_records import RecordedFiles, RecordsOfRanks
 from torchtitan_lite.store.set_aside import ABANDONED, CORRUPT, SetAside, branch_in_the_way, digest_finding
 
 _WHY = {Status.CORRUPT: CORRUPT, Status.ABANDONED: ABANDONED}
@@ -46,11 +47,16 @@ class BucketShelf:
         name, objects = aside.folder.name, self._store.objects
         sizes = {each.key.removeprefix(f"{name}/"): each.size for each in objects.list(f"{name}/")}
         files = aside.manifest.files
+
+        def path_of(file: str) -> ObjectPath:
+            return ObjectPath(f"{aside.folder}/{file}")
+
         findings = size_findings({file: record.size for file, record in files.items()}, sizes)
         if not findings and aside.why == CORRUPT:
             reader = ObjectReader(objects, name)
-            for file, record in sorted(files.items()):
-                findings += [digest_finding(reader, ObjectPath(f"{aside.folder}/{file}"), record, advance)]
+            records = RecordsOfRanks(aside.manifest, str(aside.folder), reader, path_of)
+            for file, record in sorted(RecordedFiles(aside.manifest, records).items()):
+                findings += [digest_finding(reader, path_of(file), record, advance)]
         if finding := next(filter(None, findings), ""):
             raise CheckpointDamaged(str(aside.folder), finding)
 

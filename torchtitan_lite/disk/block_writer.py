@@ -106,6 +106,15 @@ class Bounced:
         return memory
 
 
+def in_memory(data: bytes) -> Bounced:
+    """Return contents that are `data`."""
+
+    def fill(buffer: memoryview, begin: int, end: int) -> None:
+        buffer[: end - begin] = data[begin:end]
+
+    return Bounced(len(data), fill)
+
+
 def aligned(num_bytes: int) -> int:
     """Return `num_bytes`, rounded up to ALIGNMENT."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
@@ -195,6 +204,8 @@ class _File:
         self._durable.set_size(self._fd, num_bytes)
         faults.point("fsync", path=self._path)
         self._durable.fsync_file(self._fd)
+        if (size := os.fstat(self._fd).st_size) != num_bytes:
+            raise OSError(errno.EIO, f"it has {size} bytes after {num_bytes} were written", str(self._path))
 
     def close(self) -> None:
         os.close(self._fd)

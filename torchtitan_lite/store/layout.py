@@ -37,6 +37,7 @@ _REPLACED = re.compile(rf"\.replaced-step-{_NUMBER}-{_NUMBER}")
 _SET_ASIDE = re.compile(
     rf"step-{_NUMBER}\.(?:(corrupt|weights|foreign)(?:-{_NUMBER})?|(abandoned)-[0-9A-Za-z]+(?:-{_NUMBER})?)"
 )
+_RECORD = "__{}_0.json"
 _DATA_FILE = re.compile(rf"__{_NUMBER}_{_NUMBER}\.distcp")
 
 
@@ -112,6 +113,11 @@ def parse_set_aside(name: str) -> tuple[int, str] | None:
 def data_file(rank: int, index: int) -> str:
     """Return the name of the `index`-th file that `rank` writes."""
     return f"__{rank}_{index}.distcp"
+
+
+def record_file(rank: int) -> str:
+    """Return the name of the record of `rank`."""
+    return _RECORD.format(rank)
 
 
 def is_data_file(name: str) -> bool:

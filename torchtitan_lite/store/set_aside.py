@@ -25,6 +25,7 @@ from torchtitan_lite.store.listing import Listing, is_folder
 from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
 from torchtitan_lite.store.place import Place, on_disk
 from torchtitan_lite.store.protocol import StoresCheckpoints, nothing
+from torchtitan_lite.store.rank_records import RecordedFiles, RecordsOfRanks
 from torchtitan_lite.store.store import CheckpointStore
 
 CORRUPT, ABANDONED = "corrupt", "abandoned"
@@ -135,11 +136,12 @@ def _why(name: str) -> tuple[int, str] | None:
 
 def check(aside: SetAside, advance: Callable[[int], object]) -> None:
     """Raise as `Shelf.check` does."""
-    folder = on_disk(aside.folder)
-    for name, record in sorted(aside.manifest.files.items()):
-        finding = size_finding(folder / name, record.size)
+    folder, reader = on_disk(aside.folder), BlockReader()
+    files = RecordedFiles(aside.manifest, RecordsOfRanks(aside.manifest, str(folder), reader, folder.joinpath))
+    for name, known in sorted(aside.manifest.files.items()):
+        finding = size_finding(folder / name, known.size)
         if not finding and aside.why == CORRUPT:
-            finding = digest_finding(BlockReader(), folder / name, record, advance)
+            finding = digest_finding(reader, folder / name, files[name], advance)
         if finding:
             raise CheckpointDamaged(str(aside.folder), finding)
 

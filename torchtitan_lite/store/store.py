@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from itertools import islice
 from pathlib import Path
 
 from torchtitan_lite import faults
@@ -52,6 +53,10 @@ def _lock_of(root: Path) -> AbstractContextManager[bool]:
     """Return the lock that all stores of this process share for the folder `root`."""
     # Reentrant: housekeeping holds it while it calls `discard`, which takes it, too.
     return threading.RLock()
+
+
+_MOST_LOOKS = 900
+"""Sizes of files that a commit asks the file system for: of more ranks only the names are looked at."""
 
 
 class CheckpointStore:
@@ -305,13 +310,16 @@ class CheckpointStore:
         if abandoning := [info for info in self.intact() if (step, manifest.lineage.run_id) in info.lineage.abandons]:
             # The new checkpoint would be abandoned from the moment of its commit.
             raise SaveFailed(step, f"{abandoning[0].path} abandons step {step} of run {manifest.lineage.run_id}")
-        for name, record in manifest.files.items():
+        there = {path.name for path in staging.iterdir()}
+        if missing := manifest.files.keys() - there:
+            raise SaveFailed(step, f"{staging / min(missing)} is missing")
+        # Each rank has looked at its own files. This shows what other hosts see of them, as far as it takes no time.
+        for name, record in islice(manifest.files.items(), _MOST_LOOKS):
             if (size := _size(staging / name, step)) != record.size:
                 raise SaveFailed(step, f"{staging / name} has {size} bytes, {record.size} were written")
         sealed = dataclasses.replace(manifest, files=manifest.files | self._described(step, manifest))
-        for path in sorted(staging.iterdir()):
-            if path.name not in sealed.files:
-                self._retired.remove(path)
+        for name in sorted(there - sealed.files.keys()):
+            self._retired.remove(staging / name)
         with naming(staging / layout.METADATA), (staging / layout.METADATA).open("rb") as file:
             self._durable.fsync_file(file.fileno())
         faults.point("manifest", step=step, path=staging / layout.MANIFEST)

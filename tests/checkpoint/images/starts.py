@@ -15,6 +15,7 @@ from torch import nn
 
 from tests.forked import Forked
 from torchtitan_lite.checkpoint import CheckpointManager
+from torchtitan_lite.store import rank_records
 
 WAIT_SECONDS = 60.0
 """The longest wait for an image, which takes milliseconds on an idle machine."""
@@ -28,7 +29,7 @@ def run(
 
     `hosts` are folders for the sockets of keepers, one for each rank: ranks with different ones see different memory.
     With `waits_for_memory` each step waits only until the memory for images is made, not for its image.
-    `width` is that of the model.
+    `width` is that of the model; with `records` each rank has a record, as in a large job.
     `kill_after` is the moment of the kill, in seconds after the load; then no step waits for its image.
     """
     number = len([*folder.parent.iterdir()])
@@ -126,6 +127,8 @@ def _train(
     logging.getLogger("torchtitan_lite").addHandler(Lines())
     logging.getLogger("torchtitan_lite").setLevel(logging.DEBUG)
     torch.manual_seed(0)
+    if checkpoint.pop("records", False):
+        rank_records.FROM_RANKS = 1
     width = checkpoint.pop("width", 7)
     model = nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 3))
     rank, world_size, store = world

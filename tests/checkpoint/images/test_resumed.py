@@ -44,6 +44,17 @@ def test_a_run_killed_three_times_before_a_save_continues_where_it_was(
     assert run(folder, 12).loaded == (fourth.ready, "memory")
 
 
+def test_a_large_job_continues_from_memory_with_what_each_rank_alone_has(
+    tmp_path: Path, straight: dict[int, str]
+) -> None:
+    folder = tmp_path / "run"
+    first = run(folder, 5, interval=4, records=True)
+    assert (folder / "step-4" / "__0_0.json").exists()
+    second = run(folder, 8, records=True)
+    assert (second.loaded, second.error) == ((first.ready, "memory"), "")
+    assert first.weights | second.weights == {n: w for n, w in straight.items() if n <= 8}
+
+
 def test_a_run_that_rolled_back_continues_on_its_branch_and_only_there(
     tmp_path: Path, straight: dict[int, str]
 ) -> None:

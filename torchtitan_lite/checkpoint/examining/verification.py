@@ -23,6 +23,7 @@ from torchtitan_lite.checkpoint.examining.item_checksums import PlacedItem, chec
 from torchtitan_lite.checkpoint.examining.opened import absence
 from torchtitan_lite.checkpoint.examining.presence import identity_of, refuse_if_gone
 from torchtitan_lite.checkpoint.format.contents import Contents, Item
+from torchtitan_lite.checkpoint.reading.complete_manifest import complete_manifest
 from torchtitan_lite.checkpoint.reading.files import Files, Identity, files_of
 from torchtitan_lite.checkpoint.untrusted.safe_metadata import read_metadata
 from torchtitan_lite.collection import no_collection
@@ -127,7 +128,7 @@ def read_through(
 def _looked(looked: Looked) -> Looked:
     folder, files = looked.path, files_of(looked.path)
     try:
-        manifest = files.manifest()
+        manifest = complete_manifest(files, folder)
         step = layout.parse_step(folder.name)
         if manifest is not None and step is not None and manifest.step != step:
             raise CheckpointDamaged(str(folder), f"{layout.MANIFEST}: it is the manifest of step {manifest.step}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torchtitan_lite.checkpoint.format.completed import joined_structures, joined_tables
 from torchtitan_lite.checkpoint.images.card import Card
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.store import layout
@@ -39,9 +40,9 @@ def assembled(cards: Sequence[Card]) -> Manifest:
         versions=dict(first.versions),
         files={card.file: card.record for card in by_rank if card.file},
         lineage=first.lineage,
-        tensors=first.tensors,
+        tensors=joined_tables([card.tensors for card in by_rank if card.tensors is not None]),
         objects=_objects(by_rank),
-        structure=first.structure,
+        structure=joined_structures([card.structure for card in by_rank if card.structure is not None]),
         extra={
             "topology": first.topology,
             "config": dict(first.config),
@@ -52,8 +53,8 @@ def assembled(cards: Sequence[Card]) -> Manifest:
 
 
 def same_contents(on_disk: Manifest, in_memory: Manifest) -> bool:
-    """Return whether both describe the same checkpoint, byte by byte."""
-    files = {name: record for name, record in on_disk.files.items() if name != layout.METADATA}
+    """Return whether both, completed, describe the same checkpoint, byte by byte."""
+    files = {name: record for name, record in on_disk.files.items() if layout.is_data_file(name)}
     return files == in_memory.files and all(
         dict(getattr(on_disk, table)) == dict(getattr(in_memory, table)) for table in ("objects", "tensors")
     )

@@ -53,7 +53,7 @@ class Card:
     objects: Table
     """The rank's part of the manifest's table."""
     tensors: Table | None = None
-    """The manifest's tables; only on the coordinator."""
+    """The manifest's tables, on the coordinator; with them, or on another rank alone, the entries of its record."""
     structure: Table | None = None
 
     def to_bytes(self) -> bytes:

@@ -13,6 +13,7 @@ from torchtitan_lite.checkpoint.images.belonging import ChosenOnDisk, OnDisk, wh
 from torchtitan_lite.checkpoint.images.commits import Commit, commit_of, rests_in
 from torchtitan_lite.checkpoint.images.held_images import Complete, HeldImages
 from torchtitan_lite.checkpoint.images.image_source import ImageSource
+from torchtitan_lite.checkpoint.reading.complete_manifest import complete_manifest
 from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.checkpoint.resume.load_source import with_exclusions
 from torchtitan_lite.checkpoint.resume.source import LoadSource
@@ -89,7 +90,7 @@ def _difference(each: Complete, chosen: LoadSource | None) -> str:
     if chosen is None or not _is_copy(each, chosen):
         return ""
     try:
-        manifest = files_of(chosen.path).manifest()
+        manifest = complete_manifest(files_of(chosen.path), chosen.path)
         if manifest is not None and same_contents(manifest, each.manifest):
             return ""
     except (CheckpointError, OSError):

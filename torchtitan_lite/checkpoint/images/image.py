@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from torchtitan_lite.checkpoint.format.completed import joined_structures, joined_tables
 from torchtitan_lite.checkpoint.format.description import PlacedObject, table_of_objects
 from torchtitan_lite.checkpoint.images.card import Card
 from torchtitan_lite.checkpoint.images.commits import Commit
@@ -38,7 +39,7 @@ class Image:
 
     def card(self, record: FileRecord, tier: Tier, world_size: int) -> Card:
         """Return the card of this image, whose digests are `record`, as one of `tier` among those of all ranks."""
-        described = self.plan.description
+        tables = [each for each in (self.plan.description, self.plan.own) if each is not None]
         return Card(
             rank=tier.rank,
             world_size=world_size,
@@ -57,8 +58,8 @@ class Image:
             file=self.plan.file_name if record.size else "",
             record=record,
             objects=table_of_objects(self.objects),
-            tensors=None if described is None else described.tensors,
-            structure=None if described is None else described.structure,
+            tensors=joined_tables([each.tensors for each in tables]) if tables else None,
+            structure=joined_structures([each.structure for each in tables]) if tables else None,
         )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ from torchtitan_lite.checkpoint.format.structure import Branch, decode, encode, 
 from torchtitan_lite.checkpoint.planning.joint_plan import JointPlan
 from torchtitan_lite.checkpoint.planning.object_items import ObjectItems
 from torchtitan_lite.checkpoint.planning.outline import Outlined, entries_of, outlined
+from torchtitan_lite.checkpoint.planning.own_entries import Divided, divided
 from torchtitan_lite.checkpoint.planning.own_part import OwnPart
 from torchtitan_lite.checkpoint.planning.rank_comparison import OWN_NAMES, RankComparison
 from torchtitan_lite.checkpoint.planning.rank_file import PlannedSave, RankPlan
@@ -42,7 +43,7 @@ from torchtitan_lite.checkpoint.planning.replicas import Replicas
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import RanksDiffer
-from torchtitan_lite.store import layout
+from torchtitan_lite.store import layout, rank_records
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,16 @@ class PlanCache:
     """Plans saves, and keeps the last plan."""
 
     def __init__(
-        self, peers: Peers, replicas: Replicas | None = None, comparison: RankComparison | None = None
+        self,
+        peers: Peers,
+        replicas: Replicas | None = None,
+        comparison: RankComparison | None = None,
+        *,
+        states_of_ranks: Collection[str] = (),
     ) -> None:
         self._peers = peers
+        self._states_of_ranks = states_of_ranks
+        """The states of which each rank has its own part, under its number."""
         self._examined: _Examined | None = None
         self._replicas = replicas or Replicas()
         self._comparison = comparison or RankComparison(peers)
@@ -153,13 +161,16 @@ class PlanCache:
         self._examined = examined
 
     def _make(self, state: State, flat: State, structure: Branch) -> RankPlan:
-        local: list[WriteItem] = []
+        parts: Divided | None = None
         own: Outlined | None = None
         failure: Exception | None = None
+        rank, world_size = self._peers.rank, self._peers.world_size
+        has_record = world_size >= rank_records.FROM_RANKS
         try:
-            local = _local_items(flat)
-            entries, meshes = entries_of(local, self._replicas.of_lowest_rank(state, local), flat)
-            own = outlined(entries, meshes, structure)
+            states = self._states_of_ranks if has_record else ()
+            parts = divided(_local_items(flat), flat, structure, states, rank)
+            entries, meshes = entries_of(parts.joint, self._replicas.of_lowest_rank(state, parts.joint), flat)
+            own = outlined(entries, meshes, parts.structure)
         except Exception as error:
             failure = error
         joint = JointPlan(of_lowest=self._comparison.takes_lowest)
@@ -168,10 +179,14 @@ class PlanCache:
             asked = self._peers.scatter_answers(outline, joint.ask)
             assert own is not None, "else all ranks failed together"
             answer = self._peers.scatter_answers(own.of(asked.wanted), joint.answers)
-        part = OwnPart(local, own.sections, asked.numbers, answer)
-        self._comparison.use(part.shared(), answer.num_groups, local)
+        assert parts is not None
+        part = OwnPart(parts.joint, own.sections, asked.numbers, answer)
+        self._comparison.use(part.shared(), answer.num_groups, parts.joint)
         self._contradiction = RanksDiffer(answer.contradiction, OWN_NAMES) if answer.contradiction else None
-        return _rank_plan(self._peers.rank, part.kept(self._peers.world_size), joint.description, flat)
+        plan = _rank_plan(rank, [*part.kept(world_size), *parts.own], joint.description, flat)
+        if not has_record:
+            return plan
+        return dataclasses.replace(plan, own=parts.entries(rank, plan.items, plan.layout))
 
 
 def _flattened(state: State, check: Callable[[], None] | None) -> tuple[State, Branch]:

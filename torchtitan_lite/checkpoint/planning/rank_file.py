@@ -16,6 +16,7 @@ from torchtitan_lite.checkpoint.format.description import Description, PlacedObj
 from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.planning.object_items import ObjectItems
+from torchtitan_lite.checkpoint.planning.own_entries import OwnEntries
 from torchtitan_lite.errors import RanksDiffer
 
 
@@ -32,6 +33,8 @@ class RankPlan:
     """Of the complete checkpoint; coordinator only, None on other ranks."""
     volatile: Set[int] = frozenset()
     """The numbers, in file order, of the tensors that forward may change, not only the optimizer's step."""
+    own: OwnEntries | None = None
+    """What goes into the record of this rank; None if the manifest has all."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from torchtitan_lite.checkpoint.format.contents import Contents
+from torchtitan_lite.checkpoint.reading.complete_manifest import complete, records_of
 from torchtitan_lite.checkpoint.reading.files import Files, files_of
 from torchtitan_lite.checkpoint.untrusted.safe_metadata import read_metadata
 from torchtitan_lite.collection import no_collection
@@ -20,6 +21,7 @@ from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Manifest
 from torchtitan_lite.store.place import Place, on_disk
+from torchtitan_lite.store.rank_records import RecordedFiles
 
 Verify = Literal["off", "size", "full"]
 """What a load compares with the manifest: nothing; the files' sizes; these and every byte that it reads."""
@@ -32,6 +34,7 @@ class CheckpointFolder:
     `files` if they are given, and `path` is then only its name. Of the files whose sizes the commit recorded, rank
     `rank` of `world_size` looks only at its share: thousands of ranks, with a file each, would otherwise ask the
     file system for millions of sizes. All ranks open the checkpoint, and raise together what one of them finds.
+    Of the entries in the records of ranks it has those of `record_of`; None: all.
     """
 
     def __init__(
@@ -43,25 +46,34 @@ class CheckpointFolder:
         *,
         rank: int = 0,
         world_size: int = 1,
+        record_of: int | None = None,
     ) -> None:
         self.path = path
         self.files: Files = files_of(path) if files is None else files
         self.verify: Verify = verify
         self._rank, self._world_size = rank, world_size
+        self._record_of = record_of
         self._dtypes = _dtypes_of_torch() if dtypes is None else dtypes
 
     @cached_property
     def manifest(self) -> Manifest | None:
-        """Our manifest; None in a checkpoint of plain DCP.
+        """Our manifest, with what is in the records of ranks; None in a checkpoint of plain DCP.
 
         Raises `CheckpointDamaged`, `CheckpointUnsafe` or `FormatTooNew`.
         """
-        path = f"{self.path}/{layout.MANIFEST}"
+        if self.manifest_alone is None:
+            return None
+        rank_files = None if self._record_of is None else [layout.data_file(self._record_of, 0)]
+        return complete(self.manifest_alone, self.files, self.path, rank_files)
+
+    @cached_property
+    def manifest_alone(self) -> Manifest | None:
+        """The same without the records, which are not read."""
         try:
             with no_collection():
                 return self.files.manifest()
         except OSError as error:
-            raise CheckpointUnreadable(path, _reason(error)) from error
+            raise CheckpointUnreadable(f"{self.path}/{layout.MANIFEST}", _reason(error)) from error
 
     @cached_property
     @no_collection()
@@ -84,7 +96,9 @@ class CheckpointFolder:
     @cached_property
     def records(self) -> Mapping[str, FileRecord]:
         """The recorded size and digests of each file; empty unless `verify` is "full"."""
-        return self._recorded if self.verify == "full" else {}
+        if self.verify != "full" or self.manifest is None:
+            return {}
+        return RecordedFiles(self.manifest, records_of(self.files, self.path, self.manifest))
 
     @property
     def _recorded(self) -> Mapping[str, FileRecord]:

@@ -59,7 +59,8 @@ class StoredCheckpoint:
         self.path = path
         self._peers = peers
         self._rules = rules
-        self._folder = CheckpointFolder(path, verify, files=files, rank=peers.rank, world_size=peers.world_size)
+        rank, world_size = peers.rank, peers.world_size
+        self._folder = CheckpointFolder(path, verify, files=files, rank=rank, world_size=world_size, record_of=rank)
         self._blocks = self._folder.files.reader()
         self._optimizer: StoredOptimizer | None = None
         self._fitting: tuple[Mapping[str, Any], Mapping[str, ParameterSlot], bool] | None = None

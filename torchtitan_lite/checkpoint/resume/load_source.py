@@ -177,13 +177,13 @@ def _initial(config: Checkpoint) -> LoadSource:
 
 def _step_of(path: Place) -> int:
     """Return the step of the checkpoint at `path`, from its manifest, or without one from its name; else 0."""
-    manifest = CheckpointFolder(path).manifest
+    manifest = CheckpointFolder(path).manifest_alone
     return manifest.step if manifest is not None else layout.parse_step(on_disk(path).absolute().name) or 0
 
 
 def _with_origin(source: LoadSource) -> LoadSource:
     """Return `source` with what its manifest, if there is one, records about the run that saved it."""
-    manifest = CheckpointFolder(source.path).manifest
+    manifest = CheckpointFolder(source.path).manifest_alone
     if manifest is None:
         return source
     extra = manifest.extra

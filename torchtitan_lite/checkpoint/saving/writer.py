@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -32,6 +32,7 @@ from torchtitan_lite.checkpoint.planning.rank_file import RankPlan
 from torchtitan_lite.checkpoint.saving.agreed_planner import AgreedPlanner
 from torchtitan_lite.checkpoint.saving.nan_check import names_with_nan
 from torchtitan_lite.checkpoint.schedule.interval import NOTHING_AT_RISK, AtRisk
+from torchtitan_lite.disk.block_writer import in_memory
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.new_file import NewFile
 from torchtitan_lite.distributed import dcp
@@ -40,7 +41,7 @@ from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage, abandoned_by
-from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
+from torchtitan_lite.store.manifest import FORMAT_VERSION, CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.manifest_fields import METRICS, NAN_IN, RESUMED_FROM_MEMORY, START, TRAINED_SECONDS
 from torchtitan_lite.store.protocol import StoresCheckpoints
 
@@ -120,6 +121,8 @@ class WrittenFile:
     """By key, the part of each tensor's digest that comes from this file."""
     nan_in: Sequence[str] = ()
     """Keys of weights in which NaN was seen."""
+    rank_record: tuple[str, FileRecord] | None = None
+    """The name and the record of the file with what the rank keeps itself, the digests of blocks among it."""
     seconds: float = 0.0
     """Seconds that the rank took to write it, with its digests."""
 
@@ -177,13 +180,14 @@ class CommittingWriter(StorageWriter):
             target.note_slowest(slowest[1], slowest[0])
         described = description.metadata(objects)
         target.store.add_metadata(self._place, described.data)
+        records = dict(file.rank_record for file in files if file.rank_record is not None)
         manifest = Manifest(
             step=target.step,
             kind=target.kind,
             created_at=time.time(),
             world_size=len(results),
             versions=versions(),
-            files={file.name: file.record for file in files} | {layout.METADATA: described.record},
+            files={file.name: file.record for file in files} | records | {layout.METADATA: described.record},
             lineage=self._lineage(),
             tensors=description.tensors,
             objects=description.objects(objects),
@@ -196,7 +200,7 @@ class CommittingWriter(StorageWriter):
                 **({METRICS: dict(target.origin.metrics)} if target.origin.metrics else {}),
                 **_of_start(target.origin),
             },
-            format_version=description.format_version,
+            format_version=FORMAT_VERSION if records else description.format_version,
         )
         self.committed = target.store.commit(target.step, manifest, target.fence, place=self._place)
         if nan_in:
@@ -222,10 +226,16 @@ class CommittingWriter(StorageWriter):
         plan, began = content.plan, time.perf_counter()
         record = content.write(target.store.new_file(place, plan.file_name))
         # From the copy and in the saver's thread, where there is one: no step waits for it.
-        digests = _shares(plan.items, content.tensors()) if target.origin.tensor_digests else {}
+        digests = _shares(plan, content.tensors()) if target.origin.tensor_digests else {}
+        objects, own, rank_record = content.objects, plan.own, None
+        if own is not None:
+            text = own.record(record, objects).to_json()
+            rank_record = own.file_name, target.store.new_file(place, own.file_name).write(in_memory(text))
+            record, objects = FileRecord(record.size), own.without(objects)
         prefix = "model." if target.kind is CheckpointKind.FULL else ""
         nan_in = names_with_nan(plan.items, content.tensors(), prefix)
-        return [WrittenFile(plan.file_name, record, content.objects, digests, nan_in, time.perf_counter() - began)]
+        seconds = time.perf_counter() - began
+        return [WrittenFile(plan.file_name, record, objects, digests, nan_in, rank_record, seconds)]
 
     def _lineage(self) -> Lineage:
         lineage = self._target.origin.lineage
@@ -284,10 +294,12 @@ def _tensor_digests(files: Sequence[WrittenFile], description: Description) -> d
     return found
 
 
-def _shares(items: Sequence[WriteItem], written: Sequence[torch.Tensor]) -> dict[str, TensorDigest]:
+def _shares(plan: RankPlan, written: Sequence[torch.Tensor]) -> dict[str, TensorDigest]:
     shares: dict[str, TensorDigest] = {}
-    for item, tensor in zip(items, written, strict=True):
+    for item, tensor in zip(plan.items, written, strict=True):
         assert item.tensor_data is not None
+        if plan.own is not None and item.index.fqn in plan.own.tensors:
+            continue
         data, key = item.tensor_data, item.index.fqn
         digest = digest_chunk(tensor.detach().cpu(), global_shape=data.size, offsets=data.chunk.offsets)
         shares[key] = shares.get(key, TensorDigest.zero()) + digest

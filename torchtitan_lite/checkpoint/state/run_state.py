@@ -6,7 +6,7 @@ all others see one model, one optimizer and named small states. It decides neith
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 from torch import nn
@@ -19,6 +19,7 @@ from torchtitan_lite.checkpoint.state.dict_state import DictState
 from torchtitan_lite.checkpoint.state.forgotten import ForgottenWatch
 from torchtitan_lite.checkpoint.state.gradients import GradientWatch
 from torchtitan_lite.checkpoint.state.optimizer_owner import parameters_of
+from torchtitan_lite.checkpoint.state.per_rank import PerRank
 from torchtitan_lite.checkpoint.state.rng import RNG, RngState
 from torchtitan_lite.checkpoint.state.stateful import LRSchedulerWrapper, ModelWrapper, OptimizerWrapper, Stateful
 from torchtitan_lite.checkpoint.state.unsaved import UnsavedWatch
@@ -81,6 +82,11 @@ class RunState:
         # Each rank has its own key: no two ranks share their generators.
         rng = {f"rank{rank}": RngState().state_dict()}
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), **small, RNG: rng}
+
+    @property
+    def states_of_ranks(self) -> Collection[str]:
+        """The names of the states in which each rank has an entry of its own, with the rank's number."""
+        return {RNG, *(name for name, state in self.small.items() if isinstance(state, PerRank))}
 
     def seed(self) -> State:
         """Return the state of a seed checkpoint: only the model. **Collective** with FSDP1."""

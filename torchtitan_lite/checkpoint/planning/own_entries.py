@@ -1,0 +1,119 @@
+"""The entries that only this rank has, by their names: the state of its random generators, and what `PerRank` holds.
+
+From `rank_records.FROM_RANKS` ranks on they are in the record of the rank, at the end of its file, and no other rank
+plans, describes or reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.tensor import DTensor
+
+from torchtitan_lite.checkpoint.format.description import PlacedObject, table_of_objects
+from torchtitan_lite.checkpoint.format.file_data import FileLayout
+from torchtitan_lite.checkpoint.format.flattening import State
+from torchtitan_lite.checkpoint.format.structure import Branch, branch_of, encode
+from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.manifest import Table
+from torchtitan_lite.store.rank_records import RankRecord
+
+
+@dataclass(frozen=True)
+class OwnEntries:
+    """What is in the record of a rank, for every save of a plan."""
+
+    rank: int
+    tensors: Table
+    structure: Table
+    objects: Collection[str]
+    """The keys of the objects."""
+
+    @property
+    def file_name(self) -> str:
+        """The name of the record."""
+        return layout.record_file(self.rank)
+
+    def record(self, file: FileRecord, objects: Sequence[PlacedObject]) -> RankRecord:
+        """Return the record of a rank that wrote `file` and, in it, `objects`."""
+        own = [placed for placed in objects if placed.key in self.objects]
+        return RankRecord(file.blocks, table_of_objects(own), self.tensors, self.structure)
+
+    def without(self, objects: Sequence[PlacedObject]) -> list[PlacedObject]:
+        """Return those of `objects` that are not in the record."""
+        return [placed for placed in objects if placed.key not in self.objects]
+
+
+@dataclass(frozen=True)
+class Divided:
+    """The items and containers of a rank: those that the ranks plan together, and its own."""
+
+    joint: list[WriteItem]
+    structure: Branch
+    own: list[WriteItem]
+    own_structure: Branch
+
+    def entries(self, rank: int, items: Sequence[WriteItem], placed: FileLayout) -> OwnEntries:
+        """Return the entries of the rank that writes `items`, of which its own tensors are the last, as `placed`."""
+        own = [item for item in self.own if item.tensor_data is not None]
+        places = placed.places[len(items) - len(own) :]
+        tensors = {
+            item.index.fqn: _entry(item, layout.data_file(rank, 0), place.data_at)
+            for item, place in zip(own, places, strict=True)
+        }
+        objects = {item.index.fqn for item in self.own if item.tensor_data is None}
+        return OwnEntries(rank, Table(tensors), Table({"root": encode(self.own_structure)}), objects)
+
+
+def divided(items: Sequence[WriteItem], flat: State, structure: Branch, states: Collection[str], rank: int) -> Divided:
+    """Divide the `items` of this `rank`: its own are below its number in one of the `states`, and whole."""
+    name = f"rank{rank}"
+    roots = [key for key in structure.keys if key in states and _has(structure, key, name)]
+    prefixes = tuple(f"{key}.{name}" for key in roots)
+    below = tuple(f"{prefix}." for prefix in prefixes)
+
+    def is_own(item: WriteItem) -> bool:
+        key = item.index.fqn
+        return key in prefixes or key.startswith(below)
+
+    own = [item for item in items if is_own(item)]
+    if any(isinstance(flat[item.index.fqn], DTensor) for item in own):
+        return Divided([*items], structure, [], branch_of(structure.kind, [], []))
+    children = [
+        _kept(child, name, keeps=False) if key in roots and child is not None else child
+        for key, child in zip(structure.keys, structure.children, strict=True)
+    ]
+    own_children = [
+        _kept(child, name, keeps=True)
+        for key, child in zip(structure.keys, structure.children, strict=True)
+        if key in roots and child is not None
+    ]
+    return Divided(
+        [item for item in items if not is_own(item)],
+        branch_of(structure.kind, structure.keys, children),
+        own,
+        branch_of(structure.kind, roots, own_children),
+    )
+
+
+def _has(structure: Branch, key: Any, name: str) -> bool:
+    child = structure.children[list(structure.keys).index(key)]
+    return child is not None and name in child.keys
+
+
+def _kept(branch: Branch, name: str, *, keeps: bool) -> Branch:
+    """Return `branch` with the entry `name` only, or with all others."""
+    chosen = [(key, child) for key, child in zip(branch.keys, branch.children, strict=True) if (key == name) == keeps]
+    return branch_of(branch.kind, [key for key, _ in chosen], [child for _, child in chosen])
+
+
+def _entry(item: WriteItem, file: str, at: int) -> dict[str, Any]:
+    data = item.tensor_data
+    assert data is not None
+    sizes = list(data.chunk.sizes)
+    dtype = str(data.properties.dtype).removeprefix("torch.")
+    return {"dtype": dtype, "shape": list(data.size), "chunks": [[file, at, [0] * len(sizes), sizes]]}

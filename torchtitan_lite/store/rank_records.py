@@ -1,0 +1,125 @@
+"""What each rank of a large job writes down itself, in a file next to its tensors: its record.
+
+The digests of blocks grow with the bytes of the state, and the entries that only one rank has with the ranks: in one
+manifest, which every rank reads, they would be tens of megabytes. From `FROM_RANKS` ranks on each rank keeps them in a
+record, and the manifest has the digest of that. A rank reads the records of the files that it reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from torchtitan_lite.disk.block_reader import DamagedRange
+from torchtitan_lite.disk.digest import DIGEST_BYTES, FileRecord, num_blocks
+from torchtitan_lite.disk.read_requests import Piece
+from torchtitan_lite.errors import CheckpointDamaged
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.manifest import Manifest, Table
+from torchtitan_lite.store.manifest_fields import kind_of, value_of
+
+FROM_RANKS = 256
+"""With fewer ranks all is in the manifest, which older releases read, and a load reads no further file for each."""
+
+
+class ReadsPieces(Protocol):
+    """The part of a reader of blocks that is used here."""
+
+    def read(self, path: Path, record: FileRecord | None, pieces: Sequence[Piece]) -> object: ...
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """The record of one rank."""
+
+    blocks: bytes
+    """The digests of the blocks of its file."""
+    objects: Table = field(default_factory=Table)
+    tensors: Table = field(default_factory=Table)
+    structure: Table = field(default_factory=Table)
+    """The entries that no other rank has, as in the tables of the manifest."""
+
+    def to_json(self) -> bytes:
+        """Return the contents of the file; equal records give equal bytes."""
+        texts = Table.texts(self.objects, self.tensors, self.structure)
+        return b'{\n"blocks": "%s",\n"objects": %s,\n"tensors": %s,\n"structure": %s\n}\n' % (
+            self.blocks.hex().encode(),
+            *texts,
+        )
+
+    @classmethod
+    def parse(cls, data: bytes) -> RankRecord:
+        """Return the record in `data`. Raise ValueError for anything else."""
+        document = json.loads(data)
+        if not isinstance(document, dict):
+            raise ValueError(f"expected a JSON object, found {kind_of(document)}")
+        tables = (Table(value_of(document, name, dict)) for name in ("objects", "tensors", "structure"))
+        return cls(bytes.fromhex(value_of(document, "blocks", str)), *tables)
+
+
+class RecordsOfRanks:
+    """The records of the ranks that wrote the checkpoint `folder`, which `manifest` describes; each is read once.
+
+    `reader` reads the files that `path_of` gives for their names. Any thread.
+    """
+
+    def __init__(self, manifest: Manifest, folder: str, reader: ReadsPieces, path_of: Callable[[str], Path]) -> None:
+        self._manifest, self._folder = manifest, folder
+        self._reader, self._path_of = reader, path_of
+        self._read: dict[str, RankRecord] = {}
+
+    @property
+    def files(self) -> list[str]:
+        """The files of tensors whose ranks have a record."""
+        return [name for name in self._manifest.files if self.has(name)]
+
+    def has(self, file: str) -> bool:
+        """Return whether the rank that wrote the file of tensors `file` has a record."""
+        rank = layout.rank_of(file)
+        return rank is not None and layout.record_file(rank) in self._manifest.files
+
+    def of(self, file: str) -> RankRecord:
+        """Return the record of the rank that wrote the file of tensors `file`.
+
+        Raises `CheckpointDamaged` unless it is what was committed, and what the reader raises else.
+        """
+        if file not in self._read:
+            name = layout.record_file(layout.rank_of(file) or 0)
+            try:
+                record = RankRecord.parse(self._bytes_of(name))
+                if len(record.blocks) != DIGEST_BYTES * num_blocks(self._manifest.files[file].size):
+                    raise ValueError(f"it has {len(record.blocks)} bytes of digests, for another size of {file}")
+            except (DamagedRange, ValueError, RecursionError) as error:
+                finding = error.finding if isinstance(error, DamagedRange) else str(error)
+                raise CheckpointDamaged(self._folder, f"{name}: {finding}") from None
+            self._read[file] = record
+        return self._read[file]
+
+    def _bytes_of(self, name: str) -> bytes:
+        known = self._manifest.files[name]
+        data = bytearray(known.size)
+        with memoryview(data) as view:
+            self._reader.read(self._path_of(name), known, [Piece(0, view)])
+        return bytes(data)
+
+
+class RecordedFiles(Mapping[str, FileRecord]):
+    """The size and the digests of each file in `manifest`, where these are in `records` read as they are needed."""
+
+    def __init__(self, manifest: Manifest, records: RecordsOfRanks) -> None:
+        self._files, self._records = manifest.files, records
+
+    def __getitem__(self, name: str) -> FileRecord:
+        known = self._files[name]
+        if known.blocks or not self._records.has(name):
+            return known
+        return FileRecord(known.size, self._records.of(name).blocks)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
