@@ -39,10 +39,10 @@ def main() -> None:
 
 
 def _write_folder_of_format() -> None:
-    newest = max(golden_run.WRITTEN.values())
-    target = golden_run.GOLDEN / f"format-{newest}"
+    latest = max(golden_run.WRITTEN.values())
+    target = golden_run.GOLDEN / f"format-{latest}"
     for name, world_size in golden_run.WRITERS.items():
-        if golden_run.WRITTEN.get(name) != newest:
+        if golden_run.WRITTEN.get(name) != latest:
             continue
         shutil.rmtree(target / name, ignore_errors=True)
         if world_size == 1:

@@ -72,8 +72,8 @@ def planned(ranks: Sequence[Sequence[Has]], *, of_lowest: bool = False) -> Joint
     asked = joint.ask([each.outline for each in own])
     answers = joint.answers([each.of(of_rank.wanted) for each, of_rank in zip(own, asked, strict=True)])
     parts = [
-        OwnPart([item_of(has) for has in of_rank], each.sections, told.numbers, answer)
-        for of_rank, each, told, answer in zip(ranks, own, asked, answers, strict=True)
+        OwnPart([item_of(has) for has in of_rank], each.sections, answered.numbers, answer)
+        for of_rank, each, answered, answer in zip(ranks, own, asked, answers, strict=True)
     ]
     assert joint.description is not None
     return JointlyPlanned(

@@ -232,6 +232,6 @@ def test_one_byte_goes_to_the_holder_with_least_and_zero_bytes_to_the_first_hold
     assert [[item.index.fqn for item in items] for items in made.kept] == [["model.empty", "rng.own"], ["model.byte"]]
 
 
-def test_all_that_is_shared_comes_from_the_lowest_rank_if_that_is_asked_for() -> None:
+def test_all_that_is_shared_comes_from_the_lowest_rank_where_ranks_differ() -> None:
     ranks = [[Has("model.a", (4,)), Has("model.b", (4,))] for _ in range(3)]
     assert [len(items) for items in planned(ranks, of_lowest=True).kept] == [2, 0, 0]

@@ -105,8 +105,8 @@ def _runs_in(rows: _Rows, ranks: Numbers, at: Numbers) -> list[tuple[int, int, i
         ranks, at = ranks[rows.order], at[rows.order]
     steps = ranks[1:] - ranks[:-1]
     joins = rows.adjoins & (at[1:] == at[:-1]) & (steps > 0)
-    goes_on = joins[1:] & joins[:-1] & (steps[1:] == steps[:-1])
-    ends = np.append(np.flatnonzero(~goes_on), len(joins) - 1)
+    continues = joins[1:] & joins[:-1] & (steps[1:] == steps[:-1])
+    ends = np.append(np.flatnonzero(~continues), len(joins) - 1)
     """The last of each row of neighbours with one step."""
     found, first = [], 0
     while first < len(ranks):

@@ -2,7 +2,7 @@
 
 Nothing here grows with ranks x tensors: tensors that are placed alike have one `Spread`, and of each tensor two columns
 say which rank writes a part of it, and at which byte. Each rank knows by itself what it alone holds, and writes that;
-it is told which of the others it writes.
+the answer names those of the others that it writes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PlanAnswer(NamedTuple):
     """What the coordinator answers to a rank."""
 
     sections: tuple[bytes, ...]
-    """A packed `Told` for each of the rank's sections."""
+    """A packed `SectionAnswer` for each of the rank's sections."""
     kept: bytes
     """The numbers of those of its decided entries that it writes, 4 bytes each."""
     members: list[Member] = []  # noqa: RUF012  # never changed
@@ -54,7 +54,7 @@ class PlanAnswer(NamedTuple):
     contradiction: str = ""
 
 
-class Told(NamedTuple):
+class SectionAnswer(NamedTuple):
     """What each rank that has a section needs to know of it."""
 
     first: int
@@ -82,8 +82,8 @@ class _Section:
         self.is_decided = bytearray(len(self.entries))
         self.patterns = [-1] * len(self.entries)
 
-    def told(self) -> bytes:
-        return zlib.compress(pickle.dumps(tuple(Told(self.first, bytes(self.is_decided), self.patterns))), 1)
+    def packed(self) -> bytes:
+        return zlib.compress(pickle.dumps(tuple(SectionAnswer(self.first, bytes(self.is_decided), self.patterns))), 1)
 
 
 _Place = tuple[_Section, int]
@@ -159,7 +159,7 @@ class JointPlan:
         """Of the checkpoint, after `answers`."""
 
     def ask(self, outlines: Sequence[Outline | Exception | None]) -> list[Asked]:
-        """Return what each rank is asked for. Raises the failure of the lowest rank that has one."""
+        """Return what the coordinator asks of each rank. Raises the failure of the lowest rank that has one."""
         for each in outlines:
             if isinstance(each, Exception):
                 raise each
@@ -182,7 +182,7 @@ class JointPlan:
         return asked
 
     def answers(self, pieces: Sequence[Mapping[Digest, bytes]]) -> list[PlanAnswer]:
-        """Return the answer to each rank, whose `pieces` are those that it was asked for.
+        """Return the answer to each rank, whose `pieces` are the wanted ones.
 
         Raises ValueError if the parts of a tensor do not make it up, or if states do not fit together.
         """
@@ -210,9 +210,9 @@ class JointPlan:
                     kept.add(section.first + number, tensor.spread.ranks[tensor.writers[boxes]])
         self.description = Description(self._laid_out(tensors), objects, self._structure(texts))
         members, num_groups = self._shared(tensors)
-        told = {digest: section.told() for digest, section in self._sections.items()}
+        packed = {digest: section.packed() for digest, section in self._sections.items()}
         return [
-            PlanAnswer(tuple(told[digest] for digest in outline.sections), of_rank, of_members, num_groups, odd)
+            PlanAnswer(tuple(packed[digest] for digest in outline.sections), of_rank, of_members, num_groups, odd)
             for outline, of_rank, of_members in zip(self._outlines, kept.by_rank(), members, strict=True)
         ]
 

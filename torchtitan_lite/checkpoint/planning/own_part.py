@@ -11,7 +11,7 @@ import numpy as np
 from torch.distributed.checkpoint.planner import WriteItem
 
 from torchtitan_lite.checkpoint.format.chunk_runs import LEAST_CHUNKS
-from torchtitan_lite.checkpoint.planning.joint_plan import PlanAnswer, Told
+from torchtitan_lite.checkpoint.planning.joint_plan import PlanAnswer, SectionAnswer
 from torchtitan_lite.checkpoint.planning.shared_items import SharedItems
 
 
@@ -64,11 +64,11 @@ class OwnPart:
 
     def _entries(self) -> Iterator[_OwnEntry]:
         for _, numbers, packed in self._sections:
-            told = Told(*pickle.loads(zlib.decompress(packed)))
+            answered = SectionAnswer(*pickle.loads(zlib.decompress(packed)))
             for at, (number, is_decided, pattern) in enumerate(
-                zip(numbers, told.is_decided, told.patterns, strict=True)
+                zip(numbers, answered.is_decided, answered.patterns, strict=True)
             ):
-                yield _OwnEntry(number, told.first + at, bool(is_decided), pattern)
+                yield _OwnEntry(number, answered.first + at, bool(is_decided), pattern)
 
 
 def _has_elements(item: WriteItem) -> bool:
