@@ -310,7 +310,7 @@ class CheckpointStore:
         if abandoning := [info for info in self.intact() if (step, manifest.lineage.run_id) in info.lineage.abandons]:
             # The new checkpoint would be abandoned from the moment of its commit.
             raise SaveFailed(step, f"{abandoning[0].path} abandons step {step} of run {manifest.lineage.run_id}")
-        there = {path.name for path in staging.iterdir()}
+        there = {path.name for path in staging.iterdir()} if is_folder(staging) else set()
         if missing := manifest.files.keys() - there:
             raise SaveFailed(step, f"{staging / min(missing)} is missing")
         # Each rank has looked at its own files. This shows what other hosts see of them, as far as it takes no time.

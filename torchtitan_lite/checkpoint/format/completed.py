@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from torchtitan_lite.checkpoint.format.joint_structure import joint
-from torchtitan_lite.checkpoint.format.structure import Branch, decode, encode
+from torchtitan_lite.checkpoint.format.structure import decode, encode
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.store.manifest import Manifest, Table
 from torchtitan_lite.store.rank_records import RankRecord, RecordsOfRanks
@@ -45,5 +45,7 @@ def joined_tables(tables: Sequence[Table]) -> Table:
 
 def joined_structures(tables: Sequence[Table]) -> Table:
     """Return the containers of all `tables` in one. Raises ValueError where they do not fit together."""
-    branches: list[Branch] = [decode(each["root"]) for each in tables if each]
-    return Table({"root": encode(joint(branches))}) if len(branches) > 1 else next(filter(None, tables), Table())
+    having = [each for each in tables if each]
+    if len(having) < 2:
+        return having[0] if having else Table()
+    return Table({"root": encode(joint(decode(each["root"]) for each in having))})

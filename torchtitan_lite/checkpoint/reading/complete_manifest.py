@@ -19,17 +19,19 @@ def complete_manifest(files: Files, folder: Place) -> Manifest | None:
     Raises as `Files.manifest`; `CheckpointDamaged` also for a wrong record.
     """
     manifest = files.manifest()
-    return None if manifest is None else complete(manifest, files, folder)
+    return None if manifest is None else complete(manifest, records_of(files, folder, manifest), folder)
 
 
 @no_collection()
-def complete(manifest: Manifest, files: Files, folder: Place, rank_files: Iterable[str] | None = None) -> Manifest:
-    """Return `manifest` with what the records of the ranks that wrote `rank_files` add, None: of all ranks.
+def complete(
+    manifest: Manifest, records: RecordsOfRanks, folder: Place, rank_files: Iterable[str] | None = None
+) -> Manifest:
+    """Return `manifest` with what those of `records` add whose ranks wrote `rank_files`, None: all.
 
-    Raises `CheckpointDamaged` for a wrong record, and what a reader of `files` raises.
+    Raises `CheckpointDamaged` for a wrong record, and what their reader raises.
     """
     try:
-        return completed(manifest, records_of(files, folder, manifest), rank_files)
+        return completed(manifest, records, rank_files)
     except CheckpointDamaged:
         raise
     except ValueError as error:

@@ -21,7 +21,7 @@ from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Manifest
 from torchtitan_lite.store.place import Place, on_disk
-from torchtitan_lite.store.rank_records import RecordedFiles
+from torchtitan_lite.store.rank_records import RecordedFiles, RecordsOfRanks
 
 Verify = Literal["off", "size", "full"]
 """What a load compares with the manifest: nothing; the files' sizes; these and every byte that it reads."""
@@ -61,10 +61,26 @@ class CheckpointFolder:
 
         Raises `CheckpointDamaged`, `CheckpointUnsafe` or `FormatTooNew`.
         """
-        if self.manifest_alone is None:
+        if self.manifest_alone is None or self._rank_records is None:
             return None
         rank_files = None if self._record_of is None else [layout.data_file(self._record_of, 0)]
-        return complete(self.manifest_alone, self.files, self.path, rank_files)
+        return complete(self.manifest_alone, self._rank_records, self.path, rank_files)
+
+    @cached_property
+    def own_keys(self) -> frozenset[str]:
+        """The keys that other ranks do not have, because they are in the record of this one."""
+        if self._record_of is None or self._rank_records is None:
+            return frozenset()
+        file = layout.data_file(self._record_of, 0)
+        if not self._rank_records.has(file):
+            return frozenset()
+        record = self._rank_records.of(file)
+        return frozenset([*record.tensors, *record.objects])
+
+    @cached_property
+    def _rank_records(self) -> RecordsOfRanks | None:
+        manifest = self.manifest_alone
+        return None if manifest is None else records_of(self.files, self.path, manifest)
 
     @cached_property
     def manifest_alone(self) -> Manifest | None:
@@ -96,9 +112,9 @@ class CheckpointFolder:
     @cached_property
     def records(self) -> Mapping[str, FileRecord]:
         """The recorded size and digests of each file; empty unless `verify` is "full"."""
-        if self.verify != "full" or self.manifest is None:
+        if self.verify != "full" or self.manifest is None or self._rank_records is None:
             return {}
-        return RecordedFiles(self.manifest, records_of(self.files, self.path, self.manifest))
+        return RecordedFiles(self.manifest, self._rank_records)
 
     @property
     def _recorded(self) -> Mapping[str, FileRecord]:

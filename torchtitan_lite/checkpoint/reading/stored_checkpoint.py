@@ -280,7 +280,8 @@ class StoredCheckpoint:
 
     def _known_names(self) -> list[str]:
         """Return every name that a report may call unexpected, in an order that is the same on every rank."""
-        return list(dict.fromkeys([*self.contents, *self._model.names("model.")]))
+        own = self._folder.own_keys
+        return list(dict.fromkeys([*(key for key in self.contents if key not in own), *self._model.names("model.")]))
 
     def _placeholder(self, key: str) -> Any:
         stored = self.contents.tensors.get(key)
