@@ -84,7 +84,7 @@ def test_every_key_on_a_page_is_a_key(page: Path) -> None:
 def test_the_manifest_on_the_format_page_has_the_fields_of_a_manifest() -> None:
     (example,) = _blocks(ROOT / "docs" / "checkpoint_format.md", "json")
     manifest = Manifest(
-        step=1, kind=CheckpointKind.FULL, created_at=0.0, world_size=1, versions={}, files={"a": FileRecord(size=1)}
+        step=1, kind=CheckpointKind.FULL, created_at=0.0, world_size=1, versions={}, files={"a": FileRecord.of(b"a")}
     )
     shown, written = json.loads(example), json.loads(manifest.to_json())
     assert shown.keys() <= written.keys()
