@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from torchtitan_lite.checkpoint.format.chunk_runs import format_version
-from torchtitan_lite.checkpoint.format.metadata_file import metadata_head, metadata_tail
+from torchtitan_lite.checkpoint.format.metadata_file import PlacedItem, metadata_head, metadata_tail
 from torchtitan_lite.checkpoint.format.structure import Branch, encode, paths_of
 from torchtitan_lite.checkpoint.format.tensor_table import TensorTable
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
@@ -60,6 +60,8 @@ class Description:
         self.format_version = format_version(self.tensors)
         """The version of the format that they need."""
         self._objects = objects
+        self._where: tuple[PlacedItem, ...] | None = None
+        self._metadata = PickledMetadata(b"", FileRecord.of(b""))
         self._paths = paths_of(structure, tensors=tensors)
         if lost := self._paths.keys() ^ {*tensors, *objects}:
             raise ValueError(f"no rank writes {min(lost)}, which a rank has in its state")
@@ -69,10 +71,12 @@ class Description:
         return table_of_objects(placed)
 
     def metadata(self, placed: Sequence[PlacedObject]) -> PickledMetadata:
-        """Return DCP's metadata of a save whose objects are `placed`."""
-        tail = b"".join(metadata_tail((each.key, each.file, each.at, each.num_bytes) for each in placed))
-        whole = self._head + tail
-        return PickledMetadata(whole, FileRecord.of(whole))
+        """Return DCP's metadata of a save whose objects are `placed`: what it was, if these are where they were."""
+        where = tuple((each.key, each.file, each.at, each.num_bytes) for each in placed)
+        if where != self._where:
+            whole = self._head + b"".join(metadata_tail(where))
+            self._where, self._metadata = where, PickledMetadata(whole, FileRecord.of(whole))
+        return self._metadata
 
     @cached_property
     def _head(self) -> bytes:
