@@ -26,6 +26,7 @@ from torchtitan_lite.errors import CheckpointError, SaveFailed
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
+from torchtitan_lite.store.manifest_fields import DCP_METADATA
 from torchtitan_lite.store.place import ObjectPlace
 
 
@@ -131,6 +132,8 @@ class BucketSaves:
 
     def _described(self, place: ObjectPlace, manifest: Manifest) -> dict[str, FileRecord]:
         """Return the record of DCP's `.metadata`, of what was written where the manifest has no digest of it."""
+        if DCP_METADATA in manifest.extra:
+            return {}
         record = manifest.files.get(layout.METADATA)
         if record is None or not record.blocks:
             record = self._metadata.pop(place.name, None)

@@ -179,7 +179,13 @@ def build_parts(
     retention = seams.retention or build_retention(config)
     housekeeping = build_housekeeping(config, retention, context.emit)
     waiter = build_waiter(housekeeping, context)
-    origin = Origin(lineage, topology, job_config.to_dict(), "save" in config.digest_tensors)
+    origin = Origin(
+        lineage,
+        topology,
+        job_config.to_dict(),
+        tensor_digests="save" in config.digest_tensors,
+        dcp_metadata=config.dcp_metadata,
+    )
     savers = Savers(saver, SyncSaver(peers, plans))
     maker = SaveMaker(run, folders, waiter, savers, origin, context, images.listener)
     departure = Departure(watch, maker, waiter, context)

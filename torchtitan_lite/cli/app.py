@@ -41,6 +41,7 @@ VERBS = {
     "import-weights": "torchtitan_lite.cli.import_weights:ImportWeights",
     "convert": "torchtitan_lite.cli.convert:Convert",
     "reshard": "torchtitan_lite.cli.reshard:Reshard",
+    "add-metadata": "torchtitan_lite.cli.add_metadata:AddMetadata",
     "prune": "torchtitan_lite.cli.prune:Prune",
     "pin": "torchtitan_lite.cli.pin:Pin",
     "unpin": "torchtitan_lite.cli.pin:Unpin",

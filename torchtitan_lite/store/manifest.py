@@ -199,7 +199,7 @@ class Manifest:
     def to_readable_json(self) -> bytes:
         """Return the same as `to_json`. Raise SaveFailed if readers would refuse it."""
         text = self.to_json()
-        data_bytes = self.nbytes - self.files[layout.METADATA].size
+        data_bytes = sum(record.size for name, record in self.files.items() if name != layout.METADATA)
         if len(text) > (most := allowed_description_bytes(data_bytes)):
             raise SaveFailed(
                 self.step,

@@ -14,6 +14,9 @@ from torchtitan_lite.disk.plain_file import is_plain_name
 NAN_IN = "nan_in"
 """Field of `extra`: the keys of weights in which NaN was found when they were saved; absent if there were none."""
 
+DCP_METADATA, LEFT_OUT = "dcp_metadata", "left out"
+"""Field of `extra`, and its only value: DCP's readers need `.metadata`, which was not written with the save."""
+
 METRICS = "metrics"
 """Field of `extra`: what the run measured at that step, by name, as finite numbers; absent if it gave none."""
 

@@ -37,6 +37,7 @@ from torchtitan_lite.store.lease import Lease
 from torchtitan_lite.store.lineage import without_abandoned
 from torchtitan_lite.store.listing import Listing, is_folder, is_unmanaged
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
+from torchtitan_lite.store.manifest_fields import DCP_METADATA
 from torchtitan_lite.store.pins import Pins
 from torchtitan_lite.store.place import on_disk
 from torchtitan_lite.store.protocol import StoresCheckpoints, nothing
@@ -320,8 +321,9 @@ class CheckpointStore:
         sealed = dataclasses.replace(manifest, files=manifest.files | self._described(step, manifest))
         for name in sorted(there - sealed.files.keys()):
             self._retired.remove(staging / name)
-        with naming(staging / layout.METADATA), (staging / layout.METADATA).open("rb") as file:
-            self._durable.fsync_file(file.fileno())
+        if layout.METADATA in sealed.files:
+            with naming(staging / layout.METADATA), (staging / layout.METADATA).open("rb") as file:
+                self._durable.fsync_file(file.fileno())
         faults.point("manifest", step=step, path=staging / layout.MANIFEST)
         # The manifest comes last: a folder that has one holds all files that it lists.
         self._durable.write_file(staging / layout.MANIFEST, sealed.to_readable_json())
@@ -331,6 +333,8 @@ class CheckpointStore:
 
     def _described(self, step: int, manifest: Manifest) -> dict[str, FileRecord]:
         """Return the record of DCP's `.metadata`, computed from the file where the manifest has no digest of it."""
+        if DCP_METADATA in manifest.extra:
+            return {}
         if (record := manifest.files.get(layout.METADATA)) is None or not record.blocks:
             path = self._staging(step) / layout.METADATA
             _size(path, step)

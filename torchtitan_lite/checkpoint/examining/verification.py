@@ -25,6 +25,7 @@ from torchtitan_lite.checkpoint.examining.presence import identity_of, refuse_if
 from torchtitan_lite.checkpoint.format.contents import Contents, Item
 from torchtitan_lite.checkpoint.reading.complete_manifest import complete_manifest
 from torchtitan_lite.checkpoint.reading.files import Files, Identity, files_of
+from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.checkpoint.untrusted.safe_metadata import read_metadata
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.disk.reads_blocks import ReadsBlocks
@@ -38,6 +39,7 @@ from torchtitan_lite.errors import (
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.known_manifests import damage_in
 from torchtitan_lite.store.manifest import Manifest
+from torchtitan_lite.store.manifest_fields import DCP_METADATA
 from torchtitan_lite.store.place import Place
 
 
@@ -145,6 +147,9 @@ def _looked(looked: Looked) -> Looked:
     findings, sizes = _of_sizes(found, files, contents, recorded)
     # A file of another size is one finding, not one for each tensor in it.
     findings += _of_coverage(contents, recorded or sizes)
+    is_added = manifest is not None and DCP_METADATA in manifest.extra and layout.METADATA in found.names
+    if is_added and isinstance(folder, Path):
+        findings += _of_added_metadata(folder)
     described = {*recorded, *contents.files, layout.MANIFEST, layout.METADATA}
     unknown = tuple(sorted(name for name in found.names if name not in described))
     return dataclasses.replace(looked, contents=contents, findings=tuple(findings), sizes=sizes, unknown=unknown)
@@ -203,6 +208,15 @@ def _of_coverage(contents: Contents, sizes: Mapping[str, int]) -> list[Finding]:
         except CheckpointDamaged as error:
             findings.append(Finding("", error.finding, (key,)))
     return findings or ([] if contents.files - sizes.keys() else [Finding("", whole.finding)])
+
+
+def _of_added_metadata(folder: Path) -> list[Finding]:
+    """Return what is wrong with the `.metadata` of a checkpoint that was saved without."""
+    from torchtitan_lite.checkpoint.reading.derived_metadata import is_as_it_should_be
+
+    if is_as_it_should_be(CheckpointFolder(folder, "size"), folder / layout.METADATA):
+        return []
+    return [Finding(layout.METADATA, "it does not describe this checkpoint: add it again with add-metadata")]
 
 
 def _items(looked: Looked, files: AbstractSet[str]) -> list[PlacedItem]:

@@ -181,7 +181,7 @@ class Contents:
 
 
 def _object(entry: Mapping[str, Any]) -> StoredObject:
-    if "item" not in entry:
+    if "value" in entry or "item" not in entry:
         return StoredObject(plain_value.decode(entry["value"]))
     file, offset, length = as_list(entry["item"])
     if (type(file), type(offset), type(length)) != (str, int, int):

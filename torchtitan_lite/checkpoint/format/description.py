@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from torchtitan_lite.checkpoint.format.chunk_runs import format_version
-from torchtitan_lite.checkpoint.format.metadata_file import PlacedItem, metadata_head, metadata_tail
+from torchtitan_lite.checkpoint.format.metadata_file import MOST_CHUNKS, PlacedItem, metadata_head, metadata_tail
 from torchtitan_lite.checkpoint.format.structure import Branch, encode, paths_of
 from torchtitan_lite.checkpoint.format.tensor_table import TensorTable
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
@@ -66,9 +66,13 @@ class Description:
         if lost := self._paths.keys() ^ {*tensors, *objects}:
             raise ValueError(f"no rank writes {min(lost)}, which a rank has in its state")
 
-    def objects(self, placed: Sequence[PlacedObject]) -> Table:
-        """Return the manifest's table of the objects of a save."""
-        return table_of_objects(placed)
+    def has_metadata(self, policy: str) -> bool:
+        """Return whether a save under this `policy`, as `checkpoint.dcp_metadata` has it, writes DCP's metadata."""
+        return policy == "always" or (policy == "auto" and self._num_chunks <= MOST_CHUNKS)
+
+    def objects(self, placed: Sequence[PlacedObject], *, with_places: bool = False) -> Table:
+        """Return the manifest's table of the objects of a save; DCP's metadata follows from it `with_places`."""
+        return table_of_objects(placed, with_places=with_places)
 
     def metadata(self, placed: Sequence[PlacedObject]) -> PickledMetadata:
         """Return DCP's metadata of a save whose objects are `placed`: what it was, if these are where they were."""
@@ -79,16 +83,26 @@ class Description:
         return self._metadata
 
     @cached_property
+    def _num_chunks(self) -> int:
+        counts: list[list[int]] = [
+            [run[0] for run in entry["runs"]] if "runs" in entry else [len(entry["chunks"])]
+            for entry in self.tensors.values()
+        ]
+        return sum(map(sum, counts))
+
+    @cached_property
     def _head(self) -> bytes:
         tensors = TensorTable.parse(Table.of_text(self.tensors.text, ""), DTYPES)
         return b"".join(metadata_head(tensors, self._objects, self._paths))
 
 
-def table_of_objects(placed: Sequence[PlacedObject]) -> Table:
+def table_of_objects(placed: Sequence[PlacedObject], *, with_places: bool = False) -> Table:
     """Return the manifest's table of `placed`, which may be those of one rank."""
     # The ranks' files have these objects, too, for DCP. From here an optimizer's thousands of settings are one read.
-    return Table({each.key: _value_of(each) for each in placed})
+    return Table({each.key: _value_of(each, with_places) for each in placed})
 
 
-def _value_of(placed: PlacedObject) -> dict[str, Any]:
-    return {"value": placed.plain} if placed.is_plain else {"item": [placed.file, placed.at, placed.num_bytes]}
+def _value_of(placed: PlacedObject, with_places: bool) -> dict[str, Any]:
+    value = {"value": placed.plain} if placed.is_plain else {}
+    item = {"item": [placed.file, placed.at, placed.num_bytes]}
+    return value | item if with_places else value or item

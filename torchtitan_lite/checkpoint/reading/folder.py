@@ -92,6 +92,12 @@ class CheckpointFolder:
             raise CheckpointUnreadable(f"{self.path}/{layout.MANIFEST}", _reason(error)) from error
 
     @cached_property
+    def contents_alone(self) -> Contents:
+        """The contents that the manifest without the records has, unchecked. Raises as `manifest_alone`."""
+        assert self.manifest_alone is not None, "only a checkpoint of ours has them"
+        return Contents.of_manifest(self.manifest_alone, str(self.path), self._dtypes)
+
+    @cached_property
     @no_collection()
     def contents(self) -> Contents:
         """The contents, after all checks. Raises `CheckpointDamaged` or `CheckpointUnsafe` if one of them fails."""

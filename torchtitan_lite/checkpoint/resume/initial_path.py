@@ -39,7 +39,7 @@ def checked_initial_path(given: str) -> Place:
         return _in_store(given)
     path = Path(given)
     # A `.metadata` that is no regular file is refused when it is read.
-    if not _SCHEME.match(given) and os.path.lexists(path / layout.METADATA):
+    if not _SCHEME.match(given) and any(os.path.lexists(path / name) for name in (layout.METADATA, layout.MANIFEST)):
         return path
     raise CheckpointNotFound(given, None, finding=_finding(given, path))
 
@@ -114,5 +114,9 @@ def last_step(folder: Path) -> Path | None:
 
     Looks at names only. Any rank.
     """
-    steps = [places[0] for places in Listing(folder).places().values() if (places[0] / layout.METADATA).is_file()]
+    steps = [places[0] for places in Listing(folder).places().values() if _is_described(places[0])]
     return steps[-1] if steps else None
+
+
+def _is_described(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (layout.METADATA, layout.MANIFEST))

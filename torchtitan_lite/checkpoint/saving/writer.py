@@ -32,6 +32,7 @@ from torchtitan_lite.checkpoint.planning.rank_file import RankPlan
 from torchtitan_lite.checkpoint.saving.agreed_planner import AgreedPlanner
 from torchtitan_lite.checkpoint.saving.nan_check import names_with_nan
 from torchtitan_lite.checkpoint.schedule.interval import NOTHING_AT_RISK, AtRisk
+from torchtitan_lite.config.sections.checkpoint import DcpMetadata
 from torchtitan_lite.disk.block_writer import in_memory
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.new_file import NewFile
@@ -42,7 +43,15 @@ from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage, abandoned_by
 from torchtitan_lite.store.manifest import FORMAT_VERSION, CheckpointInfo, CheckpointKind, Manifest
-from torchtitan_lite.store.manifest_fields import METRICS, NAN_IN, RESUMED_FROM_MEMORY, START, TRAINED_SECONDS
+from torchtitan_lite.store.manifest_fields import (
+    DCP_METADATA,
+    LEFT_OUT,
+    METRICS,
+    NAN_IN,
+    RESUMED_FROM_MEMORY,
+    START,
+    TRAINED_SECONDS,
+)
 from torchtitan_lite.store.protocol import StoresCheckpoints
 
 
@@ -55,6 +64,8 @@ class Origin:
     config: dict[str, Any]
     tensor_digests: bool = False
     """Whether the manifest gets a digest of each tensor."""
+    dcp_metadata: DcpMetadata = "auto"
+    """Whether DCP's `.metadata` is written."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What the run measured at the step that is saved, all finite."""
     start: str = ""
@@ -171,6 +182,8 @@ class CommittingWriter(StorageWriter):
         files: list[WrittenFile] = [file for per_rank in results for file in per_rank]
         objects = [placed for file in files for placed in file.objects]
         nan_in = sorted({key for file in files for key in file.nan_in})
+        records = dict(file.rank_record for file in files if file.rank_record is not None)
+        is_of_new_form = bool(records)
         target.fence()  # The staging folder may belong to another job by now.
         faults.point("metadata", step=target.step)
         slowest = max(
@@ -178,29 +191,32 @@ class CommittingWriter(StorageWriter):
         )
         if slowest is not None:
             target.note_slowest(slowest[1], slowest[0])
-        described = description.metadata(objects)
-        target.store.add_metadata(self._place, described.data)
-        records = dict(file.rank_record for file in files if file.rank_record is not None)
+        has_metadata = description.has_metadata(target.origin.dcp_metadata)
+        if has_metadata:
+            described = description.metadata(objects)
+            target.store.add_metadata(self._place, described.data)
+            records |= {layout.METADATA: described.record}
         manifest = Manifest(
             step=target.step,
             kind=target.kind,
             created_at=time.time(),
             world_size=len(results),
             versions=versions(),
-            files={file.name: file.record for file in files} | records | {layout.METADATA: described.record},
+            files={file.name: file.record for file in files} | records,
             lineage=self._lineage(),
             tensors=description.tensors,
-            objects=description.objects(objects),
+            objects=description.objects(objects, with_places=not has_metadata),
             structure=description.structure,
             extra={
                 "topology": target.origin.topology,
                 "config": target.origin.config,
                 "tensor_digests": _tensor_digests(files, description),
+                **({} if has_metadata else {DCP_METADATA: LEFT_OUT}),
                 **({NAN_IN: nan_in} if nan_in else {}),
                 **({METRICS: dict(target.origin.metrics)} if target.origin.metrics else {}),
                 **_of_start(target.origin),
             },
-            format_version=FORMAT_VERSION if records else description.format_version,
+            format_version=FORMAT_VERSION if is_of_new_form or not has_metadata else description.format_version,
         )
         self.committed = target.store.commit(target.step, manifest, target.fence, place=self._place)
         if nan_in:

@@ -17,6 +17,7 @@ AsyncMode = Literal["disabled", "async", "async_with_pinned_mem"]
 IntervalType = Literal["steps", "seconds", "auto", "continuous", "none"]
 VerifyOnLoad = Literal["off", "size", "full"]
 WhenBusy = Literal["wait", "skip"]
+DcpMetadata = Literal["auto", "always", "never"]
 DigestTime = Literal["save", "load", "staging"]
 Strictness = Literal["error", "warn", "ignore"]
 
@@ -189,6 +190,10 @@ class Checkpoint:
     "staging": before the copy of an asynchronous save, to compare the copy; if a tensor changed meanwhile, the save
     fails and names it. The last one takes as long again as staging."""
 
+    dcp_metadata: DcpMetadata = "auto"
+    """Whether a save writes .metadata, which only DCP's own readers need; `torchtitan-lite add-metadata` adds it later.
+    "auto": unless the state has so many shards that it would take over a second."""
+
     enable_first_step_checkpoint: bool = False
     """Also save at step 1, to find out early whether saving works."""
 
@@ -245,6 +250,7 @@ class Checkpoint:
             choice("checkpoint.digest_tensors", time, get_args(DigestTime))
         in_order = tuple(time for time in get_args(DigestTime) if time in self.digest_tensors)
         object.__setattr__(self, "digest_tensors", in_order)
+        choice("checkpoint.dcp_metadata", self.dcp_metadata, get_args(DcpMetadata))
         choice("checkpoint.when_busy", self.when_busy, get_args(WhenBusy))
         # At least a few heartbeats: with fewer, the lease of a live job would look abandoned.
         at_least("checkpoint.lease_timeout_seconds", self.lease_timeout_seconds, 10)
