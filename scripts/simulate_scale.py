@@ -1,12 +1,12 @@
-"""Compute what a save and a load cost the coordinator and a rank, at up to 16,384 ranks, without the ranks.
+"""Compute what a save and a load cost the coordinator and a rank, at up to 100,000 ranks, without the ranks.
 
     python scripts/simulate_scale.py --quick
     python scripts/simulate_scale.py --json scale.json
 
-The plans of all ranks are made by arithmetic (scale_simulation/plans.py), and run through the functions that plan,
-describe and read, of stock DCP and of ours (scale_simulation/costs.py). If a complete state is too much, a few tensors
-of each kind are planned for all ranks and the cost of the rest is extrapolated: a line marked x. Such a line is a lower
-bound, because that many objects would not fit into memory.
+The states of all ranks are made by arithmetic (scale_simulation/plans.py), and run through the functions that plan,
+describe and read, of stock DCP and of ours (scale_simulation/costs.py). Where a complete state is too much for stock
+DCP, a few tensors of each kind are planned for all ranks and the cost of the rest is extrapolated: such figures are
+orders of magnitude, and a lower bound, because that many objects would not fit into memory.
 """
 
 from __future__ import annotations
@@ -24,22 +24,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scale_simulation.costs import Figures, num_bytes, our_load, our_repeated_seconds, ours, stock
-from scale_simulation.plans import Mesh, Planned, mesh_of, state_of
-from scale_simulation.tables import is_known
+from scale_simulation.costs import Figures, num_bytes, ours, stock
+from scale_simulation.plans import LAYOUTS, Mesh, Planned, mesh_of, state_of
 
 from torchtitan_lite.checkpoint.format.torch_item import tensor_frame
 
-KINDS = ("matrix", "vector", "number", "own")
+KINDS = ("matrix", "vector", "expert", "number", "own")
 POINTS = [
-    *(("8B", "fsdp", ranks) for ranks in (8, 128, 1024, 16384)),
-    *(("8B", layout, 1024) for layout in ("hsdp", "tp")),
-    *(("70B", "fsdp", ranks) for ranks in (1024, 16384)),
-    *(("405B", "fsdp", ranks) for ranks in (128, 1024, 16384)),
-    ("405B", "tp", 16384),
+    *(("8B", "fsdp", ranks) for ranks in (8, 128, 1024)),
+    *((model, layout, ranks) for model in ("8B", "70B", "405B") for layout in LAYOUTS for ranks in (16384, 100_000)),
 ]
-QUICK_POINTS = [("debugmodel", "fsdp", 8), ("debugmodel", "hsdp", 16), ("debugmodel", "tp", 64)]
-TARGET_RANKS = 16384
+QUICK_POINTS = [("debugmodel", "fsdp", 8), ("debugmodel", "hsdp", 16), ("debugmodel", "pp_tp", 512)]
+MOST_RANKS_OF_DCP = 20_000
+"""With more ranks even a few tensors of each kind are too many for stock DCP."""
 
 Cost = Callable[[Sequence[Planned], Mesh], Figures]
 
@@ -81,65 +78,67 @@ def measure(
     model: str, layout: str, ranks: int, budget: int, own: dict[str, dict[int, Figures]], only: Sequence[str]
 ) -> list[Line]:
     """Return the lines of one state for the planners `only`, with at most about `budget` items a kind of tensor."""
-    state, mesh = state_of(model), mesh_of(layout, ranks)
+    mesh = mesh_of(layout, ranks)
+    state = state_of(model, mesh)
     all_bytes = num_bytes(state)
     planners: dict[str, Cost] = {"dcp": stock, "ours": lambda tensors, mesh: ours(tensors, mesh, all_bytes)}
     for tensor in state[:16]:
         tensor_frame(torch.float32, tensor.shape)
     lines = []
     for name in only:
+        if name == "dcp" and mesh.size > MOST_RANKS_OF_DCP:
+            continue
+        is_extrapolated = name == "dcp" and len(state) * mesh.size > budget
         cost = planners[name]
-        is_extrapolated = len(state) * ranks > budget
         figures = _extrapolated(state, mesh, cost, budget, own[name]) if is_extrapolated else cost(state, mesh)
-        if name == "ours":
-            if is_extrapolated and is_known(mesh):
-                figures |= our_load(state, mesh, all_bytes)
-            figures["cached_coordinator_seconds"] = our_repeated_seconds(mesh, all_bytes, figures["table_bytes"])
-        lines.append(Line(model, layout, ranks, name, len(state), len(state) * ranks, is_extrapolated, figures))
+        lines.append(Line(model, layout, mesh.size, name, len(state), len(state) * mesh.size, is_extrapolated, figures))
     return lines
 
 
 def table(lines: Iterable[Line]) -> str:
     """Return the lines as a text of 80 columns."""
-    heads = ("first s", "again s", "gathered", "again", "metadata", "load s")
-    rows = [f"{'model':<5} {'layout':<6} {'ranks':>6} {'':<5}" + "".join(f"{head:>9}" for head in heads), "-" * 80]
+    heads = ("first s", "again s", "sent", "again", "manif.", "meta.", "load s")
+    rows = [f"{'':<5} {'':<6} {'ranks':>6} {'':<4}" + "".join(f"{head:>8}" for head in heads), "-" * 80]
     for line in lines:
-        f = line.figures
-        described = f["metadata_bytes"] + f.get("manifest_bytes", 0)
+        f, is_rough = line.figures, line.is_extrapolated
         cells = (
-            _seconds(f["first_coordinator_seconds"]),
-            _seconds(f["cached_coordinator_seconds"]),
-            _bytes(f["first_gathered_bytes"] + f["results_gathered_bytes"]),
-            _bytes(f["results_gathered_bytes"]),
-            _bytes(described),
-            _seconds(f["load_planning_seconds"]),
+            _seconds(f["first_coordinator_seconds"], is_rough),
+            _seconds(f["cached_coordinator_seconds"], is_rough),
+            _bytes(f["first_gathered_bytes"] + f["results_gathered_bytes"], is_rough),
+            _bytes(f["results_gathered_bytes"], is_rough),
+            _bytes(f.get("manifest_bytes", 0), is_rough),
+            _bytes(f["metadata_bytes"], is_rough),
+            _seconds(f["load_planning_seconds"], is_rough),
         )
-        who = f"{line.planner}{' x' if line.is_extrapolated else ''}"
-        rows.append(
-            f"{line.model[:5]:<5} {line.layout:<6} {line.ranks:>6} {who:<6}"[:26].ljust(26)
-            + f"{cells[0]:>7}"
-            + "".join(f"{cell:>9}" for cell in cells[1:])
-        )
+        who = f"{line.model[:5]:<5} {line.layout:<6} {line.ranks:>6} {line.planner:<4}"
+        rows.append(who + "".join(f"{cell:>8}" for cell in cells))
     return "\n".join(
         [
             *rows,
             "first: the coordinator's CPU seconds at a first save; again: at a repeated one,",
             "with a cached plan (dcp: enable_plan_caching; without it a repeated one is a",
-            "first one); gathered: bytes that ranks send to it, at a first save and again;",
-            "metadata: .metadata, and manifest.json with ours; load: a rank's CPU seconds.",
-            "x: extrapolated from some tensors of each kind, planned for all ranks.",
+            "first one); sent: bytes that ranks send to it, at a first save and again;",
+            "manif.: manifest.json; meta.: .metadata, -: none; load: a rank's CPU seconds",
+            "before its first read; ~: an order of magnitude, of some tensors of each kind.",
         ]
     )
 
 
 def targets(lines: Iterable[Line]) -> dict[str, float]:
-    """Return figures for the targets of scripts/bench_checkpoint.py, by the name of the target."""
+    """Return figures for the targets of scripts/bench_checkpoint.py, by the name of the target: the worst layout's."""
     found: dict[str, float] = {}
     for line in lines:
-        if (line.planner, line.layout, line.ranks) == ("ours", "fsdp", TARGET_RANKS):
-            where = f"{line.model}, 16,384 ranks"
-            found[f"CPU of a repeated plan, {where}"] = line.figures["cached_coordinator_seconds"]
-            found[f"CPU of a load plan, {where}"] = line.figures["load_planning_seconds"]
+        if line.planner != "ours" or line.ranks < 16_000:
+            continue
+        where = f"{line.model}, {'16,384' if line.ranks <= MOST_RANKS_OF_DCP else '100,000'} ranks"
+        figures = {
+            f"CPU of a first plan, {where}": line.figures["first_coordinator_seconds"],
+            f"CPU of a repeated plan, {where}": line.figures["cached_coordinator_seconds"],
+            f"CPU of a load plan, {where}": line.figures["load_planning_seconds"],
+            f"manifest in MB, {where}": line.figures["manifest_bytes"] / 1e6,
+        }
+        for name, figure in figures.items():
+            found[name] = max(figure, found.get(name, 0.0))
     return found
 
 
@@ -155,6 +154,8 @@ def _extrapolated(state: Sequence[Planned], mesh: Mesh, cost: Cost, budget: int,
     total = dict(base)
     for kind in KINDS:
         others = [tensor for tensor in state if tensor.kind == kind and tensor not in opening]
+        if not others:
+            continue
         if kind == "own" and mesh.size in own:
             added = own[mesh.size]
         else:
@@ -188,16 +189,20 @@ def _document(lines: Sequence[Line], budget: int) -> dict[str, Any]:
     }
 
 
-def _seconds(value: float) -> str:
+def _seconds(value: float, is_rough: bool) -> str:
+    if is_rough:
+        return f"~{float(f'{value:.0e}'):g}"
     return f"{value:.3f}" if value < 1 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
-def _bytes(value: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if value < 1000:
-            return f"{value:.3g} {unit}"
+def _bytes(value: float, is_rough: bool) -> str:
+    if not value:
+        return "-"
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000 or unit == "GB":
+            break
         value /= 1000
-    return f"{value:.3g} GB" if value < 1000 else f"{value:.0f} GB"
+    return f"~{float(f'{value:.0e}'):g}{unit}" if is_rough else f"{value:.3g}{unit}"
 
 
 def _arguments() -> argparse.ArgumentParser:

@@ -20,20 +20,24 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from scale_simulation.plans import Mesh, Planned, item_of, num_bytes, plans, plans_of_dcp
-from scale_simulation.tables import table_of
+from scale_simulation.plans import Mesh, Planned, box_in, held_by, item_of, num_bytes, outlines, plans_of_dcp
 from torchtitan_lite.checkpoint.format.contents import Contents
-from torchtitan_lite.checkpoint.format.description import Description, PickledMetadata
-from torchtitan_lite.checkpoint.format.flattening import flatten
-from torchtitan_lite.checkpoint.format.structure import encode
-from torchtitan_lite.checkpoint.planning.plan_cache import _Answers
+from torchtitan_lite.checkpoint.format.description import Description
+from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
+from torchtitan_lite.checkpoint.planning.joint_plan import JointPlan
+from torchtitan_lite.checkpoint.reading.listed_groups import ListedGroups
+from torchtitan_lite.checkpoint.reading.load_rules import EVERYTHING
 from torchtitan_lite.checkpoint.reading.own_plan import overlaps
+from torchtitan_lite.checkpoint.reading.stored_model import StoredModel
+from torchtitan_lite.checkpoint.reading.stored_optimizer import StoredOptimizer
 from torchtitan_lite.checkpoint.saving.writer import WrittenFile
+from torchtitan_lite.checkpoint.state.optimizer_state import ParameterSlot
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.disk.digest import DIGEST_BYTES, FileRecord, num_blocks
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage
-from torchtitan_lite.store.manifest import CheckpointKind, Manifest, Table
+from torchtitan_lite.store.manifest import CheckpointKind, Manifest
+from torchtitan_lite.store.rank_records import FROM_RANKS, RankRecord
 from torchtitan_lite.torch_private import storage_info
 
 Figures = dict[str, float]
@@ -41,8 +45,8 @@ T = TypeVar("T")
 
 RUNS = 3
 """Runs of everything that is timed; the fastest counts."""
-MAX_TEXT_BYTES = 256 << 20
-"""Largest table of tensors that is made for a timing; the time of a longer table grows with its bytes."""
+MOST_RANKS_REPEATED = 20_000
+"""Of more ranks everything runs once."""
 
 
 def stock(tensors: Sequence[Planned], mesh: Mesh) -> Figures:
@@ -54,7 +58,7 @@ def stock(tensors: Sequence[Planned], mesh: Mesh) -> Figures:
         final, metadata = DefaultSavePlanner().create_global_plan(received)
         return final, metadata, [pickle.dumps(plan) for plan in final]
 
-    planning_seconds, (final, metadata, answers) = _least(plan)
+    planning_seconds, (final, metadata, answers) = _least(plan, mesh)
     results = [pickle.dumps(_results(rank, plan)) for rank, plan in enumerate(final)]
 
     def describe() -> bytes:
@@ -64,7 +68,7 @@ def stock(tensors: Sequence[Planned], mesh: Mesh) -> Figures:
         metadata.storage_data = where
         return pickle.dumps(metadata)
 
-    describing_seconds, pickled = _least(describe)
+    describing_seconds, pickled = _least(describe, mesh)
     return {
         "first_gathered_bytes": sum(map(len, sent)),
         "first_scattered_bytes": sum(map(len, answers)),
@@ -77,119 +81,76 @@ def stock(tensors: Sequence[Planned], mesh: Mesh) -> Figures:
 
 
 def ours(tensors: Sequence[Planned], mesh: Mesh, all_bytes: int) -> Figures:
-    """Return the costs of this project's plan, description and manifest. The files of all ranks have `all_bytes`."""
-    sent = [pickle.dumps(plan) for plan in plans(tensors, mesh)]
+    """Return the costs of this project's plan, description, manifest and load: nothing is extrapolated.
+
+    The files of all ranks have `all_bytes`.
+    """
+    own = list(outlines(tensors, mesh))
+    sent = [pickle.dumps(each.outline) for each in own]
     records = _records(mesh, all_bytes)
 
-    def plan() -> tuple[Description, list[bytes]]:
-        answers = _Answers(None)
+    def plan() -> tuple[Description, list[bytes], list[bytes]]:
+        joint = JointPlan()
         with no_collection():
-            of_ranks = answers.of_all([pickle.loads(data) for data in sent])
-        assert answers.description is not None
-        return answers.description, [pickle.dumps((answer, None)) for answer in of_ranks]
+            asked = joint.ask([pickle.loads(data) for data in sent])
+            for_ranks = [pickle.dumps((each, None)) for each in asked]
+            pieces = [pickle.dumps(each.of(of_rank.wanted)) for each, of_rank in zip(own, asked, strict=True)]
+            answers = joint.answers([pickle.loads(data) for data in pieces])
+            for_ranks += [pickle.dumps((each, None)) for each in answers]
+        assert joint.description is not None
+        return joint.description, pieces, for_ranks
 
-    def save() -> tuple[Description, list[bytes], bytes]:
-        description, answered = plan()
-        return description, answered, _manifest(description, records)
-
-    seconds, (description, answered, made) = _least(save)
+    planning_seconds, (description, pieces, answered) = _least(plan, mesh)
+    manifest_seconds, made = _least(lambda: _manifest(description, records), mesh)
     return {
-        "first_gathered_bytes": sum(map(len, sent)),
+        "first_gathered_bytes": sum(map(len, sent)) + sum(map(len, pieces)),
         "first_scattered_bytes": sum(map(len, answered)),
         "results_gathered_bytes": sum(map(len, records)),
-        "first_coordinator_seconds": seconds,
+        "first_coordinator_seconds": planning_seconds + manifest_seconds,
+        "cached_coordinator_seconds": manifest_seconds,
         "manifest_bytes": len(made),
-        "table_bytes": len(description.tensors.text),
-        "metadata_bytes": len(description.metadata([]).data),
+        "metadata_bytes": len(description.metadata([]).data) if description.has_metadata("auto") else 0,
         "load_planning_seconds": _our_load(made, tensors, mesh, all_bytes),
     }
 
 
-def our_load(tensors: Sequence[Planned], mesh: Mesh, all_bytes: int) -> Figures:
-    """Return the costs of a load of all `tensors`, of one FSDP group, and the sizes of what it reads: nothing is
-    extrapolated.
-    """
-    entries = table_of(tensors, mesh)
-    state: dict[str, dict[str, int]] = {}
-    for key in entries:
-        owner, _, name = key.partition(".")
-        state.setdefault(owner, {})[name] = 0
-    table = Table(entries)
-    manifest = _manifest(_Of(table, Table({"root": encode(flatten(state)[1])})), _records(mesh, all_bytes))
-    return {
-        "manifest_bytes": len(manifest),
-        "table_bytes": len(table.text),
-        "load_planning_seconds": _our_load(manifest, tensors, mesh, all_bytes),
-    }
-
-
-def our_repeated_seconds(mesh: Mesh, all_bytes: int, table_bytes: float) -> float:
-    """Return the coordinator's seconds for a repeated save with a table of tensors of this size.
-
-    A repeated save only copies and digests this text, which the first save made, and writes .metadata as it was. The
-    records of the files are there for all ranks.
-    """
-    shown = min(1.0, MAX_TEXT_BYTES / max(table_bytes, 1))
-    records = _records(mesh, all_bytes)
-    base, with_text = (
-        _least(lambda made=made: _manifest(made, records))[0]
-        for made in (_of_length(0), _of_length(int(shown * table_bytes)))
-    )
-    return base + max(0.0, with_text - base) / shown
-
-
-class _Of:
-    """A description with these tables."""
-
-    def __init__(self, tensors: Table, structure: Table) -> None:
-        self.tensors = tensors
-        self.structure = structure
-
-    def metadata(self, placed: Sequence[Any]) -> PickledMetadata:
-        return PickledMetadata(b"", FileRecord.of(b""))
-
-    def objects(self, placed: Sequence[Any]) -> Table:
-        return Table()
-
-
-def _of_length(table_bytes: int) -> _Of:
-    """Return a description whose table has only the right length."""
-    return _Of(Table.of_text(b"x" * table_bytes, ""), Table())
-
-
 def _records(mesh: Mesh, all_bytes: int) -> list[bytes]:
-    """Return what each rank sends at every save: an empty plan, and the record of its file."""
+    """Return what each rank sends at every save: an empty plan, and the records of its files."""
     size = all_bytes // mesh.size
-    return [
-        data
-        for rank in range(mesh.size)
-        for data in (
-            pickle.dumps(SavePlan([])),
-            pickle.dumps([WrittenFile(layout.data_file(rank, 0), FileRecord(size, _blocks(size)), [])]),
-        )
-    ]
+    blocks = bytes(DIGEST_BYTES * num_blocks(size))
+    sent = []
+    for rank in range(mesh.size):
+        name, of_rank = layout.data_file(rank, 0), None
+        if mesh.size >= FROM_RANKS:
+            of_rank = layout.record_file(rank), FileRecord.of(RankRecord(blocks).to_json())
+        file = WrittenFile(name, FileRecord(size, b"" if of_rank else blocks), [], rank_record=of_rank)
+        sent += [pickle.dumps(SavePlan([])), pickle.dumps([file])]
+    return sent
 
 
-def _manifest(description: Description | _Of, records: Sequence[bytes]) -> bytes:
+def _manifest(description: Description, records: Sequence[bytes]) -> bytes:
     """Return the manifest of a save, made from the ranks' records as the coordinator makes it."""
-    received = [pickle.loads(data) for data in records]
-    files = [file for data in received if isinstance(data, list) for file in data]
-    return Manifest(
-        step=1,
-        kind=CheckpointKind.FULL,
-        created_at=0.0,
-        world_size=len(files),
-        versions={},
-        lineage=Lineage("simulated"),
-        files={file.name: file.record for file in files} | {layout.METADATA: description.metadata([]).record},
-        tensors=description.tensors,
-        objects=description.objects([]),
-        structure=description.structure,
-    ).to_json()
+    with no_collection():
+        received = [pickle.loads(data) for data in records]
+        files = [file for data in received if isinstance(data, list) for file in data]
+        of_ranks = dict(file.rank_record for file in files if file.rank_record is not None)
+        return Manifest(
+            step=1,
+            kind=CheckpointKind.FULL,
+            created_at=0.0,
+            world_size=len(files),
+            versions={},
+            lineage=Lineage("simulated"),
+            files={file.name: file.record for file in files} | of_ranks,
+            tensors=description.tensors,
+            objects=description.objects([]),
+            structure=description.structure,
+        ).to_json()
 
 
 def _stock_load(pickled: bytes, tensors: Sequence[Planned], mesh: Mesh) -> float:
-    mine = [item_of(tensor, mesh.size // 2, mesh) for tensor in tensors]
+    rank = mesh.size // 2
+    mine = [item_of(tensor, rank, mesh) for tensor in held_by(rank, tensors, mesh)]
 
     def plan() -> None:
         metadata: Metadata = pickle.loads(pickled)
@@ -202,28 +163,40 @@ def _stock_load(pickled: bytes, tensors: Sequence[Planned], mesh: Mesh) -> float
                 item.index.fqn, described, [ChunkStorageMetadata(chunk.offsets, chunk.sizes)]
             )
 
-    return _least(plan)[0]
+    return _least(plan, mesh)[0]
 
 
 def _our_load(manifest: bytes, tensors: Sequence[Planned], mesh: Mesh, all_bytes: int) -> float:
-    mine = [item_of(tensor, mesh.size // 2, mesh) for tensor in tensors]
-    targets = []
-    for item in mine:
-        assert item.tensor_data is not None
-        targets.append(torch.empty(item.tensor_data.chunk.sizes, device="meta"))
-    # The files are as large as with all tensors, also for a sample.
-    sizes = {layout.data_file(rank, 0): max(all_bytes, 1 << 62) for rank in range(mesh.size)}
+    """Return the seconds that a rank takes from the bytes of the manifest to its first read.
+
+    That is everything: the tables, whether the files can hold them, the reports of model and optimizer, and which bytes
+    it reads for each of its shards. Its own record has only its generators.
+    """
+    rank = mesh.size // 2
+    held = [tensor for tensor in held_by(rank, tensors, mesh) if tensor.kind != "own"]
+    mine = [(tensor, box_in(tensor, rank, mesh)) for tensor in held]
+    targets = [torch.empty(box.sizes, device="meta") for _, box in mine]
+    whole = {tensor.fqn: torch.empty(tensor.shape, device="meta") for tensor in held}
+    model = {key.removeprefix("model."): value for key, value in whole.items() if key.startswith("model.")}
+    slots = {name: ParameterSlot([name], (0, 0), like, {}, _state_of(name, whole)) for name, like in model.items()}
 
     def plan() -> None:
         with no_collection():
-            contents = Contents.of_manifest(Manifest.parse(manifest), "simulated")
-            contents.check(sizes)
-            for item, target in zip(mine, targets, strict=True):
-                stored = contents.tensors[item.index.fqn]
-                assert item.index.offset is not None
-                list(overlaps(item.index.fqn, stored, tuple(item.index.offset), target))
+            read = Manifest.parse(manifest)
+            contents = Contents.of_manifest(read, "simulated", DTYPES)
+            contents.check({name: max(record.size, 1 << 62) for name, record in read.files.items()})
+            stored = StoredModel(contents, EVERYTHING)
+            stored.report(model)
+            StoredOptimizer(contents, EVERYTHING, stored.names("model."), ListedGroups()).report(slots)
+            for (tensor, box), target in zip(mine, targets, strict=True):
+                list(overlaps(tensor.fqn, contents.tensors[tensor.fqn], box.offsets, target))
 
-    return _least(plan)[0]
+    return _least(plan, mesh)[0]
+
+
+def _state_of(name: str, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    prefix = f"optimizer.state.{name}."
+    return {key: whole[prefix + key] for key in ("exp_avg", "exp_avg_sq", "step")}
 
 
 def _results(rank: int, plan: SavePlan) -> list[WriteResult]:
@@ -237,20 +210,16 @@ def _results(rank: int, plan: SavePlan) -> list[WriteResult]:
     return results
 
 
-def _blocks(size: int) -> bytes:
-    return bytes(DIGEST_BYTES * num_blocks(size))
-
-
-def _least(work: Callable[[], T]) -> tuple[float, T]:
+def _least(work: Callable[[], T], mesh: Mesh) -> tuple[float, T]:
     """Return the least CPU time of `RUNS` runs of `work`, and its result: other processes can only add time."""
     seconds = []
-    for _ in range(RUNS):
+    for _ in range(RUNS if mesh.size <= MOST_RANKS_REPEATED else 1):
         made = None  # Keeps the result of the last run out of garbage collection.
         gc.collect()
         began = time.process_time()
         made = work()
         seconds.append(time.process_time() - began)
-    return min(seconds), made  # type: ignore[return-value]  # RUNS is at least 1.
+    return min(seconds), made  # type: ignore[return-value]  # there is at least one run
 
 
-__all__ = ["Figures", "num_bytes", "our_load", "our_repeated_seconds", "ours", "stock"]
+__all__ = ["Figures", "num_bytes", "ours", "stock"]

@@ -134,7 +134,7 @@ def test_a_new_run_starts_from_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("num_ranks", "has"), [(4, True), (MOST_CHUNKS, False)])
-def test_so_many_shards_that_it_would_take_over_a_second_have_none(num_ranks: int, has: bool) -> None:
+def test_a_state_of_more_shards_than_a_second_is_enough_for_has_none(num_ranks: int, has: bool) -> None:
     run = [num_ranks, [0, 1], 384, 0, [0], [1]]
     tensors = {
         "model.a": {"dtype": "float32", "shape": [num_ranks], "runs": [run]},

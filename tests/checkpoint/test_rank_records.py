@@ -5,6 +5,7 @@ Here every job is large: records begin with one rank.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import shutil
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.state.dict_state import DictState
 from torchtitan_lite.checkpoint.state.per_rank import PerRank
 from torchtitan_lite.cli.app import main
+from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import AllCheckpointsDamaged
 from torchtitan_lite.store import rank_records
 from torchtitan_lite.store.manifest import FORMAT_VERSION, Manifest
@@ -204,3 +206,32 @@ def test_each_of_two_ranks_gets_its_own(rank: int, tmp_path: Path) -> None:
     assert not [key for key in (*manifest.tensors, *manifest.objects) if ".rank0" in key or ".rank1" in key]
     record = RankRecord.parse((step(tmp_path) / f"__{rank}_0.json").read_bytes())
     assert {key.split(".")[1] for key in (*record.tensors, *record.objects)} == {f"rank{rank}"}
+
+
+def test_a_record_that_is_gone_is_damage_to_every_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(tmp_path)
+    (step(tmp_path) / "__0_0.json").unlink()
+    assert main(["verify", str(step(tmp_path))]) == 3
+    assert "__0_0.json: it is missing" in capsys.readouterr().out
+    assert main(["inspect", str(step(tmp_path))]) == 3
+
+
+def test_a_record_with_an_entry_that_is_not_of_its_rank_alone_is_damage(tmp_path: Path) -> None:
+    saved(tmp_path)
+    path = step(tmp_path) / "__0_0.json"
+    text = path.read_bytes().replace(b'"own.rank0.name"', b'"own.rank1.name"')
+    path.write_bytes(text)
+    manifest = manifest_of(step(tmp_path))
+    files = manifest.files | {"__0_0.json": FileRecord.of(text)}
+    (step(tmp_path) / "manifest.json").write_bytes(dataclasses.replace(manifest, files=files).to_json())
+    with pytest.raises(AllCheckpointsDamaged, match=r"own\.rank1\.name is no entry of rank 0 alone"):
+        resumed(tmp_path)
+
+
+def test_a_state_that_is_named_like_the_entry_of_a_rank_is_saved_too(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    states = {"own": PerRank(DictState({"a": 1})), "own.rank0": DictState({"b": 2})}
+    with CheckpointManager(None, job.model, job.optimizer, None, states, job_config(tmp_path)) as manager:
+        job.train()
+        manager.save(1, force=True)
+    assert "own.rank0.b" in manifest_of(step(tmp_path)).objects

@@ -54,7 +54,7 @@ class BucketShelf:
         findings = size_findings({file: record.size for file, record in files.items()}, sizes)
         if not findings and aside.why == CORRUPT:
             reader = ObjectReader(objects, name)
-            records = RecordsOfRanks(aside.manifest, str(aside.folder), reader, path_of)
+            records = RecordsOfRanks(aside.manifest, str(aside.folder), reader, path_of, lambda names: sizes)
             for file, record in sorted(RecordedFiles(aside.manifest, records).items()):
                 findings += [digest_finding(reader, path_of(file), record, advance)]
         if finding := next(filter(None, findings), ""):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -18,11 +19,14 @@ from torchtitan_lite.errors import CheckpointUnsafe
 
 _NAME_BYTES = 255
 
+_USUAL = re.compile(r"\w[\w.-]{0,200}", re.ASCII)
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def is_plain_name(name: str) -> bool:
     """Return whether `name` can only be a file in the folder that it is looked up in."""
+    if _USUAL.fullmatch(name):
+        return True
     if name in ("", ".", "..") or any(character in name for character in "/\\\0"):
         return False
     try:

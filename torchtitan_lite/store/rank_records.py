@@ -8,7 +8,7 @@ record, and the manifest has the digest of that. A rank reads the records of the
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -18,11 +18,15 @@ from torchtitan_lite.disk.digest import DIGEST_BYTES, FileRecord, num_blocks
 from torchtitan_lite.disk.read_requests import Piece
 from torchtitan_lite.errors import CheckpointDamaged
 from torchtitan_lite.store import layout
+from torchtitan_lite.store.described import allowed_description_bytes
 from torchtitan_lite.store.manifest import Manifest, Table
-from torchtitan_lite.store.manifest_fields import kind_of, value_of
+from torchtitan_lite.store.manifest_fields import bare, kind_of, value_of
 
 FROM_RANKS = 256
 """With fewer ranks all is in the manifest, which older releases read, and a load reads no further file for each."""
+
+
+SizesOf = Callable[[Iterable[str]], Mapping[str, int]]
 
 
 class ReadsPieces(Protocol):
@@ -63,12 +67,15 @@ class RankRecord:
 class RecordsOfRanks:
     """The records of the ranks that wrote the checkpoint `folder`, which `manifest` describes; each is read once.
 
-    `reader` reads the files that `path_of` gives for their names. Any thread.
+    `reader` reads the files that `path_of` gives for their names; `sizes_of` returns the sizes of those that exist. Any
+    thread.
     """
 
-    def __init__(self, manifest: Manifest, folder: str, reader: ReadsPieces, path_of: Callable[[str], Path]) -> None:
+    def __init__(
+        self, manifest: Manifest, folder: str, reader: ReadsPieces, path_of: Callable[[str], Path], sizes_of: SizesOf
+    ) -> None:
         self._manifest, self._folder = manifest, folder
-        self._reader, self._path_of = reader, path_of
+        self._reader, self._path_of, self._sizes_of = reader, path_of, sizes_of
         self._read: dict[str, RankRecord] = {}
 
     @property
@@ -87,9 +94,11 @@ class RecordsOfRanks:
         Raises `CheckpointDamaged` unless it is what was committed, and what the reader raises else.
         """
         if file not in self._read:
-            name = layout.record_file(layout.rank_of(file) or 0)
+            rank = layout.rank_of(file) or 0
+            name = layout.record_file(rank)
             try:
-                record = RankRecord.parse(self._bytes_of(name))
+                record = RankRecord.parse(self._bytes_of(name, self._manifest.files[file].size))
+                _check_keys(record, rank)
                 if len(record.blocks) != DIGEST_BYTES * num_blocks(self._manifest.files[file].size):
                     raise ValueError(f"it has {len(record.blocks)} bytes of digests, for another size of {file}")
             except (DamagedRange, ValueError, RecursionError) as error:
@@ -98,12 +107,25 @@ class RecordsOfRanks:
             self._read[file] = record
         return self._read[file]
 
-    def _bytes_of(self, name: str) -> bytes:
+    def _bytes_of(self, name: str, data_bytes: int) -> bytes:
         known = self._manifest.files[name]
+        found = self._sizes_of([name]).get(name)
+        # Before memory is allocated.
+        if found != known.size:
+            raise ValueError("it is missing" if found is None else f"it has {found} bytes, not {known.size}")
+        if known.size > (most := allowed_description_bytes(data_bytes)) or not known.blocks:
+            raise ValueError(f"expected at most {most} bytes with digests, found {known.size}")
         data = bytearray(known.size)
         with memoryview(data) as view:
             self._reader.read(self._path_of(name), known, [Piece(0, view)])
         return bytes(data)
+
+
+def _check_keys(record: RankRecord, rank: int) -> None:
+    """Raise ValueError for an entry that does not have the number of `rank` in its name: others might have it, too."""
+    for key in (*record.tensors, *record.objects):
+        if f".rank{rank}." not in f"{key}.":
+            raise ValueError(f"{bare(key)} is no entry of rank {rank} alone")
 
 
 class RecordedFiles(Mapping[str, FileRecord]):

@@ -12,12 +12,13 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord, num_blocks
-from torchtitan_lite.disk.plain_file import size_finding
+from torchtitan_lite.disk.plain_file import size_finding, sizes_of
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, CheckpointUnsafe
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.known_manifests import damage_in
@@ -137,7 +138,8 @@ def _why(name: str) -> tuple[int, str] | None:
 def check(aside: SetAside, advance: Callable[[int], object]) -> None:
     """Raise as `Shelf.check` does."""
     folder, reader = on_disk(aside.folder), BlockReader()
-    files = RecordedFiles(aside.manifest, RecordsOfRanks(aside.manifest, str(folder), reader, folder.joinpath))
+    sizes = partial(sizes_of, folder)
+    files = RecordedFiles(aside.manifest, RecordsOfRanks(aside.manifest, str(folder), reader, folder.joinpath, sizes))
     for name, known in sorted(aside.manifest.files.items()):
         finding = size_finding(folder / name, known.size)
         if not finding and aside.why == CORRUPT:

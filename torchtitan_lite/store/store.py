@@ -312,8 +312,8 @@ class CheckpointStore:
             # The new checkpoint would be abandoned from the moment of its commit.
             raise SaveFailed(step, f"{abandoning[0].path} abandons step {step} of run {manifest.lineage.run_id}")
         there = {path.name for path in staging.iterdir()} if is_folder(staging) else set()
-        if missing := manifest.files.keys() - there:
-            raise SaveFailed(step, f"{staging / min(missing)} is missing")
+        for name in sorted(manifest.files.keys() - there):
+            _size(staging / name, step)  # A listing may be of a moment ago.
         # Each rank has looked at its own files. This shows what other hosts see of them, as far as it takes no time.
         for name, record in islice(manifest.files.items(), _MOST_LOOKS):
             if (size := _size(staging / name, step)) != record.size:

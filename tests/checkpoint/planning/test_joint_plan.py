@@ -21,9 +21,10 @@ from tests.examples import examples
 from torchtitan_lite.checkpoint.format.contents import StoredTensor
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES
 from torchtitan_lite.checkpoint.format.file_data import FileLayout
+from torchtitan_lite.checkpoint.format.flattening import flatten
 from torchtitan_lite.checkpoint.format.stored_tensor import misfit
 from torchtitan_lite.checkpoint.format.tensor_table import TensorTable
-from torchtitan_lite.checkpoint.planning.outline import MeshPlace
+from torchtitan_lite.checkpoint.planning.outline import MeshPlace, PlanEntry, outlined
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Table
 
@@ -235,3 +236,23 @@ def test_one_byte_goes_to_the_holder_with_least_and_zero_bytes_to_the_first_hold
 def test_all_that_is_shared_comes_from_the_lowest_rank_where_ranks_differ() -> None:
     ranks = [[Has("model.a", (4,)), Has("model.b", (4,))] for _ in range(3)]
     assert [len(items) for items in planned(ranks, of_lowest=True).kept] == [2, 0, 0]
+
+
+def test_names_of_single_ranks_leave_the_others_one_piece() -> None:
+    """As with experts that each rank has under its own number."""
+    digests = set()
+    for rank in range(3):
+        keys = ["model.a", f"model.rank{rank}.w", "model.b"]
+        own = outlined([PlanEntry(key, "float32", (2,)) for key in keys], [], flatten({"model": {}})[1])
+        digests.add((own.outline.sections[0], own.outline.sections[2]))
+    assert len(digests) == 1
+
+
+def test_of_ranks_that_say_in_two_ways_what_they_have_the_lowest_writes() -> None:
+    ranks = [
+        [Has("model.w", (4,), mesh=MeshPlace((2,), (rank,)), placements=(Shard(0),))]
+        if rank < 2
+        else [Has("model.w", (4,), box=((2 * (rank - 2),), (2,)))]
+        for rank in range(4)
+    ]
+    assert [len(items) for items in planned(ranks).kept] == [1, 1, 0, 0]

@@ -45,7 +45,11 @@ class Boxes:
         """
         if len(ranks) < LEAST_CHUNKS:
             return None
-        found = min((_runs_in(rows, ranks, at) for rows in self._rows), key=len, default=[])
+        along = sorted((_Links(rows, ranks, at) for rows in self._rows), key=lambda links: links.least_runs)
+        found = along[0].runs() if along else []
+        for links in along[1:]:
+            if links.least_runs < len(found):
+                found = min(found, links.runs(), key=len)
         if not found or sum(count for count, _, _, _ in found) == len(found):
             return None
         offsets, sizes = self.offsets, self.sizes
@@ -99,22 +103,31 @@ def _with_runs(entry: dict[str, Any]) -> dict[str, Any]:
     return entry if runs is None else {name: of for name, of in entry.items() if name != "chunks"} | {"runs": runs}
 
 
-def _runs_in(rows: _Rows, ranks: Numbers, at: Numbers) -> list[tuple[int, int, int, int]]:
-    """Return count, number of the first chunk, step of the rank and dimension of each run along `rows`."""
-    if rows.order is not None:
-        ranks, at = ranks[rows.order], at[rows.order]
-    steps = ranks[1:] - ranks[:-1]
-    joins = rows.adjoins & (at[1:] == at[:-1]) & (steps > 0)
-    continues = joins[1:] & joins[:-1] & (steps[1:] == steps[:-1])
-    ends = np.append(np.flatnonzero(~continues), len(joins) - 1)
-    """The last of each row of neighbours with one step."""
-    found, first = [], 0
-    while first < len(ranks):
-        last = first
-        if first < len(joins) and joins[first]:
-            last = int(ends[np.searchsorted(ends, first)]) + 1
-        number = first if rows.order is None else int(rows.order[first])
-        is_run = last > first
-        found.append((last - first + 1, number, int(steps[first]) if is_run else 1, rows.dim if is_run else 0))
-        first = last + 1
-    return found
+class _Links:
+    """The chunks along `rows`, and which of them one run could join with the next."""
+
+    def __init__(self, rows: _Rows, ranks: Numbers, at: Numbers) -> None:
+        if rows.order is not None:
+            ranks, at = ranks[rows.order], at[rows.order]
+        self._rows = rows
+        self._steps: Numbers = ranks[1:] - ranks[:-1]
+        self._joins = rows.adjoins & (at[1:] == at[:-1]) & (self._steps > 0)
+        self.least_runs = 1 + int((~self._joins).sum())
+        """There are at least as many runs. To find them takes longer."""
+
+    def runs(self) -> list[tuple[int, int, int, int]]:
+        """Return count, number of the first chunk, step of the rank and dimension of each run."""
+        rows, steps, joins = self._rows, self._steps, self._joins
+        continues = joins[1:] & joins[:-1] & (steps[1:] == steps[:-1])
+        ends = np.append(np.flatnonzero(~continues), len(joins) - 1)
+        """The last of each row of neighbours with one step."""
+        found, first = [], 0
+        while first <= len(joins):
+            last = first
+            if first < len(joins) and joins[first]:
+                last = int(ends[np.searchsorted(ends, first)]) + 1
+            number = first if rows.order is None else int(rows.order[first])
+            is_run = last > first
+            found.append((last - first + 1, number, int(steps[first]) if is_run else 1, rows.dim if is_run else 0))
+            first = last + 1
+        return found

@@ -72,7 +72,9 @@ def metadata_head(
 def metadata_tail(objects: Iterable[PlacedItem]) -> Iterator[bytes]:
     """Yield the rest of the file, with the places of `objects`."""
     of_item = storage_info()
-    yield from _entries((MetadataIndex(_one(key)), of_item(_one(file), at, size)) for key, file, at, size in sorted(objects))
+    yield from _entries(
+        (MetadataIndex(_one(key)), of_item(_one(file), at, size)) for key, file, at, size in sorted(objects)
+    )
     others = Metadata({}, version=DCP_VERSION)
     for field in dataclasses.fields(Metadata):
         if field.name not in _STREAMED:

@@ -238,7 +238,8 @@ class JointPlan:
                 spread = self._spread(lowest.shape, of_key, spreads)
             except ValueError as error:
                 raise ValueError(f"{key}: {error}") from None
-            is_lowest_ranks = self._of_lowest or any(section.entries[at].is_lowest_ranks for section, at in of_key)
+            entries = [section.entries[at] for section, at in of_key]
+            is_lowest_ranks = self._of_lowest or _is_mixed(entries) or any(each.is_lowest_ranks for each in entries)
             tensors.append(_Tensor(spread, DTYPES[lowest.dtype].itemsize, is_lowest_ranks, key, lowest.dtype, of_key))
         shown = ", ".join(odd[:_SHOWN]) + (f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else "")
         return tensors, objects, shown
@@ -308,6 +309,8 @@ class JointPlan:
             if not spread.largest_shared or any(s.entries[at].is_lowest_ranks for s, at in tensor.places):
                 continue
             entries = [section.entries[at] for section, at in tensor.places]
+            if _is_mixed(entries):
+                continue
             if any(entry.sizes for entry in entries):
                 for number, (section, at) in enumerate(tensor.places):
                     ranks, counts = _of_one_box(spread, number)
@@ -320,11 +323,14 @@ class JointPlan:
                     for (s, _), entry in zip(tensor.places, entries, strict=True)
                 ),
             )
-            if alike not in known:
+            pattern = known.get(alike)
+            if pattern is None:
                 groups = self._without_empty(spread, tensor.places)
-                known[alike] = patterns.number_of(groups.ranks, groups.counts)
+                pattern = patterns.number_of(groups.ranks, groups.counts)
+                if groups is not spread:
+                    known[alike] = pattern
             for section, at in tensor.places:
-                section.patterns[at] = known[alike]
+                section.patterns[at] = pattern
         return patterns.members(len(self._outlines))
 
     def _without_empty(self, spread: Spread, places: Sequence[_Place]) -> Spread:
@@ -409,6 +415,11 @@ def _agreeing(lowest: PlanEntry, places: Sequence[_Place]) -> tuple[list[_Place]
             rank, second = places[0][0].ranks[0], section.ranks[0]
             odd.append(f"{lowest.key} ({_shown(lowest)} on rank {rank}, {_shown(entry)} on rank {second})")
     return agreeing, odd
+
+
+def _is_mixed(entries: Sequence[PlanEntry]) -> bool:
+    """Return whether some ranks say by placements, and others by boxes, what they have: no two of them are compared."""
+    return len(entries) > 1 and any(each.sizes for each in entries) and any(not each.sizes for each in entries)
 
 
 def _shown(entry: PlanEntry) -> str:

@@ -9,6 +9,7 @@ each piece the coordinator then asks the lowest rank that has it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -25,6 +26,7 @@ from torchtitan_lite.checkpoint.format.structure import Branch, encode
 Shape = tuple[int, ...]
 Digest = bytes
 
+_OF_A_RANK = re.compile(r"\.rank\d+\.")
 _MOST_NAMES = 256
 """Names of a state with a piece each; of one with more, such as bare weights, all entries are one piece."""
 
@@ -136,8 +138,15 @@ def _tuples(value: Any) -> Any:
 
 
 def _by_name(keys: Sequence[str]) -> list[range]:
-    """Return the numbers of `keys` in ranges of which each begins with the same name."""
-    lengths = [len([*of_name]) for _, of_name in groupby(keys, lambda key: key.partition(".")[0])]
+    """Return the numbers of `keys` in ranges of which each begins with the same name.
+
+    Names with the number of a rank in them are ranges of their own: other ranks have others there.
+    """
+
+    def name(key: str) -> tuple[str, bool]:
+        return key.partition(".")[0], _OF_A_RANK.search(f".{key}.") is not None
+
+    lengths = [len([*of_name]) for _, of_name in groupby(keys, name)]
     if len(lengths) > _MOST_NAMES:
         lengths = [len(keys)]
     ranges, begin = [], 0

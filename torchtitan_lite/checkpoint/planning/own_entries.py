@@ -73,6 +73,9 @@ def divided(items: Sequence[WriteItem], flat: State, structure: Branch, states: 
     """Divide the `items` of this `rank`: its own are below its number in one of the `states`, and whole."""
     name = f"rank{rank}"
     roots = [key for key in structure.keys if key in states and _has(structure, key, name)]
+    # Another state may have a name that begins like the entry of a rank.
+    names = [*map(str, structure.keys)]
+    roots = [key for key in roots if not any(each.startswith(f"{key}.rank") for each in names)]
     prefixes = tuple(f"{key}.{name}" for key in roots)
     below = tuple(f"{prefix}." for prefix in prefixes)
 

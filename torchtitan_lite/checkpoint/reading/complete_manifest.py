@@ -40,4 +40,4 @@ def complete(
 
 def records_of(files: Files, folder: Place, manifest: Manifest) -> RecordsOfRanks:
     """Return the records of the ranks that wrote the checkpoint in `folder`; reads nothing yet."""
-    return RecordsOfRanks(manifest, str(folder), files.reader(), files.path_of)
+    return RecordsOfRanks(manifest, str(folder), files.reader(), files.path_of, files.sizes_of)

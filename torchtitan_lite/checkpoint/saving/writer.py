@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -121,14 +121,13 @@ class RankContent:
     """Returns when the state may change. Raises RuntimeError if it changed while it was copied."""
 
 
-@dataclass(frozen=True)
-class WrittenFile:
+class WrittenFile(NamedTuple):
     """A rank's report to the coordinator about the file that it wrote."""
 
     name: str
     record: FileRecord
     objects: Sequence[PlacedObject]
-    digests: Mapping[str, TensorDigest] = field(default_factory=dict)
+    digests: Mapping[str, TensorDigest] = {}  # never changed
     """By key, the part of each tensor's digest that comes from this file."""
     nan_in: Sequence[str] = ()
     """Keys of weights in which NaN was seen."""
