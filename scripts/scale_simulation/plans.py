@@ -14,10 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
 from torchtitan_lite.checkpoint.format.flattening import flatten
-from torchtitan_lite.checkpoint.format.shards import Box, box_of, split_of
+from torchtitan_lite.checkpoint.format.shards import Box, Split, box_of
 from torchtitan_lite.checkpoint.format.structure import Branch
 from torchtitan_lite.checkpoint.planning.outline import MeshPlace, Outlined, PlanEntry, outlined
 from torchtitan_lite.models.llama.args import FLAVORS, ModelArgs
@@ -189,25 +188,25 @@ def box_in(tensor: Planned, rank: int, mesh: Mesh) -> Box:
     return box_of(shape, sizes, placements, _coordinate(rank % mesh.of_stage, sizes))
 
 
-def _placed(tensor: Planned, mesh: Mesh) -> tuple[Shape, tuple[Placement, ...]] | None:
+def _placed(tensor: Planned, mesh: Mesh) -> tuple[Shape, tuple[Split, ...]] | None:
     """Return the sizes of the mesh of `tensor`, and its placements there; None if every rank has all of it."""
     if tensor.kind not in ("matrix", "vector", "expert"):
         return None
     if tensor.kind == "expert":
-        return (mesh.shard // mesh.experts, mesh.experts), (Shard(1), Shard(0))
-    sizes, placements = [mesh.shard], [Shard(0)]
+        return (mesh.shard // mesh.experts, mesh.experts), (Split(1), Split(0))
+    sizes, placements = [mesh.shard], [Split(0)]
     if mesh.replicate > 1:
-        sizes, placements = [mesh.replicate, *sizes], [Replicate(), *placements]
+        sizes, placements = [mesh.replicate, *sizes], [Split(-1), *placements]
     if mesh.tensor > 1:
         sizes.append(mesh.tensor)
         if tensor.kind == "vector":
-            placements.append(Replicate())
+            placements.append(Split(-1))
         elif tensor.splits_columns:
-            placements.append(Shard(1))
+            placements.append(Split(1))
         else:
             # FSDP shards the rows of one rank of tensor parallelism again.
-            placements[-1] = _StridedShard(0, split_factor=mesh.tensor)
-            placements.append(Shard(0))
+            placements[-1] = Split(0, mesh.tensor)
+            placements.append(Split(0))
     return tuple(sizes), tuple(placements)
 
 
@@ -216,7 +215,7 @@ def _entry(tensor: Planned, mesh: Mesh, meshes: Sequence[Shape]) -> PlanEntry:
     placed = _placed(tensor, mesh)
     if placed is None:
         return entry
-    return entry._replace(mesh=meshes.index(placed[0]), placements=tuple(map(split_of, placed[1])))
+    return entry._replace(mesh=meshes.index(placed[0]), placements=placed[1])
 
 
 def _coordinate(rank: int, sizes: Shape) -> Shape:

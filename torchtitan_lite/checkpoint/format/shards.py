@@ -52,8 +52,12 @@ class Split(NamedTuple):
     split_factor: int = 1
     """Into how many parts dimensions of the mesh to the right split it before."""
 
+    def is_partial(self) -> bool:
+        """Return False: a sum has no part of a tensor."""
+        return False
 
-def box_of(shape: Shape, mesh: Shape, placements: Sequence[Placement], coordinate: Sequence[int]) -> Box:
+
+def box_of(shape: Shape, mesh: Shape, placements: Sequence[Placement | Split], coordinate: Sequence[int]) -> Box:
     """Return the box of a tensor of `shape` that the rank at `coordinate` in a mesh of these sizes holds.
 
     Raises ValueError for placements whose shards are not boxes, and for partial sums.

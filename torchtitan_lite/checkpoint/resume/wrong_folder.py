@@ -78,7 +78,7 @@ def _is_whole_checkpoint(folder: Path) -> bool:
         if (folder / layout.METADATA).is_file():
             others = (layout.MANIFEST, layout.data_file(0, 0))
             return layout.parse_step(folder.name) is not None or any((folder / name).is_file() for name in others)
-        return (folder / layout.MANIFEST).is_file() and (folder / layout.data_file(0, 0)).is_file()
+        return layout.parse_step(folder.name) is not None and (folder / layout.MANIFEST).is_file()
     return False
 
 
