@@ -256,3 +256,10 @@ def test_of_ranks_that_say_in_two_ways_what_they_have_the_lowest_writes() -> Non
         for rank in range(4)
     ]
     assert [len(items) for items in planned(ranks).kept] == [1, 1, 0, 0]
+
+
+def test_a_tensor_without_elements_is_stored_in_its_whole_shape_however_it_is_cut() -> None:
+    ranks = [[Has("model.w", (0, 3), mesh=MeshPlace((2,), (rank,)), placements=(Shard(1),))] for rank in range(2)]
+    made = planned(ranks)
+    assert [chunk[2:] for chunk in made.tensors["model.w"]["chunks"]] == [[[0, 0], [0, 3]]]
+    check_places(made)

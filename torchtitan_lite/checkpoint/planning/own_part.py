@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
 from torchtitan_lite.checkpoint.format.chunk_runs import LEAST_CHUNKS
@@ -41,7 +44,7 @@ class OwnPart:
             item = self._items[entry.number]
             if entry.number_of_all in decided if entry.is_decided else _has_elements(item):
                 is_cut = world_size >= LEAST_CHUNKS and _is_cut(item)
-                parts[int(entry.is_decided) if is_cut else 2].append(item)
+                parts[int(entry.is_decided) if is_cut else 2].append(_whole_if_empty(item))
         return [item for part in parts for item in part]
 
     def shared(self) -> list[SharedItems]:
@@ -69,6 +72,16 @@ class OwnPart:
                 zip(numbers, answered.is_decided, answered.patterns, strict=True)
             ):
                 yield _OwnEntry(number, answered.first + at, bool(is_decided), pattern)
+
+
+def _whole_if_empty(item: WriteItem) -> WriteItem:
+    """Return `item` with all of its tensor, if that has no elements."""
+    data = item.tensor_data
+    if data is None or data.size.numel() or data.chunk.sizes == data.size:
+        return item
+    chunk = ChunkStorageMetadata(torch.Size([0] * len(data.size)), data.size)
+    index = MetadataIndex(item.index.fqn, chunk.offsets)
+    return dataclasses.replace(item, index=index, tensor_data=dataclasses.replace(data, chunk=chunk))
 
 
 def _has_elements(item: WriteItem) -> bool:

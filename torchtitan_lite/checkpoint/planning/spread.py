@@ -65,7 +65,8 @@ class Spread:
             offsets, sizes, ranks, of_holders = offsets[kept], sizes[kept], ranks[kept], of_holders[kept]
             place = offsets @ np.array(_strides(shape), dtype=np.int64)
         else:
-            place = np.zeros(len(ranks), dtype=np.int64)
+            # One box, of the whole shape: a load finds it there, however its own ranks divide nothing.
+            place, offsets, sizes = np.zeros(len(ranks), dtype=np.int64), offsets * 0, offsets * 0 + np.array(shape)
         order = np.lexsort((ranks, place))
         place = place[order]
         self.ranks: Numbers = ranks[order]
