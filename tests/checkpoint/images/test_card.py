@@ -40,10 +40,10 @@ def test_a_card_at_its_limits_is_read_as_it_was_written(changes: dict[str, Any])
 
 
 def test_a_card_of_a_version_that_knew_one_commit_only_is_read() -> None:
-    data = CARD.to_bytes().replace(b',"before":[]', b"").replace(b',"metadata_ns":0', b"")
+    data = CARD.to_bytes().replace(b',"before":[]', b"").replace(b',"written_ns":0', b"")
     data = data.replace(b',"run_id":""', b"")
     data = data.replace(b',"trained_seconds":3.5', b"")
-    assert b"before" not in data and b"metadata_ns" not in data and b'"run_id":""' not in data
+    assert b"before" not in data and b"written_ns" not in data and b'"run_id":""' not in data
     found = Card.parse(data)
     assert (found.latest, found.before, found.trained_seconds) == (CARD.latest, (), 0.0)
 
@@ -66,7 +66,7 @@ def test_a_number_that_is_none_is_neither_written_nor_read() -> None:
         (b'"rank":1', b'"rank":3', "rank 3 of 2"),
         (b'"latest":{"step":5', b'"latest":{"step":-1', "step: expected at least 0"),
         (b'"latest":{"step":5', b'"latest":{"step":"5"', "step: expected int"),
-        (b'"metadata_ns":0', b'"metadata_ns":-1', "metadata_ns: expected at least 0"),
+        (b'"written_ns":0', b'"written_ns":-1', "written_ns: expected at least 0"),
         (b'"before":[]', b'"before":{}', "before: expected list"),
         (b'"before":[]', b'"before":[7]', "commit"),
         (b'"start":"a1"', b'"start":"' + b"s" * 65 + b'"', "start: expected at most 64 letters"),

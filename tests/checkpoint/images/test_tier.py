@@ -208,7 +208,7 @@ def test_a_damaged_checkpoint_is_known_by_what_is_left_of_it(tmp_path: Path) -> 
     store = CheckpointStore(tmp_path / "checkpoint")
     info = committed(store.root)
     (commit,) = commits_in(store)
-    assert commit == commit_of(info) and commit.metadata_ns > 0
+    assert commit == commit_of(info) and commit.written_ns > 0
     assert rests_in(store) == frozenset()
     manifest = info.path / "manifest.json"
     whole = manifest.read_bytes()
@@ -222,8 +222,8 @@ def test_a_damaged_checkpoint_is_known_by_what_is_left_of_it(tmp_path: Path) -> 
     assert rest.is_rest_of(commit), "a pipe in its place is not waited for"
     manifest.unlink()
     manifest.write_bytes(whole.replace(b"full", b"null"))
-    (info.path / ".metadata").unlink()
+    (info.path / "__0_0.distcp").unlink()
     (rest,) = rests_in(store)
-    assert rest.metadata_ns == 0 and rest.is_rest_of(commit)
+    assert rest.written_ns == 0 and rest.is_rest_of(commit)
     store.quarantine(7, ["a test"])
     assert rests_in(store) == {rest}

@@ -55,9 +55,10 @@ def assembled(cards: Sequence[Card]) -> Manifest:
 def same_contents(on_disk: Manifest, in_memory: Manifest) -> bool:
     """Return whether both, completed, describe the same checkpoint, byte by byte."""
     files = {name: record for name, record in on_disk.files.items() if layout.is_data_file(name)}
-    return files == in_memory.files and all(
-        dict(getattr(on_disk, table)) == dict(getattr(in_memory, table)) for table in ("objects", "tensors")
-    )
+    # Only on disk a value may come with its item, for a `.metadata` that is added later.
+    objects = {key: {"value": entry["value"]} if "value" in entry else entry for key, entry in on_disk.objects.items()}
+    is_same = files == in_memory.files and objects == dict(in_memory.objects)
+    return is_same and dict(on_disk.tensors) == dict(in_memory.tensors)
 
 
 def _objects(by_rank: Sequence[Card]) -> Table:

@@ -127,10 +127,10 @@ class Card:
 def _commit(value: Any) -> Commit:
     document = table({"commit": value})["commit"]
     digest = value_of(document, "digest", str)[:_ID_LETTERS]
-    metadata_ns = number(document, "metadata_ns", 0) if "metadata_ns" in document else 0
+    written_ns = number(document, "written_ns", 0) if "written_ns" in document else 0
     # Of a version that did not note it.
     run_id = _id(document, "run_id") if "run_id" in document else ""
-    return Commit(number(document, "step", 0), digest, metadata_ns, run_id)
+    return Commit(number(document, "step", 0), digest, written_ns, run_id)
 
 
 def _id(document: dict[str, Any], name: str) -> str:

@@ -1,7 +1,7 @@
 """The checkpoints on disk as images know them: which one was committed last, and whether a damaged one is that one.
 
 An image belongs to the run on disk only if nothing was committed since that it does not know. A damaged checkpoint has
-lost a part of itself, so it is known by what is left: the last line of its manifest, or the time of its `.metadata`,
+lost a part of itself, so it is known by what is left: the last line of its manifest, or the time of rank 0's file,
 which no process writes after the commit.
 """
 
@@ -31,15 +31,15 @@ class Commit:
     step: int
     digest: str
     """The digest in the last line of its manifest; empty where that is damaged."""
-    metadata_ns: int = field(default=0, compare=False)
-    """When its `.metadata` was written, in nanoseconds; 0 if that is unknown."""
+    written_ns: int = field(default=0, compare=False)
+    """When the file of rank 0 was written, in nanoseconds; 0 if that is unknown."""
     run_id: str = field(default="", compare=False)
     """That of its run or branch; empty if that is unknown."""
 
     def is_rest_of(self, commit: Commit) -> bool:
         """Return whether this, which was found in a damaged checkpoint, is left of `commit`."""
         has_digest = bool(self.digest) and self.digest == commit.digest
-        has_time = self.metadata_ns > 0 and self.metadata_ns == commit.metadata_ns
+        has_time = self.written_ns > 0 and self.written_ns == commit.written_ns
         return self.step == commit.step and (has_digest or has_time)
 
 
@@ -47,7 +47,7 @@ def commit_of(info: CheckpointInfo) -> Commit | None:
     """Return the step and the digest of a committed checkpoint; None if its manifest cannot be read."""
     folder = on_disk(info.path)
     try:
-        return Commit(info.step, _digest_in(folder), _metadata_ns(folder), info.run_id)
+        return Commit(info.step, _digest_in(folder), _written_ns(folder), info.run_id)
     except (OSError, CheckpointUnsafe):
         return None
 
@@ -71,7 +71,7 @@ def _rest(step: int, folder: Path) -> Commit:
     digest = ""
     with suppress(OSError, CheckpointUnsafe):
         digest = _digest_in(folder)
-    return Commit(step, digest, _metadata_ns(folder))
+    return Commit(step, digest, _written_ns(folder))
 
 
 def _digest_in(folder: Path) -> str:
@@ -79,8 +79,8 @@ def _digest_in(folder: Path) -> str:
         return last_digest(fd)
 
 
-def _metadata_ns(folder: Path) -> int:
+def _written_ns(folder: Path) -> int:
     try:
-        return os.lstat(folder / layout.METADATA).st_mtime_ns
+        return os.lstat(folder / layout.data_file(0, 0)).st_mtime_ns
     except OSError:
         return 0
