@@ -15,7 +15,6 @@ import io
 import pickle
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ PlacedItem = tuple[str, str, int, int]
 
 _OLDEST = 5
 """The fields of `TensorProperties` in torch 2.11: dtype, layout, requires_grad, memory format, pin_memory."""
-_PART_ENTRIES = 1000
+_PART_CHUNKS = 1000
 _STREAMED = ("state_dict_metadata", "planner_data", "storage_data")
 _BEGIN = pickle.PROTO + b"\x02"
 _DICT = pickle.EMPTY_DICT + pickle.BINPUT + b"\x00"
@@ -64,7 +63,7 @@ def metadata_head(
     yield from _entries(described)
     yield from _entries((key, BytesStorageMetadata()) for key in sorted(objects))
     yield from _opened("planner_data")
-    yield from _entries((key, tuple(map(_one, path))) for key, path in paths.items())
+    yield from _entries((_one(key), tuple(map(_one, path))) for key, path in paths.items())
     yield from _opened("storage_data")
     yield from _entries(place for key, tensor in tensors.items() for place in _places(key, tensor))
 
@@ -93,11 +92,23 @@ def _opened(name: str) -> Iterator[bytes]:
 
 def _entries(pairs: Iterable[tuple[Any, Any]]) -> Iterator[bytes]:
     """Yield what adds `pairs` to the mapping that was opened last."""
-    left = iter(pairs)
-    while part := dict(islice(left, _PART_ENTRIES)):
-        # A pickle of its own, without its begin, its dict and its end. Up to protocol 2, what a pickle remembers has
-        # numbers, so that the next one takes the same numbers again, and neither refers to the other.
-        yield _bare(part).removeprefix(_DICT)
+    part: dict[Any, Any] = {}
+    left = _PART_CHUNKS
+    for key, value in pairs:
+        part[key] = value
+        # A tensor may have a chunk on each of thousands of ranks.
+        left -= max(1, len(value.chunks)) if isinstance(value, TensorStorageMetadata) else 1
+        if left <= 0:
+            yield _part(part)
+            part, left = {}, _PART_CHUNKS
+    if part:
+        yield _part(part)
+
+
+def _part(part: dict[Any, Any]) -> bytes:
+    # A pickle of its own, without its begin, its dict and its end. Up to protocol 2, what a pickle remembers has
+    # numbers, so that the next one takes the same numbers again, and neither refers to the other.
+    return _bare(part).removeprefix(_DICT)
 
 
 def _described(tensor: StoredTensor) -> TensorStorageMetadata:
