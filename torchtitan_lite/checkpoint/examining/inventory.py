@@ -27,6 +27,7 @@ from torchtitan_lite.store.known_manifests import describe
 from torchtitan_lite.store.lineage import Lineage, without_abandoned
 from torchtitan_lite.store.listing import Listing, is_folder
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
+from torchtitan_lite.store.manifest_fields import DCP_METADATA
 from torchtitan_lite.store.place import Place
 from torchtitan_lite.store.verified import Verified, verified, verified_in
 
@@ -129,9 +130,9 @@ def _entry(folder: Path) -> ListedCheckpoint | None:
         return _rest(folder, FolderState.BEING_REPLACED, pair[0], finding)
     if (aside := layout.parse_set_aside(name)) is not None:
         return _of_aside(folder, *aside)
-    if is_folder(folder) and (folder / layout.METADATA).is_file():
-        return _foreign(folder, None)
-    return None
+    if not is_folder(folder):
+        return None
+    return _foreign(folder, None) if (folder / layout.METADATA).is_file() else _copy(folder)
 
 
 def _of_step(folder: Path, step: int) -> ListedCheckpoint:
@@ -204,6 +205,18 @@ def managed(folder: Place, manifest: Manifest, state: FolderState, finding: str)
         config=manifest.extra.get("config", {}),
         info=info if state is FolderState.COMMITTED else None,
     )
+
+
+def _copy(folder: Path) -> ListedCheckpoint | None:
+    """Return the entry of a copy of one of ours that was saved without `.metadata`, under a name of its own."""
+    try:
+        manifest = Manifest.of_folder(folder)
+    except (CheckpointDamaged, CheckpointUnsafe, FormatTooNew):
+        return None
+    if manifest is None or DCP_METADATA not in manifest.extra:
+        return None
+    entry = managed(folder, manifest, FolderState.FOREIGN, "")
+    return dataclasses.replace(entry, step=None, lineage=None, nbytes=sum(_sizes(folder).values()))
 
 
 def _foreign(folder: Path, step: int | None) -> ListedCheckpoint:

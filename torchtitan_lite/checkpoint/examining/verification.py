@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -122,6 +123,8 @@ def read_through(
     except CheckpointUnreadable:
         refuse_if_gone(looked.path, looked.identity)
         raise
+    if looked.manifest is not None and DCP_METADATA in looked.manifest.extra and isinstance(looked.path, Path):
+        findings += _of_added_metadata(looked.path)
     if findings:
         refuse_if_gone(looked.path, looked.identity)
     return Read(tuple(findings), len(items), checked.num_without_checksum)
@@ -147,9 +150,6 @@ def _looked(looked: Looked) -> Looked:
     findings, sizes = _of_sizes(found, files, contents, recorded)
     # A file of another size is one finding, not one for each tensor in it.
     findings += _of_coverage(contents, recorded or sizes)
-    is_added = manifest is not None and DCP_METADATA in manifest.extra and layout.METADATA in found.names
-    if is_added and isinstance(folder, Path):
-        findings += _of_added_metadata(folder)
     described = {*recorded, *contents.files, layout.MANIFEST, layout.METADATA}
     unknown = tuple(sorted(name for name in found.names if name not in described))
     return dataclasses.replace(looked, contents=contents, findings=tuple(findings), sizes=sizes, unknown=unknown)
@@ -211,11 +211,16 @@ def _of_coverage(contents: Contents, sizes: Mapping[str, int]) -> list[Finding]:
 
 
 def _of_added_metadata(folder: Path) -> list[Finding]:
-    """Return what is wrong with the `.metadata` of a checkpoint that was saved without."""
+    """Return what is wrong with the `.metadata` of a checkpoint that was saved without; nothing if there is none."""
+    if not os.path.lexists(folder / layout.METADATA):
+        return []
     from torchtitan_lite.checkpoint.reading.derived_metadata import is_as_it_should_be
 
-    if is_as_it_should_be(CheckpointFolder(folder, "size"), folder / layout.METADATA):
-        return []
+    try:
+        if is_as_it_should_be(CheckpointFolder(folder, "size"), folder / layout.METADATA):
+            return []
+    except CheckpointUnsafe as error:
+        return [Finding(layout.METADATA, error.finding)]
     return [Finding(layout.METADATA, "it does not describe this checkpoint: add it again with add-metadata")]
 
 
