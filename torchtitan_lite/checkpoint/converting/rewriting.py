@@ -32,6 +32,7 @@ from torchtitan_lite.errors import CheckpointDamaged, ConfigError, TorchtitanLit
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Manifest, Table
+from torchtitan_lite.store.manifest_fields import DCP_METADATA
 
 Layout = Literal["dcp", "dcp, nested", "torchtitan", "ours"]
 """`dcp, nested` has the optimizer as a list of groups, the others by the names of parameters."""
@@ -154,6 +155,7 @@ def _of_files(manifest: Manifest, written: Written, state: NewState) -> Manifest
         files=written.files,
         tensors=Table(written.tensors),
         objects=Table(written.objects),
+        extra={name: value for name, value in manifest.extra.items() if name != DCP_METADATA},
         format_version=format_version(written.tensors),
     )
 
