@@ -16,6 +16,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from tests.bucket.proxy import Action, Proxy, Request, answers, where
 from tests.bucket.server import Server
 from tests.checkpoint.small_run import SmallRun, Tiny, job_config, same
+from tests.cli.command import command
 from torchtitan_lite.bucket.head import Status
 from torchtitan_lite.bucket.obstore_objects import connect
 from torchtitan_lite.bucket.store import BucketStore, open_bucket
@@ -217,6 +218,27 @@ def test_plain_dcp_reads_the_prefix_of_a_checkpoint(folder: str, tmp_path: Path)
     read = {f"model.{key}": torch.zeros_like(value) for key, value in weights.items()}
     dcp.load(read, storage_reader=FsspecReader(str(stored(folder).get(2).path)), no_dist=True)
     assert same(read, {f"model.{key}": value for key, value in weights.items()})
+
+
+def test_without_metadata_it_resumes_and_a_copy_on_a_disk_gets_it(folder: str, mode: str, tmp_path: Path) -> None:
+    with SmallRun(tmp_path, folder=folder, interval=2, async_mode=mode, dcp_metadata="never") as first:
+        first.manager.load()
+        first.train(2)
+    place = stored(folder).get(2).path
+    assert {each.key.rpartition("/")[2] for each in connect(parse(folder)).list(f"{place.name}/")} == {
+        layout.data_file(0, 0),
+        layout.MANIFEST,
+    }
+    copy = tmp_path / "step-2"
+    assert command("verify", f"{folder}:2").code == 0
+    assert command("add-metadata", f"{folder}:2").code == 2
+    assert command("convert", f"{folder}:2", copy, "--layout", "ours").code == 0
+    assert command("add-metadata", copy).code == 0
+    assert command("verify", copy).code == 0
+    with SmallRun(tmp_path, folder=folder, interval=2, async_mode=mode, seed=1) as second:
+        assert second.manager.load()
+        second.train(6)
+        assert same(second.contents(), straight(tmp_path, 6))
 
 
 def test_no_secret_is_in_a_file_or_a_line_of_the_log(
