@@ -13,7 +13,7 @@ from tests.checkpoint.planning.simulated import Has, planned
 from tests.checkpoint.small_run import job_config
 from torchtitan_lite.checkpoint.format.description import Description
 from torchtitan_lite.checkpoint.format.flattening import flatten
-from torchtitan_lite.checkpoint.format.metadata_file import MOST_CHUNKS
+from torchtitan_lite.checkpoint.format.metadata_file import MOST_ENTRIES
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.reading.derived_metadata import metadata_of
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
@@ -133,7 +133,7 @@ def test_a_new_run_starts_from_it(tmp_path: Path) -> None:
         assert manager.load()
 
 
-@pytest.mark.parametrize(("num_ranks", "has"), [(4, True), (MOST_CHUNKS, False)])
+@pytest.mark.parametrize(("num_ranks", "has"), [(4, True), (MOST_ENTRIES, False)])
 def test_a_state_of_more_shards_than_a_second_is_enough_for_has_none(num_ranks: int, has: bool) -> None:
     run = [num_ranks, [0, 1], 384, 0, [0], [1]]
     tensors = {

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from torchtitan_lite.checkpoint.format.chunk_runs import format_version
-from torchtitan_lite.checkpoint.format.metadata_file import MOST_CHUNKS, PlacedItem, metadata_head, metadata_tail
+from torchtitan_lite.checkpoint.format.metadata_file import MOST_ENTRIES, PlacedItem, metadata_head, metadata_tail
 from torchtitan_lite.checkpoint.format.structure import Branch, encode, paths_of
 from torchtitan_lite.checkpoint.format.tensor_table import TensorTable
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
@@ -68,7 +68,7 @@ class Description:
 
     def has_metadata(self, policy: str) -> bool:
         """Return whether a save under this `policy`, as `checkpoint.dcp_metadata` has it, writes DCP's metadata."""
-        return policy == "always" or (policy == "auto" and self._num_chunks <= MOST_CHUNKS)
+        return policy == "always" or (policy == "auto" and self._num_entries <= MOST_ENTRIES)
 
     def objects(self, placed: Sequence[PlacedObject], *, with_places: bool = False) -> Table:
         """Return the manifest's table of the objects of a save; DCP's metadata follows from it `with_places`."""
@@ -83,12 +83,12 @@ class Description:
         return self._metadata
 
     @cached_property
-    def _num_chunks(self) -> int:
+    def _num_entries(self) -> int:
         counts: list[list[int]] = [
             [run[0] for run in entry["runs"]] if "runs" in entry else [len(entry["chunks"])]
             for entry in self.tensors.values()
         ]
-        return sum(map(sum, counts))
+        return len(counts) + sum(map(sum, counts))
 
     @cached_property
     def _head(self) -> bytes:

@@ -35,8 +35,9 @@ from torchtitan_lite.torch_private import storage_info
 DCP_VERSION = "1.0.0"
 """The `Metadata.version` that DCP's own writer sets."""
 
-MOST_CHUNKS = 50_000
-"""Of which the file is made with a save: they take 20 us and 200 bytes each, that is a second and 10 MB."""
+MOST_ENTRIES = 50_000
+"""Tensors and chunks of which the file is made with a save: they take about 20 us and 200 bytes each, that is a second
+and 10 MB."""
 
 PlacedItem = tuple[str, str, int, int]
 """The key of an object, and its item: file, first byte, number of bytes."""

@@ -192,7 +192,7 @@ class Checkpoint:
 
     dcp_metadata: DcpMetadata = "auto"
     """Whether a save writes .metadata, which only DCP's own readers need; `torchtitan-lite add-metadata` adds it later.
-    "auto": unless the state has more than 50,000 shards, which would take over a second."""
+    "auto": unless the state has more than 50,000 tensors and shards, which would take over a second."""
 
     enable_first_step_checkpoint: bool = False
     """Also save at step 1, to find out early whether saving works."""
