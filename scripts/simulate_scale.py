@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scale_simulation.costs import Figures, num_bytes, ours, stock
+from scale_simulation.costs import Figures, ours, stock
 from scale_simulation.plans import LAYOUTS, Mesh, Planned, mesh_of, state_of
 
 from torchtitan_lite.checkpoint.format.torch_item import tensor_frame
@@ -80,8 +80,7 @@ def measure(
     """Return the lines of one state for the planners `only`, with at most about `budget` items a kind of tensor."""
     mesh = mesh_of(layout, ranks)
     state = state_of(model, mesh)
-    all_bytes = num_bytes(state)
-    planners: dict[str, Cost] = {"dcp": stock, "ours": lambda tensors, mesh: ours(tensors, mesh, all_bytes)}
+    planners: dict[str, Cost] = {"dcp": stock, "ours": ours}
     for tensor in state[:16]:
         tensor_frame(torch.float32, tensor.shape)
     lines = []

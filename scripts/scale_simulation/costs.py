@@ -8,9 +8,11 @@ load is everything between the bytes of the metadata and the first read.
 from __future__ import annotations
 
 import gc
+import math
 import pickle
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -20,24 +22,27 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
+from scale_simulation.files import SimulatedFiles, record_of_rank
 from scale_simulation.plans import Mesh, Planned, box_in, held_by, item_of, num_bytes, outlines, plans_of_dcp
-from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.format.description import Description
+from torchtitan_lite.checkpoint.format.tensor_table import TensorTable
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.planning.joint_plan import JointPlan
+from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.checkpoint.reading.listed_groups import ListedGroups
 from torchtitan_lite.checkpoint.reading.load_rules import EVERYTHING
 from torchtitan_lite.checkpoint.reading.own_plan import overlaps
 from torchtitan_lite.checkpoint.reading.stored_model import StoredModel
 from torchtitan_lite.checkpoint.reading.stored_optimizer import StoredOptimizer
-from torchtitan_lite.checkpoint.saving.writer import WrittenFile
+from torchtitan_lite.checkpoint.saving.agreed_planner import AgreedPlan
+from torchtitan_lite.checkpoint.saving.writer import WrittenFile, files_of, received
 from torchtitan_lite.checkpoint.state.optimizer_state import ParameterSlot
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.disk.digest import DIGEST_BYTES, FileRecord, num_blocks
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage
-from torchtitan_lite.store.manifest import CheckpointKind, Manifest
-from torchtitan_lite.store.rank_records import FROM_RANKS, RankRecord
+from torchtitan_lite.store.manifest import CheckpointKind, Manifest, Table
+from torchtitan_lite.store.rank_records import FROM_RANKS
 from torchtitan_lite.torch_private import storage_info
 
 Figures = dict[str, float]
@@ -80,14 +85,10 @@ def stock(tensors: Sequence[Planned], mesh: Mesh) -> Figures:
     }
 
 
-def ours(tensors: Sequence[Planned], mesh: Mesh, all_bytes: int) -> Figures:
-    """Return the costs of this project's plan, description, manifest and load: nothing is extrapolated.
-
-    The files of all ranks have `all_bytes`.
-    """
+def ours(tensors: Sequence[Planned], mesh: Mesh) -> Figures:
+    """Return the costs of this project's plan, description, manifest and load: nothing is extrapolated."""
     own = list(outlines(tensors, mesh))
     sent = [pickle.dumps(each.outline) for each in own]
-    records = _records(mesh, all_bytes)
 
     def plan() -> tuple[Description, list[bytes], list[bytes]]:
         joint = JointPlan()
@@ -101,51 +102,67 @@ def ours(tensors: Sequence[Planned], mesh: Mesh, all_bytes: int) -> Figures:
         return joint.description, pieces, for_ranks
 
     planning_seconds, (description, pieces, answered) = _least(plan, mesh)
-    manifest_seconds, made = _least(lambda: _manifest(description, records), mesh)
+    file_bytes = _longest(description)
+    records = _records(mesh, file_bytes)
+    plans = [pickle.dumps(AgreedPlan())] * mesh.size
+
+    def save() -> bytes:
+        """Do what the coordinator does at every save: answer the ranks' empty plans, and make the manifest."""
+        with no_collection():
+            answers = [AgreedPlan("step-1.staging")] * len([pickle.loads(data) for data in plans])
+            assert [pickle.dumps(answer) for answer in answers]
+            return _manifest(description, records)
+
+    manifest_seconds, made = _least(save, mesh)
     return {
         "first_gathered_bytes": sum(map(len, sent)) + sum(map(len, pieces)),
         "first_scattered_bytes": sum(map(len, answered)),
-        "results_gathered_bytes": sum(map(len, records)),
+        "results_gathered_bytes": sum(map(len, [*plans, *records])),
         "first_coordinator_seconds": planning_seconds + manifest_seconds,
         "cached_coordinator_seconds": manifest_seconds,
         "manifest_bytes": len(made),
         "metadata_bytes": len(description.metadata([]).data) if description.has_metadata("auto") else 0,
-        "load_planning_seconds": _our_load(made, tensors, mesh, all_bytes),
+        "load_planning_seconds": _our_load(made, tensors, mesh, file_bytes),
     }
 
 
-def _records(mesh: Mesh, all_bytes: int) -> list[bytes]:
-    """Return what each rank sends at every save: an empty plan, and the records of its files."""
-    size = all_bytes // mesh.size
+def _longest(description: Description) -> int:
+    """Return the bytes of the longest file; all are taken to be as long."""
+    tensors = TensorTable.parse(Table.of_text(description.tensors.text, ""), DTYPES)
+    ends = [0]
+    for tensor in tensors.values():
+        parts = tensor.chunks if tensor.runs is None else tensor.runs.runs
+        ends += [(part.at or 0) + math.prod(part.sizes) * tensor.dtype.itemsize for part in parts]
+    return max(ends)
+
+
+def _records(mesh: Mesh, size: int) -> list[bytes]:
+    """Return what each rank sends at every save about the files that it wrote."""
     blocks = bytes(DIGEST_BYTES * num_blocks(size))
-    sent = []
-    for rank in range(mesh.size):
-        name, of_rank = layout.data_file(rank, 0), None
-        if mesh.size >= FROM_RANKS:
-            of_rank = layout.record_file(rank), FileRecord.of(RankRecord(blocks).to_json())
-        file = WrittenFile(name, FileRecord(size, b"" if of_rank else blocks), [], rank_record=of_rank)
-        sent += [pickle.dumps(SavePlan([])), pickle.dumps([file])]
-    return sent
+    if mesh.size < FROM_RANKS:
+        file = WrittenFile(size, blocks)
+    else:
+        of_rank = FileRecord.of(record_of_rank(size))
+        file = WrittenFile(size, b"", record_size=of_rank.size, record_blocks=of_rank.blocks)
+    return [pickle.dumps([tuple(file)])] * mesh.size
 
 
 def _manifest(description: Description, records: Sequence[bytes]) -> bytes:
     """Return the manifest of a save, made from the ranks' records as the coordinator makes it."""
     with no_collection():
-        received = [pickle.loads(data) for data in records]
-        files = [file for data in received if isinstance(data, list) for file in data]
-        of_ranks = dict(file.rank_record for file in files if file.rank_record is not None)
+        by_rank = received([pickle.loads(data) for data in records])
         return Manifest(
             step=1,
             kind=CheckpointKind.FULL,
             created_at=0.0,
-            world_size=len(files),
+            world_size=len(by_rank),
             versions={},
             lineage=Lineage("simulated"),
-            files={file.name: file.record for file in files} | of_ranks,
+            files=files_of(by_rank, len(by_rank)),
             tensors=description.tensors,
             objects=description.objects([]),
             structure=description.structure,
-        ).to_json()
+        ).to_readable_json()
 
 
 def _stock_load(pickled: bytes, tensors: Sequence[Planned], mesh: Mesh) -> float:
@@ -166,13 +183,18 @@ def _stock_load(pickled: bytes, tensors: Sequence[Planned], mesh: Mesh) -> float
     return _least(plan, mesh)[0]
 
 
-def _our_load(manifest: bytes, tensors: Sequence[Planned], mesh: Mesh, all_bytes: int) -> float:
-    """Return the seconds that a rank takes from the bytes of the manifest to its first read.
+def _our_load(manifest: bytes, tensors: Sequence[Planned], mesh: Mesh, file_bytes: int) -> float:
+    """Return the seconds that a rank takes from the bytes of the manifest to its first read, of the slowest of some.
 
-    That is everything: the tables, whether the files can hold them, the reports of model and optimizer, and which bytes
-    it reads for each of its shards. Its own record has only its generators.
+    That is everything: the tables, its own record, the files' sizes, whether the files can hold the tensors, the
+    reports of model and optimizer, and which bytes it reads for each of its shards.
     """
-    rank = mesh.size // 2
+    some = sorted({0, mesh.size // 2, mesh.size - 1})
+    files = SimulatedFiles(manifest, record_of_rank(file_bytes), file_bytes)
+    return max(_load_of(rank, files, tensors, mesh) for rank in some)
+
+
+def _load_of(rank: int, files: SimulatedFiles, tensors: Sequence[Planned], mesh: Mesh) -> float:
     held = [tensor for tensor in held_by(rank, tensors, mesh) if tensor.kind != "own"]
     mine = [(tensor, box_in(tensor, rank, mesh)) for tensor in held]
     targets = [torch.empty(box.sizes, device="meta") for _, box in mine]
@@ -182,9 +204,9 @@ def _our_load(manifest: bytes, tensors: Sequence[Planned], mesh: Mesh, all_bytes
 
     def plan() -> None:
         with no_collection():
-            read = Manifest.parse(manifest)
-            contents = Contents.of_manifest(read, "simulated", DTYPES)
-            contents.check({name: max(record.size, 1 << 62) for name, record in read.files.items()})
+            where: dict[str, Any] = {"rank": rank, "world_size": mesh.size, "record_of": rank}
+            folder = CheckpointFolder(Path("simulated"), files=files, **where)
+            contents = folder.contents
             stored = StoredModel(contents, EVERYTHING)
             stored.report(model)
             StoredOptimizer(contents, EVERYTHING, stored.names("model."), ListedGroups()).report(slots)

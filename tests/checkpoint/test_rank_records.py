@@ -222,7 +222,7 @@ def test_a_record_with_an_entry_that_is_not_of_its_rank_alone_is_damage(tmp_path
     text = path.read_bytes().replace(b'"own.rank0.name"', b'"own.rank1.name"')
     path.write_bytes(text)
     manifest = manifest_of(step(tmp_path))
-    files = manifest.files | {"__0_0.json": FileRecord.of(text)}
+    files = {**manifest.files, "__0_0.json": FileRecord.of(text)}
     (step(tmp_path) / "manifest.json").write_bytes(dataclasses.replace(manifest, files=files).to_json())
     with pytest.raises(AllCheckpointsDamaged, match=r"own\.rank1\.name is no entry of rank 0 alone"):
         resumed(tmp_path)

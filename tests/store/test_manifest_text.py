@@ -34,7 +34,8 @@ LINES = [
     '"world_size": 2,',
     '"versions": {"torch":"2.13.0"},',
     '"lineage": {"run_id":"a1","parent_step":400,"branch_point":300,"abandons":[[350,"b2"],[450,"b2"]]},',
-    '"files": {"__0_0.distcp":{"size":5,"digest":"DIGEST","blocks":"BLOCKS"},"__1_0.distcp":{"size":20}},',
+    '"files": {"__0_0.distcp":{"size":5,"digest":"DIGEST","blocks":"BLOCKS"},'
+    '"__1_0.distcp":{"size":20,"digest":"","blocks":""}},',
     '"extra": {"mesh":[2,1]},',
     '"objects": {"n":{"value":3}},',
     '"tensors": {"w":{"dtype":"float32","shape":[2],"chunks":[["__0_0.distcp",0,[0],[2]]]}},',

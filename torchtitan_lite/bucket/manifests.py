@@ -18,6 +18,7 @@ from torchtitan_lite.disk.in_threads import in_threads
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
+from torchtitan_lite.store.files_of_ranks import recorded_sizes
 from torchtitan_lite.store.known_manifests import describe
 from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
 from torchtitan_lite.store.place import ObjectPlace
@@ -117,7 +118,7 @@ def read_manifest(objects: Objects, place: ObjectPlace, step: int, digest: str =
 
 
 def _known(place: ObjectPlace, manifest: Manifest) -> _Known:
-    return _Known(describe(place, manifest), {name: record.size for name, record in manifest.files.items()})
+    return _Known(describe(place, manifest), recorded_sizes(manifest.files))
 
 
 def size_findings(expected: Mapping[str, int], found: Mapping[str, int]) -> list[str]:

@@ -18,6 +18,7 @@ from torchtitan_lite.bucket.manifests import read_manifest, size_findings
 from torchtitan_lite.bucket.objects import Condition, Objects
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, FolderUnusable
 from torchtitan_lite.store import layout
+from torchtitan_lite.store.files_of_ranks import recorded_sizes
 from torchtitan_lite.store.manifest import UNKNOWN, CheckpointKind, Manifest
 from torchtitan_lite.store.place import ObjectPlace
 
@@ -94,7 +95,7 @@ def _found(objects: Objects, name: str, sizes: Mapping[str, int]) -> FoundCommit
 def _findings(manifest: Manifest, sizes: Mapping[str, int]) -> tuple[str, ...]:
     if layout.FINDINGS in sizes:
         return (f"it was set aside; {layout.FINDINGS} says why",)
-    return tuple(size_findings({name: record.size for name, record in manifest.files.items()}, sizes))
+    return tuple(size_findings(recorded_sizes(manifest.files), sizes))
 
 
 def _epoch_of(manifest: Manifest) -> int:

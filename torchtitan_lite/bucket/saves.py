@@ -25,6 +25,7 @@ from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import CheckpointError, SaveFailed
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
+from torchtitan_lite.store.files_of_ranks import recorded_sizes
 from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
 from torchtitan_lite.store.manifest_fields import DCP_METADATA
 from torchtitan_lite.store.place import ObjectPlace
@@ -144,7 +145,7 @@ class BucketSaves:
     def _make_sure_of_files(self, place: ObjectPlace, sealed: Manifest) -> None:
         """Leave the files of `sealed`, and no others, at `place`. Raises SaveFailed."""
         there = {each.key.removeprefix(f"{place.name}/"): each.size for each in self._objects.list(f"{place.name}/")}
-        sizes = {name: record.size for name, record in sealed.files.items()}
+        sizes = recorded_sizes(sealed.files)
         if findings := size_findings(sizes, there):
             raise SaveFailed(sealed.step, f"{place}/{findings[0]}")
         if others := sorted(there.keys() - sizes.keys()):

@@ -19,6 +19,7 @@ from torchtitan_lite.disk.plain_file import size_finding
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
+from torchtitan_lite.store.files_of_ranks import recorded_sizes
 from torchtitan_lite.store.listing import Listing, is_folder
 from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
 from torchtitan_lite.store.manifest_fields import METRICS, NAN_IN
@@ -215,5 +216,5 @@ def _look_into(folder: Path, step: int, identity: Identity, now_ns: int) -> _Kno
     if manifest.step != step:
         found = CheckpointDamaged(str(folder), f"{layout.MANIFEST}: it is the manifest of step {manifest.step}")
         return _Known(identity, settled, found, {})
-    sizes = {name: record.size for name, record in manifest.files.items()}
+    sizes = recorded_sizes(manifest.files)
     return _Known(identity, settled, describe(folder, manifest), sizes)

@@ -38,6 +38,7 @@ _SET_ASIDE = re.compile(
     rf"step-{_NUMBER}\.(?:(corrupt|weights|foreign)(?:-{_NUMBER})?|(abandoned)-[0-9A-Za-z]+(?:-{_NUMBER})?)"
 )
 _RECORD = "__{}_0.json"
+_RANK_FILE = re.compile(rf"__{_NUMBER}_0\.(distcp|json)")
 _DATA_FILE = re.compile(rf"__{_NUMBER}_{_NUMBER}\.distcp")
 
 
@@ -118,6 +119,12 @@ def data_file(rank: int, index: int) -> str:
 def record_file(rank: int) -> str:
     """Return the name of the record of `rank`."""
     return _RECORD.format(rank)
+
+
+def parse_rank_file(name: str) -> tuple[int, bool] | None:
+    """Return the rank whose first file, or whose record, is called `name`, and whether it is the record."""
+    match = _RANK_FILE.fullmatch(name)
+    return (int(match[1]), match[2] == "json") if match else None
 
 
 def is_data_file(name: str) -> bool:

@@ -22,6 +22,7 @@ from torchtitan_lite.disk.digest import DIGEST_BYTES, FileRecord, num_blocks, te
 from torchtitan_lite.errors import CheckpointDamaged, FormatTooNew, SaveFailed
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.described import allowed_description_bytes, read_description
+from torchtitan_lite.store.files_of_ranks import Files, FilesOfRanks, in_columns, together
 from torchtitan_lite.store.lineage import MAX_ABANDONED, Lineage
 from torchtitan_lite.store.manifest_fields import (
     extra,
@@ -157,7 +158,7 @@ class Manifest:
     """Number of ranks that wrote it."""
     versions: dict[str, str]
     """Version of each library, by name."""
-    files: dict[str, FileRecord]
+    files: Files
     """The record of every file in the folder but the manifest, by name."""
     lineage: Lineage = UNKNOWN
     """Its run and branch."""
@@ -177,10 +178,12 @@ class Manifest:
     @property
     def nbytes(self) -> int:
         """Return the bytes of all files but the manifest."""
-        return sum(record.size for record in self.files.values())
+        files, of_ranks = in_columns(self.files)
+        return sum(record.size for record in files.values()) + (of_ranks.nbytes if of_ranks is not None else 0)
 
     def to_json(self) -> bytes:
         """Return the contents of manifest.json, a line for each field; equal manifests give equal bytes."""
+        files, of_ranks = in_columns(self.files)
         lines = {
             "format_version": _dump(self.format_version),
             "step": _dump(self.step),
@@ -189,7 +192,8 @@ class Manifest:
             "world_size": _dump(self.world_size),
             "versions": _dump(self.versions),
             "lineage": _dump(self.lineage.to_json()),
-            "files": f"{{{','.join(_file_json(name, record) for name, record in sorted(self.files.items()))}}}",
+            "files": f"{{{','.join(_file_json(name, record) for name, record in sorted(files.items()))}}}",
+            **({} if of_ranks is None else {"files_of_ranks": of_ranks.to_json()}),
             "extra": _dump(self.extra),
         }
         tables = {"objects": self.objects, "tensors": self.tensors, "structure": self.structure}
@@ -200,7 +204,7 @@ class Manifest:
     def to_readable_json(self) -> bytes:
         """Return the same as `to_json`. Raise SaveFailed if readers would refuse it."""
         text = self.to_json()
-        data_bytes = sum(record.size for name, record in self.files.items() if name != layout.METADATA)
+        data_bytes = self.nbytes - (self.files[layout.METADATA].size if layout.METADATA in self.files else 0)
         if len(text) > (most := allowed_description_bytes(data_bytes)):
             raise SaveFailed(
                 self.step,
@@ -275,10 +279,8 @@ def _dump(value: Any) -> str:
 
 
 def _file_json(name: str, record: FileRecord) -> str:
-    begin = f'{encode_basestring_ascii(name)}:{{"size":{record.size}'
-    if record.size and not record.blocks:  # The record of the rank that wrote it has them.
-        return f"{begin}}}"
-    return f'{begin},"digest":"{record.digest}","blocks":"{record.blocks.hex()}"}}'
+    name = encode_basestring_ascii(name)
+    return f'{name}:{{"size":{record.size},"digest":"{record.digest}","blocks":"{record.blocks.hex()}"}}'
 
 
 def _document(data: bytes, path: str) -> tuple[dict[str, Any], dict[str, Table]]:
@@ -313,7 +315,6 @@ def _document(data: bytes, path: str) -> tuple[dict[str, Any], dict[str, Table]]
 
 def _manifest(document: dict[str, Any], tables: dict[str, Table]) -> Manifest:
     versions: dict[str, Any] = value_of(document, "versions", dict)
-    files: dict[str, Any] = value_of(document, "files", dict)
     return Manifest(
         format_version=number(document, "format_version", 1),
         step=number(document, "step", 0),
@@ -321,7 +322,7 @@ def _manifest(document: dict[str, Any], tables: dict[str, Table]) -> Manifest:
         created_at=seconds(document, "created_at"),
         world_size=number(document, "world_size", 1),
         versions={name: value_of(versions, name, str) for name in versions},
-        files={file_name(name): _file(files, name) for name in files},
+        files=_files(document),
         lineage=Lineage.from_json(value_of(document, "lineage", dict)),
         tensors=tables.get("tensors", Table()),
         objects=tables.get("objects", Table()),
@@ -330,16 +331,21 @@ def _manifest(document: dict[str, Any], tables: dict[str, Table]) -> Manifest:
     )
 
 
+def _files(document: dict[str, Any]) -> Files:
+    listed: dict[str, Any] = value_of(document, "files", dict)
+    files = {file_name(name): _file(listed, name) for name in listed}
+    if "files_of_ranks" not in document:
+        return files
+    of_ranks = FilesOfRanks.from_json(value_of(document, "files_of_ranks", dict))
+    if twice := [name for name in files if name in of_ranks]:
+        raise ValueError(f"files: {twice[0]} is in files_of_ranks, too")
+    return together(files, of_ranks)
+
+
 def _file(files: dict[str, Any], name: str) -> FileRecord:
-    # There may be two of each of 100,000 ranks: what is right costs no call, what is wrong is named by the functions.
-    record, size, blocks = files[name], None, ""
-    if type(record) is dict:
-        size, blocks = record.get("size"), record.get("blocks", "")
-    if type(size) is not int or size < 0:
-        size = number(value_of(files, name, dict), "size", 0)
-    if blocks == "":
-        return FileRecord(size)
-    digests = bytes.fromhex(blocks if type(blocks) is str else value_of(record, "blocks", str))
-    if digests and len(digests) != DIGEST_BYTES * num_blocks(size):
-        raise ValueError(f"{name}: expected the digests of {num_blocks(size)} blocks, found {len(digests)} bytes")
-    return FileRecord(size, digests)
+    record: dict[str, Any] = value_of(files, name, dict)
+    size = number(record, "size", 0)
+    blocks = bytes.fromhex(value_of(record, "blocks", str)) if "blocks" in record else b""
+    if blocks and len(blocks) != DIGEST_BYTES * num_blocks(size):
+        raise ValueError(f"{name}: expected the digests of {num_blocks(size)} blocks, found {len(blocks)} bytes")
+    return FileRecord(size, blocks)

@@ -311,15 +311,15 @@ class CheckpointStore:
         if abandoning := [info for info in self.intact() if (step, manifest.lineage.run_id) in info.lineage.abandons]:
             # The new checkpoint would be abandoned from the moment of its commit.
             raise SaveFailed(step, f"{abandoning[0].path} abandons step {step} of run {manifest.lineage.run_id}")
-        there = {path.name for path in staging.iterdir()} if is_folder(staging) else set()
-        for name in sorted(manifest.files.keys() - there):
+        there = {entry.name for entry in os.scandir(staging)} if is_folder(staging) else set()
+        for name in sorted({*manifest.files} - there):
             _size(staging / name, step)  # A listing may be of a moment ago.
         # Each rank has looked at its own files. This shows what other hosts see of them, as far as it takes no time.
         for name, record in islice(manifest.files.items(), _MOST_LOOKS):
             if (size := _size(staging / name, step)) != record.size:
                 raise SaveFailed(step, f"{staging / name} has {size} bytes, {record.size} were written")
         sealed = dataclasses.replace(manifest, files=manifest.files | self._described(step, manifest))
-        for name in sorted(there - sealed.files.keys()):
+        for name in sorted(there.difference(sealed.files)):
             self._retired.remove(staging / name)
         if layout.METADATA in sealed.files:
             with naming(staging / layout.METADATA), (staging / layout.METADATA).open("rb") as file:

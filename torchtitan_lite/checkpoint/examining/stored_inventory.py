@@ -24,6 +24,7 @@ from torchtitan_lite.checkpoint.examining.inventory import (
 from torchtitan_lite.disk.in_threads import in_threads
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, FormatTooNew
 from torchtitan_lite.store import layout
+from torchtitan_lite.store.files_of_ranks import recorded_sizes
 from torchtitan_lite.store.place import ObjectPlace
 
 _AT_A_TIME = 16
@@ -102,7 +103,7 @@ def _entry(store: BucketStore, entry: Entry, objects: _Objects) -> ListedCheckpo
         too_new = f"it has format version {error.found}, this version reads up to {error.known}"
         state, finding = (FolderState.NEWER_FORMAT, too_new) if is_kept else (state, finding)
     else:
-        sizes = {name: record.size for name, record in manifest.files.items()}
+        sizes = recorded_sizes(manifest.files)
         if is_kept and (findings := size_findings(sizes, objects.sizes)):
             state, finding = FolderState.DAMAGED, in_short(findings)
         return replace(managed(place, manifest, state, finding), has_name_of_step=is_kept)

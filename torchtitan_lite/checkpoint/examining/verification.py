@@ -38,6 +38,7 @@ from torchtitan_lite.errors import (
     TorchtitanLiteError,
 )
 from torchtitan_lite.store import layout
+from torchtitan_lite.store.files_of_ranks import recorded_sizes
 from torchtitan_lite.store.known_manifests import damage_in
 from torchtitan_lite.store.manifest import Manifest
 from torchtitan_lite.store.manifest_fields import DCP_METADATA
@@ -145,7 +146,7 @@ def _looked(looked: Looked) -> Looked:
     except FileNotFoundError:
         # Only a manifest of format 1 needs this file: others have the tables themselves.
         return dataclasses.replace(looked, findings=(Finding(layout.METADATA, "it is missing"),))
-    recorded = {name: record.size for name, record in manifest.files.items()} if manifest is not None else {}
+    recorded = recorded_sizes(manifest.files) if manifest is not None else {}
     found = found_at(folder)
     findings, sizes = _of_sizes(found, files, contents, recorded)
     # A file of another size is one finding, not one for each tensor in it.

@@ -121,6 +121,11 @@ class ChunkRuns(Sequence[Chunk]):
             if not rest and 0 <= number < run.num_chunks:
                 yield run.chunk(number)
 
+    @property
+    def cuts(self) -> tuple[object, ...]:
+        """Return what depends on how the tensor is cut, and not on where its chunks lie."""
+        return tuple((run.num_chunks, run.dim, run.offsets, run.sizes) for run in self.runs)
+
     def boxes(self) -> list[Chunk]:
         """Return the runs as one chunk each, which cover the same elements as often."""
         return [run.box() for run in self.runs]
@@ -130,11 +135,9 @@ class FileSizes:
     """The `sizes` of files by name, for questions about those of complete rows of ranks."""
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
-        self._by_rank = {
-            rank: size
-            for name, size in sizes.items()
-            if (rank := layout.rank_of(name)) is not None and name == layout.data_file(rank, 0)
-        }
+        self._sizes = sizes
+        self._by_rank: list[int] = []
+        """The sizes of the files of the ranks up to the highest that was in question; -1: it has none."""
         self._least: dict[Row, int] = {}
 
     def outside(self, chunks: ChunkRuns, itemsize: int) -> Iterator[Chunk]:
@@ -143,17 +146,25 @@ class FileSizes:
             num_bytes = math.prod(run.sizes) * itemsize
             end = run.at + num_bytes if num_bytes else 0
             if self._least_of(run.row) < end:
-                ranks = (run.rank + number * run.rank_step for number in range(run.num_chunks))
-                yield from (run.chunk(n) for n, rank in enumerate(ranks) if self._by_rank.get(rank, -1) < end)
+                yield from (run.chunk(n) for n, size in enumerate(self._of_row(run.row)) if size < end)
 
     def _least_of(self, row: Row) -> int:
         """Return the smallest size of the files of `row`; -1 if one is missing."""
         least = self._least.get(row)
         if least is None:
-            count, rank, step = row
-            own = self._by_rank
-            self._least[row] = least = min(own.get(each, -1) for each in range(rank, rank + count * step, step))
+            self._least[row] = least = min(self._of_row(row))
         return least
+
+    def _of_row(self, row: Row) -> list[int]:
+        count, rank, step = row
+        end = rank + (count - 1) * step + 1
+        if end > len(self._sizes):  # Also of a damaged table: rank and step may be any numbers.
+            return [self._of_rank(each) for each in range(rank, end, step)]
+        self._by_rank += map(self._of_rank, range(len(self._by_rank), end))
+        return self._by_rank[rank:end:step]
+
+    def _of_rank(self, rank: int) -> int:
+        return self._sizes.get(layout.data_file(rank, 0), -1)
 
 
 def files_of(rows: Collection[Row]) -> frozenset[str]:

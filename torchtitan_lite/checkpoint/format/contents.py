@@ -103,15 +103,20 @@ class Contents:
     @cached_property
     def files(self) -> frozenset[str]:
         """The names of all files that hold a tensor or an object."""
+        return files_of(self.table.rows) | self._named_files
+
+    @cached_property
+    def _named_files(self) -> frozenset[str]:
+        """Those that stand in the contents; the others follow from the runs."""
         listed = (tensor.chunks for tensor in self.table.others.values() if tensor.runs is None)
         in_tensors = {chunk.file if chunk.item is None else chunk.item.file for chunks in listed for chunk in chunks}
         in_tensors |= {kind.file for kind in self.table.places_by_kind}
         in_objects = {stored.item.file for stored in self.objects.values() if stored.item is not None}
-        return files_of(self.table.rows) | in_tensors | in_objects
+        return frozenset(in_tensors | in_objects)
 
     def check_names(self) -> None:
         """Raise `CheckpointUnsafe` for a file name that could lead out of the folder."""
-        for file in self.files:
+        for file in self._named_files:
             if not is_plain_name(file):
                 raise CheckpointUnsafe(self.path, f"{self.described_in}: {shown(file)} is not the name of a file in it")
 
@@ -123,10 +128,17 @@ class Contents:
         # What is wrong is found in columns, and named by a look at each tensor.
         tensors = self.table.others if self._whole_ones_are_in(files) else self.tensors
         by_rank = FileSizes(files)
+        fitting: set[Any] = set()
         for key, tensor in tensors.items():
+            # Parameters of many layers, and their moments, are cut alike.
+            cut = None if tensor.runs is None else (tensor.shape, tensor.dtype, tensor.runs.cuts)
+            if cut in fitting:
+                continue
             finding = misfit(tensor)
             if finding:
                 raise CheckpointDamaged(self.path, f"{self.described_in}: {bare(key)}: {finding}")
+            if cut is not None:
+                fitting.add(cut)
 
         def to_check(tensor: StoredTensor) -> Iterable[Chunk]:
             return tensor.chunks if tensor.runs is None else by_rank.outside(tensor.runs, tensor.dtype.itemsize)

@@ -19,6 +19,7 @@ from torchtitan_lite.collection import no_collection
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
 from torchtitan_lite.store import layout
+from torchtitan_lite.store.files_of_ranks import recorded_sizes
 from torchtitan_lite.store.manifest import Manifest
 from torchtitan_lite.store.place import Place, on_disk
 from torchtitan_lite.store.rank_records import RecordedFiles, RecordsOfRanks
@@ -104,15 +105,15 @@ class CheckpointFolder:
         try:
             contents = self._contents()
             contents.check_names()
-            share = {*self.files.share(sorted(self._recorded), self._rank, self._world_size)}
-            found = self.files.sizes_of(share | (contents.files - self._recorded.keys()))
+            recorded = recorded_sizes(self.manifest.files) if self.manifest is not None else {}
+            share = {*self.files.share(sorted(recorded), self._rank, self._world_size)}
+            found = self.files.sizes_of(share | (contents.files - recorded.keys()))
         except OSError as error:
             raise CheckpointUnreadable(str(self.path), _reason(error)) from error
         if self.verify != "off":
             for name in share:
-                self._check_size(name, self._recorded[name].size, found.get(name))
-        elsewhere = {name: record.size for name, record in self._recorded.items() if name not in share}
-        contents.check(elsewhere | found)
+                self._check_size(name, recorded[name], found.get(name))
+        contents.check({name: size for name, size in recorded.items() if name not in share} | found)
         return contents
 
     @cached_property
@@ -121,10 +122,6 @@ class CheckpointFolder:
         if self.verify != "full" or self.manifest is None or self._rank_records is None:
             return {}
         return RecordedFiles(self.manifest, self._rank_records)
-
-    @property
-    def _recorded(self) -> Mapping[str, FileRecord]:
-        return self.manifest.files if self.manifest is not None else {}
 
     def _contents(self) -> Contents:
         manifest = self.manifest

@@ -7,12 +7,31 @@ one rank is raised on every rank, and the coordinator finishes after all ranks h
 
 from __future__ import annotations
 
+import functools
 import io
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+
+
+class AgreedPlan(SavePlan):
+    """A plan without items, which brings the name of the save's `place` to a rank."""
+
+    def __init__(self, place: str = "") -> None:
+        super().__init__([], storage_data=place)
+
+    def __reduce__(self) -> tuple[Callable[[str], AgreedPlan], tuple[str]]:
+        # One comes from each rank, and one goes to each: a dataclass would take three times as long.
+        return agreed_plan, (self.storage_data,)
+
+
+@functools.lru_cache(maxsize=1)
+def agreed_plan(place: str) -> AgreedPlan:
+    """Return the plan with this `place`: the same for all ranks."""
+    return AgreedPlan(place)
 
 
 class AgreedPlanner(SavePlanner):
@@ -29,7 +48,7 @@ class AgreedPlanner(SavePlanner):
     def create_local_plan(self) -> SavePlan:
         if self._failure is not None:
             raise self._failure
-        return SavePlan([])
+        return AgreedPlan()
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         return all_plans, Metadata({})

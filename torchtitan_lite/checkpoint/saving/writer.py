@@ -29,7 +29,7 @@ from torchtitan_lite.checkpoint.format.description import Description, PlacedObj
 from torchtitan_lite.checkpoint.format.tensor_digest import TensorDigest, digest_chunk, finish
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.planning.rank_file import RankPlan
-from torchtitan_lite.checkpoint.saving.agreed_planner import AgreedPlanner
+from torchtitan_lite.checkpoint.saving.agreed_planner import AgreedPlan, AgreedPlanner
 from torchtitan_lite.checkpoint.saving.nan_check import names_with_nan
 from torchtitan_lite.checkpoint.schedule.interval import NOTHING_AT_RISK, AtRisk
 from torchtitan_lite.config.sections.checkpoint import DcpMetadata
@@ -41,6 +41,7 @@ from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
+from torchtitan_lite.store.files_of_ranks import Files, FilesOfRanks, in_columns, together
 from torchtitan_lite.store.lineage import Lineage, abandoned_by
 from torchtitan_lite.store.manifest import FORMAT_VERSION, CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.manifest_fields import (
@@ -122,17 +123,24 @@ class RankContent:
 
 
 class WrittenFile(NamedTuple):
-    """A rank's report to the coordinator about the file that it wrote."""
+    """A rank's report to the coordinator about the file that it wrote.
 
-    name: str
-    record: FileRecord
-    objects: Sequence[PlacedObject]
+    It travels as a plain tuple of plain values, which pickle reads five times as fast.
+    """
+
+    size: int
+    """Bytes of its file of tensors."""
+    blocks: bytes
+    """The digests of the blocks of that; empty if they are in its record."""
+    objects: Sequence[PlacedObject] = ()
     digests: Mapping[str, TensorDigest] = {}  # never changed
     """By key, the part of each tensor's digest that comes from this file."""
     nan_in: Sequence[str] = ()
     """Keys of weights in which NaN was seen."""
-    rank_record: tuple[str, FileRecord] | None = None
-    """The name and the record of the file with what the rank keeps itself, the digests of blocks among it."""
+    record_size: int | None = None
+    """Bytes of its record; None if it has none."""
+    record_blocks: bytes = b""
+    """The digests of the blocks of that."""
     seconds: float = 0.0
     """Seconds that the rank took to write it, with its digests."""
 
@@ -163,7 +171,7 @@ class CommittingWriter(StorageWriter):
         # bring the name of the place to the ranks.
         self._place = self._target.store.begin(self._target.step)
         self._target.note_place(self._place)
-        return [dataclasses.replace(plan, storage_data=self._place) for plan in plans]
+        return [AgreedPlan(self._place)] * len(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         future: Future[list[Any]] = Future()
@@ -173,35 +181,34 @@ class CommittingWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         """Write metadata and manifest, and commit. **Coordinator only**.
 
-        `results` has for each rank a list of at most one `WrittenFile`.
+        `results` has for each rank a list of at most one `WrittenFile`, as a tuple.
         """
         assert self._content is not None
         target, description = self._target, self._content.plan.description
         assert description is not None, "the coordinator describes"
-        files: list[WrittenFile] = [file for per_rank in results for file in per_rank]
+        by_rank = received(results)
+        files = [*by_rank.values()]
         objects = [placed for file in files for placed in file.objects]
         nan_in = sorted({key for file in files for key in file.nan_in})
-        records = dict(file.rank_record for file in files if file.rank_record is not None)
-        is_of_new_form = bool(records)
+        listed = files_of(by_rank, len(results))
+        is_of_new_form = in_columns(listed)[1] is not None
         target.fence()  # The staging folder may belong to another job by now.
         faults.point("metadata", step=target.step)
-        slowest = max(
-            ((file.seconds, rank) for rank, per_rank in enumerate(results) for file in per_rank), default=None
-        )
-        if slowest is not None:
-            target.note_slowest(slowest[1], slowest[0])
+        if by_rank:
+            slowest = max(by_rank, key=lambda rank: by_rank[rank].seconds)
+            target.note_slowest(slowest, by_rank[slowest].seconds)
         has_metadata = description.has_metadata(target.origin.dcp_metadata)
         if has_metadata:
             described = description.metadata(objects)
             target.store.add_metadata(self._place, described.data)
-            records |= {layout.METADATA: described.record}
+            listed |= {layout.METADATA: described.record}
         manifest = Manifest(
             step=target.step,
             kind=target.kind,
             created_at=time.time(),
             world_size=len(results),
             versions=versions(),
-            files={file.name: file.record for file in files} | records,
+            files=listed,
             lineage=self._lineage(),
             tensors=description.tensors,
             objects=description.objects(objects, with_places=not has_metadata),
@@ -233,7 +240,7 @@ class CommittingWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return isinstance(checkpoint_id, str | Path)
 
-    def _written(self, place: str) -> list[WrittenFile]:
+    def _written(self, place: str) -> list[tuple[Any, ...]]:
         content, target = self._content, self._target
         assert content is not None, "AgreedPlanner raised the failure before"
         if content.num_bytes == 0:
@@ -242,15 +249,17 @@ class CommittingWriter(StorageWriter):
         record = content.write(target.store.new_file(place, plan.file_name))
         # From the copy and in the saver's thread, where there is one: no step waits for it.
         digests = _shares(plan, content.tensors()) if target.origin.tensor_digests else {}
-        objects, own, rank_record = content.objects, plan.own, None
+        objects, own, of_rank = content.objects, plan.own, None
         if own is not None:
             text = own.record(record, objects).to_json()
-            rank_record = own.file_name, target.store.new_file(place, own.file_name).write(in_memory(text))
+            of_rank = target.store.new_file(place, own.file_name).write(in_memory(text))
             record, objects = FileRecord(record.size), own.without(objects)
         prefix = "model." if target.kind is CheckpointKind.FULL else ""
         nan_in = names_with_nan(plan.items, content.tensors(), prefix)
         seconds = time.perf_counter() - began
-        return [WrittenFile(plan.file_name, record, objects, digests, nan_in, rank_record, seconds)]
+        record_size, record_blocks = (None, b"") if of_rank is None else (of_rank.size, of_rank.blocks)
+        written = (record.size, record.blocks, objects, digests, nan_in, record_size, record_blocks, seconds)
+        return [tuple(WrittenFile(*written))]
 
     def _lineage(self) -> Lineage:
         lineage = self._target.origin.lineage
@@ -279,6 +288,22 @@ def commit(
         peers.is_group_in_doubt |= not dcp.is_group_whole(error)
         raise
     return writer.committed
+
+
+def received(results: Sequence[Sequence[tuple[Any, ...]]]) -> dict[int, WrittenFile]:
+    """Return what the ranks that wrote a file sent, by rank."""
+    return {rank: WrittenFile(*file) for rank, per_rank in enumerate(results) for file in per_rank}
+
+
+def files_of(by_rank: Mapping[int, WrittenFile], world_size: int) -> Files:
+    """Return the files that the ranks wrote: in columns if they have records, which all or none of them have."""
+    if all(file.record_size is None for file in by_rank.values()):
+        return {layout.data_file(rank, 0): FileRecord(file.size, file.blocks) for rank, file in by_rank.items()}
+    sizes: list[int | None] = [None] * world_size
+    record_sizes = [*sizes]
+    for rank, file in by_rank.items():
+        sizes[rank], record_sizes[rank] = file.size, file.record_size
+    return together({}, FilesOfRanks(sizes, record_sizes, b"".join(file.record_blocks for file in by_rank.values())))
 
 
 def versions() -> dict[str, str]:
