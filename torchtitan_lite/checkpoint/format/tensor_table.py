@@ -206,7 +206,9 @@ def _kind(head: str, tail: str, dtypes: Mapping[str, Any]) -> TensorKind | None:
 def _in_runs(rows: Sequence[Sequence[str]], dtypes: Mapping[str, Any]) -> dict[str, StoredTensor] | None:
     """Return the tensors in runs of `rows` by key; None if one of them is malformed."""
     try:
-        return {key: _tensor(json.loads(f'{{"dtype":"{text}}}'), dtypes) for key, _, _, _, text in rows if text}
+        texts = {key: f'{{"dtype":"{text}}}' for key, _, _, _, text in rows if text}
+        entries = json.loads(f"[{','.join(texts.values())}]")
+        return {key: _tensor(entry, dtypes) for key, entry in zip(texts, entries, strict=True)}
     except (ValueError, RecursionError):
         return None
 

@@ -113,7 +113,10 @@ class CheckpointFolder:
         if self.verify != "off":
             for name in share:
                 self._check_size(name, recorded[name], found.get(name))
-        contents.check({name: size for name, size in recorded.items() if name not in share} | found)
+        sizes = recorded | found
+        for name in share - found.keys():
+            del sizes[name]
+        contents.check(sizes)
         return contents
 
     @cached_property
