@@ -46,10 +46,10 @@ def _write_folder_of_format() -> None:
             continue
         shutil.rmtree(target / name, ignore_errors=True)
         if world_size == 1:
-            golden_run.save(target / name)
+            golden_run.save(target / name, writer=name)
         else:
             with tempfile.TemporaryDirectory() as rendezvous:
-                arguments = (world_size, target / name, Path(rendezvous, "file"))
+                arguments = (world_size, target / name, Path(rendezvous, "file"), name)
                 multiprocessing.spawn(_save_as_rank, arguments, nprocs=world_size)
         for identity in (target / name).glob(f"*/{layout.FOLDER_ID}"):
             identity.unlink()  # Random, and no part of a checkpoint.
@@ -78,11 +78,11 @@ def _write_as_rank(rank: int, target: Path, rendezvous: Path) -> None:
     distributed.destroy_process_group()
 
 
-def _save_as_rank(rank: int, world_size: int, target: Path, rendezvous: Path) -> None:
+def _save_as_rank(rank: int, world_size: int, target: Path, rendezvous: Path, writer: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
-    golden_run.save(target, init_device_mesh("cpu", (world_size,)))
+    golden_run.save(target, init_device_mesh("cpu", (world_size,)), writer)
     distributed.destroy_process_group()
 
 

@@ -11,6 +11,8 @@ import math
 import random
 import zlib
 from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,9 +31,16 @@ from torchtitan_lite.store.manifest import FORMAT_VERSION, Manifest
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 STEP = 7
-WRITERS = {"one-process": 1, "two-ranks": 2, "four-ranks": 4, "five-ranks": 5}
+WRITERS = {
+    "one-process": 1,
+    "two-ranks": 2,
+    "four-ranks": 4,
+    "five-ranks": 5,
+    "without-metadata": 1,
+    "with-records": 2,
+}
 """Name of a folder to the number of processes that wrote its checkpoints."""
-WRITTEN = {"one-process": 3, "two-ranks": 3, "five-ranks": 4}
+WRITTEN = {"one-process": 3, "two-ranks": 3, "five-ranks": 4, "without-metadata": 5, "with-records": 5}
 """The version of the format in which these processes write today: a tensor of fewer than four chunks is in no runs."""
 
 PARAMETERS: dict[str, tuple[torch.dtype, tuple[int, ...], Placement]] = {
@@ -205,12 +214,29 @@ def values(key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return (numbers / 8 if dtype.is_floating_point else numbers).to(dtype).view(shape)
 
 
-def save(folder: Path, mesh: DeviceMesh | None = None) -> None:
-    """Write this version's checkpoints into `folder`: checkpoint/step-7 and export/step-7. **Collective**."""
-    options = {"model_weights_only": True, "export_folder": "export", "export_dtype": "bfloat16"}
+def save(folder: Path, mesh: DeviceMesh | None = None, writer: str = "") -> None:
+    """Write this version's checkpoints into `folder`, as `writer`: checkpoint/step-7 and export/step-7. **Collective**.
+
+    The writer "with-records" keeps a record of each rank, as otherwise only hundreds of ranks do.
+    """
+    options: dict[str, Any] = {"model_weights_only": True, "export_folder": "export", "export_dtype": "bfloat16"}
+    if writer == "without-metadata":
+        options["dcp_metadata"] = "never"
     run = GoldenRun(folder, FORMAT_VERSION, filled=True, mesh=mesh, **options)
-    with run.manager:
+    with records_from_rank(0) if writer == "with-records" else nullcontext(), run.manager:
         run.manager.save(STEP, force=True)
+
+
+@contextmanager
+def records_from_rank(number: int) -> Iterator[None]:
+    """Let jobs of `number` ranks or more keep records, in the block."""
+    from torchtitan_lite.store import rank_records
+
+    before, rank_records.FROM_RANKS = rank_records.FROM_RANKS, number
+    try:
+        yield
+    finally:
+        rank_records.FROM_RANKS = before
 
 
 def fix(folder: Path) -> None:
